@@ -1,0 +1,321 @@
+"""What to change inside softmax attention, as plain data: no tensors, no models.
+
+A `LongAttnConfig` has six independent slots, applied in this order to every attention call:
+
+    positions -> score -> temperature -> logit_map -> visibility -> softmax -> output_norm
+
+Each slot holds one `Method` (a frozen dataclass in `hf_longattn.methods`) or None, which leaves that
+stage as the model has it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+if TYPE_CHECKING:
+    from .methods.base import LogitMap
+
+SLOTS = ("positions", "score", "temperature", "logit_map", "visibility", "output_norm")
+BACKENDS = ("auto", "tiled", "flex", "reference")
+FORMAT_VERSION = 1
+
+#: The name that stands for "whatever the config says", for combinations that have no name of their own.
+CUSTOM = "longattn"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What a method may need to know about the model it is put into."""
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    train_length: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One published change to one stage of attention: its parameters, validated on construction.
+
+    Subclasses set `slot`, `name` and `paper`, declare their parameters as fields, raise ValueError in
+    `validate`, and implement the formula that their slot asks for (see `hf_longattn/methods/`).
+    """
+
+    slot: ClassVar[str]
+    name: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()
+    paper: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for f in fields(self):  # JSON gives lists; tuples keep the dataclass hashable
+            object.__setattr__(self, f.name, _freeze(getattr(self, f.name)))
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise ValueError, naming the parameter and the way out, if the parameters make no sense."""
+
+    def bind(self, facts: ModelFacts) -> Self:
+        """The same method with every default that depends on the model filled in, checked against it."""
+        return self
+
+    def for_layer(self, layer: int) -> Self:
+        """The same method with parameters given per layer reduced to those of `layer`."""
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name} | {f.name: _thaw(getattr(self, f.name)) for f in fields(self)}
+
+
+_REGISTRY: dict[str, type[Method]] = {}
+
+
+def register(*methods: type[Method]) -> None:
+    """Make methods available by name to `LongAttnConfig.preset` and `from_dict`."""
+    for method in methods:
+        if method.slot not in SLOTS:
+            raise ValueError(f"{method.__name__}.slot is {method.slot!r}; the slots are {', '.join(SLOTS)}")
+        for name in (method.name, *method.aliases):
+            if _REGISTRY.setdefault(name, method) is not method:
+                raise ValueError(f"two methods are called {name!r}")
+
+
+def method_names() -> tuple[str, ...]:
+    """Every registered method name, aliases included."""
+    return tuple(_REGISTRY)
+
+
+def method_class(name: str) -> type[Method]:
+    try:
+        return _REGISTRY[name]
+    except KeyError:
+        raise ValueError(f"unknown method {name!r}; known methods: {', '.join(sorted(_REGISTRY))}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongAttnConfig:
+    """A complete description of modified attention. Frozen and hashable; `to_dict` is JSON.
+
+    Args:
+        positions, score, temperature, logit_map, visibility, output_norm: a `Method` for that slot, its
+            dict form (`{"name": ..., parameters}`), or None.
+        layers: "full_attention" (every causal layer that sees all earlier keys), "all" (sliding-window
+            layers too), or a sequence of layer indices.
+        backend: "auto", or one of `BACKENDS` to insist on it.
+
+    Raises:
+        ValueError: a parameter is invalid, or a method sits in a slot that is not its own.
+    """
+
+    positions: Method | None = None
+    score: Method | None = None
+    temperature: Method | None = None
+    logit_map: LogitMap | None = None
+    visibility: Method | None = None
+    output_norm: Method | None = None
+    layers: str | tuple[int, ...] = "full_attention"
+    backend: str = "auto"
+    version: int = field(default=FORMAT_VERSION, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.version != FORMAT_VERSION:
+            raise ValueError(
+                f"this longattn section has format version {self.version!r}; this hf_longattn reads version "
+                f"{FORMAT_VERSION}: install the release that wrote it"
+            )
+        for slot in SLOTS:
+            value = getattr(self, slot)
+            if isinstance(value, Mapping):
+                value = _method_from_dict(value, slot)
+                object.__setattr__(self, slot, value)
+            if value is not None and not isinstance(value, Method):
+                raise ValueError(f"{slot} must be a method, its dict form or None, got {value!r}")
+            if value is not None and value.slot != slot:
+                raise ValueError(f"{value.name} fills the slot {value.slot!r}, not {slot!r}")
+        if not isinstance(self.layers, str):
+            if not isinstance(self.layers, Iterable):
+                raise ValueError(f"layers must be 'full_attention', 'all' or a list of indices, got {self.layers!r}")
+            indices = tuple(self.layers)
+            if not indices or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in indices):
+                raise ValueError(f"layers must be a non-empty list of layer indices >= 0, got {list(indices)}")
+            object.__setattr__(self, "layers", tuple(sorted(set(indices))))
+        elif self.layers not in ("full_attention", "all"):
+            raise ValueError(f"layers must be 'full_attention', 'all' or a list of indices, got {self.layers!r}")
+        if self.backend not in BACKENDS:
+            raise ValueError(f"unknown backend {self.backend!r}; choose one of {', '.join(BACKENDS)}")
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """The filled slots, in the order in which they act."""
+        return tuple(m for slot in SLOTS if (m := getattr(self, slot)) is not None)
+
+    @property
+    def name(self) -> str:
+        """The method names joined by "+", in slot order; "longattn" when no slot is filled."""
+        return "+".join(m.name for m in self.methods) or CUSTOM
+
+    @classmethod
+    def preset(cls, name: str, **parameters: Any) -> LongAttnConfig:
+        """A config by name: one method, or several joined by "+" ("infoscale+cosscale").
+
+        Parameters go to the one method that has them; `layers` and `backend` to the config.
+
+        Raises:
+            ValueError: unknown name or parameter, two methods for one slot, or a parameter that two of
+                the methods share (then write the slots out).
+        """
+        common = {k: parameters.pop(k) for k in ("layers", "backend") if k in parameters}
+        classes = [] if name == CUSTOM else [method_class(part) for part in name.split("+")]
+        by_slot: dict[str, type[Method]] = {}
+        for method in classes:
+            if (other := by_slot.setdefault(method.slot, method)) is not method:
+                raise ValueError(f"{other.name} and {method.name} clash: both fill the slot {method.slot!r}")
+        own: dict[str, dict[str, Any]] = {slot: {} for slot in by_slot}
+        for key, value in parameters.items():
+            owners = [slot for slot, m in by_slot.items() if key in {f.name for f in fields(m)}]
+            if not owners:
+                known = sorted({f.name for m in classes for f in fields(m)})
+                raise ValueError(f"{name} has no parameter {key!r}; it has: {', '.join(known) or 'none'}")
+            if len(owners) > 1:
+                raise ValueError(
+                    f"{key!r} is a parameter of {' and of '.join(by_slot[s].name for s in owners)}: write the slots "
+                    f"out, e.g. {{{owners[0]!r}: {{'name': {by_slot[owners[0]].name!r}, {key!r}: ...}}, ...}}"
+                )
+            own[owners[0]][key] = value
+        return cls(**{slot: m(**own[slot]) for slot, m in by_slot.items()}, **common)  # type: ignore[arg-type]
+
+    @classmethod
+    def parse(cls, name: str, section: Mapping[str, Any] | LongAttnConfig | None = None) -> LongAttnConfig:
+        """The config that an implementation name and a `longattn` section mean together.
+
+        The section may be None, flat parameters of the named methods, `{"preset": ..., parameters}`, or
+        the slots written out (the saved form).
+
+        Raises:
+            ValueError: the two disagree, or either is invalid.
+        """
+        if isinstance(section, LongAttnConfig):
+            config = section
+        elif not section:
+            return cls.preset(name)
+        elif not isinstance(section, Mapping):
+            raise ValueError(f"longattn must be a dict, got {type(section).__name__}")
+        elif "preset" in section:
+            config = cls.preset(**{"name" if k == "preset" else k: v for k, v in section.items()})
+        elif "version" in section or any(slot in section for slot in SLOTS):
+            config = cls.from_dict(section)
+        else:
+            return cls.preset(name, **section)
+        if name != CUSTOM and {method_class(p) for p in name.split("+")} != {type(m) for m in config.methods}:
+            raise ValueError(
+                f"attn_implementation names {name!r} but the longattn section describes {config.name!r}: use "
+                f"attn_implementation={CUSTOM!r} to take the section as it is, or hf_longattn.apply(model, ...) to change it"
+            )
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; `from_dict` gives back an equal config."""
+        out: dict[str, Any] = {"version": self.version}
+        for slot in SLOTS:
+            if (method := getattr(self, slot)) is not None:
+                out[slot] = method.to_dict()
+        return out | {"layers": _thaw(self.layers), "backend": self.backend}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LongAttnConfig:
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(data) - known):
+            raise ValueError(f"unknown key(s) in longattn: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        return cls(**data)
+
+    def replace(self, **changes: Any) -> LongAttnConfig:
+        """A copy with some parameters changed, each given to the one method (or the config) that has it."""
+        for key, value in changes.items():
+            if key in {f.name for f in fields(self)}:
+                self = dataclasses.replace(self, **{key: value})
+                continue
+            owners = [m for m in self.methods if key in {f.name for f in fields(m)}]
+            if len(owners) != 1:
+                raise ValueError(
+                    f"{key!r} is a parameter of {' and of '.join(m.name for m in owners) or 'no method in ' + self.name}"
+                )
+            method = dataclasses.replace(owners[0], **{key: value})
+            self = dataclasses.replace(self, **{method.slot: method})  # type: ignore[arg-type]
+        return self
+
+    def bind(self, facts: ModelFacts) -> LongAttnConfig:
+        """Fill in what depends on the model and check everything against it."""
+        if not isinstance(self.layers, str) and self.layers[-1] >= facts.num_layers:
+            raise ValueError(f"layers names layer {self.layers[-1]}, but the model has layers 0 to {facts.num_layers - 1}")
+        return dataclasses.replace(self, **{m.slot: m.bind(facts) for m in self.methods})  # type: ignore[arg-type]
+
+    def for_layer(self, layer: int) -> LongAttnConfig:
+        """The config as layer `layer` uses it: parameters per layer are reduced to that layer's."""
+        return dataclasses.replace(self, **{m.slot: m.for_layer(layer) for m in self.methods})  # type: ignore[arg-type]
+
+
+def require_positive(**values: float | None) -> None:
+    """Raise ValueError for any given value that is not a finite number above zero (None is allowed)."""
+    for name, value in values.items():
+        if value is not None and not (_is_number(value) and math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
+
+
+def require_in(name: str, value: float, low: float, high: float) -> None:
+    if not (_is_number(value) and low <= value <= high):
+        raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {value!r}")
+
+
+def require_count(**values: int) -> None:
+    """Raise ValueError for any value that is not an integer >= 0."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
+
+
+def per_head(name: str, value: Any, facts: ModelFacts) -> None:
+    """Check a parameter that is a number or a (layers, heads) nest of numbers against the model."""
+    if not isinstance(value, tuple):
+        return
+    shape = (len(value), *{len(row) if isinstance(row, tuple) else -1 for row in value})
+    if shape != (facts.num_layers, facts.num_heads):
+        raise ValueError(
+            f"{name} must be one number or one per layer and head, shape ({facts.num_layers}, {facts.num_heads}); got "
+            f"{len(value)} rows of length {sorted(set(shape[1:]))}"
+        )
+
+
+def numbers(value: Any) -> Iterable[float]:
+    """All numbers in a number or a nest of tuples."""
+    if isinstance(value, tuple):
+        for item in value:
+            yield from numbers(item)
+    else:
+        yield value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _method_from_dict(data: Mapping[str, Any], slot: str) -> Method:
+    parameters = dict(data)
+    try:
+        method = method_class(parameters.pop("name"))
+    except KeyError:
+        raise ValueError(f"{slot} is given as a dict without a 'name'") from None
+    known = {f.name for f in fields(method)}
+    if unknown := sorted(set(parameters) - known):
+        raise ValueError(f"{method.name} has no parameter {', '.join(unknown)}; it has: {', '.join(sorted(known))}")
+    return method(**parameters)
+
+
+def _freeze(value: Any) -> Any:
+    return tuple(_freeze(v) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+def _thaw(value: Any) -> Any:
+    return [_thaw(v) for v in value] if isinstance(value, tuple) else value

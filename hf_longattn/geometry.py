@@ -1,0 +1,94 @@
+"""Which keys each query may see, and how far away they are: the only thing a kernel knows about positions.
+
+A *slot* is the index of a token in its row of the batch, padding included; the key in column j sits in slot
+`key_start + j`. Distances are differences of slots, so they are right under padding, packing and any cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Columns of `Rows.index`.
+POSITION, KEY_START, START, LOW, HIGH = range(5)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """For every query row, the interval of key slots that it sees.
+
+    Args:
+        index: int64 (batch or 1, q_len, 5): the row's own slot, the slot of key 0 (the same in every row), the
+            slot where the row's sequence starts, and the first and last visible slot (last < first: nothing).
+        allowed: None, or a bool tensor broadcastable to (batch, heads, q_len, kv_len), True = may be seen, on
+            top of the interval.
+    """
+
+    index: Tensor
+    allowed: Tensor | None = None
+
+    @classmethod
+    def causal(cls, q_len: int, kv_len: int, query_start: int | None, key_start: int, device: torch.device) -> Rows:
+        """Every key up to the query's own slot; query_start defaults to key_start + kv_len - q_len."""
+        if query_start is None:
+            query_start = key_start + kv_len - q_len
+        position = torch.arange(query_start, query_start + q_len, device=device)
+        start = torch.full_like(position, key_start)
+        return cls(torch.stack([position, start, start, start, position], dim=-1)[None])
+
+    def slots(self, kv_len: int) -> Tensor:
+        """The slots of the keys, (batch or 1, 1, kv_len)."""
+        return self.index[:, :1, KEY_START, None] + torch.arange(kv_len, device=self.index.device)
+
+    def visible(self, kv_len: int) -> Tensor:
+        """bool (batch or 1, heads or 1, q_len, kv_len), True = the row may see the key."""
+        slots = self.slots(kv_len)
+        inside = (slots >= self.index[..., LOW, None]) & (slots <= self.index[..., HIGH, None])
+        return inside[:, None] if self.allowed is None else inside[:, None] & self.allowed
+
+    def distance(self, kv_len: int) -> Tensor:
+        """|query slot - key slot|, int64 (batch or 1, q_len, kv_len)."""
+        return (self.index[..., POSITION, None] - self.slots(kv_len)).abs()
+
+    def sinks(self, kv_len: int, count: int) -> Tensor:
+        """bool (batch or 1, q_len, kv_len), True for the first `count` keys of the row's sequence."""
+        offset = self.slots(kv_len) - self.index[..., START, None]
+        return (offset >= 0) & (offset < count)
+
+    def count(self, kv_len: int) -> Tensor:
+        """n_i, the number of keys that each row sees: int64 (batch or 1, heads or 1, q_len)."""
+        if self.allowed is not None:
+            return self.visible(kv_len).sum(-1)
+        return (self.index[..., HIGH] - self.index[..., LOW] + 1).clamp(min=0)[:, None]
+
+
+def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise ValueError unless query, key and value are (batch, heads, length, head_dim) and fit each other."""
+    if not query.ndim == key.ndim == value.ndim == 4:
+        raise ValueError("query, key and value must be (batch, heads, length, head_dim)")
+    if query.shape[0] != key.shape[0] or query.shape[-1] != key.shape[-1] or key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together"
+        )
+    if query.shape[1] % key.shape[1]:
+        raise ValueError(f"{query.shape[1]} query heads cannot share {key.shape[1]} key heads evenly")
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(f"query, key and value differ in dtype: {query.dtype}, {key.dtype}, {value.dtype}")
+
+
+def check_mask(attention_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """The mask with four dimensions; ValueError unless it is bool and broadcasts to (batch, heads, q_len, kv_len)."""
+    if attention_mask is None:
+        return None
+    target = (*query.shape[:3], key.shape[2])
+    if attention_mask.dtype != torch.bool:
+        raise ValueError(f"attention_mask must be bool (True = may be seen), got {attention_mask.dtype}")
+    try:
+        if torch.broadcast_shapes(attention_mask.shape, target) != torch.Size(target):
+            raise RuntimeError
+    except RuntimeError:
+        raise ValueError(f"attention_mask {tuple(attention_mask.shape)} does not broadcast to {target}") from None
+    mask = attention_mask[(None,) * (4 - attention_mask.ndim)]
+    return mask.expand(-1, -1, target[2], target[3])

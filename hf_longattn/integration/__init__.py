@@ -1,0 +1,10 @@
+"""The only package that imports transformers: names, masks, dispatch, models, and the few seams."""
+
+from .model import Description, apply, config_of, describe, remove, update
+from .names import register_names
+from .seams import install
+
+register_names()
+install()
+
+__all__ = ["Description", "apply", "config_of", "describe", "remove", "update"]

@@ -1,0 +1,169 @@
+"""The attention function that we register: one call of one layer, from transformers' arguments to a kernel."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..attention import attend
+from ..config import LongAttnConfig
+from ..geometry import Rows
+from ..reference import dense_attention
+from .masks import base_implementation, read_mask
+
+#: Arguments that reach an attention function and say nothing about which logits it should compute.
+_HARMLESS = frozenset(
+    {
+        "position_ids",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "num_items_in_batch",
+        "logits_to_keep",
+        "cache_position",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "seq_idx",
+        "is_causal",
+    }
+)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPlan:
+    """What one attention module does, decided when the method was put into the model."""
+
+    section: dict[str, Any]  # the longattn section it was made from, by identity
+    config: LongAttnConfig | None  # this layer's, or None if it is left alone
+    reason: str = ""  # why it is left alone
+    windowed: bool = False
+
+
+def attention_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention interface: query (batch, heads, q_len, head_dim), key and value not repeated.
+
+    Returns:
+        output (batch, q_len, heads, head_dim), and attention weights if output_attentions asks for them.
+    """
+    plan = current_plan(module)
+    if plan.config is None:
+        extra = {"softcap": softcap} if softcap is not None else {}
+        return _base(module, query, key, value, attention_mask, dropout, scaling, sliding_window, **extra, **kwargs)
+    _refuse(plan, attention_mask, sliding_window, kwargs)
+    assert attention_mask is not None
+    rows = _rows(attention_mask, query, key, kwargs.get("position_ids"))
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if kwargs.get("output_attentions"):
+        out, weights = dense_attention(query, key, value, plan.config, rows, scaling=scaling, softcap=softcap, dropout=dropout)
+        return out.transpose(1, 2).contiguous(), weights
+    out = attend(query, key, value, plan.config, rows, scaling=scaling, softcap=softcap, dropout=dropout)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def current_plan(module: Any) -> LayerPlan:
+    """The module's plan; ValueError if it has none, or if config.longattn was replaced behind its back."""
+    plan: LayerPlan | None = module.__dict__.get("longattn_plan")
+    name = module.config._attn_implementation
+    if plan is None:
+        raise ValueError(
+            f"attention {name!r} applies to 0 layers here: {type(module).__name__} was never prepared for it. Put it "
+            "into the model with hf_longattn.apply(model, ...), or with attn_implementation= on a causal language model"
+        )
+    if plan.section is not module.config.longattn:
+        raise ValueError(
+            "config.longattn was changed after the method was put into the model; use hf_longattn.apply(model, ...) "
+            "or hf_longattn.update(model, ...)"
+        )
+    return plan
+
+
+def _refuse(plan: LayerPlan, mask: Tensor | None, sliding_window: int | None, kwargs: dict[str, Any]) -> None:
+    """Raise for anything in a call that we would otherwise compute wrongly in silence."""
+    if kwargs.get("cache") is not None:
+        raise NotImplementedError(
+            "continuous batching (paged cache) is not supported under hf_longattn; use generate(), or "
+            'model.set_attn_implementation("sdpa") first'
+        )
+    if mask is None:
+        raise NotImplementedError(
+            "the attention mask did not arrive, so true positions are unknown. Context parallelism removes it and is "
+            "not supported; other wrappers must pass the mask that transformers' create_causal_mask built"
+        )
+    if sliding_window is not None and not plan.windowed:
+        raise ValueError("this layer got a sliding window that its config does not announce: please report the model")
+    unknown = sorted(k for k, v in kwargs.items() if k not in _HARMLESS and v is not None)
+    if unknown:
+        raise ValueError(
+            f"attention got {', '.join(unknown)}, which hf_longattn does not know and will not ignore; drop the argument, "
+            "or exclude the layer with `layers`"
+        )
+
+
+def _rows(mask: Tensor, query: Tensor, key: Tensor, position_ids: Tensor | None) -> Rows:
+    q_len, kv_len = query.shape[2], key.shape[2]
+    if not mask.dtype.is_floating_point and mask.dtype != torch.bool:
+        return read_mask(mask, kv_len)
+    # The user's own 4-D mask carries no positions: only keys that end with the last query can be placed.
+    if position_ids is not None and kv_len > q_len and int(position_ids.max()) + 1 < kv_len:
+        raise ValueError(
+            "a 4-D attention mask together with a static cache leaves true positions unknown: pass a 2-D mask, or use "
+            "a dynamic cache"
+        )
+    if mask.dtype != torch.bool:
+        seen, hidden = mask == 0, mask <= torch.finfo(mask.dtype).min / 2
+        if not bool((seen | hidden).all()):
+            raise ValueError(
+                "a 4-D float mask must hold 0 (may be seen) and the dtype's minimum or -inf; biases are not supported"
+            )
+        mask = seen
+    mask = mask[..., :kv_len]
+    index = Rows.causal(q_len, kv_len, None, 0, query.device).index.expand(mask.shape[0], -1, -1).clone()
+    index[..., 2] = mask[:, 0].int().argmax(-1)  # first visible key
+    index[..., 4] = kv_len - 1  # the mask alone decides, image blocks look ahead
+    return Rows(index, mask)
+
+
+def _base(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The unmodified attention, for layers that are left alone."""
+    name = base_implementation(module.config)
+    if mask is not None and mask.dtype in (torch.int32, torch.int64):
+        mask = read_mask(mask, key.shape[2]).visible(key.shape[2])
+    if name == "eager" or kwargs.get("output_attentions"):
+        name = "eager"
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    if sliding_window is not None:
+        kwargs["sliding_window"] = sliding_window
+    return function(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)

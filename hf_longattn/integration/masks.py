@@ -1,0 +1,142 @@
+"""The mask function that we register: it carries true positions from transformers to the attention call.
+
+transformers builds a mask once per forward, where it knows cache offsets, padding and packing, and hands it to every
+layer as an opaque tensor. Ours is an integer tensor (bool and float masks are the user's own):
+
+    compact  int64 (batch, 1, q_len, 5)            the columns of `geometry.Rows.index`; visibility is that interval
+    dense    int32 (batch, 1, q_len, 5 + kv_len)   the same five columns, then 1 where the key may be seen
+
+Compact needs O(q_len) memory and is chosen wherever the mask function is recognised as an interval; dense is always
+right. A plain tensor survives slicing, `.contiguous()`, device moves and graph inputs, where attributes would not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, causal_mask_function
+from transformers.utils.import_utils import is_tracing
+
+from ..geometry import Rows
+
+INDEX_WIDTH = 5
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mask function that shows every row one interval of keys: causal, with a window and packing if given."""
+
+    window: int | None = None
+    sequence_ids: Tensor | None = None
+
+
+def base_implementation(config: Any) -> str:
+    """What runs the layers that we leave alone: sdpa, or eager where the model caps its scores (Gemma 2)."""
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+
+
+def carrier_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    config: Any = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor | None:
+    """A mask in the form above; for layers that are left alone, the base implementation's own mask."""
+    shared: dict[str, Any] = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        "device": device,
+        "config": config,
+    }
+    base = ALL_MASK_ATTENTION_FUNCTIONS[base_implementation(config)]
+    if "allow_is_bidirectional_skip" in kwargs:  # only the bidirectional masks are asked for with it
+        return base(**shared, **kwargs, local_size=local_size)
+    # Never None for a causal layer: Gemma 4 slices queries under any name but "sdpa" and trusts the mask.
+    kwargs |= {"allow_is_causal_skip": False}
+    if local_size is not None and (getattr(config, "longattn", None) or {}).get("layers") in (None, "full_attention"):
+        return base(**shared, **kwargs, local_size=local_size)
+
+    position = torch.arange(q_length, device=device) + q_offset
+    first = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
+    high = position.expand(batch_size, -1)
+    interval = recognise(mask_function)
+    if attention_mask is not None:
+        padding = attention_mask.to(device=device, dtype=torch.bool)
+        first = padding.int().argmax(-1, keepdim=True)
+        last = padding.shape[-1] - 1 - padding.flip(-1).int().argmax(-1, keepdim=True)
+        high = torch.where(padding.any(-1, keepdim=True), torch.minimum(high, last), -1)
+        whole = interval is not None and not is_tracing(padding)
+        if not whole or bool((padding.sum(-1, keepdim=True) < last - first + 1).any()):
+            interval = None  # holes, or nothing may be read while tracing
+    start = first.expand(-1, q_length)
+    if interval is not None and interval.sequence_ids is not None:
+        start = _sequence_starts(interval.sequence_ids).expand(batch_size, -1)
+    key_start = torch.zeros_like(start) + kv_offset
+    if interval is not None:
+        low = start if interval.window is None else torch.maximum(start, position - interval.window + 1)
+        return torch.stack([position.expand_as(start), key_start, start, low, high], dim=-1)[:, None]
+
+    sdpa = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    visible = sdpa(**shared, **kwargs).expand(batch_size, -1, -1, -1)[:, 0]
+    if attention_mask is None:
+        start = visible.int().argmax(-1) + key_start
+    index = torch.stack([position.expand_as(start), key_start, start, key_start, key_start + kv_length - 1], dim=-1)
+    return torch.cat([index.int(), visible.int()], dim=-1)[:, None]
+
+
+def read_mask(mask: Tensor, kv_len: int) -> Rows:
+    """The rows that a mask made by `carrier_mask` describes."""
+    if mask.shape[-1] == INDEX_WIDTH:
+        return Rows(mask[:, 0])
+    if mask.shape[-1] != INDEX_WIDTH + kv_len:
+        raise ValueError(f"an integer mask of width {mask.shape[-1]} does not fit {kv_len} keys")
+    return Rows(mask[:, 0, :, :INDEX_WIDTH].long(), mask[..., INDEX_WIDTH:].bool())
+
+
+def recognise(mask_function: Callable[..., Any]) -> Interval | None:
+    """The interval that one of transformers' mask functions stands for, or None if it is not known to be one.
+
+    Their parameters live in closures, so this reads private names: an unknown one costs memory, never exactness.
+    """
+    if mask_function is causal_mask_function:
+        return Interval()
+    name = mask_function.__qualname__.removesuffix(".<locals>.inner_mask")
+    cells = dict(zip(mask_function.__code__.co_freevars, mask_function.__closure__ or (), strict=True))
+    if mask_function.__qualname__ == f"{and_masks.__qualname__}.<locals>.and_mask":
+        parts = [recognise(f) for f in cells["mask_functions"].cell_contents]
+        windows = {p.window for p in parts if p is not None and p.window is not None}
+        ids = [p.sequence_ids for p in parts if p is not None and p.sequence_ids is not None]
+        if None in parts or len(windows) > 1 or len(ids) > 1:
+            return None
+        return Interval(window=next(iter(windows), None), sequence_ids=ids[0] if ids else None)
+    if name == "sliding_window_overlay":
+        return Interval(window=int(cells["sliding_window"].cell_contents))
+    if name == "packed_sequence_mask_function":
+        return Interval(sequence_ids=cells["packed_sequence_mask"].cell_contents)
+    if name == "remap_positions_for_packed_sequence":  # inside one document positions differ as slots do
+        return recognise(cells["mask_function"].cell_contents)
+    return None
+
+
+def _sequence_starts(ids: Tensor) -> Tensor:
+    """For each slot of a packed row, (batch, length), the slot where its document starts."""
+    slots = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
+    new = torch.ones_like(ids, dtype=torch.bool)
+    new[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return torch.where(new, slots, 0).cummax(-1).values

@@ -1,0 +1,293 @@
+"""Putting a config into a model, taking it out again, and saying what was done."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..config import CUSTOM, LongAttnConfig, ModelFacts
+from .dispatch import LayerPlan
+from .masks import base_implementation
+from .names import is_ours, name_for, short
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention module of a model, as transformers calls it."""
+
+    name: str
+    module: Any
+
+    @property
+    def index(self) -> int:
+        return int(self.module.layer_idx)
+
+    @property
+    def why_never(self) -> str | None:
+        """Why no method can apply here, or None."""
+        if getattr(self.module, "is_cross_attention", False):
+            return "cross-attention"
+        return None if getattr(self.module, "is_causal", True) else "not causal"
+
+    @property
+    def windowed(self) -> bool:
+        types = getattr(self.module.config, "layer_types", None)
+        if types is not None:
+            return bool(types[self.index] != "full_attention")
+        return getattr(self.module.config, "sliding_window", None) is not None
+
+
+def apply(model: Model, method: str | LongAttnConfig, **parameters: Any) -> Model:
+    """Put a method into a model, in place.
+
+    Args:
+        model: any transformers model whose attention goes through the attention interface, or a PEFT model around one.
+        method: a name ("scale_invariant", "a+b") with its parameters, or a complete `LongAttnConfig`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: unknown method or parameter, or the method would change no layer. The model is then unchanged.
+    """
+    if isinstance(method, LongAttnConfig):
+        config = method.replace(**parameters) if parameters else method
+    else:
+        config = LongAttnConfig.preset(method, **parameters)
+    base = _pretrained(model)
+    configs = _configs(base, causal=True)
+    if not configs:
+        raise ValueError(_nothing(base, config, []))
+    plans = {id(c): _plan(base, c, config) for c in configs}
+    base.__dict__.setdefault("longattn_previous", [c._attn_implementation for c in configs])
+    for c in configs:
+        section, assignments = plans[id(c)]
+        c._attn_implementation = name_for(config.name)
+        c.longattn = section
+        _commit(assignments)
+    _sync_top(base, configs)
+    _guard_learned_positions(base)
+    return model
+
+
+def remove(model: Model) -> Model:
+    """Undo `apply` (or `attn_implementation=...`): the attention the model had before; returns the model.
+
+    Raises:
+        ValueError: there is nothing to remove.
+    """
+    base = _pretrained(model)
+    configs = [c for c in _configs(base, causal=False) if is_ours(c._attn_implementation)]
+    if not configs:
+        raise ValueError(f"{type(base).__name__} runs {base.config._attn_implementation!r}; there is nothing to remove")
+    previous = base.__dict__.pop("longattn_previous", [])
+    for i, c in enumerate(configs):
+        before = previous[i] if i < len(previous) and not is_ours(previous[i]) else base_implementation(c)
+        c._attn_implementation = before
+        c.longattn = None
+    base.config.longattn = None
+    if is_ours(base.config._attn_implementation):
+        base.config._attn_implementation_internal = base_implementation(base.config)
+    forget(base)
+    return model
+
+
+def update(model: Model, **parameters: Any) -> Model:
+    """Change parameters of the method that a model runs, e.g. `update(model, strength=0.5)` during training."""
+    return apply(model, config_of(model).replace(**parameters))
+
+
+def config_of(model: nn.Module) -> LongAttnConfig:
+    """The config that a model runs; ValueError if it runs none."""
+    base = _pretrained(model)
+    for c in _configs(base, causal=True):
+        if is_ours(c._attn_implementation) and c.longattn:
+            return LongAttnConfig.from_dict(c.longattn)
+    raise ValueError(f"{type(base).__name__} runs {base.config._attn_implementation!r}, not an hf_longattn method")
+
+
+def prepare(model: PreTrainedModel) -> None:
+    """Decide for every attention module what it does; called whenever a model is built or its attention changes."""
+    active = [c for c in _configs(model, causal=True) if is_ours(c._attn_implementation)]
+    for c in active:
+        config = LongAttnConfig.parse(short(c._attn_implementation), c.longattn)
+        section, assignments = _plan(model, c, config)
+        c.longattn = section
+        _commit(assignments)
+    if active:
+        # Vision towers and other encoders under the same name are left alone, by a plan that says so
+        for layer in _layers(model):
+            if layer.why_never and is_ours(layer.module.config._attn_implementation):
+                layer.module.longattn_plan = LayerPlan(layer.module.config.longattn, None, layer.why_never)
+        _sync_top(model, active)
+        _guard_learned_positions(model)
+
+
+def forget(model: nn.Module) -> None:
+    """Drop every plan and guard."""
+    for module in model.modules():
+        module.__dict__.pop("longattn_plan", None)
+        if (handle := module.__dict__.pop("longattn_guard", None)) is not None:
+            handle.remove()
+
+
+@dataclass(frozen=True)
+class Description:
+    """What each attention module of a model does; `print` it, or read `rows` and `config`."""
+
+    model: str
+    config: LongAttnConfig | None
+    rows: tuple[tuple[str, str, str], ...]  # module, method and parameters or "unchanged", backend or reason
+
+    def __str__(self) -> str:
+        head = f"{self.model}: {self.config.name if self.config else 'no hf_longattn method'}"
+        width = [max((len(r[i]) for r in self.rows), default=0) for i in (0, 1)]
+        return "\n".join([head, *(f"  {a:<{width[0]}}  {b:<{width[1]}}  {c}" for a, b, c in self.rows)])
+
+
+def describe(model: nn.Module) -> Description:
+    """Per attention module: method, parameters and backend, or why it was left alone."""
+    base = _pretrained(model)
+    rows = []
+    for layer in _layers(base):
+        plan: LayerPlan | None = layer.module.__dict__.get("longattn_plan")
+        implementation = layer.module.config._attn_implementation
+        if plan is None or not is_ours(implementation):
+            rows.append((layer.name, "unchanged", f"runs {implementation}"))
+        elif plan.config is None:
+            rows.append((layer.name, "unchanged", plan.reason))
+        else:
+            rows.append((layer.name, ", ".join(map(_shown, plan.config.methods)), f"backend {plan.config.backend}"))
+    try:
+        config = config_of(base)
+    except ValueError:
+        config = None
+    return Description(type(base).__name__, config, tuple(rows))
+
+
+def _shown(method: Any) -> str:
+    parameters = {k: v for k, v in method.to_dict().items() if k != "name" and v is not None}
+    short_lists = {k: f"<{len(v)} values>" if isinstance(v, list) else v for k, v in parameters.items()}
+    return f"{method.name}({', '.join(f'{k}={v}' for k, v in short_lists.items())})"
+
+
+def _pretrained(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside PEFT, DDP or compile wrappers."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise ValueError(f"{type(model).__name__} holds no transformers model")
+
+
+def _layers(model: nn.Module) -> Iterator[Layer]:
+    for name, module in model.named_modules():
+        forward = inspect.unwrap(type(module).forward)
+        names = getattr(getattr(forward, "__code__", None), "co_names", ())
+        if "ALL_ATTENTION_FUNCTIONS" in names and hasattr(module, "config"):
+            yield Layer(name, module)
+
+
+def _configs(model: nn.Module, *, causal: bool) -> list[Any]:
+    """The distinct config objects of a model's attention modules, in order; only of causal ones if asked."""
+    found = {id(x.module.config): x.module.config for x in _layers(model) if not (causal and x.why_never)}
+    return list(found.values())
+
+
+def _plan(model: nn.Module, target: Any, config: LongAttnConfig) -> tuple[dict[str, Any], list[tuple[Any, LayerPlan]]]:
+    """The longattn section and the plan of every attention module that shares the config object `target`."""
+    layers = [x for x in _layers(model) if x.module.config is target]
+    candidates = [x for x in layers if not x.why_never]
+    chosen = []
+    for layer in candidates:
+        by_type = config.layers == "all" or (config.layers == "full_attention" and not layer.windowed)
+        if by_type or (not isinstance(config.layers, str) and layer.index in config.layers):
+            chosen.append(layer)
+    bound = config.bind(_facts(target, chosen or candidates))
+    if not isinstance(config.layers, str) and (missing := set(config.layers) - {x.index for x in candidates}):
+        raise ValueError(f"layers names {sorted(missing)}, which have no causal softmax attention in this model")
+    if not chosen or not config.methods:
+        raise ValueError(_nothing(model, config, candidates))
+    section = bound.to_dict()
+    plans = []
+    for layer in layers:
+        if layer in chosen:
+            plan = LayerPlan(section, bound.for_layer(layer.index), windowed=layer.windowed)
+        else:
+            reason = layer.why_never or ("sliding window" if layer.windowed else "not in `layers`")
+            plan = LayerPlan(section, None, reason, layer.windowed)
+        plans.append((layer.module, plan))
+    return section, plans
+
+
+def _commit(assignments: list[tuple[Any, LayerPlan]]) -> None:
+    for module, plan in assignments:
+        module.longattn_plan = plan
+
+
+def _sync_top(model: PreTrainedModel, configs: list[Any]) -> None:
+    """A composite model's own config shows the section of its language model."""
+    if len(configs) == 1 and model.config is not configs[0]:
+        object.__setattr__(model.config, "_longattn", configs[0].longattn)
+
+
+def _nothing(model: nn.Module, config: LongAttnConfig, candidates: list[Layer]) -> str:
+    if not config.methods:
+        return (
+            f"attn_implementation={CUSTOM!r} takes its method from the longattn section, and that fills no slot: pass "
+            'longattn={"preset": ...} or the slots written out'
+        )
+    if candidates:
+        return (
+            f"{config.name} applies to 0 layers of {type(model).__name__}: all {len(candidates)} causal attention layers have "
+            'a sliding window. Pass longattn={"layers": "all"} to change them anyway, or unset the window in the config'
+        )
+    return (
+        f"{config.name} applies to 0 layers of {type(model).__name__}: it has no causal attention that goes through "
+        "transformers' attention interface"
+    )
+
+
+def _facts(config: Any, layers: list[Layer]) -> ModelFacts:
+    rope = getattr(config, "rope_parameters", None) or {}
+    if isinstance(rope.get("full_attention"), dict):
+        rope = rope["full_attention"]
+    train = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+    head_dim = getattr(layers[0].module, "head_dim", None)
+    return ModelFacts(
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        head_dim=int(head_dim or config.hidden_size // config.num_attention_heads),
+        train_length=train,
+    )
+
+
+def _guard_learned_positions(model: PreTrainedModel) -> None:
+    """Refuse positions beyond a learned position table, with the reason instead of an index error."""
+    size = getattr(model.config, "max_position_embeddings", None)
+    for module in model.modules():
+        if (
+            isinstance(module, nn.Embedding)
+            and module.num_embeddings == size
+            and module is not model.get_input_embeddings()
+            and "longattn_guard" not in module.__dict__
+        ):
+            module.longattn_guard = module.register_forward_pre_hook(_check_learned_positions)  # type: ignore[assignment]
+
+
+def _check_learned_positions(table: nn.Module, args: tuple[Tensor, ...]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    last, size = int(args[0].max()), int(table.num_embeddings)  # type: ignore[arg-type]
+    if last >= size:
+        raise ValueError(
+            f"position {last} lies beyond this model's learned position table of {size} entries. No attention method can "
+            "extend a learned table: shorten the text, or use a model with rotary positions"
+        )

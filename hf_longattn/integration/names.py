@@ -1,0 +1,44 @@
+"""The names under which transformers finds us.
+
+Every method and every common combination has a short alias ("scale_invariant") and a canonical name
+("hf_longattn.scale_invariant"), which is what a checkpoint stores: without this package, loading fails with a message
+that names it.
+"""
+
+from __future__ import annotations
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ..config import CUSTOM, method_names
+from .dispatch import attention_forward
+from .masks import carrier_mask
+
+PREFIX = "hf_longattn."
+#: Combinations with a name of their own; any other goes by "longattn" and a longattn section.
+COMBINATIONS: tuple[str, ...] = ()
+
+
+def aliases() -> tuple[str, ...]:
+    return (CUSTOM, *method_names(), *COMBINATIONS)
+
+
+def register_names() -> None:
+    """Register the attention and the mask function under every name; both or neither, or padding is lost in silence."""
+    for alias in aliases():
+        for name in (alias, PREFIX + alias):
+            AttentionInterface.register(name, attention_forward)
+            AttentionMaskInterface.register(name, carrier_mask)
+
+
+def is_ours(implementation: str | None) -> bool:
+    return implementation is not None and short(implementation) in aliases()
+
+
+def short(implementation: str) -> str:
+    return implementation.removeprefix(PREFIX)
+
+
+def name_for(config_name: str) -> str:
+    """The alias to install for a config: its own name where that is registered, else the generic one."""
+    parts = set(config_name.split("+"))
+    return next((a for a in aliases() if set(a.split("+")) == parts), CUSTOM)

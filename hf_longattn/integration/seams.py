@@ -1,0 +1,107 @@
+"""The few places where transformers offers no hook and is wrapped. Each wrapper calls the original first or last.
+
+PreTrainedConfig.longattn                  from_pretrained(longattn=...) accepts only known attributes
+PreTrainedConfig.to_dict                   transformers never writes the attention implementation; we must
+PreTrainedModel.post_init                  check and plan while a model is built, not at its first step
+PreTrainedModel.set_attn_implementation    the same when the attention is switched
+ContinuousBatchingManager                  would replace the method by flash attention with a log line
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+from .model import forget, prepare
+from .names import PREFIX, is_ours, short
+
+
+def install() -> None:
+    """Wrap, once per process however often it is called."""
+    if isinstance(PreTrainedConfig.__dict__.get("longattn"), property):
+        return
+    PreTrainedConfig.longattn = property(_get_section, _set_section)
+    _wrap(PreTrainedConfig, "to_dict", _to_dict)
+    _wrap(PreTrainedModel, "post_init", _post_init)
+    _wrap(PreTrainedModel, "set_attn_implementation", _set_attn_implementation)
+    _wrap(ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switch_to_cb_friendly_attn)
+
+
+def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, self, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _get_section(self: PreTrainedConfig) -> dict[str, Any] | None:
+    return self.__dict__.get("_longattn")
+
+
+def _set_section(self: PreTrainedConfig, value: dict[str, Any] | None) -> None:
+    self.__dict__["_longattn"] = value
+    for key in self.sub_configs:  # as _attn_implementation does
+        if (sub := getattr(self, key, None)) is not None:
+            sub.longattn = value
+
+
+def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) -> dict[str, Any]:
+    out = original(self)
+    section = out.pop("_longattn", None)
+    text = self.get_text_config() if self.sub_configs else self
+    if text is self:
+        if is_ours(self._attn_implementation):
+            out |= {"attn_implementation": PREFIX + short(self._attn_implementation)}
+            out |= {"longattn": section} if section else {}
+        return out
+    for key in self.sub_configs:
+        sub, saved = getattr(self, key, None), out.get(key)
+        if not isinstance(saved, dict):
+            continue
+        implementation = saved.pop("attn_implementation", None)
+        own = saved.pop("longattn", None)
+        if sub is text and implementation is not None:  # a nested name is overwritten on load, a dict at the top is not
+            out |= {"attn_implementation": {key: implementation}, "longattn": own}
+    return out
+
+
+def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
+    original(self)
+    prepare(self)
+    if self.config.longattn and not any(is_ours(c._attn_implementation) for c in (self.config, self.config.get_text_config())):
+        warnings.warn(
+            f"config.longattn is set, but {type(self).__name__} runs {self.config._attn_implementation!r}, without the "
+            'method: pass attn_implementation="longattn" to use it',
+            stacklevel=2,
+        )
+
+
+def _set_attn_implementation(original: Callable[..., None], self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    configs = {id(m.config): m.config for m in self.modules() if isinstance(m, PreTrainedModel)}.values()
+    before = [(c, c._attn_implementation) for c in configs]
+    original(self, *args, **kwargs)
+    try:
+        forget(self)
+        prepare(self)
+    except Exception:
+        for c, implementation in before:
+            c._attn_implementation_internal = implementation
+        prepare(self)
+        raise
+
+
+def _switch_to_cb_friendly_attn(original: Callable[..., None], self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    if is_ours(model.config._attn_implementation):
+        raise NotImplementedError(
+            f"continuous batching does not support {model.config._attn_implementation!r} yet and would silently drop the "
+            'method: use generate(), or model.set_attn_implementation("sdpa") first'
+        )
+    original(self, model, *args, **kwargs)

@@ -1,0 +1,82 @@
+"""The same Toeplitz-affine logit map on PyTorch's FlexAttention: the compiled path on CUDA."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+from ..geometry import HIGH, KEY_START, LOW, POSITION, START, Rows
+
+
+def why_not_flex(query: Tensor, dropout: float = 0.0) -> str | None:
+    """The reason why FlexAttention cannot compute a call exactly, or None."""
+    if dropout:
+        return "FlexAttention has no dropout"
+    if query.device.type == "cpu" and torch.is_grad_enabled() and query.requires_grad:
+        return "FlexAttention has no backward pass on the CPU"
+    if query.dtype == torch.float64 and query.device.type == "cuda":
+        return "FlexAttention has no float64 on CUDA"
+    if query.shape[-1] < 16 and query.device.type == "cuda":
+        return f"FlexAttention needs head_dim >= 16, got {query.shape[-1]}"
+    return None
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(torch_flex.flex_attention, dynamic=True)
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Rows,
+    *,
+    scaling: float,
+    gain: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: int = 0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention as `kernels.tiled.tiled_attention` defines it, without row factors and dropout.
+
+    Compiled on CUDA; elsewhere PyTorch's own uncompiled form runs, which is dense and serves as a check.
+    """
+    batch, heads, q_len, kv_len = *query.shape[:3], key.shape[2]
+    index, allowed = rows.index.expand(batch, -1, -1), rows.allowed
+    position, low, high = index[..., POSITION], index[..., LOW], index[..., HIGH]
+    first, start = index[..., KEY_START], index[..., START]
+
+    def at(table: Tensor, h: Tensor, t: Tensor) -> Tensor:
+        return table[h if table.shape[0] > 1 else h * 0, t]
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        if gain is None or bias is None:
+            return score
+        slot = first[b, q] + kv
+        t = (position[b, q] - slot).abs()
+        mapped = at(gain, h, t) * score + at(bias, h, t)
+        if sinks:
+            offset = slot - start[b, q]
+            mapped = torch.where((offset >= 0) & (offset < sinks), score, mapped)
+        return mapped
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        slot = first[b, q] + kv
+        inside = (slot >= low[b, q]) & (slot <= high[b, q])
+        if allowed is None:
+            return inside
+        return inside & allowed[b if allowed.shape[0] > 1 else b * 0, h if allowed.shape[1] > 1 else h * 0, q, kv]
+
+    mask_heads = heads if allowed is not None and allowed.shape[1] > 1 else None
+    block_mask = torch_flex.create_block_mask(mask_mod, batch, mask_heads, q_len, kv_len, device=str(query.device))
+    run: Callable[..., Tensor] = (
+        _compiled() if query.device.type == "cuda" and not torch.compiler.is_compiling() else torch_flex.flex_attention
+    )
+    return run(query, key, value, score_mod, block_mask, scaling, query.shape[1] != key.shape[1])

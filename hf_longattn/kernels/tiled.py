@@ -1,0 +1,404 @@
+"""Exact attention in plain PyTorch that never holds a q_len x kv_len tensor, forward or backward.
+
+The logit of query row i and key j, at distance t = |slot_i - slot_j|, is
+
+    L_ij = x_i gain_t C(S_ij) + y_i bias_t,    S = scaling q . k,    C(s) = c tanh(s / c) or s,
+
+with gain = 1 and bias = 0 for the first `sinks` keys of the sequence. Rows are worked off in blocks that see all
+their keys at once, so the softmax needs no second pass; the backward pass computes each block anew. Inside a block the
+query rows run backwards: then t = const - (row + column), and a strided view of a 1-D table serves the whole block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..geometry import HIGH, KEY_START, LOW, POSITION, START, Rows
+
+#: Logits held at a time (elements, 4 bytes each): about what the caches of a small machine take.
+BLOCK_ELEMENTS = 1 << 21
+
+
+def tiled_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Rows,
+    *,
+    scaling: float,
+    gain: Tensor | None = None,
+    bias: Tensor | None = None,
+    row_gain: Tensor | None = None,
+    row_bias: Tensor | None = None,
+    sinks: int = 0,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    with_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention under a Toeplitz-affine logit map.
+
+    Args:
+        query: (batch, heads, q_len, head_dim); key, value: (batch, kv_heads, kv_len, head_dim), any float dtype;
+            logits are float32 (float64 for float64 inputs).
+        gain, bias: (heads or 1, length) by distance; both or neither; length must exceed every distance.
+        row_gain, row_bias: x and y, (batch, heads, q_len), differentiable.
+        with_lse: compute the logsumexp of every row, differentiable; otherwise it comes back empty.
+
+    Returns:
+        output like query, and logsumexp (batch, heads, q_len) in the logits' dtype. Rows that see nothing give 0
+        and -inf.
+    """
+    if (gain is None) != (bias is None):
+        raise ValueError("gain and bias come together")
+    seed = torch.randint(1 << 62, ()) if dropout else None
+    arguments = (
+        query,
+        key,
+        value,
+        rows.index,
+        rows.allowed,
+        gain,
+        bias,
+        row_gain,
+        row_bias,
+        seed,
+        int(sinks),
+        float(scaling),
+        float(softcap or 0.0),
+        float(dropout),
+        bool(with_lse),
+    )
+    tensors = (query, key, value, row_gain, row_bias)
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
+        return _tiled(*arguments)
+    return _forward(*arguments)
+
+
+class _Blocks:
+    """Query, key and value in computing dtype and block order, and the logits of one block at a time."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        index: Tensor,
+        allowed: Tensor | None,
+        gain: Tensor | None,
+        bias: Tensor | None,
+        row_gain: Tensor | None,
+        row_bias: Tensor | None,
+        seed: Tensor | None,
+        sinks: int,
+        scaling: float,
+        softcap: float,
+        dropout: float,
+    ) -> None:
+        self.batch, heads, self.q_len, self.head_dim = query.shape
+        self.kv_heads, self.kv_len = key.shape[1:3]
+        self.group = heads // self.kv_heads
+        self.dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        self.scaling = scaling
+        self.query = self.grouped(query.to(self.dtype))
+        self.key = key.to(self.dtype).contiguous()
+        self.value = value.to(self.dtype).contiguous()
+        self.row_gain = None if row_gain is None else self.grouped(row_gain.to(self.dtype)[..., None])
+        self.row_bias = None if row_bias is None else self.grouped(row_bias.to(self.dtype)[..., None])
+        self.index = index.expand(self.batch, -1, -1)
+        self.bounds = self.index.to("cpu")
+        self.allowed = None
+        if allowed is not None:
+            self.allowed = allowed.expand(self.batch, -1, self.q_len, self.kv_len)
+        self.key_start = int(self.bounds[0, 0, KEY_START])
+        self.gain = self.bias = None
+        self.hides_future = False
+        if gain is not None and bias is not None:
+            position = self.bounds[..., POSITION]
+            self.farthest = max(int(position.max()) - self.key_start, 0)
+            last = int(position.min()) - self.key_start - self.kv_len
+            if (farthest := max(self.farthest, -last - 1)) >= gain.shape[-1]:
+                raise ValueError(f"distance {farthest} lies beyond the tables' length {gain.shape[-1]}")
+            t = torch.arange(self.farthest, last, -1, device=gain.device)
+            self.gain, self.bias = gain.to(self.dtype)[:, t.abs()], bias.to(self.dtype)[:, t.abs()]
+            if row_bias is None and not sinks and bool((self.bounds[..., HIGH] == position).all()):
+                self.bias[:, t < 0] = float("-inf")  # causality for free
+                self.hides_future = True
+        self.sinks, self.softcap, self.dropout, self.seed = sinks, softcap, dropout, seed
+        self.heads_at_once, self.rows_at_once = self.sizes()
+        self.buffers: dict[str, Tensor] = {}
+
+    def sizes(self) -> tuple[int, int]:
+        if self.kv_heads * self.group * self.q_len * self.kv_len <= BLOCK_ELEMENTS:
+            return self.kv_heads, self.q_len
+        heads = min(self.kv_heads, 2 if self.group == 1 else 1)
+        rows = BLOCK_ELEMENTS // (heads * self.group * self.kv_len)
+        return heads, min(max(rows, 16), 256, self.q_len)
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """(batch, heads, q_len, d) as (batch, kv_heads, group, q_len, d)."""
+        return x.unflatten(1, (self.kv_heads, self.group))
+
+    def buffer(self, name: str, *shape: int) -> Tensor:
+        numel = 1
+        for n in shape:
+            numel *= n
+        if name not in self.buffers or self.buffers[name].numel() < numel:
+            self.buffers[name] = self.query.new_empty(numel)
+        return self.buffers[name][:numel].view(shape)
+
+    def __iter__(self) -> Iterator[_Block]:
+        number = 0
+        for b in range(self.batch):
+            for h0 in range(0, self.kv_heads, self.heads_at_once):
+                h = slice(h0, min(h0 + self.heads_at_once, self.kv_heads))
+                for r0 in range(0, self.q_len, self.rows_at_once):
+                    r1 = min(r0 + self.rows_at_once, self.q_len)
+                    bounds = self.bounds[b, r0:r1]
+                    c0 = max(int(bounds[:, LOW].min()) - self.key_start, 0)
+                    c1 = min(int(bounds[:, HIGH].max()) - self.key_start + 1, self.kv_len)
+                    number += 1
+                    if c0 < c1:
+                        yield _Block(self, number, b, h, r0, r1, c0, c1)
+
+
+class _Block:
+    """Some heads of one batch row, query rows r0:r1 (in reverse order), key columns c0:c1."""
+
+    def __init__(self, all: _Blocks, number: int, b: int, h: slice, r0: int, r1: int, c0: int, c1: int) -> None:
+        self.all, self.number, self.b, self.h = all, number, b, h
+        self.r, self.c = slice(r0, r1), slice(c0, c1)
+        self.shape = (h.stop - h.start, all.group, r1 - r0, c1 - c0)
+        self.flat = (self.shape[0], self.shape[1] * self.shape[2])
+        self.key, self.value = all.key[b, h, c0:c1], all.value[b, h, c0:c1]
+        self.query = self.rows(all.query).mul_(all.scaling).view(*self.flat, -1)
+        self.bounds = all.bounds[b, self.r]
+
+    def rows(self, x: Tensor) -> Tensor:
+        """This block's rows of a grouped tensor: (heads, group, rows, d), a reversed copy."""
+        return x[self.b, self.h, :, self.r].flip(2).contiguous()
+
+    def put(self, into: Tensor, x: Tensor) -> None:
+        """Store the block's rows, (heads, group, rows, d) or with group and rows flattened, in a grouped tensor."""
+        into[self.b, self.h, :, self.r] = x.view(*self.shape[:3], -1).flip(2)
+
+    def table(self, table: Tensor) -> Tensor:
+        """The block's view of a table by distance, broadcastable to (heads, group, rows, columns)."""
+        first = int(self.bounds[-1, POSITION]) - self.all.key_start - self.c.start
+        offset = table.storage_offset() + self.all.farthest - first
+        shape, strides = self.shape[2:], (1, 1)
+        if table.shape[0] == 1:
+            return table.as_strided((1, 1, *shape), (0, 0, *strides), offset)
+        width, group = table.stride(0), self.shape[1]
+        return table.as_strided(
+            (self.shape[0], group, *shape), (group * width, width, *strides), offset + self.h.start * group * width
+        )
+
+    def sink_columns(self) -> tuple[slice, Tensor] | None:
+        """The columns in which some row has a sink, and which (row, column) pairs those are."""
+        start = self.bounds[:, START].flip(0) - self.all.key_start - self.c.start
+        c0, c1 = max(int(start.min()), 0), min(int(start.max()) + self.all.sinks, self.shape[3])
+        if not self.all.sinks or c0 >= c1:
+            return None
+        offset = torch.arange(c0, c1, device=self.query.device) - start.to(self.query.device)[:, None]
+        return slice(c0, c1), (offset >= 0) & (offset < self.all.sinks)
+
+    def scores(self, buffer: str = "logits") -> Tensor:
+        """C(S), (heads, group, rows, columns)."""
+        s = self.all.buffer(buffer, *self.flat, self.shape[3])
+        torch.bmm(self.query, self.key.transpose(1, 2), out=s)
+        if self.all.softcap:
+            s.div_(self.all.softcap).tanh_().mul_(self.all.softcap)
+        return s.view(self.shape)
+
+    def logits(self, s: Tensor) -> Tensor:
+        """L from C(S), in place; -inf where the row may not see the key."""
+        all, sink = self.all, self.sink_columns()
+        if all.row_gain is not None:
+            s.mul_(self.rows(all.row_gain))
+        kept = s[..., sink[0]].clone() if sink else None
+        if all.gain is not None and all.bias is not None:
+            gain, bias = self.table(all.gain), self.table(all.bias)
+            if all.row_bias is None:
+                torch.addcmul(bias, s, gain, out=s)
+            else:
+                s.mul_(gain).addcmul_(self.rows(all.row_bias), bias)
+        if sink and kept is not None:
+            torch.where(sink[1], kept, s[..., sink[0]], out=s[..., sink[0]])
+        self.hide(s, float("-inf"))
+        return s
+
+    def hide(self, s: Tensor, fill: float) -> None:
+        """Fill the pairs that are outside the rows' intervals, or not allowed."""
+        all, bounds = self.all, self.bounds
+        index = all.index[self.b, self.r].flip(0)
+        first = all.key_start + self.c.start
+        if (width := int(bounds[:, LOW].max()) - first) > 0:
+            slots = torch.arange(first, first + min(width, self.shape[3]), device=s.device)
+            s[..., :width].masked_fill_(slots < index[:, LOW, None], fill)
+        if not all.hides_future and (begin := max(int(bounds[:, HIGH].min()) + 1 - first, 0)) < self.shape[3]:
+            slots = torch.arange(first + begin, first + self.shape[3], device=s.device)
+            s[..., begin:].masked_fill_(slots > index[:, HIGH, None], fill)
+        if (allowed := self.allowed()) is not None:
+            s.masked_fill_(~allowed, fill)
+
+    def allowed(self) -> Tensor | None:
+        if self.all.allowed is None:
+            return None
+        mask = self.all.allowed[self.b, :, self.r, self.c].flip(1)
+        return mask[:, None] if mask.shape[0] == 1 else mask.unflatten(0, (-1, self.shape[1]))[self.h]
+
+    def softmax(self, logits: Tensor) -> Tensor:
+        """Probabilities in place; 0 in rows that see nothing."""
+        torch.softmax(logits, -1, out=logits)
+        if self.all.allowed is not None or bool((self.bounds[:, LOW] > self.bounds[:, HIGH]).any()):
+            logits.nan_to_num_(nan=0.0)
+        return logits
+
+    def keep(self) -> Tensor:
+        """Dropout's factors for this block, the same whenever they are asked for."""
+        assert self.all.seed is not None
+        generator = torch.Generator(self.query.device).manual_seed(int(self.all.seed) + self.number)
+        kept = torch.rand(self.shape, generator=generator, device=self.query.device) >= self.all.dropout
+        return kept.to(self.all.dtype) / (1 - self.all.dropout)
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: Tensor,
+    allowed: Tensor | None,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    row_gain: Tensor | None,
+    row_bias: Tensor | None,
+    seed: Tensor | None,
+    sinks: int,
+    scaling: float,
+    softcap: float,
+    dropout: float,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        blocks = _Blocks(
+            query, key, value, index, allowed, gain, bias, row_gain, row_bias, seed, sinks, scaling, softcap, dropout
+        )
+        out = query.new_zeros(*query.shape[:-1], value.shape[-1])
+        lse = blocks.query.new_full(query.shape[:-1] if with_lse else (0,), float("-inf"))
+        for block in blocks:
+            logits = block.logits(block.scores())
+            if with_lse:
+                block.put(blocks.grouped(lse[..., None]), logits.logsumexp(-1, keepdim=True))
+            p = block.softmax(logits)
+            if dropout:
+                p.mul_(block.keep())
+            block.put(blocks.grouped(out), torch.bmm(p.view(*block.flat, -1), block.value))
+        return out, lse
+
+
+_tiled = torch.library.custom_op("hf_longattn::tiled", _forward, mutates_args=())
+
+
+@_tiled.register_fake
+def _(query, key, value, index, allowed, gain, bias, row_gain, row_bias, seed, sinks, scaling, softcap, dropout, with_lse):  # type: ignore[no-untyped-def]
+    out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return out, query.new_empty(query.shape[:-1] if with_lse else (0,), dtype=dtype)
+
+
+@torch.library.custom_op("hf_longattn::tiled_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: Tensor,
+    allowed: Tensor | None,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    row_gain: Tensor | None,
+    row_bias: Tensor | None,
+    seed: Tensor | None,
+    sinks: int,
+    scaling: float,
+    softcap: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        a = _Blocks(query, key, value, index, allowed, gain, bias, row_gain, row_bias, seed, sinks, scaling, softcap, dropout)
+        grad = grad.to(a.dtype)
+        # sum_j P dP, the same for dropped-out P, less what the logsumexp passes on
+        delta = (grad * out.to(a.dtype)).sum(-1, keepdim=True)
+        if grad_lse is not None:
+            delta -= grad_lse.to(a.dtype)[..., None]
+        grad, delta = a.grouped(grad), a.grouped(delta)
+        d_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        d_key, d_value = torch.zeros_like(a.key), torch.zeros_like(a.value)
+        d_gain = a.query.new_zeros(query.shape[:3] if row_gain is not None else 0)
+        d_bias = a.query.new_zeros(query.shape[:3] if row_bias is not None else 0)
+        for block in a:
+            b, h, c = block.b, block.h, block.c
+            s = block.scores()
+            capped = a.buffer("scores", *block.shape).copy_(s) if softcap or row_gain is not None else None
+            p = block.softmax(block.logits(s))
+            d = a.buffer("d", *block.flat, block.shape[3])
+            g = block.rows(grad).view(*block.flat, -1)
+            torch.bmm(g, block.value.transpose(1, 2), out=d)
+            d = d.view(block.shape)
+            dropped = p
+            if dropout:
+                kept = block.keep()
+                d.mul_(kept)
+                dropped = p * kept
+            d_value[b, h, c].baddbmm_(dropped.view(*block.flat, -1).transpose(1, 2), g)
+            d.sub_(block.rows(delta)).mul_(p)  # dL
+            sink = block.sink_columns()
+            if a.gain is not None and a.bias is not None:
+                sunk = d[..., sink[0]].clone() if sink else None
+                if a.row_bias is not None:
+                    product = d * block.table(a.bias)
+                    if sink:
+                        product[..., sink[0]].masked_fill_(sink[1], 0.0)
+                    block.put(a.grouped(d_bias[..., None]), product.sum(-1, keepdim=True))
+                d.mul_(block.table(a.gain))
+                if sink and sunk is not None:
+                    torch.where(sink[1], sunk, d[..., sink[0]], out=d[..., sink[0]])
+            if a.row_gain is not None and capped is not None:
+                block.put(a.grouped(d_gain[..., None]), (d * capped).sum(-1, keepdim=True))
+                d.mul_(block.rows(a.row_gain))
+            if softcap and capped is not None:
+                d.mul_(capped.div_(softcap).square_().neg_().add_(1.0))
+            d = d.view(*block.flat, -1)
+            block.put(a.grouped(d_query), torch.bmm(d, block.key).mul_(scaling))
+            d_key[b, h, c].baddbmm_(d.transpose(1, 2), block.query)
+        return d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_gain, d_bias
+
+
+@_backward.register_fake
+def _(grad, grad_lse, out, query, key, value, index, allowed, gain, bias, row_gain, row_bias, *rest):  # type: ignore[no-untyped-def]
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    rows = [query.new_empty(query.shape[:-1] if x is not None else 0, dtype=dtype) for x in (row_gain, row_bias)]
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), *rows
+
+
+def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    *tensors, sinks, scaling, softcap, dropout, with_lse = inputs
+    ctx.save_for_backward(output[0], *tensors)
+    ctx.options, ctx.with_lse = (sinks, scaling, softcap, dropout), with_lse
+
+
+def _autograd(ctx, grad, grad_lse):  # type: ignore[no-untyped-def]
+    out, *tensors = ctx.saved_tensors
+    *grads, d_gain, d_bias = _backward(grad, grad_lse if ctx.with_lse else None, out, *tensors, *ctx.options)
+    row_gain, row_bias = tensors[7:9]
+    d_gain = None if row_gain is None else d_gain.to(row_gain.dtype)
+    d_bias = None if row_bias is None else d_bias.to(row_bias.dtype)
+    return *grads, None, None, None, None, d_gain, d_bias, None, None, None, None, None, None
+
+
+_tiled.register_autograd(_autograd, setup_context=_setup_context)

@@ -1,0 +1,102 @@
+"""Scale-invariant attention: a logit map that depends on the distance between query and key."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from ..config import ModelFacts, numbers, per_head, require_count, require_in, require_positive
+from .base import LogitMap
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleInvariant(LogitMap):
+    """L_ij = a_t S_ij + m_t at distance t = |i - j|, so that every range [t, Δt) keeps its share of attention.
+
+    Paper's form (Eq. 16):      a_t² = 2 [ln(1 + t/τ) - ln α + β/α],   m_t = -a_t² + β/α.
+        Default α = β = e^{1/2}: a_0 = 1, m_0 = 0, the token itself is left alone.
+    Calibrated form, for logits ~ N(μ, σ²) and decay γ (used as soon as one of the three is given):
+        L = μ + a_t (S - μ) + m_t,   a_t² = 1 + (2γ/σ²) ln(1 + t/τ),   m_t = -2γ ln(1 + t/τ);
+        μ = 0, σ² = 1, γ = 1 is the paper's default; γ = 0 is plain attention.
+
+    Args:
+        tau: τ > 0, in tokens: distances well below it are hardly changed.
+        alpha, beta: α, β > 0 with β >= α ln α; give both or neither.
+        logit_mean, logit_variance: μ and σ² > 0; a number, or one per (layer, head).
+        decay: γ >= 0.
+        sink_tokens: the first keys of each sequence that keep their logit.
+        strength: λ in [0, 1]; L_λ = (1 - λ) S + λ L.
+
+    Anson, Milsom & Aitchison, "Scale-invariant attention" (2025), Eq. 16, App. A and C.
+    """
+
+    name: ClassVar[str] = "scale_invariant"
+    paper: ClassVar[str] = "Anson et al. 2025, Scale-invariant attention"
+
+    tau: float = 10.0
+    alpha: float | None = None
+    beta: float | None = None
+    logit_mean: float | tuple[Any, ...] | None = None
+    logit_variance: float | tuple[Any, ...] | None = None
+    decay: float | None = None
+    sink_tokens: int = 0
+    strength: float = 1.0
+
+    def validate(self) -> None:
+        require_positive(tau=self.tau, alpha=self.alpha, beta=self.beta)
+        require_count(sink_tokens=self.sink_tokens)
+        require_in("strength", self.strength, 0.0, 1.0)
+        if (self.alpha is None) != (self.beta is None):
+            raise ValueError("give both alpha and beta, or neither (the boundary condition a_0 = 1, m_0 = 0)")
+        if self.alpha is not None and self.calibrated:
+            raise ValueError(
+                "alpha and beta (the paper's form) and logit_mean, logit_variance or decay (the calibrated form) "
+                "exclude each other: give one group"
+            )
+        if self.alpha is not None and self.beta is not None and self.beta < self.alpha * math.log(self.alpha):
+            raise ValueError(
+                f"beta must be >= alpha ln(alpha) = {self.alpha * math.log(self.alpha):g}, or a_0² < 0; got {self.beta}"
+            )
+        if self.decay is not None:
+            require_in("decay", self.decay, 0.0, math.inf)
+        for value in numbers(self.logit_mean):
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"logit_mean must be finite, got {value!r}")
+        for value in numbers(self.logit_variance):
+            require_positive(logit_variance=value)
+
+    @property
+    def calibrated(self) -> bool:
+        return not (self.logit_mean is None and self.logit_variance is None and self.decay is None)
+
+    def bind(self, facts: ModelFacts) -> Self:
+        per_head("logit_mean", self.logit_mean, facts)
+        per_head("logit_variance", self.logit_variance, facts)
+        return self
+
+    def for_layer(self, layer: int) -> Self:
+        mean, variance = (
+            v[layer] if isinstance(v, tuple) and isinstance(v[0], tuple) else v for v in (self.logit_mean, self.logit_variance)
+        )
+        return dataclasses.replace(self, logit_mean=mean, logit_variance=variance)
+
+    def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        log = torch.log1p(torch.arange(length, dtype=torch.float64, device=device) / self.tau)[None]
+        if self.calibrated:
+            mean, variance = (
+                torch.as_tensor(v, dtype=torch.float64, device=device).reshape(-1, 1)
+                for v in (self.logit_mean or 0.0, 1.0 if self.logit_variance is None else self.logit_variance)
+            )
+            decay = 1.0 if self.decay is None else self.decay
+            gain = torch.sqrt(1 + 2 * decay / variance * log)
+            bias = mean * (1 - gain) - 2 * decay * log
+        else:
+            alpha, beta = self.alpha or math.exp(0.5), self.beta or math.exp(0.5)
+            square = 2 * (log - math.log(alpha) + beta / alpha)
+            gain, bias = torch.sqrt(square), beta / alpha - square
+        return 1 + self.strength * (gain - 1), self.strength * bias
