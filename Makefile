@@ -1,0 +1,55 @@
+# make demo | test | check | bench | test-oldest | wheel | clean
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+OLDEST := .venv-oldest
+BIN := $(VENV)/bin
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+.PHONY: demo test check lint bench test-oldest wheel clean
+.PRECIOUS: %/bin/pip
+
+demo: $(VENV)/.demo  ## a real model under the method: run, measure, adapt, save, reload (ARGS="--help" for options)
+	$(BIN)/python -m recipes.demo $(ARGS)
+
+test: lint  ## everything: format, lint, types, imports, all tests
+	$(BIN)/ruff format --check .
+	$(PYTEST)
+
+check: $(VENV)/.dev  ## the inner loop: formats in place, then lint, types, imports, fast tests
+	$(BIN)/ruff format .
+	@$(MAKE) --no-print-directory lint
+	$(PYTEST) -q -m "not slow"
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.dev  ## rewrites benchmarks/results/
+	$(BIN)/python benchmarks/attention.py
+
+test-oldest: $(OLDEST)/.dev  ## exactness and persistence on the oldest supported transformers
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 tests/test_exactness.py tests/test_persistence.py tests/test_traps.py
+
+wheel: $(VENV)/.dev  ## builds into dist/
+	$(BIN)/python -m build
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+
+# One stamp per extra: .venv/.demo holds the extra "demo", .venv/.dev the extra "dev".
+$(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/bin/pip
+	$(BIN)/pip install --quiet --editable '.[$*]' --constraint constraints.txt
+	$(BIN)/pip check
+	touch $@
+
+$(OLDEST)/.dev: pyproject.toml constraints.txt constraints-oldest.txt | $(OLDEST)/bin/pip
+	sed 's/=.*/==/' constraints-oldest.txt | grep --invert-match --file - constraints.txt > $(OLDEST)/constraints.txt
+	cat constraints-oldest.txt >> $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/pip install --quiet --editable '.[dev]' --constraint $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/pip check
+	touch $@
+
+%/bin/pip:
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: make PYTHON=..."'
+	$(PYTHON) -m venv $*
