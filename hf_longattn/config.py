@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
-    from .methods.base import LogitMap
+    from .methods.base import LogitMap, OutputNorm, Score, Temperature
 
 SLOTS = ("positions", "score", "temperature", "logit_map", "visibility", "output_norm")
-BACKENDS = ("auto", "tiled", "flex", "reference")
+BACKENDS = ("auto", "sdpa", "tiled", "flex", "reference")
 FORMAT_VERSION = 1
 
 #: The name that stands for "whatever the config says", for combinations that have no name of their own.
@@ -34,7 +34,9 @@ class ModelFacts:
     num_layers: int
     num_heads: int
     head_dim: int
+    value_dim: int
     train_length: int | None
+    own_temperature: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,11 @@ class Method:
     def for_layer(self, layer: int) -> Self:
         """The same method with parameters given per layer reduced to those of `layer`."""
         return self
+
+    @property
+    def head_dependent(self) -> bool:
+        """Whether heads differ or meet, so that a layer cannot be split by heads across devices."""
+        return False
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name} | {f.name: _thaw(getattr(self, f.name)) for f in fields(self)}
@@ -111,11 +118,11 @@ class LongAttnConfig:
     """
 
     positions: Method | None = None
-    score: Method | None = None
-    temperature: Method | None = None
+    score: Score | None = None
+    temperature: Temperature | None = None
     logit_map: LogitMap | None = None
     visibility: Method | None = None
-    output_norm: Method | None = None
+    output_norm: OutputNorm | None = None
     layers: str | tuple[int, ...] = "full_attention"
     backend: str = "auto"
     version: int = field(default=FORMAT_VERSION, repr=False)

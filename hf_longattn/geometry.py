@@ -6,6 +6,7 @@ A *slot* is the index of a token in its row of the batch, padding included; the 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,22 @@ class Rows:
         position = torch.arange(query_start, query_start + q_len, device=device)
         start = torch.full_like(position, key_start)
         return cls(torch.stack([position, start, start, start, position], dim=-1)[None])
+
+    @functools.cached_property
+    def plain(self) -> tuple[int, int] | None:
+        """The first and last slot of the keys if the rows are the lower triangle over them (or one row that sees all).
+
+        None for anything else, and while tracing, where nothing may be read.
+        """
+        if self.allowed is not None or torch.compiler.is_compiling():
+            return None
+        index = self.index.to("cpu")
+        low, high, position = index[..., LOW], index[..., HIGH], index[..., POSITION]
+        first, last, q_len = int(low[0, 0]), int(high[0, -1]), index.shape[1]
+        triangle = torch.arange(last - q_len + 1, last + 1)
+        if not ((low == first).all() and (high == triangle).all() and (position == triangle).all()):
+            return None
+        return (first, last) if q_len in (1, last - first + 1) and first <= last else None
 
     def slots(self, kv_len: int) -> Tensor:
         """The slots of the keys, (batch or 1, 1, kv_len)."""

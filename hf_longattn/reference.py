@@ -5,11 +5,14 @@ Every fast path is tested against this file.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .config import LongAttnConfig
 from .geometry import Rows, check_mask, check_shapes
+from .methods.base import EntropyTemperature, LengthTemperature
 
 
 def reference_attention(
@@ -57,31 +60,65 @@ def dense_attention(
     scaling: float,
     softcap: float | None = None,
     dropout: float = 0.0,
+    learned: Mapping[str, nn.Module] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output (batch, heads, q_len, head_dim) and attention weights (batch, heads, q_len, kv_len).
 
-    Order of the stages: the model's own score and softcap, logit map, visibility, softmax, dropout.
-    Computes in float32 for half precisions.
+    Order of the stages: score, the model's own softcap, temperature by length, logit map, visibility, temperature by
+    entropy, softmax, dropout, output norm. Computes in float32 for half precisions. `learned` holds the trained parts of
+    methods by slot; without it they are what they start as.
     """
     dtype = query.dtype
     compute = torch.promote_types(dtype, torch.float32)
-    group, kv_len = query.shape[1] // key.shape[1], key.shape[2]
+    heads, kv_len = query.shape[1], key.shape[2]
+    group = heads // key.shape[1]
     query, key, value = (
         query.to(compute),
         key.to(compute).repeat_interleave(group, 1),
         value.to(compute).repeat_interleave(group, 1),
     )
 
+    if config.score is not None:
+        query, key, scaling = config.score.fold(query, key)
     logits = scaling * query @ key.transpose(-1, -2)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
+    if (factor := length_factor(config, rows, query, kv_len, learned)) is not None:
+        logits = factor[..., None] * logits
     if config.logit_map is not None:
         t = rows.distance(kv_len)
-        gain, bias = (x[:, t].transpose(0, 1).to(compute) for x in config.logit_map.tables(int(t.max()) + 1, t.device))
+        gain, bias = (x[:, t].transpose(0, 1).to(compute) for x in config.logit_map.tables(heads, int(t.max()) + 1, t.device))
         sinks = rows.sinks(kv_len, config.logit_map.sink_tokens)[:, None]
         logits = torch.where(sinks, logits, gain * logits + bias)
     visible = rows.visible(kv_len)
-    weights = torch.softmax(logits.masked_fill(~visible, float("-inf")), dim=-1)
-    weights = weights.masked_fill(~visible.any(-1, keepdim=True), 0.0)  # softmax over nothing is NaN
+    weights = _softmax(logits, visible)
+    if isinstance(config.temperature, EntropyTemperature):
+        entropy = -torch.special.xlogy(weights, weights).sum(-1)
+        weights = _softmax(config.temperature.factor(entropy)[..., None] * logits, visible)
     weights = torch.nn.functional.dropout(weights, dropout)
-    return (weights @ value).to(dtype), weights
+    return finish(config, weights @ value, learned).to(dtype), weights
+
+
+def length_factor(
+    config: LongAttnConfig, rows: Rows, query: Tensor, kv_len: int, learned: Mapping[str, nn.Module] | None
+) -> Tensor | None:
+    """The temperature by length for every row, (batch or 1, heads or 1, q_len) in the logits' dtype, or None."""
+    if not isinstance(config.temperature, LengthTemperature):
+        return None
+    factor = config.temperature.factor(rows.count(kv_len).double(), query.shape[-1])
+    if learned is not None and "temperature" in learned:
+        factor = learned["temperature"](factor)
+    return factor.to(torch.promote_types(query.dtype, torch.float32))
+
+
+def finish(config: LongAttnConfig, output: Tensor, learned: Mapping[str, nn.Module] | None) -> Tensor:
+    """The stages after the weighted sum of values: the output norm."""
+    if config.output_norm is None:
+        return output
+    affine = learned["output_norm"] if learned is not None and "output_norm" in learned else None
+    return config.output_norm.normalise(output, affine)
+
+
+def _softmax(logits: Tensor, visible: Tensor) -> Tensor:
+    weights = torch.softmax(logits.masked_fill(~visible, float("-inf")), dim=-1)
+    return weights.masked_fill(~visible.any(-1, keepdim=True), 0.0)  # softmax over nothing is NaN

@@ -46,6 +46,7 @@ class LayerPlan:
     config: LongAttnConfig | None  # this layer's, or None if it is left alone
     reason: str = ""  # why it is left alone
     windowed: bool = False
+    heads: int = 0
 
 
 def attention_forward(
@@ -70,13 +71,21 @@ def attention_forward(
         extra = {"softcap": softcap} if softcap is not None else {}
         return _base(module, query, key, value, attention_mask, dropout, scaling, sliding_window, **extra, **kwargs)
     _refuse(plan, attention_mask, sliding_window, kwargs)
+    if query.shape[1] != plan.heads and any(m.head_dependent for m in plan.config.methods):
+        raise NotImplementedError(
+            f"this layer got {query.shape[1]} of {plan.heads} heads (tensor parallelism), which {plan.config.name} cannot be "
+            "split into yet"
+        )
     assert attention_mask is not None
     rows = _rows(attention_mask, query, key, kwargs.get("position_ids"))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    learned = getattr(module, "longattn", None)
     if kwargs.get("output_attentions"):
-        out, weights = dense_attention(query, key, value, plan.config, rows, scaling=scaling, softcap=softcap, dropout=dropout)
+        out, weights = dense_attention(
+            query, key, value, plan.config, rows, scaling=scaling, softcap=softcap, dropout=dropout, learned=learned
+        )
         return out.transpose(1, 2).contiguous(), weights
-    out = attend(query, key, value, plan.config, rows, scaling=scaling, softcap=softcap, dropout=dropout)
+    out = attend(query, key, value, plan.config, rows, scaling=scaling, softcap=softcap, dropout=dropout, learned=learned)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,6 +18,9 @@ from .masks import base_implementation
 from .names import is_ours, name_for, short
 
 Model = TypeVar("Model", bound=nn.Module)
+
+#: An attention module, its plan, and the learned parts of its methods by slot.
+Assignment = tuple[Any, LayerPlan, dict[str, nn.Module]]
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,8 @@ def remove(model: Model) -> Model:
     if is_ours(base.config._attn_implementation):
         base.config._attn_implementation_internal = base_implementation(base.config)
     forget(base)
+    for layer in _layers(base):
+        _detach(layer.module)
     return model
 
 
@@ -201,7 +207,7 @@ def _configs(model: nn.Module, *, causal: bool) -> list[Any]:
     return list(found.values())
 
 
-def _plan(model: nn.Module, target: Any, config: LongAttnConfig) -> tuple[dict[str, Any], list[tuple[Any, LayerPlan]]]:
+def _plan(model: nn.Module, target: Any, config: LongAttnConfig) -> tuple[dict[str, Any], list[Assignment]]:
     """The longattn section and the plan of every attention module that shares the config object `target`."""
     layers = [x for x in _layers(model) if x.module.config is target]
     candidates = [x for x in layers if not x.why_never]
@@ -210,7 +216,8 @@ def _plan(model: nn.Module, target: Any, config: LongAttnConfig) -> tuple[dict[s
         by_type = config.layers == "all" or (config.layers == "full_attention" and not layer.windowed)
         if by_type or (not isinstance(config.layers, str) and layer.index in config.layers):
             chosen.append(layer)
-    bound = config.bind(_facts(target, chosen or candidates))
+    facts = _facts(target, chosen or candidates)
+    bound = config.bind(facts)
     if not isinstance(config.layers, str) and (missing := set(config.layers) - {x.index for x in candidates}):
         raise ValueError(f"layers names {sorted(missing)}, which have no causal softmax attention in this model")
     if not chosen or not config.methods:
@@ -219,17 +226,55 @@ def _plan(model: nn.Module, target: Any, config: LongAttnConfig) -> tuple[dict[s
     plans = []
     for layer in layers:
         if layer in chosen:
-            plan = LayerPlan(section, bound.for_layer(layer.index), windowed=layer.windowed)
+            plan = LayerPlan(section, bound.for_layer(layer.index), windowed=layer.windowed, heads=facts.num_heads)
         else:
             reason = layer.why_never or ("sliding window" if layer.windowed else "not in `layers`")
             plan = LayerPlan(section, None, reason, layer.windowed)
-        plans.append((layer.module, plan))
+        parts = {} if plan.config is None else {m.slot: part for m in plan.config.methods if (part := _learned(m, facts))}
+        plans.append((layer.module, plan, parts))
     return section, plans
 
 
-def _commit(assignments: list[tuple[Any, LayerPlan]]) -> None:
-    for module, plan in assignments:
+def _learned(method: Any, facts: ModelFacts) -> nn.Module | None:
+    return method.module(facts) if hasattr(method, "module") else None
+
+
+def _commit(assignments: list[Assignment]) -> None:
+    for module, plan, learned in assignments:
         module.longattn_plan = plan
+        _attach(module, learned)
+
+
+def _detach(module: Any) -> None:
+    """Take the learned parts off an attention module; warn if training has changed them."""
+    if (present := getattr(module, "longattn", None)) is None:
+        return
+    start = {"weight": 1.0, "bias": 0.0}
+    if any(bool((p != start[name.rpartition(".")[2]]).any()) for name, p in present.named_parameters()):
+        warnings.warn(
+            f"dropping the trained parameters {', '.join(dict(present.named_parameters()))} of layer {module.layer_idx}: "
+            "they belong to the method that is being replaced",
+            stacklevel=4,
+        )
+    del module.longattn
+
+
+def _attach(module: Any, learned: dict[str, nn.Module]) -> None:
+    """Give an attention module its learned parts as `module.longattn`, keeping those that it has already."""
+    present = getattr(module, "longattn", None)
+    if not learned:
+        _detach(module)
+        return
+    like = next(module.parameters())
+    for slot, part in learned.items():
+        old = present[slot] if present is not None and slot in present else None
+        if type(old) is type(part) and {n: p.shape for n, p in old.named_parameters()} == {
+            n: p.shape for n, p in part.named_parameters()
+        }:
+            learned[slot] = old
+        else:
+            part.to(device=like.device, dtype=like.dtype)
+    module.longattn = nn.ModuleDict(learned)
 
 
 def _sync_top(model: PreTrainedModel, configs: list[Any]) -> None:
@@ -260,13 +305,24 @@ def _facts(config: Any, layers: list[Layer]) -> ModelFacts:
     if isinstance(rope.get("full_attention"), dict):
         rope = rope["full_attention"]
     train = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
-    head_dim = getattr(layers[0].module, "head_dim", None)
+    head_dim = int(getattr(layers[0].module, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     return ModelFacts(
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
-        head_dim=int(head_dim or config.hidden_size // config.num_attention_heads),
+        head_dim=head_dim,
+        value_dim=getattr(config, "v_head_dim", None) or head_dim,
         train_length=train,
+        own_temperature=_own_temperature(config, rope),
     )
+
+
+def _own_temperature(config: Any, rope: dict[str, Any]) -> str | None:
+    """The temperature that a model already applies to its scores, in words, or None."""
+    if rope.get("rope_type") in ("yarn", "longrope") and rope.get("attention_factor") != 1.0:
+        return f"{rope['rope_type']}'s attention factor"
+    if getattr(config, "attn_temperature_tuning", False) or rope.get("llama_4_scaling_beta"):
+        return "Llama 4's scaling of queries by position"
+    return None
 
 
 def _guard_learned_positions(model: PreTrainedModel) -> None:

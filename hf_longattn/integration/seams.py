@@ -74,8 +74,8 @@ def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) ->
 
 
 def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
+    prepare(self)  # first: learned parts must exist before weights are initialised or loaded
     original(self)
-    prepare(self)
     if self.config.longattn and not any(is_ours(c._attn_implementation) for c in (self.config, self.config.get_text_config())):
         warnings.warn(
             f"config.longattn is set, but {type(self).__name__} runs {self.config._attn_implementation!r}, without the "

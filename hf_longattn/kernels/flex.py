@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,10 +40,12 @@ def flex_attention(
     scaling: float,
     gain: Tensor | None = None,
     bias: Tensor | None = None,
+    row_gain: Tensor | None = None,
+    row_bias: Tensor | None = None,
     sinks: int = 0,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention as `kernels.tiled.tiled_attention` defines it, without row factors and dropout.
+    """Attention as `kernels.tiled.tiled_attention` defines it, without dropout.
 
     Compiled on CUDA; elsewhere PyTorch's own uncompiled form runs, which is dense and serves as a check.
     """
@@ -57,11 +60,14 @@ def flex_attention(
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         if softcap:
             score = softcap * torch.tanh(score / softcap)
+        if row_gain is not None:
+            score = score * row_gain[b, h, q]
         if gain is None or bias is None:
             return score
         slot = first[b, q] + kv
         t = (position[b, q] - slot).abs()
-        mapped = at(gain, h, t) * score + at(bias, h, t)
+        added = at(bias, h, t) if row_bias is None else at(bias, h, t) * row_bias[b, h, q]
+        mapped = at(gain, h, t) * score + added
         if sinks:
             offset = slot - start[b, q]
             mapped = torch.where((offset >= 0) & (offset < sinks), score, mapped)
@@ -76,7 +82,5 @@ def flex_attention(
 
     mask_heads = heads if allowed is not None and allowed.shape[1] > 1 else None
     block_mask = torch_flex.create_block_mask(mask_mod, batch, mask_heads, q_len, kv_len, device=str(query.device))
-    run: Callable[..., Tensor] = (
-        _compiled() if query.device.type == "cuda" and not torch.compiler.is_compiling() else torch_flex.flex_attention
-    )
+    run: Any = _compiled() if query.device.type == "cuda" and not torch.compiler.is_compiling() else torch_flex.flex_attention
     return run(query, key, value, score_mod, block_mask, scaling, query.shape[1] != key.shape[1])

@@ -25,7 +25,7 @@ BLOCK_ELEMENTS = 1 << 21
 def tiled_attention(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     rows: Rows,
     *,
     scaling: float,
@@ -37,7 +37,8 @@ def tiled_attention(
     softcap: float | None = None,
     dropout: float = 0.0,
     with_lse: bool = False,
-) -> tuple[Tensor, Tensor]:
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Attention under a Toeplitz-affine logit map.
 
     Args:
@@ -45,11 +46,13 @@ def tiled_attention(
             logits are float32 (float64 for float64 inputs).
         gain, bias: (heads or 1, length) by distance; both or neither; length must exceed every distance.
         row_gain, row_bias: x and y, (batch, heads, q_len), differentiable.
-        with_lse: compute the logsumexp of every row, differentiable; otherwise it comes back empty.
+        value: None to leave the output empty, which saves its product.
+        with_lse, with_entropy: compute the logsumexp and the entropy (nats) of every row, before dropout,
+            differentiable; otherwise they come back empty.
 
     Returns:
-        output like query, and logsumexp (batch, heads, q_len) in the logits' dtype. Rows that see nothing give 0
-        and -inf.
+        output like query, logsumexp and entropy (batch, heads, q_len) in the logits' dtype. Rows that see nothing give
+        0, -inf and 0.
     """
     if (gain is None) != (bias is None):
         raise ValueError("gain and bias come together")
@@ -70,6 +73,7 @@ def tiled_attention(
         float(softcap or 0.0),
         float(dropout),
         bool(with_lse),
+        bool(with_entropy),
     )
     tensors = (query, key, value, row_gain, row_bias)
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
@@ -84,7 +88,7 @@ class _Blocks:
         self,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None,
         index: Tensor,
         allowed: Tensor | None,
         gain: Tensor | None,
@@ -104,7 +108,7 @@ class _Blocks:
         self.scaling = scaling
         self.query = self.grouped(query.to(self.dtype))
         self.key = key.to(self.dtype).contiguous()
-        self.value = value.to(self.dtype).contiguous()
+        self.value = None if value is None else value.to(self.dtype).contiguous()
         self.row_gain = None if row_gain is None else self.grouped(row_gain.to(self.dtype)[..., None])
         self.row_bias = None if row_bias is None else self.grouped(row_bias.to(self.dtype)[..., None])
         self.index = index.expand(self.batch, -1, -1)
@@ -172,7 +176,8 @@ class _Block:
         self.r, self.c = slice(r0, r1), slice(c0, c1)
         self.shape = (h.stop - h.start, all.group, r1 - r0, c1 - c0)
         self.flat = (self.shape[0], self.shape[1] * self.shape[2])
-        self.key, self.value = all.key[b, h, c0:c1], all.value[b, h, c0:c1]
+        self.key = all.key[b, h, c0:c1]
+        self.value = None if all.value is None else all.value[b, h, c0:c1]
         self.query = self.rows(all.query).mul_(all.scaling).view(*self.flat, -1)
         self.bounds = all.bounds[b, self.r]
 
@@ -257,6 +262,16 @@ class _Block:
             logits.nan_to_num_(nan=0.0)
         return logits
 
+    def entropy(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Probabilities, the logits less their mean under them, and the entropy: nothing cancels, however large they are."""
+        hidden = logits == float("-inf")
+        shifted = logits.sub_(logits.amax(-1, keepdim=True)).masked_fill_(hidden, 0.0)
+        p = self.all.buffer("p", *self.shape).copy_(shifted).masked_fill_(hidden, float("-inf"))
+        p = self.softmax(p)
+        mean = (p * shifted).sum(-1, keepdim=True)  # p is 0 where shifted was filled
+        entropy = -(p.amax(-1, keepdim=True).log() + mean)
+        return p, shifted.sub_(mean), entropy.nan_to_num_(nan=0.0, posinf=0.0)
+
     def keep(self) -> Tensor:
         """Dropout's factors for this block, the same whenever they are asked for."""
         assert self.all.seed is not None
@@ -268,7 +283,7 @@ class _Block:
 def _forward(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     index: Tensor,
     allowed: Tensor | None,
     gain: Tensor | None,
@@ -281,42 +296,53 @@ def _forward(
     softcap: float,
     dropout: float,
     with_lse: bool,
-) -> tuple[Tensor, Tensor]:
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         blocks = _Blocks(
             query, key, value, index, allowed, gain, bias, row_gain, row_bias, seed, sinks, scaling, softcap, dropout
         )
-        out = query.new_zeros(*query.shape[:-1], value.shape[-1])
-        lse = blocks.query.new_full(query.shape[:-1] if with_lse else (0,), float("-inf"))
+        shape = query.shape[:-1]
+        out = query.new_zeros((0,) if value is None else (*shape, value.shape[-1]))
+        lse = blocks.query.new_full(shape if with_lse else (0,), float("-inf"))
+        entropy = blocks.query.new_zeros(shape if with_entropy else (0,))
         for block in blocks:
-            logits = block.logits(block.scores())
+            p = logits = block.logits(block.scores())
             if with_lse:
                 block.put(blocks.grouped(lse[..., None]), logits.logsumexp(-1, keepdim=True))
-            p = block.softmax(logits)
+            if with_entropy:
+                p, _, h = block.entropy(logits)
+                block.put(blocks.grouped(entropy[..., None]), h)
+            elif block.value is not None:
+                p = block.softmax(logits)
             if dropout:
                 p.mul_(block.keep())
-            block.put(blocks.grouped(out), torch.bmm(p.view(*block.flat, -1), block.value))
-        return out, lse
+            if block.value is not None:
+                block.put(blocks.grouped(out), torch.bmm(p.view(*block.flat, -1), block.value))
+        return out, lse, entropy
 
 
 _tiled = torch.library.custom_op("hf_longattn::tiled", _forward, mutates_args=())
 
 
 @_tiled.register_fake
-def _(query, key, value, index, allowed, gain, bias, row_gain, row_bias, seed, sinks, scaling, softcap, dropout, with_lse):  # type: ignore[no-untyped-def]
-    out = query.new_empty(*query.shape[:-1], value.shape[-1])
+def _(query, key, value, *rest):  # type: ignore[no-untyped-def]
+    with_lse, with_entropy = rest[-2:]
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return out, query.new_empty(query.shape[:-1] if with_lse else (0,), dtype=dtype)
+    out = query.new_empty((0,) if value is None else (*query.shape[:-1], value.shape[-1]))
+    rows = [query.new_empty(query.shape[:-1] if wanted else (0,), dtype=dtype) for wanted in (with_lse, with_entropy)]
+    return out, *rows
 
 
 @torch.library.custom_op("hf_longattn::tiled_backward", mutates_args=())
 def _backward(
     grad: Tensor,
     grad_lse: Tensor | None,
+    grad_entropy: Tensor | None,
     out: Tensor,
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     index: Tensor,
     allowed: Tensor | None,
     gain: Tensor | None,
@@ -331,32 +357,47 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         a = _Blocks(query, key, value, index, allowed, gain, bias, row_gain, row_bias, seed, sinks, scaling, softcap, dropout)
-        grad = grad.to(a.dtype)
         # sum_j P dP, the same for dropped-out P, less what the logsumexp passes on
-        delta = (grad * out.to(a.dtype)).sum(-1, keepdim=True)
+        delta = a.query.new_zeros(*query.shape[:-1], 1)
+        if value is not None:
+            grad = grad.to(a.dtype)
+            delta += (grad * out.to(a.dtype)).sum(-1, keepdim=True)
+            grad = a.grouped(grad)
         if grad_lse is not None:
             delta -= grad_lse.to(a.dtype)[..., None]
-        grad, delta = a.grouped(grad), a.grouped(delta)
+        delta = a.grouped(delta)
+        d_entropy = None if grad_entropy is None else a.grouped(grad_entropy.to(a.dtype)[..., None])
         d_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
-        d_key, d_value = torch.zeros_like(a.key), torch.zeros_like(a.value)
+        d_key = torch.zeros_like(a.key)
+        d_value = a.key.new_zeros(0) if a.value is None else torch.zeros_like(a.value)
         d_gain = a.query.new_zeros(query.shape[:3] if row_gain is not None else 0)
         d_bias = a.query.new_zeros(query.shape[:3] if row_bias is not None else 0)
         for block in a:
             b, h, c = block.b, block.h, block.c
             s = block.scores()
             capped = a.buffer("scores", *block.shape).copy_(s) if softcap or row_gain is not None else None
-            p = block.softmax(block.logits(s))
+            logits, centred = block.logits(s), None
+            if d_entropy is None:
+                p = block.softmax(logits)
+            else:
+                p, centred, _ = block.entropy(logits)
             d = a.buffer("d", *block.flat, block.shape[3])
-            g = block.rows(grad).view(*block.flat, -1)
-            torch.bmm(g, block.value.transpose(1, 2), out=d)
-            d = d.view(block.shape)
-            dropped = p
-            if dropout:
-                kept = block.keep()
-                d.mul_(kept)
-                dropped = p * kept
-            d_value[b, h, c].baddbmm_(dropped.view(*block.flat, -1).transpose(1, 2), g)
-            d.sub_(block.rows(delta)).mul_(p)  # dL
+            if block.value is None:
+                d = d.zero_().view(block.shape)
+            else:
+                g = block.rows(grad).view(*block.flat, -1)
+                torch.bmm(g, block.value.transpose(1, 2), out=d)
+                d = d.view(block.shape)
+                dropped = p
+                if dropout:
+                    kept = block.keep()
+                    d.mul_(kept)
+                    dropped = p * kept
+                d_value[b, h, c].baddbmm_(dropped.view(*block.flat, -1).transpose(1, 2), g)
+            d.sub_(block.rows(delta))
+            if centred is not None and d_entropy is not None:
+                d.sub_(centred.mul_(block.rows(d_entropy)))  # dH/dL_j = -P_j (L_j - mean L)
+            d.mul_(p)  # dL
             sink = block.sink_columns()
             if a.gain is not None and a.bias is not None:
                 sunk = d[..., sink[0]].clone() if sink else None
@@ -376,29 +417,32 @@ def _backward(
             d = d.view(*block.flat, -1)
             block.put(a.grouped(d_query), torch.bmm(d, block.key).mul_(scaling))
             d_key[b, h, c].baddbmm_(d.transpose(1, 2), block.query)
-        return d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_gain, d_bias
+        return d_query, d_key.to(key.dtype), d_value if value is None else d_value.to(value.dtype), d_gain, d_bias
 
 
 @_backward.register_fake
-def _(grad, grad_lse, out, query, key, value, index, allowed, gain, bias, row_gain, row_bias, *rest):  # type: ignore[no-untyped-def]
+def _(grad, grad_lse, grad_entropy, out, query, key, value, index, allowed, gain, bias, row_gain, row_bias, *rest):  # type: ignore[no-untyped-def]
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     rows = [query.new_empty(query.shape[:-1] if x is not None else 0, dtype=dtype) for x in (row_gain, row_bias)]
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), *rows
+    d_value = key.new_empty(0) if value is None else torch.empty_like(value, memory_format=torch.contiguous_format)
+    return *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key)), d_value, *rows
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, sinks, scaling, softcap, dropout, with_lse = inputs
+    *tensors, sinks, scaling, softcap, dropout, with_lse, with_entropy = inputs
     ctx.save_for_backward(output[0], *tensors)
-    ctx.options, ctx.with_lse = (sinks, scaling, softcap, dropout), with_lse
+    ctx.options, ctx.wanted = (sinks, scaling, softcap, dropout), (with_lse, with_entropy)
 
 
-def _autograd(ctx, grad, grad_lse):  # type: ignore[no-untyped-def]
+def _autograd(ctx, grad, *row_grads):  # type: ignore[no-untyped-def]
     out, *tensors = ctx.saved_tensors
-    *grads, d_gain, d_bias = _backward(grad, grad_lse if ctx.with_lse else None, out, *tensors, *ctx.options)
-    row_gain, row_bias = tensors[7:9]
+    used = [g if wanted else None for g, wanted in zip(row_grads, ctx.wanted, strict=True)]
+    d_query, d_key, d_value, d_gain, d_bias = _backward(grad, *used, out, *tensors, *ctx.options)
+    value, row_gain, row_bias = tensors[2], tensors[7], tensors[8]
+    d_value = None if value is None else d_value
     d_gain = None if row_gain is None else d_gain.to(row_gain.dtype)
     d_bias = None if row_bias is None else d_bias.to(row_bias.dtype)
-    return *grads, None, None, None, None, d_gain, d_bias, None, None, None, None, None, None
+    return d_query, d_key, d_value, None, None, None, None, d_gain, d_bias, *[None] * 7
 
 
 _tiled.register_autograd(_autograd, setup_context=_setup_context)

@@ -4,8 +4,41 @@ A new method is one file here, a subclass of its slot in `base`, and one name in
 """
 
 from ..config import register
+from .adaptive_temperature import AdaptiveTemperature
+from .alibi import Alibi
+from .cosscale import CosScale
+from .infoscale import InfoScale
+from .log_length import LogLength
+from .logn import LogN
+from .output_norm import OutputLayerNorm, OutputStandardise
 from .scale_invariant import ScaleInvariant
+from .softmax_plus import SoftmaxPlus
+from .yarn_temperature import YarnTemperature
 
-register(ScaleInvariant)
+__all__ = [
+    "AdaptiveTemperature",
+    "Alibi",
+    "CosScale",
+    "InfoScale",
+    "LogLength",
+    "LogN",
+    "OutputLayerNorm",
+    "OutputStandardise",
+    "ScaleInvariant",
+    "SoftmaxPlus",
+    "YarnTemperature",
+]
 
-__all__ = ["ScaleInvariant"]
+register(
+    AdaptiveTemperature,
+    Alibi,
+    CosScale,
+    InfoScale,
+    LogLength,
+    LogN,
+    OutputLayerNorm,
+    OutputStandardise,
+    ScaleInvariant,
+    SoftmaxPlus,
+    YarnTemperature,
+)

@@ -2,13 +2,87 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..config import Method
+from ..config import Method, ModelFacts
+
+
+class Score(Method, ABC):
+    """A score of its own in place of S = scaling q . k."""
+
+    slot: ClassVar[str] = "score"
+
+    @abstractmethod
+    def fold(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Query, key and scaling such that scaling q . k is the new score."""
+
+
+class Temperature(Method, ABC):
+    """A factor on the logits of each query row."""
+
+    slot: ClassVar[str] = "temperature"
+
+    def module(self, facts: ModelFacts) -> nn.Module | None:
+        """The method's learned parameters, a module from factor to factor, or None."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthTemperature(Temperature):
+    """S -> factor(n_i) S, where n_i is the number of keys that query i sees.
+
+    Args:
+        train_length: n_tr, default: the length the model was trained at.
+        clamp: never let the factor fall below 1; below n_tr a pretrained model never saw flatter attention.
+        stack: allow it beside a temperature that the model has already (YaRN's, Llama 4's).
+    """
+
+    uses_train_length: ClassVar[bool] = True
+
+    train_length: int | None = None
+    clamp: bool = True
+    stack: bool = False
+
+    def validate(self) -> None:
+        if self.train_length is not None and (isinstance(self.train_length, bool) or not self.train_length >= 2):
+            raise ValueError(f"train_length must be an integer >= 2, got {self.train_length!r}")
+
+    def bind(self, facts: ModelFacts) -> Self:
+        if facts.own_temperature and not self.stack:
+            raise ValueError(
+                f"the model has a temperature of its own ({facts.own_temperature}); putting {self.name} on top of it "
+                "sharpens twice. Pass stack=True if that is what you want"
+            )
+        if self.train_length is not None or not self.uses_train_length:
+            return self
+        if facts.train_length is None:
+            raise ValueError(f"{self.name} needs train_length: the model's config names no maximum length")
+        return dataclasses.replace(self, train_length=facts.train_length)
+
+    def factor(self, n: Tensor, head_dim: int) -> Tensor:
+        """The multiplier for rows that see n keys: float64 in, float64 out, shape of n; n = 0 counts as 1."""
+        if self.train_length is None and self.uses_train_length:
+            raise ValueError(f"{self.name} needs train_length (a model fills it in by itself)")
+        factor = self.formula(n.clamp(min=1), head_dim, self.train_length or 0)
+        return factor.clamp(min=1) if self.clamp else factor
+
+    @abstractmethod
+    def formula(self, n: Tensor, head_dim: int, train_length: int) -> Tensor:
+        """The published factor, unclamped."""
+
+
+class EntropyTemperature(Temperature, ABC):
+    """L -> factor(H) L on the finished logits, where H is the entropy (nats) of softmax(L)."""
+
+    @abstractmethod
+    def factor(self, entropy: Tensor) -> Tensor:
+        """The multiplier, differentiable, shape of entropy."""
 
 
 class LogitMap(Method, ABC):
@@ -20,5 +94,23 @@ class LogitMap(Method, ABC):
     """The first keys of each sequence that the map leaves alone."""
 
     @abstractmethod
-    def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def tables(self, heads: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """gain and bias for t = 0 .. length-1: two float64 tensors, each of shape (heads or 1, length)."""
+
+
+class OutputNorm(Method, ABC):
+    """A normalisation of the attention output over features, before the output projection."""
+
+    slot: ClassVar[str] = "output_norm"
+
+    @property
+    def head_dependent(self) -> bool:
+        return True
+
+    def module(self, facts: ModelFacts) -> nn.Module | None:
+        """The method's learned parameters, a module from normalised output to output, or None."""
+        return None
+
+    @abstractmethod
+    def normalise(self, output: Tensor, affine: nn.Module | None = None) -> Tensor:
+        """Output (batch, heads, q_len, head_dim), normalised; `affine` is the learned part, if any."""

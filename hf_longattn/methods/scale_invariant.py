@@ -74,6 +74,10 @@ class ScaleInvariant(LogitMap):
     def calibrated(self) -> bool:
         return not (self.logit_mean is None and self.logit_variance is None and self.decay is None)
 
+    @property
+    def head_dependent(self) -> bool:
+        return isinstance(self.logit_mean, tuple) or isinstance(self.logit_variance, tuple)
+
     def bind(self, facts: ModelFacts) -> Self:
         per_head("logit_mean", self.logit_mean, facts)
         per_head("logit_variance", self.logit_variance, facts)
@@ -85,7 +89,7 @@ class ScaleInvariant(LogitMap):
         )
         return dataclasses.replace(self, logit_mean=mean, logit_variance=variance)
 
-    def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def tables(self, heads: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         log = torch.log1p(torch.arange(length, dtype=torch.float64, device=device) / self.tau)[None]
         if self.calibrated:
             mean, variance = (

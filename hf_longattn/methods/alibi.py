@@ -1,0 +1,41 @@
+"""ALiBi: a linear penalty on distance, with one slope per head."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .base import LogitMap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alibi(LogitMap):
+    """L_ij = S_ij - slope_h t; slopes 2^{-8/H}, 2^{-16/H}, ... and, for H not a power of two, Press et al.'s filling.
+
+    Meant in place of a position encoding: combine it with `hf_longattn.rope.nope`, or train the model with both.
+
+    Press, Smith & Lewis, "Train short, test long" (2022).
+    """
+
+    name: ClassVar[str] = "alibi"
+    paper: ClassVar[str] = "Press et al. 2022, Train short, test long"
+
+    @property
+    def head_dependent(self) -> bool:
+        return True
+
+    def tables(self, heads: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        slope = torch.tensor(slopes(heads), dtype=torch.float64, device=device)
+        distance = torch.arange(length, dtype=torch.float64, device=device)
+        return torch.ones(1, length, dtype=torch.float64, device=device), -slope[:, None] * distance
+
+
+def slopes(heads: int) -> list[float]:
+    """One slope per head, as published: geometric for a power of two, else filled from the next one's odd places."""
+    power = 2 ** int(math.log2(heads))
+    first = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    return first + [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]

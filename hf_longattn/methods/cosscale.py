@@ -1,0 +1,50 @@
+"""CosScale: cosine similarity with a constant scale in place of the dot product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from ..config import ModelFacts, require_positive
+from .base import Score
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosScale(Score):
+    """S = c cos(q, k). A rotation keeps norms, so normalising after RoPE equals normalising before it.
+
+    Args:
+        scale: c > 0; 128 in the paper, 16 with windowed attention.
+        stack: allow it where the model's own temperature acts through the norm of q and k, which this removes.
+
+    "InfoScale and CosScale", Sections 2.3 and 3.2. A model must be trained (or adapted) with it.
+    """
+
+    name: ClassVar[str] = "cosscale"
+    paper: ClassVar[str] = "InfoScale and CosScale, Section 3.2"
+
+    scale: float = 128.0
+    stack: bool = False
+
+    def validate(self) -> None:
+        require_positive(scale=self.scale)
+
+    def bind(self, facts: ModelFacts) -> Self:
+        if facts.own_temperature and not self.stack:
+            raise ValueError(
+                f"the model has a temperature of its own ({facts.own_temperature}), which acts through the norms that "
+                "cosscale removes. Pass stack=True if that is what you want"
+            )
+        return self
+
+    def fold(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+        return _unit(query), _unit(key), self.scale
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x / |x|; a zero vector stays zero. Norms in float32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.nn.functional.normalize(wide, dim=-1, eps=1e-30).to(x.dtype)

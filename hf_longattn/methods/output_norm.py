@@ -1,0 +1,79 @@
+"""Output norms: standardise what attention returns, so that its spread does not shrink as the keys grow in number."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..config import ModelFacts, numbers, per_head, require_positive
+from .base import OutputNorm
+from .learned import FeatureAffineLayerNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputStandardise(OutputNorm):
+    """y = deviation (x - mean(x)) / std(x) + mean, statistics over the features of one token, before W_O.
+
+    Args:
+        per_head: statistics over each head's features instead of over all heads' features (the paper has one head).
+        deviation, mean: constants that put the result back on the model's own scale: a number, or one per
+            (layer, head); 1 and 0 as published, measured values from `hf_longattn.calibrate` for a pretrained model.
+        epsilon: added to the variance.
+
+    "Vanishing variance", Sections 2 and 3.2.
+    """
+
+    name: ClassVar[str] = "output_standardise"
+    paper: ClassVar[str] = "Vanishing variance, Section 3.2"
+
+    per_head: bool = False
+    deviation: float | tuple[Any, ...] = 1.0
+    mean: float | tuple[Any, ...] = 0.0
+    epsilon: float = 1e-5
+
+    def validate(self) -> None:
+        require_positive(epsilon=self.epsilon)
+        for value in numbers(self.deviation):
+            require_positive(deviation=value)
+
+    def bind(self, facts: ModelFacts) -> Self:
+        per_head("deviation", self.deviation, facts)
+        per_head("mean", self.mean, facts)
+        return self
+
+    def for_layer(self, layer: int) -> Self:
+        deviation, mean = (
+            v[layer] if isinstance(v, tuple) and isinstance(v[0], tuple) else v for v in (self.deviation, self.mean)
+        )
+        return dataclasses.replace(self, deviation=deviation, mean=mean)
+
+    def normalise(self, output: Tensor, affine: nn.Module | None = None) -> Tensor:
+        x = output.to(torch.promote_types(output.dtype, torch.float32))
+        over = (-1,) if self.per_head else (1, -1)
+        variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
+        x = (x - mean) * torch.rsqrt(variance + self.epsilon)
+        if affine is not None:
+            tokens = x.transpose(1, 2)
+            x = affine(tokens.flatten(2)).view_as(tokens).transpose(1, 2)
+        deviation, shift = (
+            torch.as_tensor(v, dtype=x.dtype, device=x.device).reshape(-1, 1, 1) for v in (self.deviation, self.mean)
+        )
+        return (deviation * x + shift).to(output.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputLayerNorm(OutputStandardise):
+    """The same with a learned weight (from 1) and bias (from 0) per feature: y = deviation (γ x̂ + β) + mean.
+
+    "Vanishing variance", Section 3.2: "+ LN".
+    """
+
+    name: ClassVar[str] = "output_layer_norm"
+    paper: ClassVar[str] = "Vanishing variance, Section 3.2"
+
+    def module(self, facts: ModelFacts) -> nn.Module | None:
+        return FeatureAffineLayerNorm(facts.num_heads * facts.value_dim)
