@@ -78,11 +78,12 @@ def carrier_mask(
     interval = recognise(mask_function)
     if attention_mask is not None:
         padding = attention_mask.to(device=device, dtype=torch.bool)
+        some = padding.any(-1, keepdim=True)
         first = padding.int().argmax(-1, keepdim=True)
         last = padding.shape[-1] - 1 - padding.flip(-1).int().argmax(-1, keepdim=True)
-        high = torch.where(padding.any(-1, keepdim=True), torch.minimum(high, last), -1)
+        high = torch.where(some, torch.minimum(high, last), -1)
         whole = interval is not None and not is_tracing(padding)
-        if not whole or bool((padding.sum(-1, keepdim=True) < last - first + 1).any()):
+        if not whole or bool((some & (padding.sum(-1, keepdim=True) < last - first + 1)).any()):
             interval = None  # holes, or nothing may be read while tracing
     start = first.expand(-1, q_length)
     if interval is not None and interval.sequence_ids is not None:
@@ -116,6 +117,8 @@ def recognise(mask_function: Callable[..., Any]) -> Interval | None:
     """
     if mask_function is causal_mask_function:
         return Interval()
+    if is_tracing():
+        return None  # Dynamo does not show closures
     name = mask_function.__qualname__.removesuffix(".<locals>.inner_mask")
     cells = dict(zip(mask_function.__code__.co_freevars, mask_function.__closure__ or (), strict=True))
     if mask_function.__qualname__ == f"{and_masks.__qualname__}.<locals>.and_mask":
