@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 .PRECIOUS: %/bin/pip
 
 demo: $(VENV)/.demo  ## a real model under the method: run, measure, adapt, save, reload (ARGS="--help" for options)
-	$(BIN)/python -m recipes.demo $(ARGS)
+	$(BIN)/python recipes/demo/run.py $(ARGS)
 
 test: lint  ## everything: format, lint, types, imports, all tests
 	$(BIN)/ruff format --check .

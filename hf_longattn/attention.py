@@ -87,9 +87,6 @@ def attend(
     if row_gain is not None and not softcap:
         query, row_gain = (query * row_gain[..., None]).to(query.dtype), None
 
-    if backend == "sdpa":
-        out = sdpa_attention(query, key, value, rows, scaling=scaling, dropout=dropout)
-        return finish(config, out, learned).to(dtype)
     shape: dict[str, Any] = {"scaling": scaling, "softcap": softcap}
     if config.logit_map is not None:
         length = table_length(rows, kv_len)
@@ -99,8 +96,18 @@ def attend(
         shape["row_gain"] = row_gain.expand(query.shape[:3])
     if isinstance(config.temperature, EntropyTemperature):
         entropy = tiled_attention(query, key, None, rows, **shape, with_entropy=True)[2]
-        shape["row_gain"] = shape["row_bias"] = config.temperature.factor(entropy)
-    if backend == "flex":
+        factor = config.temperature.factor(entropy)
+        if softcap:
+            shape["row_gain"] = factor
+        else:
+            query = (query * factor[..., None]).to(query.dtype)
+            if config.logit_map is None and rows.plain is not None:
+                backend = "sdpa"  # what is left is plain attention
+        if config.logit_map is not None:
+            shape["row_bias"] = factor
+    if backend == "sdpa":
+        out = sdpa_attention(query, key, value, rows, scaling=scaling, dropout=dropout)
+    elif backend == "flex":
         out = flex_attention(query, key, value, rows, **shape)
     else:
         out = tiled_attention(query, key, value, rows, **shape, dropout=dropout)[0]

@@ -20,6 +20,8 @@ from ..geometry import HIGH, KEY_START, LOW, POSITION, START, Rows
 
 #: Logits held at a time (elements, 4 bytes each): about what the caches of a small machine take.
 BLOCK_ELEMENTS = 1 << 21
+#: The logit of a pair that may not be seen: its probability is exactly 0, and no arithmetic on it gives NaN.
+HIDDEN = -1e30
 
 
 def tiled_attention(
@@ -127,8 +129,8 @@ class _Blocks:
                 raise ValueError(f"distance {farthest} lies beyond the tables' length {gain.shape[-1]}")
             t = torch.arange(self.farthest, last, -1, device=gain.device)
             self.gain, self.bias = gain.to(self.dtype)[:, t.abs()], bias.to(self.dtype)[:, t.abs()]
-            if row_bias is None and not sinks and bool((self.bounds[..., HIGH] == position).all()):
-                self.bias[:, t < 0] = float("-inf")  # causality for free
+            if not sinks and bool((self.bounds[..., HIGH] == position).all()):
+                self.bias[:, t < 0] = HIDDEN  # causality for free
                 self.hides_future = True
         self.sinks, self.softcap, self.dropout, self.seed = sinks, softcap, dropout, seed
         self.heads_at_once, self.rows_at_once = self.sizes()
@@ -219,7 +221,7 @@ class _Block:
         return s.view(self.shape)
 
     def logits(self, s: Tensor) -> Tensor:
-        """L from C(S), in place; -inf where the row may not see the key."""
+        """L from C(S), in place; HIDDEN where the row may not see the key."""
         all, sink = self.all, self.sink_columns()
         if all.row_gain is not None:
             s.mul_(self.rows(all.row_gain))
@@ -232,22 +234,22 @@ class _Block:
                 s.mul_(gain).addcmul_(self.rows(all.row_bias), bias)
         if sink and kept is not None:
             torch.where(sink[1], kept, s[..., sink[0]], out=s[..., sink[0]])
-        self.hide(s, float("-inf"))
+        self.hide(s)
         return s
 
-    def hide(self, s: Tensor, fill: float) -> None:
+    def hide(self, s: Tensor) -> None:
         """Fill the pairs that are outside the rows' intervals, or not allowed."""
         all, bounds = self.all, self.bounds
         index = all.index[self.b, self.r].flip(0)
         first = all.key_start + self.c.start
         if (width := int(bounds[:, LOW].max()) - first) > 0:
             slots = torch.arange(first, first + min(width, self.shape[3]), device=s.device)
-            s[..., :width].masked_fill_(slots < index[:, LOW, None], fill)
+            s[..., :width].masked_fill_(slots < index[:, LOW, None], HIDDEN)
         if not all.hides_future and (begin := max(int(bounds[:, HIGH].min()) + 1 - first, 0)) < self.shape[3]:
             slots = torch.arange(first + begin, first + self.shape[3], device=s.device)
-            s[..., begin:].masked_fill_(slots > index[:, HIGH, None], fill)
+            s[..., begin:].masked_fill_(slots > index[:, HIGH, None], HIDDEN)
         if (allowed := self.allowed()) is not None:
-            s.masked_fill_(~allowed, fill)
+            s.masked_fill_(~allowed, HIDDEN)
 
     def allowed(self) -> Tensor | None:
         if self.all.allowed is None:
@@ -257,20 +259,30 @@ class _Block:
 
     def softmax(self, logits: Tensor) -> Tensor:
         """Probabilities in place; 0 in rows that see nothing."""
+        nothing = self.sees_nothing(logits)
         torch.softmax(logits, -1, out=logits)
-        if self.all.allowed is not None or bool((self.bounds[:, LOW] > self.bounds[:, HIGH]).any()):
-            logits.nan_to_num_(nan=0.0)
-        return logits
+        return logits if nothing is None else logits.masked_fill_(nothing, 0.0)
+
+    def sees_nothing(self, logits: Tensor) -> Tensor | None:
+        """(heads, group, rows, 1), True where every key is hidden; None if that is so nowhere."""
+        if self.all.allowed is None and not bool((self.bounds[:, LOW] > self.bounds[:, HIGH]).any()):
+            return None
+        return logits.amax(-1, keepdim=True) <= HIDDEN / 2
 
     def entropy(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Probabilities, the logits less their mean under them, and the entropy: nothing cancels, however large they are."""
-        hidden = logits == float("-inf")
-        shifted = logits.sub_(logits.amax(-1, keepdim=True)).masked_fill_(hidden, 0.0)
-        p = self.all.buffer("p", *self.shape).copy_(shifted).masked_fill_(hidden, float("-inf"))
-        p = self.softmax(p)
-        mean = (p * shifted).sum(-1, keepdim=True)  # p is 0 where shifted was filled
-        entropy = -(p.amax(-1, keepdim=True).log() + mean)
-        return p, shifted.sub_(mean), entropy.nan_to_num_(nan=0.0, posinf=0.0)
+        """Probabilities, the logits less their mean under them (in place), and the entropy.
+
+        With the largest logit at 0, H = ln Z - Σ p L is a sum of two terms >= 0: nothing cancels, however large logits are.
+        """
+        nothing = self.sees_nothing(logits)
+        logits.sub_(logits.amax(-1, keepdim=True))
+        p = torch.softmax(logits, -1, out=self.all.buffer("p", *self.shape))
+        mean = torch.einsum("hgrc,hgrc->hgr", p, logits)[..., None]
+        entropy = -p.amax(-1, keepdim=True).log() - mean
+        if nothing is not None:
+            p.masked_fill_(nothing, 0.0)
+            entropy.masked_fill_(nothing, 0.0)
+        return p, logits.sub_(mean), entropy
 
     def keep(self) -> Tensor:
         """Dropout's factors for this block, the same whenever they are asked for."""
@@ -309,7 +321,10 @@ def _forward(
         for block in blocks:
             p = logits = block.logits(block.scores())
             if with_lse:
-                block.put(blocks.grouped(lse[..., None]), logits.logsumexp(-1, keepdim=True))
+                row = logits.logsumexp(-1, keepdim=True)
+                if (nothing := block.sees_nothing(logits)) is not None:
+                    row.masked_fill_(nothing, float("-inf"))
+                block.put(blocks.grouped(lse[..., None]), row)
             if with_entropy:
                 p, _, h = block.entropy(logits)
                 block.put(blocks.grouped(entropy[..., None]), h)
