@@ -1,0 +1,85 @@
+"""What the exactness tests run: every method (CASES) and every model family (FAMILIES), crossed with every scenario.
+
+A new method joins by one line in CASES. All families have the same number of layers and heads, so that parameters
+given per layer and head fit every one of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig
+
+from hf_longattn import LongAttnConfig
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB, WINDOW = 4, 4, 2, 8, 97, 8
+
+MEAN = [[0.5 * layer - 0.3 * head for head in range(HEADS)] for layer in range(LAYERS)]
+VARIANCE = [[1.0 + 0.5 * layer + 0.25 * head for head in range(HEADS)] for layer in range(LAYERS)]
+
+CASES: dict[str, LongAttnConfig] = {
+    "scale_invariant": LongAttnConfig.preset("scale_invariant"),
+    "sinks": LongAttnConfig.preset("scale_invariant", tau=3.0, sink_tokens=2),
+    "paper_form": LongAttnConfig.preset("scale_invariant", alpha=0.8, beta=1.9, tau=2.0),
+    "calibrated": LongAttnConfig.preset(
+        "scale_invariant", logit_mean=MEAN, logit_variance=VARIANCE, decay=0.7, tau=2.0, sink_tokens=1
+    ),
+    "strength": LongAttnConfig.preset("scale_invariant", strength=0.5, tau=1.0),
+}
+DEFAULT = "scale_invariant"
+#: The families that every case but the default one runs on: plain, softcap, sliding, shared keys, learned positions.
+SUBSET = ("llama", "gemma2", "gemma3", "gemma4", "gpt2")
+
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": HEADS * HEAD_DIM,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.12,  # logits of order one, so that a wrong distance shows
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "tie_word_embeddings": True,
+}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2), "sliding_window": WINDOW}
+_LAYERED = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2}
+_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1024.0**2},
+}
+_GPT2 = {
+    "vocab_size": VOCAB,
+    "n_embd": HEADS * HEAD_DIM,
+    "n_layer": LAYERS,
+    "n_head": HEADS,
+    "n_positions": 64,
+    "n_inner": 48,
+    "scale_attn_by_inverse_layer_idx": True,
+    **{key: _COMMON[key] for key in ("initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")},
+    **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", _COMMON),
+    "gemma": ("GemmaConfig", _COMMON),
+    "gemma2": ("Gemma2Config", _COMMON | _MIXED | {"attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 5}),
+    "gemma3": ("Gemma3TextConfig", _COMMON | _MIXED | {"query_pre_attn_scalar": 5}),
+    "gemma3n": ("Gemma3nTextConfig", _COMMON | _MIXED | _LAYERED | {"laurel_rank": 4}),
+    "gemma4": ("Gemma4TextConfig", _COMMON | _MIXED | _LAYERED | {"global_head_dim": 16, "rope_parameters": _ROPE}),
+    "gpt2": ("GPT2Config", _GPT2),
+    "mistral": ("MistralConfig", _COMMON | {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", {k: v for k, v in _COMMON.items() if k != "head_dim"}),
+    "qwen3": ("Qwen3Config", _COMMON),
+}
+
+
+def model_config(family: str, **changes: Any) -> PreTrainedConfig:
+    """A tiny config of the family."""
+    name, arguments = FAMILIES[family]
+    arguments = {k: dict(v) if isinstance(v, dict) else v for k, v in (arguments | changes).items()}
+    return getattr(transformers, name)(**arguments)

@@ -1,0 +1,27 @@
+"""Fixed seeds for every test, and nothing from the network."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+logging.getLogger("torch.__trace").propagate = False  # pytest would capture, and torch format, megabytes of traces
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)  # tiny tensors: threads only cost

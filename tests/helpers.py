@@ -1,0 +1,200 @@
+"""Tiny models, and the ways in which one text can reach them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import closed_form
+import torch
+from cases import VOCAB, model_config
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
+
+import hf_longattn
+from hf_longattn import LongAttnConfig
+
+TOLERANCE = 1e-5  # float32, on logits of order one
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE, what: str = "") -> None:
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0.0, msg=lambda m: f"{what} {m}")
+
+
+@functools.cache
+def _base(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(model_config(family)).eval()
+    for module in model.modules():
+        if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):
+            module.q_norm.weight.data.mul_(0.35)  # logits of order one here too: Gemma 3n and 4 leave that to training
+    return model
+
+
+def stock(family: str) -> PreTrainedModel:
+    """A fresh copy of the family's one random model, under the attention that transformers picks for it."""
+    return copy.deepcopy(_base(family))
+
+
+@functools.cache
+def model(family: str, config: LongAttnConfig, backend: str = "auto") -> PreTrainedModel:
+    """The same weights under a method. Shared between tests: leave it as it is, or take `fresh`."""
+    return hf_longattn.apply(stock(family), config, backend=backend)
+
+
+def fresh(family: str, config: LongAttnConfig) -> PreTrainedModel:
+    return copy.deepcopy(model(family, config))
+
+
+def tokens(batch: int = 2, length: int = 24, seed: int = 0) -> Tensor:
+    return torch.randint(1, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@functools.cache
+def _closed(family: str, config: LongAttnConfig) -> PreTrainedModel:
+    return closed_form.attach(stock(family), config)
+
+
+@torch.no_grad()
+def expected(family: str, config: LongAttnConfig, ids: Tensor) -> Tensor:
+    """The logits of one plain forward pass: by the closed form where there is one, else by the reference."""
+    if closed_form.covers(config):
+        return _closed(family, config)(ids, use_cache=False).logits
+    return model(family, config, "reference")(ids, use_cache=False).logits
+
+
+Scenario = Callable[[PreTrainedModel, Tensor], Tensor]
+#: Ways to compute the logits of a batch of equally long texts that must all agree with one plain forward pass.
+SCENARIOS: dict[str, Scenario] = {}
+#: Those that renumber nothing, so that they hold for learned positions too; the rest rely on relative positions.
+RELATIVE_ONLY = {"left_padded_slots"}
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = torch.no_grad()(function)
+    return function
+
+
+def feed(model: PreTrainedModel, ids: Tensor, chunks: list[int], cache: Any = None, **extra: Tensor) -> Tensor:
+    """The logits of ids, fed in chunks through a cache; a 2-D mask and position_ids are cut as generate() does."""
+    out, begin = [], 0
+    for size in chunks:
+        end = begin + size
+        cut = {}
+        if "attention_mask" in extra:
+            cut["attention_mask"] = extra["attention_mask"][:, :end]
+        if "position_ids" in extra:
+            cut["position_ids"] = extra["position_ids"][:, begin:end]
+        step = model(ids[:, begin:end], past_key_values=cache, use_cache=True, **cut)
+        cache, begin = step.past_key_values, end
+        out.append(step.logits)
+    assert begin == ids.shape[1]
+    return torch.cat(out, 1)
+
+
+def pieces(length: int) -> list[int]:
+    """Irregular chunk sizes with sum length."""
+    out, sizes = [], [5, 1, 9, 2, 4, 1, 3]
+    while length:
+        out.append(min(sizes[len(out) % len(sizes)], length))
+        length -= out[-1]
+    return out
+
+
+def static(model: PreTrainedModel, ids: Tensor) -> StaticCache:
+    return StaticCache(config=model.config, max_cache_len=ids.shape[1] + 13)
+
+
+@scenario
+def without_cache(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return model(ids, use_cache=False).logits
+
+
+@scenario
+def with_cache(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return model(ids, attention_mask=torch.ones_like(ids)).logits
+
+
+@scenario
+def dynamic_token_by_token(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return feed(model, ids, [1] * ids.shape[1])
+
+
+@scenario
+def dynamic_chunks(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return feed(model, ids, pieces(ids.shape[1]))
+
+
+@scenario
+def static_token_by_token(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return feed(model, ids, [1] * ids.shape[1], static(model, ids))
+
+
+@scenario
+def static_chunks(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return feed(model, ids, pieces(ids.shape[1]), static(model, ids))
+
+
+def _left_padded(
+    model: PreTrainedModel, ids: Tensor, positions: bool, how: Callable[[PreTrainedModel, Tensor, dict], Tensor]
+) -> Tensor:
+    """Row 0 as it is, behind 7 padding tokens, and row 1 unpadded in front of another text: a batch of two lengths."""
+    pad, n = 7, ids.shape[1]
+    filler = tokens(1, pad, seed=9)
+    padded = torch.cat([torch.cat([filler, ids[:1]], 1), torch.cat([ids[1:2], filler], 1)])
+    mask = torch.ones_like(padded)
+    mask[0, :pad] = 0
+    extra = {"attention_mask": mask}
+    if positions:
+        extra["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    out = how(model, padded, extra)
+    return torch.stack([out[0, pad:], out[1, :n]])
+
+
+@scenario
+def left_padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return _left_padded(model, ids, True, lambda m, x, extra: m(x, use_cache=False, **extra).logits)
+
+
+@scenario
+def left_padded_slots(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return _left_padded(model, ids, False, lambda m, x, extra: m(x, **extra).logits)
+
+
+@scenario
+def left_padded_dynamic_chunks(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return _left_padded(model, ids, True, lambda m, x, extra: feed(m, x, pieces(x.shape[1]), **extra))
+
+
+@scenario
+def left_padded_static_chunks(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return _left_padded(model, ids, True, lambda m, x, extra: feed(m, x, pieces(x.shape[1]), static(m, x), **extra))
+
+
+@scenario
+def right_padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    padded = torch.cat([ids, tokens(ids.shape[0], 5, seed=9)], 1)
+    mask = torch.ones_like(padded)
+    mask[:, ids.shape[1] :] = 0
+    return model(padded, attention_mask=mask).logits[:, : ids.shape[1]]
+
+
+@scenario
+def packed(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Both texts in one row, after and between others; positions start anew, and no cache may be in use."""
+    n, between = ids.shape[1], tokens(1, 6, seed=9)
+    row = torch.cat([between, ids[:1], between, ids[1:2]], 1)
+    positions = torch.cat([torch.arange(k) for k in (6, n, 6, n)])[None]
+    out = model(row, position_ids=positions, use_cache=False).logits[0]
+    return torch.stack([out[6 : 6 + n], out[12 + n :]])
+
+
+@scenario
+def hole_in_the_padding(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """A 2-D mask of all ones but for a later, hidden token: no interval, so the dense carrier must serve."""
+    padded = torch.cat([ids, tokens(ids.shape[0], 3, seed=9)], 1)
+    mask = torch.ones_like(padded)
+    mask[:, -2] = 0
+    return model(padded, attention_mask=mask).logits[:, : ids.shape[1]]

@@ -1,0 +1,320 @@
+"""On whole models: every way to feed a text gives the logits of one plain forward pass, and those are the formula's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, DEFAULT, FAMILIES, SUBSET
+from helpers import RELATIVE_ONLY, SCENARIOS, close, expected, fresh, model, static, stock, tokens
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import hf_longattn
+from hf_longattn.integration import masks
+
+#: The cases beyond the default, each on a few families.
+CROSSED = [(family, case) for case in CASES if case != DEFAULT for family in SUBSET]
+EVERY = [(family, DEFAULT) for family in FAMILIES] + CROSSED
+
+
+def holds_for(name: str, family: str) -> bool:
+    return not (name in RELATIVE_ONLY and family == "gpt2")
+
+
+@pytest.mark.parametrize(("family", "case"), EVERY)
+@pytest.mark.parametrize("backend", ["tiled", "flex", "reference"])
+@torch.no_grad()
+def test_forward_is_the_closed_form(family: str, case: str, backend: str) -> None:
+    config, ids = CASES[case], tokens()
+    close(model(family, config, backend)(ids, use_cache=False).logits, expected(family, config, ids))
+
+
+@pytest.mark.parametrize(("family", "case"), EVERY)
+@torch.no_grad()
+def test_method_changes_the_logits(family: str, case: str) -> None:
+    """Or all the other tests here would hold for an attention that does nothing."""
+    ids = tokens()
+    assert (expected(family, CASES[case], ids) - stock(family)(ids).logits).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenario(name: str, family: str) -> None:
+    if not holds_for(name, family):
+        pytest.skip("learned positions are absolute")
+    config, ids = CASES[DEFAULT], tokens()
+    close(SCENARIOS[name](model(family, config), ids), expected(family, config, ids))
+
+
+@pytest.mark.parametrize(("family", "case"), CROSSED)
+def test_all_scenarios(family: str, case: str) -> None:
+    config, ids = CASES[case], tokens()
+    want = expected(family, config, ids)
+    for name, run in SCENARIOS.items():
+        if holds_for(name, family):
+            close(run(model(family, config), ids), want, what=name)
+
+
+# generate() ---------------------------------------------------------------------------------------------------------
+
+NEW = 9
+GENERATE: dict[str, dict[str, Any]] = {
+    "dynamic": {},
+    "no_cache": {"use_cache": False},
+    "static": {"cache_implementation": "static"},
+    "chunked_prefill": {"prefill_chunk_size": 4},
+    "prompt_lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+def generate(model: Any, ids: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Greedy continuation: token ids and the logits that chose them."""
+    out = model.generate(
+        ids,
+        max_new_tokens=NEW,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        disable_compile=True,
+        **options,
+    )
+    assert out.sequences.shape[1] == ids.shape[1] + NEW
+    return out.sequences, torch.stack(out.logits, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", GENERATE)
+def test_generate(name: str, family: str) -> None:
+    config, batch = CASES[DEFAULT], 1 if name == "prompt_lookup" else 2
+    ids = tokens(batch, 12)
+    if name == "prompt_lookup":
+        ids = torch.cat([ids, ids], 1)  # something to look up
+    sequences, logits = generate(model(family, config), ids, **GENERATE[name])
+    close(logits, expected(family, config, sequences)[:, ids.shape[1] - 1 : -1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["dynamic", "static", "chunked_prefill"])
+def test_generate_left_padded(name: str, family: str) -> None:
+    config, ids, pad = CASES[DEFAULT], tokens(2, 16), 6
+    mask = torch.ones_like(ids)
+    mask[0, :pad] = 0
+    sequences, logits = generate(model(family, config), ids, attention_mask=mask, **GENERATE[name])
+    close(logits[:1], expected(family, config, sequences[:1, pad:])[:, 15 - pad : -1])
+    close(logits[1:], expected(family, config, sequences[1:])[:, 15:-1])
+
+
+@pytest.mark.parametrize("family", SUBSET)
+def test_assisted_generation(family: str) -> None:
+    config, ids = CASES[DEFAULT], tokens(1, 12)
+    sequences, logits = generate(model(family, config), ids, assistant_model=stock(family))
+    close(logits, expected(family, config, sequences)[:, 11:-1])
+
+
+@pytest.mark.parametrize("family", SUBSET)
+def test_beams(family: str) -> None:
+    config, ids = CASES[DEFAULT], tokens(2, 12)
+    options = {"num_beams": 3, "max_new_tokens": NEW, "do_sample": False, "disable_compile": True}
+    options |= {"return_dict_in_generate": True, "output_scores": True, "length_penalty": 0.0}
+    runs = [model(family, config).generate(ids, cache_implementation=kind, **options) for kind in (None, "static")]
+    for run in runs:  # the score of a beam is its log-probability
+        log_p = expected(family, config, run.sequences)[:, 11:-1].log_softmax(-1)
+        close(run.sequences_scores, log_p.gather(-1, run.sequences[:, 12:, None]).sum((1, 2)), NEW * 1e-5)
+    assert torch.equal(runs[0].sequences, runs[1].sequences)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c != DEFAULT])
+def test_generate_every_case(case: str) -> None:
+    config, ids, pad = CASES[case], tokens(2, 16), 6
+    mask = torch.ones_like(ids)
+    mask[0, :pad] = 0
+    sequences, logits = generate(model("gemma3", config), ids, attention_mask=mask, cache_implementation="static")
+    close(logits[:1], expected("gemma3", config, sequences[:1, pad:])[:, 15 - pad : -1])
+    close(logits[1:], expected("gemma3", config, sequences[1:])[:, 15:-1])
+
+
+# training -----------------------------------------------------------------------------------------------------------
+
+
+def gradients(model: Any, ids: Tensor, **extra: Tensor) -> dict[str, Tensor]:
+    model.train()
+    model(ids, labels=ids, use_cache=False, **extra).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("family", "case"), EVERY)
+def test_gradients_are_those_of_the_reference(family: str, case: str) -> None:
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    config = CASES[case]
+    want = gradients(fresh(family, config.replace(backend="reference")), ids, attention_mask=mask)
+    got = gradients(fresh(family, config), ids, attention_mask=mask)
+    assert got.keys() == want.keys()
+    for name in want:
+        close(got[name], want[name], what=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("ignore:.*Caching is incompatible with gradient checkpointing")
+def test_gradient_checkpointing(family: str) -> None:
+    config, ids = CASES[DEFAULT], tokens()
+    want = gradients(fresh(family, config), ids)
+    checkpointed = fresh(family, config)
+    checkpointed.gradient_checkpointing_enable()
+    got = gradients(checkpointed, ids)
+    for name in want:
+        close(got[name], want[name])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_dropout_under_gradient_checkpointing(family: str) -> None:
+    """The recomputed forward pass must drop the same pairs: then the gradient is that of the loss."""
+    dropout = {"attn_pdrop": 0.4} if family == "gpt2" else {"attention_dropout": 0.4}
+    runs = []
+    for checkpoint in (False, True):
+        m = fresh(family, CASES[DEFAULT])
+        for module in m.modules():
+            for name in ("attention_dropout", "attn_dropout"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.4)
+                elif hasattr(module, name):
+                    getattr(module, name).p = next(iter(dropout.values()))
+        if checkpoint:
+            m.gradient_checkpointing_enable()
+        torch.manual_seed(3)
+        runs.append(gradients(m, tokens()))
+    plain = gradients(fresh(family, CASES[DEFAULT]), tokens())
+    for name in plain:
+        close(runs[0][name], runs[1][name])
+    assert max((plain[n] - runs[0][n]).abs().max() for n in plain) > 1e-2
+
+
+# compiled and reduced precision -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4", "gpt2"])
+def test_compiled_forward(family: str) -> None:
+    config, ids, pad = CASES[DEFAULT], tokens(), 5
+    torch._dynamo.reset()
+    compiled = torch.compile(fresh(family, config), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        close(compiled(ids, use_cache=False).logits, expected(family, config, ids))
+        mask = torch.ones_like(ids)
+        mask[0, :pad] = 0
+        extra = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+        out = compiled(ids, use_cache=False, **extra).logits
+    close(out[:1, pad:], expected(family, config, ids[:1, pad:]))
+    close(out[1:], expected(family, config, ids[1:]))
+
+
+def test_compiled_training_step() -> None:
+    config, ids = CASES[DEFAULT], tokens()
+    want = gradients(fresh("llama", config), ids)
+    torch._dynamo.reset()
+    inner = fresh("llama", config)
+    got = gradients(torch.compile(inner, fullgraph=True, backend="aot_eager"), ids)
+    for name in want:
+        close(got["_orig_mod." + name], want[name])
+
+
+@torch.no_grad()
+def decode_compiled(m: Any, ids: Tensor) -> tuple[Tensor, int]:
+    """The logits of ids: six at once, then one by one through a compiled step; and the number of graphs."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    step, cache = torch.compile(m, fullgraph=True, backend=counter), static(m, ids)
+    out = [m(ids[:, :6], past_key_values=cache, use_cache=True).logits]
+    out += [step(ids[:, i : i + 1].clone(), past_key_values=cache, use_cache=True).logits for i in range(6, ids.shape[1])]
+    return torch.cat(out, 1), counter.frame_count
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_compiled_static_decode(family: str) -> None:
+    """No graph more than stock sdpa needs: one, and others while the sliding window of Gemma 3 fills."""
+    config, ids = CASES[DEFAULT], tokens(2, 10)
+    logits, graphs = decode_compiled(fresh(family, config), ids)
+    close(logits, expected(family, config, ids))
+    assert graphs <= decode_compiled(stock(family), ids)[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_half_precision(family: str, dtype: torch.dtype) -> None:
+    """No further from float32 than the model itself is under its own attention in that precision."""
+    config, ids = CASES[DEFAULT], tokens()
+    plain = stock(family)
+    exact, rough = plain(ids).logits, plain.to(dtype)(ids).logits.float()
+    ours = fresh(family, config).to(dtype)(ids, use_cache=False).logits.float()
+    error = (ours - expected(family, config, ids)).pow(2).mean().sqrt()
+    assert error < 2 * (rough - exact).pow(2).mean().sqrt()
+
+
+# the carrier --------------------------------------------------------------------------------------------------------
+
+
+def carriers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of the masks that attention reads from now on."""
+    seen: list[str] = []
+    read = masks.read_mask
+
+    def spy(mask: Tensor, kv_len: int) -> Any:
+        seen.append("compact" if mask.shape[-1] == masks.INDEX_WIDTH else "dense")
+        return read(mask, kv_len)
+
+    monkeypatch.setattr("hf_longattn.integration.dispatch.read_mask", spy)
+    return seen
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt2"])
+@pytest.mark.parametrize("name", [n for n in SCENARIOS if n != "hole_in_the_padding"])
+def test_compact_carrier_is_taken(name: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The private closures of transformers' mask functions are still recognised: else masks cost q_len x kv_len."""
+    for layers in ("full_attention", "all"):
+        m = model(family, CASES[DEFAULT].replace(layers=layers))
+        seen = carriers(monkeypatch)
+        SCENARIOS[name](m, tokens())
+        assert set(seen) == {"compact"}
+
+
+def test_dense_carrier_is_taken_only_where_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = carriers(monkeypatch)
+    SCENARIOS["hole_in_the_padding"](model("llama", CASES[DEFAULT]), tokens())
+    assert set(seen) == {"dense"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dense_carrier_is_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, ids = CASES["sinks"], tokens()
+    monkeypatch.setattr(masks, "recognise", lambda mask_function: None)
+    seen = carriers(monkeypatch)
+    for name, run in SCENARIOS.items():
+        if holds_for(name, family):
+            close(run(model(family, config), ids), expected(family, config, ids))
+    assert set(seen) == {"dense"}
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gemma3n", "gemma4"])
+def test_method_inside_sliding_windows(family: str) -> None:
+    """layers="all": the windowed layers take the method too, and every scenario agrees, compact and dense."""
+    config, ids = CASES["sinks"].replace(layers="all"), tokens()
+    with torch.no_grad():
+        want = model(family, config, "reference")(ids, use_cache=False).logits
+    assert (want - expected(family, CASES["sinks"], ids)).abs().max() > 1e-2
+    for run in SCENARIOS.values():
+        close(run(model(family, config), ids), want)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_sliding_window_and_method_by_layer_index(family: str) -> None:
+    """Layers 0 and 3 (one windowed, one full) under the method, the others untouched."""
+    config, ids = CASES[DEFAULT].replace(layers=(0, 3)), tokens()
+    m = model(family, config)
+    assert [row[1].startswith("scale_invariant") for row in hf_longattn.describe(m).rows] == [True, False, False, True]
+    with torch.no_grad():
+        want = model(family, config, "reference")(ids, use_cache=False).logits
+    for run in SCENARIOS.values():
+        close(run(m, ids), want)
