@@ -1,0 +1,28 @@
+"""The demo's script runs end to end; with a random model, so its numbers mean nothing here."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("peft")
+pytest.importorskip("matplotlib")
+ROOT = Path(__file__).parents[1]
+
+
+def test_demo_quick(tmp_path):
+    script = [
+        sys.executable,
+        ROOT / "recipes/demo/run.py",
+        "--quick",
+        "--out",
+        tmp_path / "out",
+        "--models",
+        tmp_path / "models",
+    ]
+    subprocess.run(script, check=True, cwd=tmp_path, timeout=300)
+    summary = (tmp_path / "out/summary.md").read_text()
+    assert "Saved and reloaded" in summary
+    assert (tmp_path / "out/plot.png").stat().st_size > 10_000
+    assert '"attn_implementation": "hf_longattn.scale_invariant"' in (tmp_path / "out/adapter/config.json").read_text()
