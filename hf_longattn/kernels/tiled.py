@@ -129,7 +129,8 @@ class _Blocks:
                 raise ValueError(f"distance {farthest} lies beyond the tables' length {gain.shape[-1]}")
             t = torch.arange(self.farthest, last, -1, device=gain.device)
             self.gain, self.bias = gain.to(self.dtype)[:, t.abs()], bias.to(self.dtype)[:, t.abs()]
-            if not sinks and bool((self.bounds[..., HIGH] == position).all()):
+            hides = row_bias is None or bool((row_bias >= 1).all())  # a smaller factor would weaken HIDDEN
+            if hides and not sinks and bool((self.bounds[..., HIGH] == position).all()):
                 self.bias[:, t < 0] = HIDDEN  # causality for free
                 self.hides_future = True
         self.sinks, self.softcap, self.dropout, self.seed = sinks, softcap, dropout, seed
