@@ -1,0 +1,544 @@
+"""Every kernel against a dense float64 computation written here: outputs, all gradients, memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, HEADS
+from helpers import close
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hf_longattn
+from hf_longattn import reference_attention
+from hf_longattn.geometry import Rows
+from hf_longattn.kernels import tiled
+from hf_longattn.kernels.flex import flex_attention
+from hf_longattn.kernels.tiled import tiled_attention
+
+#: From one block for everything to one of the fewest rows.
+BLOCKS = [1 << 21, 3000, 64]
+LENGTH = 64
+
+
+def inputs(
+    b: int = 2,
+    h: int = 4,
+    kv: int = 2,
+    q: int = 19,
+    k: int = 19,
+    d: int = 5,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    shapes = ((b, h, q, d), (b, kv, k, d), (b, kv, k, d))
+    return tuple(torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes)  # type: ignore[return-value]
+
+
+def tables(heads: int, dtype: torch.dtype = torch.float64, length: int = LENGTH) -> tuple[Tensor, Tensor]:
+    """Gains and biases with no pattern, so that a wrong distance or head shows."""
+    g = torch.Generator().manual_seed(1)
+    return (
+        (1 + torch.rand(heads, length, generator=g, dtype=torch.float64)).to(dtype),
+        torch.randn(heads, length, generator=g, dtype=torch.float64).to(dtype),
+    )
+
+
+def rows_of(position: Tensor, key_start: int, start: Tensor, low: Tensor, high: Tensor, allowed: Tensor | None = None) -> Rows:
+    columns = torch.broadcast_tensors(position, torch.tensor(key_start), start, low, high)
+    return Rows(torch.stack(columns, -1), allowed)
+
+
+def dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Rows,
+    *,
+    scaling: float,
+    gain: Tensor | None = None,
+    bias: Tensor | None = None,
+    row_gain: Tensor | None = None,
+    row_bias: Tensor | None = None,
+    sinks: int = 0,
+    softcap: float | None = None,
+    keep: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, logsumexp and entropy by the definition at the top of kernels/tiled.py, without a single loop or tile."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    logits = scaling * torch.einsum("bhqd,bhkd->bhqk", query, key)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    if row_gain is not None:
+        logits = logits * row_gain[..., None]
+    position, first, start, low, high = (x[:, None, :, None] for x in rows.index.unbind(-1))
+    slot = first + torch.arange(key.shape[2])
+    if gain is not None and bias is not None:
+        t = (position - slot).abs()[:, 0]
+        by_row = 1.0 if row_bias is None else row_bias[..., None]
+        mapped = logits * gain[:, t].transpose(0, 1) + bias[:, t].transpose(0, 1) * by_row
+        logits = torch.where((slot >= start) & (slot < start + sinks), logits, mapped)
+    visible = (slot >= low) & (slot <= high)
+    if rows.allowed is not None:
+        visible = visible & rows.allowed
+    logits = torch.where(visible, logits, -math.inf)
+    blind = ~visible.any(-1, keepdim=True)
+    p = torch.where(blind, 0.0, torch.softmax(torch.where(blind, 0.0, logits), -1))
+    log_p = torch.log(torch.where(p > 0, p, 1.0))
+    lse = torch.where(blind, -math.inf, torch.logsumexp(torch.where(blind, 0.0, logits), -1, keepdim=True))
+    return (p if keep is None else p * keep) @ value, lse[..., 0].expand(p.shape[:-1]), -(p * log_p).sum(-1)
+
+
+def mask_of(*shape: int, seed: int = 3) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) > 0.3
+
+
+def geometries() -> dict[str, tuple[int, int, Rows]]:
+    """Name -> q_len, kv_len and rows, for a batch of two."""
+    cpu = torch.device("cpu")
+    a = torch.arange(19)
+    blind = mask_of(2, 1, 19, 19)
+    blind[:, :, [0, 7, 18]] = False
+    two = torch.arange(2)[:, None]
+    document = torch.tensor([0, 6, 14]).repeat_interleave(torch.tensor([6, 8, 5]))
+    causal = Rows.causal(19, 19, None, 0, cpu).index
+    both = rows_of(a[None], 0, two * 0, two * 0, torch.tensor(18)).index
+    return {
+        "causal": (19, 19, Rows.causal(19, 19, None, 0, cpu)),
+        "decode": (1, 23, Rows.causal(1, 23, None, 0, cpu)),
+        "chunk": (7, 23, Rows.causal(7, 23, None, 0, cpu)),
+        "static cache": (7, 30, Rows.causal(7, 30, 9, 0, cpu)),
+        "empty future": (7, 30, Rows.causal(7, 30, 0, 0, cpu)),
+        "offsets": (9, 12, Rows.causal(9, 12, 105, 100, cpu)),
+        "keys ahead of queries": (5, 9, Rows.causal(5, 9, 3, 7, cpu)),
+        "more queries than keys": (12, 5, Rows.causal(12, 5, None, 0, cpu)),
+        "left padding": (19, 19, rows_of(a[None], 0, two * 4, two * 4, a[None])),
+        "right padding": (19, 19, rows_of(a[None], 0, two * 0, two * 0, torch.minimum(a[None], 18 - two * 5))),
+        "packed": (19, 19, rows_of(a[None], 0, document[None], document[None], a[None])),
+        "window": (19, 19, rows_of(a[None], 0, two * 0, (a - 5).clamp(min=0)[None], a[None])),
+        "nothing visible": (19, 19, rows_of(a[None], 0, two * 0, two * 0, torch.where(a % 3 == 0, -1, a)[None])),
+        "both directions": (19, 19, Rows(both)),
+        "mask (q, k)": (19, 19, Rows(causal, mask_of(1, 1, 19, 19))),
+        "mask (b, 1, q, k)": (19, 19, Rows(causal, mask_of(2, 1, 19, 19))),
+        "mask (b, h, q, k)": (19, 19, Rows(causal, mask_of(2, 4, 19, 19))),
+        "mask with blind rows": (19, 19, Rows(causal, blind)),
+        "mask that looks ahead": (
+            19,
+            19,
+            Rows(rows_of(a[None], 0, two * 0, two * 0, torch.tensor(18)).index, mask_of(2, 1, 19, 19)),
+        ),
+    }
+
+
+GEOMETRIES = geometries()
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tables": {"tables": 1},
+    "sinks": {"tables": 4, "sinks": 3},
+    "softcap": {"softcap": 0.8, "row_gain": True},
+    "row factors": {"tables": 1, "row_gain": True, "row_bias": True},
+    "everything": {"tables": 4, "sinks": 2, "softcap": 1.1, "row_gain": True, "row_bias": True},
+}
+
+
+def arguments(options: dict[str, Any], query: Tensor) -> dict[str, Any]:
+    """Keyword arguments of a kernel from an entry of OPTIONS; row factors of either sign, and 0."""
+    out: dict[str, Any] = {"scaling": 0.7, "sinks": options.get("sinks", 0), "softcap": options.get("softcap")}
+    if "tables" in options:
+        out["gain"], out["bias"] = tables(options["tables"], query.dtype)
+    g = torch.Generator().manual_seed(2)
+    for name in ("row_gain", "row_bias"):
+        if name in options:
+            factor = torch.randn(query.shape[:3], generator=g, dtype=torch.float64)
+            out[name] = torch.where(factor.abs() < 0.2, 0.0, factor).to(query.dtype)
+    return out
+
+
+Kernel = Callable[..., tuple[Tensor, ...]]
+
+
+def check(kernel: Kernel, geometry: str, options: str, outputs: int, backward: bool = True) -> None:
+    """Outputs and, weighting all outputs at random, the gradients of every differentiable input."""
+    q_len, kv_len, rows = GEOMETRIES[geometry]
+    tensors = inputs(q=q_len, k=kv_len)
+    fixed = arguments(OPTIONS[options], tensors[0])
+    leaves = {"query": tensors[0], "key": tensors[1], "value": tensors[2]}
+    leaves |= {name: fixed.pop(name) for name in ("row_gain", "row_bias") if name in fixed}
+
+    def run(function: Kernel) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        taped = {name: x.clone().requires_grad_(backward) for name, x in leaves.items()}
+        out = function(**taped, rows=rows, **fixed)[:outputs]
+        if not backward:
+            return [], out
+        seen = [torch.where(x.isfinite(), x, 0.0) for x in out]
+        weights = [torch.randn(x.shape, generator=torch.Generator().manual_seed(5), dtype=x.dtype) for x in out]
+        loss = sum((x * w).sum() for x, w in zip(seen, weights, strict=True))
+        return list(torch.autograd.grad(loss, list(taped.values()))), out
+
+    (want, want_out), (got, got_out) = run(dense), run(kernel)
+    for name, a, b in zip(("output", "logsumexp", "entropy"), got_out, want_out, strict=False):
+        close(a, b, 1e-11, name)
+    for name, a, b in zip(leaves, got, want, strict=False):
+        close(a, b, 1e-11, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_tiled(geometry: str, options: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "BLOCK_ELEMENTS", blocks)
+    everything = {"with_lse": True, "with_entropy": True}
+    check(lambda **kw: tiled_attention(**kw, **everything), geometry, options, 3)
+    check(tiled_attention, geometry, options, 1)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "options"), [(g, "everything") for g in GEOMETRIES] + [("packed", o) for o in OPTIONS if o != "everything"]
+)
+def test_flex(geometry: str, options: str) -> None:
+    check(lambda **kw: (flex_attention(**kw),), geometry, options, 1, backward=False)
+
+
+def test_tiled_without_value_gives_lse_and_entropy() -> None:
+    query, key, value = (x.requires_grad_() for x in inputs())
+    rows, fixed = GEOMETRIES["packed"][2], arguments(OPTIONS["everything"], query)
+    out, *got = tiled_attention(query, key, None, rows, **fixed, with_lse=True, with_entropy=True)
+    assert out.numel() == 0
+    want = dense(query, key, value, rows, **fixed)[1:]
+    for a, b in zip(got, want, strict=True):
+        close(a, b, 1e-11)
+    grads = [torch.autograd.grad((x[0] * 2 - x[1]).sum(), (query, key)) for x in (got, want)]
+    for a, b in zip(*grads, strict=True):
+        close(a, b, 1e-11)
+
+
+def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By finite differences, for every differentiable input and output at once."""
+    monkeypatch.setattr(tiled, "BLOCK_ELEMENTS", 40)
+    query, key, value = inputs(b=1, h=2, kv=1, q=6, k=8, d=3)
+    fixed = arguments(OPTIONS["everything"] | {"tables": 2}, query)
+    row_gain, row_bias = fixed.pop("row_gain"), fixed.pop("row_bias")
+    rows = Rows.causal(6, 8, None, 0, query.device)
+
+    def f(q: Tensor, k: Tensor, v: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return tiled_attention(q, k, v, rows, **fixed, row_gain=x, row_bias=y, with_lse=True, with_entropy=True)
+
+    assert torch.autograd.gradcheck(f, tuple(x.requires_grad_() for x in (query, key, value, row_gain, row_bias)))
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_dropout(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask is read off with the identity as values; with it, output and gradients are the dense ones."""
+    monkeypatch.setattr(tiled, "BLOCK_ELEMENTS", blocks)
+    query, key, value = inputs(kv=4)
+    rows, fixed = GEOMETRIES["left padding"][2], arguments(OPTIONS["sinks"], query)
+
+    def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch.manual_seed(11)
+        return tiled_attention(q, k, v, rows, **fixed, dropout=0.4)[0]
+
+    eye = torch.eye(19, dtype=query.dtype).expand(2, 4, -1, -1)
+    p = dense(query, key, eye, rows, **fixed)[0]
+    with torch.enable_grad():
+        keep = dropped(query, key.requires_grad_(), eye).detach() / torch.where(p > 0, p, 1.0)
+    kept = keep[p > 0]
+    assert set(kept.mul(0.6).round().int().tolist()) == {0, 1}
+    assert abs(kept.mean() - 1) < 0.15
+    grads = []
+    for f in (dropped, lambda q, k, v: dense(q, k, v, rows, **fixed, keep=keep)[0]):
+        leaves = [x.detach().clone().requires_grad_() for x in (query, key, value)]
+        out = f(*leaves)
+        grads.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for a, b in zip(*grads, strict=True):
+        close(a, b, 1e-10)
+
+
+def test_dropout_depends_on_the_seed() -> None:
+    query, key, value = inputs()
+    rows = GEOMETRIES["causal"][2]
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(tiled_attention(query, key, value, rows, scaling=1.0, dropout=0.5)[0])
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+# the public function ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["tiled", "auto"])  # flex: test_flex, and whole models
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layer", [0, 3])
+def test_attention_is_the_reference(case: str, layer: int, backend: str) -> None:
+    config = CASES[case].for_layer(layer)
+    query, key, value = inputs(h=HEADS, q=13, k=29)
+    mask = mask_of(2, 1, 13, 29)
+    for extra in ({}, {"query_start": 4, "key_start": 2}, {"attention_mask": mask}, {"scaling": 0.3}):
+        close(
+            hf_longattn.attention(query, key, value, config, backend=backend, **extra),
+            reference_attention(query, key, value, config, **extra),
+            1e-12,
+        )
+
+
+@pytest.mark.parametrize("shape", [(13, 29), (1, 13, 29), (2, 1, 13, 29), (2, 4, 13, 29), (2, 4, 13, 1), (1, 29)])
+@pytest.mark.parametrize("backend", ["tiled", "flex"])
+def test_mask_shapes(shape: tuple[int, ...], backend: str) -> None:
+    query, key, value = inputs(q=13, k=29)
+    config, mask = CASES["sinks"], mask_of(*shape)
+    got = hf_longattn.attention(query, key, value, config, attention_mask=mask, backend=backend)
+    full = mask.expand(2, 4, 13, 29)
+    close(got, reference_attention(query, key, value, config, attention_mask=full), 1e-12)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "flex", "reference"])
+def test_rows_that_see_nothing_are_zero(backend: str) -> None:
+    query, key, value = inputs()
+    mask = torch.ones(19, 19, dtype=torch.bool)
+    mask[5] = False
+    out = hf_longattn.attention(query, key, value, CASES["scale_invariant"], attention_mask=mask, backend=backend)
+    assert torch.equal(out[:, :, 5], torch.zeros_like(out[:, :, 5]))
+    assert out[:, :, 6].abs().min() > 0
+
+
+@pytest.mark.parametrize("head_dim", [1, 3, 16, 80, 256])
+@pytest.mark.parametrize("backend", ["tiled", "flex"])
+def test_head_dims(head_dim: int, backend: str) -> None:
+    query, key, value = inputs(d=head_dim)
+    config = CASES["sinks"]
+    close(
+        hf_longattn.attention(query, key, value, config, backend=backend),
+        reference_attention(query, key, value, config),
+        1e-12,
+    )
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 2), (5, 5), (1, 1)])
+def test_grouped_heads(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "BLOCK_ELEMENTS", 500)
+    query, key, value = inputs(h=heads[0], kv=heads[1])
+    config = CASES["sinks"]
+    close(hf_longattn.attention(query, key, value, config), reference_attention(query, key, value, config), 1e-12)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "flex"])
+def test_non_contiguous_inputs(backend: str) -> None:
+    """As models pass them: (batch, length, heads, head_dim) transposed, and expanded over the batch."""
+    query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs())
+    key, value = key[:1].expand(2, -1, -1, -1), value[..., ::2].repeat_interleave(2, -1)[..., :5]
+    config = CASES["sinks"]
+    want = reference_attention(query, key, value, config)
+    close(hf_longattn.attention(query, key, value, config, backend=backend), want, 1e-12)
+    if backend == "tiled":
+        leaf = query.clone().requires_grad_()
+        (got,) = torch.autograd.grad(hf_longattn.attention(leaf, key, value, config).sum(), leaf)
+        (ref,) = torch.autograd.grad(reference_attention(leaf, key, value, config).sum(), leaf)
+        close(got, ref, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backward", [False, True])
+def test_half_precision_error_budget(dtype: torch.dtype, backward: bool) -> None:
+    """Against float64, at most twice the error that sdpa makes in the same precision on unmodified attention."""
+    exact = inputs(h=4, kv=4, q=128, k=128, d=64)
+    rough = [x.to(dtype) for x in exact]
+    exact = [x.double() for x in rough]
+
+    def error(function: Callable[..., Tensor]) -> float:
+        results = []
+        for tensors in (rough, exact):
+            leaves = [x.clone().requires_grad_() for x in tensors]
+            out = function(*leaves)
+            results.append(torch.autograd.grad(out.float().sin().sum(), leaves)[0] if backward else out)
+        return float((results[0].double() - results[1].double()).pow(2).mean().sqrt())
+
+    budget = error(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True))
+    config = CASES["scale_invariant"]
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return hf_longattn.attention(q, k, v, config, backend="tiled")
+
+    assert ours(*rough).dtype == dtype
+    assert error(ours) <= 2 * budget
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_of_ten_thousand_stay_finite(dtype: torch.dtype) -> None:
+    query, key, value = inputs(d=16, dtype=dtype)
+    leaves = [x.requires_grad_() for x in (query * 50, key * 50, value)]
+    out = hf_longattn.attention(*leaves, CASES["scale_invariant"], scaling=1.0)
+    grads = torch.autograd.grad(out.float().sum(), leaves)
+    assert (query.float() * 50 @ (key.float() * 50).repeat_interleave(2, 1).transpose(-1, -2)).abs().max() > 1e4
+    assert all(x.isfinite().all() for x in (out, *grads))
+    close(out.double(), reference_attention(*(x.double() for x in leaves), CASES["scale_invariant"], scaling=1.0), 0.02)
+
+
+def test_inference_mode_tables_serve_training() -> None:
+    """A table that was cached under inference_mode must not break a later backward pass."""
+    config = CASES["scale_invariant"].replace(tau=7.25)
+    query, key, value = inputs(dtype=torch.float32)
+    with torch.inference_mode():
+        hf_longattn.attention(query, key, value, config)
+    query.requires_grad_()
+    hf_longattn.attention(query, key, value, config).sum().backward()
+    assert query.grad is not None
+
+
+def test_autocast_does_not_reach_the_logits() -> None:
+    query, key, value = inputs(dtype=torch.float32)
+    config = CASES["scale_invariant"]
+    want = hf_longattn.attention(query, key, value, config)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(hf_longattn.attention(query, key, value, config), want)
+
+
+# memory -------------------------------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // max(x.element_size(), 1))
+        return out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_tensor_of_all_pairs(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2048 tokens and 4 heads make 16.8 million pairs; no tensor comes near, forward or backward."""
+    monkeypatch.setattr(tiled, "BLOCK_ELEMENTS", 1 << 17)
+    n = 2048
+    leaves = [x.requires_grad_() for x in inputs(b=1, h=HEADS, q=n, k=n, d=8, dtype=torch.float32)]
+    config = CASES[case].for_layer(0)
+    with Largest() as seen:
+        hf_longattn.attention(*leaves, config, backend="tiled").sum().backward()
+    assert seen.elements <= 1 << 18
+
+
+# random calls -------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> dict[str, Any]:
+    group, kv_heads, b = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    q_len, kv_len = draw(st.integers(1, 24)), draw(st.integers(1, 32))
+    key_start = draw(st.integers(0, 40))
+    mask = None
+    if draw(st.booleans()):
+        shape = (draw(st.sampled_from([1, b])), draw(st.sampled_from([1, group * kv_heads])), q_len, kv_len)
+        mask = mask_of(*shape, seed=draw(st.integers(0, 99)))
+    return {
+        "shape": {"b": b, "h": group * kv_heads, "kv": kv_heads, "q": q_len, "k": kv_len, "d": draw(st.integers(1, 9))},
+        "extra": {
+            "attention_mask": mask,
+            "key_start": key_start,
+            "query_start": draw(st.none() | st.integers(max(key_start - 10, 0), key_start + 60)),
+            "scaling": draw(st.none() | st.floats(0.01, 3.0)),
+        },
+        "config": hf_longattn.LongAttnConfig.preset(
+            "scale_invariant",
+            tau=draw(st.floats(1e-3, 1e4)),
+            sink_tokens=draw(st.integers(0, 5)),
+            strength=draw(st.floats(0.0, 1.0)),
+        ),
+        "blocks": draw(st.sampled_from([1, 100, 1000, 1 << 21])),
+    }
+
+
+@settings(max_examples=150, derandomize=True, deadline=None, database=None)
+@given(calls())
+def test_random_calls(call: dict[str, Any]) -> None:
+    before, tiled.BLOCK_ELEMENTS = tiled.BLOCK_ELEMENTS, call["blocks"]
+    try:
+        results = []
+        for function in (hf_longattn.attention, reference_attention):
+            leaves = [x.requires_grad_() for x in inputs(**call["shape"])]
+            out = function(*leaves, call["config"], **call["extra"])
+            results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    finally:
+        tiled.BLOCK_ELEMENTS = before
+    for got, want in zip(*results, strict=True):
+        close(got, want, 1e-10)
+
+
+# torch.compile and errors -------------------------------------------------------------------------------------------
+
+
+def test_compiled_fullgraph() -> None:
+    torch._dynamo.reset()
+    config = CASES["sinks"]
+    compiled = torch.compile(hf_longattn.attention, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (compiled, hf_longattn.attention):
+        leaves = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs(dtype=torch.float32)]
+        out = function(*leaves, config)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    for got, want in zip(*results, strict=True):
+        close(got, want, 1e-6)
+
+
+def test_opcheck() -> None:
+    """PyTorch's own checks of a custom operator: schema, fake tensors, autograd registration, aot dispatch."""
+    query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs())
+    fixed = arguments(OPTIONS["everything"], query)
+    row_gain, row_bias = (fixed[name].requires_grad_() for name in ("row_gain", "row_bias"))
+    for outputs in ((True, True), (False, False)):
+        tensors = (query, key, value, GEOMETRIES["packed"][2].index, None, fixed["gain"], fixed["bias"], row_gain, row_bias)
+        torch.library.opcheck(torch.ops.hf_longattn.tiled.default, (*tensors, None, 2, 0.7, 1.1, 0.0, *outputs))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key": (2, 2, 19, 4)}, "do not fit together"),
+        ({"key": (2, 3, 19, 5), "value": (2, 3, 19, 5)}, "4 query heads cannot share 3"),
+        ({"query": (4, 19, 5)}, r"must be \(batch, heads, length, head_dim\)"),
+    ],
+)
+@pytest.mark.parametrize("function", [hf_longattn.attention, reference_attention])
+def test_shapes_that_do_not_fit(function: Any, change: dict[str, Any], message: str) -> None:
+    shapes = {"query": (2, 4, 19, 5), "key": (2, 2, 19, 5), "value": (2, 2, 19, 5)} | change
+    with pytest.raises(ValueError, match=message):
+        function(**{name: torch.zeros(shape) for name, shape in shapes.items()}, config=CASES["sinks"])
+
+
+@pytest.mark.parametrize("function", [hf_longattn.attention, reference_attention])
+def test_arguments_that_make_no_sense(function: Any) -> None:
+    query, key, value = inputs()
+    config = CASES["sinks"]
+    with pytest.raises(ValueError, match="must be bool"):
+        function(query, key, value, config, attention_mask=torch.zeros(19, 19))
+    with pytest.raises(ValueError, match="does not broadcast"):
+        function(query, key, value, config, attention_mask=torch.ones(3, 19, dtype=torch.bool))
+    with pytest.raises(ValueError, match="differ in dtype"):
+        function(query, key.float(), value, config)
+    with pytest.raises(ValueError, match="backend"):
+        function(query, key, value, config, backend="warp")
+
+
+def test_a_backend_that_cannot_is_refused() -> None:
+    query, key, value = inputs()
+    with pytest.raises(ValueError, match="no backward pass on the CPU"):
+        hf_longattn.attention(query.requires_grad_(), key, value, CASES["sinks"], backend="flex")
+
+
+def test_tables_that_are_too_short() -> None:
+    query, key, value = inputs()
+    gain, bias = tables(1, length=18)
+    with pytest.raises(ValueError, match="beyond the tables"):
+        tiled_attention(query, key, value, GEOMETRIES["causal"][2], scaling=1.0, gain=gain, bias=bias)
