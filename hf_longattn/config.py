@@ -55,6 +55,8 @@ class Method:
     def __post_init__(self) -> None:
         for f in fields(self):  # JSON gives lists; tuples keep the dataclass hashable
             object.__setattr__(self, f.name, _freeze(getattr(self, f.name)))
+            if getattr(self, f.name) is None and f.default is not None:
+                raise ValueError(f"{self.name}: {f.name} must not be None; leave it out for its default, {f.default!r}")
         self.validate()
 
     def validate(self) -> None:
@@ -272,7 +274,9 @@ def require_positive(**values: float | None) -> None:
 
 
 def require_in(name: str, value: float, low: float, high: float) -> None:
-    if not (_is_number(value) and low <= value <= high):
+    if not (_is_number(value) and math.isfinite(value)):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    if not low <= value <= high:
         raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {value!r}")
 
 

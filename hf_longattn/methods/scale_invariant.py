@@ -65,8 +65,8 @@ class ScaleInvariant(LogitMap):
         if self.decay is not None:
             require_in("decay", self.decay, 0.0, math.inf)
         for value in numbers(self.logit_mean):
-            if value is not None and not math.isfinite(value):
-                raise ValueError(f"logit_mean must be finite, got {value!r}")
+            if value is not None:
+                require_in("logit_mean", value, -math.inf, math.inf)
         for value in numbers(self.logit_variance):
             require_positive(logit_variance=value)
 
