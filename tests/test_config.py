@@ -1,0 +1,216 @@
+"""Configs as data: names, round trips, and every mistake answered by what is wrong and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+from cases import CASES, HEAD_DIM, HEADS, LAYERS, MEAN, VARIANCE
+
+from hf_longattn import LongAttnConfig
+from hf_longattn import config as config_module
+from hf_longattn.config import BACKENDS, SLOTS, Method, ModelFacts, method_class, method_names
+from hf_longattn.methods import ScaleInvariant
+
+FACTS = ModelFacts(num_layers=LAYERS, num_heads=HEADS, head_dim=HEAD_DIM, value_dim=HEAD_DIM, train_length=512)
+preset = LongAttnConfig.preset
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_round_trip_through_json(case: str) -> None:
+    config = CASES[case]
+    data = json.loads(json.dumps(config.to_dict()))
+    assert data["version"] == 1
+    back = LongAttnConfig.from_dict(data)
+    assert back == config
+    assert hash(back) == hash(config)
+    assert back.to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_every_method_has_a_preset(name: str) -> None:
+    config = preset(name, layers=[2, 0, 2], backend="reference")
+    (method,) = config.methods
+    assert type(method) is method_class(name)
+    assert method.slot in SLOTS
+    assert method.paper
+    assert (config.layers, config.backend, config.name) == ((0, 2), "reference", method.name)
+    assert LongAttnConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize("name", sorted({method_class(n).name for n in method_names()}))
+def test_every_method_binds_and_binding_is_idempotent(name: str) -> None:
+    bound = preset(name).bind(FACTS)
+    assert bound.bind(FACTS) == bound
+    assert LongAttnConfig.from_dict(bound.to_dict()) == bound
+
+
+def test_defaults_are_the_papers() -> None:
+    assert preset("scale_invariant") == LongAttnConfig(logit_map=ScaleInvariant(tau=10.0))
+    assert preset("scale_invariant").layers == "full_attention"
+    assert preset("scale_invariant").backend == "auto"
+
+
+def test_methods_join_by_plus() -> None:
+    config = preset("cosscale+scale_invariant", tau=3.0)
+    assert config.name == "cosscale+scale_invariant"
+    assert config.logit_map == ScaleInvariant(tau=3.0)
+    assert preset("scale_invariant+cosscale", tau=3.0) == config
+
+
+def test_a_slot_may_be_given_as_dict() -> None:
+    config = LongAttnConfig(logit_map={"name": "scale_invariant", "tau": 4.0})  # type: ignore[arg-type]
+    assert config.logit_map == ScaleInvariant(tau=4.0)
+
+
+def test_integers_and_lists_are_fine_where_numbers_and_tuples_are_meant() -> None:
+    config = preset("scale_invariant", tau=10, logit_mean=MEAN, logit_variance=VARIANCE)
+    assert config.logit_map is not None
+    assert config.logit_map.logit_mean == tuple(map(tuple, MEAN))  # type: ignore[attr-defined]
+
+
+PARSED: dict[str, tuple[str, Any, LongAttnConfig]] = {
+    "nothing": ("scale_invariant", None, preset("scale_invariant")),
+    "empty": ("scale_invariant", {}, preset("scale_invariant")),
+    "parameters": ("scale_invariant", {"tau": 20.0, "layers": "all"}, preset("scale_invariant", tau=20.0, layers="all")),
+    "preset": ("longattn", {"preset": "scale_invariant", "tau": 2.0}, preset("scale_invariant", tau=2.0)),
+    "saved": ("scale_invariant", CASES["calibrated"].to_dict(), CASES["calibrated"]),
+    "slots": ("longattn", {"logit_map": {"name": "scale_invariant"}}, preset("scale_invariant")),
+    "config": ("longattn", CASES["sinks"], CASES["sinks"]),
+}
+
+
+@pytest.mark.parametrize("how", PARSED)
+def test_parse(how: str) -> None:
+    name, section, want = PARSED[how]
+    assert LongAttnConfig.parse(name, section) == want
+
+
+def test_replace_finds_the_owner() -> None:
+    config = CASES["calibrated"].replace(tau=5.0, backend="tiled")
+    assert config.logit_map.tau == 5.0  # type: ignore[union-attr]
+    assert config.backend == "tiled"
+    assert config.replace(tau=2.0, backend="auto") == CASES["calibrated"]
+    assert CASES["calibrated"].replace() == CASES["calibrated"]
+
+
+def test_for_layer_reduces_parameters() -> None:
+    layered = CASES["calibrated"].bind(FACTS).for_layer(2).logit_map
+    assert isinstance(layered, ScaleInvariant)
+    assert layered.logit_mean == tuple(MEAN[2])
+    assert layered.logit_variance == tuple(VARIANCE[2])
+    assert CASES["scale_invariant"].for_layer(3) == CASES["scale_invariant"]
+
+
+def give_to_two() -> None:
+    """Give a parameter to two methods that both have it."""
+    preset("+".join(m.name for m in twins()), **{shared_parameter(): 1})
+
+
+def twins() -> tuple[type[Method], type[Method]]:
+    """The first two methods of different slots that share a parameter."""
+    every = [method_class(n) for n in sorted(method_names())]
+    return next((a, b) for a in every for b in every if a.slot != b.slot and parameters(a) & parameters(b))
+
+
+def parameters(method: type[Method]) -> set[str]:
+    return {f.name for f in dataclasses.fields(method)}
+
+
+def shared_parameter() -> str:
+    a, b = twins()
+    return min(parameters(a) & parameters(b))
+
+
+FOUR = [[1.0] * HEADS] * LAYERS
+#: What goes wrong -> the call, and words that the message must hold: the thing and the way out.
+MISTAKES: dict[str, tuple[Any, list[str]]] = {
+    "unknown name": (lambda: preset("scale_variant"), ["scale_variant", "known methods", "scale_invariant"]),
+    "unknown parameter": (lambda: preset("scale_invariant", tua=3.0), ["tua", "it has", "tau"]),
+    "unknown parameter of a section": (
+        lambda: LongAttnConfig.parse("scale_invariant", {"tua": 3.0}),
+        ["tua", "it has", "tau"],
+    ),
+    "unknown parameter of a slot": (
+        lambda: LongAttnConfig.from_dict({"logit_map": {"name": "scale_invariant", "tua": 3.0}}),
+        ["tua", "it has", "tau"],
+    ),
+    "unknown key": (lambda: LongAttnConfig.from_dict({"version": 1, "logit": None}), ["logit", "known", "logit_map"]),
+    "slot without name": (lambda: LongAttnConfig.from_dict({"logit_map": {"tau": 3.0}}), ["logit_map", "name"]),
+    "slot of another": (lambda: LongAttnConfig(score=ScaleInvariant()), ["scale_invariant", "logit_map", "score"]),  # type: ignore[arg-type]
+    "slot with a string": (lambda: LongAttnConfig(score="cosscale"), ["score", "cosscale", "dict form"]),  # type: ignore[arg-type]
+    "two for one slot": (lambda: preset("scale_invariant+alibi"), ["scale_invariant", "alibi", "logit_map"]),
+    "shared parameter": (give_to_two, ["is a parameter of", "write the slots out"]),
+    "tau zero": (lambda: preset("scale_invariant", tau=0), ["tau", "> 0", "0"]),
+    "tau negative": (lambda: preset("scale_invariant", tau=-1.0), ["tau", "> 0", "-1"]),
+    "tau nan": (lambda: preset("scale_invariant", tau=math.nan), ["tau", "finite"]),
+    "tau infinite": (lambda: preset("scale_invariant", tau=math.inf), ["tau", "finite"]),
+    "tau a string": (lambda: preset("scale_invariant", tau="10"), ["tau", "'10'"]),
+    "tau true": (lambda: preset("scale_invariant", tau=True), ["tau", "True"]),
+    "tau none": (lambda: preset("scale_invariant", tau=None), ["tau", "None"]),
+    "alpha alone": (lambda: preset("scale_invariant", alpha=1.0), ["alpha", "beta", "both"]),
+    "beta too small": (lambda: preset("scale_invariant", alpha=3.0, beta=3.0), ["beta", "alpha ln(alpha)", "3.29"]),
+    "mixed forms": (lambda: preset("scale_invariant", alpha=1.0, beta=2.0, decay=0.5), ["alpha", "decay", "one group"]),
+    "negative decay": (lambda: preset("scale_invariant", decay=-0.1), ["decay", "-0.1"]),
+    "nan decay": (lambda: preset("scale_invariant", decay=math.nan), ["decay"]),
+    "infinite decay": (lambda: preset("scale_invariant", decay=math.inf), ["decay"]),
+    "variance zero": (lambda: preset("scale_invariant", logit_variance=0.0), ["logit_variance", "> 0"]),
+    "variance zero somewhere": (lambda: preset("scale_invariant", logit_variance=[[1.0, 0.0]]), ["logit_variance", "> 0"]),
+    "mean nan": (lambda: preset("scale_invariant", logit_mean=math.nan), ["logit_mean", "finite"]),
+    "mean a string": (lambda: preset("scale_invariant", logit_mean="0"), ["logit_mean"]),
+    "strength above one": (lambda: preset("scale_invariant", strength=1.5), ["strength", "[0, 1]", "1.5"]),
+    "sinks negative": (lambda: preset("scale_invariant", sink_tokens=-1), ["sink_tokens", ">= 0"]),
+    "sinks fractional": (lambda: preset("scale_invariant", sink_tokens=1.5), ["sink_tokens", "integer"]),
+    "shape per layer": (
+        lambda: preset("scale_invariant", logit_mean=FOUR[0]).bind(FACTS),
+        ["logit_mean", f"({LAYERS}, {HEADS})"],
+    ),
+    "layers missing": (
+        lambda: preset("scale_invariant", logit_variance=FOUR[1:]).bind(FACTS),
+        ["logit_variance", f"({LAYERS}, {HEADS})", str(LAYERS - 1)],
+    ),
+    "heads missing": (
+        lambda: preset("scale_invariant", logit_variance=[row[1:] for row in FOUR]).bind(FACTS),
+        ["logit_variance", f"({LAYERS}, {HEADS})", str(HEADS - 1)],
+    ),
+    "ragged": (lambda: preset("scale_invariant", logit_mean=[*FOUR[1:], [1.0]]).bind(FACTS), ["logit_mean", "(4, 4)"]),
+    "layer that does not exist": (lambda: preset("scale_invariant", layers=[0, 4]).bind(FACTS), ["layer 4", "0 to 3"]),
+    "negative layer": (lambda: preset("scale_invariant", layers=[-1]), ["layers", "-1"]),
+    "no layer": (lambda: preset("scale_invariant", layers=[]), ["layers", "non-empty"]),
+    "layers by a wrong word": (lambda: preset("scale_invariant", layers="full"), ["layers", "full_attention", "all"]),
+    "layers a number": (lambda: preset("scale_invariant", layers=3), ["layers", "list of indices"]),
+    "backend": (lambda: preset("scale_invariant", backend="warp"), ["warp", *BACKENDS]),
+    "newer format": (lambda: LongAttnConfig.from_dict({"version": 2}), ["version 2", "install"]),
+    "section of a wrong type": (lambda: LongAttnConfig.parse("scale_invariant", "tau=3"), ["longattn", "dict", "str"]),  # type: ignore[arg-type]
+    "name and section disagree": (
+        lambda: LongAttnConfig.parse("cosscale", preset("scale_invariant").to_dict()),
+        ["cosscale", "scale_invariant", "apply"],
+    ),
+    "replace nothing": (lambda: preset("scale_invariant").replace(tua=1.0), ["tua", "scale_invariant"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_is_answered(mistake: str) -> None:
+    call, words = MISTAKES[mistake]
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        call()
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_name_can_be_registered_once() -> None:
+    class Impostor(ScaleInvariant):
+        pass
+
+    with pytest.raises(ValueError, match="two methods are called 'scale_invariant'"):
+        config_module.register(Impostor)
+
+    class Homeless(ScaleInvariant):
+        slot = "nowhere"
+
+    with pytest.raises(ValueError, match="the slots are"):
+        config_module.register(Homeless)
