@@ -11,7 +11,13 @@ import closed_form
 import torch
 from cases import VOCAB, model_config
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    PreTrainedModel,
+    StaticCache,
+)
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
@@ -198,3 +204,39 @@ def hole_in_the_padding(model: PreTrainedModel, ids: Tensor) -> Tensor:
     mask = torch.ones_like(padded)
     mask[:, -2] = 0
     return model(padded, attention_mask=mask).logits[:, : ids.shape[1]]
+
+
+# a model that sees pictures ------------------------------------------------------------------------------------------
+
+IMAGE_TOKEN, TOKENS_PER_IMAGE = 90, 4
+
+
+@functools.cache
+def _multimodal() -> PreTrainedModel:
+    """Gemma 3 with a SigLIP tower of one layer: a composite config, and image blocks that see themselves whole."""
+    torch.manual_seed(0)
+    text = model_config("gemma3").to_dict() | {"vocab_size": VOCAB}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 7, "vision_use_head": False}
+    config = Gemma3Config(
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=TOKENS_PER_IMAGE,
+        image_token_index=IMAGE_TOKEN,
+        boi_token_index=91,
+        eoi_token_index=92,
+    )
+    return Gemma3ForConditionalGeneration(config).eval()
+
+
+def multimodal() -> PreTrainedModel:
+    return copy.deepcopy(_multimodal())
+
+
+def picture() -> dict[str, Tensor]:
+    """A text with one picture in it, as the processor would hand it over."""
+    image = torch.full((1, TOKENS_PER_IMAGE), IMAGE_TOKEN)
+    text = tokens(1, 20).clamp(max=IMAGE_TOKEN - 1)
+    ids = torch.cat([text[:, :6], image, text[:, 6:]], 1)
+    pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(4))
+    return {"input_ids": ids, "token_type_ids": (ids == IMAGE_TOKEN).long(), "pixel_values": pixels}

@@ -1,0 +1,347 @@
+"""The ways in which a custom attention goes wrong in silence, one test each, where test_exactness.py has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, DEFAULT, FAMILIES, WINDOW, model_config
+from helpers import RELATIVE_ONLY, SCENARIOS, close, expected, feed, fresh, model, multimodal, picture, static, stock, tokens
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache, GPT2LMHeadModel
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+import hf_longattn
+from hf_longattn.integration.names import PREFIX, aliases, is_ours
+
+CONFIG = CASES[DEFAULT]
+
+
+def test_every_name_has_a_mask_function() -> None:
+    """Without one, padding, packing and causality are lost in silence."""
+    for alias in aliases():
+        for name in (alias, PREFIX + alias):
+            assert name in AttentionInterface()
+            assert name in AttentionMaskInterface()
+            assert is_ours(name)
+
+
+def test_no_name_is_taken_for_another_kind() -> None:
+    """transformers decides by substrings of the name."""
+    for alias in aliases():
+        assert not any(word in alias for word in ("flash", "sdpa", "flex_attention", "paged", "/", ":", "|"))
+
+
+# layers that must stay as they were ---------------------------------------------------------------------------------
+
+
+def outputs_by_layer(m: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    """What every attention module returns, by name."""
+    out: dict[str, Tensor] = {}
+    handles = [
+        module.register_forward_hook(lambda _, __, result, name=name: out.__setitem__(name, result[0]))
+        for name, module in m.named_modules()
+        if name.endswith(("self_attn", "attn", "crossattention"))
+    ]
+    with torch.no_grad():
+        m(*args, **kwargs)
+    for handle in handles:
+        handle.remove()
+    return out
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gemma3n", "gemma4"])
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_sliding_layers_are_stock(name: str, family: str) -> None:
+    """Under a method that changes one full layer only, the first, sliding layer must be bit-equal to stock."""
+    m, plain = model(family, CONFIG), stock(family)
+    seen: list[dict[str, Tensor]] = []
+    for x in (m, plain):
+        got: dict[str, Tensor] = {}
+        handle = x.model.layers[0].self_attn.register_forward_hook(lambda _, __, r, got=got: got.update(last=r[0]))
+        SCENARIOS[name](x, tokens())
+        handle.remove()
+        seen.append(got)
+    visible = slice(7, None) if "left" in name else slice(None)  # what a row of padding attends to is nobody's business
+    close(seen[0]["last"][:, visible], seen[1]["last"][:, visible], 1e-6)
+
+
+def test_mistral_with_a_window_has_no_full_layer() -> None:
+    """Its modules do not say so, its config does."""
+    windowed = AutoModelForCausalLM.from_config(model_config("mistral", sliding_window=WINDOW)).eval()
+    with pytest.raises(ValueError, match=r"applies to 0 layers of MistralForCausalLM: .* sliding window.*layers.*all"):
+        hf_longattn.apply(windowed, CONFIG)
+    ids = tokens()
+    with torch.no_grad():
+        before = windowed(ids).logits
+        hf_longattn.apply(windowed, CONFIG, layers=[1])
+        assert [r[1].startswith("scale_invariant") for r in hf_longattn.describe(windowed).rows] == [False, True, False, False]
+        assert (windowed(ids).logits - before).abs().max() > 1e-3
+        want = windowed(ids, use_cache=False).logits
+    for run in SCENARIOS.values():
+        close(run(windowed, ids), want)
+
+
+def test_vision_tower_is_stock_and_text_is_not() -> None:
+    plain, ours = multimodal(), hf_longattn.apply(multimodal(), CONFIG)
+    want, got = (outputs_by_layer(m, **picture()) for m in (plain, ours))
+    vision = [name for name in want if "vision" in name]
+    assert vision
+    for name in vision:
+        assert torch.equal(got[name], want[name])
+    with torch.no_grad():
+        assert (ours(**picture()).logits - plain(**picture()).logits).abs().max() > 0.01
+    reasons = {r[0]: r[2] for r in hf_longattn.describe(ours).rows}
+    assert all("not causal" in reasons[name] or "runs" in reasons[name] for name in vision)
+
+
+def test_a_name_given_to_the_whole_composite_model_leaves_the_vision_tower_alone() -> None:
+    plain, ours = multimodal(), multimodal()
+    ours.set_attn_implementation(DEFAULT)
+    want, got = (outputs_by_layer(m, **picture()) for m in (plain, ours))
+    for name in want:
+        if "vision" in name:
+            close(got[name], want[name], 1e-6)
+    with torch.no_grad():
+        close(ours(**picture()).logits, hf_longattn.apply(multimodal(), CONFIG)(**picture()).logits, 1e-6)
+
+
+def test_image_blocks_look_ahead() -> None:
+    """Inside a picture keys lie ahead of queries: |t| counts, nothing is NaN, and tiled equals the reference."""
+    runs = []
+    for backend in ("tiled", "reference", "flex"):
+        m = hf_longattn.apply(multimodal(), CONFIG, backend=backend)
+        with torch.no_grad():
+            runs.append(m(**picture()).logits)
+            assert runs[-1].isfinite().all()
+            cached = m(**picture(), use_cache=True)
+            more = m(tokens(1, 3), past_key_values=cached.past_key_values).logits
+            ids = torch.cat([picture()["input_ids"], tokens(1, 3)], 1)
+            types = torch.nn.functional.pad(picture()["token_type_ids"], (0, 3))
+            close(more, m(ids, token_type_ids=types, pixel_values=picture()["pixel_values"]).logits[:, -3:])
+    close(runs[0], runs[1])
+    close(runs[2], runs[1])
+
+
+def test_gpt2_cross_attention_is_left_alone() -> None:
+    """It shares the implementation's name, passes no position_ids, and is not causal."""
+    torch.manual_seed(0)
+    plain = GPT2LMHeadModel(model_config("gpt2", add_cross_attention=True)).eval()
+    ours = hf_longattn.apply(GPT2LMHeadModel(model_config("gpt2", add_cross_attention=True)).eval(), CONFIG)
+    ours.load_state_dict(plain.state_dict())
+    extra = {"encoder_hidden_states": torch.randn(2, 11, 32), "encoder_attention_mask": torch.ones(2, 11)}
+    extra["encoder_attention_mask"][0, 8:] = 0
+    cross = {}
+    for m in (plain, ours):
+        m.transformer.h[0].attn.register_forward_hook(lambda _, __, r: (torch.zeros_like(r[0]), *r[1:]))  # same queries
+        cross[m] = outputs_by_layer(m, tokens(), **extra)["transformer.h.0.crossattention"]
+    close(cross[ours], cross[plain], 1e-6)
+    rows = {r[0]: r for r in hf_longattn.describe(ours).rows}
+    assert rows["transformer.h.0.crossattention"][1:] == ("unchanged", "cross-attention")
+    assert rows["transformer.h.0.attn"][1].startswith("scale_invariant")
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+def test_bidirectional_models_are_refused(family: str) -> None:
+    m = stock(family)
+    for module in m.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = False
+    with pytest.raises(ValueError, match=r"applies to 0 layers .* no causal attention"):
+        hf_longattn.apply(m, CONFIG)
+
+
+# calls that must be refused -----------------------------------------------------------------------------------------
+
+
+def test_gpt2_beyond_its_positions() -> None:
+    m = fresh("gpt2", CONFIG)
+    with torch.no_grad():
+        m(tokens(1, 64))
+        with pytest.raises(ValueError, match=r"position 64 lies beyond .* table of 64 entries.*rotary"):
+            m(tokens(1, 65))
+        with pytest.raises(ValueError, match="learned position table"):
+            m.generate(tokens(1, 60), max_new_tokens=10, do_sample=False)
+    hf_longattn.remove(m)
+    with pytest.raises(IndexError):
+        m(tokens(1, 65))
+
+
+@pytest.mark.parametrize("name", ["s_aux", "position_bias", "block_table", "something_new"])
+def test_unknown_arguments_raise(name: str) -> None:
+    m = model("llama", CONFIG)
+    attention = m.model.layers[0].self_attn
+    x = torch.zeros(1, 3, 32)
+    position = m.model.rotary_emb(x, torch.arange(3)[None])
+    with pytest.raises(ValueError, match=f"{name}, which hf_longattn does not know"):
+        attention(x, position, torch.zeros(1, 1, 3, 5, dtype=torch.int64), **{name: torch.ones(1)})
+
+
+def test_paged_cache_raises() -> None:
+    m = model("llama", CONFIG)
+    x = torch.zeros(1, 3, 32)
+    with pytest.raises(NotImplementedError, match="continuous batching"):
+        m.model.layers[0].self_attn(x, m.model.rotary_emb(x, torch.arange(3)[None]), None, cache=object())
+
+
+def test_missing_mask_raises() -> None:
+    """What context parallelism does: it takes the mask away and sets is_causal."""
+    m = model("llama", CONFIG)
+    x = torch.zeros(1, 3, 32)
+    with pytest.raises(NotImplementedError, match=r"mask did not arrive.*Context parallelism"):
+        m.model.layers[0].self_attn(x, m.model.rotary_emb(x, torch.arange(3)[None]), None, is_causal=True)
+
+
+def test_continuous_batching_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would put flash attention in our place, with no more than a line in the log."""
+    m = fresh("llama", CONFIG)
+    with pytest.raises(NotImplementedError, match=r"continuous batching does not support.*generate\(\)"):
+        ContinuousBatchingManager.switch_to_cb_friendly_attn(object.__new__(ContinuousBatchingManager), m)
+    with pytest.raises(NotImplementedError, match="continuous batching"):
+        m.generate_batch(inputs=[[1, 2, 3]], generation_config=m.generation_config)
+    assert m.config._attn_implementation == DEFAULT
+
+
+def test_changed_section_raises() -> None:
+    m = fresh("llama", CONFIG)
+    m.config.longattn = {"tau": 3.0}
+    with pytest.raises(ValueError, match=r"hf_longattn\.apply\(model, \.\.\.\)"):
+        m(tokens())
+
+
+# masks of the user --------------------------------------------------------------------------------------------------
+
+
+def causal(n: int, kv: int | None = None) -> Tensor:
+    return torch.ones(1, 1, n, kv or n, dtype=torch.bool).tril((kv or n) - n)
+
+
+@pytest.mark.parametrize("kind", ["bool", "minimum", "inf"])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_own_4d_mask(family: str, kind: str) -> None:
+    ids, mask = tokens(), causal(24)
+    if kind != "bool":
+        mask = torch.zeros(1, 1, 24, 24).masked_fill(~mask, float("-inf") if kind == "inf" else torch.finfo(torch.float32).min)
+    windows = {"full_attention": mask, "sliding_attention": mask & causal(24).triu(1 - WINDOW) if kind == "bool" else None}
+    if "sliding_attention" in (getattr(stock(family).config, "layer_types", None) or ()):
+        if kind != "bool":
+            pytest.skip("one form is enough where there are two masks")
+        close(model(family, CONFIG)(ids, attention_mask=windows, use_cache=False).logits, expected(family, CONFIG, ids))
+        return
+    close(model(family, CONFIG)(ids, attention_mask=mask, use_cache=False).logits, expected(family, CONFIG, ids))
+
+
+@torch.no_grad()
+def test_own_4d_mask_with_padding_and_cache() -> None:
+    """Left padding by a mask of one's own: n, sinks and distances as without it; a dynamic cache is fine."""
+    config, ids, m = CASES["sinks"], tokens(1), model("llama", CASES["sinks"])
+    padded = torch.cat([tokens(1, 5, seed=9), ids], 1)
+    mask = causal(29).clone()
+    mask[..., :5] = False
+    close(m(padded, attention_mask=mask, use_cache=False).logits[:, 5:], expected("llama", config, ids))
+    cache = DynamicCache(config=m.config)
+    first = m(padded[:, :17], attention_mask=mask[:, :, :17, :17], past_key_values=cache).logits
+    rest = m(padded[:, 17:], attention_mask=mask[:, :, 17:], past_key_values=cache).logits
+    close(torch.cat([first, rest], 1)[:, 5:], expected("llama", config, ids))
+
+
+@torch.no_grad()
+def test_own_4d_mask_with_static_cache_raises() -> None:
+    m, ids = model("llama", CONFIG), tokens(1)
+    cache = static(m, ids)
+    with pytest.raises(ValueError, match=r"static cache leaves true positions unknown.*2-D mask"):
+        m(ids, attention_mask=causal(24, 37).roll(-13, -1), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_own_4d_biases_raise() -> None:
+    with pytest.raises(ValueError, match="biases are not supported"):
+        model("llama", CONFIG)(tokens(), attention_mask=torch.randn(1, 1, 24, 24), use_cache=False)
+
+
+# what transformers does to masks and queries ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma3n", "gemma4"])
+@pytest.mark.parametrize("case", list(CASES))
+@torch.no_grad()
+def test_logits_to_keep(case: str, family: str, keep: int) -> None:
+    """Gemma 4 cuts queries and masks, but not position_ids, to the last few."""
+    config, ids = CASES[case], tokens()
+    want = expected(family, config, ids)[:, -keep:]
+    close(model(family, config)(ids, logits_to_keep=keep).logits, want)
+    close(model(family, config)(ids, logits_to_keep=keep, use_cache=False).logits, want)
+    m = model(family, config)
+    cache = static(m, ids)
+    m(ids[:, :9], past_key_values=cache, logits_to_keep=1)
+    close(m(ids[:, 9:], past_key_values=cache, logits_to_keep=keep).logits, want)
+
+
+@torch.no_grad()
+def test_packing_needs_use_cache_false() -> None:
+    """As with every implementation: with a cache transformers does not look for packed sequences."""
+    a, b = tokens(1, 10), tokens(1, 12, seed=1)
+    row, positions = torch.cat([a, b], 1), torch.cat([torch.arange(10), torch.arange(12)])[None]
+    m = model("llama", CONFIG)
+    close(m(row, position_ids=positions, use_cache=False).logits[:, 10:], expected("llama", CONFIG, b))
+    assert (m(row, position_ids=positions, use_cache=True).logits[:, 10:] - expected("llama", CONFIG, b)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_output_attentions(family: str) -> None:
+    """The weights returned are the ones that were used: rows of one, the method's own, no logsumexp in their place."""
+    if family == "gpt2":
+        pytest.skip("its forward does not pass the argument on")
+    ids = tokens()
+    out = model(family, CONFIG)(ids, output_attentions=True, use_cache=False)
+    close(out.logits, expected(family, CONFIG, ids))
+    for weights in out.attentions:
+        assert weights.shape == (2, 4, 24, 24)
+        close(weights.sum(-1), torch.ones(2, 4, 24), 1e-5)
+
+
+@torch.no_grad()
+def test_prefix_longer_than_the_ids() -> None:
+    """A cache that holds tokens which input_ids never showed, as prefix tuning makes it."""
+    config, ids, m = CASES["sinks"], tokens(), model("llama", CASES["sinks"])
+    cache = DynamicCache(config=m.config)
+    m(ids[:, :5], past_key_values=cache)
+    mask = torch.ones_like(ids)
+    close(m(ids[:, 5:], attention_mask=mask, past_key_values=cache).logits, expected("llama", config, ids)[:, 5:])
+
+
+@torch.no_grad()
+def test_softcap_acts_on_the_score_before_the_method() -> None:
+    """cap, then map: capped after the map, far keys would be lifted. The closed form of the tests says the same."""
+    ids = tokens()
+    capped = model("gemma2", CONFIG)(ids, use_cache=False).logits
+    without = stock("gemma2")
+    for module in without.modules():
+        if hasattr(module, "attn_logit_softcapping"):
+            module.attn_logit_softcapping = None
+    hf_longattn.apply(without, CONFIG)
+    assert (without(ids, use_cache=False).logits - capped).abs().max() > 0.01
+    close(capped, expected("gemma2", CONFIG, ids))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4"])
+@torch.no_grad()
+def test_batch_rows_do_not_meet(family: str) -> None:
+    """A batch of very different paddings, in chunks through a static cache, row by row as if alone."""
+    ids, pads = tokens(4, 20), [0, 3, 11, 19]
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate(pads):
+        mask[row, :pad] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    m = model(family, CASES["sinks"])
+    out = feed(m, ids, [8, 1, 11], static(m, ids), attention_mask=mask, position_ids=positions)
+    for row, pad in enumerate(pads):
+        close(out[row : row + 1, pad:], expected(family, CASES["sinks"], ids[row : row + 1, pad:]))
+
+
+def test_relative_only_scenarios_exist() -> None:
+    assert set(SCENARIOS) > RELATIVE_ONLY
