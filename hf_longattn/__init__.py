@@ -7,20 +7,27 @@ Importing this package registers every method as an attention implementation:
 
 from . import methods
 from .attention import attention
+from .calibration import Measurements, calibrate, measure
 from .config import LongAttnConfig
-from .integration import Description, apply, config_of, describe, remove, update
+from .integration import Description, apply, config_of, describe, remove, rope, update
+from .methods.adaptive_temperature import fit_adaptive_temperature
 from .reference import reference_attention
 
 __all__ = [
     "Description",
     "LongAttnConfig",
+    "Measurements",
     "apply",
     "attention",
+    "calibrate",
     "config_of",
     "describe",
+    "fit_adaptive_temperature",
+    "measure",
     "methods",
     "reference_attention",
     "remove",
+    "rope",
     "update",
 ]
 __version__ = "0.1.0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,7 @@ class LayerPlan:
     reason: str = ""  # why it is left alone
     windowed: bool = False
     heads: int = 0
+    observer: Callable[..., None] | None = None  # sees every call of this layer: see `observe`
 
 
 def attention_forward(
@@ -86,6 +88,8 @@ def attention_forward(
         )
         return out.transpose(1, 2).contiguous(), weights
     out = attend(query, key, value, plan.config, rows, scaling=scaling, softcap=softcap, dropout=dropout, learned=learned)
+    if plan.observer is not None:
+        plan.observer(query, key, value, rows, scaling, softcap, out)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -15,7 +15,13 @@ from .masks import carrier_mask
 
 PREFIX = "hf_longattn."
 #: Combinations with a name of their own; any other goes by "longattn" and a longattn section.
-COMBINATIONS: tuple[str, ...] = ()
+COMBINATIONS: tuple[str, ...] = (
+    "infoscale+cosscale",
+    "logn+cosscale",
+    "scale_invariant+adaptive_temperature",
+    "adaptive_temperature+output_layer_norm",
+    "adaptive_temperature+output_standardise",
+)
 
 
 def aliases() -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from ..geometry import KEY_START, Rows
 
 def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, rows: Rows, *, scaling: float, dropout: float = 0.0) -> Tensor:
     """softmax(scaling q . k) over the visible keys; fused without a mask where the rows are plain, else with one."""
+    query, key = query.to(value.dtype), key.to(value.dtype)
     mask, causal = None, False
     if rows.plain is not None:
         first, last = (int(slot - rows.index[0, 0, KEY_START]) for slot in rows.plain)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -50,6 +52,42 @@ class AdaptiveTemperature(EntropyTemperature):
         if self.beyond == "saturate":
             held = entropy.clamp(max=peak(self.coefficients, self.threshold))
         return torch.where(entropy > self.threshold, _polynomial(self.coefficients, held).clamp(min=1), 1.0)
+
+
+def fit_adaptive_temperature(
+    logits: Iterable[Tensor], targets: Iterable[int], degree: int = 4, **parameters: Any
+) -> AdaptiveTemperature:
+    """The paper's fit (App. F) on recorded logits.
+
+    Samples whose target holds the largest logit already are left out. For each other one, θ runs over 0.1, 0.2, ... 10,
+    and the one that gives the target the largest probability is kept; 1/θ is then fitted as a polynomial in the entropy
+    at θ = 1.
+
+    Args:
+        logits: one 1-D tensor per sample; lengths may differ.
+        targets: the index that should be attended to, one per sample.
+        degree: of the polynomial.
+        parameters: further parameters of `AdaptiveTemperature`.
+
+    Raises:
+        ValueError: fewer usable samples than coefficients.
+    """
+    theta = torch.arange(1, 101, dtype=torch.float64) / 10
+    entropies, inverse = [], []
+    for row, target in zip(logits, targets, strict=True):
+        row = row.double()
+        if int(row.argmax()) == target:
+            continue
+        p = torch.softmax(row, -1)
+        entropies.append(float(-torch.special.xlogy(p, p).sum()))
+        inverse.append(1 / float(theta[torch.log_softmax(row / theta[:, None], -1)[:, target].argmax()]))
+    if len(entropies) <= degree:
+        raise ValueError(
+            f"only {len(entropies)} samples have a target that does not hold the largest logit; a fit of degree {degree} "
+            f"needs more than {degree}"
+        )
+    coefficients = numpy.polyfit(entropies, inverse, degree)
+    return AdaptiveTemperature(coefficients=tuple(float(c) for c in coefficients), **parameters)
 
 
 @functools.cache

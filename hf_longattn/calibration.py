@@ -1,0 +1,187 @@
+"""Measuring what methods need to know about a pretrained model's attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .config import LongAttnConfig
+from .geometry import HIGH, KEY_START, Rows
+from .integration.model import Layer
+from .integration.observe import observe
+from .methods import OutputLayerNorm, OutputStandardise, ScaleInvariant
+
+#: Query rows whose logits are held at a time.
+ROWS = 128
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Statistics of unmodified attention, each a float64 tensor of shape (layers, heads); NaN where a layer was not seen.
+
+    Logits are scaling q . k (after the model's softcap) over all visible pairs but those with a sink key. Entropy (nats) and
+    sink_mass are means over query rows; output_mean and output_deviation are means over tokens of the mean and standard
+    deviation of one head's output features, before the output projection. all_heads_* are those over all heads' features,
+    (layers,).
+    """
+
+    logit_mean: Tensor
+    logit_variance: Tensor
+    entropy: Tensor
+    sink_mass: Tensor
+    output_mean: Tensor
+    output_deviation: Tensor
+    all_heads_mean: Tensor
+    all_heads_deviation: Tensor
+    tokens: int
+
+
+@torch.no_grad()
+def measure(model: nn.Module, batches: Iterable[Mapping[str, Any] | Tensor], sink_tokens: int = 1) -> Measurements:
+    """Run `batches` through a model once and measure the attention of every layer that a method would change.
+
+    Args:
+        batches: keyword arguments of the model's forward ({"input_ids": ...}), or input ids alone.
+        sink_tokens: the first keys of each sequence, left out of the logit statistics and measured as the sink.
+
+    Memory: `ROWS` query rows of logits per head at a time.
+    """
+    sums: dict[int, dict[str, Tensor]] = {}
+
+    def seen(
+        layer: Layer, query: Tensor, key: Tensor, value: Tensor, rows: Rows, scaling: float, cap: float | None, out: Tensor
+    ) -> None:
+        found = _statistics(query, key, rows, scaling, cap, sink_tokens) | _output_statistics(out)
+        total = sums.setdefault(layer.index, {name: torch.zeros_like(x) for name, x in found.items()})
+        for name, x in found.items():
+            total[name] += x
+
+    tokens = 0
+    with observe(model, seen) as layers:
+        if not layers:
+            raise ValueError("this model has no layer to measure: no causal full attention")
+        config = layers[0].module.config
+        for batch in batches:
+            inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
+            tokens += next(iter(inputs.values())).numel()
+            model(**inputs, use_cache=False)
+    if not sums:
+        raise ValueError("no batches to measure")
+
+    def collect(numerator: str, denominator: str) -> Tensor:
+        rows = [sums[i][numerator] / sums[i][denominator] if i in sums else None for i in range(config.num_hidden_layers)]
+        like = next(r for r in rows if r is not None)
+        return torch.stack([torch.full_like(like, torch.nan) if r is None else r for r in rows]).cpu()
+
+    mean = collect("logit", "pairs")
+    return Measurements(
+        logit_mean=mean,
+        logit_variance=collect("square", "pairs") - mean**2,
+        entropy=collect("entropy", "rows"),
+        sink_mass=collect("sink", "rows"),
+        output_mean=collect("mean", "tokens"),
+        output_deviation=collect("deviation", "tokens"),
+        all_heads_mean=collect("all_mean", "tokens"),
+        all_heads_deviation=collect("all_deviation", "tokens"),
+        tokens=tokens,
+    )
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any] | Tensor],
+    method: str | LongAttnConfig = "scale_invariant",
+    **parameters: Any,
+) -> LongAttnConfig:
+    """A config whose methods are set to the statistics of this model on these batches.
+
+    The scale-invariant map gets logit_mean and logit_variance per layer and head, and sink_tokens=1 unless given; output
+    norms get deviation and mean, per layer and head if they work per head.
+
+    Args:
+        model: without a method in it, or with one: the logits measured are the model's own either way.
+        batches: see `measure`; one or two thousand tokens of ordinary text are enough.
+        method: a preset name with its parameters, or a config.
+
+    Raises:
+        ValueError: none of the methods has anything to calibrate.
+    """
+    config = (
+        method.replace(**parameters) if isinstance(method, LongAttnConfig) else LongAttnConfig.preset(method, **parameters)
+    )
+    changes: dict[str, Any] = {}
+    logit_map, norm = config.logit_map, config.output_norm
+    if isinstance(logit_map, ScaleInvariant) and "sink_tokens" not in parameters and isinstance(method, str):
+        logit_map = dataclasses.replace(logit_map, sink_tokens=1)
+    if not isinstance(logit_map, ScaleInvariant) and not isinstance(norm, (OutputStandardise, OutputLayerNorm)):
+        raise ValueError(f"{config.name} has nothing to calibrate; scale_invariant and the output norms have")
+    found = measure(model, batches, max(logit_map.sink_tokens, 1) if isinstance(logit_map, ScaleInvariant) else 1)
+    if isinstance(logit_map, ScaleInvariant):
+        changes["logit_map"] = dataclasses.replace(
+            logit_map, logit_mean=_nested(found.logit_mean, 0.0), logit_variance=_nested(found.logit_variance, 1.0)
+        )
+    if isinstance(norm, OutputStandardise):
+        heads = found.output_mean.shape[1]
+        mean, deviation = found.output_mean, found.output_deviation
+        if not norm.per_head:
+            mean, deviation = (x[:, None].expand(-1, heads) for x in (found.all_heads_mean, found.all_heads_deviation))
+        changes["output_norm"] = dataclasses.replace(norm, deviation=_nested(deviation, 1.0), mean=_nested(mean, 0.0))
+    return dataclasses.replace(config, **changes)
+
+
+def _statistics(
+    query: Tensor, key: Tensor, rows: Rows, scaling: float, softcap: float | None, sink_tokens: int
+) -> dict[str, Tensor]:
+    """Sums over one call, each (heads,) in float64."""
+    heads, q_len = query.shape[1:3]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    key = key.to(wide).repeat_interleave(heads // key.shape[1], 1)
+    names = ("logit", "square", "pairs", "entropy", "sink", "rows")
+    total = {name: torch.zeros(heads, dtype=torch.float64, device=query.device) for name in names}
+    last = int(rows.index[..., HIGH].max() - rows.index[0, 0, KEY_START]) + 1
+    key = key[:, :, :last]
+    for first in range(0, q_len, ROWS):
+        part = slice(first, first + ROWS)
+        allowed = None if rows.allowed is None else rows.allowed[:, :, part, :last]
+        block = Rows(rows.index[:, part], allowed)
+        logits = scaling * query[:, :, part].to(wide) @ key.transpose(-1, -2)
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        visible = block.visible(last)
+        sink = block.sinks(last, sink_tokens)[:, None]
+        counted = (visible & ~sink).to(wide)
+        log_p = torch.log_softmax(logits.masked_fill(~visible, -1e30), -1)
+        p = log_p.exp() * visible.any(-1, keepdim=True)
+        kept = logits * counted
+        for name, x in (
+            ("logit", kept),
+            ("square", kept * logits),
+            ("pairs", counted.expand_as(logits)),
+            ("entropy", -p * log_p),
+            ("sink", p * sink),
+            ("rows", visible.any(-1, keepdim=True).expand_as(logits[..., :1])),
+        ):
+            total[name] += x.sum(-1).double().sum((0, 2))
+    return total
+
+
+def _output_statistics(out: Tensor) -> dict[str, Tensor]:
+    """Sums over the tokens of one call; (heads,), or (1,) for all heads together."""
+    out = out.double()
+    tokens = torch.tensor([float(out.shape[0] * out.shape[2])], dtype=torch.float64, device=out.device)
+    return {
+        "mean": out.mean(-1).sum((0, 2)),
+        "deviation": out.std(-1, correction=0).sum((0, 2)),
+        "all_mean": out.mean((1, 3)).sum()[None],
+        "all_deviation": out.std((1, 3), correction=0).sum()[None],
+        "tokens": tokens,
+    }
+
+
+def _nested(values: Tensor, missing: float) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(row) for row in values.nan_to_num(nan=missing).tolist())

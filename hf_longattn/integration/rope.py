@@ -1,0 +1,80 @@
+"""Position encodings through transformers' own rope types: edit a config, then build or load the model with it.
+
+    config = hf_longattn.rope.prope(AutoConfig.from_pretrained(name), fraction=0.5)
+    model = AutoModelForCausalLM.from_pretrained(name, config=config, attn_implementation="scale_invariant")
+
+Each function edits the config in place and returns it. Where a model keeps settings per layer type, those of its
+full-attention layers are edited. A built model does not notice: its rotary tables are already made.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from ..config import require_in, require_positive
+
+Config = TypeVar("Config")
+
+
+def prope(config: Config, fraction: float = 0.5, theta: float | None = None) -> Config:
+    """p-RoPE: rotate the highest-frequency `fraction` of the pairs, leave the rest unrotated (rope_type "proportional").
+
+    The lowest rotated frequency is about theta^-fraction: the paper's models, fraction 1/2 at an "effective base" of 1024,
+    are theta = 1024² here. theta=None keeps the model's own, so that the pairs that still rotate do so as before.
+    """
+    require_in("fraction", fraction, 0.0, 1.0)
+    require_positive(theta=theta)
+    changes: dict[str, Any] = {"rope_type": "proportional", "partial_rotary_factor": fraction}
+    return _edit(config, changes if theta is None else changes | {"rope_theta": theta})
+
+
+def nope(config: Config) -> Config:
+    """No position encoding: p-RoPE with no pair rotated. For models trained so, or under ALiBi."""
+    return prope(config, 0.0)
+
+
+def ntk(config: Config, factor: float) -> Config:
+    """Dynamic NTK: beyond the trained length L, θ' = θ (factor n / L - (factor - 1))^{d/(d-2)} (rope_type "dynamic")."""
+    return _scaled(config, "dynamic", factor)
+
+
+def linear(config: Config, factor: float) -> Config:
+    """Position interpolation: all positions divided by `factor` (rope_type "linear")."""
+    return _scaled(config, "linear", factor)
+
+
+def yarn(config: Config, factor: float, **parameters: Any) -> Config:
+    """YaRN for `factor` times the trained length (rope_type "yarn"); it brings a temperature of its own."""
+    return _scaled(config, "yarn", factor, **parameters)
+
+
+def _scaled(config: Config, rope_type: str, factor: float, **parameters: Any) -> Config:
+    if not factor >= 1:
+        raise ValueError(f"factor must be >= 1, got {factor!r}")
+    length = getattr(_text(config), "max_position_embeddings", None)
+    return _edit(config, {"rope_type": rope_type, "factor": factor, "original_max_position_embeddings": length} | parameters)
+
+
+def _text(config: Any) -> Any:
+    return config.get_text_config()
+
+
+def _edit(config: Config, changes: dict[str, Any]) -> Config:
+    text = _text(config)
+    settings = getattr(text, "rope_parameters", None)
+    if not settings:
+        raise ValueError(f"{type(text).__name__} has no rope_parameters: the model has no rotary position encoding to change")
+    if isinstance(settings.get("full_attention"), dict):
+        text.rope_parameters = settings | {"full_attention": _edited(settings["full_attention"], changes)}
+    else:
+        text.rope_parameters = _edited(settings, changes)
+    return config
+
+
+def _edited(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    if (present := settings.get("rope_type", "default")) not in ("default", changes["rope_type"]):
+        raise ValueError(
+            f"the model has rope_type {present!r} already; {changes['rope_type']!r} on top of it would scale twice. Reset "
+            "config.rope_parameters first if that is what you want"
+        )
+    return settings | changes
