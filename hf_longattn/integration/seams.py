@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
+from ..config import LongAttnConfig
 from .model import forget, prepare
 from .names import PREFIX, is_ours, short
 
@@ -46,7 +47,9 @@ def _get_section(self: PreTrainedConfig) -> dict[str, Any] | None:
     return self.__dict__.get("_longattn")
 
 
-def _set_section(self: PreTrainedConfig, value: dict[str, Any] | None) -> None:
+def _set_section(self: PreTrainedConfig, value: dict[str, Any] | LongAttnConfig | None) -> None:
+    if isinstance(value, LongAttnConfig):
+        value = value.to_dict()  # a config must be JSON at any time
     self.__dict__["_longattn"] = value
     for key in self.sub_configs:  # as _attn_implementation does
         if (sub := getattr(self, key, None)) is not None:
