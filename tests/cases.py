@@ -26,6 +26,26 @@ CASES: dict[str, LongAttnConfig] = {
         "scale_invariant", logit_mean=MEAN, logit_variance=VARIANCE, decay=0.7, tau=2.0, sink_tokens=1
     ),
     "strength": LongAttnConfig.preset("scale_invariant", strength=0.5, tau=1.0),
+    "alibi": LongAttnConfig.preset("alibi"),
+    "infoscale": LongAttnConfig.preset("infoscale", train_length=4, epsilon=0.2, clamp=False),
+    "logn": LongAttnConfig.preset("logn", train_length=5),
+    "ssmax": LongAttnConfig.preset("ssmax", train_length=5, scale=0.6, exponent=1.5, clamp=False),
+    "logn_learned": LongAttnConfig.preset("logn", train_length=5, learned=True),
+    "log_length": LongAttnConfig.preset("log_length"),
+    "softmax_plus": LongAttnConfig.preset("softmax_plus", train_length=4),
+    "yarn_temperature": LongAttnConfig.preset("yarn_temperature", train_length=100, clamp=False),
+    "cosscale": LongAttnConfig.preset("cosscale", scale=6.0),
+    "adaptive_temperature": LongAttnConfig.preset("adaptive_temperature"),
+    "adaptive_saturated": LongAttnConfig.preset(
+        "adaptive_temperature", coefficients=[-1.0, 3.0, 0.5], threshold=0.2, beyond="saturate"
+    ),
+    "output_standardise": LongAttnConfig.preset("output_standardise", deviation=VARIANCE, mean=MEAN, per_head=True),
+    "output_layer_norm": LongAttnConfig.preset("output_layer_norm", deviation=0.4),
+    "infoscale+cosscale": LongAttnConfig.preset("infoscale+cosscale", train_length=4, scale=5.0),
+    "mapped+adaptive": LongAttnConfig.preset("scale_invariant+adaptive_temperature", tau=10.0, sink_tokens=1),
+    "all_slots": LongAttnConfig.preset(
+        "scale_invariant+infoscale+cosscale+output_standardise", train_length=4, tau=2.0, scale=5.0, deviation=0.3
+    ),
 }
 DEFAULT = "scale_invariant"
 #: The families that every case but the default one runs on: plain, softcap, sliding, shared keys, learned positions.

@@ -40,18 +40,74 @@ def scale_invariant(p: dict[str, Any], layer: int, s: np.ndarray, t: np.ndarray,
     return np.where(key < p["sink_tokens"], s, mapped)
 
 
-#: By method name. A method without an entry is compared with `reference_attention` alone.
-FORMULAS: dict[str, Formula] = {"scale_invariant": scale_invariant}
+def alibi(p: dict[str, Any], layer: int, s: np.ndarray, t: np.ndarray, key: np.ndarray) -> np.ndarray:
+    heads = s.shape[1]
+    assert heads & (heads - 1) == 0
+    slope = 2.0 ** (-8 * np.arange(1, heads + 1) / heads)
+    return s - slope[:, None, None] * np.abs(t)
+
+
+def _clamped(factor: np.ndarray, p: dict[str, Any]) -> np.ndarray:
+    return np.maximum(factor, 1) if p["clamp"] else factor
+
+
+def infoscale(p: dict[str, Any], n: np.ndarray, d: int) -> np.ndarray:
+    def information(length: Any) -> Any:
+        return 1 - np.exp(2 * p["epsilon"] / d) * np.asarray(length, dtype=float) ** (-2 / d)
+
+    return _clamped(np.sqrt(np.maximum(information(n), 0) / information(p["train_length"])), p)
+
+
+def logn(p: dict[str, Any], n: np.ndarray, d: int) -> np.ndarray:
+    scale = np.log(p["train_length"]) ** -p["exponent"] if p["scale"] is None else p["scale"]
+    return _clamped(scale * np.log(n) ** p["exponent"], p)
+
+
+def log_length(p: dict[str, Any], n: np.ndarray, d: int) -> np.ndarray:
+    return _clamped(np.log(n), p)
+
+
+def softmax_plus(p: dict[str, Any], n: np.ndarray, d: int) -> np.ndarray:
+    return _clamped(np.log(n) / np.log(p["train_length"]), p)
+
+
+def yarn_temperature(p: dict[str, Any], n: np.ndarray, d: int) -> np.ndarray:
+    return _clamped((0.1 * np.log(n / p["train_length"]) + 1) ** 2, p)
+
+
+def adaptive_temperature(p: dict[str, Any], entropy: np.ndarray) -> np.ndarray:
+    held = entropy
+    if p["beyond"] == "saturate":
+        grid = np.linspace(p["threshold"], 16, 200_001)
+        held = np.minimum(entropy, grid[np.polyval(p["coefficients"], grid).argmax()])
+    return np.where(entropy > p["threshold"], np.maximum(np.polyval(p["coefficients"], held), 1), 1)
+
+
+def output_standardise(p: dict[str, Any], layer: int, out: np.ndarray) -> np.ndarray:
+    """out (batch, heads, q_len, head_dim); a learned part, where there is one, starts as the identity."""
+    over = -1 if p["per_head"] else (1, 3)
+    x = out - out.mean(over, keepdims=True)
+    x = x / np.sqrt(out.var(over, keepdims=True) + p["epsilon"])
+    deviation, mean = (np.asarray(p[name], dtype=float) for name in ("deviation", "mean"))
+    deviation, mean = (c[layer][:, None, None] if c.ndim == 2 else c for c in (deviation, mean))
+    return deviation * x + mean
+
+
+#: By method name and slot. A method without an entry is compared with `reference_attention` alone.
+LOGIT_MAPS: dict[str, Formula] = {"scale_invariant": scale_invariant, "alibi": alibi}
+BY_LENGTH: dict[str, Formula] = {f.__name__: f for f in (infoscale, logn, log_length, softmax_plus, yarn_temperature)}
+BY_ENTROPY: dict[str, Formula] = {"adaptive_temperature": adaptive_temperature}
+NORMS: dict[str, Formula] = {"output_standardise": output_standardise, "output_layer_norm": output_standardise}
 
 
 def covers(config: LongAttnConfig) -> bool:
-    return all(m.name in FORMULAS for m in config.methods)
+    known = {"cosscale", *LOGIT_MAPS, *BY_LENGTH, *BY_ENTROPY, *NORMS}
+    return all(m.name in known for m in config.methods)
 
 
-def logits(config: LongAttnConfig, layer: int, s: np.ndarray, t: np.ndarray, key: np.ndarray) -> np.ndarray:
-    for method in config.methods:
-        s = FORMULAS[method.name](method.to_dict(), layer, s, t, key)
-    return s
+def _softmax(s: np.ndarray) -> np.ndarray:
+    p = np.exp(s - s.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True)
 
 
 def _attention(
@@ -69,16 +125,31 @@ def _attention(
     group, n = query.shape[1] // key.shape[1], query.shape[2]
     assert key.shape[2] == n
     q, k, v = (x.detach().double().numpy() for x in (query, key, value))
-    s = (query.shape[-1] ** -0.5 if scaling is None else scaling) * q @ np.repeat(k, group, 1).swapaxes(-1, -2)
+    k, v = (np.repeat(x, group, 1) for x in (k, v))
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer, position = module.layer_idx, np.arange(n)
+    methods = {} if sliding_window is not None else {m.slot: m.to_dict() for m in module.closed_form.methods}
+
+    if "score" in methods:
+        q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+        scaling = methods["score"]["scale"]
+    s = scaling * q @ k.swapaxes(-1, -2)
     if softcap:
         s = softcap * np.tanh(s / softcap)
-    position = np.arange(n)
+    temperature = methods.get("temperature", {})
+    if (by_length := BY_LENGTH.get(temperature.get("name", ""))) is not None:
+        s = by_length(temperature, position + 1, query.shape[-1])[:, None] * s
     t = position[:, None] - position
-    if sliding_window is None:
-        s = logits(module.closed_form, module.layer_idx, s, t, position)
+    if "logit_map" in methods:
+        s = LOGIT_MAPS[methods["logit_map"]["name"]](methods["logit_map"], layer, s, t, position)
     s = np.where((t >= 0) & (t < (sliding_window or n)), s, -np.inf)
-    p = np.exp(s - s.max(-1, keepdims=True))
-    out = p / p.sum(-1, keepdims=True) @ np.repeat(v, group, 1)
+    p = _softmax(s)
+    if (by_entropy := BY_ENTROPY.get(temperature.get("name", ""))) is not None:
+        entropy = -(p * np.log(np.where(p > 0, p, 1))).sum(-1, keepdims=True)
+        p = _softmax(by_entropy(temperature, entropy) * s)
+    out = p @ v
+    if "output_norm" in methods:
+        out = NORMS[methods["output_norm"]["name"]](methods["output_norm"], layer, out)
     return torch.from_numpy(out).to(query.dtype).transpose(1, 2).contiguous(), None
 
 
