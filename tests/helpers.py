@@ -45,9 +45,9 @@ def stock(family: str) -> PreTrainedModel:
 
 
 @functools.cache
-def model(family: str, config: LongAttnConfig, backend: str = "auto") -> PreTrainedModel:
+def model(family: str, config: LongAttnConfig, backend: str | None = None) -> PreTrainedModel:
     """The same weights under a method. Shared between tests: leave it as it is, or take `fresh`."""
-    return hf_longattn.apply(stock(family), config, backend=backend)
+    return hf_longattn.apply(stock(family), config.replace(backend=backend or config.backend))
 
 
 def fresh(family: str, config: LongAttnConfig) -> PreTrainedModel:

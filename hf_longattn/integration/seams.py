@@ -51,15 +51,26 @@ def _set_section(self: PreTrainedConfig, value: dict[str, Any] | LongAttnConfig 
     if isinstance(value, LongAttnConfig):
         value = value.to_dict()  # a config must be JSON at any time
     self.__dict__["_longattn"] = value
-    for key in self.sub_configs:  # as _attn_implementation does
-        if (sub := getattr(self, key, None)) is not None:
+    text = _language_config(self)
+    for key in self.sub_configs:  # as _attn_implementation does, but only towards the language model
+        if (sub := getattr(self, key, None)) is not None and _language_config(sub) is text:
             sub.longattn = value
+
+
+def _language_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of a composite model's language model; of any other model its own."""
+    if not config.sub_configs:
+        return config
+    try:
+        return config.get_text_config()
+    except ValueError:  # a text encoder beside a decoder (MusicGen): only the decoder is causal
+        return getattr(config, "decoder", config)
 
 
 def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) -> dict[str, Any]:
     out = original(self)
     section = out.pop("_longattn", None)
-    text = self.get_text_config() if self.sub_configs else self
+    text = _language_config(self)
     if text is self:
         if is_ours(self._attn_implementation):
             out |= {"attn_implementation": PREFIX + short(self._attn_implementation)}
@@ -71,7 +82,8 @@ def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) ->
             continue
         implementation = saved.pop("attn_implementation", None)
         own = saved.pop("longattn", None)
-        if sub is text and implementation is not None:  # a nested name is overwritten on load, a dict at the top is not
+        # a nested name is overwritten on load, a dict at the top is not
+        if implementation is not None and _language_config(sub) is text:
             out |= {"attn_implementation": {key: implementation}, "longattn": own}
     return out
 
@@ -79,7 +91,7 @@ def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) ->
 def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     prepare(self)  # first: learned parts must exist before weights are initialised or loaded
     original(self)
-    if self.config.longattn and not any(is_ours(c._attn_implementation) for c in (self.config, self.config.get_text_config())):
+    if self.config.longattn and not any(is_ours(c._attn_implementation) for c in (self.config, _language_config(self.config))):
         warnings.warn(
             f"config.longattn is set, but {type(self).__name__} runs {self.config._attn_implementation!r}, without the "
             'method: pass attn_implementation="longattn" to use it',

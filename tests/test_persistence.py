@@ -1,0 +1,467 @@
+"""What a method leaves in a model, in its config and on disk, and how it goes away again."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import pickle
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, DEFAULT, FAMILIES, model_config
+from helpers import close, expected, fresh, model, multimodal, picture, stock, tokens
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+import hf_longattn
+from hf_longattn import LongAttnConfig
+
+CONFIG = CASES["sinks"]
+SECTION = {"tau": 3.0, "sink_tokens": 2}
+
+
+def logits(m: Any, **inputs: Tensor) -> Tensor:
+    with torch.no_grad():
+        return m.eval()(**(inputs or {"input_ids": tokens()})).logits
+
+
+def saved(path: Path) -> dict[str, Any]:
+    return json.loads((path / "config.json").read_text())
+
+
+def longattn_keys(path: Path) -> set[str]:
+    return {"attn_implementation", "longattn", "_longattn"} & saved(path).keys()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base")
+    stock("llama").save_pretrained(path)
+    return path
+
+
+# saving and loading -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "case"), [(f, "sinks") for f in FAMILIES] + [("llama", c) for c in CASES])
+def test_save_and_load_twice(family: str, case: str, tmp_path: Path) -> None:
+    config = CASES[case]
+    m, want = model(family, config), logits(model(family, config))
+    for step in ("first", "second"):
+        m.save_pretrained(tmp_path / step)
+        section = saved(tmp_path / step)
+        assert section["attn_implementation"].startswith("hf_longattn.")
+        assert LongAttnConfig.from_dict(section["longattn"]) == hf_longattn.config_of(m)
+        m = AutoModelForCausalLM.from_pretrained(tmp_path / step)
+        assert hf_longattn.config_of(m) == hf_longattn.config_of(model(family, config))
+        assert torch.equal(logits(m), want)
+        close(want, expected(family, config, tokens()))
+
+
+def test_adding_and_dropping_by_set_attn_implementation(tmp_path: Path) -> None:
+    m, plain = stock("llama"), logits(stock("llama"))
+    m.set_attn_implementation("scale_invariant")
+    close(logits(m), expected("llama", CASES[DEFAULT], tokens()))
+    m.save_pretrained(tmp_path / "on")
+    assert longattn_keys(tmp_path / "on") == {"attn_implementation", "longattn"}
+    m.set_attn_implementation("sdpa")
+    close(logits(m), plain)
+    m.save_pretrained(tmp_path / "off")
+    assert longattn_keys(tmp_path / "off") == set()
+    m.set_attn_implementation("scale_invariant")
+    close(logits(m), expected("llama", CASES[DEFAULT], tokens()))
+
+
+def test_canonical_name_by_hand() -> None:
+    m = stock("llama")
+    m.set_attn_implementation("hf_longattn.scale_invariant")
+    close(logits(m), expected("llama", CASES[DEFAULT], tokens()))
+
+
+@pytest.mark.parametrize("section", [None, SECTION, {"preset": "scale_invariant", **SECTION}, CONFIG.to_dict(), CONFIG])
+@pytest.mark.parametrize("name", ["scale_invariant", "hf_longattn.scale_invariant"])
+def test_load_a_base_with_the_method(section: Any, name: str, base: Path) -> None:
+    extra = {} if section is None else {"longattn": section}
+    m = AutoModelForCausalLM.from_pretrained(base, attn_implementation=name, **extra)
+    close(logits(m), expected("llama", CASES[DEFAULT] if section is None else CONFIG, tokens()))
+    assert isinstance(m.config.longattn, dict)
+    json.dumps(m.config.longattn)
+
+
+def test_load_in_bfloat16(base: Path, tmp_path: Path) -> None:
+    model("llama", CONFIG).save_pretrained(tmp_path)
+    m = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert m.dtype == torch.bfloat16
+    assert hf_longattn.config_of(m) == hf_longattn.config_of(model("llama", CONFIG))
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    assert torch.equal(logits(m), logits(hf_longattn.apply(plain, CONFIG)))
+
+
+def test_from_config_and_direct_construction() -> None:
+    config = model_config("llama")
+    made = [
+        AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="scale_invariant"),
+        LlamaForCausalLM._from_config(copy.deepcopy(config), attn_implementation="scale_invariant"),
+        LlamaForCausalLM(model_config("llama", attn_implementation="scale_invariant")),
+        AutoModelForCausalLM.from_config(hf_longattn.apply(stock("llama"), CASES[DEFAULT]).config),
+    ]
+    for m in made:
+        m.load_state_dict(stock("llama").state_dict())
+        close(logits(m), expected("llama", CASES[DEFAULT], tokens()))
+
+
+def test_copies(tmp_path: Path) -> None:
+    m = model("llama", CONFIG)
+    buffer = io.BytesIO()
+    torch.save(m, buffer)
+    buffer.seek(0)
+    copies = [copy.deepcopy(m), pickle.loads(pickle.dumps(m)), torch.load(buffer, weights_only=False)]
+    for c in copies:
+        assert torch.equal(logits(c), logits(m))
+        hf_longattn.update(c, tau=50.0)  # the original must not notice
+        assert (logits(c) - logits(m)).abs().max() > 1e-3
+    close(logits(m), expected("llama", CONFIG, tokens()))
+    for c in (copy.deepcopy(m.config), pickle.loads(pickle.dumps(m.config))):
+        assert c.to_dict() == m.config.to_dict()
+    m.config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).longattn == m.config.longattn
+
+
+def test_saved_section_survives_a_json_round_trip_of_the_config() -> None:
+    m = model("llama", CASES["calibrated"])
+    data = json.loads(m.config.to_json_string())
+    assert LongAttnConfig.from_dict(data["longattn"]) == CASES["calibrated"]
+    assert data["attn_implementation"] == "hf_longattn.scale_invariant"
+    assert "longattn" not in stock("llama").config.to_dict()
+
+
+def test_trainer_checkpoint(tmp_path: Path) -> None:
+    m = fresh("llama", CONFIG)
+    data = [{"input_ids": x, "labels": x} for x in tokens(4, 12)]
+    arguments = TrainingArguments(
+        tmp_path, max_steps=2, save_steps=1, per_device_train_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    Trainer(model=m, args=arguments, train_dataset=data).train()  # type: ignore[arg-type]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    assert torch.equal(logits(loaded), logits(m))
+    assert hf_longattn.config_of(loaded) == hf_longattn.config_of(m)
+    resumed = Trainer(model=fresh("llama", CONFIG), args=arguments, train_dataset=data)  # type: ignore[arg-type]
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    close(logits(resumed.model), logits(m), 1e-6)
+
+
+# composite models ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["apply", "name for all", "name by part"])
+def test_composite(how: str, tmp_path: Path) -> None:
+    m = multimodal()
+    if how == "apply":
+        hf_longattn.apply(m, "scale_invariant")
+    else:
+        m.set_attn_implementation("scale_invariant" if how == "name for all" else {"text_config": "scale_invariant"})
+    want = logits(m, **picture())
+    for step in ("first", "second"):
+        m.save_pretrained(tmp_path / step)
+        top = saved(tmp_path / step)
+        assert top["attn_implementation"] == {"text_config": "hf_longattn.scale_invariant"}
+        assert "attn_implementation" not in top["text_config"]
+        assert "attn_implementation" not in top["vision_config"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            m = AutoModelForImageTextToText.from_pretrained(tmp_path / step)
+        close(logits(m, **picture()), want, 1e-6)
+        assert m.config.text_config._attn_implementation == "hf_longattn.scale_invariant"
+        assert m.config.vision_config._attn_implementation == "sdpa"
+        assert m.config.text_config.longattn == m.config.longattn
+    hf_longattn.remove(m)
+    m.save_pretrained(tmp_path / "off")
+    assert longattn_keys(tmp_path / "off") == set()
+    assert torch.equal(
+        logits(AutoModelForImageTextToText.from_pretrained(tmp_path / "off"), **picture()), logits(m, **picture())
+    )
+    close(logits(m, **picture()), logits(multimodal(), **picture()), 1e-6)
+
+
+def test_composite_load_with_parameters(tmp_path: Path) -> None:
+    multimodal().save_pretrained(tmp_path)
+    want = logits(hf_longattn.apply(multimodal(), CONFIG), **picture())
+    for name in ("scale_invariant", {"text_config": "scale_invariant"}):
+        m = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation=name, longattn=SECTION)
+        close(logits(m, **picture()), want, 1e-6)
+
+
+# adapters -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
+def test_lora(base: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    )
+    plain = logits(adapted)
+    assert hf_longattn.apply(adapted, CONFIG) is adapted
+    want = logits(adapted)
+    assert (want - plain).abs().max() > 0.1
+    adapted.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(base, attn_implementation="scale_invariant", longattn=SECTION)
+    close(logits(peft.PeftModel.from_pretrained(loaded, tmp_path)), want, 1e-6)
+    close(logits(copy.deepcopy(adapted).merge_and_unload()), want)
+    assert "LlamaForCausalLM: scale_invariant" in str(hf_longattn.describe(adapted))
+    close(logits(hf_longattn.remove(adapted)), plain, 1e-6)
+
+
+# GGUF ---------------------------------------------------------------------------------------------------------------
+
+
+def test_gguf(tmp_path: Path) -> None:
+    """A GGUF file has no place for our section; the keyword puts the method in."""
+    gguf = pytest.importorskip("gguf")
+    m = stock("llama")
+    c, w = m.config, gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    w.add_block_count(c.num_hidden_layers)
+    w.add_context_length(c.max_position_embeddings)
+    w.add_embedding_length(c.hidden_size)
+    w.add_feed_forward_length(c.intermediate_size)
+    w.add_head_count(c.num_attention_heads)
+    w.add_head_count_kv(c.num_key_value_heads)
+    w.add_layer_norm_rms_eps(c.rms_norm_eps)
+    w.add_rope_dimension_count(c.head_dim)
+    w.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    w.add_vocab_size(c.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.num_hidden_layers)
+    for name, x in m.state_dict().items():
+        for part, heads in (("q_proj", c.num_attention_heads), ("k_proj", c.num_key_value_heads)):
+            if part in name:  # llama.cpp interleaves the halves of a rotation
+                x = x.view(heads, 2, -1, x.shape[1]).transpose(1, 2).reshape(x.shape)
+        if name != "lm_head.weight":
+            w.add_tensor(names.get_name(name, try_suffixes=(".weight",)), x.contiguous().numpy())
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", attn_implementation="scale_invariant", longattn=SECTION, dtype=torch.float32
+    )
+    close(logits(loaded), expected("llama", CONFIG, tokens()), 1e-4)
+
+
+# without the package, and in any order ------------------------------------------------------------------------------
+
+
+def run(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("composite", [False, True])
+def test_without_the_package_loading_fails_and_names_it(composite: bool, tmp_path: Path) -> None:
+    hf_longattn.apply(multimodal() if composite else stock("llama"), CONFIG).save_pretrained(tmp_path)
+    result = run(
+        """
+        import sys, transformers
+        auto = transformers.AutoModelForImageTextToText if sys.argv[2] == "True" else transformers.AutoModelForCausalLM
+        auto.from_pretrained(sys.argv[1])
+        """,
+        tmp_path,
+        composite,
+    )
+    assert result.returncode != 0
+    assert "hf_longattn.scale_invariant" in result.stderr.strip().splitlines()[-1] + result.stderr
+    assert "ValueError" in result.stderr
+
+
+def test_imports_in_any_order_and_twice(base: Path) -> None:
+    """The package after a model was made, reloaded, and its modules imported anew: one wrapper each, and it works."""
+    result = run(
+        """
+        import sys
+        from transformers import AutoModelForCausalLM, PreTrainedModel
+        m = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+        before = PreTrainedModel.post_init
+        import hf_longattn, hf_longattn.integration.seams as seams
+        wrapped = PreTrainedModel.post_init
+        assert wrapped.__wrapped__ is before
+        import importlib
+        importlib.reload(hf_longattn)
+        importlib.reload(seams)
+        seams.install()
+        assert PreTrainedModel.post_init is wrapped
+        hf_longattn.apply(m, "scale_invariant", tau=3.0, sink_tokens=2)
+        n = AutoModelForCausalLM.from_pretrained(
+            sys.argv[1], attn_implementation="scale_invariant", longattn={"tau": 3.0, "sink_tokens": 2}
+        )
+        import torch
+        ids = torch.arange(1, 20)[None]
+        assert torch.equal(m(ids).logits, n(ids).logits)
+        print(float(n(ids).logits.double().sum()))
+        """,
+        base,
+    )
+    assert result.returncode == 0, result.stderr
+    with torch.no_grad():
+        want = model("llama", CONFIG)(torch.arange(1, 20)[None]).logits.double().sum()
+    assert float(result.stdout.split()[-1]) == pytest.approx(float(want), abs=1e-2)
+
+
+# disagreements and mistakes -----------------------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "name and section disagree": ("cosscale", {"longattn": CONFIG.to_dict()}, "cosscale.*scale_invariant"),
+    "unknown parameter": ("scale_invariant", {"longattn": {"tua": 3.0}}, "no parameter 'tua'"),
+    "bad tau": ("scale_invariant", {"longattn": {"tau": -3.0}}, "tau must be"),
+    "layer that does not exist": ("scale_invariant", {"longattn": {"layers": [7]}}, "layer 7.*0 to 3"),
+    "wrong shape": ("scale_invariant", {"longattn": {"logit_variance": [[1.0, 2.0]]}}, r"logit_variance.*\(4, 4\)"),
+    "nothing to do": ("longattn", {}, "fills no slot"),
+    "section of a wrong type": ("scale_invariant", {"longattn": [3.0]}, "must be a dict"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_loading_fails_at_once(what: str, base: Path) -> None:
+    name, extra, message = WRONG[what]
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(base, attn_implementation=name, **extra)
+
+
+def test_unknown_implementation_is_refused_by_transformers(base: Path) -> None:
+    with pytest.raises(ValueError, match="scale_variant"):
+        AutoModelForCausalLM.from_pretrained(base, attn_implementation="scale_variant")
+
+
+def test_section_without_the_implementation_warns(base: Path) -> None:
+    with pytest.warns(UserWarning, match="config.longattn is set, but LlamaForCausalLM runs 'sdpa'"):
+        m = AutoModelForCausalLM.from_pretrained(base, longattn=SECTION)
+    assert torch.equal(logits(m), logits(stock("llama")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AutoModelForCausalLM.from_pretrained(base)
+        AutoModelForCausalLM.from_pretrained(base, attn_implementation="scale_invariant", longattn=SECTION)
+
+
+FAILING: dict[str, Any] = {
+    "unknown layer": lambda m: hf_longattn.apply(m, "scale_invariant", layers=[1, 9]),
+    "unknown method": lambda m: hf_longattn.apply(m, "scale_variant"),
+    "wrong shape": lambda m: hf_longattn.apply(m, "scale_invariant", logit_mean=[[1.0]]),
+    "no method": lambda m: hf_longattn.apply(m, LongAttnConfig()),
+    "bad update": lambda m: hf_longattn.update(m, tau=-1.0),
+    "by name": lambda m: m.set_attn_implementation("longattn"),
+}
+
+
+@pytest.mark.parametrize("method", [None, "sinks"])
+@pytest.mark.parametrize("what", FAILING)
+def test_a_failed_change_changes_nothing(what: str, method: str | None, tmp_path: Path) -> None:
+    m = stock("llama") if method is None else fresh("llama", CASES[method])
+    if what == "by name" and method is not None:
+        m.config.longattn = {"tau": -1.0}  # someone wrote into the config; then the name is set again
+        plan = m.model.layers[0].self_attn.longattn_plan
+        with pytest.raises(ValueError, match="tau"):
+            m.set_attn_implementation("scale_invariant")
+        assert m.model.layers[0].self_attn.__dict__.get("longattn_plan") in (plan, None)
+        return
+    before, config = logits(m), m.config.to_dict()
+    with pytest.raises(ValueError):  # noqa: PT011
+        FAILING[what](m)
+    assert torch.equal(logits(m), before)
+    assert m.config.to_dict() == config
+
+
+# applying, removing, describing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_remove_restores(family: str, tmp_path: Path) -> None:
+    m, plain = stock(family), stock(family)
+    for _ in range(2):
+        assert hf_longattn.apply(m, CONFIG) is m
+        assert (logits(m) - logits(plain)).abs().max() > 0.1
+        assert hf_longattn.remove(m) is m
+        assert torch.equal(logits(m), logits(plain))
+        assert m.config._attn_implementation == plain.config._attn_implementation
+    m.save_pretrained(tmp_path)
+    assert longattn_keys(tmp_path) == set()
+    assert not any("longattn" in key for module in m.modules() for key in module.__dict__)
+    with pytest.raises(ValueError, match="nothing to remove"):
+        hf_longattn.remove(m)
+
+
+def test_remove_restores_eager() -> None:
+    m = stock("llama")
+    m.set_attn_implementation("eager")
+    hf_longattn.apply(m, CONFIG)
+    hf_longattn.apply(m, CASES[DEFAULT])
+    assert hf_longattn.remove(m).config._attn_implementation == "eager"
+
+
+def test_remove_after_loading_with_the_method(base: Path) -> None:
+    m = AutoModelForCausalLM.from_pretrained(base, attn_implementation="scale_invariant")
+    assert hf_longattn.remove(m).config._attn_implementation == "sdpa"
+    assert torch.equal(logits(m), logits(stock("llama")))
+
+
+def test_update_during_training() -> None:
+    m = fresh("llama", CASES[DEFAULT])
+    for strength in (0.0, 0.5, 1.0):
+        hf_longattn.update(m, strength=strength)
+        assert hf_longattn.config_of(m) == CASES[DEFAULT].replace(strength=strength)
+        close(logits(m), expected("llama", CASES[DEFAULT].replace(strength=strength), tokens()))
+    close(logits(hf_longattn.update(m, strength=0.0)), logits(stock("llama")))
+    with pytest.raises(ValueError, match="not an hf_longattn method"):
+        hf_longattn.update(stock("llama"), strength=0.5)
+
+
+def test_two_models_do_not_meet() -> None:
+    """State is per model: nothing global changes with the second one."""
+    one, two, plain = fresh("llama", CONFIG), fresh("llama", CASES[DEFAULT]), stock("llama")
+    close(logits(one), expected("llama", CONFIG, tokens()))
+    close(logits(two), expected("llama", CASES[DEFAULT], tokens()))
+    hf_longattn.remove(two)
+    assert torch.equal(logits(two), logits(plain))
+    close(logits(one), expected("llama", CONFIG, tokens()))
+
+
+def test_apply_rejects_what_is_no_model() -> None:
+    with pytest.raises(ValueError, match="holds no transformers model"):
+        hf_longattn.apply(torch.nn.Linear(2, 2), CONFIG)
+
+
+def test_describe() -> None:
+    lines = str(hf_longattn.describe(model("gemma3", CONFIG))).splitlines()
+    changed = "scale_invariant(tau=3.0, sink_tokens=2, strength=1.0) backend auto"
+    assert [" ".join(line.split()) for line in lines] == [
+        "Gemma3ForCausalLM: scale_invariant",
+        "model.layers.0.self_attn unchanged sliding window",
+        f"model.layers.1.self_attn {changed}",
+        "model.layers.2.self_attn unchanged sliding window",
+        f"model.layers.3.self_attn {changed}",
+    ]
+    assert len({line.index("backend auto") for line in lines if "backend" in line}) == 1  # columns
+
+
+def test_describe_other_models() -> None:
+    plain = hf_longattn.describe(stock("llama"))
+    assert plain.config is None
+    assert str(plain).startswith("LlamaForCausalLM: no hf_longattn method")
+    assert {row[1:] for row in plain.rows} == {("unchanged", "runs sdpa")}
+    chosen = hf_longattn.describe(fresh("llama", CONFIG.replace(layers=(2,), backend="reference")))
+    assert [row[2] for row in chosen.rows] == ["not in `layers`", "not in `layers`", "backend reference", "not in `layers`"]
+    assert chosen.config == CONFIG.replace(layers=(2,), backend="reference")
+    layered = hf_longattn.describe(model("llama", CASES["calibrated"]))
+    assert "logit_mean=<4 values>" in str(layered)

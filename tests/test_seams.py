@@ -1,0 +1,176 @@
+"""The places where we hold on to transformers' insides: if one moves, this file says which, before anything else fails."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, DEFAULT
+from helpers import stock
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2_5OmniConfig,
+    masking_utils,
+)
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+import hf_longattn
+from hf_longattn.integration import masks, seams
+
+ROOT = Path(__file__).parents[1]
+SEAMS = {
+    (PreTrainedConfig, "to_dict"): ["self"],
+    (PreTrainedModel, "post_init"): ["self"],
+    (PreTrainedModel, "set_attn_implementation"): ["self", "attn_implementation"],
+    (ContinuousBatchingManager, "switch_to_cb_friendly_attn"): ["self", "model"],
+}
+
+
+@pytest.mark.parametrize(("owner", "name"), SEAMS)
+def test_wrapped_methods_have_the_signature_we_know(owner: type, name: str) -> None:
+    wrapped = getattr(owner, name)
+    original = wrapped.__wrapped__
+    assert not hasattr(original, "__wrapped__")  # wrapped once
+    required = [
+        p.name for p in inspect.signature(original).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL
+    ]
+    assert required == SEAMS[owner, name]
+    assert wrapped.__doc__ == original.__doc__
+
+
+def test_installing_again_wraps_nothing_twice() -> None:
+    before = [getattr(owner, name) for owner, name in SEAMS]
+    seams.install()
+    assert [getattr(owner, name) for owner, name in SEAMS] == before
+
+
+def test_nothing_else_is_patched() -> None:
+    """Only the module `seams` assigns to classes of transformers, and only what its docstring lists."""
+    for path in (ROOT / "hf_longattn").rglob("*.py"):
+        text = path.read_text()
+        if path.name != "seams.py":
+            assert "setattr(PreTrained" not in text
+            assert "PreTrainedModel." not in text
+    assert {name for _, name in SEAMS} <= set((seams.__doc__ or "").replace(".", " ").split()) | {"switch_to_cb_friendly_attn"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_foreign_configs_are_untouched() -> None:
+    """Every config class that transformers has writes with us what it wrote without us, and takes a section."""
+    checked = 0
+    for config_class in sorted(set(CONFIG_MAPPING.values()), key=lambda c: c.__name__):
+        try:
+            config = config_class()
+        except Exception:  # some cannot be made without arguments, or need a package
+            continue
+        assert config.longattn is None
+        assert not {"longattn", "_longattn", "attn_implementation"} & config.to_dict().keys()
+        config.longattn = {"tau": 1.0}
+        config.longattn = None
+        checked += 1
+    assert checked > 400
+
+
+def test_nested_composite_configs_keep_the_method() -> None:
+    """A language model two levels down (Qwen Omni): its name is written at the top, as a dict of dicts."""
+    config = Qwen2_5OmniConfig()
+    config.longattn = {"tau": 2.0}
+    text = config.get_text_config()
+    text._attn_implementation = DEFAULT
+    assert text.longattn == {"tau": 2.0}
+    saved = config.to_dict()
+    assert saved["attn_implementation"] == {"thinker_config": {"text_config": "hf_longattn.scale_invariant"}}
+    assert saved["longattn"] == {"tau": 2.0}
+    again = Qwen2_5OmniConfig.from_dict(saved)
+    assert again.get_text_config()._attn_implementation == "hf_longattn.scale_invariant"
+    assert again.get_text_config().longattn == {"tau": 2.0}
+
+
+def test_mask_function_is_called_with_arguments_we_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def spy(**kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return masks.carrier_mask(**kwargs)
+
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, DEFAULT, spy)
+    m = hf_longattn.apply(stock("gemma3"), CASES[DEFAULT])
+    m(torch.ones(1, 12, dtype=torch.long), use_cache=False)
+    full, sliding = ({k: v for k, v in c.items() if v is not None} for c in sorted(calls, key=lambda c: "local_size" in c))
+    known = {"batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "config", "device", "dtype"}
+    assert known <= full.keys()
+    assert full.keys() - known <= {"use_vmap", "allow_is_causal_skip", "attention_mask"}
+    assert sliding.keys() - full.keys() == {"local_size"}
+    assert "allow_is_bidirectional_skip" not in full  # by this word we know a bidirectional mask
+    assert "allow_is_bidirectional_skip" in inspect.signature(masking_utils.create_bidirectional_mask).parameters or (
+        "allow_is_bidirectional_skip" in inspect.getsource(masking_utils.create_bidirectional_mask)
+    )
+
+
+def test_mask_functions_are_recognised() -> None:
+    """The names and closures of masking_utils, one by one and combined."""
+    ids = torch.tensor([[0, 0, 1]])
+    positions = torch.tensor([[0, 1, 0]])
+    causal = masking_utils.causal_mask_function
+    assert masks.recognise(causal) == masks.Interval()
+    assert masks.recognise(masking_utils.sliding_window_causal_mask_function(7)) == masks.Interval(window=7)
+    packed = masks.recognise(masking_utils.packed_sequence_compatibility_function(causal, positions, ids))
+    assert packed is not None
+    assert packed.sequence_ids is ids
+    both = masks.recognise(
+        masking_utils.packed_sequence_compatibility_function(
+            masking_utils.sliding_window_causal_mask_function(7), positions, ids
+        )
+    )
+    assert both is not None
+    assert (both.window, both.sequence_ids is ids) == (7, True)
+
+
+def test_other_mask_functions_are_not_taken_for_intervals() -> None:
+    causal, window = masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function
+    others = [
+        masking_utils.bidirectional_mask_function,
+        masking_utils.or_masks(causal, masking_utils.sliding_window_overlay(3)),
+        masking_utils.and_masks(causal, lambda *_: True),
+        masking_utils.and_masks(window(3), window(5)),
+        masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long)),
+        masking_utils.padding_mask_function(torch.ones(1, 3, dtype=torch.bool)),
+        masking_utils.blockwise_overlay(torch.zeros(1, 3, dtype=torch.long)),
+    ]
+    for function in others:
+        assert masks.recognise(function) is None
+
+
+def test_layers_point_downwards_only() -> None:
+    program = shutil.which("lint-imports", path=str(Path(sys.executable).parent))
+    if program is None:
+        pytest.skip("import-linter is not installed here")
+    result = subprocess.run([program, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
+    assert "0 broken" in result.stdout
+
+
+@pytest.mark.parametrize("name", hf_longattn.__all__)
+def test_public_names_are_documented(name: str) -> None:
+    thing = getattr(hf_longattn, name)
+    assert inspect.getdoc(thing)
+    if inspect.isclass(thing):
+        for attribute, member in vars(thing).items():
+            if inspect.isfunction(member) and not attribute.startswith("_"):
+                assert inspect.getdoc(member) or attribute in ("from_dict",), f"{name}.{attribute}"
+
+
+@pytest.mark.parametrize("name", hf_longattn.methods.__all__)
+def test_methods_are_documented(name: str) -> None:
+    method = getattr(hf_longattn.methods, name)
+    assert inspect.getdoc(method) != inspect.getdoc(method.__mro__[1])
+    assert method.paper
