@@ -93,7 +93,7 @@ def dense_attention(
     visible = rows.visible(kv_len)
     weights = _softmax(logits, visible)
     if isinstance(config.temperature, EntropyTemperature):
-        entropy = -torch.special.xlogy(weights, weights).sum(-1)
+        entropy = -(weights * torch.where(weights > 0, weights, 1.0).log()).sum(-1)  # xlogy's gradient at 0 is NaN
         weights = _softmax(config.temperature.factor(entropy)[..., None] * logits, visible)
     weights = torch.nn.functional.dropout(weights, dropout)
     return finish(config, weights @ value, learned).to(dtype), weights
