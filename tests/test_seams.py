@@ -116,6 +116,13 @@ def test_mask_function_is_called_with_arguments_we_know(monkeypatch: pytest.Monk
     )
 
 
+def pack(function: Any, positions: torch.Tensor, ids: torch.Tensor) -> Any:
+    """What create_causal_mask does to a mask function when it finds packed sequences."""
+    if hasattr(masking_utils, "packed_sequence_compatibility_function"):
+        return masking_utils.packed_sequence_compatibility_function(function, positions, ids)
+    return masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(ids))
+
+
 def test_mask_functions_are_recognised() -> None:
     """The names and closures of masking_utils, one by one and combined."""
     ids = torch.tensor([[0, 0, 1]])
@@ -123,14 +130,10 @@ def test_mask_functions_are_recognised() -> None:
     causal = masking_utils.causal_mask_function
     assert masks.recognise(causal) == masks.Interval()
     assert masks.recognise(masking_utils.sliding_window_causal_mask_function(7)) == masks.Interval(window=7)
-    packed = masks.recognise(masking_utils.packed_sequence_compatibility_function(causal, positions, ids))
+    packed = masks.recognise(pack(causal, positions, ids))
     assert packed is not None
     assert packed.sequence_ids is ids
-    both = masks.recognise(
-        masking_utils.packed_sequence_compatibility_function(
-            masking_utils.sliding_window_causal_mask_function(7), positions, ids
-        )
-    )
+    both = masks.recognise(pack(masking_utils.sliding_window_causal_mask_function(7), positions, ids))
     assert both is not None
     assert (both.window, both.sequence_ids is ids) == (7, True)
 

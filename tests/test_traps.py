@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 import hf_longattn
+from hf_longattn.integration.masks import base_implementation
 from hf_longattn.integration.names import PREFIX, aliases, is_ours
 
 CONFIG = CASES[DEFAULT]
@@ -56,6 +57,7 @@ def outputs_by_layer(m: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
 def test_sliding_layers_are_stock(name: str, family: str) -> None:
     """Under a method that changes one full layer only, the first, sliding layer must be bit-equal to stock."""
     m, plain = model(family, CONFIG), stock(family)
+    plain.set_attn_implementation(base_implementation(plain.config))
     seen: list[dict[str, Tensor]] = []
     for x in (m, plain):
         got: dict[str, Tensor] = {}
