@@ -1,14 +1,13 @@
 """Speed and memory of the tiled kernel beside torch's scaled_dot_product_attention, on the CPU.
 
 Every round times each provider once, one after the other, and the ratio to sdpa is taken within the round: what else the
-machine does then hits all alike. Memory is the peak of a fresh process that does nothing else.
+machine does then hits all alike. Memory is the peak of a fresh process that does nothing else (Linux).
 Writes results/attention-cpu.json.
 """
 
 import argparse
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -114,7 +113,8 @@ def main() -> None:
     if args.memory:
         name, mode = args.memory
         run_once({"sdpa": sdpa, "tiled": tiled}[name], mode, inputs(MEMORY_LENGTH, grad=mode == "forward+backward"))
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+        status = Path("/proc/self/status").read_text()  # getrusage would inherit the parent's peak
+        print(int(status.split("VmHWM:")[1].split()[0]) // 1024)
         return
     rows = [row for mode, length in CASES for row in measure(mode, length, args.rounds)]
     rows += [peak_memory(name, mode) for mode in ("forward", "forward+backward") for name in ("sdpa", "tiled")]

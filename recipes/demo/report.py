@@ -80,11 +80,11 @@ others by position in one window of {facts["long"]}.
 {table}
 
 - **Switched on without training**, the method changes the loss in short windows by {delta("scale_invariant", "unmodified")}:
-  the model was pretrained with other attention, and until it is adapted the method harms it. The mild form changes little
-  ({delta("mild", "unmodified")}), for better or worse.
+  the model was pretrained with other attention, and until it is adapted the method harms it. The mild form changes
+  short windows by {delta("mild", "unmodified")}.
 - **Adapted** by {facts["steps"]} LoRA steps on windows of {facts["window"]} tokens: {delta("adapted", "unmodified")} against
   the unmodified model, but {delta("adapted", "control")} against the control, which was trained on the same windows in the
-  same order without the method. What both gain is the text, not the method.
+  same order without the method: what the control gains over the unmodified model comes from the text.
 - This run shows that the method runs, trains and survives saving. It does not show a gain on long text: for that, the paper
   trains from scratch with p-RoPE, and windows this short teach little about long ones.
 - **Saved and reloaded:** adapter and config; largest difference of logits {facts["difference"]:g}. The adapter's folder holds
@@ -96,6 +96,7 @@ Greedy continuations of one prompt:
 
 ![loss by position, and while adapting](plot.png)
 
-`{facts["command"]}`, seed {facts["seed"]}, {facts["minutes"]:.1f} minutes; {facts["versions"]}.
+`{facts["command"]}`, seed {facts["seed"]}, {facts["minutes"]:.1f} minutes ({facts["cpu_minutes"]:.1f} CPU minutes);
+{facts["versions"]}.
 """
     path.write_text(text, encoding="utf-8")

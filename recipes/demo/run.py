@@ -78,6 +78,7 @@ def main() -> None:
         "versions": ", ".join(f"{p} {version(p)}" for p in ("hf_longattn", "transformers", "torch", "peft"))
         + f", Python {platform.python_version()}",
         "minutes": (time.monotonic() - start) / 60,
+        "cpu_minutes": time.process_time() / 60,
     }
     write_plot(args.out / "plot.png", results, curves, facts)
     write_summary(args.out / "summary.md", results, generated, facts)
