@@ -13,9 +13,10 @@ from .config import BACKENDS, LongAttnConfig
 from .geometry import Rows, check_mask, check_shapes
 from .kernels.flex import flex_attention, why_not_flex
 from .kernels.fused import sdpa_attention
-from .kernels.tiled import tiled_attention
-from .methods.base import EntropyTemperature, LogitMap
-from .reference import dense_attention, finish, length_factor
+from .kernels.tiled import HIDDEN, tiled_attention
+from .methods.base import Band, EntropyTemperature, LogitMap
+from .reference import dense_attention, finish, length_factor, require_rotation
+from .rotary import Rotation
 
 
 def attention(
@@ -28,6 +29,7 @@ def attention(
     query_start: int | None = None,
     key_start: int = 0,
     backend: str = "auto",
+    rotation: Rotation | None = None,
 ) -> Tensor:
     """Causal attention under `config`, on the fastest exact kernel.
 
@@ -39,6 +41,7 @@ def attention(
         attention_mask: bool, broadcastable to (batch, heads, q_len, kv_len), True = may be seen, on top of causality.
         query_start: position of the first query, default key_start + kv_len - q_len.
         key_start: position of the first key.
+        rotation: how query and key are rotated; needed where the config remaps rotary distances.
         backend: "auto" takes `config.backend`, and then the fastest that is exact for the call; any other name insists.
 
     Returns:
@@ -51,7 +54,7 @@ def attention(
     rows = Rows.causal(query.shape[2], key.shape[2], query_start, key_start, query.device)
     rows = Rows(rows.index, check_mask(attention_mask, query, key))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(query, key, value, config, rows, scaling=scaling, backend=backend)
+    return attend(query, key, value, config, rows, scaling=scaling, backend=backend, rotation=rotation)
 
 
 def attend(
@@ -65,6 +68,7 @@ def attend(
     softcap: float | None = None,
     dropout: float = 0.0,
     learned: Mapping[str, nn.Module] | None = None,
+    rotation: Rotation | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """`attention` for rows of any geometry.
@@ -72,58 +76,135 @@ def attend(
     Args:
         softcap: the model's own cap on its score; it acts before every method but the score's.
         learned: the trained parts of methods by slot; without it they are what they start as.
+        rotation: how query and key are rotated; needed where the config remaps rotary distances.
     """
-    backend = choose_backend(config, query, rows, softcap, dropout, config.backend if backend == "auto" else backend)
+    if config.positions is not None or config.visibility is not None:
+        parts = split(config, query, key, rows, rotation)
+    else:
+        parts = [(query, key, rows)]
+    backend = choose_backend(
+        config, query, rows, softcap, dropout, config.backend if backend == "auto" else backend, len(parts)
+    )
     if backend == "reference":
         return dense_attention(
-            query, key, value, config, rows, scaling=scaling, softcap=softcap, dropout=dropout, learned=learned
+            query,
+            key,
+            value,
+            config,
+            rows,
+            scaling=scaling,
+            softcap=softcap,
+            dropout=dropout,
+            learned=learned,
+            rotation=rotation,
         )[0]
     dtype, kv_len = query.dtype, key.shape[2]
-    if backend == "tiled" and (config.score or config.temperature):  # it computes in float32 anyway: fold without rounding
-        query, key = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key))
-    if config.score is not None:
-        query, key, scaling = config.score.fold(query, key)
-    row_gain = length_factor(config, rows, query, kv_len, learned)
-    if row_gain is not None and not softcap:
-        query, row_gain = (query * row_gain[..., None]).to(query.dtype), None
-
+    widen = backend == "tiled" and bool(config.score or config.temperature)  # float32 there anyway: fold without rounding
+    visible = sum((r.count(kv_len) for _, _, r in parts[1:]), parts[0][2].count(kv_len))
+    factor = length_factor(config, visible, query, learned)
     shape: dict[str, Any] = {"scaling": scaling, "softcap": softcap}
     if config.logit_map is not None:
         length = table_length(rows, kv_len)
         shape["gain"], shape["bias"] = distance_tables(config.logit_map, query.shape[1], length, query)
         shape["sinks"] = config.logit_map.sink_tokens
-    if row_gain is not None:
-        shape["row_gain"] = row_gain.expand(query.shape[:3])
+
+    folded = []
+    for q, k, part in parts:
+        if widen:
+            q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
+        if config.score is not None:
+            q, k, shape["scaling"] = config.score.fold(q, k)
+        folded.append((_times(q, None if softcap else factor), k, part))
+    if factor is not None and softcap:
+        shape["row_gain"] = factor.expand(query.shape[:3])
     if isinstance(config.temperature, EntropyTemperature):
-        entropy = tiled_attention(query, key, None, rows, **shape, with_entropy=True)[2]
-        factor = config.temperature.factor(entropy)
+        factor = config.temperature.factor(_entropy(folded, shape))
+        folded = [(_times(q, None if softcap else factor), k, part) for q, k, part in folded]
         if softcap:
             shape["row_gain"] = factor
-        else:
-            query = (query * factor[..., None]).to(query.dtype)
-            if config.logit_map is None and rows.plain is not None:
-                backend = "sdpa"  # what is left is plain attention
         if config.logit_map is not None:
             shape["row_bias"] = factor
-    if backend == "sdpa":
-        out = sdpa_attention(query, key, value, rows, scaling=scaling, dropout=dropout)
+        elif not softcap and len(parts) == 1 and rows.plain is not None:
+            backend = "sdpa"  # what is left is plain attention
+
+    if len(folded) > 1:
+        out = _merged([tiled_attention(q, k, value, part, **shape, dropout=dropout, with_lse=True) for q, k, part in folded])
+    elif backend == "sdpa":
+        out = sdpa_attention(*folded[0][:2], value, folded[0][2], scaling=shape["scaling"], dropout=dropout)
     elif backend == "flex":
-        out = flex_attention(query, key, value, rows, **shape)
+        out = flex_attention(*folded[0][:2], value, folded[0][2], **shape)
     else:
-        out = tiled_attention(query, key, value, rows, **shape, dropout=dropout)[0]
+        out = tiled_attention(*folded[0][:2], value, folded[0][2], **shape, dropout=dropout)[0]
     return finish(config, out, learned).to(dtype)
 
 
+#: Query, key and the rows of one band of keys.
+Part = tuple[Tensor, Tensor, Rows]
+
+
+def split(config: LongAttnConfig, query: Tensor, key: Tensor, rows: Rows, rotation: Rotation | None) -> list[Part]:
+    """One part for every band of keys that the config shows and rotates alike; each is attention over an interval."""
+    i, j = rows.query_positions(), rows.key_positions(key.shape[2])
+    parts = []
+    for where, positions in enumerate(config.positions.bands(i) if config.positions else [Band()]):
+        for which, seen in enumerate(config.visibility.bands(i) if config.visibility else [Band()]):
+            q, k = query, key
+            for method, number, band in ((config.positions, where, positions), (config.visibility, which, seen)):
+                if band.query is not None:
+                    q = require_rotation(rotation).move(query, i, band.query, (method, number, "query"))
+                if band.key is not None:
+                    k = require_rotation(rotation).move(key, j, band.key, (method, number, "key"))
+            parts.append((q, k, rows.narrowed(positions.first, positions.last).narrowed(seen.first, seen.last)))
+    return parts
+
+
+def _times(query: Tensor, factor: Tensor | None) -> Tensor:
+    return query if factor is None else (query * factor[..., None]).to(query.dtype)
+
+
+def _shares(lse: list[Tensor]) -> Tensor:
+    """Each part's share of a row's probability, (parts, batch, heads, q_len); rows that see nothing share evenly."""
+    return torch.softmax(torch.stack(lse).clamp(min=HIDDEN), 0)
+
+
+def _merged(results: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    """The output over all parts from those over each: out = Σ share out_part."""
+    shares = _shares([lse for _, lse, _ in results])
+    return sum(share[..., None] * out for share, (out, _, _) in zip(shares, results, strict=True))  # type: ignore[return-value]
+
+
+def _entropy(parts: list[Part], shape: dict[str, Any]) -> Tensor:
+    """The entropy of every row; over several parts H = Σ share (H_part - ln share)."""
+    results = [tiled_attention(q, k, None, rows, **shape, with_lse=len(parts) > 1, with_entropy=True) for q, k, rows in parts]
+    if len(results) == 1:
+        return results[0][2]
+    shares = _shares([lse for _, lse, _ in results])
+    own = torch.stack([entropy for _, _, entropy in results])
+    entropy = (shares * own - torch.special.xlogy(shares, shares)).sum(0)
+    seen = torch.stack([lse for _, lse, _ in results]).amax(0) > HIDDEN
+    return torch.where(seen, entropy, 0.0)
+
+
 def choose_backend(
-    config: LongAttnConfig, query: Tensor, rows: Rows, softcap: float | None, dropout: float, backend: str = "auto"
+    config: LongAttnConfig,
+    query: Tensor,
+    rows: Rows,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    backend: str = "auto",
+    parts: int = 1,
 ) -> str:
     """The backend that "auto" means for this call, or the one named; ValueError where that one cannot be exact."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}")
     entropy = isinstance(config.temperature, EntropyTemperature)
-    in_the_way = config.logit_map or (config.temperature if entropy else None)
-    why_not_sdpa = "the model caps its scores" if softcap else f"{in_the_way.name} changes logits" if in_the_way else None
-    reasons = {"sdpa": why_not_sdpa, "flex": why_not_flex(query, dropout)}
+    if softcap:
+        why_not_sdpa: str | None = "the model caps its scores"
+    else:
+        in_the_way = [m.name for m in (config.logit_map, config.positions, config.visibility) if m is not None]
+        in_the_way += [config.temperature.name] if config.temperature is not None and entropy else []
+        why_not_sdpa = f"{in_the_way[0]} changes more than query and key" if in_the_way else None
+    reasons = {"sdpa": why_not_sdpa, "flex": "keys are split into parts" if parts > 1 else why_not_flex(query, dropout)}
     if backend == "auto":
         if reasons["sdpa"] is None and rows.plain is not None:
             return "sdpa"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
-    from .methods.base import LogitMap, OutputNorm, Score, Temperature
+    from .methods.base import LogitMap, OutputNorm, Positions, Score, Temperature, Visibility
 
 SLOTS = ("positions", "score", "temperature", "logit_map", "visibility", "output_norm")
 BACKENDS = ("auto", "sdpa", "tiled", "flex", "reference")
@@ -37,6 +37,7 @@ class ModelFacts:
     value_dim: int
     train_length: int | None
     own_temperature: str | None = None
+    rope_type: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +120,11 @@ class LongAttnConfig:
         ValueError: a parameter is invalid, or a method sits in a slot that is not its own.
     """
 
-    positions: Method | None = None
+    positions: Positions | None = None
     score: Score | None = None
     temperature: Temperature | None = None
     logit_map: LogitMap | None = None
-    visibility: Method | None = None
+    visibility: Visibility | None = None
     output_norm: OutputNorm | None = None
     layers: str | tuple[int, ...] = "full_attention"
     backend: str = "auto"
@@ -144,6 +145,10 @@ class LongAttnConfig:
                 raise ValueError(f"{slot} must be a method, its dict form or None, got {value!r}")
             if value is not None and value.slot != slot:
                 raise ValueError(f"{value.name} fills the slot {value.slot!r}, not {slot!r}")
+        if self.positions is not None and self.visibility is not None and self.visibility.remaps:
+            raise ValueError(
+                f"{self.positions.name} and {self.visibility.name} clash: both say at which distance far keys are seen"
+            )
         if not isinstance(self.layers, str):
             if not isinstance(self.layers, Iterable):
                 raise ValueError(f"layers must be 'full_attention', 'all' or a list of indices, got {self.layers!r}")

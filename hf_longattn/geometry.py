@@ -55,6 +55,29 @@ class Rows:
             return None
         return (first, last) if q_len in (1, last - first + 1) and first <= last else None
 
+    def query_positions(self) -> Tensor:
+        """Query positions counted from the start of each row's sequence, int64 (batch or 1, q_len), >= 0."""
+        return (self.index[..., POSITION] - self.index[..., START]).clamp(min=0)
+
+    def key_positions(self, kv_len: int) -> Tensor:
+        """Key positions counted likewise, int64 (batch or 1, kv_len).
+
+        Rows of one batch entry start together, except in packed text, where queries and keys are the same tokens.
+        """
+        start = self.index[..., START] if self.index.shape[1] == kv_len else self.index[:, :1, START]
+        return (self.slots(kv_len)[:, 0] - start).clamp(min=0)
+
+    def narrowed(self, first: Tensor | None, last: Tensor | None) -> Rows:
+        """Only the keys at positions first .. last of each row's sequence, both (batch or 1, q_len) or no limit."""
+        if first is None and last is None:
+            return self
+        index = self.index.clone()
+        if first is not None:
+            index[..., LOW] = torch.maximum(index[..., LOW], index[..., START] + first)
+        if last is not None:
+            index[..., HIGH] = torch.minimum(index[..., HIGH], index[..., START] + last)
+        return Rows(index, self.allowed)
+
     def slots(self, kv_len: int) -> Tensor:
         """The slots of the keys, (batch or 1, 1, kv_len)."""
         return self.index[:, :1, KEY_START, None] + torch.arange(kv_len, device=self.index.device)

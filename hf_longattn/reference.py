@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .config import LongAttnConfig
 from .geometry import Rows, check_mask, check_shapes
 from .methods.base import EntropyTemperature, LengthTemperature
+from .rotary import Rotation
 
 
 def reference_attention(
@@ -25,6 +26,7 @@ def reference_attention(
     query_start: int | None = None,
     key_start: int = 0,
     backend: str = "reference",
+    rotation: Rotation | None = None,
 ) -> Tensor:
     """Causal attention under `config`, by its definition; the signature of `hf_longattn.attention`.
 
@@ -37,6 +39,7 @@ def reference_attention(
         query_start: position of the first query, default key_start + kv_len - q_len.
         key_start: position of the first key.
         backend: here always the reference.
+        rotation: how query and key are rotated; needed where the config remaps rotary distances.
 
     Returns:
         (batch, heads, q_len, head_dim) in the dtype of query; rows that see nothing are 0.
@@ -47,7 +50,7 @@ def reference_attention(
     rows = Rows.causal(query.shape[2], key.shape[2], query_start, key_start, query.device)
     rows = Rows(rows.index, check_mask(attention_mask, query, key))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return dense_attention(query, key, value, config, rows, scaling=scaling)[0]
+    return dense_attention(query, key, value, config, rows, scaling=scaling, rotation=rotation)[0]
 
 
 def dense_attention(
@@ -61,12 +64,13 @@ def dense_attention(
     softcap: float | None = None,
     dropout: float = 0.0,
     learned: Mapping[str, nn.Module] | None = None,
+    rotation: Rotation | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output (batch, heads, q_len, head_dim) and attention weights (batch, heads, q_len, kv_len).
 
-    Order of the stages: score, the model's own softcap, temperature by length, logit map, visibility, temperature by
-    entropy, softmax, dropout, output norm. Computes in float32 for half precisions. `learned` holds the trained parts of
-    methods by slot; without it they are what they start as.
+    Order of the stages: positions, score, the model's own softcap, temperature by length, logit map, visibility,
+    temperature by entropy, softmax, dropout, output norm. Computes in float32 for half precisions. `learned` holds the
+    trained parts of methods by slot; without it they are what they start as.
     """
     dtype = query.dtype
     compute = torch.promote_types(dtype, torch.float32)
@@ -78,19 +82,20 @@ def dense_attention(
         value.to(compute).repeat_interleave(group, 1),
     )
 
+    rows, seen, moved = _seen(config, rows, kv_len)
     if config.score is not None:
         query, key, scaling = config.score.fold(query, key)
-    logits = scaling * query @ key.transpose(-1, -2)
+    logits = scaling * (query @ key.transpose(-1, -2) if moved is None else turned_scores(query, key, moved, rotation))
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    if (factor := length_factor(config, rows, query, kv_len, learned)) is not None:
+    if (factor := length_factor(config, rows.count(kv_len), query, learned)) is not None:
         logits = factor[..., None] * logits
     if config.logit_map is not None:
         t = rows.distance(kv_len)
         gain, bias = (x[:, t].transpose(0, 1).to(compute) for x in config.logit_map.tables(heads, int(t.max()) + 1, t.device))
         sinks = rows.sinks(kv_len, config.logit_map.sink_tokens)[:, None]
         logits = torch.where(sinks, logits, gain * logits + bias)
-    visible = rows.visible(kv_len)
+    visible = rows.visible(kv_len) if seen is None else rows.visible(kv_len) & seen
     weights = _softmax(logits, visible)
     if isinstance(config.temperature, EntropyTemperature):
         entropy = -(weights * torch.where(weights > 0, weights, 1.0).log()).sum(-1)  # xlogy's gradient at 0 is NaN
@@ -99,13 +104,49 @@ def dense_attention(
     return finish(config, weights @ value, learned).to(dtype), weights
 
 
+def _seen(config: LongAttnConfig, rows: Rows, kv_len: int) -> tuple[Rows, Tensor | None, Tensor | None]:
+    """Rows that see what the config shows, the same as a mask, and by how much the distance seen exceeds the true one.
+
+    Both (batch or 1, 1, q_len, kv_len), or None where nothing changes.
+    """
+    i, j = rows.query_positions()[:, :, None], rows.key_positions(kv_len)[:, None]
+    seen = moved = None
+    if config.visibility is not None:
+        seen = config.visibility.visible(i, j)[:, None]
+        rows = Rows(rows.index, seen if rows.allowed is None else rows.allowed & seen)
+    remap = config.positions or (config.visibility if config.visibility and config.visibility.remaps else None)
+    if remap is not None:
+        moved = (remap.distance(i, j) - (i - j))[:, None]
+    return rows, seen, moved
+
+
+def turned_scores(query: Tensor, key: Tensor, moved: Tensor, rotation: Rotation | None) -> Tensor:
+    """q . k for vectors whose distance is to appear as `moved` more than it is: q^T R_moved k, pair of features by pair."""
+    rotation = require_rotation(rotation)
+    q1, q2, q_rest = rotation.split(query)
+    k1, k2, k_rest = rotation.split(key)
+    scores = q_rest @ k_rest.transpose(-1, -2)
+    for f, frequency in enumerate(rotation.inv_freq.double().tolist()):
+        cos, sin = (moved * frequency).cos().to(query.dtype), (moved * frequency).sin().to(query.dtype)
+        (a, b), (c, d) = ((x[..., f, None] for x in pair) for pair in ((q1, q2), (k1, k2)))
+        c, d = c.transpose(-1, -2), d.transpose(-1, -2)
+        scores = scores + cos * (a * c + b * d) + sin * (a * d - b * c)
+    return scores
+
+
+def require_rotation(rotation: Rotation | None) -> Rotation:
+    if rotation is None:
+        raise ValueError("a remap of rotary distances needs rotation=hf_longattn.Rotation(inv_freq): the model's frequencies")
+    return rotation
+
+
 def length_factor(
-    config: LongAttnConfig, rows: Rows, query: Tensor, kv_len: int, learned: Mapping[str, nn.Module] | None
+    config: LongAttnConfig, visible: Tensor, query: Tensor, learned: Mapping[str, nn.Module] | None
 ) -> Tensor | None:
-    """The temperature by length for every row, (batch or 1, heads or 1, q_len) in the logits' dtype, or None."""
+    """The temperature for rows that see `visible` keys, (batch or 1, heads or 1, q_len) in the logits' dtype, or None."""
     if not isinstance(config.temperature, LengthTemperature):
         return None
-    factor = config.temperature.factor(rows.count(kv_len).double(), query.shape[-1])
+    factor = config.temperature.factor(visible.double(), query.shape[-1])
     if learned is not None and "temperature" in learned:
         factor = learned["temperature"](factor)
     return factor.to(torch.promote_types(query.dtype, torch.float32))

@@ -16,6 +16,7 @@ from ..config import LongAttnConfig
 from ..geometry import Rows
 from ..reference import dense_attention
 from .masks import base_implementation, read_mask
+from .rotation import RotarySource
 
 #: Arguments that reach an attention function and say nothing about which logits it should compute.
 _HARMLESS = frozenset(
@@ -48,6 +49,7 @@ class LayerPlan:
     reason: str = ""  # why it is left alone
     windowed: bool = False
     heads: int = 0
+    rotary: RotarySource | None = None  # how the layer rotates, where its config remaps that
     observer: Callable[..., None] | None = None  # sees every call of this layer: see `observe`
 
 
@@ -81,13 +83,17 @@ def attention_forward(
     assert attention_mask is not None
     rows = _rows(attention_mask, query, key, kwargs.get("position_ids"))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    learned = getattr(module, "longattn", None)
+    options: dict[str, Any] = {
+        "scaling": scaling,
+        "softcap": softcap,
+        "dropout": dropout,
+        "learned": getattr(module, "longattn", None),
+        "rotation": None if plan.rotary is None else plan.rotary.rotation(),
+    }
     if kwargs.get("output_attentions"):
-        out, weights = dense_attention(
-            query, key, value, plan.config, rows, scaling=scaling, softcap=softcap, dropout=dropout, learned=learned
-        )
+        out, weights = dense_attention(query, key, value, plan.config, rows, **options)
         return out.transpose(1, 2).contiguous(), weights
-    out = attend(query, key, value, plan.config, rows, scaling=scaling, softcap=softcap, dropout=dropout, learned=learned)
+    out = attend(query, key, value, plan.config, rows, **options)
     if plan.observer is not None:
         plan.observer(query, key, value, rows, scaling, softcap, out)
     return out.transpose(1, 2).contiguous(), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import warnings
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from ..config import CUSTOM, LongAttnConfig, ModelFacts
 from .dispatch import LayerPlan
 from .masks import base_implementation
 from .names import is_ours, name_for, short
+from .rotation import PROBE, RotarySource, find_rotary, prove
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -42,10 +44,15 @@ class Layer:
         return None if getattr(self.module, "is_causal", True) else "not causal"
 
     @property
-    def windowed(self) -> bool:
+    def type(self) -> str | None:
+        """The entry in the config's layer_types, if it has them."""
         types = getattr(self.module.config, "layer_types", None)
-        if types is not None:
-            return bool(types[self.index] != "full_attention")
+        return None if types is None else types[self.index]
+
+    @property
+    def windowed(self) -> bool:
+        if self.type is not None:
+            return self.type != "full_attention"
         return getattr(self.module.config, "sliding_window", None) is not None
 
 
@@ -79,6 +86,7 @@ def apply(model: Model, method: str | LongAttnConfig, **parameters: Any) -> Mode
         _commit(assignments)
     _sync_top(base, configs)
     _guard_learned_positions(base)
+    prove_rotations(base)
     return model
 
 
@@ -135,14 +143,69 @@ def prepare(model: PreTrainedModel) -> None:
                 layer.module.longattn_plan = LayerPlan(layer.module.config.longattn, None, layer.why_never)
         _sync_top(model, active)
         _guard_learned_positions(model)
+        _prove_at_first_call(model)
+
+
+@torch.no_grad()
+def prove_rotations(model: PreTrainedModel) -> None:
+    """Check every rotation that a plan relies on, by a forward pass of a few equal tokens.
+
+    Attention over equal values returns that value whatever the weights, so every layer sees the same vector at every
+    position, and its queries and keys differ by their rotation alone.
+    """
+    unproven = [x for x in _layers(model) if (s := _source(x)) is not None and not s.proven]
+    if not unproven or any(p.is_meta for p in model.parameters()):
+        return
+    calls: dict[int, tuple[LayerPlan, Tensor, Tensor]] = {}
+    plans = {id(x.module): x.module.longattn_plan for x in unproven}
+    for layer in unproven:
+        plan = layer.module.longattn_plan
+
+        def seen(query: Tensor, key: Tensor, *_: Any, which: int = id(layer.module), plan: LayerPlan = plan) -> None:
+            calls[which] = (plan, query, key)
+
+        layer.module.longattn_plan = dataclasses.replace(plan, config=LongAttnConfig(), rotary=None, observer=seen)
+    training = model.training
+    try:
+        model.eval()
+        device = model.get_input_embeddings().weight.device
+        model(input_ids=torch.ones(1, PROBE, dtype=torch.int64, device=device), use_cache=False)
+    finally:
+        model.train(training)
+        for layer in unproven:
+            layer.module.longattn_plan = plans[id(layer.module)]
+    for layer in unproven:
+        plan, query, key = calls[id(layer.module)]
+        assert plan.rotary is not None
+        for vectors in (query, key):
+            prove(layer.name, plan.rotary, vectors)
+
+
+def _source(layer: Layer) -> RotarySource | None:
+    plan: LayerPlan | None = layer.module.__dict__.get("longattn_plan")
+    return None if plan is None else plan.rotary
+
+
+def _prove_at_first_call(model: PreTrainedModel) -> None:
+    """While a model is built it has no weights to prove anything with; its first forward pass has."""
+    if any("longattn_proof" in m.__dict__ for m in model.modules()) or all(_source(x) is None for x in _layers(model)):
+        return
+
+    def first(module: Any, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            module.__dict__.pop("longattn_proof").remove()
+            prove_rotations(module)
+
+    model.longattn_proof = model.register_forward_pre_hook(first)  # type: ignore[assignment]
 
 
 def forget(model: nn.Module) -> None:
     """Drop every plan and guard."""
     for module in model.modules():
         module.__dict__.pop("longattn_plan", None)
-        if (handle := module.__dict__.pop("longattn_guard", None)) is not None:
-            handle.remove()
+        for name in ("longattn_guard", "longattn_proof"):
+            if (handle := module.__dict__.pop(name, None)) is not None:
+                handle.remove()
 
 
 @dataclass(frozen=True)
@@ -216,17 +279,27 @@ def _plan(model: nn.Module, target: Any, config: LongAttnConfig) -> tuple[dict[s
         by_type = config.layers == "all" or (config.layers == "full_attention" and not layer.windowed)
         if by_type or (not isinstance(config.layers, str) and layer.index in config.layers):
             chosen.append(layer)
-    facts = _facts(target, chosen or candidates)
+    facts = _facts(model, target, chosen or candidates)
     bound = config.bind(facts)
     if not isinstance(config.layers, str) and (missing := set(config.layers) - {x.index for x in candidates}):
         raise ValueError(f"layers names {sorted(missing)}, which have no causal softmax attention in this model")
     if not chosen or not config.methods:
         raise ValueError(_nothing(model, config, candidates))
+    if (config.positions or config.visibility) and any(x.windowed for x in chosen):
+        raise ValueError(
+            f"{config.name} restricts or remaps far keys, and {[x.index for x in chosen if x.windowed]} are sliding-window layers, "
+            "which have none: leave them out of `layers`"
+        )
+    remaps = config.positions is not None or (config.visibility is not None and config.visibility.remaps)
+    rotary: dict[str | None, RotarySource | None] = {}
     section = bound.to_dict()
     plans = []
     for layer in layers:
         if layer in chosen:
-            plan = LayerPlan(section, bound.for_layer(layer.index), windowed=layer.windowed, heads=facts.num_heads)
+            source = rotary.setdefault(layer.type, find_rotary(model, target, layer.type)) if remaps else None
+            plan = LayerPlan(
+                section, bound.for_layer(layer.index), windowed=layer.windowed, heads=facts.num_heads, rotary=source
+            )
         else:
             reason = layer.why_never or ("sliding window" if layer.windowed else "not in `layers`")
             plan = LayerPlan(section, None, reason, layer.windowed)
@@ -300,7 +373,7 @@ def _nothing(model: nn.Module, config: LongAttnConfig, candidates: list[Layer]) 
     )
 
 
-def _facts(config: Any, layers: list[Layer]) -> ModelFacts:
+def _facts(model: nn.Module, config: Any, layers: list[Layer]) -> ModelFacts:
     rope = getattr(config, "rope_parameters", None) or {}
     if isinstance(rope.get("full_attention"), dict):
         rope = rope["full_attention"]
@@ -313,6 +386,7 @@ def _facts(config: Any, layers: list[Layer]) -> ModelFacts:
         value_dim=getattr(config, "v_head_dim", None) or head_dim,
         train_length=train,
         own_temperature=_own_temperature(config, rope),
+        rope_type=rope.get("rope_type", "default") if find_rotary(model, config, layers[0].type) else None,
     )
 
 

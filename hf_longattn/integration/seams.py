@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from ..config import LongAttnConfig
-from .model import forget, prepare
+from .model import forget, prepare, prove_rotations
 from .names import PREFIX, is_ours, short
 
 
@@ -106,6 +106,7 @@ def _set_attn_implementation(original: Callable[..., None], self: PreTrainedMode
     try:
         forget(self)
         prepare(self)
+        prove_rotations(self)
     except Exception:
         for c, implementation in before:
             c._attn_implementation_internal = implementation

@@ -141,7 +141,8 @@ class _Blocks:
         if self.kv_heads * self.group * self.q_len * self.kv_len <= BLOCK_ELEMENTS:
             return self.kv_heads, self.q_len
         heads = min(self.kv_heads, 2 if self.group == 1 else 1)
-        rows = BLOCK_ELEMENTS // (heads * self.group * self.kv_len)
+        width = int((self.bounds[..., HIGH] - self.bounds[..., LOW]).max()) + 1
+        rows = BLOCK_ELEMENTS // (heads * self.group * max(min(width, self.kv_len), 1))
         return heads, min(max(rows, 16), 256, self.q_len)
 
     def grouped(self, x: Tensor) -> Tensor:
@@ -321,16 +322,16 @@ def _forward(
         entropy = blocks.query.new_zeros(shape if with_entropy else (0,))
         for block in blocks:
             p = logits = block.logits(block.scores())
-            if with_lse:
-                row = logits.logsumexp(-1, keepdim=True)
-                if (nothing := block.sees_nothing(logits)) is not None:
-                    row.masked_fill_(nothing, float("-inf"))
-                block.put(blocks.grouped(lse[..., None]), row)
+            nothing = block.sees_nothing(logits) if with_lse else None
+            top = logits.amax(-1, keepdim=True) if with_lse else None
             if with_entropy:
                 p, _, h = block.entropy(logits)
                 block.put(blocks.grouped(entropy[..., None]), h)
-            elif block.value is not None:
+            elif block.value is not None or with_lse:
                 p = block.softmax(logits)
+            if top is not None:
+                top -= p.amax(-1, keepdim=True).log()  # the largest probability is exp(top - lse)
+                block.put(blocks.grouped(lse[..., None]), top if nothing is None else top.masked_fill_(nothing, float("-inf")))
             if dropout:
                 p.mul_(block.keep())
             if block.value is not None:

@@ -7,25 +7,36 @@ from ..config import register
 from .adaptive_temperature import AdaptiveTemperature
 from .alibi import Alibi
 from .cosscale import CosScale
+from .dual_chunk import DualChunk
 from .infoscale import InfoScale
 from .log_length import LogLength
 from .logn import LogN
 from .output_norm import OutputLayerNorm, OutputStandardise
+from .rerope import LeakyReRope, ReRope
 from .scale_invariant import ScaleInvariant
+from .self_extend import SelfExtend
 from .softmax_plus import SoftmaxPlus
+from .windows import LmInfinite, Streaming, Windowed
 from .yarn_temperature import YarnTemperature
 
 __all__ = [
     "AdaptiveTemperature",
     "Alibi",
     "CosScale",
+    "DualChunk",
     "InfoScale",
+    "LeakyReRope",
+    "LmInfinite",
     "LogLength",
     "LogN",
     "OutputLayerNorm",
     "OutputStandardise",
+    "ReRope",
     "ScaleInvariant",
+    "SelfExtend",
     "SoftmaxPlus",
+    "Streaming",
+    "Windowed",
     "YarnTemperature",
 ]
 
@@ -33,12 +44,19 @@ register(
     AdaptiveTemperature,
     Alibi,
     CosScale,
+    DualChunk,
     InfoScale,
+    LeakyReRope,
+    LmInfinite,
     LogLength,
     LogN,
     OutputLayerNorm,
     OutputStandardise,
+    ReRope,
     ScaleInvariant,
+    SelfExtend,
     SoftmaxPlus,
+    Streaming,
+    Windowed,
     YarnTemperature,
 )

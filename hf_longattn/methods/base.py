@@ -11,6 +11,57 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Method, ModelFacts
+from ..rotary import Remap
+
+
+@dataclass(frozen=True)
+class Band:
+    """Keys of one row that form an interval and share one way of being rotated.
+
+    All positions count from the start of the row's sequence. first, last: the interval, int64 like the query positions they
+    were made from; None is no limit. query, key: remaps of positions (see `rotary.Remap`); None leaves a side as it is.
+    """
+
+    first: Tensor | None = None
+    last: Tensor | None = None
+    query: Remap | None = None
+    key: Remap | None = None
+
+
+class Positions(Method, ABC):
+    """The distance that the rotary encoding shows for a pair, in place of the true one."""
+
+    slot: ClassVar[str] = "positions"
+
+    @abstractmethod
+    def distance(self, i: Tensor, j: Tensor) -> Tensor:
+        """The distance seen between query position i and key position j <= i (int64, broadcast together), float64."""
+
+    @abstractmethod
+    def bands(self, i: Tensor) -> list[Band]:
+        """The same as intervals of keys for query positions i, nearest first; together they cover every key once."""
+
+
+class Visibility(Method, ABC):
+    """Which of the earlier keys a query sees."""
+
+    slot: ClassVar[str] = "visibility"
+
+    def distance(self, i: Tensor, j: Tensor) -> Tensor:
+        """As `Positions.distance`, for methods that change it too."""
+        return (i - j).double()
+
+    @property
+    def remaps(self) -> bool:
+        return False
+
+    @abstractmethod
+    def visible(self, i: Tensor, j: Tensor) -> Tensor:
+        """bool, whether the query at position i sees the key at j <= i."""
+
+    @abstractmethod
+    def bands(self, i: Tensor) -> list[Band]:
+        """The visible keys as disjoint intervals."""
 
 
 class Score(Method, ABC):

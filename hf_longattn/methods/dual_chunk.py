@@ -1,0 +1,75 @@
+"""Dual chunk attention: positions inside chunks, so that no distance exceeds the chunk size."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from ..config import ModelFacts
+from .base import Band, Positions
+from .rerope import check_remap, check_window, known
+
+
+@dataclass(frozen=True, kw_only=True)
+class DualChunk(Positions):
+    """With chunks of c = chunk - local tokens, the distance seen is
+
+        same chunk: t;   next chunk: min(i mod c + c, chunk) - j mod c;   older: min(2c - 1, chunk) - j mod c.
+
+    Args:
+        chunk: s, below the trained length; default three quarters of it.
+        local: ℓ < s; distances up to ℓ stay exact across a chunk's edge. Default a sixteenth of the trained length.
+        stack: allow it beside the model's own rope scaling.
+
+    An et al., "Training-Free Long-Context Scaling of Large Language Models" (2024).
+    """
+
+    name: ClassVar[str] = "dual_chunk"
+    paper: ClassVar[str] = "An et al. 2024, Dual chunk attention"
+
+    chunk: int | None = None
+    local: int | None = None
+    stack: bool = False
+
+    def validate(self) -> None:
+        check_window(self.chunk)
+        check_window(self.local)
+        if self.chunk is not None and self.local is not None and self.chunk <= self.local:
+            raise ValueError(f"chunk must be larger than local, got {self.chunk} and {self.local}")
+
+    def bind(self, facts: ModelFacts) -> Self:
+        check_remap(self.name, facts, self.stack)
+        length = facts.train_length
+        if length is None and (self.chunk is None or self.local is None):
+            raise ValueError("dual_chunk needs chunk and local: the model's config names no maximum length")
+        if length is not None and self.chunk is not None and self.chunk >= length:
+            raise ValueError(f"chunk {self.chunk} must be below the trained length {length}")
+        chunk = self.chunk or max(int(length or 0) * 3 // 4, 2)
+        return dataclasses.replace(self, chunk=chunk, local=self.local or max(min(int(length or 0) // 16, chunk - 1), 1))
+
+    @property
+    def step(self) -> int:
+        return known(self.chunk) - known(self.local)
+
+    def distance(self, i: Tensor, j: Tensor) -> Tensor:
+        c, s = self.step, known(self.chunk)
+        apart = i // c - j // c
+        older = min(2 * c - 1, s) - j % c
+        return torch.where(apart == 0, i - j, torch.where(apart == 1, (i % c + c).clamp(max=s) - j % c, older)).double()
+
+    def bands(self, i: Tensor) -> list[Band]:
+        c, s = self.step, known(self.chunk)
+        edge = i // c * c
+
+        def inside(j: Tensor) -> Tensor:
+            return (j % c).double()
+
+        return [
+            Band(first=edge),
+            Band(edge - c, edge - 1, lambda i: (i % c + c).clamp(max=s).double(), inside),
+            Band(last=edge - c - 1, query=lambda i: torch.full_like(i, min(2 * c - 1, s)).double(), key=inside),
+        ]

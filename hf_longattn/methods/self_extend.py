@@ -1,0 +1,52 @@
+"""Self-Extend: exact distances near the query, distances between groups of tokens beyond a window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from ..config import ModelFacts
+from .base import Band, Positions
+from .rerope import bind_window, check_at_least_one, check_remap, check_window, known
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfExtend(Positions):
+    """Distance seen: t for t < window, else ⌊i/group⌋ - ⌊j/group⌋ + window - ⌊window/group⌋.
+
+    Args:
+        window: w; default an eighth of the trained length.
+        group: g >= 1; the model reaches window + g (trained length - window) tokens back.
+        stack: allow it beside the model's own rope scaling.
+
+    Jin et al., "LLM Maybe LongLM: Self-Extend LLM Context Window Without Tuning" (2024).
+    """
+
+    name: ClassVar[str] = "self_extend"
+    paper: ClassVar[str] = "Jin et al. 2024, Self-Extend"
+
+    window: int | None = None
+    group: int = 4
+    stack: bool = False
+
+    def validate(self) -> None:
+        check_window(self.window)
+        check_at_least_one(group=self.group)
+        if not isinstance(self.group, int):
+            raise ValueError(f"group must be an integer, got {self.group!r}")
+
+    def bind(self, facts: ModelFacts) -> Self:
+        check_remap(self.name, facts, self.stack)
+        return bind_window(self, facts, 8)
+
+    def distance(self, i: Tensor, j: Tensor) -> Tensor:
+        w, g = known(self.window), self.group
+        return torch.where(i - j < w, i - j, i // g - j // g + w - w // g).double()
+
+    def bands(self, i: Tensor) -> list[Band]:
+        w, g = known(self.window), self.group
+        far = Band(last=i - w, query=lambda i: (i // g + w - w // g).double(), key=lambda j: (j // g).double())
+        return [Band(first=i - w + 1), far]

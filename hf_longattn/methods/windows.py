@@ -1,0 +1,115 @@
+"""Windows and sinks: attention that sees only the last keys, or those and the first few."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from ..config import ModelFacts, require_count
+from .base import Band, Visibility
+from .rerope import bind_window, capped, check_remap, check_window, known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windowed(Visibility):
+    """The last `window` keys, the token itself included.
+
+    Args:
+        window: w; default half the trained length, at most all of it.
+    """
+
+    name: ClassVar[str] = "windowed"
+    paper: ClassVar[str] = "InfoScale and CosScale, Table 1 (W.A.)"
+
+    window: int | None = None
+
+    def validate(self) -> None:
+        check_window(self.window)
+
+    def bind(self, facts: ModelFacts) -> Self:
+        return bind_window(self, facts, 2, may_equal=True)
+
+    def visible(self, i: Tensor, j: Tensor) -> Tensor:
+        return i - j < known(self.window)
+
+    def bands(self, i: Tensor) -> list[Band]:
+        return [Band(first=i - known(self.window) + 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming(Visibility):
+    """The first `sinks` keys and the last `window`, with distances as in the shortened cache:
+
+    a query sees a sink at min(i, sinks + window - 1) - j, and recent keys at t.
+
+    Args:
+        window: w; default half the trained length; window + sinks must not exceed it.
+        sinks: the first keys of each sequence.
+        stack: allow it beside the model's own rope scaling.
+
+    Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2024).
+    """
+
+    name: ClassVar[str] = "streaming"
+    paper: ClassVar[str] = "Xiao et al. 2024, StreamingLLM"
+
+    window: int | None = None
+    sinks: int = 4
+    stack: bool = False
+
+    def validate(self) -> None:
+        check_window(self.window)
+        require_count(sinks=self.sinks)
+
+    def bind(self, facts: ModelFacts) -> Self:
+        check_remap(self.name, facts, self.stack)
+        return bind_window(self, facts, 2, may_equal=True)
+
+    @property
+    def remaps(self) -> bool:
+        return True
+
+    def cap(self, i: Tensor) -> Tensor:
+        """The position of the query as its sinks see it."""
+        return i.clamp(max=self.sinks + known(self.window) - 1)
+
+    def visible(self, i: Tensor, j: Tensor) -> Tensor:
+        return (i - j < known(self.window)) | (j < self.sinks)
+
+    def distance(self, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where(i - j < known(self.window), i - j, self.cap(i) - j).double()
+
+    def bands(self, i: Tensor) -> list[Band]:
+        first = i - known(self.window) + 1
+        return [Band(first=first), Band(last=(first - 1).clamp(max=self.sinks - 1), query=lambda i: self.cap(i).double())]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmInfinite(Streaming):
+    """The first `sinks` keys and the last `window`, no distance beyond `window`.
+
+    Args:
+        window: w; default the trained length.
+        sinks: n_g, 5 as published.
+
+    Han et al., "LM-Infinite: Simple On-the-Fly Length Generalization for Large Language Models" (2024).
+    """
+
+    name: ClassVar[str] = "lm_infinite"
+    paper: ClassVar[str] = "Han et al. 2024, LM-Infinite"
+
+    sinks: int = 5
+
+    def bind(self, facts: ModelFacts) -> Self:
+        check_remap(self.name, facts, self.stack)
+        return bind_window(self, facts, 1, may_equal=True)
+
+    def distance(self, i: Tensor, j: Tensor) -> Tensor:
+        return (i - j).double().clamp(max=known(self.window))
+
+    def bands(self, i: Tensor) -> list[Band]:
+        w = known(self.window)
+        return [Band(first=i - w + 1), capped((i - w).clamp(max=self.sinks - 1), w)]

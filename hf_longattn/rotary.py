@@ -1,0 +1,85 @@
+"""Undoing and redoing a rotary position encoding on queries and keys that are rotated already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+#: From positions (int64, any shape) to the positions that a rotation should show instead (float64, same shape).
+Remap = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """A model's rotation: the pair f of a vector at position p is turned by the angle p inv_freq[f].
+
+    Args:
+        inv_freq: float32 (pairs,), radians per position; a zero leaves its pair alone. Features beyond 2 * pairs are not
+            rotated (partial rotary).
+        interleaved: pairs are features (2f, 2f + 1) instead of (f, f + pairs).
+    """
+
+    inv_freq: Tensor
+    interleaved: bool = False
+    _cache: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    def move(self, x: Tensor, position: Tensor, remap: Remap, name: Hashable) -> Tensor:
+        """Vectors rotated for `position`, rotated for remap(position) instead.
+
+        Args:
+            x: (batch, heads, n, head_dim).
+            position: int64 (batch or 1, n), >= 0.
+            name: identifies the remap, for the cache of angles.
+
+        Returns:
+            like x, in float32 at least.
+        """
+        return self.turn(x, *self.cached_angles(position, remap, name))
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x (batch, heads, n, head_dim) turned by angles (batch or 1, n, pairs), in float32 at least."""
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
+        first, second, rest = self.split(x)
+        return self.join(first * cos - second * sin, second * cos + first * sin, rest)
+
+    def cached_angles(self, position: Tensor, remap: Remap, name: Hashable) -> tuple[Tensor, Tensor]:
+        """`angles`, looked up in a table of all positions so far."""
+        if torch.compiler.is_compiling():
+            return self.angles(position, remap)
+        length = 1 << max(10, int(position.max()).bit_length())
+        key = (name, length, self.inv_freq.device, self.inv_freq._version)
+        if key not in self._cache:
+            if len(self._cache) >= 16:
+                self._cache.clear()
+            with torch.inference_mode(False), torch.no_grad():
+                self._cache[key] = self.angles(torch.arange(length, device=position.device), remap)
+        cos, sin = self._cache[key]
+        first, n = int(position[0, 0]), position.shape[1]
+        if position.shape[0] == 1 and bool((position[0] == torch.arange(first, first + n, device=position.device)).all()):
+            return cos[None, first : first + n], sin[None, first : first + n]
+        return cos[position], sin[position]
+
+    def angles(self, position: Tensor, remap: Remap) -> tuple[Tensor, Tensor]:
+        """cos and sin of the angle from position to remap(position): (batch or 1, n, pairs), in inv_freq's dtype."""
+        frequency = self.inv_freq.to(position.device)
+        # The old angle is rounded as the model rounded it, so that undoing it is exact; then nothing more is lost
+        old = (position[..., None].to(frequency.dtype) * frequency).double()
+        angle = remap(position)[..., None].double() * frequency.double() - old
+        wide = torch.float64 if frequency.dtype == torch.float64 else torch.float32
+        return angle.cos().to(wide), angle.sin().to(wide)
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The first and second features of all pairs, (..., pairs) each, and the features that are not rotated."""
+        pairs = self.inv_freq.shape[0]
+        rotated, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+        if self.interleaved:
+            return rotated[..., 0::2], rotated[..., 1::2], rest
+        return rotated[..., :pairs], rotated[..., pairs:], rest
+
+    def join(self, first: Tensor, second: Tensor, rest: Tensor) -> Tensor:
+        pair = torch.stack([first, second], -1).flatten(-2) if self.interleaved else torch.cat([first, second], -1)
+        return torch.cat([pair, rest], -1) if rest.shape[-1] else pair
