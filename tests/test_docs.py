@@ -1,0 +1,42 @@
+"""The pages of docs/ against the package and the result file."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from hf_longattn.config import method_names
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+SCRIPT = ROOT / "benchmarks" / "methods_on_model.py"
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_every_method_has_a_page_and_a_row_in_both_indices(name: str) -> None:
+    index = (ROOT / "docs" / "methods" / "README.md").read_text(encoding="utf-8")
+    page = re.search(rf"\[`{name}`\]\((\w+\.md)\)", index)
+    assert page, f"docs/methods/README.md has no link for {name}"
+    assert f"`{name}`" in (ROOT / "docs" / "methods" / page[1]).read_text(encoding="utf-8").splitlines()[0]
+    rows = [x for x in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if x.startswith("|") and f"`{name}`" in x]
+    assert any(f"docs/methods/{page[1]}" in row for row in rows), f"README.md has no row with a link for {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_tables_are_the_result_file(page: Path) -> None:
+    spec = importlib.util.spec_from_file_location("methods_on_model", SCRIPT)
+    assert spec
+    assert spec.loader
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    text = page.read_text(encoding="utf-8")
+    assert script.with_tables(text, script.load()) == text, "run: python benchmarks/methods_on_model.py --tables"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
