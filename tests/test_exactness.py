@@ -237,7 +237,7 @@ def decode_compiled(m: Any, ids: Tensor) -> tuple[Tensor, int]:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_compiled_static_decode(family: str) -> None:
     """No graph more than stock sdpa needs: one, and others while the sliding window of Gemma 3 fills."""
-    config, ids = CASES[DEFAULT], tokens(2, 10)
+    config, ids = CASES[DEFAULT], tokens(2, 9)
     logits, graphs = decode_compiled(fresh(family, config), ids)
     close(logits, expected(family, config, ids))
     assert graphs <= decode_compiled(stock(family), ids)[1]

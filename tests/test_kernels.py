@@ -360,7 +360,7 @@ def test_half_precision_error_budget(dtype: torch.dtype, backward: bool) -> None
             leaves = [x.clone().requires_grad_() for x in tensors]
             out = function(*leaves)
             results.append(torch.autograd.grad(out.float().sin().sum(), leaves)[0] if backward else out)
-        return float((results[0].double() - results[1].double()).pow(2).mean().sqrt())
+        return float((results[0].detach().double() - results[1].detach().double()).pow(2).mean().sqrt())
 
     budget = error(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True))
     config = CASES["scale_invariant"]
