@@ -26,7 +26,7 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.dev  ## rewrites benchmarks/results/
-	$(BIN)/python benchmarks/attention.py
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/attention.py $(ARGS)
 
 test-oldest: $(OLDEST)/.dev  ## exactness and persistence on the oldest supported transformers
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 tests/test_exactness.py tests/test_persistence.py tests/test_traps.py

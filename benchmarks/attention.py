@@ -119,7 +119,7 @@ def main() -> None:
     rows = [row for mode, length in CASES for row in measure(mode, length, args.rounds)]
     rows += [peak_memory(name, mode) for mode in ("forward", "forward+backward") for name in ("sdpa", "tiled")]
     result = {
-        "command": "python benchmarks/attention.py" + (f" --rounds {args.rounds}" if args.rounds != 15 else ""),
+        "command": "make bench" + (f' ARGS="{" ".join(sys.argv[1:])}"' if sys.argv[1:] else ""),
         "date": datetime.now(UTC).date().isoformat(),
         "what": f"scale_invariant, batch 1, {HEADS} heads, head_dim {HEAD_DIM}, float32, causal, {THREADS} threads",
         "versions": {"hf_longattn": hf_longattn.__version__, "torch": torch.__version__, "python": platform.python_version()},

@@ -285,10 +285,10 @@ def _plan(model: nn.Module, target: Any, config: LongAttnConfig) -> tuple[dict[s
         raise ValueError(f"layers names {sorted(missing)}, which have no causal softmax attention in this model")
     if not chosen or not config.methods:
         raise ValueError(_nothing(model, config, candidates))
-    if (config.positions or config.visibility) and any(x.windowed for x in chosen):
+    if (config.positions or config.visibility) and (windowed := [x.index for x in chosen if x.windowed]):
         raise ValueError(
-            f"{config.name} restricts or remaps far keys, and {[x.index for x in chosen if x.windowed]} are sliding-window layers, "
-            "which have none: leave them out of `layers`"
+            f"{config.name} restricts or remaps far keys, and the sliding-window layers {windowed} have none: leave them out of "
+            "`layers`"
         )
     remaps = config.positions is not None or (config.visibility is not None and config.visibility.remaps)
     rotary: dict[str | None, RotarySource | None] = {}
