@@ -43,6 +43,16 @@ CASES: dict[str, LongAttnConfig] = {
     "output_layer_norm": LongAttnConfig.preset("output_layer_norm", deviation=0.4),
     "infoscale+cosscale": LongAttnConfig.preset("infoscale+cosscale", train_length=4, scale=5.0),
     "mapped+adaptive": LongAttnConfig.preset("scale_invariant+adaptive_temperature", tau=10.0, sink_tokens=1),
+    "rerope": LongAttnConfig.preset("rerope", window=7),
+    "leaky_rerope": LongAttnConfig.preset("leaky_rerope", window=7, stretch=2.5),
+    "self_extend": LongAttnConfig.preset("self_extend", window=6, group=3),
+    "dual_chunk": LongAttnConfig.preset("dual_chunk", chunk=10, local=3),
+    "windowed": LongAttnConfig.preset("windowed", window=7),
+    "streaming": LongAttnConfig.preset("streaming", window=6, sinks=2),
+    "lm_infinite": LongAttnConfig.preset("lm_infinite", window=6, sinks=2),
+    "rerope+infoscale+cosscale": LongAttnConfig.preset("rerope+infoscale+cosscale", window=7, train_length=4, scale=5.0),
+    "leaky_rerope+scale_invariant": LongAttnConfig.preset("leaky_rerope+scale_invariant", window=7, sink_tokens=1),
+    "streaming+adaptive": LongAttnConfig.preset("streaming+adaptive_temperature", window=9, sinks=2),
     "all_slots": LongAttnConfig.preset(
         "scale_invariant+infoscale+cosscale+output_standardise", train_length=4, tau=2.0, scale=5.0, deviation=0.3
     ),
@@ -50,6 +60,15 @@ CASES: dict[str, LongAttnConfig] = {
 DEFAULT = "scale_invariant"
 #: The families that every case but the default one runs on: plain, softcap, sliding, shared keys, learned positions.
 SUBSET = ("llama", "gemma2", "gemma3", "gemma4", "gpt2")
+
+
+def families(case: str) -> tuple[str, ...]:
+    """Those that a case runs on: remaps need rotary positions."""
+    config = CASES[case]
+    if config.positions is None and (config.visibility is None or not config.visibility.remaps):
+        return SUBSET
+    return (*(f for f in SUBSET if f != "gpt2"), "qwen3", "mistral")
+
 
 _COMMON = {
     "vocab_size": VOCAB,

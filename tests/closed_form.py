@@ -93,15 +93,53 @@ def output_standardise(p: dict[str, Any], layer: int, out: np.ndarray) -> np.nda
     return deviation * x + mean
 
 
+def rerope(p: dict[str, Any], i: np.ndarray, j: np.ndarray) -> np.ndarray:
+    """The distance seen by the query at i for the key at j."""
+    return np.minimum(i - j, p["window"])
+
+
+def leaky_rerope(p: dict[str, Any], i: np.ndarray, j: np.ndarray) -> np.ndarray:
+    return np.where(i - j < p["window"], i - j, p["window"] + (i - j - p["window"]) / p["stretch"])
+
+
+def self_extend(p: dict[str, Any], i: np.ndarray, j: np.ndarray) -> np.ndarray:
+    w, g = p["window"], p["group"]
+    return np.where(i - j < w, i - j, i // g - j // g + w - w // g)
+
+
+def dual_chunk(p: dict[str, Any], i: np.ndarray, j: np.ndarray) -> np.ndarray:
+    s, c = p["chunk"], p["chunk"] - p["local"]
+    following = np.minimum(i % c + c, s) - j % c
+    return np.select([i // c == j // c, i // c == j // c + 1], [i - j, following], min(2 * c - 1, s) - j % c)
+
+
+def streaming(p: dict[str, Any], i: np.ndarray, j: np.ndarray) -> np.ndarray:
+    return np.where(i - j < p["window"], i - j, np.minimum(i, p["sinks"] + p["window"] - 1) - j)
+
+
+def lm_infinite(p: dict[str, Any], i: np.ndarray, j: np.ndarray) -> np.ndarray:
+    return np.minimum(i - j, p["window"])
+
+
+def moved_scores(q: np.ndarray, k: np.ndarray, move: np.ndarray, inv_freq: np.ndarray) -> np.ndarray:
+    """q . k of rotated vectors as if their distance were larger by `move`; pairs are the two halves, as complex numbers."""
+    pairs = len(inv_freq)
+    a, b = (x[..., :pairs] + 1j * x[..., pairs : 2 * pairs] for x in (q, k))
+    turn = np.exp(1j * move[..., None] * inv_freq)
+    rotated = np.einsum("bhqf,qkf,bhkf->bhqk", a, turn, b.conj()).real
+    return rotated + q[..., 2 * pairs :] @ k[..., 2 * pairs :].swapaxes(-1, -2)
+
+
 #: By method name and slot. A method without an entry is compared with `reference_attention` alone.
 LOGIT_MAPS: dict[str, Formula] = {"scale_invariant": scale_invariant, "alibi": alibi}
 BY_LENGTH: dict[str, Formula] = {f.__name__: f for f in (infoscale, logn, log_length, softmax_plus, yarn_temperature)}
+REMAPS: dict[str, Formula] = {f.__name__: f for f in (rerope, leaky_rerope, self_extend, dual_chunk, streaming, lm_infinite)}
 BY_ENTROPY: dict[str, Formula] = {"adaptive_temperature": adaptive_temperature}
 NORMS: dict[str, Formula] = {"output_standardise": output_standardise, "output_layer_norm": output_standardise}
 
 
 def covers(config: LongAttnConfig) -> bool:
-    known = {"cosscale", *LOGIT_MAPS, *BY_LENGTH, *BY_ENTROPY, *NORMS}
+    known = {"cosscale", "windowed", *REMAPS, *LOGIT_MAPS, *BY_LENGTH, *BY_ENTROPY, *NORMS}
     return all(m.name in known for m in config.methods)
 
 
@@ -133,16 +171,27 @@ def _attention(
     if "score" in methods:
         q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
         scaling = methods["score"]["scale"]
-    s = scaling * q @ k.swapaxes(-1, -2)
+    t = position[:, None] - position
+    visibility = methods.get("visibility", {})
+    remap = methods.get("positions", visibility)
+    s = q @ k.swapaxes(-1, -2)
+    if remap.get("name") in REMAPS:
+        seen = REMAPS[remap["name"]](remap, position[:, None], position)
+        s = moved_scores(q, k, seen - t, module.closed_form_frequencies[0])
+    s = scaling * s
+    visible, n_seen = (t >= 0) & (t < (sliding_window or n)), position + 1
+    if visibility:
+        sinks, window = visibility.get("sinks", 0), visibility["window"]
+        visible &= (t < window) | (position < sinks)
+        n_seen = np.minimum(n_seen, window) + np.clip(position - window + 1, 0, sinks)
     if softcap:
         s = softcap * np.tanh(s / softcap)
     temperature = methods.get("temperature", {})
     if (by_length := BY_LENGTH.get(temperature.get("name", ""))) is not None:
-        s = by_length(temperature, position + 1, query.shape[-1])[:, None] * s
-    t = position[:, None] - position
+        s = by_length(temperature, n_seen, query.shape[-1])[:, None] * s
     if "logit_map" in methods:
         s = LOGIT_MAPS[methods["logit_map"]["name"]](methods["logit_map"], layer, s, t, position)
-    s = np.where((t >= 0) & (t < (sliding_window or n)), s, -np.inf)
+    s = np.where(visible, s, -np.inf)
     p = _softmax(s)
     if (by_entropy := BY_ENTROPY.get(temperature.get("name", ""))) is not None:
         entropy = -(p * np.log(np.where(p > 0, p, 1))).sum(-1, keepdims=True)
@@ -160,6 +209,10 @@ AttentionMaskInterface.register("closed_form", sdpa_mask)
 def attach(model: Any, config: LongAttnConfig) -> Any:
     """Make the model compute the closed form of `config`; returns the model."""
     model.set_attn_implementation("closed_form")
+    frequencies = [
+        b.double().numpy() for n, b in model.named_buffers() if n.endswith(("rotary_emb.inv_freq", "full_attention_inv_freq"))
+    ]
     for module in model.modules():
         module.closed_form = config
+        module.closed_form_frequencies = frequencies
     return model

@@ -287,7 +287,7 @@ def _plan(model: nn.Module, target: Any, config: LongAttnConfig) -> tuple[dict[s
         raise ValueError(_nothing(model, config, candidates))
     if (config.positions or config.visibility) and (windowed := [x.index for x in chosen if x.windowed]):
         raise ValueError(
-            f"{config.name} restricts or remaps far keys, and the sliding-window layers {windowed} have none: leave them out of "
+            f"{config.name} restricts or remaps far keys; the sliding-window layers {windowed} have none: leave them out of "
             "`layers`"
         )
     remaps = config.positions is not None or (config.visibility is not None and config.visibility.remaps)
