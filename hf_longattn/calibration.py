@@ -86,8 +86,8 @@ def measure(model: nn.Module, batches: Iterable[Mapping[str, Any] | Tensor], sin
         sink_mass=collect("sink", "rows"),
         output_mean=collect("mean", "tokens"),
         output_deviation=collect("deviation", "tokens"),
-        all_heads_mean=collect("all_mean", "tokens"),
-        all_heads_deviation=collect("all_deviation", "tokens"),
+        all_heads_mean=collect("all_mean", "tokens")[:, 0],
+        all_heads_deviation=collect("all_deviation", "tokens")[:, 0],
         tokens=tokens,
     )
 
