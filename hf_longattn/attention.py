@@ -78,63 +78,44 @@ def attend(
         learned: the trained parts of methods by slot; without it they are what they start as.
         rotation: how query and key are rotated; needed where the config remaps rotary distances.
     """
-    if config.positions is not None or config.visibility is not None:
-        parts = split(config, query, key, rows, rotation)
-    else:
-        parts = [(query, key, rows)]
-    backend = choose_backend(
-        config, query, rows, softcap, dropout, config.backend if backend == "auto" else backend, len(parts)
-    )
+    parts = split(config, query, key, rows, rotation)
+    backend = config.backend if backend == "auto" else backend
+    backend = choose_backend(config, query, rows, softcap, dropout, backend, len(parts))
+    model: dict[str, Any] = {"scaling": scaling, "softcap": softcap}
     if backend == "reference":
-        return dense_attention(
-            query,
-            key,
-            value,
-            config,
-            rows,
-            scaling=scaling,
-            softcap=softcap,
-            dropout=dropout,
-            learned=learned,
-            rotation=rotation,
-        )[0]
+        model |= {"dropout": dropout, "learned": learned, "rotation": rotation}
+        return dense_attention(query, key, value, config, rows, **model)[0]
     dtype, kv_len = query.dtype, key.shape[2]
-    widen = backend == "tiled" and bool(config.score or config.temperature)  # float32 there anyway: fold without rounding
-    visible = sum((r.count(kv_len) for _, _, r in parts[1:]), parts[0][2].count(kv_len))
-    factor = length_factor(config, visible, query, learned)
-    shape: dict[str, Any] = {"scaling": scaling, "softcap": softcap}
+    if backend == "tiled" and (config.score or config.temperature):  # it computes in float32 anyway: fold without rounding
+        parts = [(_wide(q), _wide(k), part) for q, k, part in parts]
+    if config.score is not None:
+        parts = [(*(folded := config.score.fold(q, k))[:2], part) for q, k, part in parts]
+        model["scaling"] = folded[2]
     if config.logit_map is not None:
-        length = table_length(rows, kv_len)
-        shape["gain"], shape["bias"] = distance_tables(config.logit_map, query.shape[1], length, query)
-        shape["sinks"] = config.logit_map.sink_tokens
+        model["gain"], model["bias"] = distance_tables(config.logit_map, query.shape[1], table_length(rows, kv_len), query)
+        model["sinks"] = config.logit_map.sink_tokens
 
-    folded = []
-    for q, k, part in parts:
-        if widen:
-            q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
-        if config.score is not None:
-            q, k, shape["scaling"] = config.score.fold(q, k)
-        folded.append((_times(q, None if softcap else factor), k, part))
-    if factor is not None and softcap:
-        shape["row_gain"] = factor.expand(query.shape[:3])
+    visible = torch.stack([part.count(kv_len) for _, _, part in parts]).sum(0)
+    factor = length_factor(config, visible, query, learned)
+    parts = _heated(parts, model, factor)
     if isinstance(config.temperature, EntropyTemperature):
-        factor = config.temperature.factor(_entropy(folded, shape))
-        folded = [(_times(q, None if softcap else factor), k, part) for q, k, part in folded]
-        if softcap:
-            shape["row_gain"] = factor
+        factor = config.temperature.factor(_entropy(parts, model))
+        parts = _heated(parts, model, factor)
         if config.logit_map is not None:
-            shape["row_bias"] = factor
+            model["row_bias"] = factor
         elif not softcap and len(parts) == 1 and rows.plain is not None:
             backend = "sdpa"  # what is left is plain attention
 
-    if len(folded) > 1:
-        out = _merged([tiled_attention(q, k, value, part, **shape, dropout=dropout, with_lse=True) for q, k, part in folded])
-    elif backend == "sdpa":
-        out = sdpa_attention(*folded[0][:2], value, folded[0][2], scaling=shape["scaling"], dropout=dropout)
-    elif backend == "flex":
-        out = flex_attention(*folded[0][:2], value, folded[0][2], **shape)
+    if len(parts) > 1:
+        out = _merged([tiled_attention(q, k, value, part, **model, dropout=dropout, with_lse=True) for q, k, part in parts])
     else:
-        out = tiled_attention(*folded[0][:2], value, folded[0][2], **shape, dropout=dropout)[0]
+        ((query, key, part),) = parts
+        if backend == "sdpa":
+            out = sdpa_attention(query, key, value, part, scaling=model["scaling"], dropout=dropout)
+        elif backend == "flex":
+            out = flex_attention(query, key, value, part, **model)
+        else:
+            out = tiled_attention(query, key, value, part, **model, dropout=dropout)[0]
     return finish(config, out, learned).to(dtype)
 
 
@@ -144,6 +125,8 @@ Part = tuple[Tensor, Tensor, Rows]
 
 def split(config: LongAttnConfig, query: Tensor, key: Tensor, rows: Rows, rotation: Rotation | None) -> list[Part]:
     """One part for every band of keys that the config shows and rotates alike; each is attention over an interval."""
+    if config.positions is None and config.visibility is None:
+        return [(query, key, rows)]
     i, j = rows.query_positions(), rows.key_positions(key.shape[2])
     parts = []
     for where, positions in enumerate(config.positions.bands(i) if config.positions else [Band()]):
@@ -158,8 +141,18 @@ def split(config: LongAttnConfig, query: Tensor, key: Tensor, rows: Rows, rotati
     return parts
 
 
-def _times(query: Tensor, factor: Tensor | None) -> Tensor:
-    return query if factor is None else (query * factor[..., None]).to(query.dtype)
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _heated(parts: list[Part], model: dict[str, Any], factor: Tensor | None) -> list[Part]:
+    """The same logits times a factor per row: on the query, or after the softcap where the model has one."""
+    if factor is None:
+        return parts
+    if model["softcap"]:
+        model["row_gain"] = factor.expand(parts[0][0].shape[:3])
+        return parts
+    return [((q * factor[..., None]).to(q.dtype), k, part) for q, k, part in parts]
 
 
 def _shares(lse: list[Tensor]) -> Tensor:

@@ -102,9 +102,12 @@ def carrier_mask(
 
 
 def read_mask(mask: Tensor, kv_len: int) -> Rows:
-    """The rows that a mask made by `carrier_mask` describes."""
+    """The rows that a mask made by `carrier_mask` describes; the same object for every layer that gets the mask."""
     if mask.shape[-1] == INDEX_WIDTH:
-        return Rows(mask[:, 0])
+        if torch.compiler.is_compiling():
+            return Rows(mask[:, 0])
+        rows: Rows = mask.__dict__.setdefault("longattn_rows", Rows(mask[:, 0]))
+        return rows
     if mask.shape[-1] != INDEX_WIDTH + kv_len:
         raise ValueError(f"an integer mask of width {mask.shape[-1]} does not fit {kv_len} keys")
     return Rows(mask[:, 0, :, :INDEX_WIDTH].long(), mask[..., INDEX_WIDTH:].bool())
