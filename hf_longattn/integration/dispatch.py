@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..attention import attend
 from ..config import LongAttnConfig
 from ..geometry import Rows
+from ..methods.learned import learned_parts
 from ..reference import dense_attention
 from .masks import base_implementation, read_mask
 from .rotation import RotarySource
@@ -87,7 +88,7 @@ def attention_forward(
         "scaling": scaling,
         "softcap": softcap,
         "dropout": dropout,
-        "learned": getattr(module, "longattn", None),
+        "learned": learned_parts(module),
         "rotation": None if plan.rotary is None else plan.rotary.rotation(),
     }
     if kwargs.get("output_attentions"):

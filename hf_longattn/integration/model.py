@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..config import CUSTOM, LongAttnConfig, ModelFacts
+from ..methods.learned import LearnedParts, learned_parts
 from .dispatch import LayerPlan
 from .masks import base_implementation
 from .names import is_ours, name_for, short
@@ -110,7 +111,7 @@ def remove(model: Model) -> Model:
         base.config._attn_implementation_internal = base_implementation(base.config)
     forget(base)
     for layer in _layers(base):
-        _detach(layer.module)
+        _attach(layer.module, {})
     return model
 
 
@@ -126,6 +127,17 @@ def config_of(model: nn.Module) -> LongAttnConfig:
         if is_ours(c._attn_implementation) and c.longattn:
             return LongAttnConfig.from_dict(c.longattn)
     raise ValueError(f"{type(base).__name__} runs {base.config._attn_implementation!r}, not an hf_longattn method")
+
+
+def bound_config(model: nn.Module, config: LongAttnConfig) -> tuple[LongAttnConfig, ModelFacts]:
+    """The config with all defaults that depend on the model filled in, and those facts; the model is not changed."""
+    base = _pretrained(model)
+    targets = _configs(base, causal=True)
+    if not targets:
+        raise ValueError(_nothing(base, config, []))
+    layers = [x for x in _layers(base) if x.module.config is targets[0] and not x.why_never]
+    facts = _facts(base, targets[0], [x for x in layers if not x.windowed] or layers)
+    return config.bind(facts), facts
 
 
 def prepare(model: PreTrainedModel) -> None:
@@ -318,36 +330,37 @@ def _commit(assignments: list[Assignment]) -> None:
         _attach(module, learned)
 
 
-def _detach(module: Any) -> None:
-    """Take the learned parts off an attention module; warn if training has changed them."""
-    if (present := getattr(module, "longattn", None)) is None:
+def _attach(module: Any, learned: dict[str, nn.Module]) -> None:
+    """Give an attention module these learned parts as `module.longattn`, keeping those that it has already.
+
+    Warns if parameters are dropped that training has changed.
+    """
+    present = learned_parts(module)
+    for slot, part in learned.items():
+        if slot in present and _shapes(present[slot]) == _shapes(part):
+            learned[slot] = present[slot]
+        else:
+            like = next(module.parameters())
+            part.to(device=like.device, dtype=like.dtype)
+    if learned == present:  # then PEFT's wrapper around them stays, too
         return
+    dropped = {slot: part for slot, part in present.items() if learned.get(slot) is not part}
+    parameters = {f"{slot}.{name}": p for slot, part in dropped.items() for name, p in part.named_parameters()}
     start = {"weight": 1.0, "bias": 0.0}
-    if any(bool((p != start[name.rpartition(".")[2]]).any()) for name, p in present.named_parameters()):
+    if any(bool((p != start[name.rpartition(".")[2]]).any()) for name, p in parameters.items()):
         warnings.warn(
-            f"dropping the trained parameters {', '.join(dict(present.named_parameters()))} of layer {module.layer_idx}: "
+            f"dropping the trained parameters {', '.join(parameters)} of layer {module.layer_idx}: "
             "they belong to the method that is being replaced",
             stacklevel=4,
         )
-    del module.longattn
+    if present:
+        del module.longattn
+    if learned:
+        module.longattn = LearnedParts(learned)
 
 
-def _attach(module: Any, learned: dict[str, nn.Module]) -> None:
-    """Give an attention module its learned parts as `module.longattn`, keeping those that it has already."""
-    present = getattr(module, "longattn", None)
-    if not learned:
-        _detach(module)
-        return
-    like = next(module.parameters())
-    for slot, part in learned.items():
-        old = present[slot] if present is not None and slot in present else None
-        if type(old) is type(part) and {n: p.shape for n, p in old.named_parameters()} == {
-            n: p.shape for n, p in part.named_parameters()
-        }:
-            learned[slot] = old
-        else:
-            part.to(device=like.device, dtype=like.dtype)
-    module.longattn = nn.ModuleDict(learned)
+def _shapes(part: nn.Module) -> dict[str, torch.Size]:
+    return {name: p.shape for name, p in part.named_parameters()}
 
 
 def _sync_top(model: PreTrainedModel, configs: list[Any]) -> None:

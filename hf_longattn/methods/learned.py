@@ -6,8 +6,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+from ..config import SLOTS
+
+
+class LearnedParts(nn.Module):
+    """The learned parts of one attention module, each under the name of its slot.
+
+    Not a ModuleDict, which PEFT refuses in modules_to_save.
+    """
+
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for slot, part in parts.items():
+            self.add_module(slot, part)
+
+
+def learned_parts(attention: Any) -> dict[str, nn.Module]:
+    """The learned parts of an attention module by slot; of the active adapter where PEFT has wrapped them."""
+    if (parts := getattr(attention, "longattn", None)) is None:
+        return {}
+    return {slot: part for slot in SLOTS if (part := getattr(parts, slot, None)) is not None}
 
 
 class HeadScaleLayerNorm(nn.Module):

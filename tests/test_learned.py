@@ -1,0 +1,302 @@
+"""Learned parameters: there before the weights load, no-ops at first, saved, trained, wrapped by PEFT, and given back."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import HEAD_DIM, HEADS, LAYERS, model_config
+from helpers import close, stock, tokens
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import hf_longattn
+from hf_longattn import LongAttnConfig
+from hf_longattn.integration.dispatch import attention_forward
+from hf_longattn.integration.masks import carrier_mask
+from hf_longattn.methods.learned import FeatureAffineLayerNorm
+
+FAMILIES = ("llama", "gemma3", "gpt2")
+LEARNED: dict[str, tuple[str, dict[str, Any]]] = {
+    "logn": ("logn", {"train_length": 5, "learned": True}),
+    "norm": ("output_layer_norm", {"deviation": 0.4}),
+    "both": ("logn+output_layer_norm", {"train_length": 5, "learned": True, "deviation": 0.4}),
+}
+NAMES = {
+    "logn": {"temperature.weight": HEADS},
+    "norm": {"output_norm.weight": HEADS * HEAD_DIM, "output_norm.bias": HEADS * HEAD_DIM},
+}
+NAMES["both"] = NAMES["logn"] | NAMES["norm"]
+EVERY = [(family, case) for family in FAMILIES for case in LEARNED]
+
+
+def learned(m: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in m.named_parameters() if ".longattn." in name}
+
+
+def names(m: Any, case: str) -> dict[str, tuple[int, ...]]:
+    """What the state dict must hold: the parts of every full-attention layer."""
+    types = getattr(m.config, "layer_types", None) or ["full_attention"] * LAYERS
+    stem = "transformer.h.{}.attn" if m.config.model_type == "gpt2" else "model.layers.{}.self_attn"
+    full = [stem.format(i) for i, kind in enumerate(types) if kind == "full_attention"]
+    return {f"{layer}.longattn.{name}": (size,) for layer in full for name, size in NAMES[case].items()}
+
+
+def check(m: Any, case: str, dtype: torch.dtype = torch.float32) -> None:
+    """The right parameters, with the values that they start at."""
+    found = learned(m)
+    assert {n: tuple(p.shape) for n, p in found.items()} == names(m, case)
+    for name, p in found.items():
+        assert p.dtype == dtype
+        assert p.device.type == "cpu"
+        assert p.requires_grad
+        assert (p == (0.0 if name.endswith("bias") else 1.0)).all()
+
+
+def disturbed(m: Any) -> Any:
+    """The model after some training, so to say: each learned parameter another number."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in learned(m).values():
+            p += 0.3 * torch.rand(p.shape, generator=generator)
+    return m
+
+
+@torch.no_grad()
+def logits(m: Any) -> Tensor:
+    return m.eval()(tokens()).logits
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints without a method."""
+    paths = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, path in paths.items():
+        stock(family).save_pretrained(path)
+    return paths
+
+
+# before the weights load ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "device_map", "slots_written_out"])
+@pytest.mark.parametrize(("family", "case"), EVERY)
+def test_loading_a_base(family: str, case: str, how: str, bases: dict[str, Path]) -> None:
+    name, parameters = LEARNED[case]
+    options: dict[str, Any] = {"attn_implementation": "longattn", "longattn": {"preset": name, **parameters}}
+    if how == "slots_written_out":
+        options["longattn"] = LongAttnConfig.preset(name, **parameters).to_dict()
+    if how == "bfloat16":
+        options["dtype"] = torch.bfloat16
+    if how == "device_map":
+        options["device_map"] = "cpu"
+    m, info = AutoModelForCausalLM.from_pretrained(bases[family], output_loading_info=True, **options)
+    check(m, case, options.get("dtype", torch.float32))
+    assert set(info["missing_keys"]) == set(names(m, case))
+    assert not info["unexpected_keys"]
+    if how != "bfloat16":
+        close(logits(m), logits(hf_longattn.apply(stock(family), name, **parameters)), 1e-6)
+
+
+@pytest.mark.parametrize(("family", "case"), EVERY)
+def test_building(family: str, case: str) -> None:
+    name, parameters = LEARNED[case]
+    config = model_config(family)
+    config.longattn = LongAttnConfig.preset(name, **parameters)
+    check(AutoModelForCausalLM.from_config(config, attn_implementation="longattn"), case)
+    config._attn_implementation = "longattn"
+    check(type(stock(family))(config), case)
+    check(hf_longattn.apply(stock(family).bfloat16(), name, **parameters), case, torch.bfloat16)
+    check(hf_longattn.apply(stock(family), name, **parameters), case)
+
+
+# at first ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_learned_logn_starts_as_the_unlearned(family: str, bases: dict[str, Path]) -> None:
+    m = AutoModelForCausalLM.from_pretrained(
+        bases[family], attn_implementation="logn", longattn={"train_length": 5, "learned": True}
+    )
+    want = logits(hf_longattn.apply(stock(family), "logn", train_length=5))
+    assert torch.equal(logits(m), want)
+    assert (logits(disturbed(m)) - want).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_output_layer_norm_starts_as_standardise(family: str) -> None:
+    m = hf_longattn.apply(stock(family), "output_layer_norm", deviation=0.4)
+    want = logits(hf_longattn.apply(stock(family), "output_standardise", deviation=0.4))
+    assert torch.equal(logits(m), want)
+    assert (logits(disturbed(m)) - want).abs().max() > 1e-2
+
+
+# saved and trained ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "case"), EVERY)
+def test_save_and_reload(family: str, case: str, tmp_path: Path) -> None:
+    name, parameters = LEARNED[case]
+    m = disturbed(hf_longattn.apply(stock(family), name, **parameters))
+    m.save_pretrained(tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    assert torch.equal(logits(loaded), logits(m))
+    assert learned(loaded).keys() == names(m, case).keys()
+
+
+@pytest.mark.parametrize(("family", "case"), EVERY)
+def test_every_learned_parameter_gets_its_gradient(family: str, case: str) -> None:
+    """And it is the right one, by finite differences (wide ones: the models' own norms round to float32)."""
+    name, parameters = LEARNED[case]
+    m, ids = disturbed(hf_longattn.apply(stock(family).double(), name, **parameters)), tokens()
+    m(ids).logits.sin().mean().backward()
+    for what, p in learned(m).items():
+        assert p.grad is not None, what
+        assert ((p.grad != 0) & p.grad.isfinite()).all(), what
+        step, (before, slope) = 1e-2, (p.data.clone(), p.grad.flatten()[1])
+        losses = []
+        for sign in (1, -1):
+            p.data.flatten()[1] += sign * step
+            with torch.no_grad():
+                losses.append(m(ids).logits.sin().mean())
+            p.data.copy_(before)
+        torch.testing.assert_close((losses[0] - losses[1]) / (2 * step), slope, rtol=0.01, atol=1e-6)
+
+
+def test_clamped_learned_logn_has_a_gradient_below_the_trained_length() -> None:
+    """With clamp it is the length that is held, not the factor: a text shorter than train_length trains the parameter."""
+    m, ids = hf_longattn.apply(stock("llama"), "logn", train_length=500, learned=True), tokens()
+    m(ids, labels=ids).loss.backward()
+    assert all((p.grad != 0).all() for p in learned(m).values())
+
+
+# PEFT -------------------------------------------------------------------------------------------------------------------
+
+
+def adapter(m: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    target = "c_attn" if m.config.model_type == "gpt2" else "q_proj"
+    config = peft.LoraConfig(
+        target_modules=[target], modules_to_save=["longattn"], init_lora_weights=False, fan_in_fan_out=target == "c_attn"
+    )
+    return peft.get_peft_model(m, config)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_saves_them(family: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    name, parameters = LEARNED["both"]
+    adapted, ids = adapter(hf_longattn.apply(stock(family), name, **parameters)), tokens()
+    trained = {n: p for n, p in learned(adapted).items() if p.requires_grad}
+    assert trained
+    assert all("modules_to_save" in n for n in trained)
+    optimizer = torch.optim.SGD(trained.values(), lr=0.5)
+    adapted(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    assert all(bool((p != p.detach().round()).any()) for p in trained.values())  # none is where it started
+    want = logits(adapted)
+    with adapted.disable_adapter():
+        start = logits(hf_longattn.apply(stock(family), name, **parameters))
+        close(logits(adapted), start, 1e-6)
+    assert (want - start).abs().max() > 1e-2
+
+    assert hf_longattn.apply(adapted, name, **parameters) is adapted  # again: nothing changes
+    assert torch.equal(logits(adapted), want)
+
+    adapted.save_pretrained(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(
+        bases[family], attn_implementation="longattn", longattn={"preset": name, **parameters}
+    )
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path)
+    close(logits(loaded), want, 1e-6)
+    close(logits(copy.deepcopy(loaded).merge_and_unload()), want)
+
+
+# removed, applied again -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_remove_warns_only_if_something_was_trained(family: str) -> None:
+    name, parameters = LEARNED["both"]
+    plain, m = logits(stock(family)), stock(family)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf_longattn.remove(hf_longattn.apply(m, name, **parameters))
+    assert not learned(m)
+    disturbed(hf_longattn.apply(m, name, **parameters))
+    with pytest.warns(UserWarning, match="dropping the trained parameters"):
+        hf_longattn.remove(m)
+    assert not learned(m)
+    assert torch.equal(logits(m), plain)
+
+
+def test_apply_again_keeps_what_was_trained() -> None:
+    m = disturbed(hf_longattn.apply(stock("llama"), "logn", train_length=5, learned=True))
+    before = {n: p.detach().clone() for n, p in learned(m).items()}
+    hf_longattn.apply(m, "logn+output_layer_norm", train_length=7, learned=True)
+    after = learned(m)
+    assert all(torch.equal(after[n], p) for n, p in before.items())
+    assert {n: tuple(p.shape) for n, p in after.items()} == names(m, "both")
+    hf_longattn.update(m, train_length=6)
+    assert all(torch.equal(learned(m)[n], p) for n, p in before.items())
+    with pytest.warns(UserWarning, match=r"dropping .*temperature\.weight"):
+        hf_longattn.apply(m, "output_layer_norm")
+    assert {n: tuple(p.shape) for n, p in learned(m).items()} == names(m, "norm")
+
+
+def test_set_attn_implementation_adds_them() -> None:
+    m = stock("llama")
+    m.config.longattn = {"train_length": 5, "learned": True}
+    m.set_attn_implementation("logn")
+    check(m, "logn")
+
+
+# heads on other devices -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        *LEARNED.values(),
+        ("alibi", {}),
+        ("output_standardise", {}),
+        ("scale_invariant", {"logit_mean": [[0.1] * HEADS] * LAYERS}),
+    ],
+)
+def test_heads_cannot_be_split(name: str, parameters: dict[str, Any]) -> None:
+    """As tensor parallelism would: the registered function gets half of the heads."""
+    m = hf_longattn.apply(stock("llama"), name, **parameters)
+    half = [torch.randn(1, h, 6, HEAD_DIM) for h in (HEADS // 2, 1, 1)]
+    mask = carrier_mask(1, 6, 6, config=m.config)
+    with pytest.raises(NotImplementedError, match="tensor parallelism"):
+        attention_forward(m.model.layers[0].self_attn, *half, mask)
+
+
+def test_other_methods_can_be_split() -> None:
+    m = hf_longattn.apply(stock("llama"), "infoscale+scale_invariant", train_length=4)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, h, 6, HEAD_DIM) for h in (HEADS, 2, 2))
+    mask, module = carrier_mask(1, 6, 6, config=m.config), m.model.layers[0].self_attn
+    whole = attention_forward(module, query, key, value, mask)[0]
+    halves = [
+        attention_forward(module, query[:, 2 * i : 2 * i + 2], key[:, i : i + 1], value[:, i : i + 1], mask)[0] for i in (0, 1)
+    ]
+    close(torch.cat(halves, 2), whole, 1e-6)
+
+
+def test_the_start_is_finite_after_an_empty_allocation() -> None:
+    """from_pretrained builds on the meta device and fills with whatever memory holds; the names must get 1 and 0."""
+    part = FeatureAffineLayerNorm(3)
+    for p in part.parameters():
+        p.data.fill_(float("nan"))
+    stock("gpt2")._init_weights(part)
+    assert (part.weight == 1).all()
+    assert (part.bias == 0).all()
