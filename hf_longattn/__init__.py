@@ -9,19 +9,23 @@ from . import methods
 from .attention import attention
 from .calibration import Measurements, calibrate, measure
 from .config import LongAttnConfig
+from .extension import extend
 from .integration import Description, apply, config_of, describe, remove, rope, update
 from .methods.adaptive_temperature import fit_adaptive_temperature
 from .reference import reference_attention
+from .rotary import Rotation
 
 __all__ = [
     "Description",
     "LongAttnConfig",
     "Measurements",
+    "Rotation",
     "apply",
     "attention",
     "calibrate",
     "config_of",
     "describe",
+    "extend",
     "fit_adaptive_temperature",
     "measure",
     "methods",

@@ -33,6 +33,10 @@ class Positions(Method, ABC):
 
     slot: ClassVar[str] = "positions"
 
+    def reach(self, train_length: int) -> int | None:
+        """The longest text in which no distance is shown as train_length or more; None where there is no such limit."""
+        return None
+
     @abstractmethod
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         """The distance seen between query position i and key position j <= i (int64, broadcast together), float64."""

@@ -76,6 +76,9 @@ class LeakyReRope(Positions):
         check_remap(self.name, facts, self.stack)
         return bind_window(self, facts, 2)
 
+    def reach(self, train_length: int) -> int | None:
+        return int(known(self.window) + self.stretch * (train_length - known(self.window)))
+
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         t, w = (i - j).double(), known(self.window)
         return torch.where(t < w, t, w + (t - w) / self.stretch)

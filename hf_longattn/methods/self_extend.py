@@ -42,6 +42,9 @@ class SelfExtend(Positions):
         check_remap(self.name, facts, self.stack)
         return bind_window(self, facts, 8)
 
+    def reach(self, train_length: int) -> int | None:
+        return known(self.window) + self.group * (train_length - known(self.window))
+
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         w, g = known(self.window), self.group
         return torch.where(i - j < w, i - j, i // g - j // g + w - w // g).double()

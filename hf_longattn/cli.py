@@ -1,0 +1,153 @@
+"""The command `hf-longattn`."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from . import __version__, rope
+from .config import LongAttnConfig
+from .extension import Scores, best, candidates, plan_copies, score
+from .integration import apply, describe
+from .integration.model import bound_config
+
+app = typer.Typer(no_args_is_help=True, help="Long-context attention for Transformers models.", add_completion=False)
+console = Console()
+
+UNMODIFIED, YARN = "unmodified", "YaRN"
+
+
+@app.callback()
+def main() -> None:
+    """Long-context attention for Transformers models."""
+
+
+@app.command()
+def env() -> None:
+    """Print the versions that a bug report needs."""
+    for name, version in (
+        ("hf_longattn", __version__),
+        ("transformers", transformers.__version__),
+        ("torch", torch.__version__),
+        ("python", platform.python_version()),
+        ("platform", platform.platform()),
+        ("cuda", torch.version.cuda if torch.cuda.is_available() else "not available"),
+    ):
+        console.print(f"{name}: {version}", highlight=False)
+
+
+@app.command()
+def extend(
+    model: Annotated[str, typer.Argument(help="A model on the Hub or a directory.")],
+    to: Annotated[str, typer.Option(help="The length to reach, in tokens; 32k is 32,768.")],
+    text: Annotated[Path, typer.Option(help="A text of at least that many tokens, of the kind you care about.")],
+    out: Annotated[Path | None, typer.Option(help="Where to save the best model, the table and the plot.")] = None,
+    tolerance: Annotated[
+        float, typer.Option(help="What a choice may cost within the trained length, in nats a token.")
+    ] = 0.02,
+    dtype: Annotated[str, typer.Option(help="Precision to load the model in.")] = "auto",
+) -> None:
+    """Make MODEL longer without training: try a short list of methods on your text, show what each does, keep the best.
+
+    Every row is one forward pass over the same text, into which passages are copied from far back: prose loss within and
+    beyond the trained length leaves them out, copy loss is theirs alone. Exit status 1 if nothing stays within the tolerance.
+    """
+    length = tokens(to)
+    if out is not None and out.exists() and any(out.iterdir()):
+        raise typer.BadParameter(f"{out} is not empty; nothing is overwritten", param_hint="--out")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :length]
+    if ids.shape[1] < length:
+        raise typer.BadParameter(f"{text} has {ids.shape[1]} tokens, {length} are needed", param_hint="--text")
+    loaded = load(model, dtype)
+    _, facts = bound_config(loaded, LongAttnConfig())
+    trained = facts.train_length
+    if trained is None or length <= trained:
+        raise typer.BadParameter(f"the model was trained at {trained} tokens; nothing to extend", param_hint="--to")
+
+    tried: dict[str, LongAttnConfig | None] = {UNMODIFIED: None, YARN: None, **candidates(trained, length)}
+    copies, scores = plan_copies(trained, length), {}
+    for name, config in track(tried.items(), description=f"Reading {length} tokens", console=console, total=len(tried)):
+        this = load(model, dtype, yarn=length / trained) if name == YARN else loaded
+        if config is not None:
+            apply(this, config)
+        scores[name] = score(this, ids.to(this.device), trained, copies)
+    console.print(table(scores, trained, length, [c.distance for c in copies]))
+
+    try:
+        choice = best(scores, UNMODIFIED, tolerance)
+    except ValueError as error:
+        console.print(str(error))
+        raise typer.Exit(1) from None
+    console.print(f"Best: {choice}.")
+    if choice != YARN and scores[YARN].total <= scores[choice].total + tolerance:
+        console.print("Plain YaRN is as good on this text, and needs no plugin.")
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    winner = load(model, dtype, yarn=length / trained) if choice == YARN else loaded
+    if (config := tried[choice]) is not None:
+        apply(winner, config)
+        console.print(str(describe(winner)).splitlines()[0])
+    winner.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    record = {name: vars(s) | {"copying": s.copying} for name, s in scores.items()}
+    summary = {"model": model, "to": length, "trained": trained, "text": text.name, "choice": choice, "scores": record}
+    (out / "extend.json").write_text(json.dumps(summary, indent=2) + "\n")
+    plot(scores, [c.distance for c in copies], out / "extend.png")
+    console.print(f"Saved to {out}; load it with: import hf_longattn; AutoModelForCausalLM.from_pretrained({str(out)!r})")
+
+
+def tokens(text: str) -> int:
+    """A number of tokens; "32k" is 32 * 1024."""
+    number, unit = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
+    try:
+        return int(number) * unit
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a length; write 32768 or 32k", param_hint="--to") from None
+
+
+def load(model: str, dtype: str, yarn: float | None = None) -> Any:
+    config = AutoConfig.from_pretrained(model)
+    if yarn is not None:
+        rope.yarn(config, yarn)
+    return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=dtype).eval()
+
+
+def table(scores: dict[str, Scores], trained: int, length: int, distances: list[int]) -> Table:
+    shown = Table(title=f"Loss in nats per token; trained at {trained}, read to {length}")
+    for column in ("", f"prose to {trained}", "prose beyond", *(f"copy {d} back" for d in distances)):
+        shown.add_column(column, justify="left" if not column else "right")
+    for name, s in scores.items():
+        shown.add_row(name, *(f"{x:.3f}" for x in (s.within, s.beyond)), *(f"{x:.2f}" for x in s.copies))
+    return shown
+
+
+def plot(scores: dict[str, Scores], distances: list[int], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
+    for name, s in scores.items():
+        left.plot(["within", "beyond"], [s.within, s.beyond], marker="o", label=name)
+        pairs = sorted(zip(distances, s.copies, strict=True))
+        right.plot([d for d, _ in pairs], [x for _, x in pairs], marker="o", label=name)
+    left.set(title="Prose, by the trained length", ylabel="loss (nats per token)")
+    right.set(
+        title="A passage repeated from far back", xlabel="distance (tokens)", ylabel="loss (nats per token)", xscale="log"
+    )
+    right.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

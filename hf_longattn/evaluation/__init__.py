@@ -1,0 +1,6 @@
+"""What a method does to a model's loss, short and long."""
+
+from .copying import PASSAGE, Copy, copy_losses, with_copies
+from .losses import loss_by_position, token_losses
+
+__all__ = ["PASSAGE", "Copy", "copy_losses", "loss_by_position", "token_losses", "with_copies"]

@@ -1,0 +1,108 @@
+"""Making a pretrained model longer without training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .config import LongAttnConfig
+from .evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
+from .integration import apply
+from .integration.model import bound_config
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def extend(model: Model, to: int, method: str | LongAttnConfig = "rerope", **parameters: Any) -> Model:
+    """Make a model read texts of `to` tokens, in place and without training; returns the model.
+
+    The default keeps every distance below half the trained length exact and caps all others there (ReRoPE): short texts give
+    the logits they always gave, and far tokens stay within reach. Other methods and parameters as in `hf_longattn.apply`.
+
+    Raises:
+        ValueError: `to` is within the trained length or beyond the method's reach. The model is then unchanged.
+    """
+    config = (
+        method.replace(**parameters) if isinstance(method, LongAttnConfig) else LongAttnConfig.preset(method, **parameters)
+    )
+    bound, facts = bound_config(model, config)
+    if facts.train_length is None:
+        raise ValueError("the model's config names no maximum length to extend: use hf_longattn.apply with a window")
+    if to <= facts.train_length:
+        raise ValueError(f"the model was trained at {facts.train_length} tokens and reads {to} as it is: nothing to extend")
+    reach = None if bound.positions is None else bound.positions.reach(facts.train_length)
+    if reach is not None and to > reach:
+        raise ValueError(
+            f"{bound.name} with these parameters reaches {reach} tokens, not {to}: beyond that it shows distances that the "
+            "model does not know. Raise stretch or group, lower window, or use rerope, which has no limit"
+        )
+    return apply(model, config)
+
+
+def candidates(train_length: int, to: int) -> dict[str, LongAttnConfig]:
+    """The short list that `hf-longattn extend` tries: one of each kind of remap, with just enough reach for `to`."""
+
+    def needed(window: int) -> int:
+        return max(2, math.ceil((to - window) / (train_length - window)))
+
+    half, eighth = train_length // 2, max(train_length // 8, 1)
+    return {
+        "rerope": LongAttnConfig.preset("rerope", window=half),
+        "leaky_rerope": LongAttnConfig.preset("leaky_rerope", window=half, stretch=float(needed(half))),
+        "self_extend": LongAttnConfig.preset("self_extend", window=eighth, group=needed(eighth)),
+    }
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Losses in nats per token: on prose within and beyond the trained length, and on each copy."""
+
+    within: float
+    beyond: float
+    copies: tuple[float, ...]
+
+    @property
+    def copying(self) -> float:
+        return sum(self.copies) / len(self.copies)
+
+    @property
+    def total(self) -> float:
+        """What is minimised: prose beyond the trained length and far copying, with equal weight."""
+        return (self.beyond + self.copying) / 2
+
+
+def plan_copies(train_length: int, to: int) -> list[Copy]:
+    """Five copies: one that the unmodified model reaches, then four beyond the trained length from ever farther back."""
+    ends = [train_length + (to - train_length) * n // 4 for n in (1, 2, 3, 4)]
+    sources = [int(share * train_length) for share in (0.9, 0.75, 0.65, 0.05)]
+    far = [Copy(end - PASSAGE - source, end - PASSAGE) for source, end in zip(sources, ends, strict=True)]
+    return [Copy(train_length // 4, train_length // 2), *far]
+
+
+@torch.inference_mode()
+def score(model: nn.Module, input_ids: Tensor, train_length: int, copies: Sequence[Copy]) -> Scores:
+    """One forward pass over a text (1, length) with `copies` written into it; prose loss leaves them out."""
+    ids, taken = with_copies(input_ids, copies)
+    losses = token_losses(model, ids)
+    within, beyond = loss_by_position(losses, [1, train_length, ids.shape[1]], taken)
+    return Scores(within, beyond, tuple(copy_losses(losses, copies)))
+
+
+def best(scores: dict[str, Scores], unmodified: str, tolerance: float) -> str:
+    """The name with the lowest total among those that cost at most `tolerance` nats within the trained length.
+
+    Raises:
+        ValueError: nothing but the unmodified model stays within the tolerance.
+    """
+    allowed = {n: s for n, s in scores.items() if s.within <= scores[unmodified].within + tolerance}
+    if set(allowed) <= {unmodified}:
+        raise ValueError(
+            f"every candidate costs more than {tolerance} nats per token within the trained length; raise the tolerance if "
+            "that is acceptable"
+        )
+    return min((n for n in allowed if n != unmodified), key=lambda n: allowed[n].total)

@@ -1,0 +1,180 @@
+"""Making a model longer: the losses it is judged by, `extend`, and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import VOCAB, model_config
+from helpers import close, tokens
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+import hf_longattn
+from hf_longattn.cli import app
+from hf_longattn.evaluation import Copy, copy_losses, loss_by_position, token_losses, with_copies
+from hf_longattn.extension import Scores, best, candidates, plan_copies, score
+
+
+def fresh(family: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(model_config(family, **changes)).eval()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_token_losses_are_the_models_own(family: str) -> None:
+    model, ids = fresh(family), tokens(2, 23)
+    losses = token_losses(model, ids, chunk=5)
+    assert losses[:, 0].isnan().all()
+    logits = model(ids).logits[:, :-1].detach()
+    want = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    close(losses[:, 1:], want)
+    assert loss_by_position(losses, [1, 23])[0] == pytest.approx(want.mean().item(), abs=1e-5)
+
+
+def test_loss_by_position_leaves_out_what_it_is_told() -> None:
+    losses = torch.tensor([[torch.nan, 1.0, 2.0, 3.0, 9.0, 5.0]])
+    taken = torch.tensor([False, False, False, False, True, False])
+    assert loss_by_position(losses, [0, 3, 6], taken) == [1.5, 4.0]
+
+
+def test_copies_repeat_the_text() -> None:
+    ids = torch.arange(1000)[None]
+    copies = [Copy(300, 400), Copy(500, 700)]
+    changed, taken = with_copies(ids, copies)
+    assert torch.equal(changed[0, 400:528], ids[0, 100:228])
+    assert torch.equal(changed[0, 700:828], ids[0, 200:328])
+    assert int(taken.sum()) == 256
+    assert torch.equal(changed[0, ~taken], ids[0, ~taken])
+    losses = torch.arange(1000.0)[None]
+    assert copy_losses(losses, copies) == [(416 + 527) / 2, (716 + 827) / 2]
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [[Copy(300, 900)], [Copy(200, 400), Copy(150, 500)], [Copy(200, 400), Copy(300, 750)], [Copy(400, 600), Copy(128, 200)]],
+)
+def test_copies_that_do_not_fit_are_refused(copies: list[Copy]) -> None:
+    with pytest.raises(ValueError, match="does not fit the text or meets another"):
+        with_copies(torch.arange(1000)[None], copies)
+
+
+def test_copy_needs_room() -> None:
+    with pytest.raises(ValueError, match="128 <= distance <= position"):
+        Copy(100, 400)
+
+
+@pytest.mark.parametrize(("trained", "to"), [(2048, 4096), (8192, 16384), (8192, 32768)])
+def test_planned_copies_fit(trained: int, to: int) -> None:
+    copies = plan_copies(trained, to)
+    with_copies(torch.zeros(1, to, dtype=torch.int64), copies)
+    assert all(c.position > trained for c in copies[1:])
+    assert copies[-1].distance > trained
+
+
+def test_extend_keeps_short_texts_and_changes_long_ones() -> None:
+    model, ids = fresh("llama", max_position_embeddings=24), tokens(1, 40)
+    before = model(ids).logits
+    assert hf_longattn.extend(model, to=100) is model
+    after = model(ids).logits
+    assert hf_longattn.config_of(model).positions == hf_longattn.methods.ReRope(window=12)
+    close(after[:, :12], before[:, :12])
+    assert (after - before)[:, 24:].abs().max() > 1e-3
+
+
+def test_extend_refuses_what_makes_no_sense() -> None:
+    model = fresh("llama", max_position_embeddings=32)
+    for arguments, message in (
+        ({"to": 32}, "nothing to extend"),
+        ({"to": 200, "method": "self_extend", "window": 8, "group": 2}, "reaches 56 tokens, not 200"),
+        ({"to": 200, "method": "leaky_rerope", "window": 40}, "must be below the trained length 32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hf_longattn.extend(model, **arguments)
+        assert model.config._attn_implementation == "sdpa"
+    hf_longattn.extend(model, to=200, method="self_extend", window=8, group=8)
+    with pytest.raises(ValueError, match="no rotary position encoding"):
+        hf_longattn.extend(fresh("gpt2"), to=200)
+
+
+@pytest.mark.parametrize(("trained", "to"), [(8192, 16384), (8192, 65536), (512, 1024)])
+def test_candidates_reach(trained: int, to: int) -> None:
+    for config in candidates(trained, to).values():
+        assert config.positions is not None
+        reach = config.positions.reach(trained)
+        assert reach is None or reach >= to
+
+
+def test_best_weighs_long_and_short() -> None:
+    scores = {
+        "unmodified": Scores(3.0, 5.0, (1.0, 6.0)),
+        "costly": Scores(3.1, 3.0, (0.5, 0.5)),
+        "good": Scores(3.01, 3.2, (0.6, 0.8)),
+        "worse": Scores(3.0, 3.1, (0.6, 3.0)),
+    }
+    assert best(scores, "unmodified", 0.02) == "good"
+    assert best(scores, "unmodified", 0.5) == "costly"
+    with pytest.raises(ValueError, match="costs more than"):
+        best({n: scores[n] for n in ("unmodified", "costly")}, "unmodified", 0.02)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: Any) -> tuple[Path, Path]:
+    """A tiny model trained at "2048", with a tokenizer of letters, and a text for it."""
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    letters = "abcdefghijklmnopqrstuvwxyz ."
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(letters)}, unk_token="."))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    text = path / "text.txt"
+    generator = torch.Generator().manual_seed(1)
+    text.write_text("".join(letters[i] for i in torch.randint(0, 28, (5000,), generator=generator)))
+    return path, text
+
+
+def test_command_tries_saves_and_reloads(saved: tuple[Path, Path], tmp_path: Path) -> None:
+    model, text = saved
+    out = tmp_path / "out"
+    arguments = ["extend", str(model), "--to", "4k", "--text", str(text), "--out", str(out), "--tolerance", "10"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    record = json.loads((out / "extend.json").read_text())
+    assert set(record["scores"]) == {"unmodified", "YaRN", "rerope", "leaky_rerope", "self_extend"}
+    assert (out / "extend.png").stat().st_size > 10_000
+    reloaded = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert (record["choice"] == "YaRN") == (reloaded.config._attn_implementation == "sdpa")
+    ids = PreTrainedTokenizerFast.from_pretrained(out)(text.read_text(), return_tensors="pt").input_ids[:, :4096]
+    again = score(reloaded, ids, 2048, plan_copies(2048, 4096))
+    assert again.beyond == pytest.approx(record["scores"][record["choice"]]["beyond"], abs=1e-4)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "not empty" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_command_refuses_bad_input(saved: tuple[Path, Path]) -> None:
+    model, text = saved
+    for to, message in (("64k", "65536 are needed"), ("1k", "nothing to extend"), ("many", "is not a length")):
+        result = CliRunner().invoke(app, ["extend", str(model), "--to", to, "--text", str(text)])
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_env_names_versions() -> None:
+    result = CliRunner().invoke(app, ["env"])
+    assert result.exit_code == 0
+    assert f"hf_longattn: {hf_longattn.__version__}" in result.output
