@@ -1,11 +1,11 @@
-# make demo | test | check | bench | test-oldest | wheel | clean
+# make demo | test | check | bench | gpu | test-oldest | wheel | clean
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test check lint bench test-oldest wheel clean
+.PHONY: demo test check lint bench gpu test-oldest wheel clean
 .PRECIOUS: %/bin/pip
 
 demo: $(VENV)/.demo  ## a real model under the method: run, measure, adapt, save, reload (ARGS="--help" for options)
@@ -27,6 +27,9 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.dev  ## rewrites benchmarks/results/
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/attention.py $(ARGS)
+
+gpu:  ## on a machine with a CUDA GPU and its own torch: exactness and timings in under ten minutes
+	python3 benchmarks/gpu.py $(ARGS)
 
 test-oldest: $(OLDEST)/.dev  ## exactness and persistence on the oldest supported transformers
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 tests/test_exactness.py tests/test_persistence.py tests/test_traps.py
