@@ -30,11 +30,11 @@ class AdaptiveTemperature(EntropyTemperature):
         threshold: entropy in nats up to which a row is left alone.
         beyond: "published", or "saturate": hold the polynomial's largest value for every higher entropy.
 
-    Veličković et al., "softmax is not enough (for sharp out-of-distribution)", Fig. 4, App. F.
+    Veličković et al., "Softmax is not Enough (for Sharp Size Generalisation)", Fig. 4, App. F.
     """
 
     name: ClassVar[str] = "adaptive_temperature"
-    paper: ClassVar[str] = "softmax is not enough, Fig. 4 and App. F"
+    paper: ClassVar[str] = "Softmax is not Enough, Fig. 4 and App. F"
 
     coefficients: tuple[float, ...] = PUBLISHED
     threshold: float = 0.5

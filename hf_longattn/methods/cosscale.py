@@ -20,11 +20,11 @@ class CosScale(Score):
         scale: c > 0; 128 in the paper, 16 with windowed attention.
         stack: allow it where the model's own temperature acts through the norm of q and k, which this removes.
 
-    "InfoScale and CosScale", Sections 2.3 and 3.2. A model must be trained (or adapted) with it.
+    "Information Entropy Invariance", Sections 2.3 and 3.2. A model must be trained (or adapted) with it.
     """
 
     name: ClassVar[str] = "cosscale"
-    paper: ClassVar[str] = "InfoScale and CosScale, Section 3.2"
+    paper: ClassVar[str] = "Information Entropy Invariance, Section 3.2"
 
     scale: float = 128.0
     stack: bool = False

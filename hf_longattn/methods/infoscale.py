@@ -21,11 +21,11 @@ class InfoScale(LengthTemperature):
         epsilon: ε >= 0, below ln n_tr; 0 in the paper's experiments. Numerators below 0 (n < e^ε) count as 0.
         train_length, clamp, stack: see `LengthTemperature`. Published unclamped, for models trained with it.
 
-    Li, Xu et al., "InfoScale and CosScale", Eq. 15.
+    Li et al., "Information Entropy Invariance" (2025), Eq. 15.
     """
 
     name: ClassVar[str] = "infoscale"
-    paper: ClassVar[str] = "InfoScale and CosScale, Eq. 15"
+    paper: ClassVar[str] = "Information Entropy Invariance, Eq. 15"
 
     epsilon: float = 0.0
 

@@ -18,11 +18,11 @@ class LogLength(LengthTemperature):
     Args:
         clamp: False by default, as published.
 
-    "InfoScale and CosScale", Table 6.
+    "Information Entropy Invariance", Table 6.
     """
 
     name: ClassVar[str] = "log_length"
-    paper: ClassVar[str] = "InfoScale and CosScale, Table 6"
+    paper: ClassVar[str] = "Information Entropy Invariance, Table 6"
     uses_train_length: ClassVar[bool] = False
 
     clamp: bool = False

@@ -24,11 +24,11 @@ class OutputStandardise(OutputNorm):
             (layer, head); 1 and 0 as published, measured values from `hf_longattn.calibrate` for a pretrained model.
         epsilon: added to the variance.
 
-    "Vanishing variance", Sections 2 and 3.2.
+    Li et al., "On Vanishing Variance in Transformer Length Generalization", Sections 2 and 3.2.
     """
 
     name: ClassVar[str] = "output_standardise"
-    paper: ClassVar[str] = "Vanishing variance, Section 3.2"
+    paper: ClassVar[str] = "On Vanishing Variance, Section 3.2"
 
     per_head: bool = False
     deviation: float | tuple[Any, ...] = 1.0
@@ -69,11 +69,11 @@ class OutputStandardise(OutputNorm):
 class OutputLayerNorm(OutputStandardise):
     """The same with a learned weight (from 1) and bias (from 0) per feature: y = deviation (γ x̂ + β) + mean.
 
-    "Vanishing variance", Section 3.2: "+ LN".
+    Li et al., "On Vanishing Variance in Transformer Length Generalization", Section 3.2: "+ LN".
     """
 
     name: ClassVar[str] = "output_layer_norm"
-    paper: ClassVar[str] = "Vanishing variance, Section 3.2"
+    paper: ClassVar[str] = "On Vanishing Variance, Section 3.2"
 
     def module(self, facts: ModelFacts) -> nn.Module | None:
         return FeatureAffineLayerNorm(facts.num_heads * facts.value_dim)

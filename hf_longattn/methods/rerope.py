@@ -21,11 +21,11 @@ class ReRope(Positions):
         window: w; default half the trained length. It must be smaller than that length, which is what the model knows.
         stack: allow it beside the model's own rope scaling (YaRN, linear, ...), which shrinks distances too.
 
-    Su, "ReRoPE" (2023); combined with temperatures in "InfoScale and CosScale", Table 1.
+    Su, "ReRoPE" (2023); combined with temperatures in "Information Entropy Invariance", Table 1.
     """
 
     name: ClassVar[str] = "rerope"
-    paper: ClassVar[str] = "Su 2023, ReRoPE; InfoScale and CosScale, Table 1"
+    paper: ClassVar[str] = "Su 2023, ReRoPE; Information Entropy Invariance, Table 1"
 
     window: int | None = None
     stack: bool = False
@@ -120,7 +120,7 @@ def check_remap(name: str, facts: ModelFacts, stack: bool) -> None:
     if facts.rope_type not in ("default", "proportional", "llama3") and not stack:
         raise ValueError(
             f"the model scales its rotary positions already (rope_type {facts.rope_type!r}) and {name} would do it again. "
-            "Pass stack=True if you want both, as the InfoScale paper does, or load the model with its default rope"
+            "Pass stack=True if you want both, or load the model with its default rope"
         )
 
 

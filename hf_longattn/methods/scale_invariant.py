@@ -32,7 +32,7 @@ class ScaleInvariant(LogitMap):
         sink_tokens: the first keys of each sequence that keep their logit.
         strength: λ in [0, 1]; L_λ = (1 - λ) S + λ L.
 
-    Anson, Milsom & Aitchison, "Scale-invariant attention" (2025), Eq. 16, App. A and C.
+    Anson, Wang & Aitchison, "Scale-invariant attention" (2025), Eq. 16, App. A and C.
     """
 
     name: ClassVar[str] = "scale_invariant"

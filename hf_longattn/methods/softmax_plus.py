@@ -16,11 +16,11 @@ from .base import LengthTemperature
 class SoftmaxPlus(LengthTemperature):
     """factor(n) = ln n / ln n_tr (log_512 n in the paper, where n_tr = 512).
 
-    Su Jianlin's "softmax plus", as in "InfoScale and CosScale", Table 6.
+    Su Jianlin's "softmax plus", as in "Information Entropy Invariance", Table 6.
     """
 
     name: ClassVar[str] = "softmax_plus"
-    paper: ClassVar[str] = "InfoScale and CosScale, Table 6"
+    paper: ClassVar[str] = "Information Entropy Invariance, Table 6"
 
     def formula(self, n: Tensor, head_dim: int, train_length: int) -> Tensor:
         return torch.log(n.double()) / math.log(train_length)

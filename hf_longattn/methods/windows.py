@@ -22,7 +22,7 @@ class Windowed(Visibility):
     """
 
     name: ClassVar[str] = "windowed"
-    paper: ClassVar[str] = "InfoScale and CosScale, Table 1 (W.A.)"
+    paper: ClassVar[str] = "Information Entropy Invariance, Table 1 (W.A.)"
 
     window: int | None = None
 

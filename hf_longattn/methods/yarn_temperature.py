@@ -16,11 +16,11 @@ from .base import LengthTemperature
 class YarnTemperature(LengthTemperature):
     """factor(n) = (0.1 ln(n / n_tr) + 1)²; a base below 0 (n < n_tr e^{-10}) counts as 0.
 
-    Peng et al., "YaRN", as in "InfoScale and CosScale", Table 6.
+    Peng et al., "YaRN", as in "Information Entropy Invariance", Table 6.
     """
 
     name: ClassVar[str] = "yarn_temperature"
-    paper: ClassVar[str] = "YaRN; InfoScale and CosScale, Table 6"
+    paper: ClassVar[str] = "YaRN; Information Entropy Invariance, Table 6"
 
     def formula(self, n: Tensor, head_dim: int, train_length: int) -> Tensor:
         return (0.1 * (torch.log(n.double()) - math.log(train_length)) + 1).clamp(min=0) ** 2
