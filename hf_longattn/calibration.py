@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import LongAttnConfig
-from .geometry import HIGH, KEY_START, Rows
+from .geometry import HIGH, KEY_START, LOW, POSITION, Rows
 from .integration.model import Layer
 from .integration.observe import observe
 from .methods import OutputLayerNorm, OutputStandardise, ScaleInvariant
@@ -24,10 +24,10 @@ ROWS = 128
 class Measurements:
     """Statistics of unmodified attention, each a float64 tensor of shape (layers, heads); NaN where a layer was not seen.
 
-    Logits are scaling q . k (after the model's softcap) over all visible pairs but those with a sink key. Entropy (nats) and
-    sink_mass are means over query rows; output_mean and output_deviation are means over tokens of the mean and standard
-    deviation of one head's output features, before the output projection. all_heads_* are those over all heads' features,
-    (layers,).
+    Padding is left out. Logits are scaling q . k (after the model's softcap) over all visible pairs but those with a sink
+    key. Entropy (nats) and sink_mass are means over query rows; output_mean and output_deviation are means over tokens of
+    the mean and standard deviation of one head's output features, before the output projection. all_heads_* are those over
+    all heads' features, (layers,).
     """
 
     logit_mean: Tensor
@@ -56,19 +56,18 @@ def measure(model: nn.Module, batches: Iterable[Mapping[str, Any] | Tensor], sin
     def seen(
         layer: Layer, query: Tensor, key: Tensor, value: Tensor, rows: Rows, scaling: float, cap: float | None, out: Tensor
     ) -> None:
-        found = _statistics(query, key, rows, scaling, cap, sink_tokens) | _output_statistics(out)
+        real = _tokens(rows, key.shape[2])
+        found = _statistics(query, key, rows, real, scaling, cap, sink_tokens) | _output_statistics(out, real)
         total = sums.setdefault(layer.index, {name: torch.zeros_like(x) for name, x in found.items()})
         for name, x in found.items():
             total[name] += x
 
-    tokens = 0
     with observe(model, seen) as layers:
         if not layers:
             raise ValueError("this model has no layer to measure: no causal full attention")
         config = layers[0].module.config
         for batch in batches:
             inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
-            tokens += next(iter(inputs.values())).numel()
             model(**inputs, use_cache=False)
     if not sums:
         raise ValueError("no batches to measure")
@@ -88,7 +87,7 @@ def measure(model: nn.Module, batches: Iterable[Mapping[str, Any] | Tensor], sin
         output_deviation=collect("deviation", "tokens"),
         all_heads_mean=collect("all_mean", "tokens")[:, 0],
         all_heads_deviation=collect("all_deviation", "tokens")[:, 0],
-        tokens=tokens,
+        tokens=int(next(iter(sums.values()))["tokens"]),
     )
 
 
@@ -135,7 +134,7 @@ def calibrate(
 
 
 def _statistics(
-    query: Tensor, key: Tensor, rows: Rows, scaling: float, softcap: float | None, sink_tokens: int
+    query: Tensor, key: Tensor, rows: Rows, real: Tensor, scaling: float, softcap: float | None, sink_tokens: int
 ) -> dict[str, Tensor]:
     """Sums over one call, each (heads,) in float64."""
     heads, q_len = query.shape[1:3]
@@ -152,7 +151,7 @@ def _statistics(
         logits = scaling * query[:, :, part].to(wide) @ key.transpose(-1, -2)
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
-        visible = block.visible(last)
+        visible = block.visible(last) & real[:, None, part, None]
         sink = block.sinks(last, sink_tokens)[:, None]
         counted = (visible & ~sink).to(wide)
         log_p = torch.log_softmax(logits.masked_fill(~visible, -1e30), -1)
@@ -170,17 +169,26 @@ def _statistics(
     return total
 
 
-def _output_statistics(out: Tensor) -> dict[str, Tensor]:
+def _output_statistics(out: Tensor, real: Tensor) -> dict[str, Tensor]:
     """Sums over the tokens of one call; (heads,), or (1,) for all heads together."""
-    out = out.double()
-    tokens = torch.tensor([float(out.shape[0] * out.shape[2])], dtype=torch.float64, device=out.device)
+    out, real = out.double(), real.expand(out.shape[0], -1)
     return {
-        "mean": out.mean(-1).sum((0, 2)),
-        "deviation": out.std(-1, correction=0).sum((0, 2)),
-        "all_mean": out.mean((1, 3)).sum()[None],
-        "all_deviation": out.std((1, 3), correction=0).sum()[None],
-        "tokens": tokens,
+        "mean": (out.mean(-1) * real[:, None]).sum((0, 2)),
+        "deviation": (out.std(-1, correction=0) * real[:, None]).sum((0, 2)),
+        "all_mean": (out.mean((1, 3)) * real).sum()[None],
+        "all_deviation": (out.std((1, 3), correction=0) * real).sum()[None],
+        "tokens": real.sum().double()[None],
     }
+
+
+def _tokens(rows: Rows, kv_len: int) -> Tensor:
+    """bool (batch or 1, q_len), False where the row is padding: that does not see itself."""
+    own = rows.index[..., POSITION]
+    real = (rows.index[..., LOW] <= own) & (own <= rows.index[..., HIGH])
+    if rows.allowed is not None:
+        column = (own - rows.index[..., KEY_START]).clamp(0, kv_len - 1)[..., None]
+        real = real & rows.allowed.any(1).take_along_dim(column, -1)[..., 0]
+    return real
 
 
 def _nested(values: Tensor, missing: float) -> tuple[tuple[float, ...], ...]:

@@ -2,49 +2,69 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 import torch
-from helpers import stock, tokens
+from cases import SUBSET
+from helpers import close, stock, tokens
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Measurements
+from hf_longattn.integration import masks
 
-FIELDS = ("logit_mean", "logit_variance", "entropy", "sink_mass")
+FIELDS = [f.name for f in dataclasses.fields(Measurements)]
 
 
 def same(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4, check_dtype=False)
 
 
+Calls = dict[int, tuple[Tensor, Tensor]]
+
+
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
-    """Scaled scores and outputs (batch, heads, q_len, ...) of every layer, as transformers' eager attention computes them."""
-    seen = []
-    eager = modeling_llama.eager_attention_forward
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """By layer: scaled and capped scores, and outputs (batch, heads, q_len, ...), as eager attention has them."""
+    seen: Calls = {}
 
-    def recording(module, query, key, value, mask, scaling, **kwargs):  # type: ignore[no-untyped-def]
-        out = eager(module, query, key, value, mask, scaling, **kwargs)
-        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-        seen.append((scaling * query @ key.transpose(-1, -2), out[0].transpose(1, 2)))
-        return out
+    def record(modeling):  # type: ignore[no-untyped-def]
+        eager = modeling.eager_attention_forward
 
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", recording)
+        def recording(module, query, key, value, mask, scaling, **kwargs):  # type: ignore[no-untyped-def]
+            out = eager(module, query, key, value, mask, scaling=scaling, **kwargs)
+            scores = scaling * query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(-1, -2)
+            if cap := kwargs.get("softcap"):
+                scores = cap * torch.tanh(scores / cap)
+            seen[module.layer_idx] = scores, out[0].transpose(1, 2)
+            return out
+
+        monkeypatch.setattr(modeling, "eager_attention_forward", recording)
+
+    record(modeling_llama)
+    record(modeling_gemma2)
     return seen
 
 
-@pytest.mark.parametrize("sinks", [1, 3])
-def test_measure_is_the_dense_computation(calls: list[tuple[Tensor, Tensor]], sinks: int) -> None:
-    model, text = stock("llama"), tokens(batch=2, length=150)  # more rows than one block
+@pytest.mark.parametrize(("family", "sinks"), [("llama", 1), ("llama", 3), ("gemma2", 1)])
+def test_measure_is_the_dense_computation(family: str, calls: Calls, sinks: int) -> None:
+    model, text = stock(family), tokens(batch=2, length=150)  # more rows than one block
     model.set_attn_implementation("eager")
     with torch.no_grad():
         model(text)
+    dense = dict(calls)
     found = hf_longattn.measure(model, [text], sinks)
     assert found.tokens == 300
     assert model.config._attn_implementation == "eager"
     i, j = torch.arange(150)[:, None], torch.arange(150)
-    for layer, (scores, out) in enumerate(calls[: model.config.num_hidden_layers]):
+    for layer, (scores, out) in dense.items():
+        if family == "gemma2" and model.config.layer_types[layer] != "full_attention":
+            continue
         kept = scores[:, :, (j <= i) & (j >= sinks)].transpose(0, 1).flatten(1).double()
         p = torch.softmax(scores.masked_fill(j > i, -torch.inf), -1).double()
         same(found.logit_mean[layer], kept.mean(-1))
@@ -57,15 +77,45 @@ def test_measure_is_the_dense_computation(calls: list[tuple[Tensor, Tensor]], si
         same(found.all_heads_deviation[layer], out.transpose(1, 2).flatten(2).std(-1, correction=0).mean())
 
 
-def test_padding_and_batching_change_nothing() -> None:
+@pytest.mark.parametrize("carrier", ["compact", "dense"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_and_batching_change_nothing(side: str, carrier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither as keys nor as rows."""
+    if carrier == "dense":
+        monkeypatch.setattr(masks, "recognise", lambda mask_function: None)
     model, (long, short) = stock("llama"), (tokens(batch=1, length=20, seed=1), tokens(batch=1, length=12, seed=2))
-    padded = torch.cat([long, torch.cat([torch.zeros_like(long[:, :8]), short], 1)])
-    mask = torch.ones_like(padded)
-    mask[1, :8] = 0
+    pad = torch.zeros_like(long[:, :8])
+    padded = torch.cat([long, torch.cat([pad, short] if side == "left" else [short, pad], 1)])
     apart = hf_longattn.measure(model, [long, short])
-    together = hf_longattn.measure(model, [{"input_ids": padded, "attention_mask": mask}])
-    for name in FIELDS:
+    together = hf_longattn.measure(model, [{"attention_mask": (padded != 0).long(), "input_ids": padded}])
+    assert together.tokens == apart.tokens == 32
+    for name in FIELDS[:-1]:
         same(getattr(together, name), getattr(apart, name))
+
+
+@pytest.mark.parametrize("method", [None, "scale_invariant"])
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("family", SUBSET)
+def test_measuring_leaves_the_model_as_it_was(family: str, fails: bool, method: str | None) -> None:
+    model, text = stock(family), tokens()
+    if method is not None:
+        hf_longattn.apply(model, method)
+
+    def state():  # type: ignore[no-untyped-def]
+        with torch.no_grad():
+            logits = model(text).logits
+        return logits, model.config.to_dict(), model.config._attn_implementation, str(hf_longattn.describe(model))
+
+    before = state()
+    if fails:
+        with pytest.raises(Exception, match="index out of range"):
+            hf_longattn.measure(model, [text, text + 10**6])
+    else:
+        hf_longattn.measure(model, [text])
+    after = state()
+    assert torch.equal(after[0], before[0])
+    assert after[1:] == before[1:]
+    assert all("longattn_plan" not in m.__dict__ for m in model.modules()) or method is not None
 
 
 @pytest.mark.parametrize("per_head", [False, True])
@@ -101,7 +151,78 @@ def test_calibrate_sets_the_map_and_leaves_the_rest() -> None:
         hf_longattn.measure(model, [])
 
 
+@pytest.mark.parametrize("name", ["scale_invariant", "output_standardise", "scale_invariant+output_layer_norm"])
+def test_a_calibrated_model_survives_saving(name: str, tmp_path: Path) -> None:
+    model, text = stock("gemma3"), tokens(length=40)
+    config = hf_longattn.calibrate(model, [text], name)
+    with torch.no_grad():
+        want = hf_longattn.apply(model, config)(text).logits
+        model.save_pretrained(tmp_path)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert torch.equal(loaded(text).logits, want)
+    assert hf_longattn.config_of(loaded) == hf_longattn.config_of(model)
+
+
+def test_measured_logits_are_the_models_own_under_a_method_too() -> None:
+    """In the first layer, whose inputs no method has changed yet."""
+    text = tokens(length=40)
+    plain = hf_longattn.measure(stock("llama"), [text])
+    under = hf_longattn.measure(hf_longattn.apply(stock("llama"), "scale_invariant+logn", train_length=4), [text])
+    for name in ("logit_mean", "logit_variance", "entropy", "sink_mass"):
+        close(getattr(under, name)[0], getattr(plain, name)[0])
+
+
 def test_layers_that_no_method_changes_are_not_measured() -> None:
     found = hf_longattn.measure(stock("gemma3"), [tokens()])
     windowed = [kind != "full_attention" for kind in stock("gemma3").config.layer_types]
     assert found.logit_mean.isnan().all(-1).tolist() == windowed
+
+
+# the fit of App. F --------------------------------------------------------------------------------------------------
+
+
+def entropy(row: Tensor) -> float:
+    return float(torch.special.entr(torch.softmax(row, -1)).sum())
+
+
+def sample(theta: float, wanted: float, seed: int) -> Tensor:
+    """Logits of the given entropy at temperature 1 whose element 0 is most probable at temperature theta.
+
+    d/dβ log p_0 = l_0 - E_β l, which is 0 where l_0 is the mean of the others under β = 1/θ; log p_0 is concave in β.
+    """
+    others = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+    def at(spread: float) -> Tensor:
+        x = spread * others
+        return torch.cat([(torch.softmax(x / theta, -1) @ x)[None], x])
+
+    low, high = 0.0, 60.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if entropy(at(middle)) > wanted else (low, middle)
+    return at(low)
+
+
+def test_the_fit_finds_the_polynomial_that_made_the_samples() -> None:
+    """1/θ = 0.2 H² + 0.1, at seven θ that lie on the grid."""
+    thetas = (0.6, 0.7, 0.8, 1.0, 1.5, 2.0, 2.5)
+    logits = [sample(theta, ((1 / theta - 0.1) / 0.2) ** 0.5, seed) for seed, theta in enumerate(thetas)]
+    for row, theta in zip(logits, thetas, strict=True):
+        assert entropy(row) == pytest.approx(((1 / theta - 0.1) / 0.2) ** 0.5, abs=1e-9)
+        assert row.argmax() != 0
+    sharp = [torch.tensor([5.0, 0.0, 1.0]), torch.tensor([0.3, 0.0, 0.0, 0.0])]  # their target is the largest: left out
+    fitted = hf_longattn.fit_adaptive_temperature(iter(sharp + logits), [0] * 9, degree=2, threshold=0.3, beyond="saturate")
+    assert fitted.coefficients == pytest.approx((0.2, 0.0, 0.1), abs=1e-8)
+    assert (fitted.threshold, fitted.beyond) == (0.3, "saturate")
+
+
+def test_the_fit_needs_more_samples_than_coefficients() -> None:
+    rows = [torch.randn(9, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+    largest = [int(r.argmax()) for r in rows]
+    with pytest.raises(ValueError, match="only 0 samples"):
+        hf_longattn.fit_adaptive_temperature(rows, largest)
+    second = [int(r.argsort()[-2]) for r in rows[:2]]
+    with pytest.raises(ValueError, match=r"only 2 samples .* needs more than 2"):
+        hf_longattn.fit_adaptive_temperature(rows, second + largest[2:], degree=2)
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        hf_longattn.fit_adaptive_temperature(rows, [0])

@@ -15,7 +15,9 @@ from hf_longattn import config as config_module
 from hf_longattn.config import BACKENDS, SLOTS, Method, ModelFacts, method_class, method_names
 from hf_longattn.methods import ScaleInvariant
 
-FACTS = ModelFacts(num_layers=LAYERS, num_heads=HEADS, head_dim=HEAD_DIM, value_dim=HEAD_DIM, train_length=512)
+FACTS = ModelFacts(
+    num_layers=LAYERS, num_heads=HEADS, head_dim=HEAD_DIM, value_dim=HEAD_DIM, train_length=512, rope_type="default"
+)
 preset = LongAttnConfig.preset
 
 
