@@ -22,10 +22,13 @@ from hf_longattn.geometry import Rows
 from hf_longattn.kernels import tiled
 from hf_longattn.kernels.flex import flex_attention
 from hf_longattn.kernels.tiled import tiled_attention
+from hf_longattn.rotary import Rotation
 
 #: From one block for everything to one of the fewest rows.
 BLOCKS = [1 << 21, 3000, 64]
 LENGTH = 64
+#: For the methods that remap it; of two pairs, so that the rest of a vector is not rotated.
+ROTATION = Rotation(torch.tensor([1.0, 0.1], dtype=torch.float64))
 
 
 def inputs(
@@ -285,8 +288,8 @@ def test_attention_is_the_reference(case: str, layer: int, backend: str) -> None
     mask = mask_of(2, 1, 13, 29)
     for extra in ({}, {"query_start": 4, "key_start": 2}, {"attention_mask": mask}, {"scaling": 0.3}):
         close(
-            hf_longattn.attention(query, key, value, config, backend=backend, **extra),
-            reference_attention(query, key, value, config, **extra),
+            hf_longattn.attention(query, key, value, config, backend=backend, rotation=ROTATION, **extra),
+            reference_attention(query, key, value, config, rotation=ROTATION, **extra),
             1e-12,
         )
 
@@ -427,7 +430,7 @@ def test_no_tensor_of_all_pairs(case: str, monkeypatch: pytest.MonkeyPatch) -> N
     leaves = [x.requires_grad_() for x in inputs(b=1, h=HEADS, q=n, k=n, d=8, dtype=torch.float32)]
     config = CASES[case].for_layer(0)
     with Largest() as seen:
-        hf_longattn.attention(*leaves, config, backend="tiled").sum().backward()
+        hf_longattn.attention(*leaves, config, backend="tiled", rotation=ROTATION).sum().backward()
     assert seen.elements <= 1 << 18
 
 
