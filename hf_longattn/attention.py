@@ -155,14 +155,17 @@ def _heated(parts: list[Part], model: dict[str, Any], factor: Tensor | None) -> 
     return [((q * factor[..., None]).to(q.dtype), k, part) for q, k, part in parts]
 
 
-def _shares(lse: list[Tensor]) -> Tensor:
-    """Each part's share of a row's probability, (parts, batch, heads, q_len); rows that see nothing share evenly."""
-    return torch.softmax(torch.stack(lse).clamp(min=HIDDEN), 0)
+def _log_shares(lse: list[Tensor]) -> Tensor:
+    """The logarithm of each part's share of a row's probability, (parts, batch, heads, q_len), finite.
+
+    Rows that see nothing share evenly.
+    """
+    return torch.log_softmax(torch.stack(lse).clamp(min=HIDDEN), 0)
 
 
 def _merged(results: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
     """The output over all parts from those over each: out = Σ share out_part."""
-    shares = _shares([lse for _, lse, _ in results])
+    shares = _log_shares([lse for _, lse, _ in results]).exp()
     return sum(share[..., None] * out for share, (out, _, _) in zip(shares, results, strict=True))  # type: ignore[return-value]
 
 
@@ -171,9 +174,9 @@ def _entropy(parts: list[Part], shape: dict[str, Any]) -> Tensor:
     results = [tiled_attention(q, k, None, rows, **shape, with_lse=len(parts) > 1, with_entropy=True) for q, k, rows in parts]
     if len(results) == 1:
         return results[0][2]
-    shares = _shares([lse for _, lse, _ in results])
+    shares = _log_shares([lse for _, lse, _ in results])
     own = torch.stack([entropy for _, _, entropy in results])
-    entropy = (shares * own - torch.special.xlogy(shares, shares)).sum(0)
+    entropy = (shares.exp() * (own - shares)).sum(0)
     seen = torch.stack([lse for _, lse, _ in results]).amax(0) > HIDDEN
     return torch.where(seen, entropy, 0.0)
 

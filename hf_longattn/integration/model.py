@@ -79,15 +79,29 @@ def apply(model: Model, method: str | LongAttnConfig, **parameters: Any) -> Mode
     if not configs:
         raise ValueError(_nothing(base, config, []))
     plans = {id(c): _plan(base, c, config) for c in configs}
-    base.__dict__.setdefault("longattn_previous", [c._attn_implementation for c in configs])
+    before = [(c, c._attn_implementation, c.longattn) for c in configs]
+    replaced = [(m, m.__dict__.get("longattn_plan")) for _, assignments in plans.values() for m, _, _ in assignments]
     for c in configs:
         section, assignments = plans[id(c)]
         c._attn_implementation = name_for(config.name)
         c.longattn = section
+        for module, plan, _ in assignments:
+            module.longattn_plan = plan
+    try:
+        prove_rotations(base)
+    except Exception:
+        for c, implementation, section in before:
+            c._attn_implementation = implementation
+            c.longattn = section
+        for module, plan in replaced:
+            module.longattn_plan = plan
+        raise
+    base.__dict__.setdefault("longattn_previous", [implementation for _, implementation, _ in before])
+    for _, assignments in plans.values():
         _commit(assignments)
     _sync_top(base, configs)
     _guard_learned_positions(base)
-    prove_rotations(base)
+    _prove_at_first_call(base)
     return model
 
 
@@ -200,13 +214,18 @@ def _source(layer: Layer) -> RotarySource | None:
 
 def _prove_at_first_call(model: PreTrainedModel) -> None:
     """While a model is built it has no weights to prove anything with; its first forward pass has."""
-    if any("longattn_proof" in m.__dict__ for m in model.modules()) or all(_source(x) is None for x in _layers(model)):
+    waiting = any("longattn_proof" in m.__dict__ for m in model.modules())
+    if waiting or not any((s := _source(x)) is not None and not s.proven for x in _layers(model)):
         return
 
     def first(module: Any, args: Any) -> None:
         if not torch.compiler.is_compiling():
             module.__dict__.pop("longattn_proof").remove()
-            prove_rotations(module)
+            try:
+                prove_rotations(module)
+            except ValueError:
+                _prove_at_first_call(module)  # it must not wear off
+                raise
 
     model.longattn_proof = model.register_forward_pre_hook(first)  # type: ignore[assignment]
 

@@ -32,6 +32,8 @@ class RotarySource:
                 "once before torch.compile, or use hf_longattn.apply(model, ...)"
             )
         inv_freq: Tensor = getattr(self.module, self.buffer)
+        if torch.compiler.is_compiling():
+            return Rotation(inv_freq.detach(), self.interleaved)
         if self._seen is None or self._seen[0] is not inv_freq or self._seen[1] != inv_freq._version:
             self._seen = (inv_freq, inv_freq._version, Rotation(inv_freq.detach(), self.interleaved))
         return self._seen[2]

@@ -110,6 +110,7 @@ def _set_attn_implementation(original: Callable[..., None], self: PreTrainedMode
     except Exception:
         for c, implementation in before:
             c._attn_implementation_internal = implementation
+        forget(self)
         prepare(self)
         raise
 

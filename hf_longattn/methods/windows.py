@@ -66,7 +66,12 @@ class Streaming(Visibility):
 
     def bind(self, facts: ModelFacts) -> Self:
         check_remap(self.name, facts, self.stack)
-        return bind_window(self, facts, 2, may_equal=True)
+        bound = bind_window(self, facts, 2, may_equal=True)
+        if facts.train_length is not None and known(bound.window) + self.sinks > facts.train_length:
+            raise ValueError(
+                f"window {bound.window} and {self.sinks} sinks together exceed the trained length {facts.train_length}"
+            )
+        return bound
 
     @property
     def remaps(self) -> bool:

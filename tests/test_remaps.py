@@ -1,0 +1,442 @@
+"""Positions and visibility: remapped rotary distances, windows and sinks, and the proof that a rotation is understood."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import closed_form
+import pytest
+import torch
+import transformers
+from cases import FAMILIES, HEAD_DIM, model_config
+from helpers import close, stock, tokens
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import hf_longattn
+from hf_longattn import LongAttnConfig, Rotation, reference_attention
+from hf_longattn.attention import attend
+from hf_longattn.geometry import Rows
+from hf_longattn.kernels import tiled
+
+METHODS: dict[str, dict[str, Any]] = {
+    "rerope": {"window": 7},
+    "leaky_rerope": {"window": 7, "stretch": 2.5},
+    "self_extend": {"window": 6, "group": 3},
+    "dual_chunk": {"chunk": 10, "local": 3},
+    "windowed": {"window": 7},
+    "streaming": {"window": 6, "sinks": 2},
+    "lm_infinite": {"window": 6, "sinks": 2},
+}
+CONFIGS = {name: LongAttnConfig.preset(name, **parameters) for name, parameters in METHODS.items()}
+#: Wide enough that a text of 24 tokens lies inside.
+WIDE: dict[str, dict[str, Any]] = {
+    name: {"chunk": 40, "local": 10} if name == "dual_chunk" else p | {"window": 30} for name, p in METHODS.items()
+}
+
+
+def rotation(interleaved: bool = False, pairs: int = 3) -> Rotation:
+    return Rotation(torch.tensor([1.0, 0.37, 0.05, 0.004], dtype=torch.float64)[:pairs], interleaved)
+
+
+def raw(q: int = 23, k: int = 23, d: int = 8, heads: int = 4, kv: int = 2, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values before any rotation."""
+    g = torch.Generator().manual_seed(3)
+    shapes = ((batch, heads, q, d), (batch, kv, k, d), (batch, kv, k, d))
+    return tuple(torch.randn(s, generator=g, dtype=torch.float64) for s in shapes)  # type: ignore[return-value]
+
+
+def complex_pairs(x: Tensor, r: Rotation) -> tuple[Tensor, Tensor]:
+    """The rotated pairs of features as complex numbers, and the rest."""
+    n = len(r.inv_freq)
+    turned, rest = x[..., : 2 * n], x[..., 2 * n :]
+    pairs = turned.unflatten(-1, (n, 2)) if r.interleaved else turned.unflatten(-1, (2, n)).transpose(-1, -2)
+    return torch.view_as_complex(pairs.contiguous()), rest
+
+
+def rotated(x: Tensor, position: Tensor, r: Rotation) -> Tensor:
+    """x as a model with this rotation passes it to its attention."""
+    z, rest = complex_pairs(x, r)
+    z = torch.view_as_real(z * torch.polar(torch.ones(()).double(), position[:, None] * r.inv_freq))
+    return torch.cat([z.flatten(-2) if r.interleaved else z.transpose(-1, -2).flatten(-2), rest], -1)
+
+
+def by_distance(query: Tensor, key: Tensor, value: Tensor, config: LongAttnConfig, r: Rotation, position: Tensor) -> Tensor:
+    """Attention that was fed the remapped distances directly: queries and keys not rotated, each pair by its own angle."""
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    i, j = position[:, None], torch.arange(key.shape[2])
+    method = config.positions or config.visibility
+    assert method is not None
+    (q, q_rest), (k, k_rest) = complex_pairs(query, r), complex_pairs(key, r)
+    angle = method.distance(i, j)[..., None] * r.inv_freq
+    pair = q[..., :, None, :] * k[..., None, :, :].conj() * torch.polar(torch.ones(()).double(), angle)
+    scores = (pair.real.sum(-1) + q_rest @ k_rest.transpose(-1, -2)) * query.shape[-1] ** -0.5
+    seen = j <= i if config.visibility is None else (j <= i) & config.visibility.visible(i, j)
+    return torch.softmax(scores.masked_fill(~seen, -torch.inf), -1) @ value
+
+
+@pytest.mark.parametrize("pairs", [4, 3, 1])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_attention_sees_the_remapped_distances(name: str, interleaved: bool, pairs: int) -> None:
+    r, (query, key, value) = rotation(interleaved, pairs), raw()
+    position = torch.arange(23)
+    want = by_distance(query, key, value, CONFIGS[name], r, position)
+    query, key = rotated(query, position, r), rotated(key, position, r)
+    for backend in ("tiled", "reference"):
+        close(hf_longattn.attention(query, key, value, CONFIGS[name], rotation=r, backend=backend), want, 1e-12, backend)
+
+
+def masked(*shape: int) -> Tensor:
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(7)) < 0.7
+    mask[..., 2, :] = False  # a row that sees nothing
+    return mask
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "decoding": {"q": 1},
+    "chunk": {"q": 5},
+    "offsets": {"q": 5, "query_start": 30, "key_start": 11},
+    "masked": {"attention_mask": masked(2, 1, 23, 23)},
+    "masked_by_head": {"attention_mask": masked(1, 4, 23, 23)},
+    "one_key_head": {"kv": 1},
+    "scaled": {"scaling": 0.8},
+}
+
+
+@pytest.mark.parametrize("blocks", [1 << 21, 64])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", METHODS)
+def test_attention_is_the_reference(
+    name: str, call: str, interleaved: bool, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Output and all gradients."""
+    monkeypatch.setattr(tiled, "BLOCK_ELEMENTS", blocks)
+    options = dict(CALLS[call])
+    tensors = raw(**{key: options.pop(key) for key in ("q", "kv") if key in options})
+    results = []
+    for function in (hf_longattn.attention, reference_attention):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = function(*leaves, CONFIGS[name], rotation=rotation(interleaved), **options)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    for got, want in zip(*results, strict=True):
+        close(got, want, 1e-11)
+    if call.startswith("masked"):
+        assert (results[0][0][:, :, 2] == 0).all()
+        assert all(x.isfinite().all() for x in results[0])
+
+
+@pytest.mark.parametrize("method", ["", "+adaptive_temperature", "+infoscale", "+scale_invariant"])
+@pytest.mark.parametrize("name", METHODS)
+def test_rows_that_see_nothing_in_float32(name: str, method: str) -> None:
+    """In every part: they give 0, and their gradients are finite and do not reach the others."""
+    config = LongAttnConfig.preset(name + method, **METHODS[name], **({"train_length": 4} if "info" in method else {}))
+    leaves = [x.float().requires_grad_() for x in raw()]
+    mask = masked(2, 1, 23, 23)
+    out = hf_longattn.attention(*leaves, config, rotation=rotation(), attention_mask=mask)
+    grads = torch.autograd.grad(out.sin().sum(), leaves)
+    assert (out[:, :, 2] == 0).all()
+    assert (grads[0][:, :, 2] == 0).all()
+    assert all(x.isfinite().all() for x in (out, *grads))
+    want = reference_attention(*(x.double() for x in leaves), config, rotation=rotation(), attention_mask=mask)
+    close(out.double(), want)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_packed_texts_count_from_their_own_starts(name: str) -> None:
+    """Two texts in one row of keys; the rotation of each goes on through the row, as one of position_ids would not."""
+    r, (query, key, value), cut = rotation(), raw(batch=1), 9
+    slot = torch.arange(23)
+    start = torch.where(slot < cut, 0, cut)
+    index = torch.stack([slot, torch.zeros_like(slot), start, start, slot], -1)[None]
+    query, key = (rotated(x, slot - start, r) for x in (query, key))
+    got = attend(query, key, value, CONFIGS[name], Rows(index), scaling=0.5, rotation=r)
+    for part in (slice(0, cut), slice(cut, 23)):
+        tensors = [x[:, :, part] for x in (query, key, value)]
+        close(got[:, :, part], reference_attention(*tensors, CONFIGS[name], scaling=0.5, rotation=r), 1e-12)
+
+
+# cost -----------------------------------------------------------------------------------------------------------------
+
+
+def pairs_touched(n: int, config: LongAttnConfig, backward: bool) -> int:
+    """Pairs of query and key whose product is computed, by the tiles that are worked off."""
+    touched = 0
+    scores = tiled._Block.scores
+
+    def counting(self: Any, *args: Any) -> Tensor:
+        nonlocal touched
+        out = scores(self, *args)
+        touched += out.numel()
+        return out
+
+    leaves = [x.float().requires_grad_(backward) for x in raw(n, n, heads=2, batch=1)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiled._Block, "scores", counting)
+        out = hf_longattn.attention(*leaves, config, rotation=rotation(), backend="tiled")
+        if backward:
+            out.sum().backward()
+    return touched
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", ["windowed", "streaming", "lm_infinite"])
+def test_windows_touch_visible_tiles_only(name: str, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the length, twice the work; and less than a third of full attention's."""
+    monkeypatch.setattr(tiled, "BLOCK_ELEMENTS", 1 << 13)
+    config = LongAttnConfig.preset(name, window=32)
+
+    half, whole = (pairs_touched(n, config, backward) for n in (512, 1024))
+    assert 1.8 < whole / half < 2.2
+    assert whole < pairs_touched(1024, LongAttnConfig(), backward) / 3
+
+
+# whole models ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def logits(m: Any, ids: Tensor | None = None) -> Tensor:
+    return m.eval()(tokens() if ids is None else ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", METHODS)
+def test_inside_the_window_nothing_changes(name: str, family: str) -> None:
+    plain, m = logits(stock(family)), hf_longattn.apply(stock(family), name, **WIDE[name])
+    close(logits(m), plain, 2e-6)
+    longer = tokens(length=60)
+    assert (logits(m, longer) - logits(stock(family), longer)).abs().max() > 1e-2
+
+
+SCALED: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 2.0, "original_max_position_embeddings": 16},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+    "longrope": {
+        "factor": 2.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.5, 2.0, 3.0, 4.0],
+        "original_max_position_embeddings": 16,
+    },
+    "proportional": {"partial_rotary_factor": 0.5},
+}
+
+
+def scaled(kind: str) -> PreTrainedModel:
+    rope = {"rope_type": kind, "rope_theta": 100.0, **SCALED[kind]}
+    torch.manual_seed(0)
+    config = model_config("llama", max_position_embeddings=16, rope_parameters=rope)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("length", [12, 24])
+@pytest.mark.parametrize("name", ["rerope", "self_extend", "streaming"])
+@pytest.mark.parametrize("kind", SCALED)
+def test_every_rope_type(kind: str, name: str, length: int) -> None:
+    """Within the trained length of 16 and beyond it, where two of them change their frequencies as they run."""
+    config, ids = CONFIGS[name].replace(stack=True), tokens(length=length)
+    plain = scaled(kind)
+    before = logits(plain, ids)  # sets the frequencies for this length, which the closed form then reads
+    want = logits(closed_form.attach(plain, config), ids)
+    for backend in ("tiled", "reference"):
+        close(logits(hf_longattn.apply(scaled(kind), config.replace(backend=backend)), ids), want, what=backend)
+    assert (want - before).abs().max() > 1e-2
+
+
+def test_frequencies_that_change_back() -> None:
+    """A long text, then a short one: dynamic and longrope return to the frequencies that they began with."""
+    for kind in ("dynamic", "longrope"):
+        m = hf_longattn.apply(scaled(kind), "rerope", window=7, stack=True)
+        short, long = tokens(length=12), tokens(length=24)
+        before = logits(m, short)
+        logits(m, long)
+        close(logits(m, short), before, 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "longrope"])
+@pytest.mark.parametrize("name", [n for n in METHODS if n != "windowed"])
+def test_a_model_that_scales_already_is_refused(name: str, kind: str) -> None:
+    m = scaled(kind)
+    with pytest.raises(ValueError, match=rf"rope_type '{kind}'.*stack=True"):
+        hf_longattn.apply(m, name, **METHODS[name])
+    assert m.config._attn_implementation == "sdpa"
+    hf_longattn.apply(m, "windowed", window=7)  # changes no distance
+
+
+# the proof of rotation ------------------------------------------------------------------------------------------------
+
+INTERLEAVED = {
+    "CohereConfig": {"logit_scale": 1.0},
+    "GlmConfig": {"head_dim": HEAD_DIM, "partial_rotary_factor": 0.5},
+}
+
+
+def interleaved(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    shared = {k: v for k, v in FAMILIES["llama"][1].items() if k != "head_dim"}
+    return AutoModelForCausalLM.from_config(getattr(transformers, name)(**shared | INTERLEAVED[name])).eval()
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("config", INTERLEAVED)
+def test_interleaved_rotation_is_found(config: str, name: str) -> None:
+    plain = interleaved(config)
+    m = hf_longattn.apply(copy.deepcopy(plain), name, **METHODS[name])
+    want = logits(hf_longattn.apply(copy.deepcopy(plain), name, **METHODS[name], backend="reference"))
+    close(logits(m), want)
+    assert (want - logits(plain)).abs().max() > 1e-2
+    close(logits(hf_longattn.apply(copy.deepcopy(plain), name, **WIDE[name])), logits(plain), 2e-6)
+
+
+def break_rotation(m: Any, how: str) -> None:
+    inner = m.model.rotary_emb.forward
+
+    def broken(x: Tensor, position_ids: Tensor, *args: Any) -> Any:
+        if how == "other positions":
+            return inner(x, 2 * position_ids, *args)
+        cos, sin = inner(x, position_ids, *args)
+        return (cos.flip(-1), sin.flip(-1)) if how == "other order" else (cos, -sin)
+
+    m.model.rotary_emb.forward = broken
+
+
+BROKEN = ["other positions", "other order", "other direction"]
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_rotation_that_is_not_understood_is_refused(how: str) -> None:
+    m = stock("llama")
+    break_rotation(m, how)
+    plain = logits(m)
+    with pytest.raises(ValueError, match=r"does not give what model\.layers\.0\.self_attn computes"):
+        hf_longattn.apply(m, "rerope", window=7)
+    assert m.config._attn_implementation == "sdpa"
+    assert m.config.longattn is None
+    assert torch.equal(logits(m), plain)
+    hf_longattn.apply(m, "scale_invariant")
+    before = logits(m)
+    with pytest.raises(ValueError, match="does not give what"):
+        hf_longattn.apply(m, "streaming", window=7)
+    assert hf_longattn.config_of(m).name == "scale_invariant"
+    assert torch.equal(logits(m), before)
+    logits(hf_longattn.apply(m, "windowed", window=7))  # needs no rotation
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base")
+    stock("llama").save_pretrained(path)
+    return path
+
+
+def test_a_loaded_model_is_proven_at_its_first_call(base: Path) -> None:
+    m = AutoModelForCausalLM.from_pretrained(base, attn_implementation="rerope", longattn={"window": 7})
+    want = logits(hf_longattn.apply(stock("llama"), "rerope", window=7))
+    assert torch.equal(logits(m), want)
+    assert not any("longattn_proof" in x.__dict__ for x in m.modules())
+    broken = AutoModelForCausalLM.from_pretrained(base, attn_implementation="rerope", longattn={"window": 7})
+    break_rotation(broken, "other order")
+    for _ in range(2):  # it does not wear off
+        with pytest.raises(ValueError, match="does not give what"):
+            logits(broken)
+
+
+def test_generate_right_after_loading(base: Path) -> None:
+    m = AutoModelForCausalLM.from_pretrained(base, attn_implementation="rerope", longattn={"window": 7})
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    want = hf_longattn.apply(stock("llama"), "rerope", window=7).generate(tokens(), **options)
+    assert torch.equal(m.generate(tokens(), **options), want)
+
+
+def test_a_copy_made_before_the_first_call_is_proven_too(base: Path) -> None:
+    m = AutoModelForCausalLM.from_pretrained(base, attn_implementation="rerope", longattn={"window": 7})
+    assert torch.equal(logits(copy.deepcopy(m)), logits(m))
+
+
+def test_set_attn_implementation_proves_at_once() -> None:
+    m = stock("llama")
+    m.config.longattn = {"window": 7}
+    m.set_attn_implementation("rerope")
+    close(logits(m), logits(hf_longattn.apply(stock("llama"), "rerope", window=7)), 0)
+    broken = stock("llama")
+    break_rotation(broken, "other order")
+    broken.config.longattn = {"window": 7}
+    with pytest.raises(ValueError, match="does not give what"):
+        broken.set_attn_implementation("rerope")
+    assert broken.config._attn_implementation == "sdpa"
+    assert logits(broken).isfinite().all()
+
+
+def test_compiling_before_any_call_says_what_to_do(base: Path) -> None:
+    m = AutoModelForCausalLM.from_pretrained(base, attn_implementation="rerope", longattn={"window": 7})
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"call the model once before torch\.compile"):
+        logits(torch.compile(m, fullgraph=True, backend="eager"))
+    torch._dynamo.reset()
+    want = logits(m)
+    close(logits(torch.compile(m, fullgraph=True, backend="eager")), want)
+
+
+@pytest.mark.parametrize("name", [n for n in METHODS if n != "windowed"])
+def test_gpt2_has_no_rotation(name: str) -> None:
+    with pytest.raises(ValueError, match="no rotary position encoding"):
+        hf_longattn.apply(stock("gpt2"), name, **METHODS[name])
+
+
+# mistakes -------------------------------------------------------------------------------------------------------------
+
+MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "window of the trained length": ("rerope", {"window": 512}, "must be below the trained length 512"),
+    "leaky window": ("leaky_rerope", {"window": 600}, "must be below the trained length 512"),
+    "self_extend window": ("self_extend", {"window": 512}, "must be below the trained length 512"),
+    "windowed beyond": ("windowed", {"window": 513}, "must be at most the trained length 512"),
+    "streaming beyond": ("streaming", {"window": 510, "sinks": 4}, "together exceed the trained length 512"),
+    "lm_infinite beyond": ("lm_infinite", {"window": 513}, "must be at most the trained length 512"),
+    "chunk of the trained length": ("dual_chunk", {"chunk": 512, "local": 5}, "must be below the trained length 512"),
+    "group": ("self_extend", {"group": 0}, "group must be >= 1"),
+    "fraction of a group": ("self_extend", {"group": 1.5}, "group must be an integer"),
+    "stretch": ("leaky_rerope", {"stretch": 0.5}, "stretch must be >= 1"),
+    "stretch that is no number": ("leaky_rerope", {"stretch": float("nan")}, "stretch must be >= 1"),
+    "window of nothing": ("rerope", {"window": 0}, "window must be an integer >= 1"),
+    "sinks": ("streaming", {"sinks": -1}, "sinks must be an integer >= 0"),
+    "chunk and local": ("dual_chunk", {"chunk": 10, "local": 10}, "chunk must be larger than local"),
+    "chunk below the default local": ("dual_chunk", {"chunk": 20, "local": 30}, "chunk must be larger than local"),
+    "two remaps": ("rerope+streaming", {}, "rerope and streaming clash"),
+    "two positions": ("rerope+self_extend", {}, "clash: both fill the slot 'positions'"),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_mistakes(what: str) -> None:
+    name, parameters, message = MISTAKES[what]
+    m = stock("llama")
+    with pytest.raises(ValueError, match=message):
+        hf_longattn.apply(m, name, **parameters)
+    assert m.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_layers_with_a_window_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="sliding-window layers"):
+        hf_longattn.apply(stock("gemma3"), name, layers="all", **METHODS[name])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_defaults_fit_the_model(name: str) -> None:
+    """Every default is derived from the trained length, down to short ones."""
+    for length in (512, 40, 8):
+        config = model_config("llama", max_position_embeddings=length)
+        m = hf_longattn.apply(AutoModelForCausalLM.from_config(config), name)
+        assert logits(m).isfinite().all()
+
+
+def test_a_remap_needs_the_rotation() -> None:
+    for function in (hf_longattn.attention, reference_attention):
+        with pytest.raises(ValueError, match="needs rotation="):
+            function(*raw(), CONFIGS["rerope"])
