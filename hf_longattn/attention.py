@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,15 +87,16 @@ def attend(
         return dense_attention(query, key, value, config, rows, **model)[0]
     dtype, kv_len = query.dtype, key.shape[2]
     if backend == "tiled" and (config.score or config.temperature):  # it computes in float32 anyway: fold without rounding
-        parts = [(_wide(q), _wide(k), part) for q, k, part in parts]
+        parts = [p._replace(query=_wide(p.query), key=_wide(p.key)) for p in parts]
     if config.score is not None:
-        parts = [(*(folded := config.score.fold(q, k))[:2], part) for q, k, part in parts]
-        model["scaling"] = folded[2]
+        for n, part in enumerate(parts):
+            q, k, model["scaling"] = config.score.fold(part.query, part.key)
+            parts[n] = part._replace(query=q, key=k)
     if config.logit_map is not None:
         model["gain"], model["bias"] = distance_tables(config.logit_map, query.shape[1], table_length(rows, kv_len), query)
         model["sinks"] = config.logit_map.sink_tokens
 
-    visible = torch.stack([part.count(kv_len) for _, _, part in parts]).sum(0)
+    visible = torch.stack([part.rows.count(kv_len) for part in parts]).sum(0)
     factor = length_factor(config, visible, query, learned)
     parts = _heated(parts, model, factor)
     if isinstance(config.temperature, EntropyTemperature):
@@ -107,37 +108,55 @@ def attend(
             backend = "sdpa"  # what is left is plain attention
 
     if len(parts) > 1:
-        out = _merged([tiled_attention(q, k, value, part, **model, dropout=dropout, with_lse=True) for q, k, part in parts])
+        out = _merged([part.run(value, model, dropout=dropout, with_lse=True) for part in parts])
+    elif backend == "sdpa":
+        out = sdpa_attention(*parts[0][:2], value, parts[0].rows, scaling=model["scaling"], dropout=dropout)
+    elif backend == "flex":
+        out = flex_attention(*parts[0][:2], value, parts[0].rows, **model)
     else:
-        ((query, key, part),) = parts
-        if backend == "sdpa":
-            out = sdpa_attention(query, key, value, part, scaling=model["scaling"], dropout=dropout)
-        elif backend == "flex":
-            out = flex_attention(query, key, value, part, **model)
-        else:
-            out = tiled_attention(query, key, value, part, **model, dropout=dropout)[0]
+        out = parts[0].run(value, model, dropout=dropout)[0]
     return finish(config, out, learned).to(dtype)
 
 
-#: Query, key and the rows of one band of keys.
-Part = tuple[Tensor, Tensor, Rows]
+class Part(NamedTuple):
+    """Attention over one band of keys."""
+
+    query: Tensor
+    key: Tensor
+    rows: Rows
+    rotation: Rotation | None = None  # with `turn`: cos and sin by which the keys are still to be turned, as they are read
+    turn: tuple[Tensor, Tensor] | None = None
+
+    def run(self, value: Tensor | None, model: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        if self.turn is not None and self.rotation is not None:
+            options["turn"] = (self.rotation.quarter(self.query), *self.turn)
+        return tiled_attention(self.query, self.key, value, self.rows, **model, **options)
+
+
+#: Up to this many queries, keys are turned while they are read instead of once before: decoding keeps no second cache.
+FEW_QUERIES = 16
 
 
 def split(config: LongAttnConfig, query: Tensor, key: Tensor, rows: Rows, rotation: Rotation | None) -> list[Part]:
     """One part for every band of keys that the config shows and rotates alike; each is attention over an interval."""
     if config.positions is None and config.visibility is None:
-        return [(query, key, rows)]
+        return [Part(query, key, rows)]
     i, j = rows.query_positions(), rows.key_positions(key.shape[2])
+    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+    on_the_fly = query.shape[2] <= FEW_QUERIES and not grad and not torch.compiler.is_compiling()
     parts = []
     for where, positions in enumerate(config.positions.bands(i) if config.positions else [Band()]):
         for which, seen in enumerate(config.visibility.bands(i) if config.visibility else [Band()]):
-            q, k = query, key
+            q, k, turn = query, key, None
             for method, number, band in ((config.positions, where, positions), (config.visibility, which, seen)):
                 if band.query is not None:
                     q = require_rotation(rotation).move(query, i, band.query, (method, number, "query"))
-                if band.key is not None:
+                if band.key is not None and on_the_fly:
+                    turn = require_rotation(rotation).spread(j, band.key, (method, number, "key"), key.shape[-1])
+                elif band.key is not None:
                     k = require_rotation(rotation).move(key, j, band.key, (method, number, "key"))
-            parts.append((q, k, rows.narrowed(positions.first, positions.last).narrowed(seen.first, seen.last)))
+            shown = rows.narrowed(positions.first, positions.last).narrowed(seen.first, seen.last)
+            parts.append(Part(q, k, shown, rotation, turn))
     return parts
 
 
@@ -150,9 +169,9 @@ def _heated(parts: list[Part], model: dict[str, Any], factor: Tensor | None) -> 
     if factor is None:
         return parts
     if model["softcap"]:
-        model["row_gain"] = factor.expand(parts[0][0].shape[:3])
+        model["row_gain"] = factor.expand(parts[0].query.shape[:3])
         return parts
-    return [((q * factor[..., None]).to(q.dtype), k, part) for q, k, part in parts]
+    return [p._replace(query=(p.query * factor[..., None]).to(p.query.dtype)) for p in parts]
 
 
 def _log_shares(lse: list[Tensor]) -> Tensor:
@@ -169,9 +188,9 @@ def _merged(results: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
     return sum(share[..., None] * out for share, (out, _, _) in zip(shares, results, strict=True))  # type: ignore[return-value]
 
 
-def _entropy(parts: list[Part], shape: dict[str, Any]) -> Tensor:
+def _entropy(parts: list[Part], model: dict[str, Any]) -> Tensor:
     """The entropy of every row; over several parts H = Σ share (H_part - ln share)."""
-    results = [tiled_attention(q, k, None, rows, **shape, with_lse=len(parts) > 1, with_entropy=True) for q, k, rows in parts]
+    results = [part.run(None, model, with_lse=len(parts) > 1, with_entropy=True) for part in parts]
     if len(results) == 1:
         return results[0][2]
     shares = _log_shares([lse for _, lse, _ in results])

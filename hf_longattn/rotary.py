@@ -48,15 +48,30 @@ class Rotation:
 
     def cached_angles(self, position: Tensor, remap: Remap, name: Hashable) -> tuple[Tensor, Tensor]:
         """`angles`, looked up in a table of all positions so far."""
+        return self._look_up(position, name, lambda p: self.angles(p, remap))
+
+    def spread(self, position: Tensor, remap: Remap, name: Hashable, head_dim: int) -> tuple[Tensor, Tensor]:
+        """cos and sin by feature, (batch or 1, n, head_dim): q . turned(k) = q . (cos k) + quarter(q) . (sin k)."""
+
+        def widened(p: Tensor) -> tuple[Tensor, Tensor]:
+            cos, sin = self.angles(p, remap)
+            rest = cos.new_zeros(*cos.shape[:-1], head_dim - 2 * cos.shape[-1])
+            return self.join(cos, cos, rest + 1), self.join(sin, sin, rest)
+
+        return self._look_up(position, (name, head_dim), widened)
+
+    def _look_up(
+        self, position: Tensor, name: Hashable, build: Callable[[Tensor], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling():
-            return self.angles(position, remap)
+            return build(position)
         length = 1 << max(10, int(position.max()).bit_length())
         key = (name, length, self.inv_freq.device, self.inv_freq._version)
         if key not in self._cache:
             if len(self._cache) >= 16:
                 self._cache.clear()
             with torch.inference_mode(False), torch.no_grad():
-                self._cache[key] = self.angles(torch.arange(length, device=position.device), remap)
+                self._cache[key] = build(torch.arange(length, device=position.device))
         cos, sin = self._cache[key]
         first, n = int(position[0, 0]), position.shape[1]
         if position.shape[0] == 1 and bool((position[0] == torch.arange(first, first + n, device=position.device)).all()):
@@ -71,6 +86,11 @@ class Rotation:
         angle = remap(position)[..., None].double() * frequency.double() - old
         wide = torch.float64 if frequency.dtype == torch.float64 else torch.float32
         return angle.cos().to(wide), angle.sin().to(wide)
+
+    def quarter(self, x: Tensor) -> Tensor:
+        """Every pair (a, b) as (b, -a), a quarter turn back; what is not rotated as 0."""
+        first, second, rest = self.split(x)
+        return self.join(second, -first, torch.zeros_like(rest))
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The first and second features of all pairs, (..., pairs) each, and the features that are not rotated."""

@@ -20,6 +20,10 @@ from ..geometry import HIGH, KEY_START, LOW, POSITION, START, Rows
 
 #: Logits held at a time (elements, 4 bytes each): about what the caches of a small machine take.
 BLOCK_ELEMENTS = 1 << 21
+#: Elements of keys turned at a time.
+TURN_ELEMENTS = 1 << 19
+#: p, c and s of S_ij = scaling (q_i . (c_j k_j) + p_i . (s_j k_j)): p like the query, c and s (batch or 1, kv_len, head_dim).
+KeyTurn = tuple[Tensor, Tensor, Tensor]
 #: The logit of a pair that may not be seen: its probability is exactly 0, and no arithmetic on it gives NaN.
 HIDDEN = -1e30
 
@@ -40,6 +44,7 @@ def tiled_attention(
     dropout: float = 0.0,
     with_lse: bool = False,
     with_entropy: bool = False,
+    turn: KeyTurn | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention under a Toeplitz-affine logit map.
 
@@ -48,6 +53,8 @@ def tiled_attention(
             logits are float32 (float64 for float64 inputs).
         gain, bias: (heads or 1, length) by distance; both or neither; length must exceed every distance.
         row_gain, row_bias: x and y, (batch, heads, q_len), differentiable.
+        turn: a further product, which turns keys to other positions as they are read (see `KeyTurn`): for few queries;
+            the call then has no gradient.
         value: None to leave the output empty, which saves its product.
         with_lse, with_entropy: compute the logsumexp and the entropy (nats) of every row, before dropout,
             differentiable; otherwise they come back empty.
@@ -78,6 +85,8 @@ def tiled_attention(
         bool(with_entropy),
     )
     tensors = (query, key, value, row_gain, row_bias)
+    if turn is not None:
+        return _forward(*arguments, turn=turn)
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
         return _tiled(*arguments)
     return _forward(*arguments)
@@ -102,11 +111,15 @@ class _Blocks:
         scaling: float,
         softcap: float,
         dropout: float,
+        turn: KeyTurn | None = None,
     ) -> None:
         self.batch, heads, self.q_len, self.head_dim = query.shape
         self.kv_heads, self.kv_len = key.shape[1:3]
         self.group = heads // self.kv_heads
         self.dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        self.turn = None
+        if turn is not None:
+            self.turn = (self.grouped(turn[0].to(self.dtype)), turn[1].to(self.dtype), turn[2].to(self.dtype))
         self.scaling = scaling
         self.query = self.grouped(query.to(self.dtype))
         self.key = key.to(self.dtype).contiguous()
@@ -217,7 +230,19 @@ class _Block:
     def scores(self, buffer: str = "logits") -> Tensor:
         """C(S), (heads, group, rows, columns)."""
         s = self.all.buffer(buffer, *self.flat, self.shape[3])
-        torch.bmm(self.query, self.key.transpose(1, 2), out=s)
+        if self.all.turn is None:
+            torch.bmm(self.query, self.key.transpose(1, 2), out=s)
+        else:
+            other, cos, sin = self.all.turn
+            other = self.rows(other).mul_(self.all.scaling).view(*self.flat, -1)
+            cos, sin = (x[self.b if x.shape[0] > 1 else 0, self.c] for x in (cos, sin))
+            step = max(TURN_ELEMENTS // self.key[:, 0].numel(), 16)
+            for c in range(0, self.shape[3], step):
+                columns = slice(c, c + step)
+                key = self.key[:, columns]
+                part = self.all.buffer("turned", *key.shape)
+                s[..., columns] = torch.bmm(self.query, torch.mul(key, cos[columns], out=part).transpose(1, 2))
+                s[..., columns].baddbmm_(other, torch.mul(key, sin[columns], out=part).transpose(1, 2))
         if self.all.softcap:
             s.div_(self.all.softcap).tanh_().mul_(self.all.softcap)
         return s.view(self.shape)
@@ -311,10 +336,11 @@ def _forward(
     dropout: float,
     with_lse: bool,
     with_entropy: bool,
+    turn: KeyTurn | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         blocks = _Blocks(
-            query, key, value, index, allowed, gain, bias, row_gain, row_bias, seed, sinks, scaling, softcap, dropout
+            query, key, value, index, allowed, gain, bias, row_gain, row_bias, seed, sinks, scaling, softcap, dropout, turn
         )
         shape = query.shape[:-1]
         out = query.new_zeros((0,) if value is None else (*shape, value.shape[-1]))
@@ -339,7 +365,14 @@ def _forward(
         return out, lse, entropy
 
 
-_tiled = torch.library.custom_op("hf_longattn::tiled", _forward, mutates_args=())
+_tiled = torch.library.custom_op(
+    "hf_longattn::tiled",
+    _forward,
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor? value, Tensor index, Tensor? allowed, Tensor? gain, Tensor? bias, "
+    "Tensor? row_gain, Tensor? row_bias, Tensor? seed, int sinks, float scaling, float softcap, float dropout, "
+    "bool with_lse, bool with_entropy) -> (Tensor, Tensor, Tensor)",
+)
 
 
 @_tiled.register_fake
