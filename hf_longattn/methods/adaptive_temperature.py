@@ -25,7 +25,7 @@ class AdaptiveTemperature(EntropyTemperature):
     It acts last, on the logits that the softmax would see (after any logit map). Rows with one visible key have H = 0.
 
     Args:
-        coefficients: of the polynomial, highest power first. The published one peaks at 2.39 (H = 4.1) and falls below 1
+        coefficients: of the polynomial, highest power first. The published one peaks at 2.42 (H = 4.4) and falls below 1
             at H = 5.95, about 380 equally weighted keys: beyond that the published rule does nothing.
         threshold: entropy in nats up to which a row is left alone.
         beyond: "published", or "saturate": hold the polynomial's largest value for every higher entropy.
