@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..config import ModelFacts
 from .base import Band, Positions
-from .rerope import check_remap, check_window, known
+from .remap import check_remap, check_window, known
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..config import ModelFacts
 from .base import Band, Positions
-from .rerope import bind_window, check_at_least_one, check_remap, check_window, known
+from .remap import bind_window, check_at_least_one, check_remap, check_window, known
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..config import ModelFacts, require_count
 from .base import Band, Visibility
-from .rerope import bind_window, capped, check_remap, check_window, known
+from .remap import bind_window, capped, check_remap, check_window, known
 
 
 @dataclass(frozen=True, kw_only=True)
