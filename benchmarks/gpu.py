@@ -38,7 +38,7 @@ CASES = {
     "rerope": preset("rerope", window=300),
     "streaming": preset("streaming", window=300),
 }
-BACKENDS = ("sdpa", "flex", "tiled")
+BACKENDS = ("sdpa", "flash", "flex", "tiled")
 
 
 def inputs(length: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: str, grad: bool) -> list[Tensor]:

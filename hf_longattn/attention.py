@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .config import BACKENDS, LongAttnConfig
 from .geometry import Rows, check_mask, check_shapes
 from .kernels.flex import flex_attention, why_not_flex
-from .kernels.fused import sdpa_attention
+from .kernels.fused import flash_attention, sdpa_attention, why_not_flash
 from .kernels.tiled import HIDDEN, tiled_attention
 from .methods.base import Band, EntropyTemperature, LogitMap
 from .reference import dense_attention, finish, length_factor, require_rotation
@@ -109,8 +109,9 @@ def attend(
 
     if len(parts) > 1:
         out = _merged([part.run(value, model, dropout=dropout, with_lse=True) for part in parts])
-    elif backend == "sdpa":
-        out = sdpa_attention(*parts[0][:2], value, parts[0].rows, scaling=model["scaling"], dropout=dropout)
+    elif backend in ("sdpa", "flash"):
+        fused = sdpa_attention if backend == "sdpa" else flash_attention
+        out = fused(parts[0].query, parts[0].key, value, parts[0].rows, scaling=model["scaling"], dropout=dropout)
     elif backend == "flex":
         out = flex_attention(*parts[0][:2], value, parts[0].rows, **model)
     else:
@@ -214,12 +215,14 @@ def choose_backend(
         raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}")
     entropy = isinstance(config.temperature, EntropyTemperature)
     if softcap:
-        why_not_sdpa: str | None = "the model caps its scores"
+        not_fused: str | None = "the model caps its scores"
     else:
         in_the_way = [m.name for m in (config.logit_map, config.positions, config.visibility) if m is not None]
         in_the_way += [config.temperature.name] if config.temperature is not None and entropy else []
-        why_not_sdpa = f"{in_the_way[0]} changes more than query and key" if in_the_way else None
-    reasons = {"sdpa": why_not_sdpa, "flex": "keys are split into parts" if parts > 1 else why_not_flex(query, dropout)}
+        not_fused = f"{in_the_way[0]} changes more than query and key" if in_the_way else None
+    reasons = {"sdpa": not_fused, "flex": "keys are split into parts" if parts > 1 else why_not_flex(query, dropout)}
+    if backend == "flash":
+        reasons["flash"] = not_fused or why_not_flash(query, rows)
     if backend == "auto":
         if reasons["sdpa"] is None and rows.plain is not None:
             return "sdpa"

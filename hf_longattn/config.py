@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .methods.base import LogitMap, OutputNorm, Positions, Score, Temperature, Visibility
 
 SLOTS = ("positions", "score", "temperature", "logit_map", "visibility", "output_norm")
-BACKENDS = ("auto", "sdpa", "tiled", "flex", "reference")
+BACKENDS = ("auto", "sdpa", "flash", "tiled", "flex", "reference")
 FORMAT_VERSION = 1
 
 #: The name that stands for "whatever the config says", for combinations that have no name of their own.
