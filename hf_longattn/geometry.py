@@ -39,14 +39,16 @@ class Rows:
         start = torch.full_like(position, key_start)
         return cls(torch.stack([position, start, start, start, position], dim=-1)[None])
 
-    @functools.cached_property
+    @property
     def plain(self) -> tuple[int, int] | None:
         """The first and last slot of the keys if the rows are the lower triangle over them (or one row that sees all).
 
         None for anything else, and while tracing, where nothing may be read.
         """
-        if self.allowed is not None or torch.compiler.is_compiling():
-            return None
+        return None if self.allowed is not None or torch.compiler.is_compiling() else self._plain
+
+    @functools.cached_property  # which Dynamo cannot trace on Python 3.11
+    def _plain(self) -> tuple[int, int] | None:
         index = self.index.to("cpu")
         low, high, position = index[..., LOW], index[..., HIGH], index[..., POSITION]
         first, last, q_len = int(low[0, 0]), int(high[0, -1]), index.shape[1]

@@ -170,6 +170,26 @@ def test_every_learned_parameter_gets_its_gradient(family: str, case: str) -> No
         torch.testing.assert_close((losses[0] - losses[1]) / (2 * step), slope, rtol=0.01, atol=1e-6)
 
 
+def test_they_train_when_compiled() -> None:
+    name, parameters = LEARNED["both"]
+    m, ids = disturbed(hf_longattn.apply(stock("llama"), name, **parameters)), tokens()
+    m(ids, use_cache=False).logits.sin().mean().backward()
+    want = {n: p.grad.clone() for n, p in learned(m).items() if p.grad is not None}
+    m.zero_grad()
+    torch._dynamo.reset()
+    torch.compile(m, fullgraph=True, backend="aot_eager")(ids, use_cache=False).logits.sin().mean().backward()
+    assert want.keys() == names(m, "both").keys()
+    for n, p in learned(m).items():
+        close(p.grad, want[n], 1e-6)
+
+
+def test_quantised_weights_lend_no_dtype() -> None:
+    m = stock("llama")
+    for layer in m.model.layers:
+        layer.self_attn.q_proj.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
+    check(hf_longattn.apply(m, "logn", train_length=5, learned=True), "logn")
+
+
 def test_clamped_learned_logn_has_a_gradient_below_the_trained_length() -> None:
     """With clamp it is the length that is held, not the factor: a text shorter than train_length trains the parameter."""
     m, ids = hf_longattn.apply(stock("llama"), "logn", train_length=500, learned=True), tokens()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from cases import FAMILIES, HEAD_DIM, model_config
-from helpers import close, stock, tokens
+from helpers import close, static, stock, tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -381,6 +381,18 @@ def test_compiling_before_any_call_says_what_to_do(base: Path) -> None:
     torch._dynamo.reset()
     want = logits(m)
     close(logits(torch.compile(m, fullgraph=True, backend="eager")), want)
+
+
+@pytest.mark.parametrize("name", ["dual_chunk", "streaming"])
+def test_compiled_steps_with_a_static_cache(name: str) -> None:
+    m, ids = hf_longattn.apply(stock("llama"), name, **METHODS[name]), tokens(2, 12)
+    cache = static(m, ids)
+    torch._dynamo.reset()
+    step = torch.compile(m, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        out = [m(ids[:, :8], past_key_values=cache).logits]
+        out += [step(ids[:, i : i + 1].clone(), past_key_values=cache).logits for i in range(8, 12)]
+    close(torch.cat(out, 1), logits(m, ids))
 
 
 @pytest.mark.parametrize("name", [n for n in METHODS if n != "windowed"])

@@ -360,7 +360,7 @@ def _attach(module: Any, learned: dict[str, nn.Module]) -> None:
             learned[slot] = present[slot]
         else:
             like = next(module.parameters())
-            part.to(device=like.device, dtype=like.dtype)
+            part.to(device=like.device, dtype=like.dtype if like.is_floating_point() else None)  # not a quantised one's
     if learned == present:  # then PEFT's wrapper around them stays, too
         return
     dropped = {slot: part for slot, part in present.items() if learned.get(slot) is not part}

@@ -29,9 +29,9 @@ class LearnedParts(nn.Module):
 
 def learned_parts(attention: Any) -> dict[str, nn.Module]:
     """The learned parts of an attention module by slot; of the active adapter where PEFT has wrapped them."""
-    if (parts := getattr(attention, "longattn", None)) is None:
-        return {}
-    return {slot: part for slot in SLOTS if (part := getattr(parts, slot, None)) is not None}
+    container = getattr(attention, "longattn", None)
+    parts = {slot: getattr(container, slot, None) for slot in SLOTS}
+    return {slot: part for slot, part in parts.items() if part is not None}
 
 
 class HeadScaleLayerNorm(nn.Module):
