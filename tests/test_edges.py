@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, HEADS
-from helpers import close
+from helpers import close, fresh, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -260,6 +260,20 @@ def test_random_calls_of_random_methods(call: dict[str, Any]) -> None:
     for got, want in zip(*results, strict=True):
         assert got.isfinite().all()
         close(got, want, 1e-8)
+
+
+# compiled ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case", ["alibi", "logn", "infoscale+cosscale", "adaptive_saturated", "streaming+adaptive", "all_slots"]
+)
+@torch.no_grad()
+def test_methods_compile(case: str) -> None:
+    m, ids = fresh("llama", CASES[case]), tokens(length=17)
+    torch._dynamo.reset()
+    compiled = torch.compile(m, fullgraph=True, backend="eager")
+    close(compiled(ids, use_cache=False).logits, m(ids, use_cache=False).logits)
 
 
 # half precision ---------------------------------------------------------------------------------------------------------

@@ -90,9 +90,14 @@ def fit_adaptive_temperature(
     return AdaptiveTemperature(coefficients=tuple(float(c) for c in coefficients), **parameters)
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def peak(coefficients: tuple[float, ...], threshold: float) -> float:
     """The entropy at which the polynomial is largest, between the threshold and 16 nats (9 million equal keys)."""
+    return _peak(coefficients, threshold)
+
+
+@functools.cache
+def _peak(coefficients: tuple[float, ...], threshold: float) -> float:
     grid = torch.linspace(threshold, max(threshold, 16.0), 100_001, dtype=torch.float64)
     return float(grid[_polynomial(coefficients, grid).argmax()])
 
