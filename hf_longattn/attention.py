@@ -45,7 +45,7 @@ def attention(
         backend: "auto" takes `config.backend`, and then the fastest that is exact for the call; any other name insists.
 
     Returns:
-        (batch, heads, q_len, head_dim) in the dtype of query; rows that see nothing are 0.
+        (batch, heads, q_len, head_dim) in the dtype of query; rows that see nothing are 0, before any output norm.
 
     Raises:
         ValueError: shapes or mask do not fit, or the backend named cannot compute this exactly.

@@ -42,7 +42,7 @@ def reference_attention(
         rotation: how query and key are rotated; needed where the config remaps rotary distances.
 
     Returns:
-        (batch, heads, q_len, head_dim) in the dtype of query; rows that see nothing are 0.
+        (batch, heads, q_len, head_dim) in the dtype of query; rows that see nothing are 0, before any output norm.
     """
     if backend not in ("auto", "reference"):
         raise ValueError(f"reference_attention is the reference; backend={backend!r} belongs to hf_longattn.attention")
