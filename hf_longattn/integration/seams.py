@@ -93,7 +93,7 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     original(self)
     if self.config.longattn and not any(is_ours(c._attn_implementation) for c in (self.config, _language_config(self.config))):
         warnings.warn(
-            f"config.longattn is set, but {type(self).__name__} runs {self.config._attn_implementation!r}, without the "
+            f"config.longattn is set, but the model runs {self.config._attn_implementation!r}, without the "
             'method: pass attn_implementation="longattn" to use it',
             stacklevel=2,
         )
