@@ -101,5 +101,6 @@ class Rotation:
         return rotated[..., :pairs], rotated[..., pairs:], rest
 
     def join(self, first: Tensor, second: Tensor, rest: Tensor) -> Tensor:
+        """The inverse of `split`."""
         pair = torch.stack([first, second], -1).flatten(-2) if self.interleaved else torch.cat([first, second], -1)
         return torch.cat([pair, rest], -1) if rest.shape[-1] else pair
