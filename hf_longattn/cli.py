@@ -81,7 +81,8 @@ def extend(
         this = load(model, dtype, yarn=length / trained) if name == YARN else loaded
         if config is not None:
             apply(this, config)
-        scores[name] = score(this, ids.to(this.device), trained, copies)
+        scores[name] = s = score(this, ids.to(this.device), trained, copies)
+        console.print(f"{name}: prose {s.within:.3f} within, {s.beyond:.3f} beyond; copies {s.copying:.2f}", highlight=False)
     console.print(table(scores, trained, length, [c.distance for c in copies]))
 
     try:
