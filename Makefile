@@ -26,7 +26,7 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.dev  ## rewrites benchmarks/results/
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/attention.py $(ARGS)
+	$(BIN)/python benchmarks/attention.py $(ARGS)
 
 gpu:  ## on a machine with a CUDA GPU and its own torch: exactness and timings in under ten minutes
 	python3 benchmarks/gpu.py $(ARGS)
