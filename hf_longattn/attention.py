@@ -79,8 +79,8 @@ def attend(
         rotation: how query and key are rotated; needed where the config remaps rotary distances.
     """
     parts = split(config, query, key, rows, rotation)
-    backend = config.backend if backend == "auto" else backend
-    backend = choose_backend(config, query, rows, softcap, dropout, backend, len(parts))
+    asked = config.backend if backend == "auto" else backend
+    backend = choose_backend(config, query, rows, softcap, dropout, asked, len(parts))
     model: dict[str, Any] = {"scaling": scaling, "softcap": softcap}
     if backend == "reference":
         model |= {"dropout": dropout, "learned": learned, "rotation": rotation}
@@ -104,7 +104,7 @@ def attend(
         parts = _heated(parts, model, factor)
         if config.logit_map is not None:
             model["row_bias"] = factor
-        elif not softcap and len(parts) == 1 and rows.plain is not None:
+        elif asked == "auto" and not softcap and len(parts) == 1 and rows.plain is not None:
             backend = "sdpa"  # what is left is plain attention
 
     if len(parts) > 1:
