@@ -1,52 +1,25 @@
-"""The command `hf-longattn`."""
+"""`hf-longattn extend`: make a model longer without training, and show that it is."""
 
 from __future__ import annotations
 
 import json
-import platform
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
-import transformers
 import typer
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from . import __version__, rope
-from .config import LongAttnConfig
-from .extension import Scores, best, candidates, plan_copies, score
-from .integration import apply, describe
-from .integration.model import bound_config
-
-app = typer.Typer(no_args_is_help=True, help="Long-context attention for Transformers models.", add_completion=False)
-console = Console()
+from ..config import LongAttnConfig
+from ..extension import Scores, best, candidates, plan_copies, score
+from ..integration import apply, describe
+from ..integration.model import bound_config
+from .common import console, load, tokens
 
 UNMODIFIED, YARN = "unmodified", "YaRN"
 
 
-@app.callback()
-def main() -> None:
-    """Long-context attention for Transformers models."""
-
-
-@app.command()
-def env() -> None:
-    """Print the versions that a bug report needs."""
-    for name, version in (
-        ("hf_longattn", __version__),
-        ("transformers", transformers.__version__),
-        ("torch", torch.__version__),
-        ("python", platform.python_version()),
-        ("platform", platform.platform()),
-        ("cuda", torch.version.cuda if torch.cuda.is_available() else "not available"),
-    ):
-        console.print(f"{name}: {version}", highlight=False)
-
-
-@app.command()
 def extend(
     model: Annotated[str, typer.Argument(help="A model on the Hub or a directory.")],
     to: Annotated[str, typer.Option(help="The length to reach, in tokens; 32k is 32,768.")],
@@ -107,22 +80,6 @@ def extend(
     (out / "extend.json").write_text(json.dumps(summary, indent=2) + "\n")
     plot(scores, [c.distance for c in copies], out / "extend.png")
     console.print(f"Saved to {out}; load it with: import hf_longattn; AutoModelForCausalLM.from_pretrained({str(out)!r})")
-
-
-def tokens(text: str) -> int:
-    """A number of tokens; "32k" is 32 * 1024."""
-    number, unit = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
-    try:
-        return int(number) * unit
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a length; write 32768 or 32k", param_hint="--to") from None
-
-
-def load(model: str, dtype: str, yarn: float | None = None) -> Any:
-    config = AutoConfig.from_pretrained(model)
-    if yarn is not None:
-        rope.yarn(config, yarn)
-    return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=dtype).eval()
 
 
 def table(scores: dict[str, Scores], trained: int, length: int, distances: list[int]) -> Table:
