@@ -3,6 +3,7 @@
 import typer
 
 from .env import env
+from .eval import evaluate
 from .extend import extend
 
 app = typer.Typer(no_args_is_help=True, help="Long-context attention for Transformers models.", add_completion=False)
@@ -15,3 +16,4 @@ def main() -> None:
 
 for command in (extend, env):
     app.command()(command)
+app.command("eval")(evaluate)
