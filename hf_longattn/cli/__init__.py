@@ -5,6 +5,7 @@ import typer
 from .env import env
 from .eval import evaluate
 from .extend import extend
+from .lm_eval import lm_eval
 
 app = typer.Typer(no_args_is_help=True, help="Long-context attention for Transformers models.", add_completion=False)
 
@@ -17,3 +18,4 @@ def main() -> None:
 for command in (extend, env):
     app.command()(command)
 app.command("eval")(evaluate)
+app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(lm_eval)

@@ -42,7 +42,7 @@ def command_line(context: typer.Context) -> str:
     words = ["hf-longattn", *context.command_path.split()[1:]]
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
-        if value is None or value == parameter.get_default(context):
+        if value in (None, [], ()) or value == parameter.get_default(context):
             continue
         words += [shown(value)] if parameter.param_type_name == "argument" else [parameter.opts[0], shown(value)]
     return shlex.join(words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers import AutoTokenizer
+from transformers.utils import logging
 
 from ..evaluation import Plan, Results, Store, measure
 from ..evaluation.plan import Item
@@ -36,6 +38,9 @@ def evaluate(
     rope: Annotated[
         list[str] | None,
         typer.Option(help="Position encodings to cross every method without an @ with: plain,yarn:2,ntk:2."),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter, with the attention its config.json names.")
     ] = None,
     settings: Annotated[Path | None, typer.Option(help="More settings, in YAML: adapters, other checkpoints, lists.")] = None,
     lengths: Annotated[str, typer.Option(help="Tokens, with commas; 16k is 16,384.")] = "2k,4k,8k",
@@ -63,7 +68,7 @@ def evaluate(
     try:
         plan = Plan(
             model=model,
-            settings=parse_settings(method or [], rope or [], settings),
+            settings=parse_settings(method or [], rope or [], settings, adapter or []),
             lengths=[tokens(n) for n in lengths.split(",")],
             texts=[(name, path.read_text(encoding="utf-8")) for name, path in read],
             tokenizer=AutoTokenizer.from_pretrained(model),
@@ -80,6 +85,7 @@ def evaluate(
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
 
+    logging.disable_progress_bar()  # ours is enough
     items = list(plan.items())
     if kept := sum(i.key in store.rows for i in items):
         console.print(f"{kept} of {len(items)} rows are in {out} already.", highlight=False)
@@ -126,10 +132,12 @@ def _write(plan: Plan, store: Store, out: Path, title: str | None, command: str)
     )
     planned = [i.key in store.rows for i in plan.items()]
     source = Path(plan.model) / "SOURCE"
+    texts = [f"{name} (SHA-256 {sha256(content.encode()).hexdigest()[:16]})" for name, content in plan.texts]
     facts = {
         "Model": source.read_text(encoding="utf-8").strip() if source.is_file() else plan.model,
         "Trained length": "not in its config" if plan.train_length is None else f"{plan.train_length:,} tokens",
         "Rows": f"{len(store.rows)} measured" + f"; of this command's {len(planned)}, {planned.count(False)} are open",
+        "Texts": ", ".join(texts),
         "Precision": plan.dtype,
         "Command": results.command,
         "Versions": ", ".join(f"{p} {version(p)}" for p in ("hf_longattn", "transformers", "torch")),

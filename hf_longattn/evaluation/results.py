@@ -15,6 +15,7 @@ from .statistics import mean_interval, wilson
 from .store import Row
 
 NATS = "loss (nats per token)"
+AS_ABOVE = "As under “Loss by length”."
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,8 @@ class Results:
         return (
             f"Fixed windows, one forward pass each without a cache, {bos}. The same last {self.targets} tokens of each "
             f"document are scored at every length; only how much of the text before them is read differs. "
-            f"{len(self.documents)} document{'s' * (len(self.documents) != 1)}: {'; '.join(self.documents)}. Intervals are 95 % t intervals of the "
-            "mean over documents, of differences paired by document; with one document there is none. Perplexity is the "
+            f"{len(self.documents)} document{'s' * (len(self.documents) != 1)}: {'; '.join(self.documents)}. Intervals are "
+            "95 % t intervals of the mean over documents, of differences paired by document; with one document there is none. Perplexity is the "
             "exponential of the mean loss."
         )
 
@@ -176,7 +177,7 @@ class Results:
             "all tokens there, in the longest window."
         )
         table = Table("Short-context regression, nats per token", columns, rows)
-        return Section("Within the trained length", text, [table], (), self._protocol(), self.command)
+        return Section("Within the trained length", text, [table], (), AS_ABOVE, self.command)
 
     def _buckets(self) -> list[tuple[int, int]]:
         return list(itertools.pairwise([0, *(n for n in self.lengths if n % BIN == 0 or n == self.lengths[-1])]))
@@ -206,7 +207,7 @@ class Results:
             "of one."
         )
         table = Table(f"Mean loss by position in windows of {longest:,}, nats", columns, rows)
-        return Section("Loss by position", text, [table], figures if lines else (), self._protocol(), self.command)
+        return Section("Loss by position", text, [table], figures if lines else (), AS_ABOVE, self.command)
 
     def _mark(self, lengths: Sequence[int] = ()) -> dict[str, float]:
         beyond = self.train_length is not None and self.lengths[-1] > self.train_length
@@ -241,11 +242,11 @@ class Results:
     def _maps(self, name: str, lengths: Sequence[int]) -> list[Figure]:
         """Of each setting accuracy and log-likelihood by length and depth."""
         bands = [f"{20 * i}–{20 * i + 20} %" for i in range(5)] if name == "needles" else None
-        depths = sorted({a["depth"] for r in self.rows if r["task"] == name for a in r["answers"]})
+        depths = sorted({round(a["depth"], 2) for r in self.rows if r["task"] == name for a in r["answers"]})
         labels = bands or [f"{100 * d:.0f} %" for d in depths]
 
         def row_of(depth: float) -> int:
-            return min(int(depth * 5), 4) if bands else depths.index(depth)
+            return min(int(depth * 5), 4) if bands else depths.index(round(depth, 2))
 
         figures, grids = [], {}
         for s in self.settings:
