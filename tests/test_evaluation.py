@@ -257,7 +257,7 @@ def test_rows_of_another_protocol_are_refused_and_not_mixed(folder: Path, tmp_pa
     ):
         with pytest.raises(ValueError, match=message.replace("|", r"\|")):
             plan(folder, **{"settings": [Setting("unmodified")], "lengths": [128, 512]} | changes).open(out)
-    more = plan(folder, lengths=[128, 256, 512], tasks=["loss", "passkey"], samples=1)  # joins
+    more = plan(folder, lengths=[128, 256, 512], tasks=["loss", "dictionary_lookup"], samples=1)  # joins
     assert len(more.open(out).rows) == 4
     assert (out / "rows.jsonl").read_text() == before
 
