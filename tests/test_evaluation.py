@@ -307,13 +307,13 @@ def test_command_measures_and_writes_the_page(folder: Path, tmp_path: Path) -> N
     out = tmp_path / "out"
     arguments = ["eval", str(folder / "model"), "--text", f"{folder / 'a.txt'},{folder / 'b.txt'}", "--out", str(out)]
     arguments += ["--method", "infoscale,scale_invariant:tau=3", "--lengths", "256,1k", "--targets", "64"]
-    arguments += ["--tasks", "loss,needle,needles,passkey", "--samples", "1", "--depths", "3"]
+    arguments += ["--tasks", "loss,needle,passkey", "--samples", "1", "--depths", "3"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     page = json.loads((out / "report.json").read_text())
     titles = [s["title"] for s in page["sections"]]
     assert titles[:3] == ["Loss by length", "Within the trained length", "Loss by position"]
-    assert titles[3:] == ["Needle by length and depth", "Three needles", "Pass key"]
+    assert titles[3:] == ["Needle by length and depth", "Pass key"]
     regression = {r[0]: r[1:] for r in page["sections"][1]["tables"][0]["rows"]}
     assert regression["infoscale"][0] == 0.0  # clamped: nothing changes within the trained length
     assert regression["scale_invariant:tau=3"][0] != 0.0
