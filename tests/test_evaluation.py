@@ -242,6 +242,13 @@ def test_interrupted_runs_keep_their_rows_and_go_on(folder: Path, tmp_path: Path
     assert [json.loads(line)["key"] for line in text.splitlines()] == [i.key for i in this.items()]
 
 
+def test_shortest_first_gives_the_same_rows_in_another_order(folder: Path) -> None:
+    usual, short = (list(plan(folder, shortest_first=x).items()) for x in (False, True))
+    assert {(i.key, i.digest) for i in usual} == {(i.key, i.digest) for i in short}
+    assert [i.length for i in short] == sorted(i.length for i in usual)
+    assert [i.setting.name for i in short[:6]] == ["unmodified"] * 2 + ["scale_invariant:tau=3"] * 2 + ["@yarn:2"] * 2
+
+
 def test_rows_of_another_protocol_are_refused_and_not_mixed(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     this = plan(folder, settings=[Setting("unmodified")], lengths=[128, 512])
@@ -307,7 +314,7 @@ def test_command_measures_and_writes_the_page(folder: Path, tmp_path: Path) -> N
     out = tmp_path / "out"
     arguments = ["eval", str(folder / "model"), "--text", f"{folder / 'a.txt'},{folder / 'b.txt'}", "--out", str(out)]
     arguments += ["--method", "infoscale,scale_invariant:tau=3", "--lengths", "256,1k", "--targets", "64"]
-    arguments += ["--tasks", "loss,needle,passkey", "--samples", "1", "--depths", "3"]
+    arguments += ["--tasks", "loss,needle,passkey", "--samples", "1", "--depths", "3", "--shortest-first"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     page = json.loads((out / "report.json").read_text())
@@ -326,6 +333,7 @@ def test_command_measures_and_writes_the_page(folder: Path, tmp_path: Path) -> N
     command = page["facts"]["Commands"]
     assert page["sections"][0]["command"] == command
     assert "--method infoscale,scale_invariant:tau=3 --lengths 256,1k" in command
+    assert command.endswith("--depths 3 --shortest-first")
     assert str(folder) not in (out / "index.html").read_text()
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 0, again.output

@@ -44,6 +44,9 @@ def command_line(context: typer.Context) -> str:
         value = context.params.get(parameter.name or "")
         if value in (None, [], ()) or value == parameter.get_default(context):
             continue
+        if value is True:
+            words.append(parameter.opts[0])
+            continue
         listed = value if isinstance(value, (list, tuple)) else [value]
         text = ",".join(shown(p) for v in listed for p in str(v).split(","))
         words += [text] if parameter.param_type_name == "argument" else [parameter.opts[0], text]

@@ -53,6 +53,9 @@ def evaluate(
     dtype: Annotated[str, typer.Option(help="Precision to load the model in.")] = "auto",
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of the tasks' texts.")] = 0,
+    shortest_first: Annotated[
+        bool, typer.Option("--shortest-first", help="All settings at the shortest length first; loads models more often.")
+    ] = False,
     title: Annotated[str | None, typer.Option(help="The page's title.")] = None,
 ) -> None:
     """Measure MODEL unmodified and under methods, and write a page that shows what each does.
@@ -80,6 +83,7 @@ def evaluate(
             depths=depths,
             dtype=dtype,
             seed=seed,
+            shortest_first=shortest_first,
         )
         store = plan.open(out)
     except (ValueError, OSError) as error:

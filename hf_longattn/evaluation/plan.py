@@ -58,6 +58,8 @@ class Plan:
         bos: "auto" does what the tokenizer does, "always" and "never" what they say.
         samples: texts per task and length (`needle`: per depth).
         depths: places of the `needle` task.
+        shortest_first: all settings at the shortest length first, and so on: what can be compared is there early, and the
+            model is loaded anew for every setting and length.
 
     Raises:
         ValueError: anything that would go wrong later, named.
@@ -76,6 +78,7 @@ class Plan:
     depths: int = 5
     dtype: str = "auto"
     seed: int = 0
+    shortest_first: bool = False
     documents: list[Document] = field(init=False, default_factory=list)
     makers: dict[str, Task] = field(init=False, default_factory=dict)
     train_length: int | None = field(init=False, default=None)
@@ -156,7 +159,10 @@ class Plan:
         return out
 
     def items(self) -> Iterator[Item]:
-        """Every row, settings outermost, so that each model is loaded once; within a setting the cheap rows first."""
+        """Every row, settings outermost, so that each model is loaded once; within a setting the short ones first."""
+        return iter(sorted(self._items(), key=lambda i: i.length)) if self.shortest_first else self._items()
+
+    def _items(self) -> Iterator[Item]:
         haystack = digest([hashlib.sha256(text.encode()).hexdigest() for _, text in self.texts])
         for setting in self.settings:
             what = setting.to_dict() | {

@@ -7,6 +7,7 @@ Rows that docs/reports/ holds are not run again; take another --out to measure a
 
 import argparse
 import sys
+from os.path import relpath
 from pathlib import Path
 
 from hf_longattn.cli import app
@@ -36,8 +37,9 @@ def main() -> None:
     for name, (obtain, title, lengths, task_lengths) in REPORTS.items():
         if args.model not in (name, "all"):
             continue
-        base = ["eval", str(obtain(ROOT / "models")), "--settings", str(HERE / f"{name}.yaml"), "--text", str(args.text)]
-        base += ["--out", str(args.out / name), "--dtype", "bfloat16", "--title", title]
+        model, settings, out = map(relpath, (obtain(ROOT / "models"), HERE / f"{name}.yaml", args.out / name))
+        base = ["eval", model, "--settings", settings, "--text", str(args.text), "--out", out]
+        base += ["--dtype", "bfloat16", "--title", title, "--shortest-first"]
         if args.adapter and name == "smollm2":
             base += ["--adapter", f"scale-invariant, adapted={args.adapter}"]
         app([*base, "--lengths", lengths, "--targets", "1024"], standalone_mode=False)
