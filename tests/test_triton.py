@@ -100,7 +100,8 @@ def test_where_a_cubic_is_exact(method: dict[str, float]) -> None:
             nodes = torch.tensor([-outer, -inner, inner, outer]).double()
             powers = torch.linalg.solve(nodes[:, None] ** torch.arange(4), table[0, centre + nodes.long()])
             fit = (x[:, None] ** torch.arange(4)) @ powers
-            assert (fit - table[0, centre + x.long()]).abs().max() < 3 * triton.CUBIC_ERROR
+            rounding = 4 * torch.finfo(torch.float32).eps * table.abs().max()
+            assert (fit - table[0, centre + x.long()]).abs().max() < 1.1 * (triton.CUBIC_ERROR + rounding)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
