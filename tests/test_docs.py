@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -40,3 +41,26 @@ def test_tables_are_the_result_file(page: Path) -> None:
 def test_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def report_table(folder: Path) -> str:
+    """The first table of a committed report, as Markdown."""
+    data = json.loads((folder / "report.json").read_text(encoding="utf-8"))["sections"][0]["tables"][0]
+    rows = [data["columns"], ["---"] * len(data["columns"])]
+    rows += [[r[0], *("–" if c is None else f"{c:.3f}" for c in r[1:])] for r in data["rows"]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def test_the_committed_reports_are_their_rows_and_what_the_page_says() -> None:
+    page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    shown = re.findall(r"<!-- report: (\S+) -->\n(.*?)\n<!-- end -->", page, re.DOTALL)
+    assert shown
+    for name, table in shown:
+        folder = ROOT / "docs" / name
+        assert table == report_table(folder)
+        rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+        for row in rows:
+            if row["task"] == "loss":
+                line = next(x for x in table.splitlines() if x.startswith(f"| {row['setting']} |"))
+                column = table.splitlines()[0].split("|").index(f" {row['length']:,} ")
+                assert float(line.split("|")[column]) == pytest.approx(row["loss"], abs=6e-4)  # one document each

@@ -341,6 +341,25 @@ def test_command_measures_and_writes_the_page(folder: Path, tmp_path: Path) -> N
     assert [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()] == rows
 
 
+def test_command_writes_the_page_of_an_interrupted_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, real = tmp_path / "out", runner._loss
+
+    def stops(plan: Plan, item: Any, model: Any) -> Any:
+        if item.length > 256:
+            raise KeyboardInterrupt
+        return real(plan, item, model)
+
+    monkeypatch.setattr(runner, "_loss", stops)
+    arguments = ["eval", str(folder / "model"), "--text", str(folder / "a.txt"), "--out", str(out)]
+    arguments += ["--lengths", "256,1k", "--targets", "64"]
+    for extra, code in (([], 130), (["--page-only"], 0)):
+        result = CliRunner().invoke(app, [*arguments, *extra])
+        assert result.exit_code == code, result.output
+        facts = json.loads((out / "report.json").read_text())["facts"]
+        assert facts["Rows"] == "1 measured; of this command's 2, 1 are open"
+    assert "unmodified" in result.output
+
+
 def test_command_refuses_bad_input(folder: Path, tmp_path: Path) -> None:
     base = ["eval", str(folder / "model"), "--out", str(tmp_path / "out"), "--text", str(folder / "a.txt")]
     for extra, message in (

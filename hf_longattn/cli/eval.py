@@ -56,6 +56,9 @@ def evaluate(
     shortest_first: Annotated[
         bool, typer.Option("--shortest-first", help="All settings at the shortest length first; loads models more often.")
     ] = False,
+    page_only: Annotated[
+        bool, typer.Option("--page-only", help="Measure nothing; write the page from the rows so far.")
+    ] = False,
     title: Annotated[str | None, typer.Option(help="The page's title.")] = None,
 ) -> None:
     """Measure MODEL unmodified and under methods, and write a page that shows what each does.
@@ -89,10 +92,22 @@ def evaluate(
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
 
+    interrupted = not page_only and _measure(plan, store, device, command_line(context))
+    results = _write(plan, store, out, title)
+    console.print(_table(results))
+    console.print(results.summary(), highlight=False)
+    console.print(f"The report: {out / 'index.html'}", highlight=False)
+    if interrupted:
+        console.print(f"Interrupted; {len(store.rows)} rows are kept, and the same command goes on.")
+        raise typer.Exit(130)
+
+
+def _measure(plan: Plan, store: Store, device: str, command: str) -> bool:
+    """With a progress bar; returns whether it was interrupted."""
     logging.disable_progress_bar()  # ours is enough
     items = list(plan.items())
     if kept := sum(i.key in store.rows for i in items):
-        console.print(f"{kept} of {len(items)} rows are in {out} already.", highlight=False)
+        console.print(f"{kept} of {len(items)} rows are in {store.folder} already.", highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("Loading", total=len(items))
@@ -104,15 +119,10 @@ def evaluate(
                 console.print(f"{escape(item.key)}: {_told(store, item)}", highlight=False)
 
         try:
-            measure(plan, store, device, done, command_line(context))
+            measure(plan, store, device, done, command)
         except KeyboardInterrupt:
-            console.print(f"Interrupted; {len(store.rows)} rows are kept, and the same command goes on.")
-            _write(plan, store, out, title)
-            raise typer.Exit(130) from None
-    results = _write(plan, store, out, title)
-    console.print(_table(results))
-    console.print(results.summary(), highlight=False)
-    console.print(f"The report: {out / 'index.html'}", highlight=False)
+            return True
+    return False
 
 
 def _told(store: Store, item: Item) -> str:

@@ -209,7 +209,7 @@ class Results:
             "of one."
         )
         table = Table(f"Mean loss by position in windows of {longest:,}, nats", columns, rows)
-        return Section("Loss by position", text, [table], figures if lines else (), AS_ABOVE, self.command(LOSS))
+        return Section("Loss by position", text, [table], figures, AS_ABOVE, self.command(LOSS))
 
     def _mark(self, lengths: Sequence[int] = ()) -> dict[str, float]:
         beyond = self.train_length is not None and self.lengths[-1] > self.train_length
@@ -291,6 +291,8 @@ def over(bins: Sequence[float], first: int, last: int) -> float:
 
 def _pair(draw: Callable[[tuple[float, float] | None], bytes], values: Sequence[float], name: str, alt: str) -> list[Figure]:
     """A figure with all values, and one without those far above the rest where they would flatten it."""
+    if not values:
+        return []
     axis = "The loss axis does not start at zero."
     figures = [Figure(name, draw(None), alt, f"{alt}. {axis}")]
     ordered = sorted(values)

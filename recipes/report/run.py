@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--model", choices=[*REPORTS, "all"], default="all")
     parser.add_argument("--adapter", type=Path, help="SmolLM2 adapted to scale-invariant attention, as a LoRA adapter")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "reports")
+    parser.add_argument("--page-only", action="store_true", help="measure nothing; write the pages from the rows so far")
     parser.add_argument("--no-tasks", action="store_true", help="losses alone")
     args = parser.parse_args()
     for name, (obtain, title, lengths, task_lengths) in REPORTS.items():
@@ -40,6 +41,7 @@ def main() -> None:
         model, settings, out = map(relpath, (obtain(ROOT / "models"), HERE / f"{name}.yaml", args.out / name))
         base = ["eval", model, "--settings", settings, "--text", str(args.text), "--out", out]
         base += ["--dtype", "bfloat16", "--title", title, "--shortest-first"]
+        base += ["--page-only"] * args.page_only
         if args.adapter and name == "smollm2":
             base += ["--adapter", f"scale-invariant, adapted={args.adapter}"]
         app([*base, "--lengths", lengths, "--targets", "1024"], standalone_mode=False)
