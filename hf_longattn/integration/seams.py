@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from ..config import LongAttnConfig
-from .model import forget, prepare, prove_rotations
+from .model import forget, prepare, prove_rotations, refuse_while_suspended, tell_adapters
 from .names import PREFIX, is_ours, short
 
 
@@ -100,6 +100,7 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
 
 
 def _set_attn_implementation(original: Callable[..., None], self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    refuse_while_suspended(self)
     configs = {id(m.config): m.config for m in self.modules() if isinstance(m, PreTrainedModel)}.values()
     before = [(c, c._attn_implementation) for c in configs]
     original(self, *args, **kwargs)
@@ -107,6 +108,7 @@ def _set_attn_implementation(original: Callable[..., None], self: PreTrainedMode
         forget(self)
         prepare(self)
         prove_rotations(self)
+        tell_adapters(self)
     except Exception:
         for c, implementation in before:
             c._attn_implementation_internal = implementation
