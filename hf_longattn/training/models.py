@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -87,23 +89,41 @@ def put_method(model: Any, recipe: Recipe, attention: LongAttnConfig | None) -> 
     return apply(model, attention)
 
 
-def put_adapter(model: Any, lora: Lora, seed: int) -> Any:
-    """A PEFT model around it, whose adapter starts as the identity."""
+def put_adapter(model: Any, lora: Lora, method: bool, seed: int) -> Any:
+    """A PEFT model around it, whose adapter starts as the identity and records the method, if there is one."""
     try:
         from peft import LoraConfig, get_peft_model
+
+        from ..adapters import LongAttnLoraConfig
     except ImportError:
         raise ImportError('lora needs peft: pip install "hf_longattn[train]"') from None
-    learned = any(name.endswith(".longattn") for name, _ in model.named_modules())
-    config = LoraConfig(
+    config = (LongAttnLoraConfig if method else LoraConfig)(
         task_type="CAUSAL_LM",
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=lora.targets if lora.targets != ["all-linear"] else "all-linear",
-        modules_to_save=["longattn"] if learned else None,
     )
     torch.manual_seed(seed)
-    return get_peft_model(model, config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT's use of transformers
+        return get_peft_model(model, config)
+
+
+@contextmanager
+def unadapted(wrapped: Any, original: Any) -> Iterator[None]:
+    """While open, a PEFT model is the model it was made from: no adapter, no method, the rotary encoding of `original`."""
+    model = wrapped.get_base_model()
+    with wrapped.disable_adapter():
+        settings = rope.settings_of(original)
+        if settings is None or settings == rope.settings_of(model):  # an adapter that records its method saw to it
+            yield
+            return
+        tables = rope.exchange(model, rope.build(model, settings))
+        try:
+            yield
+        finally:
+            rope.exchange(model, tables)
 
 
 def from_scratch(architecture: Architecture, length: int, vocabulary: int) -> NanoChatConfig:

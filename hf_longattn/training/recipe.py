@@ -207,6 +207,9 @@ def load_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
     except OmegaConfBaseException as error:
         where = getattr(error, "full_key", None)
         raise ValueError(f"{path.name}: {f'{where}: ' if where else ''}{str(error).splitlines()[0]}") from None
+    for key, value in recipe.trainer.items():
+        if key.endswith("_strategy") and value is False:
+            recipe.trainer[key] = "no"  # what YAML makes of no
     if recipe.output is None:
         recipe.output = f"runs/{recipe.name}"
     check(recipe)
@@ -263,6 +266,11 @@ def check(recipe: Recipe) -> None:
     if recipe.positions == "skip":
         if recipe.needle is not None or recipe.packing == "documents":
             raise ValueError("positions: skip works on plain windows of text, not on needles or packed documents")
+        if attention is not None and attention.distance != "positions":
+            raise ValueError(
+                f"{attention.name} counts distances in slots and would not see the skipped positions: set "
+                "parameters.distance=positions"
+            )
         _in("skip.unskipped", recipe.skip.unskipped)
         _in("skip.repeat", recipe.skip.repeat)
         if not 2 <= recipe.skip.chunks <= recipe.length // 2:

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from ..calibration import calibrate
 from ..config import LongAttnConfig
 from ..integration import describe, rope
-from ..integration.unmodified import unmodified
 from .data import Data
 from .loss import CHUNK, CausalLoss, trained_by
-from .models import attention_of, load_config, load_model, load_tokenizer, put_adapter, put_method
+from .models import attention_of, load_config, load_model, load_tokenizer, put_adapter, put_method, unadapted
 from .recipe import Recipe, dump
 from .trainer import RecipeTrainer, arguments
 
@@ -77,7 +75,7 @@ def plan(run: Prepared) -> str:
     parameters = sum(p.numel() for p in model.parameters())
     trained = parameters
     if recipe.lora is not None:
-        trained = put_adapter(model, recipe.lora, recipe.seed).get_nb_trainable_parameters()[0]
+        trained = put_adapter(model, recipe.lora, run.attention is not None, recipe.seed).get_nb_trainable_parameters()[0]
     described = describe(model)
     changed = [row for row in described.rows if row[1] != "unchanged"]
     layers = f"{len(changed)} of {len(described.rows)} attention layers"
@@ -88,11 +86,11 @@ def plan(run: Prepared) -> str:
     memory = _memory(recipe, args, parameters, trained, text)
     lines = [
         ("recipe", f"{recipe.name} -> {run.output}" + (f", resumed from {run.checkpoint}" if run.checkpoint else "")),
-        ("model", f"{recipe.model or recipe.architecture}: {parameters / 1e6:.1f}M parameters, {trained / 1e6:.2f}M trained"),
+        ("model", f"{recipe.model or recipe.architecture}: {_count(parameters)} parameters, {_count(trained)} trained"),
         ("attention", f"{changed[0][1]}, in {layers}" if changed else f"unchanged, in all {len(described.rows)} layers"),
         ("rotary", str(text.rope_parameters) if getattr(text, "rope_parameters", None) else "none"),
         ("data", f"{have} of {recipe.length} tokens, positions {recipe.positions}; {len(run.data.held_out)} tokens held out"),
-        ("steps", f"{args.max_steps} of {rows} windows ({args.world_size} processes), {tokens / 1e6:.3f}M tokens"),
+        ("steps", f"{args.max_steps} of {rows} windows ({args.world_size} processes), {_count(tokens)} tokens"),
         ("evaluation", f"at {recipe.lengths}, at the end at {recipe.final_lengths}"),
         ("memory", f"about {memory / 2**30:.1f} GiB per process (weights, gradients, optimiser, activations: an estimate)"),
     ]
@@ -111,21 +109,13 @@ def run(prepared: Prepared) -> dict[str, Any]:
         model.eval()
         attention = calibrate(model, [w[None] for w in windows], attention)
     put_method(model, recipe, attention)
-    wrapped = model if recipe.lora is None else put_adapter(model, recipe.lora, args.seed)
-
-    @contextlib.contextmanager
-    def base() -> Iterator[None]:
-        with ExitStack() as stack:
-            if recipe.lora is not None:
-                stack.enter_context(wrapped.disable_adapter())
-            stack.enter_context(unmodified(model, prepared.original if recipe.rope is not None else None))
-            yield
-
+    wrapped = model if recipe.lora is None else put_adapter(model, recipe.lora, attention is not None, args.seed)
     trainer = RecipeTrainer(recipe, data, wrapped, model, args, prepared.tokenizer)
     first = trainer.is_world_process_zero()
     if first:
         output.mkdir(parents=True, exist_ok=True)
         _write(output / RECIPE_FILE, dump(recipe))
+    base = functools.partial(unadapted, wrapped, prepared.original)
     loss = CausalLoss(model, recipe.distill, base, teacher_positions=recipe.positions != "skip")
     with trained_by(model, loss):
         result = trainer.train(resume_from_checkpoint=prepared.checkpoint)
@@ -134,10 +124,13 @@ def run(prepared: Prepared) -> dict[str, Any]:
         if recipe.lora is not None:
             with base():
                 measured["base"] = trainer.measure(recipe.final_lengths)
+        else:
+            measured["base"] = _another(prepared, trainer, prepared.original)
         measured |= _yarn(prepared, trainer)
     trainer.save_model(str(output))
     if first:
-        model.config.save_pretrained(output)  # an adapter's folder has none, and that is what names the attention
+        if recipe.rope is not None and attention is None:
+            model.config.save_pretrained(output)  # a plain adapter does not record the rotary encoding
         prepared.tokenizer.save_pretrained(output)
     metrics = {
         "recipe": recipe.name,
@@ -174,9 +167,9 @@ def versions() -> dict[str, str]:
 
 def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
     """The checkpoint to go on from; None for a new run."""
-    there = output.exists() and (not output.is_dir() or any(output.iterdir()))
     if not resume:
-        if there:
+        there = output.exists() and (not output.is_dir() or any(output.iterdir()))
+        if there and int(os.environ.get("RANK", "0")) == 0:  # other processes may come after the first has begun to write
             raise ValueError(f"{output} exists; nothing is overwritten: choose another output, or go on with --resume")
         return None
     if not (output / RECIPE_FILE).is_file():
@@ -185,7 +178,13 @@ def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
         raise ValueError(f"the run in {output} is finished: there is nothing to resume")
     if (output / RECIPE_FILE).read_text(encoding="utf-8") != dump(recipe):
         raise ValueError(f"{output / RECIPE_FILE} says something else than this recipe: resume with the settings of its start")
-    return get_last_checkpoint(str(output))  # None: killed before its first checkpoint, so from the start
+    # the Trainer writes its state last: a checkpoint without it was cut short. None at all: from the start
+    whole = [path.parent for path in output.glob("checkpoint-*/trainer_state.json")]
+    return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e6:.1f}M" if number >= 1e6 else f"{number / 1e3:.1f}k"
 
 
 def _trained_length(config: Any) -> int:
@@ -194,17 +193,20 @@ def _trained_length(config: Any) -> int:
 
 def _yarn(prepared: Prepared, trainer: RecipeTrainer) -> dict[str, Any]:
     """The unadapted base with YaRN for the longest measured length, if that is beyond its trained one."""
-    recipe, longest = prepared.recipe, max(prepared.recipe.final_lengths)
-    factor = longest / _trained_length(prepared.original)
+    factor = max(prepared.recipe.final_lengths) / _trained_length(prepared.original)
     if factor <= 1 or not getattr(prepared.original.get_text_config(), "rope_parameters", None):
         return {}
-    config = rope.yarn(type(prepared.original).from_dict(prepared.original.to_dict()), factor)
-    model = load_model(recipe, config).to(trainer.accelerator.device)
-    adapted, trainer.causal = trainer.causal, model
+    config = rope.yarn(copy.deepcopy(prepared.original), factor)
+    return {f"base + YaRN x{factor:g}": _another(prepared, trainer, config)}
+
+
+def _another(prepared: Prepared, trainer: RecipeTrainer, config: Any) -> dict[int, dict[str, Any]]:
+    """Measurements of the checkpoint that training started from, loaded anew under a config."""
+    trained, trainer.causal = trainer.causal, load_model(prepared.recipe, config).to(trainer.accelerator.device)
     try:
-        return {f"base + YaRN x{factor:g}": trainer.measure(recipe.final_lengths)}
+        return trainer.measure(prepared.recipe.final_lengths)
     finally:
-        trainer.causal = adapted
+        trainer.causal = trained
 
 
 def _memory(recipe: Recipe, args: TrainingArguments, parameters: int, trained: int, text: Any) -> float:

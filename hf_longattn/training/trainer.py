@@ -23,7 +23,7 @@ def arguments(recipe: Recipe) -> TrainingArguments:
     if (schedule := recipe.schedule) is not None:
         steps = recipe.trainer["max_steps"]
         warmup, cooldown = round(schedule.warmup * steps), round(schedule.cooldown * steps)
-        shape = {"num_decay_steps": cooldown, "num_stable_steps": steps - warmup - cooldown, "decay_type": "linear"}
+        shape = {"num_decay_steps": cooldown, "decay_type": "linear"}
         settings |= {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": warmup, "lr_scheduler_kwargs": shape}
     return TrainingArguments(output_dir=recipe.output, **settings | recipe.trainer)
 
