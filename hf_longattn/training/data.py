@@ -200,6 +200,12 @@ class Data:
                 "or shorten evaluation.lengths and evaluation.final_lengths"
             )
 
+    def first_windows(self, count: int) -> list[Tensor]:
+        """The token ids of the first windows that are trained on, each (1, length)."""
+        train: Any = self.train
+        rows = iter(train) if isinstance(train, IterableDataset) else (train[i] for i in range(len(train)))
+        return [row["input_ids"][None] for row in itertools.islice(rows, count)]
+
 
 def _samples(recipe: Recipe) -> int:
     """Needle texts of a whole run, so that none is seen twice."""

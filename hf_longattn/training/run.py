@@ -105,9 +105,8 @@ def run(prepared: Prepared) -> dict[str, Any]:
     model = load_model(recipe, prepared.config)
     attention = prepared.attention
     if recipe.calibrate and attention is not None:
-        windows = data.held_out[: recipe.calibrate].split(recipe.length)
         model.eval()
-        attention = calibrate(model, [w[None] for w in windows], attention)
+        attention = calibrate(model, data.first_windows(-(-recipe.calibrate // recipe.length)), attention)
     put_method(model, recipe, attention)
     wrapped = model if recipe.lora is None else put_adapter(model, recipe.lora, attention is not None, args.seed)
     trainer = RecipeTrainer(recipe, data, wrapped, model, args, prepared.tokenizer)
@@ -145,7 +144,7 @@ def run(prepared: Prepared) -> dict[str, Any]:
         "seed": args.seed,
         "processes": args.world_size,
         "resumed_from": prepared.checkpoint and Path(prepared.checkpoint).name,
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(["hf-longattn", *sys.argv[1:]]),
         "versions": versions(),
         "seconds": round(time.monotonic() - started, 1),
         "cpu_seconds": round(time.process_time() - cpu, 1),
