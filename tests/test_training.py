@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -319,14 +320,30 @@ def test_recipes_by_name() -> None:
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(tiny: Path, tmp_path: Path) -> None:
     """Two windows a step either way, with unequal numbers of answer tokens: the same losses and evaluations."""
-    script = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
-    script += ["-m", "hf_longattn.cli", "train", "convert_distill"]  # what accelerate launch runs on several GPUs
     changes = {"trainer__save_strategy": "no", "packing": "documents", "data": tiny / "table.jsonl"}
     one = settings(tiny, tmp_path / "one", **changes)
     two = settings(tiny, tmp_path / "two", trainer__per_device_train_batch_size=1, **changes)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*script, *two], timeout=300, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "hf_longattn.cli", "train", "convert_distill", *two],
+            env=os.environ | environment | {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank},  # as accelerate launch does
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=200)
+            assert process.returncode == 0, output[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
     alone = trained("convert_distill", one)
     together = json.loads((tmp_path / "two/metrics.json").read_text())
     assert together["processes"] == 2

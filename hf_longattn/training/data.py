@@ -79,8 +79,10 @@ def pack(documents: Iterable[list[int]], length: int) -> Iterator[tuple[Tensor, 
     ids: list[int] = []
     positions: list[int] = []
     for document in documents:
-        while document:
-            piece, document = document[: length - len(ids)], document[length - len(ids) :]
+        used = 0
+        while used < len(document):
+            piece = document[used : used + length - len(ids)]
+            used += len(piece)
             ids += piece
             positions += range(len(piece))
             if len(ids) == length:
