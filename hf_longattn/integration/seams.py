@@ -47,7 +47,7 @@ def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _get_section(self: PreTrainedConfig) -> dict[str, Any] | None:
-    return self.__dict__.get("_longattn")
+    return self.__dict__.get("_longattn", self.__dict__.get("longattn"))  # the latter: read before this package was imported
 
 
 def _set_section(self: PreTrainedConfig, value: dict[str, Any] | LongAttnConfig | None) -> None:
@@ -72,7 +72,7 @@ def _language_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) -> dict[str, Any]:
     out = original(self)
-    section = out.pop("_longattn", None)
+    section = out.pop("_longattn", out.pop("longattn", None))
     text = _language_config(self)
     if text is self:
         if is_ours(self._attn_implementation):
