@@ -14,6 +14,7 @@ from .attention import attention
 from .calibration import Measurements, calibrate, measure
 from .config import LongAttnConfig
 from .extension import extend
+from .hub import push, save
 from .integration import Description, apply, config_of, describe, remove, rope, update
 from .methods.adaptive_temperature import fit_adaptive_temperature
 from .reference import reference_attention
@@ -37,9 +38,11 @@ __all__ = [
     "fit_adaptive_temperature",
     "measure",
     "methods",
+    "push",
     "reference_attention",
     "remove",
     "rope",
+    "save",
     "update",
 ]
 __version__ = "0.1.0"

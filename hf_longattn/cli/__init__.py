@@ -4,6 +4,7 @@ import typer
 
 from .env import env
 from .extend import extend
+from .push import push
 from .train import train
 
 app = typer.Typer(no_args_is_help=True, help="Long-context attention for Transformers models.", add_completion=False)
@@ -14,5 +15,5 @@ def main() -> None:
     """Long-context attention for Transformers models."""
 
 
-for command in (extend, train, env):
+for command in (extend, train, push, env):
     app.command()(command)

@@ -258,7 +258,7 @@ def _prove_at_first_call(model: PreTrainedModel) -> None:
         return
 
     def first(module: Any, args: Any) -> None:
-        if not torch.compiler.is_compiling() and SUSPENDED not in module.__dict__:
+        if not torch.compiler.is_compiling() and without_method(module):  # else it is switched off for the moment
             module.__dict__.pop("longattn_proof").remove()
             try:
                 prove_rotations(module)

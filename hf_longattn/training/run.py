@@ -20,6 +20,7 @@ from transformers import TrainingArguments, set_seed
 
 from ..calibration import calibrate
 from ..config import LongAttnConfig
+from ..hub import save
 from ..integration import describe, rope
 from .data import Data
 from .loss import CHUNK, CausalLoss, trained_by
@@ -119,6 +120,7 @@ def run(prepared: Prepared) -> dict[str, Any]:
     with trained_by(model, loss):
         result = trainer.train(resume_from_checkpoint=prepared.checkpoint)
     measured = {"trained": trainer.measure(recipe.final_lengths)}
+    found = measured["trained"][recipe.length]
     if recipe.evaluation.compare and recipe.architecture is None:
         if recipe.lora is not None:
             with base():
@@ -126,11 +128,17 @@ def run(prepared: Prepared) -> dict[str, Any]:
         else:
             measured["base"] = _another(prepared, trainer, prepared.original)
         measured |= _yarn(prepared, trainer)
-    trainer.save_model(str(output))
-    if first:
-        if recipe.rope is not None and attention is None:
+    if attention is None:
+        trainer.save_model(str(output))
+        if first and recipe.rope is not None:
             model.config.save_pretrained(output)  # a plain adapter does not record the rotary encoding
-        prepared.tokenizer.save_pretrained(output)
+    elif first:
+        card = {
+            "training_lengths": [recipe.length],
+            "metrics": {m: {n: x[m] for n, x in measured["trained"].items()} for m in ("loss", "accuracy") if m in found},
+            "evaluated_on": _names(recipe.heldout or recipe.data),
+        }
+        save(wrapped, output, tokenizer=prepared.tokenizer, overwrite=True, **card)
     metrics = {
         "recipe": recipe.name,
         "measured": measured,
@@ -222,6 +230,12 @@ def _memory(recipe: Recipe, args: TrainingArguments, parameters: int, trained: i
         + tokens * text.num_hidden_layers * per_layer * activation
         + logits * (2 if recipe.distill else 1)
     )
+
+
+def _names(sources: Any) -> str:
+    """What held-out text is called in a model card: no folders of this machine."""
+    names = sources if isinstance(sources, list) else [sources]
+    return ", ".join(Path(name).name if Path(name).exists() or "*" in name else name for name in names)
 
 
 def _write(path: Path, text: str) -> None:
