@@ -379,7 +379,7 @@ def test_packed_documents_do_not_see_each_other() -> None:
         ids = torch.tensor([text])
         alone += torch.nn.functional.cross_entropy(model(ids).logits[0, :-1].detach(), ids[0, 1:], reduction="sum").item()
     assert float(out["tokens"].sum()) == 9 + 5 + 10 - 3
-    assert float(out["loss"]) == pytest.approx(float(alone) / 21, abs=1e-5)
+    assert out["loss"].item() == pytest.approx(float(alone) / 21, abs=1e-5)
 
 
 def test_documents_of_files_and_data_sets(tiny: Path, tmp_path: Path) -> None:
@@ -466,7 +466,7 @@ def test_skipped_windows_are_one_document_to_the_model() -> None:
     logits = model(long, attention_mask=mask).logits[0, positions]
     expected = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
     assert jump > 0
-    assert float(out["loss"]) == pytest.approx(float(expected), abs=1e-5)
+    assert out["loss"].item() == pytest.approx(float(expected), abs=1e-5)
 
 
 # loss -----------------------------------------------------------------------------------------------------------------
@@ -511,7 +511,7 @@ def test_distillation_against_the_formula(tiny: Path, temperature: float, monkey
     assert float(out["divergence"].sum()) == pytest.approx(divergence, rel=1e-4)
     assert divergence > 1
     assert float(out["cross_entropy"].sum()) == pytest.approx(entropy, rel=1e-5)
-    assert float(out["loss"]) == pytest.approx((0.3 * divergence + 0.7 * entropy) / 48, rel=1e-5)
+    assert out["loss"].item() == pytest.approx((0.3 * divergence + 0.7 * entropy) / 48, rel=1e-5)
 
 
 def test_chunks_change_neither_loss_nor_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,7 +525,7 @@ def test_chunks_change_neither_loss_nor_gradient(monkeypatch: pytest.MonkeyPatch
         out["loss"].backward()
         found.append((out["loss"].detach(), [p.grad for p in model.parameters()]))
         plain = torch.nn.functional.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        assert float(out["loss"]) == pytest.approx(float(plain), abs=1e-5)
+        assert out["loss"].item() == pytest.approx(float(plain), abs=1e-5)
     torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=1e-5)
 
 

@@ -133,7 +133,7 @@ def run(prepared: Prepared) -> dict[str, Any]:
         if first and recipe.rope is not None:
             model.config.save_pretrained(output)  # a plain adapter does not record the rotary encoding
     elif first:
-        card = {
+        card: dict[str, Any] = {
             "training_lengths": [recipe.length],
             "metrics": {m: {n: x[m] for n, x in measured["trained"].items()} for m in ("loss", "accuracy") if m in found},
             "evaluated_on": _names(recipe.heldout or recipe.data),
