@@ -3,7 +3,7 @@
     python benchmarks/recipes.py --model models/SmolLM2-135M-Instruct --text emma.txt --held-out pride-and-prejudice.txt
 
 Each run is `hf-longattn train` with the settings below; its metrics go to benchmarks/results/recipes-NAME.json. A run whose
-file is there is not repeated. --collect NAME takes the metrics of a run that was made by hand; --table prints what the files hold.
+file is there is not repeated. --collect NAME takes the metrics of a run made by hand; --table prints what the files hold.
 """
 
 from __future__ import annotations
