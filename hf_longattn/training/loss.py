@@ -90,7 +90,8 @@ class CausalLoss:
     def _losses(self, hidden: Tensor, aim: Tensor | None, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy and T² KL(teacher ‖ student) of each token, (batch, positions), 0 where there is no loss."""
         logits = self._logits(hidden)
-        loss = cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none")
+        flat = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none")
+        loss = flat.view_as(labels)
         if aim is None or self.distill is None:
             return loss, torch.zeros_like(loss)
         with torch.no_grad():
