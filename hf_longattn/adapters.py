@@ -15,7 +15,9 @@ from typing import Any, cast
 try:
     from peft import LoraConfig, LoraModel, PeftModel
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
-except ImportError as error:
+
+    _ = LoraModel._get_adapter_state_dict  # PEFT 0.20 decides by its own types what to save
+except (ImportError, AttributeError) as error:
     raise ImportError('adapters need PEFT 0.21 or newer: pip install "hf_longattn[train]"') from error
 from torch import nn
 from transformers import PreTrainedModel
