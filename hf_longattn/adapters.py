@@ -155,7 +155,12 @@ def restore(config: LongAttnLoraConfig, model: PreTrainedModel) -> None:
             )
         rope.exchange(model, rope.build(model, cast("dict[str, Any]", config.rope_parameters)))
     if running is None or turned:
-        apply(model, running or wanted)
+        try:
+            apply(model, running or wanted)
+        except NotImplementedError as error:  # PEFT makes every parameter without memory then
+            raise NotImplementedError(
+                f"{wanted.name} brings learned parameters, which low_cpu_mem_usage=True cannot add to a model: leave it out"
+            ) from error
 
 
 def _checkpoint(model: PreTrainedModel) -> Any:
