@@ -9,6 +9,7 @@ from . import methods
 from .attention import attention
 from .calibration import Measurements, calibrate, measure
 from .config import LongAttnConfig
+from .diagnostics import Diagnostics, capture
 from .extension import extend
 from .integration import Description, apply, config_of, describe, remove, rope, update
 from .methods.adaptive_temperature import fit_adaptive_temperature
@@ -17,12 +18,14 @@ from .rotary import Rotation
 
 __all__ = [
     "Description",
+    "Diagnostics",
     "LongAttnConfig",
     "Measurements",
     "Rotation",
     "apply",
     "attention",
     "calibrate",
+    "capture",
     "config_of",
     "describe",
     "extend",

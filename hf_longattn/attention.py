@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -117,6 +118,22 @@ def attend(
     else:
         out = parts[0].run(value, model, dropout=dropout)[0]
     return finish(config, out, learned).to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of `attend`: its arguments and what it returned, for whoever looks on."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    config: LongAttnConfig
+    rows: Rows
+    output: Tensor
+    scaling: float
+    softcap: float | None = None
+    learned: Mapping[str, nn.Module] | None = None
+    rotation: Rotation | None = None
 
 
 class Part(NamedTuple):

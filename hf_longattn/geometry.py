@@ -94,6 +94,19 @@ class Rows:
         """|query slot - key slot|, int64 (batch or 1, q_len, kv_len)."""
         return (self.index[..., POSITION, None] - self.slots(kv_len)).abs()
 
+    def tokens(self, kv_len: int) -> Tensor:
+        """bool (batch or 1, q_len), False where the row is padding: that does not see itself."""
+        own = self.index[..., POSITION]
+        real = (self.index[..., LOW] <= own) & (own <= self.index[..., HIGH])
+        if self.allowed is not None:
+            column = (own - self.index[..., KEY_START]).clamp(0, kv_len - 1)[..., None]
+            real = real & self.allowed.any(1).take_along_dim(column, -1)[..., 0]
+        return real
+
+    def take(self, rows: Tensor | slice) -> Rows:
+        """Some of the rows: a slice, or their numbers, int64 (n,)."""
+        return Rows(self.index[:, rows], None if self.allowed is None else self.allowed[:, :, rows])
+
     def sinks(self, kv_len: int, count: int) -> Tensor:
         """bool (batch or 1, q_len, kv_len), True for the first `count` keys of the row's sequence."""
         offset = self.slots(kv_len) - self.index[..., START, None]
