@@ -52,7 +52,7 @@ class Diagnostics:
         ranges: along "range": the distances t with first <= t < last.
         z: along "z": quantiles of the standard Gaussian.
         rows: int64 (length,), the rows read; outputs are taken from every row, read or not.
-        range_rows: int64 (length, range), those of them that see a key in the range.
+        range_rows: int64 (layer, length, range), those of them that see a key in the range.
         values: by name of `QUANTITIES`, with the dimensions said there.
     """
 
@@ -79,10 +79,10 @@ class Diagnostics:
             return value
         if name == "output_deviation":
             raise ValueError("output_deviation has no mean over lengths; look at output_slope")
-        weight = self.range_rows if name == "range_entropy" else self.rows
-        weight = weight.double() if weight.ndim == value.ndim - 2 else weight.double()[:, None]
-        weighted = torch.where(weight > 0, value * weight, 0.0)
-        return weighted.sum(2) / weight.sum(0)
+        rows = self.rows[None, :].expand(len(self.layers), -1)
+        weight = self.range_rows if name == "range_entropy" else rows[..., None] if "range" in dimensions else rows
+        weight = weight.double()[:, None]
+        return torch.where(weight > 0, value * weight, 0.0).sum(2) / weight.sum(2)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, ready for JSON; None where nothing was measured."""

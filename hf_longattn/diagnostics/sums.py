@@ -227,8 +227,9 @@ def collect(sums: dict[int, Sums]) -> Diagnostics:
     used = (rows + first.total.get("output_rows", none)).nonzero()
     groups = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 1)
     options = first.options
-    range_rows = first.total.get("range_rows", torch.zeros(1, GROUPS, len(options.ranges)))[0]
-    reached = range_rows.sum(0).nonzero()
+    unread = torch.zeros(1, GROUPS, len(options.ranges))
+    range_rows = torch.stack([sums[i].total.get("range_rows", unread)[0] for i in layers])
+    reached = range_rows.sum((0, 1)).nonzero()
     kept = slice(0, int(reached[-1]) + 1 if len(reached) else 0)
     values: dict[str, Tensor] = {}
     by_layer = [sums[i].values() for i in layers]
@@ -243,7 +244,7 @@ def collect(sums: dict[int, Sums]) -> Diagnostics:
         ranges=options.ranges[kept],
         z=Z,
         rows=rows[groups].long(),
-        range_rows=range_rows[groups, kept].long(),
+        range_rows=range_rows[:, groups, kept].long(),
         values=values,
     )
 
