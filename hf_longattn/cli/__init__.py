@@ -4,6 +4,7 @@ import typer
 
 from .env import env
 from .extend import extend
+from .inspect import inspect
 
 app = typer.Typer(no_args_is_help=True, help="Long-context attention for Transformers models.", add_completion=False)
 
@@ -13,5 +14,5 @@ def main() -> None:
     """Long-context attention for Transformers models."""
 
 
-for command in (extend, env):
+for command in (extend, inspect, env):
     app.command()(command)

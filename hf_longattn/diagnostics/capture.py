@@ -18,6 +18,7 @@ class Capture:
     """What an open or closed capture has seen."""
 
     def __init__(self) -> None:
+        self.layers = 0  # how many are looked at
         self.sums: dict[int, Sums] = {}
 
     def result(self) -> Diagnostics:
@@ -76,4 +77,5 @@ def capture(
     with observe(model, look, layers) as observed:
         if not observed:
             raise ValueError("this model has no layer to look at: no causal full attention")
+        seen.layers = len(observed)
         yield seen

@@ -1,0 +1,181 @@
+"""`hf-longattn inspect`: look into a model's attention, with and without methods."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from .. import __version__
+from ..diagnostics import WHAT, Diagnostics, capture
+from ..diagnostics.sums import Options
+from ..inspection import key_names, sections, summary
+from ..report import add_section, write_report
+from ..report.folder import HEAD
+from ..settings import check_lengths, check_setting, load_setting, parse_settings
+from .common import console, tokens
+
+RESULT = "inspect.json"
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(help="A model on the Hub or a directory.")],
+    text: Annotated[Path, typer.Option(help="A text of at least --length tokens.")],
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Method to compare with the unmodified model, e.g. infoscale or scale_invariant:tau=100; repeatable."
+        ),
+    ] = None,
+    rope: Annotated[list[str] | None, typer.Option(help="Position encoding for every method: plain, yarn:2, ...")] = None,
+    length: Annotated[str, typer.Option(help="Tokens to read; 16k is 16,384.")] = "4k",
+    layers: Annotated[str | None, typer.Option(help="Layers, e.g. 0,5,10-12; default all with full attention.")] = None,
+    what: Annotated[str, typer.Option(help="What to measure, separated by commas.")] = ",".join(WHAT),
+    rows: Annotated[
+        str, typer.Option(help="Query rows to read, spread evenly over the text, or all. Keys are all read.")
+    ] = "512",
+    delta: Annotated[int, typer.Option(help="Ranges of distances grow by this factor.")] = 4,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for page, JSON and pictures; a report's folder gets sections.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Precision to load the model in.")] = "auto",
+) -> None:
+    """Look into MODEL's attention on your text: entropy, attention by distance, logits, outputs, per layer and head.
+
+    One forward pass per setting over the first --length tokens; nothing of size length x length is held. With --method the
+    unmodified model comes first, to compare with. --out gets inspect.json (every number by layer, head and length),
+    figures/*.png and index.html, a page that needs nothing else.
+    """
+    n = tokens(length)
+    with _refusing("--method"):
+        settings = parse_settings(method or [], rope or [])
+    with _refusing("--what"):
+        options = Options(tuple(what.split(",")), delta=delta)
+    if rows != "all" and not (rows.isdigit() and int(rows) > 0):
+        raise typer.BadParameter(f"{rows!r} is neither a number of rows nor all", param_hint="--rows")
+    if out is not None:
+        _check_out(out)
+    with _refusing("--text"):
+        ids = _read(text, model, n)
+    with _refusing("--method"):
+        check_lengths(model, [n])
+        for setting in settings:
+            check_setting(setting, model)
+    with _refusing("--layers"):
+        numbers = None if layers is None else _numbers(layers)
+        observed = _observed(model, numbers)
+
+    command = shlex.join(["hf-longattn", *sys.argv[1:]])
+    results: dict[str, Diagnostics] = {}
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("layers"),
+        TimeElapsedColumn(),
+        console=console,
+    ) as progress:
+        for setting in settings:
+            task = progress.add_task(f"{setting.name}: {n} tokens", total=observed)
+            loaded = load_setting(setting, model, dtype)
+
+            def advance(layer: int, task: Any = task) -> None:
+                progress.advance(task)
+
+            sample = None if rows == "all" else int(rows)
+            with (
+                torch.inference_mode(),
+                capture(loaded, numbers, options.what, rows=sample, delta=delta, on_layer=advance) as seen,
+            ):
+                loaded.base_model(input_ids=ids.to(loaded.device), use_cache=False)
+            results[setting.name] = seen.result()
+            del loaded
+            progress.update(task, completed=observed)
+
+    read = "all query rows" if rows == "all" or int(rows) >= n else f"{rows} query rows spread evenly, all keys"
+    protocol = f"The first {n:,} tokens of {text.name}, one forward pass per setting; {read}."
+    names = key_names(options.local, options.sinks)
+    parts = sections(results, names, protocol, command)
+    console.print(_shown(parts[0][1].tables[0]))
+    if out is None:
+        return
+    facts = {
+        "model": model,
+        "command": command,
+        "versions": f"hf_longattn {__version__}, transformers {transformers.__version__}, torch {torch.__version__}",
+    }
+    record = {"model": model, "text": text.name, "length": n, "rows": rows, "command": command, "versions": facts["versions"]}
+    record["settings"] = {name: found.to_dict() for name, found in results.items()}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / RESULT).write_text(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
+    if (out / HEAD).exists():
+        for order, part in parts:
+            page = add_section(out, part, order)
+    else:
+        page = write_report(out, f"Attention of {Path(model).name}", summary(results, names), parts, facts)
+    console.print(f"Written: {page}", highlight=False)
+
+
+@contextmanager
+def _refusing(option: str) -> Iterator[None]:
+    """Errors of values become errors of the option that gave them."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
+
+
+def _check_out(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise typer.BadParameter(f"{out} is a file", param_hint="--out")
+    if (out / RESULT).exists():
+        raise typer.BadParameter(f"{out} holds an {RESULT} already; nothing is overwritten", param_hint="--out")
+    if out.exists() and any(out.iterdir()) and not (out / HEAD).exists():
+        raise typer.BadParameter(f"{out} is neither empty nor a report; nothing is overwritten", param_hint="--out")
+
+
+def _read(text: Path, model: str, length: int) -> torch.Tensor:
+    if not text.is_file():
+        raise ValueError(f"{text} is not a file")
+    ids: torch.Tensor = AutoTokenizer.from_pretrained(model)(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids
+    if ids.shape[1] < length:
+        raise ValueError(f"{text} has {ids.shape[1]} tokens, {length} are needed")
+    return ids[:, :length]
+
+
+def _numbers(text: str) -> list[int]:
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ValueError(f"{text!r} is no list of layers; write 0,5,10-12")
+        found += range(int(first), int(last if dash else first) + 1)
+    return found
+
+
+def _observed(model: str, layers: list[int] | None) -> int:
+    """How many layers will be looked at; ValueError if one that is named cannot be. Reads no weights."""
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    with capture(empty, layers) as seen:
+        return seen.layers
+
+
+def _shown(table: Any) -> RichTable:
+    shown = RichTable(title=table.title)
+    for column in table.columns:
+        shown.add_column(column, justify="right" if column else "left")
+    for name, *values in table.rows:
+        shown.add_row(str(name), *(f"{v:.3f}" for v in values))
+    return shown
