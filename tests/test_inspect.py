@@ -11,6 +11,7 @@ import torch
 from cases import VOCAB
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typer.testing import CliRunner
 
 import hf_longattn
@@ -104,6 +105,20 @@ def test_a_part_of_it_joins_a_report(saved: tuple[str, str], tmp_path: Path) -> 
     assert "Attention by layer" in page
 
 
+def test_layers_above_the_last_one_do_not_run(saved: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, text = saved
+    calls: list[int] = []
+    attend = hf_longattn.integration.dispatch.attention_forward
+
+    def counted(module: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(module.layer_idx)
+        return attend(module, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "longattn", counted)
+    run(model, "--text", text, "--length", "64", "--layers", "1")
+    assert calls == [0, 1]
+
+
 def test_rows_are_sampled(saved: tuple[str, str], tmp_path: Path) -> None:
     model, text = saved
     run(model, "--text", text, "--length", "200", "--rows", "20", "--what", "entropy", "--out", str(tmp_path / "new"))
@@ -122,7 +137,8 @@ def test_rows_are_sampled(saved: tuple[str, str], tmp_path: Path) -> None:
         (["--layers", "1,7"], "7 (not in this model)"),
         (["--layers", "0"], "0 (sliding window)"),
         (["--layers", "a"], "is no list of layers"),
-        (["--rows", "0"], "neither a number of rows nor all"),
+        (["--rows", "0"], "rows must be an integer >= 1"),
+        (["--rows", "few"], "neither a number of rows nor all"),
         (["--delta", "1"], "delta must be an integer >= 2"),
     ],
 )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,10 +61,10 @@ def inspect(
     n = tokens(length)
     with _refusing("--method"):
         settings = parse_settings(method or [], rope or [])
-    with _refusing("--what"):
-        options = Options(tuple(what.split(",")), delta=delta)
-    if rows != "all" and not (rows.isdigit() and int(rows) > 0):
+    if rows != "all" and not rows.isdigit():
         raise typer.BadParameter(f"{rows!r} is neither a number of rows nor all", param_hint="--rows")
+    with _refusing("--what, --rows or --delta"):
+        options = Options(tuple(what.split(",")), None if rows == "all" else int(rows), delta)
     if out is not None:
         _check_out(out)
     with _refusing("--text"):
@@ -89,21 +90,10 @@ def inspect(
         for setting in settings:
             task = progress.add_task(f"{setting.name}: {n} tokens", total=observed)
             loaded = load_setting(setting, model, dtype)
-
-            def advance(layer: int, task: Any = task) -> None:
-                progress.advance(task)
-
-            sample = None if rows == "all" else int(rows)
-            with (
-                torch.inference_mode(),
-                capture(loaded, numbers, options.what, rows=sample, delta=delta, on_layer=advance) as seen,
-            ):
-                loaded.base_model(input_ids=ids.to(loaded.device), use_cache=False)
-            results[setting.name] = seen.result()
+            results[setting.name] = _look(loaded, ids, numbers, options, partial(progress.advance, task))
             del loaded
-            progress.update(task, completed=observed)
 
-    read = "all query rows" if rows == "all" or int(rows) >= n else f"{rows} query rows spread evenly, all keys"
+    read = "all query rows" if options.choose(n) is None else f"{rows} query rows spread evenly, all keys"
     protocol = f"The first {n:,} tokens of {text.name}, one forward pass per setting; {read}."
     names = key_names(options.local, options.sinks)
     parts = sections(results, names, protocol, command)
@@ -125,6 +115,28 @@ def inspect(
     else:
         page = write_report(out, f"Attention of {Path(model).name}", summary(results, names), parts, facts)
     console.print(f"Written: {page}", highlight=False)
+
+
+class _Enough(Exception):
+    """The last layer asked for has been seen; those above it need not run."""
+
+
+def _look(
+    model: Any, ids: torch.Tensor, layers: list[int] | None, options: Options, advance: Callable[[], None]
+) -> Diagnostics:
+    """One forward pass up to the last layer asked for."""
+    done: set[int] = set()
+
+    def on_layer(layer: int) -> None:
+        advance()
+        done.add(layer)
+        if len(done) == seen.layers:
+            raise _Enough
+
+    looking = capture(model, layers, options.what, rows=options.rows, delta=options.delta, on_layer=on_layer)
+    with torch.inference_mode(), suppress(_Enough), looking as seen:
+        model.base_model(input_ids=ids.to(model.device), use_cache=False)
+    return seen.result()
 
 
 @contextmanager
