@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import BACKENDS, LongAttnConfig
-from .geometry import Rows, check_mask, check_shapes
+from .geometry import Rows, check_mask, check_positions, check_shapes
 from .kernels.flex import flex_attention, why_not_flex
 from .kernels.fused import flash_attention, sdpa_attention, why_not_flash
 from .kernels.tiled import HIDDEN, tiled_attention
@@ -31,6 +31,7 @@ def attention(
     key_start: int = 0,
     backend: str = "auto",
     rotation: Rotation | None = None,
+    position_ids: Tensor | None = None,
 ) -> Tensor:
     """Causal attention under `config`, on the fastest exact kernel.
 
@@ -43,6 +44,7 @@ def attention(
         query_start: position of the first query, default key_start + kv_len - q_len.
         key_start: position of the first key.
         rotation: how query and key are rotated; needed where the config remaps rotary distances.
+        position_ids: int64 (batch or 1, length), growing: distances are then differences of positions (skip-wise training).
         backend: "auto" takes `config.backend`, and then the fastest that is exact for the call; any other name insists.
 
     Returns:
@@ -54,6 +56,8 @@ def attention(
     check_shapes(query, key, value)
     rows = Rows.causal(query.shape[2], key.shape[2], query_start, key_start, query.device)
     rows = Rows(rows.index, check_mask(attention_mask, query, key))
+    if position_ids is not None:
+        rows = rows.placed(check_positions(position_ids, query, key))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return attend(query, key, value, config, rows, scaling=scaling, backend=backend, rotation=rotation)
 
@@ -79,9 +83,9 @@ def attend(
         learned: the trained parts of methods by slot; without it they are what they start as.
         rotation: how query and key are rotated; needed where the config remaps rotary distances.
     """
-    parts = split(config, query, key, rows, rotation)
     asked = config.backend if backend == "auto" else backend
-    backend = choose_backend(config, query, rows, softcap, dropout, asked, len(parts))
+    parts = split(config, query, key, rows, rotation, in_tiles=asked != "flex" and query.device.type == "cpu")
+    backend = choose_backend(config, query, rows, softcap, dropout, asked)
     model: dict[str, Any] = {"scaling": scaling, "softcap": softcap}
     if backend == "reference":
         model |= {"dropout": dropout, "learned": learned, "rotation": rotation}
@@ -108,13 +112,14 @@ def attend(
         elif asked == "auto" and not softcap and len(parts) == 1 and rows.plain is not None:
             backend = "sdpa"  # what is left is plain attention
 
-    if len(parts) > 1:
-        out = _merged([part.run(value, model, dropout=dropout, with_lse=True) for part in parts])
+    if backend == "flex":
+        results = [flex_attention(p.query, p.key, value, p.rows, **model, with_lse=len(parts) > 1) for p in parts]
+        out = _merged(results) if len(parts) > 1 else results[0][0]
+    elif len(parts) > 1:
+        out = _merged([part.run(value, model, dropout=dropout, with_lse=True)[:2] for part in parts])
     elif backend in ("sdpa", "flash"):
         fused = sdpa_attention if backend == "sdpa" else flash_attention
         out = fused(parts[0].query, parts[0].key, value, parts[0].rows, scaling=model["scaling"], dropout=dropout)
-    elif backend == "flex":
-        out = flex_attention(*parts[0][:2], value, parts[0].rows, **model)
     else:
         out = parts[0].run(value, model, dropout=dropout)[0]
     return finish(config, out, learned).to(dtype)
@@ -155,13 +160,18 @@ class Part(NamedTuple):
 FEW_QUERIES = 16
 
 
-def split(config: LongAttnConfig, query: Tensor, key: Tensor, rows: Rows, rotation: Rotation | None) -> list[Part]:
-    """One part for every band of keys that the config shows and rotates alike; each is attention over an interval."""
+def split(
+    config: LongAttnConfig, query: Tensor, key: Tensor, rows: Rows, rotation: Rotation | None, in_tiles: bool = True
+) -> list[Part]:
+    """One part for every band of keys that the config shows and rotates alike; each is attention over an interval.
+
+    in_tiles: the kernel may be asked to turn keys as it reads them.
+    """
     if config.positions is None and config.visibility is None:
         return [Part(query, key, rows)]
     i, j = rows.query_positions(), rows.key_positions(key.shape[2])
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
-    on_the_fly = query.shape[2] <= FEW_QUERIES and not grad and not torch.compiler.is_compiling()
+    on_the_fly = in_tiles and query.shape[2] <= FEW_QUERIES and not grad and not torch.compiler.is_compiling()
     parts = []
     for where, positions in enumerate(config.positions.bands(i) if config.positions else [Band()]):
         for which, seen in enumerate(config.visibility.bands(i) if config.visibility else [Band()]):
@@ -173,9 +183,17 @@ def split(config: LongAttnConfig, query: Tensor, key: Tensor, rows: Rows, rotati
                     turn = require_rotation(rotation).spread(j, band.key, (method, number, "key"), key.shape[-1])
                 elif band.key is not None:
                     k = require_rotation(rotation).move(key, j, band.key, (method, number, "key"))
-            shown = rows.narrowed(positions.first, positions.last).narrowed(seen.first, seen.last)
+            shown = rows.once(
+                (config.positions, where, config.visibility, which), functools.partial(_narrowed, rows, positions, seen)
+            )
             parts.append(Part(q, k, shown, rotation, turn))
     return parts
+
+
+def _narrowed(rows: Rows, *bands: Band) -> Rows:
+    for band in bands:
+        rows = rows.narrowed(band.first, band.last)
+    return rows
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -200,10 +218,10 @@ def _log_shares(lse: list[Tensor]) -> Tensor:
     return torch.log_softmax(torch.stack(lse).clamp(min=HIDDEN), 0)
 
 
-def _merged(results: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+def _merged(results: list[tuple[Tensor, Tensor]]) -> Tensor:
     """The output over all parts from those over each: out = Σ share out_part."""
-    shares = _log_shares([lse for _, lse, _ in results]).exp()
-    return sum(share[..., None] * out for share, (out, _, _) in zip(shares, results, strict=True))  # type: ignore[return-value]
+    shares = _log_shares([lse for _, lse in results]).exp()
+    return sum(share[..., None] * out for share, (out, _) in zip(shares, results, strict=True))  # type: ignore[return-value]
 
 
 def _entropy(parts: list[Part], model: dict[str, Any]) -> Tensor:
@@ -225,7 +243,6 @@ def choose_backend(
     softcap: float | None = None,
     dropout: float = 0.0,
     backend: str = "auto",
-    parts: int = 1,
 ) -> str:
     """The backend that "auto" means for this call, or the one named; ValueError where that one cannot be exact."""
     if backend not in BACKENDS:
@@ -237,7 +254,7 @@ def choose_backend(
         in_the_way = [m.name for m in (config.logit_map, config.positions, config.visibility) if m is not None]
         in_the_way += [config.temperature.name] if config.temperature is not None and entropy else []
         not_fused = f"{in_the_way[0]} changes more than query and key" if in_the_way else None
-    reasons = {"sdpa": not_fused, "flex": "keys are split into parts" if parts > 1 else why_not_flex(query, dropout)}
+    reasons = {"sdpa": not_fused, "flex": why_not_flex(query, dropout)}
     if backend == "flash":
         reasons["flash"] = not_fused or why_not_flash(query, rows)
     if backend == "auto":
@@ -250,8 +267,8 @@ def choose_backend(
 
 
 def table_length(rows: Rows, kv_len: int) -> int:
-    """A length beyond every distance in the call, from shapes alone: no device sync, few distinct values."""
-    return 1 << max(10, (kv_len + rows.index.shape[1] - 1).bit_length())
+    """A length beyond every distance in the call, of few distinct values; from shapes alone, unless the rows are placed."""
+    return 1 << max(10, (rows.span if rows.has_places else kv_len + rows.index.shape[1] - 1).bit_length())
 
 
 def distance_tables(logit_map: LogitMap, heads: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from ..geometry import HIGH, KEY_START, LOW, POSITION, START, Rows
+from ..geometry import HIGH, KEY_START, LOW, PLACE, POSITION, START, Rows
 
 
 def why_not_flex(query: Tensor, dropout: float = 0.0) -> str | None:
@@ -44,8 +44,9 @@ def flex_attention(
     row_bias: Tensor | None = None,
     sinks: int = 0,
     softcap: float | None = None,
-) -> Tensor:
-    """Attention as `kernels.tiled.tiled_attention` defines it, without dropout.
+    with_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention as `kernels.tiled.tiled_attention` defines it, without dropout: the output, and the logsumexp if asked for.
 
     Compiled on CUDA; elsewhere PyTorch's own uncompiled form runs, which is dense and serves as a check.
     """
@@ -53,6 +54,7 @@ def flex_attention(
     index, allowed = rows.index.expand(batch, -1, -1), rows.allowed
     position, low, high = index[..., POSITION], index[..., LOW], index[..., HIGH]
     first, start = index[..., KEY_START], index[..., START]
+    place = index[..., PLACE] if rows.has_places else None
 
     def at(table: Tensor, h: Tensor, t: Tensor) -> Tensor:
         return table[h if table.shape[0] > 1 else h * 0, t]
@@ -65,7 +67,7 @@ def flex_attention(
         if gain is None or bias is None:
             return score
         slot = first[b, q] + kv
-        t = (position[b, q] - slot).abs()
+        t = (position[b, q] - slot if place is None else place[b, q] - place[b, kv]).abs()
         added = at(bias, h, t) if row_bias is None else at(bias, h, t) * row_bias[b, h, q]
         mapped = at(gain, h, t) * score + added
         if sinks:
@@ -81,6 +83,13 @@ def flex_attention(
         return inside & allowed[b if allowed.shape[0] > 1 else b * 0, h if allowed.shape[1] > 1 else h * 0, q, kv]
 
     mask_heads = heads if allowed is not None and allowed.shape[1] > 1 else None
-    block_mask = torch_flex.create_block_mask(mask_mod, batch, mask_heads, q_len, kv_len, device=str(query.device))
+    device = str(query.device)
+    block_mask = rows.once(
+        ("block_mask", batch, mask_heads, kv_len),
+        lambda: torch_flex.create_block_mask(mask_mod, batch, mask_heads, q_len, kv_len, device=device),
+    )
     run: Any = _compiled() if query.device.type == "cuda" and not torch.compiler.is_compiling() else torch_flex.flex_attention
-    return run(query, key, value, score_mod, block_mask, scaling, query.shape[1] != key.shape[1])
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    wanted = torch_flex.AuxRequest(lse=with_lse)
+    out, found = run(query, key, value, score_mod, block_mask, scaling, heads != key.shape[1], return_aux=wanted)
+    return out, found.lse if with_lse else out.new_empty(0)
