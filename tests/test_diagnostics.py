@@ -261,6 +261,14 @@ def test_a_cache_changes_nothing(case: str) -> None:
     assert_equal(seen.result(), measured(under, {"input_ids": ids}))
 
 
+@pytest.mark.parametrize("case", ["mapped+adaptive", "leaky_rerope", "streaming"])
+def test_jumping_positions_change_logits_and_not_what_is_counted(case: str) -> None:
+    """Ranges and the last keys are told by tokens in between, whatever their positions say."""
+    positions = torch.cat([torch.arange(20), 300 + torch.arange(20)])[None].expand(2, -1)
+    config, ids = CASES[case].replace(distance="positions"), tokens(length=40)
+    check(model("llama", config), ids, position_ids=positions, attention_mask=torch.ones_like(ids))
+
+
 def test_pictures_are_read() -> None:
     """Keys ahead of a query, inside a picture, are in no range of distances; everything else counts them."""
     found = measured(multimodal(), picture())

@@ -74,7 +74,7 @@ def blocks(call: Call, chosen: Tensor | None = None) -> Iterator[Block]:
             logits = temperature[..., None] * logits
         if config.logit_map is not None:
             gain, bias = distance_tables(config.logit_map, heads, table_length(rows, kv_len), logits)
-            t = block.distance(keys)
+            t = rows.distance(keys, which)
             mapped = gain[:, t].transpose(0, 1) * logits + bias[:, t].transpose(0, 1)
             sinks = block.sinks(keys, config.logit_map.sink_tokens)[:, None]
             logits = torch.where(sinks, logits, mapped)
