@@ -203,6 +203,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
     def lines(axes: Any, curves: dict[str, tuple[Sequence[float], Sequence[float]]], **labels: Any) -> None:
         for i, (name, (x, y)) in enumerate(curves.items()):
+            i = list(SCHEMES).index(name) if name in SCHEMES else i
             axes.plot(x, y, label=name, color=COLOURS[i], marker=MARKERS[i], markersize=4)
         axes.set(**labels)
         axes.grid(alpha=0.3)

@@ -108,13 +108,16 @@ class Setting:
         return cls(text.strip() or UNMODIFIED, method, parameters, encoding if at else None)
 
 
-def parse_settings(methods: Sequence[str], ropes: Sequence[str] = (), file: Path | None = None) -> list[Setting]:
+def parse_settings(
+    methods: Sequence[str], ropes: Sequence[str] = (), file: Path | None = None, adapters: Sequence[str] = ()
+) -> list[Setting]:
     """The settings of a command line, the unmodified model first: every method without an @ crossed with every rope.
 
     Args:
         methods: strings of settings, several in one separated by commas.
         ropes: "plain", "yarn:2", ...; none means the model's own.
         file: YAML, added behind.
+        adapters: NAME=DIRECTORY each, added last.
 
     Raises:
         ValueError: a setting is wrong, or two share a name.
@@ -123,6 +126,11 @@ def parse_settings(methods: Sequence[str], ropes: Sequence[str] = (), file: Path
     names = [m for text in methods for m in text.split(",")] or [UNMODIFIED]
     texts = [n if "@" in n or e == PLAIN else f"{'' if n == UNMODIFIED else n}@{e}" for e in encodings for n in names]
     settings = [Setting.parse(text) for text in texts] + ([] if file is None else read_settings(file))
+    for text in adapters:
+        name, equals, directory = text.partition("=")
+        if not equals:
+            raise ValueError(f"an adapter is given as NAME=DIRECTORY, got {text!r}")
+        settings.append(Setting(name, adapter=directory))
     found = [Setting(UNMODIFIED)]
     for setting in settings:
         if any(setting.to_dict() == other.to_dict() for other in found):

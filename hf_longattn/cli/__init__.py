@@ -3,8 +3,10 @@
 import typer
 
 from .env import env
+from .eval import evaluate
 from .extend import extend
 from .inspect import inspect
+from .lm_eval import lm_eval
 
 app = typer.Typer(no_args_is_help=True, help="Long-context attention for Transformers models.", add_completion=False)
 
@@ -16,3 +18,5 @@ def main() -> None:
 
 for command in (extend, inspect, env):
     app.command()(command)
+app.command("eval")(evaluate)
+app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(lm_eval)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -28,3 +30,23 @@ def load(model: str, dtype: str, yarn: float | None = None) -> Any:
     if yarn is not None:
         rope.yarn(config, yarn)
     return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=dtype).eval()
+
+
+def command_line(context: typer.Context) -> str:
+    """The running command with every option that differs from its default; absolute paths shortened to their last part."""
+
+    def shown(value: Any) -> str:
+        parts = [Path(p).name if Path(p).is_absolute() else p for v in _listed(value) for p in str(v).split(",")]
+        return ",".join(parts)
+
+    words = ["hf-longattn", *context.command_path.split()[1:]]
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if value in (None, [], ()) or value == parameter.get_default(context):
+            continue
+        words += [shown(value)] if parameter.param_type_name == "argument" else [parameter.opts[0], shown(value)]
+    return shlex.join(words)
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]

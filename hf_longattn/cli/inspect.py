@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -14,9 +12,11 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from .. import __version__
 from ..diagnostics import WHAT, Diagnostics, capture
@@ -25,12 +25,13 @@ from ..inspection import key_names, sections, summary
 from ..report import add_section, write_report
 from ..report.folder import HEAD
 from ..settings import check_lengths, check_setting, load_setting, parse_settings
-from .common import console, tokens
+from .common import command_line, console, tokens
 
 RESULT = "inspect.json"
 
 
 def inspect(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="A model on the Hub or a directory.")],
     text: Annotated[Path, typer.Option(help="A text of at least --length tokens.")],
     method: Annotated[
@@ -59,6 +60,7 @@ def inspect(
     figures/*.png and index.html, a page that needs nothing else.
     """
     n = tokens(length)
+    logging.disable_progress_bar()  # ours is enough
     with _refusing("--method"):
         settings = parse_settings(method or [], rope or [])
     if rows != "all" and not rows.isdigit():
@@ -77,7 +79,6 @@ def inspect(
         numbers = None if layers is None else _numbers(layers)
         observed = _observed(model, numbers)
 
-    command = shlex.join(["hf-longattn", *sys.argv[1:]])
     results: dict[str, Diagnostics] = {}
     with Progress(
         TextColumn("{task.description}"),
@@ -88,13 +89,14 @@ def inspect(
         console=console,
     ) as progress:
         for setting in settings:
-            task = progress.add_task(f"{setting.name}: {n} tokens", total=observed)
+            task = progress.add_task(f"{escape(setting.name)}: {n} tokens", total=observed)
             loaded = load_setting(setting, model, dtype)
             results[setting.name] = _look(loaded, ids, numbers, options, partial(progress.advance, task))
             del loaded
 
     read = "all query rows" if options.choose(n) is None else f"{rows} query rows spread evenly, all keys"
     protocol = f"The first {n:,} tokens of {text.name}, one forward pass per setting; {read}."
+    command = command_line(context)
     names = key_names(options.local, options.sinks)
     parts = sections(results, names, protocol, command)
     console.print(_shown(parts[0][1].tables[0]))

@@ -49,7 +49,7 @@ def curves(
             "linestyle": LINES[i // len(COLOURS) % len(LINES)],
             "marker": MARKERS[i % len(MARKERS)],
             "markersize": 4,
-            "linewidth": 1.5,
+            "linewidth": 1.5 if i else 3.5,  # what all are compared with stays visible behind a line that covers it
             "markevery": max(1, len(xs) // 8),
         }
         axes.plot(xs, ys, label=name, **style)
