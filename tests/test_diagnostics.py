@@ -351,6 +351,8 @@ def state(model: PreTrainedModel, ids: Tensor) -> tuple[Any, ...]:
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gemma2"])
 def test_capture_leaves_no_trace(family: str, fails: bool, case: str) -> None:
     under = stock(family) if case == "unmodified" else fresh(family, CASES[case])
+    if case == "unmodified" and family == "gemma2":
+        under.set_attn_implementation("eager")  # transformers 5.17 picks sdpa, which leaves the softcap out
     ids = tokens(length=33)
     before = state(under, ids)
     try:
