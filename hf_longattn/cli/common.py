@@ -32,21 +32,19 @@ def load(model: str, dtype: str, yarn: float | None = None) -> Any:
     return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=dtype).eval()
 
 
+def shown(path: str) -> str:
+    """A path as it may stand in a report: an absolute one is shortened to its last part."""
+    return Path(path).name if Path(path).is_absolute() else path
+
+
 def command_line(context: typer.Context) -> str:
-    """The running command with every option that differs from its default; absolute paths shortened to their last part."""
-
-    def shown(value: Any) -> str:
-        parts = [Path(p).name if Path(p).is_absolute() else p for v in _listed(value) for p in str(v).split(",")]
-        return ",".join(parts)
-
+    """The running command with every option that differs from its default; paths as `shown`."""
     words = ["hf-longattn", *context.command_path.split()[1:]]
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
         if value in (None, [], ()) or value == parameter.get_default(context):
             continue
-        words += [shown(value)] if parameter.param_type_name == "argument" else [parameter.opts[0], shown(value)]
+        listed = value if isinstance(value, (list, tuple)) else [value]
+        text = ",".join(shown(p) for v in listed for p in str(v).split(","))
+        words += [text] if parameter.param_type_name == "argument" else [parameter.opts[0], text]
     return shlex.join(words)
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]

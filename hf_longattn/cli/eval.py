@@ -20,7 +20,7 @@ from ..evaluation import Plan, Results, Store, measure
 from ..evaluation.plan import Item
 from ..report import write_report
 from ..settings import parse_settings
-from .common import command_line, console, tokens
+from .common import command_line, console, shown, tokens
 
 
 def evaluate(
@@ -134,7 +134,7 @@ def _write(plan: Plan, store: Store, out: Path, title: str | None, command: str)
     source = Path(plan.model) / "SOURCE"
     texts = [f"{name} (SHA-256 {sha256(content.encode()).hexdigest()[:16]})" for name, content in plan.texts]
     facts = {
-        "Model": source.read_text(encoding="utf-8").strip() if source.is_file() else plan.model,
+        "Model": source.read_text(encoding="utf-8").strip() if source.is_file() else shown(plan.model),
         "Trained length": "not in its config" if plan.train_length is None else f"{plan.train_length:,} tokens",
         "Rows": f"{len(store.rows)} measured" + f"; of this command's {len(planned)}, {planned.count(False)} are open",
         "Texts": ", ".join(texts),

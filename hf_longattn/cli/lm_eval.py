@@ -13,7 +13,7 @@ from ..evaluation import harness
 def lm_eval(context: typer.Context) -> None:
     """Run lm-evaluation-harness on a model under a method; everything behind -- goes to the harness.
 
-    hf-longattn lm-eval -- --model_args pretrained=MODEL,setting=infoscale:stack=true@yarn:2,max_length=16384 --tasks niah_single_1
+    hf-longattn lm-eval -- --model_args pretrained=MODEL,setting=infoscale@ntk:2,max_length=16384 --tasks niah_single_1
 
     `setting` is as in `hf-longattn eval --method`, or a name in a YAML file given as `settings`. The harness cuts texts at the
     config's maximum length unless `max_length` says otherwise. Its tasks come from the Hub, or from `--include_path`.

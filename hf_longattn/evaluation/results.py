@@ -117,8 +117,8 @@ class Results:
             f"Fixed windows, one forward pass each without a cache, {bos}. The same last {self.targets} tokens of each "
             f"document are scored at every length; only how much of the text before them is read differs. "
             f"{len(self.documents)} document{'s' * (len(self.documents) != 1)}: {'; '.join(self.documents)}. Intervals are "
-            "95 % t intervals of the mean over documents, of differences paired by document; with one document there is none. Perplexity is the "
-            "exponential of the mean loss."
+            "95 % t intervals of the mean over documents, of differences paired by document; with one document there is none. "
+            "Perplexity is the exponential of the mean loss."
         )
 
     def _by_length(self) -> Section:

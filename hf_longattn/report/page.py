@@ -38,7 +38,7 @@ def colour(cell: Cell, table: Table) -> str:
     low, high = table.shade
     share = min(max((float(cell) - low) / (high - low), 0.0), 1.0) if high > low else 0.0
     red, green, blue = (round(255 + (full - 255) * share) for full in (0, 90, 156))
-    return f"background:rgb({red},{green},{blue});color:{'#fff' if share > 0.55 else '#111'}"
+    return f"background:rgb({red},{green},{blue});color:{'#fff' if share > 0.8 else '#000'}"
 
 
 def _inline(png: bytes) -> str:
