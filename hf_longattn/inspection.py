@@ -36,7 +36,8 @@ def sections(results: Results, names: Mapping[str, str], protocol: str, command:
     """(order, section) of a report on what was found under each setting, the first of them being the one to compare with."""
     about = {"protocol": protocol, "command": command}
     first = next(iter(results.values()))
-    parts = [(50, Section("Attention", _text(results, names), [_summary(results, names)], _figures(results), **about))]
+    tables = [_summary(results, names)] + ([_by_distance(results)] if "range_mass" in first.values else [])
+    parts = [(50, Section("Attention", _text(results, names), tables, _figures(results), **about))]
     shown = {name: heads for name, heads in results.items() if heads.values.keys() & COLUMNS.keys()}
     tables = [_by_layer(name, found, names) for name, found in shown.items()]
     if tables:
@@ -69,12 +70,20 @@ def _text(results: Results, names: Mapping[str, str]) -> str:
 
 def _summary(results: Results, names: Mapping[str, str]) -> Table:
     used = [q for q in COLUMNS if any(q in found.values for found in results.values())]
-    rows: list[list[Cell]] = [[name, *(_mean(found, q) for q in used)] for name, found in results.items()]
-    return Table("Under each setting", ["", *(COLUMNS[q].format(**names) for q in used)], rows)
+    rows: list[list[Cell]] = [[COLUMNS[q].format(**names), *(_mean(found, q) for found in results.values())] for q in used]
+    return Table("Means", ["", *results], rows)
 
 
-def _mean(found: Diagnostics, quantity: str) -> float:
-    return float(found.overall(quantity).nanmean())
+def _by_distance(results: Results) -> Table:
+    first = next(iter(results.values()))
+    shares = [dict(_shares(found)) for found in results.values()]
+    rows: list[list[Cell]] = [[_range(r), *(share.get(r, 0.0) for share in shares)] for r in first.ranges]
+    note = f"For queries at {_group(first, _typical(first))} tokens; each column adds up to one."
+    return Table("Share of attention by distance", ["tokens back", *results], rows, note=note, shade=(0.0, 1.0))
+
+
+def _mean(found: Diagnostics, quantity: str) -> float | None:
+    return float(found.overall(quantity).nanmean()) if quantity in found.values else None
 
 
 def _by_layer(name: str, found: Diagnostics, names: Mapping[str, str]) -> Table:
@@ -93,11 +102,10 @@ def _figures(results: Results) -> list[Figure]:
         caption = "Entropy of attention. A rising line is attention that spreads as the text grows."
         figures.append(Figure("attention-entropy", png, "Entropy against length under each setting", caption))
     if "range_mass" in first.values:
-        shares = {name: found["range_mass"][:, :, -1].mean((0, 1)).tolist() for name, found in results.items()}
-        labels = [_range(r) for r in first.ranges]
-        values = [[shares[name][n] if n < len(shares[name]) else None for n in range(len(labels))] for name in results]
-        png = heat_map(values, list(results), labels, "distance (tokens)", "", "Attention by distance", (0.0, 1.0), "share")
-        caption = f"Share of attention by distance, for queries at {_group(first, -1)} tokens. Each row adds up to one."
+        lines = {name: [(r[0], x) for r, x in _shares(found) if r[0]] for name, found in results.items()}
+        png = curves(lines, "distance, to the next mark (tokens)", "share of attention", log_x=True)
+        where = f"for queries at {_group(first, _typical(first))} tokens"
+        caption = f"Attention by distance, {where}. Level is scale-invariant. Distance 0 is in the table."
         figures.append(Figure("attention-by-distance", png, "Share of attention in each range of distances", caption))
     if any(
         float(found["temperature_share"].nan_to_num().max()) > 0 for found in results.values() if "temperature" in found.values
@@ -146,6 +154,16 @@ def _by_length(found: Diagnostics, values: Tensor) -> list[tuple[float, float]]:
 def _some(found: Diagnostics) -> Sequence[int]:
     last = len(found.layers) - 1
     return sorted({0, last // 3, 2 * last // 3, last})
+
+
+def _shares(found: Diagnostics) -> list[tuple[tuple[int, int], float]]:
+    """Ranges and the share of attention on them in the typical group."""
+    return list(zip(found.ranges, found["range_mass"][:, :, _typical(found)].mean((0, 1)).tolist(), strict=True))
+
+
+def _typical(found: Diagnostics) -> int:
+    """The group with the most rows: the last that the text fills."""
+    return int(found.rows.argmax())
 
 
 def _range(r: tuple[int, int]) -> str:

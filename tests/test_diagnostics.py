@@ -391,6 +391,9 @@ def test_to_dict_is_json() -> None:
     for name, entry in data["values"].items():
         assert np.shape(entry["values"]) == found[name].shape
         assert len(entry["dimensions"]) == found[name].ndim
+    again = Diagnostics.from_dict(data)
+    assert again.to_dict() == found.to_dict()
+    assert_equal(again, found, ())
     assert data["values"]["output_slope"]["values"][0][0] is None  # too short a text for a slope
 
 

@@ -86,10 +86,12 @@ def test_it_compares_and_writes(saved: tuple[str, str], tmp_path: Path) -> None:
         "attention-entropy", "attention-by-distance", "attention-temperature", "attention-outputs", "attention-qq",
         "heads-sink-mass", "heads-entropy",
     }  # fmt: skip
-    shown = read_sections(out)[0].tables[0]
-    temperature = {row[0]: row[list(shown.columns).index("temperature")] for row in shown.rows}
+    summary, by_distance = read_sections(out)[0].tables
+    temperature = dict(zip(summary.columns, next(row for row in summary.rows if row[0] == "temperature"), strict=True))
     assert temperature["unmodified"] == 1
     assert temperature["adaptive_temperature"] > 1
+    for column in zip(*by_distance.rows, strict=True):
+        assert isinstance(column[0], str) or sum(column) == pytest.approx(1)
     assert "nothing is overwritten" in run(model, "--text", text, "--length", "256", "--out", str(out), code=2)
 
 

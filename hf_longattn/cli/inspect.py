@@ -191,5 +191,5 @@ def _shown(table: Any) -> RichTable:
     for column in table.columns:
         shown.add_column(column, justify="right" if column else "left")
     for name, *values in table.rows:
-        shown.add_row(str(name), *(f"{v:.3f}" for v in values))
+        shown.add_row(str(name), *("–" if v is None else f"{v:.3f}" for v in values))
     return shown

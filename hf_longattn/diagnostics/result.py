@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -99,8 +101,24 @@ class Diagnostics:
             },
         }
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Diagnostics:
+        """The inverse of `to_dict`, to the digits that it keeps."""
+        return cls(
+            layers=tuple(data["layers"]),
+            lengths=tuple(data["lengths"]),
+            ranges=tuple((first, last) for first, last in data["ranges"]),
+            z=tuple(data["z"]),
+            rows=torch.tensor(data["rows"]),
+            range_rows=torch.tensor(data["range_rows"]),
+            values={
+                name: torch.from_numpy(numpy.array(entry["values"], dtype=numpy.float64))
+                for name, entry in data["values"].items()
+            },
+        )
+
 
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(x) for x in value]
-    return None if value != value else float(f"{value:.7g}")
+    return None if value != value else float(f"{value:.5g}")
