@@ -105,7 +105,10 @@ def _figures(results: Results) -> list[Figure]:
         lines = {name: [(r[0], x) for r, x in _shares(found) if r[0]] for name, found in results.items()}
         png = curves(lines, "distance, to the next mark (tokens)", "share of attention", log_x=True)
         where = f"for queries at {_group(first, _typical(first))} tokens"
-        caption = f"Attention by distance, {where}. Level is scale-invariant. Distance 0 is in the table."
+        caption = (
+            f"Attention by distance, {where}. Level is scale-invariant. The last point holds the first token, distance 0 is "
+            "in the table."
+        )
         figures.append(Figure("attention-by-distance", png, "Share of attention in each range of distances", caption))
     if any(
         float(found["temperature_share"].nan_to_num().max()) > 0 for found in results.values() if "temperature" in found.values
