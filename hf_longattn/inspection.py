@@ -45,27 +45,35 @@ def sections(results: Results, names: Mapping[str, str], protocol: str, command:
     return parts
 
 
-def summary(results: Results, names: Mapping[str, str]) -> str:
-    """What a reader in a hurry takes away: where the attention lies under each setting."""
+def headline(results: Results) -> str:
+    """What a reader in a hurry takes away."""
+    first = next(iter(results.values()))
+    for quantity, text, unit in (
+        ("entropy", "Mean entropy of attention", " nats"),
+        ("sink_mass", "Share of attention on the first keys", ""),
+    ):
+        if quantity in first.values:
+            values = (f"{float(found.overall(quantity).mean()):.2f}{unit} ({name})" for name, found in results.items())
+            return f"{text}: {', '.join(values)}."
+    return ""
+
+
+def _text(results: Results, names: Mapping[str, str]) -> str:
     sentences = []
     for name, found in results.items():
         parts = []
         if "entropy" in found.values:
-            parts.append(f"its entropy is {float(found.overall('entropy').mean()):.2f} nats")
+            parts.append(f"entropy {float(found.overall('entropy').mean()):.2f} nats")
         if "sink_mass" in found.values:
             sink, local = (float(found.overall(q).mean()) for q in ("sink_mass", "local_mass"))
-            parts.append(f"{sink:.0%} of it lies on the first {names['sinks']} and {local:.0%} on the last {names['local']}")
+            parts.append(f"{sink:.0%} of attention on the first {names['sinks']}, {local:.0%} on the last {names['local']}")
         if "output_slope" in found.values and not bool(found["output_slope"].isnan().any()):
-            parts.append(f"its outputs' deviation goes with n to the power {float(found['output_slope'].mean()):.2f}")
+            parts.append(f"deviation of outputs like n to the power {float(found['output_slope'].mean()):.2f}")
         if parts:
-            sentences.append(f"{name}: {', '.join(parts)}.")
-    return " ".join(sentences)
-
-
-def _text(results: Results, names: Mapping[str, str]) -> str:
+            sentences.append(f"{name}: {'; '.join(parts)}.")
     layers = len(next(iter(results.values())).layers)
     means = f"Means over query rows, heads and {layers} layers. What each quantity means is in docs/diagnostics.md."
-    return f"{summary(results, names)}\n\n{means}"
+    return f"{' '.join(sentences)}\n\n{means}"
 
 
 def _summary(results: Results, names: Mapping[str, str]) -> Table:

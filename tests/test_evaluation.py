@@ -49,7 +49,7 @@ def plan(
 
 def results(plan: Plan, store: Store) -> Results:
     names = [s.name for s in plan.settings]
-    return Results(list(store.rows.values()), names, plan.targets, store.protocol["bos"], plan.train_length, "command")
+    return Results(list(store.rows.values()), names, plan.targets, store.protocol["bos"], plan.train_length)
 
 
 # numbers -------------------------------------------------------------------------------------------------------------
@@ -145,11 +145,11 @@ def test_summary_says_what_helps_and_what_it_costs() -> None:
         for n, x in zip((512, 1024), values, strict=True)
         for d, shift in (("a", 0.0), ("b", 1.0))
     ]
-    summary = Results(rows, list(loss), 64, False, 512, "").summary()
+    summary = Results(rows, list(loss), 64, False, 512).summary()
     assert "At 1,024 tokens the lowest loss is that of good: −1.500 ± 0.000" in summary
     assert "at 512 tokens, it changes the loss by +0.010" in summary
     assert "bad by +0.500" in summary
-    short = Results([r for r in rows if r["setting"] != "good"], ["unmodified", "bad"], 64, False, 512, "").summary()
+    short = Results([r for r in rows if r["setting"] != "good"], ["unmodified", "bad"], 64, False, 512).summary()
     assert "no setting has a lower loss than the unmodified model" in short
 
 
@@ -307,13 +307,13 @@ def test_command_measures_and_writes_the_page(folder: Path, tmp_path: Path) -> N
     out = tmp_path / "out"
     arguments = ["eval", str(folder / "model"), "--text", f"{folder / 'a.txt'},{folder / 'b.txt'}", "--out", str(out)]
     arguments += ["--method", "infoscale,scale_invariant:tau=3", "--lengths", "256,1k", "--targets", "64"]
-    arguments += ["--tasks", "loss,needle,needles,passkey", "--samples", "1", "--depths", "3"]
+    arguments += ["--tasks", "loss,needle,passkey", "--samples", "1", "--depths", "3"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     page = json.loads((out / "report.json").read_text())
     titles = [s["title"] for s in page["sections"]]
     assert titles[:3] == ["Loss by length", "Within the trained length", "Loss by position"]
-    assert titles[3:] == ["Needle by length and depth", "Three needles", "Pass key"]
+    assert titles[3:] == ["Needle by length and depth", "Pass key"]
     regression = {r[0]: r[1:] for r in page["sections"][1]["tables"][0]["rows"]}
     assert regression["infoscale"][0] == 0.0  # clamped: nothing changes within the trained length
     assert regression["scale_invariant:tau=3"][0] != 0.0
@@ -323,7 +323,8 @@ def test_command_measures_and_writes_the_page(folder: Path, tmp_path: Path) -> N
     assert table["infoscale"][1] == pytest.approx(mean)
     assert len([r for r in rows if r["task"] == "needle"]) == 3 * 2 * 3
     assert (out / "figures" / "needle-00-accuracy.png").stat().st_size > 5000
-    command = page["facts"]["Command"]
+    command = page["facts"]["Commands"]
+    assert page["sections"][0]["command"] == command
     assert "--method infoscale,scale_invariant:tau=3 --lengths 256,1k" in command
     assert str(folder) not in (out / "index.html").read_text()
     again = CliRunner().invoke(app, arguments)

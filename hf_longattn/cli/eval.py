@@ -100,12 +100,12 @@ def evaluate(
                 console.print(f"{escape(item.key)}: {_told(store, item)}", highlight=False)
 
         try:
-            measure(plan, store, device, done)
+            measure(plan, store, device, done, command_line(context))
         except KeyboardInterrupt:
             console.print(f"Interrupted; {len(store.rows)} rows are kept, and the same command goes on.")
-            _write(plan, store, out, title, command_line(context))
+            _write(plan, store, out, title)
             raise typer.Exit(130) from None
-    results = _write(plan, store, out, title, command_line(context))
+    results = _write(plan, store, out, title)
     console.print(_table(results))
     console.print(results.summary(), highlight=False)
     console.print(f"The report: {out / 'index.html'}", highlight=False)
@@ -119,7 +119,7 @@ def _told(store: Store, item: Item) -> str:
     return f"{right} of {len(row['answers'])} right ({row['seconds']:.0f} s)"
 
 
-def _write(plan: Plan, store: Store, out: Path, title: str | None, command: str) -> Results:
+def _write(plan: Plan, store: Store, out: Path, title: str | None) -> Results:
     names = [s.name for s in plan.settings]
     names += [s for s in dict.fromkeys(r["setting"] for r in store.rows.values()) if s not in names]
     results = Results(
@@ -128,7 +128,6 @@ def _write(plan: Plan, store: Store, out: Path, title: str | None, command: str)
         targets=store.protocol.get("targets", plan.targets),
         bos=store.protocol["bos"],
         train_length=plan.train_length,
-        command=command,
     )
     planned = [i.key in store.rows for i in plan.items()]
     source = Path(plan.model) / "SOURCE"
@@ -139,7 +138,7 @@ def _write(plan: Plan, store: Store, out: Path, title: str | None, command: str)
         "Rows": f"{len(store.rows)} measured" + f"; of this command's {len(planned)}, {planned.count(False)} are open",
         "Texts": ", ".join(texts),
         "Precision": plan.dtype,
-        "Command": results.command,
+        "Commands": results.command(),
         "Versions": ", ".join(f"{p} {version(p)}" for p in ("hf_longattn", "transformers", "torch")),
         "Threads": str(torch.get_num_threads()),
         "Seconds": f"{sum(r['seconds'] for r in store.rows.values()):.0f} for all rows together",

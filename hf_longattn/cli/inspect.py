@@ -21,7 +21,7 @@ from transformers.utils import logging
 from .. import __version__
 from ..diagnostics import WHAT, Diagnostics, capture
 from ..diagnostics.sums import Options
-from ..inspection import key_names, sections, summary
+from ..inspection import headline, key_names, sections
 from ..report import add_section, write_report
 from ..report.folder import HEAD
 from ..settings import check_lengths, check_setting, load_setting, parse_settings
@@ -115,7 +115,7 @@ def inspect(
         for order, part in parts:
             page = add_section(out, part, order)
     else:
-        page = write_report(out, f"Attention of {Path(model).name}", summary(results, names), parts, facts)
+        page = write_report(out, f"Attention of {Path(model).name}", headline(results), parts, facts)
     console.print(f"Written: {page}", highlight=False)
 
 

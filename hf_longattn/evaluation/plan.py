@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..settings import UNMODIFIED, Setting, check_lengths, check_setting
-from ..tasks import Task, canonical, make_task
+from ..tasks import Encoder, Task, canonical, make_task
 from .store import Store, digest
 
 LOSS = "loss"
@@ -119,10 +119,9 @@ class Plan:
 
     def _starting(self) -> list[int]:
         bos = self.tokenizer.bos_token_id
-        adds = bos is not None and list(self.tokenizer("a")["input_ids"])[:1] == [bos]
         if self.bos == "always" and bos is None:
             raise ValueError("bos='always', but the tokenizer has no beginning-of-text token")
-        return [bos] if self.bos == "always" or (self.bos == "auto" and adds) else []
+        return {"auto": Encoder(self.tokenizer).start, "always": [bos], "never": []}[self.bos]
 
     def _encode(self, name: str, text: str) -> Tensor:
         ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]

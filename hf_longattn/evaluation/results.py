@@ -25,7 +25,6 @@ class Results:
     Args:
         settings: names, in the order of tables and curves.
         targets, bos: of the protocol.
-        command: what made the rows.
     """
 
     rows: Sequence[Row]
@@ -33,7 +32,6 @@ class Results:
     targets: int
     bos: bool
     train_length: int | None
-    command: str
     lengths: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,6 +64,10 @@ class Results:
     @property
     def documents(self) -> list[str]:
         return list(dict.fromkeys(r["which"] for r in self.rows if r["task"] == LOSS))
+
+    def command(self, *tasks: str) -> str:
+        """What made the rows of these tasks; of all, if none is named."""
+        return "\n".join(dict.fromkeys(r.get("command", "") for r in self.rows if not tasks or r["task"] in tasks)).strip()
 
     @property
     def tasks(self) -> list[str]:
@@ -155,7 +157,7 @@ class Results:
                 "loss-by-length",
                 "Mean loss of the same tokens against the length of context, one line a setting",
             )
-        return Section("Loss by length", "", tables, figures, self._protocol(), self.command)
+        return Section("Loss by length", "", tables, figures, self._protocol(), self.command(LOSS))
 
     def _short(self) -> Section:
         within, trained = self.within, self.train_length
@@ -177,7 +179,7 @@ class Results:
             "all tokens there, in the longest window."
         )
         table = Table("Short-context regression, nats per token", columns, rows)
-        return Section("Within the trained length", text, [table], (), AS_ABOVE, self.command)
+        return Section("Within the trained length", text, [table], (), AS_ABOVE, self.command(LOSS))
 
     def _buckets(self) -> list[tuple[int, int]]:
         return list(itertools.pairwise([0, *(n for n in self.lengths if n % BIN == 0 or n == self.lengths[-1])]))
@@ -207,7 +209,7 @@ class Results:
             "of one."
         )
         table = Table(f"Mean loss by position in windows of {longest:,}, nats", columns, rows)
-        return Section("Loss by position", text, [table], figures if lines else (), AS_ABOVE, self.command)
+        return Section("Loss by position", text, [table], figures if lines else (), AS_ABOVE, self.command(LOSS))
 
     def _mark(self, lengths: Sequence[int] = ()) -> dict[str, float]:
         beyond = self.train_length is not None and self.lengths[-1] > self.train_length
@@ -236,7 +238,7 @@ class Results:
             self._maps(name, lengths) if name in ("needle", "needles") else (),
             f"Task {name} of hf_longattn.tasks at each length, {' or '.join(map(str, counts))} texts per setting and length, "
             "the same texts for every setting; one forward pass over text and answer.",
-            self.command,
+            self.command(name),
         )
 
     def _maps(self, name: str, lengths: Sequence[int]) -> list[Figure]:

@@ -14,12 +14,17 @@ from .store import Row, Store
 
 
 def measure(
-    plan: Plan, store: Store, device: str = "cpu", done: Callable[[Item, bool], None] = lambda item, new: None
+    plan: Plan,
+    store: Store,
+    device: str = "cpu",
+    done: Callable[[Item, bool], None] = lambda item, new: None,
+    command: str = "",
 ) -> None:
     """Measure every row that the store does not have; each is kept as soon as it is done.
 
     Args:
         done: told of every item when it is there, and whether it was measured now.
+        command: kept with every row.
     """
     loaded, model = None, None
     for item in plan.items():
@@ -33,7 +38,7 @@ def measure(
         result = _loss(plan, item, model) if item.task == LOSS else _answers(plan, item, model)
         seconds = round(time.monotonic() - start, 2)
         about = {"setting": item.setting.name, "task": item.task, "length": item.length, "which": item.which}
-        store.add({"key": item.key, "digest": item.digest, **about, **result, "seconds": seconds})
+        store.add({"key": item.key, "digest": item.digest, **about, **result, "seconds": seconds, "command": command})
         done(item, True)
 
 

@@ -41,6 +41,8 @@ def curves(
         errors: half-widths of intervals around each line's points; NaN for none.
     """
     pyplot = _pyplot()
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+
     figure, axes = pyplot.subplots(figsize=(4.8, 4.2), layout="constrained")
     for i, (name, points) in enumerate(lines.items()):
         xs, ys = [p[0] for p in points], [p[1] for p in points]
@@ -69,9 +71,11 @@ def curves(
             color="#444444",
         )
     axes.set(xlabel=xlabel, ylabel=ylabel)
+    if not log_x and max((x for points in lines.values() for x, _ in points), default=0) > 4096:
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 4, 8]))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+        axes.tick_params(axis="x", labelsize=8)
     if log_x:
-        from matplotlib.ticker import NullFormatter, NullLocator
-
         axes.set_xscale("log", base=2)
         ticks = sorted({x for points in lines.values() for x, _ in points})
         axes.set_xticks(ticks, [tokens_shown(x) for x in ticks])

@@ -21,12 +21,7 @@ def add_section(folder: Path, section: Section, order: int = 50) -> Path:
         folder: a report's folder; it and the report are made if there are none.
         order: sections stand in this order, then by title. Losses and tasks take 10 to 40, diagnostics 50 and above.
     """
-    where = folder / "sections"
-    where.mkdir(parents=True, exist_ok=True)
-    for old in where.glob(f"*-{section.slug}.json"):
-        if old.name[3:] == f"{section.slug}.json":
-            old.unlink()
-    _write(where / f"{order:02d}-{section.slug}.json", json.dumps(section.to_dict()))
+    _keep(folder, section, order)
     return render(folder)
 
 
@@ -50,7 +45,7 @@ def write_report(
     head = {"title": title, "summary": summary, "facts": dict(facts)}
     _write(folder / HEAD, json.dumps(head, indent=1, ensure_ascii=False))
     for order, section in sections:
-        add_section(folder, section, order)
+        _keep(folder, section, order)
     return render(folder)
 
 
@@ -75,6 +70,15 @@ def render(folder: Path) -> Path:
     _write(folder / "report.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
     _write(folder / "index.html", html(head, sections))
     return folder / "index.html"
+
+
+def _keep(folder: Path, section: Section, order: int) -> None:
+    where = folder / "sections"
+    where.mkdir(parents=True, exist_ok=True)
+    for old in where.glob(f"*-{section.slug}.json"):
+        if old.name.partition("-")[2] == f"{section.slug}.json":
+            old.unlink()
+    _write(where / f"{order:02d}-{section.slug}.json", json.dumps(section.to_dict()))
 
 
 def _write(path: Path, text: str) -> None:

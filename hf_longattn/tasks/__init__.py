@@ -2,10 +2,11 @@
 
 from .needle import Needle, NeedleSample, NeedleTask, hits, hits_in_text
 from .registry import TASK_NAMES, canonical, make_task
-from .sample import Sample, Task, TextSample
+from .sample import Encoder, Sample, Task, TextSample
 
 __all__ = [
     "TASK_NAMES",
+    "Encoder",
     "Needle",
     "NeedleSample",
     "NeedleTask",
