@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from .geometry import Rows, check_mask, check_positions, check_shapes
 from .kernels.flex import flex_attention, why_not_flex
 from .kernels.fused import flash_attention, sdpa_attention, why_not_flash
 from .kernels.tiled import HIDDEN, tiled_attention
+from .kernels.triton import MARGIN, triton_attention, why_not_triton
 from .methods.base import Band, EntropyTemperature, LogitMap
 from .reference import dense_attention, finish, length_factor, require_rotation
 from .rotary import Rotation
@@ -84,7 +85,7 @@ def attend(
         rotation: how query and key are rotated; needed where the config remaps rotary distances.
     """
     asked = config.backend if backend == "auto" else backend
-    parts = split(config, query, key, rows, rotation, in_tiles=asked != "flex" and query.device.type == "cpu")
+    parts = split(config, query, key, rows, rotation, in_tiles=asked in ("auto", "tiled") and query.device.type == "cpu")
     backend = choose_backend(config, query, rows, softcap, dropout, asked)
     model: dict[str, Any] = {"scaling": scaling, "softcap": softcap}
     if backend == "reference":
@@ -105,23 +106,19 @@ def attend(
     factor = length_factor(config, visible, query, learned)
     parts = _heated(parts, model, factor)
     if isinstance(config.temperature, EntropyTemperature):
-        factor = config.temperature.factor(_entropy(parts, model))
+        factor = config.temperature.factor(_entropy(parts, model, backend))
         parts = _heated(parts, model, factor)
         if config.logit_map is not None:
             model["row_bias"] = factor
         elif asked == "auto" and not softcap and len(parts) == 1 and rows.plain is not None:
             backend = "sdpa"  # what is left is plain attention
 
-    if backend == "flex":
-        results = [flex_attention(p.query, p.key, value, p.rows, **model, with_lse=len(parts) > 1) for p in parts]
-        out = _merged(results) if len(parts) > 1 else results[0][0]
-    elif len(parts) > 1:
-        out = _merged([part.run(value, model, dropout=dropout, with_lse=True)[:2] for part in parts])
-    elif backend in ("sdpa", "flash"):
+    if backend in ("sdpa", "flash"):
         fused = sdpa_attention if backend == "sdpa" else flash_attention
         out = fused(parts[0].query, parts[0].key, value, parts[0].rows, scaling=model["scaling"], dropout=dropout)
     else:
-        out = parts[0].run(value, model, dropout=dropout)[0]
+        options = {"dropout": dropout, "with_lse": len(parts) > 1}
+        out = _merged([part.run(backend, value, model, **options) for part in parts])
     return finish(config, out, learned).to(dtype)
 
 
@@ -150,10 +147,18 @@ class Part(NamedTuple):
     rotation: Rotation | None = None  # with `turn`: cos and sin by which the keys are still to be turned, as they are read
     turn: tuple[Tensor, Tensor] | None = None
 
-    def run(self, value: Tensor | None, model: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, backend: str, value: Tensor | None, model: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """The output, logsumexp and entropy, as `kernels.tiled.tiled_attention` defines them."""
         if self.turn is not None and self.rotation is not None:
             options["turn"] = (self.rotation.quarter(self.query), *self.turn)
-        return tiled_attention(self.query, self.key, value, self.rows, **model, **options)
+        kernel: Callable[..., tuple[Tensor, Tensor, Tensor]] = tiled_attention
+        query, key = self.query, self.key
+        if backend != "tiled":  # these refuse softcap or dropout where they lack them
+            kernel = triton_attention if backend == "triton" else flex_attention
+            options = {k: v for k, v in (options | model).items() if k not in ("softcap", "dropout") or v}
+            model, half = {}, (key if value is None else value).dtype
+            query, key = query.to(half), key.to(half)
+        return kernel(query, key, value, self.rows, **model, **options)
 
 
 #: Up to this many queries, keys are turned while they are read instead of once before: decoding keeps no second cache.
@@ -218,15 +223,18 @@ def _log_shares(lse: list[Tensor]) -> Tensor:
     return torch.log_softmax(torch.stack(lse).clamp(min=HIDDEN), 0)
 
 
-def _merged(results: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _merged(results: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
     """The output over all parts from those over each: out = Σ share out_part."""
-    shares = _log_shares([lse for _, lse in results]).exp()
-    return sum(share[..., None] * out for share, (out, _) in zip(shares, results, strict=True))  # type: ignore[return-value]
+    if len(results) == 1:
+        return results[0][0]
+    shares = _log_shares([lse for _, lse, _ in results]).exp()
+    return sum(share[..., None] * out for share, (out, _, _) in zip(shares, results, strict=True))  # type: ignore[return-value]
 
 
-def _entropy(parts: list[Part], model: dict[str, Any]) -> Tensor:
+def _entropy(parts: list[Part], model: dict[str, Any], backend: str) -> Tensor:
     """The entropy of every row; over several parts H = Σ share (H_part - ln share)."""
-    results = [part.run(None, model, with_lse=len(parts) > 1, with_entropy=True) for part in parts]
+    kernel = "triton" if backend == "triton" else "tiled"
+    results = [part.run(kernel, None, model, with_lse=len(parts) > 1, with_entropy=True) for part in parts]
     if len(results) == 1:
         return results[0][2]
     shares = _log_shares([lse for _, lse, _ in results])
@@ -255,6 +263,8 @@ def choose_backend(
         in_the_way += [config.temperature.name] if config.temperature is not None and entropy else []
         not_fused = f"{in_the_way[0]} changes more than query and key" if in_the_way else None
     reasons = {"sdpa": not_fused, "flex": why_not_flex(query, dropout)}
+    if backend == "triton":
+        reasons["triton"] = why_not_triton(query, rows, softcap, dropout)
     if backend == "flash":
         reasons["flash"] = not_fused or why_not_flash(query, rows)
     if backend == "auto":
@@ -268,7 +278,8 @@ def choose_backend(
 
 def table_length(rows: Rows, kv_len: int) -> int:
     """A length beyond every distance in the call, of few distinct values; from shapes alone, unless the rows are placed."""
-    return 1 << max(10, (rows.span if rows.has_places else kv_len + rows.index.shape[1] - 1).bit_length())
+    farthest = rows.span if rows.has_places else kv_len + rows.index.shape[1] - 1
+    return 1 << max(10, (farthest + MARGIN).bit_length())
 
 
 def distance_tables(logit_map: LogitMap, heads: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:

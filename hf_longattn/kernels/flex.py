@@ -45,8 +45,8 @@ def flex_attention(
     sinks: int = 0,
     softcap: float | None = None,
     with_lse: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Attention as `kernels.tiled.tiled_attention` defines it, without dropout: the output, and the logsumexp if asked for.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention as `kernels.tiled.tiled_attention` defines it, without dropout; the entropy comes back empty.
 
     Compiled on CUDA; elsewhere PyTorch's own uncompiled form runs, which is dense and serves as a check.
     """
@@ -89,7 +89,6 @@ def flex_attention(
         lambda: torch_flex.create_block_mask(mask_mod, batch, mask_heads, q_len, kv_len, device=device),
     )
     run: Any = _compiled() if query.device.type == "cuda" and not torch.compiler.is_compiling() else torch_flex.flex_attention
-    query, key = query.to(value.dtype), key.to(value.dtype)
     wanted = torch_flex.AuxRequest(lse=with_lse)
     out, found = run(query, key, value, score_mod, block_mask, scaling, heads != key.shape[1], return_aux=wanted)
-    return out, found.lse if with_lse else out.new_empty(0)
+    return out, found.lse if with_lse else out.new_empty(0), out.new_empty(0)
