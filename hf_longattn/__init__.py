@@ -13,6 +13,7 @@ from . import methods
 from .attention import attention
 from .calibration import Measurements, calibrate, measure
 from .config import LongAttnConfig
+from .diagnostics import Diagnostics, capture
 from .extension import extend
 from .hub import push, save
 from .integration import Description, apply, config_of, describe, remove, rope, update
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Description",
+    "Diagnostics",
     "LongAttnConfig",
     "LongAttnLoraConfig",
     "Measurements",
@@ -32,6 +34,7 @@ __all__ = [
     "apply",
     "attention",
     "calibrate",
+    "capture",
     "config_of",
     "describe",
     "extend",

@@ -15,7 +15,9 @@ from typing import Any, cast
 try:
     from peft import LoraConfig, LoraModel, PeftModel
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
-except ImportError as error:
+
+    _ = LoraModel._get_adapter_state_dict  # PEFT 0.20 decides by its own types what to save
+except (ImportError, AttributeError) as error:
     raise ImportError('adapters need PEFT 0.21 or newer: pip install "hf_longattn[train]"') from error
 from torch import nn
 from transformers import PreTrainedModel
@@ -153,7 +155,12 @@ def restore(config: LongAttnLoraConfig, model: PreTrainedModel) -> None:
             )
         rope.exchange(model, rope.build(model, cast("dict[str, Any]", config.rope_parameters)))
     if running is None or turned:
-        apply(model, running or wanted)
+        try:
+            apply(model, running or wanted)
+        except NotImplementedError as error:  # PEFT makes every parameter without memory then
+            raise NotImplementedError(
+                f"{wanted.name} brings learned parameters, which low_cpu_mem_usage=True cannot add to a model: leave it out"
+            ) from error
 
 
 def _checkpoint(model: PreTrainedModel) -> Any:

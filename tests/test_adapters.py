@@ -400,6 +400,19 @@ def test_a_base_with_another_method_is_refused(bases: dict[str, Path], tmp_path:
         m.load_adapter(tmp_path, "other")
 
 
+def test_low_cpu_mem_usage(bases: dict[str, Path], tmp_path: Path) -> None:
+    for method in ("scale_invariant", "learned"):
+        adapted(bases["llama"], METHODS[method]).save_pretrained(tmp_path / method)
+    base = AutoModelForCausalLM.from_pretrained(bases["llama"])
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "scale_invariant", low_cpu_mem_usage=True)
+    same = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "scale_invariant")
+    assert torch.equal(logits(loaded), logits(same))
+    with pytest.raises(NotImplementedError, match="low_cpu_mem_usage=True"):
+        peft.PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(bases["llama"]), tmp_path / "learned", low_cpu_mem_usage=True
+        )
+
+
 def test_plain_lora_on_a_model_with_a_method_warns(tmp_path: Path) -> None:
     m = peft.get_peft_model(hf_longattn.apply(stock("llama"), PLAIN), lora(kind=peft.LoraConfig))
     with pytest.warns(UserWarning, match="does not record that its model runs scale_invariant"):

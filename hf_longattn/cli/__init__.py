@@ -3,7 +3,10 @@
 import typer
 
 from .env import env
+from .eval import evaluate
 from .extend import extend
+from .inspect import inspect
+from .lm_eval import lm_eval
 from .push import push
 from .train import train
 
@@ -15,5 +18,7 @@ def main() -> None:
     """Long-context attention for Transformers models."""
 
 
-for command in (extend, train, push, env):
+for command in (extend, train, inspect, push, env):
     app.command()(command)
+app.command("eval")(evaluate)
+app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(lm_eval)

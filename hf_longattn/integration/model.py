@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..attention import Call
 from ..config import CUSTOM, LongAttnConfig, ModelFacts
 from ..methods.learned import LearnedParts, learned_parts
 from .dispatch import LayerPlan
@@ -226,8 +227,8 @@ def prove_rotations(model: PreTrainedModel) -> None:
     for layer in unproven:
         plan = layer.module.longattn_plan
 
-        def seen(query: Tensor, key: Tensor, *_: Any, which: int = id(layer.module), plan: LayerPlan = plan) -> None:
-            calls[which] = (plan, query, key)
+        def seen(call: Call, which: int = id(layer.module), plan: LayerPlan = plan) -> None:
+            calls[which] = (plan, call.query, call.key)
 
         layer.module.longattn_plan = dataclasses.replace(plan, config=LongAttnConfig(), rotary=None, observer=seen)
     training = model.training

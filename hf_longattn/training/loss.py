@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div
 from torch.utils.checkpoint import checkpoint
 
+from ..evaluation.losses import logits_of
 from ..tasks.needle import IGNORE
 from .recipe import Distill
 
@@ -40,7 +41,6 @@ class CausalLoss:
         teacher_positions: bool = True,
     ) -> None:
         self.model, self.distill, self.teacher, self.teacher_positions = model, distill, teacher, teacher_positions
-        self.cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
     def __call__(
         self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, **inputs: Any
@@ -83,19 +83,15 @@ class CausalLoss:
         out: Tensor = self.model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
         return out
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.model.get_output_embeddings()(hidden).float()
-        return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
-
     def _losses(self, hidden: Tensor, aim: Tensor | None, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy and T² KL(teacher ‖ student) of each token, (batch, positions), 0 where there is no loss."""
-        logits = self._logits(hidden)
+        logits = logits_of(self.model, hidden)
         flat = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none")
         loss = flat.view_as(labels)
         if aim is None or self.distill is None:
             return loss, torch.zeros_like(loss)
         with torch.no_grad():
-            wanted = torch.log_softmax(self._logits(aim) / self.distill.temperature, -1)
+            wanted = torch.log_softmax(logits_of(self.model, aim) / self.distill.temperature, -1)
         given = torch.log_softmax(logits / self.distill.temperature, -1)
         divergence = kl_div(given, wanted, reduction="none", log_target=True).sum(-1)
         return loss, divergence.masked_fill(labels == IGNORE, 0.0) * self.distill.temperature**2

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..evaluation import loss_by_position, token_losses
-from ..tasks.needle import NeedleSample, NeedleTask, hits
+from ..evaluation.answers import answer_scores
+from ..tasks import NeedleTask
 from .data import Data
 from .recipe import Recipe
 
@@ -62,19 +63,12 @@ def windows_of(held_out: Tensor, length: int, budget: int) -> Tensor:
     return torch.stack([held_out[s : s + length] for s in starts])
 
 
-@torch.inference_mode()
 def _needle(model: Any, task: NeedleTask, index: int, length: int) -> Tensor:
-    sample: NeedleSample = task.sample(index, length)
+    sample = task.sample(index, length)
     ids = sample.input_ids[None].to(model.device)
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, sample.prompt_length - 1 : -1]
-    logits = model.get_output_embeddings()(hidden).float()
-    if cap := getattr(model.config.get_text_config(), "final_logit_softcapping", None):
-        logits = cap * torch.tanh(logits / cap)
-    answer = sample.input_ids[sample.prompt_length :]
-    loss = torch.nn.functional.cross_entropy(logits, answer.to(logits.device), reduction="sum")
-    predicted = torch.cat([sample.input_ids[: sample.prompt_length], logits.argmax(-1).cpu()])
-    found = hits(predicted, sample)
-    return torch.tensor([[float(loss), len(answer)], [sum(found), len(found)]], dtype=torch.float64)
+    whole, *each = answer_scores(model, ids, [(sample.prompt_length, length), *sample.spans])
+    found = sum(score.exact for score in each)
+    return torch.tensor([[-whole.log_likelihood, whole.tokens], [found, len(each)]], dtype=torch.float64)
 
 
 def _mine(count: int, share: tuple[int, int]) -> tuple[int, int, int]:
