@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..evaluation import loss_by_position, token_losses
-from ..evaluation.answers import answer_scores
+from ..evaluation import answer_scores, loss_by_position, token_losses
 from ..tasks import NeedleTask
 from .data import Data
 from .recipe import Recipe
