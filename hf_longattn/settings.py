@@ -43,8 +43,8 @@ class Setting:
         name: what tables and files call it.
         method: a preset's name, with `parameters`; or the slots written out, as in a saved `longattn` section; None for none.
         rope: "yarn:2" and the like; None for the model's own.
-        adapter: a directory with a LoRA adapter. If it holds a config.json too, the model is built with that, so that an
-            adapter saved with its attention gets it back.
+        adapter: a directory with a LoRA adapter, which brings the attention that it records, or that a config.json in its
+            directory names.
         model: another checkpoint in place of the command's, for weights that were trained under the method.
     """
 

@@ -146,11 +146,14 @@ def test_summary_says_what_helps_and_what_it_costs() -> None:
         for d, shift in (("a", 0.0), ("b", 1.0))
     ]
     summary = Results(rows, list(loss), 64, False, 512).summary()
-    assert "At 1,024 tokens the lowest loss is that of good: −1.500 ± 0.000" in summary
-    assert "at 512 tokens, it changes the loss by +0.010" in summary
-    assert "bad by +0.500" in summary
+    assert "At 1,024 tokens the lowest loss is that of good, −1.500 ± 0.000" in summary
+    assert "changes by: good +0.010 ± 0.000 at 512; bad +0.500 ± 0.000 at 512 tokens" in summary
     short = Results([r for r in rows if r["setting"] != "good"], ["unmodified", "bad"], 64, False, 512).summary()
     assert "no setting has a lower loss than the unmodified model" in short
+    partial = [r for r in rows if r["setting"] == "unmodified" or r["length"] == 512]
+    told = Results(partial, list(loss), 64, False, 512).summary()
+    assert "Only the unmodified model has been measured at 1,024 tokens yet" in told
+    assert "bad +0.500" in told
 
 
 # settings ------------------------------------------------------------------------------------------------------------
@@ -199,12 +202,17 @@ def test_settings_are_checked_against_the_model_without_weights(folder: Path, mo
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's own
-def test_adapter_settings_bring_their_attention(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:the adapter default does not record:UserWarning")  # its config.json does
+@pytest.mark.parametrize("kind", ["beside", "inside"])
+def test_adapter_settings_bring_their_attention(folder: Path, tmp_path: Path, kind: str) -> None:
+    """The attention is named by the config.json beside an adapter, or by the adapter itself."""
     peft = pytest.importorskip("peft")
     model = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="scale_invariant")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    of_kind = peft.LoraConfig if kind == "beside" else hf_longattn.LongAttnLoraConfig
+    adapted = peft.get_peft_model(model, of_kind(r=2, target_modules=["q_proj"], init_lora_weights=False))
     adapted.save_pretrained(tmp_path / "adapter")
-    model.config.save_pretrained(tmp_path / "adapter")
+    if kind == "beside":
+        model.config.save_pretrained(tmp_path / "adapter")
     (setting,) = [s for s in parse_settings([], adapters=[f"mine={tmp_path / 'adapter'}"]) if s.name == "mine"]
     loaded = load_setting(setting, str(folder / "model"))
     assert hf_longattn.config_of(loaded).logit_map is not None

@@ -40,7 +40,7 @@ def evaluate(
         typer.Option(help="Position encodings to cross every method without an @ with: plain,yarn:2,ntk:2."),
     ] = None,
     adapter: Annotated[
-        list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter, with the attention its config.json names.")
+        list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter, with the attention that it records.")
     ] = None,
     settings: Annotated[Path | None, typer.Option(help="More settings, in YAML: adapters, other checkpoints, lists.")] = None,
     lengths: Annotated[str, typer.Option(help="Tokens, with commas; 16k is 16,384.")] = "2k,4k,8k",

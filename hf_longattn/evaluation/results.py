@@ -84,26 +84,23 @@ class Results:
         """Whether something helps at the longest length, and what it costs within the trained one."""
         if not self.lengths:
             return "No losses were measured; what each setting costs on short text is not known from this page."
-        longest = self.lengths[-1]
-        found = {s: d for s in self.settings if s != UNMODIFIED and (d := self.difference(s, longest))}
+        longest, others = self.lengths[-1], [s for s in self.settings if s != UNMODIFIED]
+        found = {s: d for s in others if (d := self.difference(s, longest))}
+        sentences = []
         if not found:
-            return f"Only the unmodified model has been measured at {longest:,} tokens yet."
-        best = min(found, key=lambda s: found[s][0])
-        sentences = [
-            f"At {longest:,} tokens the lowest loss is that of {best}: {_signed(found[best])} nats per token against the "
-            f"unmodified model."
-            if found[best][0] < 0
-            else f"At {longest:,} tokens no setting has a lower loss than the unmodified model; {best} comes nearest, with "
-            f"{_signed(found[best])} nats per token."
-        ]
-        if self.within and self.within[-1] != longest:
-            n = self.within[-1]
-            costs = {s: d for s in found if (d := self.difference(s, n))}
-            if best in costs:
-                sentences.append(f"Within the trained length, at {n:,} tokens, it changes the loss by {_signed(costs[best])}.")
-            harmful = [f"{s} by {_signed(d)}" for s, d in costs.items() if d[0] > 0.02 and s != best]
-            if harmful:
-                sentences.append(f"More than 0.02 nats worse there: {'; '.join(harmful)}.")
+            sentences.append(f"Only the unmodified model has been measured at {longest:,} tokens yet.")
+        else:
+            best = min(found, key=lambda s: found[s][0])
+            against = f"{best}, {_signed(found[best])} nats per token against the unmodified model"
+            sentences.append(
+                f"At {longest:,} tokens the lowest loss is that of {against}."
+                if found[best][0] < 0
+                else f"At {longest:,} tokens no setting has a lower loss than the unmodified model; nearest is {against}."
+            )
+        costs = {s: (d, n) for s in others for n in self.within if (d := self.difference(s, n))}  # the longest there is
+        if costs:
+            told = "; ".join(f"{s} {_signed(d)} at {n:,}" for s, (d, n) in costs.items())
+            sentences.append(f"Within the trained length the loss changes by: {told} tokens.")
         return " ".join(sentences)
 
     def sections(self) -> list[tuple[int, Section]]:
