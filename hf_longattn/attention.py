@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import BACKENDS, LongAttnConfig
-from .geometry import Rows, check_mask, check_shapes
+from .geometry import Rows, check_mask, check_positions, check_shapes
 from .kernels.flex import flex_attention, why_not_flex
 from .kernels.fused import flash_attention, sdpa_attention, why_not_flash
 from .kernels.tiled import HIDDEN, tiled_attention
@@ -30,6 +30,7 @@ def attention(
     key_start: int = 0,
     backend: str = "auto",
     rotation: Rotation | None = None,
+    position_ids: Tensor | None = None,
 ) -> Tensor:
     """Causal attention under `config`, on the fastest exact kernel.
 
@@ -42,6 +43,7 @@ def attention(
         query_start: position of the first query, default key_start + kv_len - q_len.
         key_start: position of the first key.
         rotation: how query and key are rotated; needed where the config remaps rotary distances.
+        position_ids: int64 (batch or 1, length), growing: distances are then differences of positions (skip-wise training).
         backend: "auto" takes `config.backend`, and then the fastest that is exact for the call; any other name insists.
 
     Returns:
@@ -53,6 +55,8 @@ def attention(
     check_shapes(query, key, value)
     rows = Rows.causal(query.shape[2], key.shape[2], query_start, key_start, query.device)
     rows = Rows(rows.index, check_mask(attention_mask, query, key))
+    if position_ids is not None:
+        rows = rows.placed(check_positions(position_ids, query, key))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return attend(query, key, value, config, rows, scaling=scaling, backend=backend, rotation=rotation)
 
@@ -233,8 +237,8 @@ def choose_backend(
 
 
 def table_length(rows: Rows, kv_len: int) -> int:
-    """A length beyond every distance in the call, from shapes alone: no device sync, few distinct values."""
-    return 1 << max(10, (kv_len + rows.index.shape[1] - 1).bit_length())
+    """A length beyond every distance in the call, of few distinct values; from shapes alone, unless the rows are placed."""
+    return 1 << max(10, (rows.span if rows.has_places else kv_len + rows.index.shape[1] - 1).bit_length())
 
 
 def distance_tables(logit_map: LogitMap, heads: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:

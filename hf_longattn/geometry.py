@@ -1,7 +1,8 @@
 """Which keys each query may see, and how far away they are: the only thing a kernel knows about positions.
 
 A *slot* is the index of a token in its row of the batch, padding included; the key in column j sits in slot
-`key_start + j`. Distances are differences of slots, so they are right under padding, packing and any cache.
+`key_start + j`. Distances are differences of slots, so they are right under padding, packing and any cache. Rows that are
+*placed* carry a position for every token beside its slot, and distances are differences of those (skip-wise training).
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Columns of `Rows.index`.
-POSITION, KEY_START, START, LOW, HIGH = range(5)
+#: Columns of `Rows.index`; only placed rows have the last one.
+POSITION, KEY_START, START, LOW, HIGH, PLACE = range(6)
+#: More than any position: numbers the sequences of packed text apart.
+FAR = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class Rows:
 
     Args:
         index: int64 (batch or 1, q_len, 5): the row's own slot, the slot of key 0 (the same in every row), the
-            slot where the row's sequence starts, and the first and last visible slot (last < first: nothing).
+            slot where the row's sequence starts, and the first and last visible slot (last < first: nothing). Placed rows
+            have a sixth column, the row's position; their keys are the same tokens, and positions grow along a sequence.
         allowed: None, or a bool tensor broadcastable to (batch, heads, q_len, kv_len), True = may be seen, on
             top of the interval.
     """
@@ -38,6 +42,22 @@ class Rows:
         position = torch.arange(query_start, query_start + q_len, device=device)
         start = torch.full_like(position, key_start)
         return cls(torch.stack([position, start, start, start, position], dim=-1)[None])
+
+    def placed(self, positions: Tensor) -> Rows:
+        """The same rows with distances from `positions`, int64 (batch or 1, q_len); queries and keys are the same tokens."""
+        batch = max(self.index.shape[0], positions.shape[0])
+        columns = self.index.expand(batch, -1, -1), positions.expand(batch, -1)[..., None]
+        return Rows(torch.cat(columns, -1), self.allowed)
+
+    @property
+    def has_places(self) -> bool:
+        return self.index.shape[-1] > PLACE
+
+    @functools.cached_property
+    def span(self) -> int:
+        """A bound on the distances between placed rows; reads the device."""
+        place = self.index[..., PLACE]
+        return int(place.max() - place.min())
 
     @property
     def plain(self) -> tuple[int, int] | None:
@@ -59,6 +79,9 @@ class Rows:
 
     def query_positions(self) -> Tensor:
         """Query positions counted from the start of each row's sequence, int64 (batch or 1, q_len), >= 0."""
+        if self.has_places:
+            first = (self.index[..., START] - self.index[..., KEY_START]).clamp(min=0)
+            return (self.index[..., PLACE] - self.index[..., PLACE].gather(1, first)).clamp(min=0)
         return (self.index[..., POSITION] - self.index[..., START]).clamp(min=0)
 
     def key_positions(self, kv_len: int) -> Tensor:
@@ -66,6 +89,8 @@ class Rows:
 
         Rows of one batch entry start together, except in packed text, where queries and keys are the same tokens.
         """
+        if self.has_places:
+            return self.query_positions()
         start = self.index[..., START] if self.index.shape[1] == kv_len else self.index[:, :1, START]
         return (self.slots(kv_len)[:, 0] - start).clamp(min=0)
 
@@ -75,10 +100,19 @@ class Rows:
             return self
         index = self.index.clone()
         if first is not None:
-            index[..., LOW] = torch.maximum(index[..., LOW], index[..., START] + first)
+            index[..., LOW] = torch.maximum(index[..., LOW], self._slot_of(first))
         if last is not None:
-            index[..., HIGH] = torch.minimum(index[..., HIGH], index[..., START] + last)
+            index[..., HIGH] = torch.minimum(index[..., HIGH], self._slot_of(last + 1) - 1)
         return Rows(index, self.allowed)
+
+    def _slot_of(self, position: Tensor) -> Tensor:
+        """The first slot in each row's sequence whose position is at least `position`, both (batch or 1, q_len)."""
+        slot, start, high = (self.index[..., c] for c in (POSITION, START, HIGH))
+        if not self.has_places:
+            return start + position
+        own = torch.where(slot < start, -1, torch.where(slot > high, FAR - 1, self.query_positions()))
+        own, sought = torch.broadcast_tensors(start * FAR + own, start * FAR + position)
+        return self.index[..., KEY_START] + torch.searchsorted(own.contiguous(), sought.contiguous())
 
     def slots(self, kv_len: int) -> Tensor:
         """The slots of the keys, (batch or 1, 1, kv_len)."""
@@ -91,7 +125,9 @@ class Rows:
         return inside[:, None] if self.allowed is None else inside[:, None] & self.allowed
 
     def distance(self, kv_len: int) -> Tensor:
-        """|query slot - key slot|, int64 (batch or 1, q_len, kv_len)."""
+        """|query slot - key slot|, or the same of positions; int64 (batch or 1, q_len, kv_len)."""
+        if self.has_places:
+            return (self.index[..., PLACE, None] - self.index[:, None, :, PLACE]).abs()
         return (self.index[..., POSITION, None] - self.slots(kv_len)).abs()
 
     def sinks(self, kv_len: int, count: int) -> Tensor:
@@ -134,3 +170,16 @@ def check_mask(attention_mask: Tensor | None, query: Tensor, key: Tensor) -> Ten
         raise ValueError(f"attention_mask {tuple(attention_mask.shape)} does not broadcast to {target}") from None
     mask = attention_mask[(None,) * (4 - attention_mask.ndim)]
     return mask.expand(-1, -1, target[2], target[3])
+
+
+def check_positions(position_ids: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The positions; ValueError unless they are (batch or 1, length), grow, and queries and keys are the same tokens."""
+    fits = position_ids.ndim == 2 and position_ids.shape[0] in (1, query.shape[0])
+    if not fits or not position_ids.shape[1] == query.shape[2] == key.shape[2]:
+        raise ValueError(
+            f"position_ids {tuple(position_ids.shape)} must be (batch or 1, length) for queries and keys of that length, got "
+            f"{query.shape[2]} and {key.shape[2]}"
+        )
+    if bool((position_ids.diff() <= 0).any()):
+        raise ValueError("position_ids must grow from token to token")
+    return position_ids.to(query.device)

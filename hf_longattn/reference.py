@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import LongAttnConfig
-from .geometry import Rows, check_mask, check_shapes
+from .geometry import Rows, check_mask, check_positions, check_shapes
 from .methods.base import EntropyTemperature, LengthTemperature
 from .rotary import Rotation
 
@@ -27,6 +27,7 @@ def reference_attention(
     key_start: int = 0,
     backend: str = "reference",
     rotation: Rotation | None = None,
+    position_ids: Tensor | None = None,
 ) -> Tensor:
     """Causal attention under `config`, by its definition; the signature of `hf_longattn.attention`.
 
@@ -40,6 +41,7 @@ def reference_attention(
         key_start: position of the first key.
         backend: here always the reference.
         rotation: how query and key are rotated; needed where the config remaps rotary distances.
+        position_ids: int64 (batch or 1, length), growing: distances are then differences of positions.
 
     Returns:
         (batch, heads, q_len, head_dim) in the dtype of query; rows that see nothing are 0, before any output norm.
@@ -49,6 +51,8 @@ def reference_attention(
     check_shapes(query, key, value)
     rows = Rows.causal(query.shape[2], key.shape[2], query_start, key_start, query.device)
     rows = Rows(rows.index, check_mask(attention_mask, query, key))
+    if position_ids is not None:
+        rows = rows.placed(check_positions(position_ids, query, key))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return dense_attention(query, key, value, config, rows, scaling=scaling, rotation=rotation)[0]
 

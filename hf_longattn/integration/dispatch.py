@@ -17,6 +17,7 @@ from ..geometry import Rows
 from ..methods.learned import learned_parts
 from ..reference import dense_attention
 from .masks import base_implementation, read_mask
+from .places import place
 from .rotation import RotarySource
 
 #: Arguments that reach an attention function and say nothing about which logits it should compute.
@@ -82,7 +83,8 @@ def attention_forward(
             "split into yet"
         )
     assert attention_mask is not None
-    rows = _rows(attention_mask, query, key, kwargs.get("position_ids"))
+    positions = kwargs.get("position_ids")
+    rows = place(_rows(attention_mask, query, key, positions), attention_mask, positions, key.shape[2], plan.config)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options: dict[str, Any] = {
         "scaling": scaling,

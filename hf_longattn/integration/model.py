@@ -265,7 +265,8 @@ def describe(model: nn.Module) -> Description:
         elif plan.config is None:
             rows.append((layer.name, "unchanged", plan.reason))
         else:
-            rows.append((layer.name, ", ".join(map(_shown, plan.config.methods)), f"backend {plan.config.backend}"))
+            how = f"backend {plan.config.backend}" + (", distance from positions" * (plan.config.distance == "positions"))
+            rows.append((layer.name, ", ".join(map(_shown, plan.config.methods)), how))
     try:
         config = config_of(base)
     except ValueError:

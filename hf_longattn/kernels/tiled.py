@@ -6,7 +6,8 @@ The logit of query row i and key j, at distance t = |slot_i - slot_j|, is
 
 with gain = 1 and bias = 0 for the first `sinks` keys of the sequence. Rows are worked off in blocks that see all
 their keys at once, so the softmax needs no second pass; the backward pass computes each block anew. Inside a block the
-query rows run backwards: then t = const - (row + column), and a strided view of a 1-D table serves the whole block.
+query rows run backwards: then t = const - (row + column), and a strided view of a 1-D table serves the whole block. Placed
+rows, whose positions jump, look every distance up instead.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..geometry import HIGH, KEY_START, LOW, POSITION, START, Rows
+from ..geometry import HIGH, KEY_START, LOW, PLACE, POSITION, START, Rows
 
 #: Logits held at a time (elements, 4 bytes each): about what the caches of a small machine take.
 BLOCK_ELEMENTS = 1 << 21
@@ -133,9 +134,13 @@ class _Blocks:
         if allowed is not None:
             self.allowed = allowed.expand(self.batch, -1, self.q_len, self.kv_len)
         self.key_start = int(self.bounds[0, 0, KEY_START])
-        self.gain = self.bias = None
+        self.gain = self.bias = self.place = None
         self.hides_future = False
-        if gain is not None and bias is not None:
+        if gain is not None and bias is not None and index.shape[-1] > PLACE:
+            self.gain, self.bias, self.place = gain.to(self.dtype), bias.to(self.dtype), self.index[..., PLACE]
+            if (farthest := int((self.place.amax(1) - self.place.amin(1)).max())) >= gain.shape[-1]:
+                raise ValueError(f"distance {farthest} lies beyond the tables' length {gain.shape[-1]}")
+        elif gain is not None and bias is not None:
             position = self.bounds[..., POSITION]
             self.farthest = max(int(position.max()) - self.key_start, 0)
             last = int(position.min()) - self.key_start - self.kv_len
@@ -208,7 +213,12 @@ class _Block:
         into[self.b, self.h, :, self.r] = x.view(*self.shape[:3], -1).flip(2)
 
     def table(self, table: Tensor) -> Tensor:
-        """The block's view of a table by distance, broadcastable to (heads, group, rows, columns)."""
+        """A table by distance as the block sees it, broadcastable to (heads, group, rows, columns)."""
+        if self.all.place is not None:
+            place = self.all.place[self.b]
+            t = (place[self.r].flip(0)[:, None] - place[self.c]).abs()
+            own = table if table.shape[0] == 1 else table.unflatten(0, (-1, self.shape[1]))[self.h].flatten(0, 1)
+            return own[:, t].unflatten(0, (-1, 1 if table.shape[0] == 1 else self.shape[1]))
         first = int(self.bounds[-1, POSITION]) - self.all.key_start - self.c.start
         offset = table.storage_offset() + self.all.farthest - first
         shape, strides = self.shape[2:], (1, 1)
