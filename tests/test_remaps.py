@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -421,6 +423,9 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
     "group": ("self_extend", {"group": 0}, "group must be >= 1"),
     "fraction of a group": ("self_extend", {"group": 1.5}, "group must be an integer"),
     "stretch": ("leaky_rerope", {"stretch": 0.5}, "stretch must be >= 1"),
+    "stretch for too few layers": ("leaky_rerope", {"stretch": [2.0, 3.0]}, "for each of 4 layers.*got 2"),
+    "stretch for too many heads": ("leaky_rerope", {"stretch": [2, 2, 2, [1, 2, 3, 4]]}, r"2 key heads.*some with \[4\]"),
+    "stretch of a head": ("leaky_rerope", {"stretch": [2, 2, 2, [1, 0.5]]}, "stretch must be >= 1"),
     "stretch that is no number": ("leaky_rerope", {"stretch": float("nan")}, "stretch must be >= 1"),
     "window of nothing": ("rerope", {"window": 0}, "window must be an integer >= 1"),
     "sinks": ("streaming", {"sinks": -1}, "sinks must be an integer >= 0"),
@@ -438,6 +443,20 @@ def test_mistakes(what: str) -> None:
     with pytest.raises(ValueError, match=message):
         hf_longattn.apply(m, name, **parameters)
     assert m.config._attn_implementation == "sdpa"
+
+
+def test_an_infinite_stretch_is_a_cap() -> None:
+    """Everywhere; and saved as strict JSON, on a config that says how far it reaches."""
+    config = LongAttnConfig.preset("leaky_rerope", window=7, stretch=math.inf)
+    assert torch.equal(
+        logits(hf_longattn.apply(stock("llama"), config)), logits(hf_longattn.apply(stock("llama"), "rerope", window=7))
+    )
+    by_head = config.replace(stretch=[math.inf, 2.0, (math.inf, 3.0), math.inf])
+    for each, reach in ((config, None), (by_head, 7 + 2 * (512 - 7))):
+        saved = json.dumps(each.to_dict(), allow_nan=False)
+        assert LongAttnConfig.from_dict(json.loads(saved)) == each
+        assert each.positions is not None
+        assert each.positions.reach(512) == reach
 
 
 @pytest.mark.parametrize("name", METHODS)
