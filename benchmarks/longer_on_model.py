@@ -134,7 +134,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only choices whose name matches this regular expression")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--result", type=Path, default=RESULT)
+    parser.add_argument("--tables", action="store_true", help="no measurement: tables and pictures in docs/ from the result")
     args = parser.parse_args()
+    if args.tables:
+        rows = load(args.result)
+        for page in sorted((ROOT / "docs").rglob("*.md")):
+            page.write_text(with_tables(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
+        picture(rows, ROOT / "docs" / "longer.png")
+        return
 
     transformers.set_seed(0)
     transformers.logging.disable_progress_bar()
@@ -164,6 +171,7 @@ def main() -> None:
             "prose": [round(x, 4) for x in loss_by_position(losses, [*range(0, args.length, STEP), args.length], taken)],
             "copying": [round(x, 4) for x in copy_losses(losses, copies)],
             "copies": [[c.distance, c.position] for c in copies],
+            "trained": AutoConfig.from_pretrained(args.model).max_position_embeddings,
             "config": config,
             "rope": list(choice.rope),
         }
@@ -200,6 +208,86 @@ def save(rows: list[dict[str, Any]], result: Path) -> None:
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     result.parent.mkdir(exist_ok=True)
     result.write_text(f'{{"protocol": {json.dumps(PROTOCOL)},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
+
+
+def summary(row: dict[str, Any]) -> list[float]:
+    """Prose within and beyond the trained length; copies within it, beyond it from known distances, and from farther back."""
+    counts = torch.full((len(row["prose"]), STEP), 1.0)
+    counts[0, 0] = 0
+    for _, position in row["copies"]:
+        counts.view(-1)[position : position + PASSAGE] = 0
+    weights, loss = counts.sum(1), torch.tensor(row["prose"])
+    edge = row["trained"] // STEP
+    prose = [float((loss[part] * weights[part]).sum() / weights[part].sum()) for part in (slice(edge), slice(edge, None))]
+    copies = list(zip(row["copies"], row["copying"], strict=True))
+    groups = (
+        [x for (_, p), x in copies if p + PASSAGE <= row["trained"]],
+        [x for (d, p), x in copies if p + PASSAGE > row["trained"] >= d],
+        [x for (d, _), x in copies if d > row["trained"]],
+    )
+    return prose + [sum(g) / len(g) if g else math.nan for g in groups]
+
+
+HEAD = ["", "prose, within", "prose, beyond", "copies, within", "copies, beyond", "copies, farther back"]
+
+
+def with_tables(page: str, rows: list[dict[str, Any]]) -> str:
+    """The page, each `<!-- longer: text length | name | ... -->` to `<!-- end -->` filled in; no names: every row there is."""
+
+    def filled(found: re.Match[str]) -> str:
+        first, *names = (part.strip() for part in found[1].split("|"))
+        text, length = first.split()
+        here = {r["name"]: r for r in rows if (r["text"], r["length"]) == (text, int(length))}
+        body = [
+            [f"`{n}`", *(f"{x:.{3 if i < 2 else 2}f}" for i, x in enumerate(summary(here[n])))]
+            for n in names or here
+            if n in here
+        ]
+        table = "\n".join(f"| {' | '.join(cells)} |" for cells in [HEAD, ["---"] * len(HEAD), *body])
+        return f"<!-- longer: {found[1]} -->\n{table}\n<!-- end -->"
+
+    return re.sub(r"<!-- longer: (.*?) -->\n.*?<!-- end -->", filled, page, flags=re.DOTALL)
+
+
+#: Name, colour (Okabe and Ito's, told apart by the colour-blind), marker.
+SHOWN = [
+    ("unmodified", "#000000", "x"),
+    ("YaRN × 2", "#E69F00", "s"),
+    ("rerope(window 4096)", "#56B4E9", "^"),
+    ("leaky_rerope(window 4096, stretch 4)", "#009E73", "v"),
+    ("leaky_rerope(window 4096, stretch 4; copying heads capped)", "#D55E00", "o"),
+]
+
+
+def picture(rows: list[dict[str, Any]], path: Path, length: int = 16384) -> None:
+    """Left, prose loss by position less YaRN's; right, copy loss by distance beyond the trained length. A text a row."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    baseline = "YaRN × 2"
+    texts = [r["text"] for r in rows if r["length"] == length and r["name"] == baseline]
+    figure, panels = pyplot.subplots(len(texts), 2, figsize=(11, 3.8 * len(texts)), squeeze=False, constrained_layout=True)
+    for text, (left, right) in zip(texts, panels, strict=True):
+        here = {r["name"]: r for r in rows if (r["text"], r["length"]) == (text, length)}
+        for name, colour, marker in SHOWN:
+            if name not in here:
+                continue
+            style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.5, "label": name}
+            prose = [a - b for a, b in zip(here[name]["prose"], here[baseline]["prose"], strict=True)]
+            left.plot([STEP * (n + 0.5) for n in range(len(prose))], prose, **style)
+            beyond = sorted((d, x) for (d, p), x in zip(here[name]["copies"], here[name]["copying"], strict=True) if p > 8192)
+            right.plot(*zip(*beyond, strict=True), **style)
+        for panel in (left, right):
+            panel.axvline(8192, color="#999999", linewidth=1, linestyle=":")
+        left.set(
+            title=f"{text}: prose", xlabel="position (tokens)", ylabel="loss less YaRN's (nats a token)", ylim=(-0.2, 0.2)
+        )
+        right.set(title=f"{text}: a passage read again", xlabel="how far back (tokens)", ylabel="loss (nats a token)")
+    panels[0][1].legend(fontsize=8)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":
