@@ -55,27 +55,34 @@ class Choice:
     parameters: dict[str, Any] = field(default_factory=dict)
     rope: tuple[Any, ...] = ()  # a function of hf_longattn.rope and its arguments
     calibrated: bool = False
+    lengths: tuple[int, ...] = (16384,)
 
     @property
     def config(self) -> LongAttnConfig | None:
         return LongAttnConfig.parse(self.method, self.parameters) if self.method else None
 
 
-def remap(name: str, extra: str = "", **parameters: Any) -> Choice:
+def remap(name: str, extra: str = "", lengths: tuple[int, ...] = (16384,), **parameters: Any) -> Choice:
     shown = ", ".join(f"{k} {v:g}" for k, v in parameters.items())
-    return Choice(f"{name}({shown}){' + ' + extra if extra else ''}", f"{name}+{extra}" if extra else name, parameters)
+    method = f"{name}+{extra}" if extra else name
+    return Choice(f"{name}({shown}){' + ' + extra if extra else ''}", method, parameters, lengths=lengths)
 
 
-#: Key heads (layer, head) of SmolLM2-135M that copy: see `copying_heads`.
+#: Key heads (layer, head) of SmolLM2-135M with 0.019 or more in `copying_heads`, on the tokens 20,000 to 24,096 of Emma.
 COPYING = [(17, 1), (18, 2), (20, 1), (20, 2), (21, 2), (22, 1), (22, 2), (23, 0), (23, 2), (24, 0), (24, 2)]
 
 
-def by_head(stretch: float, capped: list[tuple[int, int]] = COPYING, what: str = "copying heads", **window: int) -> Choice:
+def by_head(
+    stretch: float,
+    capped: list[tuple[int, int]] = COPYING,
+    what: str = "copying heads",
+    window: int = 4096,
+    lengths: tuple[int, ...] = (16384,),
+) -> Choice:
     """Leaky ReRoPE with the far keys of some heads capped."""
     each = [[math.inf if (layer, head) in capped else stretch for head in range(3)] for layer in range(30)]
-    parameters = {"window": 4096, "stretch": each} | window
-    name = f"leaky_rerope(window {parameters['window']}, stretch {stretch:g}; {what} capped)"
-    return Choice(name, "leaky_rerope", parameters)
+    name = f"leaky_rerope(window {window}, stretch {stretch:g}{f'; {what} capped' if capped else ''})"
+    return Choice(name, "leaky_rerope", {"window": window, "stretch": each}, lengths=lengths)
 
 
 MAP = {"name": "scale_invariant", "tau": 1000.0, "decay": 0.25, "sink_tokens": 1}
@@ -88,37 +95,36 @@ def with_map(base: Choice, **changes: Any) -> Choice:
     return Choice(name, "longattn", slots | {"logit_map": MAP | changes, "version": 1}, base.rope, calibrated=True)
 
 
-UNMODIFIED = Choice("unmodified")
-YARN, YARN4 = Choice("YaRN × 2", rope=("yarn", 2.0)), Choice("YaRN × 4", rope=("yarn", 4.0))
-RERE, LEAKY = remap("rerope", window=4096), remap("leaky_rerope", window=4096, stretch=4)
-SELF = remap("self_extend", window=1024, group=4)
+TWO, FOUR, ALL = (8192, 16384), (8192, 32768), (8192, 16384, 32768)
 CHOICES = [
-    UNMODIFIED,
-    YARN,
-    RERE,
-    LEAKY,
-    YARN4,
-    by_head(4),
+    Choice("unmodified", lengths=ALL),
+    Choice("YaRN × 2", rope=("yarn", 2.0), lengths=TWO),
+    Choice("YaRN × 4", rope=("yarn", 4.0), lengths=ALL),
+    by_head(4, lengths=TWO),
+    by_head(8, lengths=FOUR),
+    remap("rerope", lengths=ALL, window=4096),
+    remap("leaky_rerope", lengths=TWO, window=4096, stretch=4),
+    remap("leaky_rerope", lengths=FOUR, window=4096, stretch=8),
+    remap("self_extend", window=1024, group=4),
+    remap("self_extend", lengths=(32768,), window=1024, group=8),
+    Choice("dynamic NTK × 2", rope=("ntk", 2.0), lengths=TWO),
+    Choice("dynamic NTK × 4", rope=("ntk", 4.0), lengths=FOUR),
     by_head(3),
     by_head(4, window=6144),
-    by_head(4, [(layer, h) for layer in (17, 18, 20, 21, 22, 23, 24) for h in range(3)], "copying layers"),
-    with_map(RERE, offset=4096),
+    by_head(4, [(layer, head) for layer in (17, 18, 20, 21, 22, 23, 24) for head in range(3)], "copying layers"),
+    with_map(remap("rerope", window=4096), offset=4096),
+    with_map(by_head(4, []), offset=4096),
     with_map(by_head(4), offset=4096),
-    remap("leaky_rerope", window=4096, stretch=16),
-    SELF,
-    Choice("dynamic NTK × 2", rope=("ntk", 2.0)),
-    remap("leaky_rerope", window=4096, stretch=8),
-    remap("rerope", window=2048),
-    remap("lm_infinite", window=8192),
-    remap("dual_chunk"),
-    remap("leaky_rerope", window=2048, stretch=4),
-    remap("leaky_rerope", window=6144, stretch=8),
-    remap("streaming", window=4096),
     remap("rerope", "infoscale", window=4096),
     remap("rerope", "logn", window=4096),
-    Choice("dynamic NTK × 4", rope=("ntk", 4.0)),
-    remap("self_extend", window=1024, group=8),
     remap("leaky_rerope", "infoscale", window=4096, stretch=4),
+    remap("leaky_rerope", window=4096, stretch=16),
+    remap("leaky_rerope", window=2048, stretch=4),
+    remap("leaky_rerope", window=6144, stretch=8),
+    remap("rerope", window=2048),
+    remap("dual_chunk"),
+    remap("lm_infinite", lengths=(16384, 32768), window=8192),
+    remap("streaming", window=4096),
     remap("windowed", window=4096),
     Choice("linear × 2", rope=("linear", 2.0)),
 ]
@@ -137,7 +143,7 @@ def main() -> None:
     parser.add_argument("--tables", action="store_true", help="no measurement: tables and pictures in docs/ from the result")
     args = parser.parse_args()
     if args.tables:
-        rows = load(args.result)
+        rows = load_all()
         for page in sorted((ROOT / "docs").rglob("*.md")):
             page.write_text(with_tables(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
         picture(rows, ROOT / "docs" / "longer.png")
@@ -154,7 +160,7 @@ def main() -> None:
         + (f" --dtype {args.dtype}" if args.dtype != "bfloat16" else ""),
     }
     copies = [Copy(d, p) for d, p in COPIES if p + PASSAGE <= args.length]
-    chosen = [c for c in CHOICES if re.search(args.only, c.name)]
+    chosen = [c for c in CHOICES if args.length in c.lengths and re.search(args.only, c.name)]
     for choice, text in itertools.product(chosen, args.text):
         tokens = AutoTokenizer.from_pretrained(args.model)(text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"]
         if tokens.shape[1] < args.length + args.calibration:
@@ -204,6 +210,12 @@ def load(result: Path) -> list[dict[str, Any]]:
     return json.loads(result.read_text(encoding="utf-8"))["rows"] if result.exists() else []
 
 
+def load_all() -> list[dict[str, Any]]:
+    """Rows of every model, each with its label."""
+    files = sorted(RESULT.parent.glob("longer-*.json"))
+    return [r | {"label": r["name"] + (f", {r['adapter']}" if "adapter" in r else "")} for f in files for r in load(f)]
+
+
 def save(rows: list[dict[str, Any]], result: Path) -> None:
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     result.parent.mkdir(exist_ok=True)
@@ -232,12 +244,12 @@ HEAD = ["", "prose, within", "prose, beyond", "copies, within", "copies, beyond"
 
 
 def with_tables(page: str, rows: list[dict[str, Any]]) -> str:
-    """The page, each `<!-- longer: text length | name | ... -->` to `<!-- end -->` filled in; no names: every row there is."""
+    """The page, each `<!-- longer: model text length | label | ... -->` to `<!-- end -->` filled in; no label: every row."""
 
     def filled(found: re.Match[str]) -> str:
         first, *names = (part.strip() for part in found[1].split("|"))
-        text, length = first.split()
-        here = {r["name"]: r for r in rows if (r["text"], r["length"]) == (text, int(length))}
+        model, text, length = first.split()
+        here = {r["label"]: r for r in rows if (r["model"], r["text"], r["length"]) == (model, text, int(length))}
         body = [
             [f"`{n}`", *(f"{x:.{3 if i < 2 else 2}f}" for i, x in enumerate(summary(here[n])))]
             for n in names or here
@@ -259,7 +271,7 @@ SHOWN = [
 ]
 
 
-def picture(rows: list[dict[str, Any]], path: Path, length: int = 16384) -> None:
+def picture(rows: list[dict[str, Any]], path: Path, model: str = "SmolLM2-135M-Instruct", length: int = 16384) -> None:
     """Left, prose loss by position less YaRN's; right, copy loss by distance beyond the trained length. A text a row."""
     import matplotlib
 
@@ -267,10 +279,11 @@ def picture(rows: list[dict[str, Any]], path: Path, length: int = 16384) -> None
     from matplotlib import pyplot
 
     baseline = "YaRN × 2"
-    texts = [r["text"] for r in rows if r["length"] == length and r["name"] == baseline]
+    rows = [r for r in rows if (r["model"], r["length"]) == (model, length)]
+    texts = [r["text"] for r in rows if r["label"] == baseline]
     figure, panels = pyplot.subplots(len(texts), 2, figsize=(11, 3.8 * len(texts)), squeeze=False, constrained_layout=True)
     for text, (left, right) in zip(texts, panels, strict=True):
-        here = {r["name"]: r for r in rows if (r["text"], r["length"]) == (text, length)}
+        here = {r["label"]: r for r in rows if r["text"] == text}
         for name, colour, marker in SHOWN:
             if name not in here:
                 continue

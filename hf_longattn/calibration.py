@@ -104,9 +104,9 @@ def calibrate(
     """A config whose methods are set to the statistics of this model on these batches.
 
     The scale-invariant map gets logit_mean and logit_variance per layer and head, and sink_tokens=1 unless given; output
-    norms get deviation and mean, per layer and head if they work per head. leaky_rerope gets a stretch per key head, without
-    limit where a head copies (`evaluation.copying_heads` at COPIES or more): those must reach, the others are better off
-    with the distances that they know.
+    norms get deviation and mean, per layer and head if they work per head. leaky_rerope, where its stretch
+    is one number, gets one per key head: a cap where a head copies (`evaluation.copying_heads` at COPIES or more), which has
+    to find keys from anywhere, that number elsewhere.
 
     Args:
         model: without a method in it, or with one: the logits measured are the model's own either way.
@@ -121,9 +121,7 @@ def calibrate(
     )
     changes: dict[str, Any] = {}
     batches, remap, logit_map, norm = list(batches), config.positions, config.logit_map, config.output_norm
-    if isinstance(remap, LeakyReRope):
-        if isinstance(remap.stretch, tuple):
-            raise ValueError("stretch is given per layer already: give calibrate the one number for heads that do not copy")
+    if isinstance(remap, LeakyReRope) and not isinstance(remap.stretch, tuple):
         changes["positions"] = dataclasses.replace(remap, stretch=_stretches(model, batches, remap.stretch))
     if isinstance(logit_map, ScaleInvariant) and "sink_tokens" not in parameters and isinstance(method, str):
         logit_map = dataclasses.replace(logit_map, sink_tokens=1)

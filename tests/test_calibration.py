@@ -164,7 +164,7 @@ def test_copying_heads_attend_to_what_came_next(family: str, calls: Calls, monke
 def test_calibrating_heads_needs_a_text_and_one_stretch() -> None:
     with pytest.raises(ValueError, match="at least 1024 tokens"):
         copying_heads(stock("llama"), tokens(1, 500))
-    with pytest.raises(ValueError, match="per layer already"):
+    with pytest.raises(ValueError, match="leaky_rerope has nothing to calibrate"):
         hf_longattn.calibrate(stock("llama"), [tokens(1, 1024)], "leaky_rerope", stretch=[2, 3, 4, 5])
 
 
