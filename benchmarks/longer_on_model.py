@@ -261,6 +261,7 @@ def with_tables(page: str, rows: list[dict[str, Any]]) -> str:
     return re.sub(r"<!-- longer: (.*?) -->\n.*?<!-- end -->", filled, page, flags=re.DOTALL)
 
 
+TRAINED = 8192  # of the model in the picture
 #: Name, colour (Okabe and Ito's, told apart by the colour-blind), marker.
 SHOWN = [
     ("unmodified", "#000000", "x"),
@@ -290,15 +291,22 @@ def picture(rows: list[dict[str, Any]], path: Path, model: str = "SmolLM2-135M-I
             style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.5, "label": name}
             prose = [a - b for a, b in zip(here[name]["prose"], here[baseline]["prose"], strict=True)]
             left.plot([STEP * (n + 0.5) for n in range(len(prose))], prose, **style)
-            beyond = sorted((d, x) for (d, p), x in zip(here[name]["copies"], here[name]["copying"], strict=True) if p > 8192)
+            beyond = sorted(
+                (d, x) for (d, p), x in zip(here[name]["copies"], here[name]["copying"], strict=True) if p > TRAINED
+            )
             right.plot(*zip(*beyond, strict=True), **style)
         for panel in (left, right):
-            panel.axvline(8192, color="#999999", linewidth=1, linestyle=":")
+            panel.axvline(TRAINED, color="#999999", linewidth=1, linestyle=":")
         left.set(
-            title=f"{text}: prose", xlabel="position (tokens)", ylabel="loss less YaRN's (nats a token)", ylim=(-0.2, 0.2)
+            title=f"{text}: prose", xlabel="position (tokens)", ylabel="loss less YaRN's (nats a token)", ylim=(-0.12, 0.12)
         )
-        right.set(title=f"{text}: a passage read again", xlabel="how far back (tokens)", ylabel="loss (nats a token)")
-    panels[0][1].legend(fontsize=8)
+        right.set(
+            title=f"{text}: a passage read again beyond {TRAINED}",
+            xlabel="how far back (tokens)",
+            ylabel="loss (nats a token)",
+            ylim=(0, 4),
+        )
+    figure.legend(*panels[0][1].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
     figure.savefig(path, dpi=120, metadata={"Software": None})
     pyplot.close(figure)
 
