@@ -111,7 +111,7 @@ CHOICES = [
     Choice("dynamic NTK × 4", rope=("ntk", 4.0), lengths=FOUR),
     by_head(3),
     by_head(4, window=6144),
-    by_head(4, [(layer, head) for layer in (17, 18, 20, 21, 22, 23, 24) for head in range(3)], "copying layers"),
+    by_head(4, [(layer, head) for layer in range(17, 30) for head in range(3)], "layers 17 to 29"),
     with_map(remap("rerope", window=4096), offset=4096),
     with_map(by_head(4, []), offset=4096),
     with_map(by_head(4), offset=4096),
