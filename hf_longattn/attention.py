@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from .geometry import Rows, check_mask, check_positions, check_shapes
 from .kernels.flex import flex_attention, why_not_flex
 from .kernels.fused import flash_attention, sdpa_attention, why_not_flash
 from .kernels.tiled import HIDDEN, tiled_attention
+from .kernels.triton import MARGIN, triton_attention, why_not_triton
 from .methods.base import Band, EntropyTemperature, LogitMap
 from .reference import dense_attention, finish, length_factor, require_rotation
 from .rotary import Rotation
@@ -82,9 +83,9 @@ def attend(
         learned: the trained parts of methods by slot; without it they are what they start as.
         rotation: how query and key are rotated; needed where the config remaps rotary distances.
     """
-    parts = split(config, query, key, rows, rotation)
     asked = config.backend if backend == "auto" else backend
-    backend = choose_backend(config, query, rows, softcap, dropout, asked, len(parts))
+    parts = split(config, query, key, rows, rotation, in_tiles=asked in ("auto", "tiled") and query.device.type == "cpu")
+    backend = choose_backend(config, query, rows, softcap, dropout, asked)
     model: dict[str, Any] = {"scaling": scaling, "softcap": softcap}
     if backend == "reference":
         model |= {"dropout": dropout, "learned": learned, "rotation": rotation}
@@ -104,22 +105,19 @@ def attend(
     factor = length_factor(config, visible, query, learned)
     parts = _heated(parts, model, factor)
     if isinstance(config.temperature, EntropyTemperature):
-        factor = config.temperature.factor(_entropy(parts, model))
+        factor = config.temperature.factor(_entropy(parts, model, backend))
         parts = _heated(parts, model, factor)
         if config.logit_map is not None:
             model["row_bias"] = factor
         elif asked == "auto" and not softcap and len(parts) == 1 and rows.plain is not None:
             backend = "sdpa"  # what is left is plain attention
 
-    if len(parts) > 1:
-        out = _merged([part.run(value, model, dropout=dropout, with_lse=True) for part in parts])
-    elif backend in ("sdpa", "flash"):
+    if backend in ("sdpa", "flash"):
         fused = sdpa_attention if backend == "sdpa" else flash_attention
         out = fused(parts[0].query, parts[0].key, value, parts[0].rows, scaling=model["scaling"], dropout=dropout)
-    elif backend == "flex":
-        out = flex_attention(*parts[0][:2], value, parts[0].rows, **model)
     else:
-        out = parts[0].run(value, model, dropout=dropout)[0]
+        options = {"dropout": dropout, "with_lse": len(parts) > 1}
+        out = _merged([part.run(backend, value, model, **options) for part in parts])
     return finish(config, out, learned).to(dtype)
 
 
@@ -132,23 +130,36 @@ class Part(NamedTuple):
     rotation: Rotation | None = None  # with `turn`: cos and sin by which the keys are still to be turned, as they are read
     turn: tuple[Tensor, Tensor] | None = None
 
-    def run(self, value: Tensor | None, model: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, backend: str, value: Tensor | None, model: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """The output, logsumexp and entropy, as `kernels.tiled.tiled_attention` defines them."""
         if self.turn is not None and self.rotation is not None:
             options["turn"] = (self.rotation.quarter(self.query), *self.turn)
-        return tiled_attention(self.query, self.key, value, self.rows, **model, **options)
+        kernel: Callable[..., tuple[Tensor, Tensor, Tensor]] = tiled_attention
+        query, key = self.query, self.key
+        if backend != "tiled":  # these refuse softcap or dropout where they lack them
+            kernel = triton_attention if backend == "triton" else flex_attention
+            options = {k: v for k, v in (options | model).items() if k not in ("softcap", "dropout") or v}
+            model, half = {}, (key if value is None else value).dtype
+            query, key = query.to(half), key.to(half)
+        return kernel(query, key, value, self.rows, **model, **options)
 
 
 #: Up to this many queries, keys are turned while they are read instead of once before: decoding keeps no second cache.
 FEW_QUERIES = 16
 
 
-def split(config: LongAttnConfig, query: Tensor, key: Tensor, rows: Rows, rotation: Rotation | None) -> list[Part]:
-    """One part for every band of keys that the config shows and rotates alike; each is attention over an interval."""
+def split(
+    config: LongAttnConfig, query: Tensor, key: Tensor, rows: Rows, rotation: Rotation | None, in_tiles: bool = True
+) -> list[Part]:
+    """One part for every band of keys that the config shows and rotates alike; each is attention over an interval.
+
+    in_tiles: the kernel may be asked to turn keys as it reads them.
+    """
     if config.positions is None and config.visibility is None:
         return [Part(query, key, rows)]
     i, j = rows.query_positions(), rows.key_positions(key.shape[2])
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
-    on_the_fly = query.shape[2] <= FEW_QUERIES and not grad and not torch.compiler.is_compiling()
+    on_the_fly = in_tiles and query.shape[2] <= FEW_QUERIES and not grad and not torch.compiler.is_compiling()
     parts = []
     for where, positions in enumerate(config.positions.bands(i) if config.positions else [Band()]):
         for which, seen in enumerate(config.visibility.bands(i) if config.visibility else [Band()]):
@@ -160,9 +171,17 @@ def split(config: LongAttnConfig, query: Tensor, key: Tensor, rows: Rows, rotati
                     turn = require_rotation(rotation).spread(j, band.key, (method, number, "key"), key.shape[-1])
                 elif band.key is not None:
                     k = require_rotation(rotation).move(key, j, band.key, (method, number, "key"))
-            shown = rows.narrowed(positions.first, positions.last).narrowed(seen.first, seen.last)
+            shown = rows.once(
+                (config.positions, where, config.visibility, which), functools.partial(_narrowed, rows, positions, seen)
+            )
             parts.append(Part(q, k, shown, rotation, turn))
     return parts
+
+
+def _narrowed(rows: Rows, *bands: Band) -> Rows:
+    for band in bands:
+        rows = rows.narrowed(band.first, band.last)
+    return rows
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -189,13 +208,16 @@ def _log_shares(lse: list[Tensor]) -> Tensor:
 
 def _merged(results: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
     """The output over all parts from those over each: out = Σ share out_part."""
+    if len(results) == 1:
+        return results[0][0]
     shares = _log_shares([lse for _, lse, _ in results]).exp()
     return sum(share[..., None] * out for share, (out, _, _) in zip(shares, results, strict=True))  # type: ignore[return-value]
 
 
-def _entropy(parts: list[Part], model: dict[str, Any]) -> Tensor:
+def _entropy(parts: list[Part], model: dict[str, Any], backend: str) -> Tensor:
     """The entropy of every row; over several parts H = Σ share (H_part - ln share)."""
-    results = [part.run(None, model, with_lse=len(parts) > 1, with_entropy=True) for part in parts]
+    kernel = "triton" if backend == "triton" else "tiled"
+    results = [part.run(kernel, None, model, with_lse=len(parts) > 1, with_entropy=True) for part in parts]
     if len(results) == 1:
         return results[0][2]
     shares = _log_shares([lse for _, lse, _ in results])
@@ -212,7 +234,6 @@ def choose_backend(
     softcap: float | None = None,
     dropout: float = 0.0,
     backend: str = "auto",
-    parts: int = 1,
 ) -> str:
     """The backend that "auto" means for this call, or the one named; ValueError where that one cannot be exact."""
     if backend not in BACKENDS:
@@ -224,7 +245,9 @@ def choose_backend(
         in_the_way = [m.name for m in (config.logit_map, config.positions, config.visibility) if m is not None]
         in_the_way += [config.temperature.name] if config.temperature is not None and entropy else []
         not_fused = f"{in_the_way[0]} changes more than query and key" if in_the_way else None
-    reasons = {"sdpa": not_fused, "flex": "keys are split into parts" if parts > 1 else why_not_flex(query, dropout)}
+    reasons = {"sdpa": not_fused, "flex": why_not_flex(query, dropout)}
+    if backend == "triton":
+        reasons["triton"] = why_not_triton(query, rows, softcap, dropout)
     if backend == "flash":
         reasons["flash"] = not_fused or why_not_flash(query, rows)
     if backend == "auto":
@@ -238,7 +261,8 @@ def choose_backend(
 
 def table_length(rows: Rows, kv_len: int) -> int:
     """A length beyond every distance in the call, of few distinct values; from shapes alone, unless the rows are placed."""
-    return 1 << max(10, (rows.span if rows.has_places else kv_len + rows.index.shape[1] - 1).bit_length())
+    farthest = rows.span if rows.has_places else kv_len + rows.index.shape[1] - 1
+    return 1 << max(10, (farthest + MARGIN).bit_length())
 
 
 def distance_tables(logit_map: LogitMap, heads: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:

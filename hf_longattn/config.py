@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SLOTS = ("positions", "score", "temperature", "logit_map", "visibility", "output_norm")
 DISTANCES = ("slots", "positions")
-BACKENDS = ("auto", "sdpa", "flash", "tiled", "flex", "reference")
+BACKENDS = ("auto", "sdpa", "flash", "tiled", "flex", "triton", "reference")
 FORMAT_VERSION = 1
 
 #: The name that stands for "whatever the config says", for combinations that have no name of their own.

@@ -8,7 +8,9 @@ A *slot* is the index of a token in its row of the batch, padding included; the 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +35,15 @@ class Rows:
 
     index: Tensor
     allowed: Tensor | None = None
+    _known: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def once(self, name: Hashable, make: Callable[[], Any]) -> Any:
+        """make(), kept with the rows: every layer of a forward pass gets the same ones."""
+        if torch.compiler.is_compiling():
+            return make()
+        if name not in self._known:
+            self._known[name] = make()
+        return self._known[name]
 
     @classmethod
     def causal(cls, q_len: int, kv_len: int, query_start: int | None, key_start: int, device: torch.device) -> Rows:

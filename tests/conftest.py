@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton kernels run on the CPU; it must be set before triton is imported
 
 import pytest
 import torch

@@ -28,8 +28,6 @@ def holds_for(name: str, family: str) -> bool:
 @torch.no_grad()
 def test_forward_is_the_closed_form(family: str, case: str, backend: str) -> None:
     config, ids = CASES[case], tokens()
-    if backend == "flex" and (config.positions or config.visibility):
-        pytest.skip("flex has no merging of parts yet")
     close(model(family, config, backend)(ids, use_cache=False).logits, expected(family, config, ids))
 
 

@@ -44,8 +44,9 @@ def flex_attention(
     row_bias: Tensor | None = None,
     sinks: int = 0,
     softcap: float | None = None,
-) -> Tensor:
-    """Attention as `kernels.tiled.tiled_attention` defines it, without dropout.
+    with_lse: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention as `kernels.tiled.tiled_attention` defines it, without dropout; the entropy comes back empty.
 
     Compiled on CUDA; elsewhere PyTorch's own uncompiled form runs, which is dense and serves as a check.
     """
@@ -82,6 +83,12 @@ def flex_attention(
         return inside & allowed[b if allowed.shape[0] > 1 else b * 0, h if allowed.shape[1] > 1 else h * 0, q, kv]
 
     mask_heads = heads if allowed is not None and allowed.shape[1] > 1 else None
-    block_mask = torch_flex.create_block_mask(mask_mod, batch, mask_heads, q_len, kv_len, device=str(query.device))
+    device = str(query.device)
+    block_mask = rows.once(
+        ("block_mask", batch, mask_heads, kv_len),
+        lambda: torch_flex.create_block_mask(mask_mod, batch, mask_heads, q_len, kv_len, device=device),
+    )
     run: Any = _compiled() if query.device.type == "cuda" and not torch.compiler.is_compiling() else torch_flex.flex_attention
-    return run(query, key, value, score_mod, block_mask, scaling, query.shape[1] != key.shape[1])
+    wanted = torch_flex.AuxRequest(lse=with_lse)
+    out, found = run(query, key, value, score_mod, block_mask, scaling, heads != key.shape[1], return_aux=wanted)
+    return out, found.lse if with_lse else out.new_empty(0), out.new_empty(0)

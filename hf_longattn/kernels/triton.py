@@ -1,0 +1,420 @@
+"""The tiled kernel's attention in Triton: forward, backward, entropy, and few queries against many keys.
+
+The plan is FlashAttention-2's: one program for a block of query rows, keys in tiles, an online softmax; the backward pass
+recomputes tiles from the logsumexp, once by rows (d_query) and once by columns (d_key, d_value), so that nothing is added
+atomically and results repeat exactly. What is ours is the map L = gain_t S + y bias_t. Near the diagonal its tables are
+looked up pair by pair. Farther off they are smooth: a cubic through four of their values serves a whole tile, which costs
+four scalar loads and a few multiply-adds; where that becomes exact enough is measured on the tables themselves.
+
+Runs on CUDA, and on the CPU under Triton's interpreter (TRITON_INTERPRET=1), which is how it is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..geometry import HIGH, KEY_START, LOW, POSITION, START, Rows
+
+try:
+    import triton
+
+    from . import triton_kernels as kernels
+except ImportError:  # it comes with torch's CUDA builds only
+    triton = None
+
+#: By how much a cubic may miss a table's value: below the rounding of float32 logits.
+CUBIC_ERROR = 2e-6
+#: Up to this many queries a call is decoding: the heads that share a key head are packed into one block, keys are split.
+FEW_QUERIES = 16
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def why_not_triton(query: Tensor, rows: Rows, softcap: float | None = None, dropout: float = 0.0) -> str | None:
+    """The reason why these kernels cannot compute a call exactly, or None."""
+    if triton is None:
+        return "triton is not installed"
+    if query.device.type != "cuda" and not INTERPRETED:
+        return f"Triton needs CUDA, the tensors are on {query.device.type}"
+    if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"the Triton kernels compute float32, float16 and bfloat16, got {query.dtype}"
+    if INTERPRETED and query.dtype == torch.bfloat16:
+        return "Triton's interpreter cannot multiply bfloat16"
+    if query.shape[-1] > 256:
+        return f"the Triton kernels hold head_dim up to 256, got {query.shape[-1]}"
+    if dropout:
+        return "the Triton kernels have no dropout"
+    if softcap:
+        return "the Triton kernels have no softcap"
+    if rows.allowed is not None:
+        return "the mask is more than one interval of keys per row"
+    if rows.has_places:
+        return "positions jump, and the Triton kernels count distances in slots"
+    return None
+
+
+class Blocks(NamedTuple):
+    """Sizes of one kernel's tiles, and how it is launched."""
+
+    rows: int
+    columns: int
+    warps: int = 4
+    stages: int = 2
+
+
+def _forward_blocks(head_dim: int, dtype: torch.dtype) -> Blocks:
+    if head_dim > 128 or dtype == torch.float32:
+        return Blocks(64, 32, 4)
+    return Blocks(128, 64, 4, 3) if head_dim <= 64 else Blocks(128, 64, 8, 3)
+
+
+def _backward_blocks(head_dim: int, dtype: torch.dtype) -> Blocks:
+    if head_dim > 128 or dtype == torch.float32:
+        return Blocks(32, 32, 4, 1)
+    return Blocks(64, 64, 4, 2) if head_dim <= 64 else Blocks(64, 64, 8, 2)
+
+
+def triton_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    rows: Rows,
+    *,
+    scaling: float,
+    gain: Tensor | None = None,
+    bias: Tensor | None = None,
+    row_bias: Tensor | None = None,
+    sinks: int = 0,
+    with_lse: bool = False,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention as `kernels.tiled.tiled_attention` defines it, with the same arguments where it has them.
+
+    Raises:
+        ValueError: see `why_not_triton`.
+    """
+    if (reason := why_not_triton(query, rows)) is not None:
+        raise ValueError(reason)
+    if (gain is None) != (bias is None):
+        raise ValueError("gain and bias come together")
+    far = 0 if gain is None or bias is None else _far_from(gain, bias, key.shape[2] + query.shape[2])
+    index = rows.index.to(torch.int32)
+    tensors = (query, key, value, row_bias)
+    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    out, lse, entropy = _attention(
+        query,
+        key,
+        value,
+        index,
+        gain,
+        bias,
+        row_bias,
+        float(scaling),
+        int(sinks),
+        far,
+        bool(with_entropy),
+        bool(with_lse or grad),
+    )
+    return out, lse if with_lse else lse.new_empty(0), entropy
+
+
+# Where a cubic is exact enough ---------------------------------------------------------------------------------------
+
+
+def _nodes(span: int) -> tuple[int, int]:
+    """Four Chebyshev points of a tile whose distances spread by `span` about its centre: ± each of these."""
+    return max(round(span * math.cos(math.pi / 8)), 2), max(round(span * math.cos(3 * math.pi / 8)), 1)
+
+
+_SPAN = 128  # distances in the largest tile (128 rows, 64 columns) lie within ± this of its centre
+#: By how much the tables should be longer than the largest distance, for the cubic's points and the last block's empty rows.
+MARGIN = 2 * _SPAN
+
+
+def _far_from(gain: Tensor, bias: Tensor, farthest: int) -> int:
+    """The smallest distance from which on a cubic serves any tile within CUBIC_ERROR, on both tables."""
+    if torch.compiler.is_compiling() or gain.shape[-1] < farthest + MARGIN:  # unknown, or the cubic's points lie outside
+        return 1 << 30
+    return max(_cubic_from(gain), _cubic_from(bias), _SPAN)
+
+
+@functools.lru_cache(maxsize=256)
+def _cubic_from(table: Tensor) -> int:
+    outer, inner = _nodes(_SPAN)
+    x = torch.arange(-_SPAN, _SPAN + 1, device=table.device, dtype=torch.float64)
+    starts = torch.arange(0, max(table.shape[-1] - 2 * _SPAN, 0), _SPAN // 2, device=table.device)
+    if not len(starts):
+        return int(table.shape[-1])
+    worst = []
+    for row in table.double():
+        f = row[(starts[:, None] + _SPAN) + x.long()]
+        e1, e2 = ((f[:, _SPAN + o] + f[:, _SPAN - o]) / 2 for o in (outer, inner))
+        d1, d2 = ((f[:, _SPAN + o] - f[:, _SPAN - o]) / (2 * o) for o in (outer, inner))
+        square, odd = ((a - b) / (outer**2 - inner**2) for a, b in ((e1, e2), (d1, d2)))
+        c = [(e2 - square * inner**2), (d2 - odd * inner**2), square, odd]
+        fit = c[0][:, None] + x * (c[1][:, None] + x * (c[2][:, None] + x * c[3][:, None]))
+        worst.append((fit - f).abs().amax(1))
+    rounding = 4 * torch.finfo(table.dtype).eps * table.abs().amax()  # the tables' own
+    bad = (torch.stack(worst).amax(0) > CUBIC_ERROR + rounding).nonzero()
+    return 0 if not len(bad) else int(starts[int(bad[-1])]) + _SPAN
+
+
+# Which tiles a block visits ------------------------------------------------------------------------------------------
+
+
+def _column_ranges(index: Tensor, kv_len: int, blocks: Blocks, sinks: int, far: int) -> Tensor:
+    """For each block of rows: columns first, a, b, last; tiles in [a, b) are far and wholly visible.
+
+    int32 (batch or 1, row blocks, 4), multiples of `blocks.columns`.
+    """
+    n, key_start = blocks.columns, index[:, :1, KEY_START]
+    low, high, start, position = (_blocked(index[..., c], blocks.rows) for c in (LOW, HIGH, START, POSITION))
+    kept = low.amax(-1) if not sinks else torch.maximum(low.amax(-1), start.amax(-1) + sinks)
+    first = (low.amin(-1) - key_start).clamp(min=0) // n
+    last = ((high.amax(-1) - key_start + 1).clamp(0, kv_len) + n - 1) // n
+    a = ((kept - key_start).clamp(min=0) + n - 1) // n
+    b = (torch.minimum(high.amin(-1), position.amin(-1) - far) - key_start + 1).clamp(0, kv_len) // n
+    return _ordered(first, a, b, last) * n
+
+
+def _row_ranges(index: Tensor, kv_len: int, blocks: Blocks, sinks: int, far: int) -> Tensor:
+    """The same with the sides exchanged: for each block of columns the rows that see it, and among them the far ones."""
+    m, n, q_len = blocks.rows, blocks.columns, index.shape[1]
+    slot = index[:, :1, KEY_START] + torch.arange(0, kv_len, n, device=index.device, dtype=index.dtype)
+    end = torch.minimum(slot + n - 1, index[:, :1, KEY_START] + kv_len - 1)
+    high = index[..., HIGH].cummax(1).values.contiguous()  # of rows in order both grow; these bounds hold in any order
+    low = index[..., LOW].flip(1).cummin(1).values.flip(1).contiguous()
+    first = torch.searchsorted(high, slot.contiguous(), out_int32=True) // m
+    last = (torch.searchsorted(low, end.contiguous(), right=True, out_int32=True) + m - 1) // m
+    sure = index[..., LOW] if not sinks else torch.maximum(index[..., LOW], index[..., START] + sinks)
+    sure_low = sure.cummax(1).values.contiguous()
+    sure_high = torch.minimum(index[..., HIGH], index[..., POSITION] - far).flip(1).cummin(1).values.flip(1).contiguous()
+    a = (torch.searchsorted(sure_high, end.contiguous(), out_int32=True) + m - 1) // m
+    b = torch.searchsorted(sure_low, slot.contiguous(), right=True, out_int32=True) // m
+    return _ordered(first, a, torch.minimum(b, b.new_tensor(q_len // m)), last) * m
+
+
+def _ordered(first: Tensor, a: Tensor, b: Tensor, last: Tensor) -> Tensor:
+    last = torch.maximum(last, first)
+    a = torch.minimum(torch.maximum(a, first), last)
+    return torch.stack([first, a, torch.minimum(torch.maximum(b, a), last), last], -1).to(torch.int32).contiguous()
+
+
+def _blocked(column: Tensor, size: int) -> Tensor:
+    """(batch, q_len) as (batch, blocks, size), the last row repeated."""
+    short = -column.shape[1] % size
+    return torch.cat([column, column[:, -1:].expand(-1, short)], 1).unflatten(1, (-1, size))
+
+
+# Launching -----------------------------------------------------------------------------------------------------------
+
+
+def _constants(
+    query: Tensor, value: Tensor | None, gain: Tensor | None, row_bias: Tensor | None, blocks: Blocks
+) -> dict[str, Any]:
+    head_dim, value_dim = query.shape[-1], 16 if value is None else value.shape[-1]
+    outer, inner = _nodes(_SPAN)
+    return {
+        "MAP": gain is not None,
+        "HAS_Y": row_bias is not None and gain is not None,
+        "VALUE": value is not None,
+        "ROWS": blocks.rows,
+        "COLUMNS": blocks.columns,
+        "D": head_dim,
+        "DP": max(16, triton.next_power_of_2(head_dim)),
+        "E": value_dim,
+        "EP": max(16, triton.next_power_of_2(value_dim)),
+        "OUTER": outer,
+        "INNER": inner,
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "num_warps": blocks.warps,
+        "num_stages": blocks.stages,
+    }
+
+
+def _strides(*tensors: Tensor | None) -> list[int]:
+    return [s for x in tensors for s in ((0, 0, 0) if x is None else x.stride()[:3])]
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _run_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    index: Tensor,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    row_bias: Tensor | None,
+    scaling: float,
+    sinks: int,
+    far: int,
+    with_entropy: bool,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, q_len, head_dim = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    group = heads // kv_heads
+    packed = q_len <= FEW_QUERIES
+    blocks = _forward_blocks(max(head_dim, 0 if value is None else value.shape[-1]), query.dtype)
+    splits = 1
+    if packed:
+        blocks = blocks._replace(rows=max(16, triton.next_power_of_2(q_len * group)))
+        splits = _splits(batch * kv_heads, kv_len, blocks.columns, query.device)
+        blocks = blocks._replace(columns=min(blocks.columns, 64))
+    query, key = _dense_rows(query), _dense_rows(key)
+    value = None if value is None else _dense_rows(value)
+    index = index.contiguous()
+    ranges = _column_ranges(index, kv_len, blocks._replace(rows=q_len) if packed else blocks, sinks, far)
+    dtype = torch.float32 if splits > 1 else query.dtype
+    out = query.new_empty((0,) if value is None else (batch, heads, q_len, splits, value.shape[-1]), dtype=dtype)
+    lse = query.new_empty((batch, heads, q_len, splits), dtype=torch.float32)
+    entropy = query.new_empty((batch, heads, q_len, splits) if with_entropy else (0,), dtype=torch.float32)
+    chunk = triton.cdiv(triton.cdiv(kv_len, splits), blocks.columns) * blocks.columns
+    grid = ((1 if packed else triton.cdiv(q_len, blocks.rows)) * splits, batch * (kv_heads if packed else heads))
+    kernels.forward_kernel[grid](
+        query, key, value if value is not None else key, out, lse, entropy, index, ranges,
+        gain if gain is not None else lse, bias if bias is not None else lse,
+        row_bias.float().contiguous() if row_bias is not None else lse,
+        *_strides(query, key, value), *map(_first_stride, (index, ranges, gain, bias)),
+        q_len, kv_len, scaling, sinks, chunk,
+        HEADS=heads, GROUP=group, PACKED=packed, SPLITS=splits, ENTROPY=with_entropy,
+        SPAN=q_len if packed else blocks.rows, **_constants(query, value, gain, row_bias, blocks),
+    )  # fmt: skip
+    if splits == 1:
+        return (out if value is None else out[..., 0, :]), lse[..., 0], entropy[..., 0] if with_entropy else entropy
+    whole = torch.logsumexp(lse, -1)
+    share = torch.where(lse.isneginf(), 0.0, (lse - whole[..., None]).exp())
+    if with_entropy:
+        entropy = (share * (entropy + torch.where(share > 0, whole[..., None] - lse, 0.0))).sum(-1)
+    return (out if value is None else (share[..., None] * out).sum(-2).to(query.dtype)), whole, entropy
+
+
+def _splits(programs: int, kv_len: int, columns: int, device: torch.device) -> int:
+    """In how many parts the keys of a decoding call are read, so that every multiprocessor has work."""
+    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return max(1, min(triton.cdiv(wanted, programs), triton.cdiv(kv_len, 4 * columns), 128))
+
+
+def _first_stride(x: Tensor | None) -> int:
+    """The stride of the first dimension, 0 where one entry serves all."""
+    return x.stride(0) if x is not None and x.shape[0] > 1 else 0
+
+
+_attention_op = torch.library.custom_op(
+    "hf_longattn::triton",
+    _run_forward,
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor? value, Tensor index, Tensor? gain, Tensor? bias, Tensor? row_bias, "
+    "float scaling, int sinks, int far, bool with_entropy, bool with_lse) -> (Tensor, Tensor, Tensor)",
+)
+
+
+def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, with_lse = arguments
+    if with_lse or torch.compiler.is_compiling():
+        result: tuple[Tensor, Tensor, Tensor] = _attention_op(*arguments)
+        return result
+    return _run_forward(*arguments)
+
+
+@_attention_op.register_fake
+def _(query, key, value, index, gain, bias, row_bias, scaling, sinks, far, with_entropy, with_lse):  # type: ignore[no-untyped-def]
+    out = query.new_empty((0,) if value is None else (*query.shape[:-1], value.shape[-1]))
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    return out, lse, query.new_empty(query.shape[:-1] if with_entropy else (0,), dtype=torch.float32)
+
+
+@torch.library.custom_op("hf_longattn::triton_backward", mutates_args=())
+def _backward_op(
+    grad: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_entropy: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    index: Tensor,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    row_bias: Tensor | None,
+    scaling: float,
+    sinks: int,
+    far: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, heads, q_len, head_dim = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    blocks = _backward_blocks(max(head_dim, 0 if value is None else value.shape[-1]), query.dtype)
+    query, key, index = _dense_rows(query), _dense_rows(key), index.contiguous()
+    value = None if value is None else _dense_rows(value)
+    # sum_j P dP, less what the logsumexp passes on
+    delta = torch.zeros_like(lse)
+    if value is not None and grad is not None:
+        grad = grad.to(query.dtype).contiguous()
+        delta += (grad.float() * out.float()).sum(-1)
+    if grad_lse is not None:
+        delta -= grad_lse
+    lse = lse.masked_fill(lse.isneginf(), 0.0)  # rows that see nothing are masked, and must not give NaN on the way
+    d_query, d_key = (
+        torch.empty_like(query, memory_format=torch.contiguous_format),
+        torch.empty(key.shape, dtype=key.dtype, device=key.device),
+    )
+    d_value = key.new_empty(0) if value is None else torch.empty(value.shape, dtype=value.dtype, device=key.device)
+    d_row_bias = lse.new_empty(lse.shape if row_bias is not None else 0)
+    shared: dict[str, Any] = _constants(query, value, gain, row_bias, blocks)
+    shared |= {"HEADS": heads, "GROUP": heads // kv_heads, "ENTROPY": grad_entropy is not None}
+    unused = lse  # a pointer where a kernel reads nothing
+    factors = unused if row_bias is None else row_bias.float().contiguous()
+    tables = (unused if gain is None else gain, unused if bias is None else bias, factors)
+    of_rows = (lse, delta, entropy, unused if grad_entropy is None else grad_entropy.float().contiguous())
+    inputs = (query, key, key if value is None else value, query if grad is None else grad)
+
+    def run(kernel: Any, outputs: tuple[Tensor, Tensor], ranges: Tensor, programs: tuple[int, int]) -> None:
+        strides = (*_strides(query, key, value), *map(_first_stride, (index, ranges, gain, bias)))
+        kernel[programs](
+            *inputs, *outputs, *of_rows, index, ranges, *tables, *strides, q_len, kv_len, scaling, sinks, **shared
+        )
+
+    ranges = _column_ranges(index, kv_len, blocks, sinks, far)
+    run(kernels.query_kernel, (d_query, d_row_bias), ranges, (triton.cdiv(q_len, blocks.rows), batch * heads))
+    ranges = _row_ranges(index, kv_len, blocks, sinks, far)
+    run(kernels.key_kernel, (d_key, d_value), ranges, (triton.cdiv(kv_len, blocks.columns), batch * kv_heads))
+    return d_query, d_key, d_value, d_row_bias
+
+
+@_backward_op.register_fake
+def _(grad, grad_lse, grad_entropy, out, lse, entropy, query, key, value, index, gain, bias, row_bias, *rest):  # type: ignore[no-untyped-def]
+    d_value = key.new_empty(0) if value is None else value.new_empty(value.shape)
+    return (
+        query.new_empty(query.shape),
+        key.new_empty(key.shape),
+        d_value,
+        lse.new_empty(lse.shape if row_bias is not None else 0),
+    )
+
+
+def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    *tensors, scaling, sinks, far, with_entropy, _ = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.options, ctx.with_entropy = (scaling, sinks, far), with_entropy
+
+
+def _autograd(ctx, grad, grad_lse, grad_entropy):  # type: ignore[no-untyped-def]
+    out, lse, entropy, *tensors = ctx.saved_tensors
+    grad_entropy = grad_entropy if ctx.with_entropy else None
+    d_query, d_key, d_value, d_row_bias = _backward_op(grad, grad_lse, grad_entropy, out, lse, entropy, *tensors, *ctx.options)
+    value, row_bias = tensors[2], tensors[6]
+    d_row_bias = None if row_bias is None else d_row_bias.to(row_bias.dtype)
+    return d_query, d_key, None if value is None else d_value, None, None, None, d_row_bias, *[None] * 5
+
+
+_attention_op.register_autograd(_autograd, setup_context=_setup_context)

@@ -1,0 +1,325 @@
+"""The Triton programs behind `kernels.triton`: what one block computes. Names of sizes are in capitals, as Triton's are.
+
+Rows of `Index` are the columns of `geometry.Rows.index`, int32. `Ranges` holds four bounds for each block: tiles in
+[first, a) and [z, last) are checked pair by pair, those in [a, z) are wholly visible and far from the diagonal.
+"""
+# fmt: off
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _cubic(table, centre, OUTER: tl.constexpr, INNER: tl.constexpr):
+    f1, g1 = tl.load(table + centre + OUTER), tl.load(table + centre - OUTER)
+    f2, g2 = tl.load(table + centre + INNER), tl.load(table + centre - INNER)
+    e1, e2 = 0.5 * (f1 + g1), 0.5 * (f2 + g2)
+    d1, d2 = (f1 - g1) / (2 * OUTER), (f2 - g2) / (2 * INNER)
+    square = (e1 - e2) / (OUTER * OUTER - INNER * INNER)
+    odd = (d1 - d2) / (OUTER * OUTER - INNER * INNER)
+    return e2 - square * INNER * INNER, d2 - odd * INNER * INNER, square, odd
+
+@triton.jit
+def _logits(
+    s, slot_q, slot_k, low, high, start, gain, bias, y, q0, k0, sinks,
+    MAP: tl.constexpr, Y: tl.constexpr, FAR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    OUTER: tl.constexpr, INNER: tl.constexpr,
+):
+    """Logits of a tile, d logit / d s and d logit / d y; slot_q, low, high, start and y are (rows, 1), slot_k (1, columns)."""
+    g, b = 1.0, 0.0
+    if MAP:
+        if FAR:
+            centre = q0 - k0 + (ROWS - COLUMNS) // 2
+            x = (slot_q - slot_k - centre).to(tl.float32)
+            c0, c1, c2, c3 = _cubic(gain, centre, OUTER, INNER)
+            g = c0 + x * (c1 + x * (c2 + x * c3))
+            c0, c1, c2, c3 = _cubic(bias, centre, OUTER, INNER)
+            b = c0 + x * (c1 + x * (c2 + x * c3))
+        else:
+            t = tl.abs(slot_q - slot_k)
+            seen = (slot_k >= low) & (slot_k <= high)
+            g, b = tl.load(gain + t, mask=seen, other=1.0), tl.load(bias + t, mask=seen, other=0.0)
+            sink = (slot_k >= start) & (slot_k < start + sinks)
+            g, b = tl.where(sink, 1.0, g), tl.where(sink, 0.0, b)
+        s = s * g + (y * b if Y else b)
+    if not FAR:
+        s = tl.where((slot_k >= low) & (slot_k <= high), s, -1e30)
+    return s, g, b
+
+@triton.jit
+def _forward_tiles(
+    acc, m, total, w, q, K, V, stride_kn, stride_vn, begin, end, N, scaling,
+    slot_q, low, high, start, gain, bias, y, q0, key_start, sinks,
+    MAP: tl.constexpr, Y: tl.constexpr, VALUE: tl.constexpr, ENTROPY: tl.constexpr, FAR: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+):
+    d, e, n = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, COLUMNS)
+    for c in range(begin, end, COLUMNS):
+        column = c + n
+        k = tl.load(K + column[None, :] * stride_kn + d[:, None], mask=(column < N)[None, :] & (d < D)[:, None], other=0.0)
+        s = tl.dot(q, k, input_precision=PRECISION) * scaling
+        slot_k = (key_start + column)[None, :]
+        s, _, _ = _logits(
+            s, slot_q, slot_k, low, high, start, gain, bias, y, q0, key_start + c, sinks,
+            MAP, Y, FAR, SPAN, COLUMNS, OUTER, INNER,
+        )
+        top = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp(s - top[:, None])
+        if not FAR:
+            p = tl.where((slot_k >= low) & (slot_k <= high), p, 0.0)
+        shrink = tl.exp(m - top)
+        if ENTROPY:  # Σ e^(L - m) (L - m), kept up to date as m grows
+            w = shrink * (w + (m - top) * total) + tl.sum(p * (s - top[:, None]), 1)
+        total = total * shrink + tl.sum(p, 1)
+        if VALUE:
+            v = tl.load(
+                V + column[:, None] * stride_vn + e[None, :], mask=(column < N)[:, None] & (e < E)[None, :], other=0.0
+            )
+            acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        m = top
+    return acc, m, total, w
+
+@triton.jit
+def forward_kernel(
+    Q, K, V, Out, Lse, Entropy, Index, Ranges, Gain, Bias, Y,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ib, stride_rb, stride_gain, stride_bias, M, N, scaling, sinks, chunk,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, SPLITS: tl.constexpr,
+    MAP: tl.constexpr, HAS_Y: tl.constexpr, VALUE: tl.constexpr, ENTROPY: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """One block of query rows against one of SPLITS parts of the keys; PACKED: the rows of all heads that share a key head."""
+    block, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    n_heads = HEADS // GROUP if PACKED else HEADS
+    b, h = tl.program_id(1) // n_heads, tl.program_id(1) % n_heads
+    r = block * ROWS + tl.arange(0, ROWS)
+    if PACKED:
+        head, row, there, kv_head = h * GROUP + r // M, r % M, r < M * GROUP, h
+        head = tl.where(there, head, 0)
+    else:
+        head, row, there, kv_head = h + 0 * r, r, r < M, h // GROUP
+    d, e = tl.arange(0, DP), tl.arange(0, EP)
+    index = Index + b * stride_ib + row * 5
+    position = tl.load(index, mask=there, other=0)
+    key_start = tl.load(Index + b * stride_ib + 1)
+    start = tl.load(index + 2, mask=there, other=0)[:, None]
+    low = tl.load(index + 3, mask=there, other=2147483647)[:, None]
+    high = tl.minimum(tl.load(index + 4, mask=there, other=-1), key_start + N - 1)[:, None]
+    q0 = tl.load(Index + b * stride_ib + (0 if PACKED else block * ROWS) * 5)
+    q = tl.load(
+        Q + b * stride_qb + head[:, None] * stride_qh + row[:, None] * stride_qm + d[None, :],
+        mask=there[:, None] & (d < D)[None, :], other=0.0,
+    )
+    flat = (b * HEADS + head) * M + row
+    y = tl.load(Y + flat, mask=there, other=1.0)[:, None] if HAS_Y else 1.0
+    K += b * stride_kb + kv_head * stride_kh
+    V += b * stride_vb + kv_head * stride_vh
+    owner = head[:, None] if PACKED else h
+    gain, bias = Gain + owner * stride_gain, Bias + owner * stride_bias
+    ranges = Ranges + b * stride_rb + block * 4
+    first, a, z, last = tl.load(ranges), tl.load(ranges + 1), tl.load(ranges + 2), tl.load(ranges + 3)
+    if SPLITS > 1:
+        c0, c1 = split * chunk, (split + 1) * chunk
+        first, a = tl.minimum(tl.maximum(first, c0), c1), tl.minimum(tl.maximum(a, c0), c1)
+        z, last = tl.minimum(tl.maximum(z, c0), c1), tl.minimum(tl.maximum(last, c0), c1)
+    acc = tl.zeros((ROWS, EP), tl.float32)
+    m = tl.full((ROWS,), -1e30, tl.float32)
+    total, w = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    slot_q = position[:, None]
+    for part in tl.static_range(3):
+        begin, end = (first, a) if part == 0 else ((a, z) if part == 1 else (z, last))
+        acc, m, total, w = _forward_tiles(
+            acc, m, total, w, q, K, V, stride_kn, stride_vn, begin, end, N, scaling,
+            slot_q, low, high, start, gain, bias, y, q0, key_start, sinks,
+            MAP, HAS_Y, VALUE, ENTROPY, part == 1, ROWS, COLUMNS, SPAN, D, DP, E, EP, OUTER, INNER, PRECISION,
+        )
+    seen = total > 0
+    safe = tl.where(seen, total, 1.0)
+    out_row = flat * SPLITS + split
+    lse = tl.where(seen, m + tl.log(safe), float("-inf"))
+    tl.store(Lse + out_row, lse, mask=there)
+    if ENTROPY:
+        tl.store(Entropy + out_row, tl.where(seen, tl.log(safe) - w / safe, 0.0), mask=there)
+    if VALUE:
+        out = acc / safe[:, None]
+        tl.store(
+            Out + out_row[:, None] * E + e[None, :], out.to(Out.dtype.element_ty), mask=there[:, None] & (e < E)[None, :]
+        )
+
+@triton.jit
+def _d_logits(
+    s, dp, lse, delta, entropy, d_entropy, seen, ENTROPY: tl.constexpr, VALUE: tl.constexpr, FAR: tl.constexpr
+):
+    """Probabilities and the gradient of the logits; the row's numbers come in the shape that fits s."""
+    p = tl.exp(s - lse)
+    if not FAR:
+        p = tl.where(seen, p, 0.0)
+    d = p * (dp - delta) if VALUE else p * (0.0 - delta)
+    if ENTROPY:  # dH / dL_j = -p_j (L_j - mean L), and mean L = lse - H
+        d -= d_entropy * p * (s - lse + entropy)
+    return p, d
+
+@triton.jit
+def _query_tiles(
+    dq, dy, q, do, K, V, stride_kn, stride_vn, begin, end, N, scaling, lse, delta, entropy, d_entropy,
+    slot_q, low, high, start, gain, bias, y, q0, key_start, sinks,
+    MAP: tl.constexpr, HAS_Y: tl.constexpr, VALUE: tl.constexpr, ENTROPY: tl.constexpr, FAR: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+    OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+):
+    d, e, n = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, COLUMNS)
+    for c in range(begin, end, COLUMNS):
+        column = c + n
+        k = tl.load(K + column[:, None] * stride_kn + d[None, :], mask=(column < N)[:, None] & (d < D)[None, :], other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
+        slot_k = (key_start + column)[None, :]
+        s, g, b = _logits(
+            s, slot_q, slot_k, low, high, start, gain, bias, y, q0, key_start + c, sinks,
+            MAP, HAS_Y, FAR, ROWS, COLUMNS, OUTER, INNER,
+        )
+        dp = s
+        if VALUE:
+            v = tl.load(
+                V + column[:, None] * stride_vn + e[None, :], mask=(column < N)[:, None] & (e < E)[None, :], other=0.0
+            )
+            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        seen = (slot_k >= low) & (slot_k <= high)
+        _, ds = _d_logits(s, dp, lse, delta, entropy, d_entropy, seen, ENTROPY, VALUE, FAR)
+        if HAS_Y:
+            dy += tl.sum(ds * b, 1)
+        if MAP:
+            ds = ds * g
+        dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
+    return dq, dy
+
+@triton.jit
+def query_kernel(
+    Q, K, V, DO, DQ, DY, Lse, Delta, Entropy, DEntropy, Index, Ranges, Gain, Bias, Y,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ib, stride_rb, stride_gain, stride_bias, M, N, scaling, sinks,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, MAP: tl.constexpr, HAS_Y: tl.constexpr, VALUE: tl.constexpr,
+    ENTROPY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """d_query and d_row_bias of one block of rows."""
+    block, b, h = tl.program_id(0), tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+    row = block * ROWS + tl.arange(0, ROWS)
+    there, d, e = row < M, tl.arange(0, DP), tl.arange(0, EP)
+    index = Index + b * stride_ib + row * 5
+    slot_q = tl.load(index, mask=there, other=0)[:, None]
+    key_start = tl.load(Index + b * stride_ib + 1)
+    start = tl.load(index + 2, mask=there, other=0)[:, None]
+    low = tl.load(index + 3, mask=there, other=2147483647)[:, None]
+    high = tl.minimum(tl.load(index + 4, mask=there, other=-1), key_start + N - 1)[:, None]
+    q0 = tl.load(Index + b * stride_ib + block * ROWS * 5)
+    inside = there[:, None] & (d < D)[None, :]
+    q = tl.load(Q + b * stride_qb + h * stride_qh + row[:, None] * stride_qm + d[None, :], mask=inside, other=0.0)
+    flat = (b * HEADS + h) * M + row
+    do = q
+    if VALUE:
+        do = tl.load(DO + flat[:, None] * E + e[None, :], mask=there[:, None] & (e < E)[None, :], other=0.0)
+    y = tl.load(Y + flat, mask=there, other=1.0)[:, None] if HAS_Y else 1.0
+    lse, delta = tl.load(Lse + flat, mask=there, other=0.0)[:, None], tl.load(Delta + flat, mask=there, other=0.0)[:, None]
+    entropy = tl.load(Entropy + flat, mask=there, other=0.0)[:, None] if ENTROPY else 0.0
+    d_entropy = tl.load(DEntropy + flat, mask=there, other=0.0)[:, None] if ENTROPY else 0.0
+    K += b * stride_kb + h // GROUP * stride_kh
+    V += b * stride_vb + h // GROUP * stride_vh
+    gain, bias = Gain + h * stride_gain, Bias + h * stride_bias
+    ranges = Ranges + b * stride_rb + block * 4
+    first, a, z, last = tl.load(ranges), tl.load(ranges + 1), tl.load(ranges + 2), tl.load(ranges + 3)
+    dq, dy = tl.zeros((ROWS, DP), tl.float32), tl.zeros((ROWS,), tl.float32)
+    for part in tl.static_range(3):
+        begin, end = (first, a) if part == 0 else ((a, z) if part == 1 else (z, last))
+        dq, dy = _query_tiles(
+            dq, dy, q, do, K, V, stride_kn, stride_vn, begin, end, N, scaling, lse, delta, entropy, d_entropy,
+            slot_q, low, high, start, gain, bias, y, q0, key_start, sinks,
+            MAP, HAS_Y, VALUE, ENTROPY, part == 1, ROWS, COLUMNS, D, DP, E, EP, OUTER, INNER, PRECISION,
+        )
+    tl.store(DQ + flat[:, None] * D + d[None, :], (dq * scaling).to(DQ.dtype.element_ty), mask=inside)
+    if HAS_Y:
+        tl.store(DY + flat, dy, mask=there)
+
+@triton.jit
+def _key_tiles(
+    dk, dv, k, v, Q, DO, Lse, Delta, Entropy, DEntropy, Y, Index, stride_qm, begin, end, M, flat0, scaling,
+    slot_k, gain, bias, k0, sinks,
+    MAP: tl.constexpr, HAS_Y: tl.constexpr, VALUE: tl.constexpr, ENTROPY: tl.constexpr, FAR: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+    OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+):
+    d, e, r = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, ROWS)
+    for c in range(begin, end, ROWS):
+        row = c + r
+        there, flat = row < M, flat0 + row
+        q = tl.load(Q + row[:, None] * stride_qm + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
+        slot_q = tl.load(Index + row * 5, mask=there, other=0)[:, None]
+        start = tl.load(Index + row * 5 + 2, mask=there, other=0)[:, None]
+        low = tl.load(Index + row * 5 + 3, mask=there, other=2147483647)[:, None]
+        high = tl.load(Index + row * 5 + 4, mask=there, other=-1)[:, None]
+        y = tl.load(Y + flat, mask=there, other=1.0)[:, None] if HAS_Y else 1.0
+        s, g, _ = _logits(
+            s, slot_q, slot_k, low, high, start, gain, bias, y, tl.load(Index + c * 5), k0, sinks,
+            MAP, HAS_Y, FAR, ROWS, COLUMNS, OUTER, INNER,
+        )
+        lse = tl.load(Lse + flat, mask=there, other=0.0)[:, None]
+        delta = tl.load(Delta + flat, mask=there, other=0.0)[:, None]
+        entropy = tl.load(Entropy + flat, mask=there, other=0.0)[:, None] if ENTROPY else 0.0
+        d_entropy = tl.load(DEntropy + flat, mask=there, other=0.0)[:, None] if ENTROPY else 0.0
+        dp, do = s, q
+        if VALUE:
+            do = tl.load(DO + flat[:, None] * E + e[None, :], mask=there[:, None] & (e < E)[None, :], other=0.0)
+            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        seen = (slot_k >= low) & (slot_k <= high)
+        p, ds = _d_logits(s, dp, lse, delta, entropy, d_entropy, seen, ENTROPY, VALUE, FAR)
+        if VALUE:
+            dv += tl.dot(tl.trans(p.to(do.dtype)), do, input_precision=PRECISION)
+        if MAP:
+            ds = ds * g
+        dk += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision=PRECISION)
+    return dk, dv
+
+@triton.jit
+def key_kernel(
+    Q, K, V, DO, DK, DV, Lse, Delta, Entropy, DEntropy, Index, Ranges, Gain, Bias, Y,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ib, stride_rb, stride_gain, stride_bias, M, N, scaling, sinks,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, MAP: tl.constexpr, HAS_Y: tl.constexpr, VALUE: tl.constexpr,
+    ENTROPY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """d_key and d_value of one block of keys, summed over the heads that share them."""
+    block, b, kv_head = tl.program_id(0), tl.program_id(1) // (HEADS // GROUP), tl.program_id(1) % (HEADS // GROUP)
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    there, d, e = column < N, tl.arange(0, DP), tl.arange(0, EP)
+    inside = there[:, None] & (d < D)[None, :]
+    k = tl.load(K + b * stride_kb + kv_head * stride_kh + column[:, None] * stride_kn + d[None, :], mask=inside, other=0.0)
+    v = k
+    if VALUE:
+        v = tl.load(
+            V + b * stride_vb + kv_head * stride_vh + column[:, None] * stride_vn + e[None, :],
+            mask=there[:, None] & (e < E)[None, :], other=0.0,
+        )
+    Index += b * stride_ib
+    k0 = tl.load(Index + 1) + block * COLUMNS
+    slot_k = (k0 + tl.arange(0, COLUMNS))[None, :]
+    ranges = Ranges + b * stride_rb + block * 4
+    first, a, z, last = tl.load(ranges), tl.load(ranges + 1), tl.load(ranges + 2), tl.load(ranges + 3)
+    dk, dv = tl.zeros((COLUMNS, DP), tl.float32), tl.zeros((COLUMNS, EP), tl.float32)
+    for g in range(GROUP):
+        h = kv_head * GROUP + g
+        for part in tl.static_range(3):
+            begin, end = (first, a) if part == 0 else ((a, z) if part == 1 else (z, last))
+            dk, dv = _key_tiles(
+                dk, dv, k, v, Q + b * stride_qb + h * stride_qh, DO, Lse, Delta, Entropy, DEntropy, Y, Index,
+                stride_qm, begin, end, M, (b * HEADS + h) * M, scaling,
+                slot_k, Gain + h * stride_gain, Bias + h * stride_bias, k0, sinks,
+                MAP, HAS_Y, VALUE, ENTROPY, part == 1, ROWS, COLUMNS, D, DP, E, EP, OUTER, INNER, PRECISION,
+            )
+    flat = (b * (HEADS // GROUP) + kv_head) * N + column
+    tl.store(DK + flat[:, None] * D + d[None, :], (dk * scaling).to(DK.dtype.element_ty), mask=inside)
+    if VALUE:
+        tl.store(DV + flat[:, None] * E + e[None, :], dv.to(DV.dtype.element_ty), mask=there[:, None] & (e < E)[None, :])
