@@ -1,11 +1,11 @@
-# make demo | test | check | bench | gpu | test-oldest | wheel | clean
+# make demo | test | check | bench | report | theory | gpu | test-oldest | wheel | clean
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test check lint bench gpu test-oldest wheel clean
+.PHONY: demo test check lint bench report theory gpu test-oldest wheel clean
 .PRECIOUS: %/bin/pip
 
 demo: $(VENV)/.demo  ## a real model under the method: run, measure, adapt, save, reload (ARGS="--help" for options)
@@ -27,6 +27,12 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.dev  ## rewrites benchmarks/results/
 	$(BIN)/python benchmarks/attention.py $(ARGS)
+
+theory: $(VENV)/.dev  ## the papers' statements about Gaussian logits, checked; rewrites docs/theory/
+	$(BIN)/python benchmarks/theory.py $(ARGS)
+
+report: $(VENV)/.dev  ## goes on with docs/reports/ (TEXT=book.txt; ARGS="--help" for an adapter, one model, another folder)
+	$(BIN)/python recipes/report/run.py $(if $(TEXT),--text $(TEXT)) $(ARGS)
 
 gpu:  ## on a machine with a CUDA GPU and its own torch: exactness and timings in under ten minutes
 	python3 benchmarks/gpu.py $(ARGS)

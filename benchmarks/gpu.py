@@ -38,7 +38,7 @@ CASES = {
     "rerope": preset("rerope", window=300),
     "streaming": preset("streaming", window=300),
 }
-BACKENDS = ("sdpa", "flash", "flex", "tiled")
+BACKENDS = ("sdpa", "flash", "flex", "triton", "tiled")
 
 
 def inputs(length: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: str, grad: bool) -> list[Tensor]:
@@ -99,6 +99,16 @@ def once(call: Callable[[], Tensor], device: str, backward: bool) -> float:
     return time.perf_counter() - start
 
 
+def peak(call: Callable[[], Tensor], device: str, backward: bool) -> float | None:
+    """MiB that a call takes beyond its inputs."""
+    if device != "cuda":
+        return None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    once(call, device, backward)
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
 def timing(device: str, length: int, queries: int, backward: bool, dtype: torch.dtype, rounds: int) -> list[dict]:
     q, k, v = inputs(length, 16, 16, 128, dtype, device, grad=backward)
     q = q[:, :, -queries:]
@@ -108,8 +118,8 @@ def timing(device: str, length: int, queries: int, backward: bool, dtype: torch.
     }
     for name in ("scale_invariant", "infoscale", "adaptive_temperature", "rerope"):
         config = CASES[name] if name != "rerope" else preset("rerope", window=max(length // 4, 1))
-        for backend in ("auto", "flex"):
-            if backend == "auto" or name == "scale_invariant":
+        for backend in ("auto", "flex", "triton"):
+            if backend != "flex" or name == "scale_invariant":
                 providers[f"{name}, {backend}"] = lambda c=config, b=backend: hf_longattn.attention(
                     q, k, v, c, backend=b, rotation=turn
                 )
@@ -120,12 +130,14 @@ def timing(device: str, length: int, queries: int, backward: bool, dtype: torch.
         except Exception as error:
             print(f"{name}: {mode} at {length} does not run: {str(error).splitlines()[0][:200]}", flush=True)
             del providers[name]
+    peaks = {name: peak(call, device, backward) for name, call in providers.items()}
     times = [{n: once(c, device, backward) for n, c in providers.items()} for _ in range(rounds)]
     rows = []
     for name in providers:
         ratios = [t[name] / t["torch sdpa"] for t in times]
         p20, *_, p80 = statistics.quantiles(ratios, n=5, method="inclusive")
         row = {"provider": name, "mode": mode, "length": length, "seconds": statistics.median(t[name] for t in times)}
+        row["peak_mib"] = peaks[name]
         rows.append(row | {"ratio": statistics.median(ratios), "ratio_p20": p20, "ratio_p80": p80})
         print(rows[-1], flush=True)
     return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -119,6 +120,22 @@ def attend(
         options = {"dropout": dropout, "with_lse": len(parts) > 1}
         out = _merged([part.run(backend, value, model, **options) for part in parts])
     return finish(config, out, learned).to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of `attend`: its arguments and what it returned, for whoever looks on."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    config: LongAttnConfig
+    rows: Rows
+    output: Tensor
+    scaling: float
+    softcap: float | None = None
+    learned: Mapping[str, nn.Module] | None = None
+    rotation: Rotation | None = None
 
 
 class Part(NamedTuple):

@@ -11,17 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .attention import Call
 from .config import LongAttnConfig
+from .diagnostics.blocks import blocks
 from .evaluation import copying_heads
-from .geometry import HIGH, KEY_START, LOW, POSITION, Rows
 from .integration.model import Layer, bound_config
 from .integration.observe import observe
 from .methods import LeakyReRope, OutputLayerNorm, OutputStandardise, ScaleInvariant
 
 #: The least share of attention on the expected token at which a head counts as one that copies.
 COPIES = 0.02
-#: Query rows whose logits are held at a time.
-ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -53,15 +52,13 @@ def measure(model: nn.Module, batches: Iterable[Mapping[str, Any] | Tensor], sin
         batches: keyword arguments of the model's forward ({"input_ids": ...}), or input ids alone.
         sink_tokens: the first keys of each sequence, left out of the logit statistics and measured as the sink.
 
-    Memory: `ROWS` query rows of logits per head at a time.
+    Memory: blocks of query rows; never a tensor of q_len x kv_len.
     """
     sums: dict[int, dict[str, Tensor]] = {}
 
-    def seen(
-        layer: Layer, query: Tensor, key: Tensor, value: Tensor, rows: Rows, scaling: float, cap: float | None, out: Tensor
-    ) -> None:
-        real = _tokens(rows, key.shape[2])
-        found = _statistics(query, key, rows, real, scaling, cap, sink_tokens) | _output_statistics(out, real)
+    def seen(layer: Layer, call: Call) -> None:
+        real = call.rows.tokens(call.key.shape[2])
+        found = _statistics(call, real, sink_tokens) | _output_statistics(call.output, real)
         total = sums.setdefault(layer.index, {name: torch.zeros_like(x) for name, x in found.items()})
         for name, x in found.items():
             total[name] += x
@@ -154,37 +151,24 @@ def _stretches(model: nn.Module, batches: list[Any], stretch: float) -> tuple[fl
     )
 
 
-def _statistics(
-    query: Tensor, key: Tensor, rows: Rows, real: Tensor, scaling: float, softcap: float | None, sink_tokens: int
-) -> dict[str, Tensor]:
-    """Sums over one call, each (heads,) in float64."""
-    heads, q_len = query.shape[1:3]
-    wide = torch.promote_types(query.dtype, torch.float32)
-    key = key.to(wide).repeat_interleave(heads // key.shape[1], 1)
+def _statistics(call: Call, real: Tensor, sink_tokens: int) -> dict[str, Tensor]:
+    """Sums over one call, each (heads,) in float64, of the logits that the model would have without a method."""
     names = ("logit", "square", "pairs", "entropy", "sink", "rows")
-    total = {name: torch.zeros(heads, dtype=torch.float64, device=query.device) for name in names}
-    last = int(rows.index[..., HIGH].max() - rows.index[0, 0, KEY_START]) + 1
-    key = key[:, :, :last]
-    for first in range(0, q_len, ROWS):
-        part = slice(first, first + ROWS)
-        allowed = None if rows.allowed is None else rows.allowed[:, :, part, :last]
-        block = Rows(rows.index[:, part], allowed)
-        logits = scaling * query[:, :, part].to(wide) @ key.transpose(-1, -2)
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        visible = block.visible(last) & real[:, None, part, None]
-        sink = block.sinks(last, sink_tokens)[:, None]
-        counted = (visible & ~sink).to(wide)
-        log_p = torch.log_softmax(logits.masked_fill(~visible, -1e30), -1)
-        p = log_p.exp() * visible.any(-1, keepdim=True)
-        kept = logits * counted
+    total = {name: torch.zeros(call.query.shape[1], dtype=torch.float64, device=call.query.device) for name in names}
+    for block in blocks(dataclasses.replace(call, config=LongAttnConfig())):
+        visible = block.visible & real[:, None, block.which, None]
+        sink = block.rows.sinks(block.logits.shape[-1], sink_tokens)[:, None]
+        counted = visible & ~sink
+        kept = torch.where(counted, block.logits, 0.0)
+        seen = visible.any(-1, keepdim=True)
+        p = block.log_p.exp() * seen
         for name, x in (
             ("logit", kept),
-            ("square", kept * logits),
-            ("pairs", counted.expand_as(logits)),
-            ("entropy", -p * log_p),
+            ("square", kept * kept),
+            ("pairs", counted.expand_as(kept)),
+            ("entropy", -p * block.log_p),
             ("sink", p * sink),
-            ("rows", visible.any(-1, keepdim=True).expand_as(logits[..., :1])),
+            ("rows", seen.expand_as(kept[..., :1])),
         ):
             total[name] += x.sum(-1).double().sum((0, 2))
     return total
@@ -200,16 +184,6 @@ def _output_statistics(out: Tensor, real: Tensor) -> dict[str, Tensor]:
         "all_deviation": (out.std((1, 3), correction=0) * real).sum()[None],
         "tokens": real.sum().double()[None],
     }
-
-
-def _tokens(rows: Rows, kv_len: int) -> Tensor:
-    """bool (batch or 1, q_len), False where the row is padding: that does not see itself."""
-    own = rows.index[..., POSITION]
-    real = (rows.index[..., LOW] <= own) & (own <= rows.index[..., HIGH])
-    if rows.allowed is not None:
-        column = (own - rows.index[..., KEY_START]).clamp(0, kv_len - 1)[..., None]
-        real = real & rows.allowed.any(1).take_along_dim(column, -1)[..., 0]
-    return real
 
 
 def _nested(values: Tensor, missing: float) -> tuple[tuple[float, ...], ...]:

@@ -11,6 +11,7 @@ stage as the model has it.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -104,7 +105,9 @@ def method_class(name: str) -> type[Method]:
     try:
         return _REGISTRY[name]
     except KeyError:
-        raise ValueError(f"unknown method {name!r}; known methods: {', '.join(sorted(_REGISTRY))}") from None
+        near = difflib.get_close_matches(name, _REGISTRY, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"unknown method {name!r}; {hint}known methods: {', '.join(sorted(_REGISTRY))}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,11 +135,25 @@ class Rows:
         inside = (slots >= self.index[..., LOW, None]) & (slots <= self.index[..., HIGH, None])
         return inside[:, None] if self.allowed is None else inside[:, None] & self.allowed
 
-    def distance(self, kv_len: int) -> Tensor:
-        """|query slot - key slot|, or the same of positions; int64 (batch or 1, q_len, kv_len)."""
+    def distance(self, kv_len: int, which: Tensor | slice = slice(None)) -> Tensor:
+        """|query slot - key slot|, or the same of positions, of the rows `which`; int64 (batch or 1, rows, kv_len)."""
+        own = self.index[:, which]
         if self.has_places:
-            return (self.index[..., PLACE, None] - self.index[:, None, :, PLACE]).abs()
-        return (self.index[..., POSITION, None] - self.slots(kv_len)).abs()
+            return (own[..., PLACE, None] - self.index[:, None, :kv_len, PLACE]).abs()
+        return (own[..., POSITION, None] - self.slots(kv_len)).abs()
+
+    def tokens(self, kv_len: int) -> Tensor:
+        """bool (batch or 1, q_len), False where the row is padding: that does not see itself."""
+        own = self.index[..., POSITION]
+        real = (self.index[..., LOW] <= own) & (own <= self.index[..., HIGH])
+        if self.allowed is not None:
+            column = (own - self.index[..., KEY_START]).clamp(0, kv_len - 1)[..., None]
+            real = real & self.allowed.any(1).take_along_dim(column, -1)[..., 0]
+        return real
+
+    def take(self, rows: Tensor) -> Rows:
+        """Some of the rows by their numbers, int64 (n,); where they are placed, distances need all (see `distance`)."""
+        return Rows(self.index[:, rows], None if self.allowed is None else self.allowed[:, :, rows])
 
     def sinks(self, kv_len: int, count: int) -> Tensor:
         """bool (batch or 1, q_len, kv_len), True for the first `count` keys of the row's sequence."""

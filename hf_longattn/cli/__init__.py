@@ -3,7 +3,11 @@
 import typer
 
 from .env import env
+from .eval import evaluate
 from .extend import extend
+from .inspect import inspect
+from .lm_eval import lm_eval
+from .push import push
 
 app = typer.Typer(no_args_is_help=True, help="Long-context attention for Transformers models.", add_completion=False)
 
@@ -13,5 +17,7 @@ def main() -> None:
     """Long-context attention for Transformers models."""
 
 
-for command in (extend, env):
+for command in (extend, inspect, push, env):
     app.command()(command)
+app.command("eval")(evaluate)
+app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(lm_eval)

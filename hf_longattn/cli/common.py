@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -28,3 +30,21 @@ def load(model: str, dtype: str, yarn: float | None = None) -> Any:
     if yarn is not None:
         rope.yarn(config, yarn)
     return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=dtype).eval()
+
+
+def shown(path: str) -> str:
+    """A path as it may stand in a report: an absolute one is shortened to its last part."""
+    return Path(path).name if Path(path).is_absolute() else path
+
+
+def command_line(context: typer.Context) -> str:
+    """The running command with every option that differs from its default; paths as `shown`."""
+    words = ["hf-longattn", *context.command_path.split()[1:]]
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if value in (None, [], ()) or value == parameter.get_default(context):
+            continue
+        listed = value if isinstance(value, (list, tuple)) else [value]
+        text = ",".join(shown(p) for v in listed for p in str(v).split(","))
+        words += [text] if parameter.param_type_name == "argument" else [parameter.opts[0], text]
+    return shlex.join(words)

@@ -1,7 +1,26 @@
-"""What a method does to a model's loss, short and long."""
+"""What a method does to a model's loss and answers, short and long."""
 
+from .answers import AnswerScore, answer_scores
 from .copying import PASSAGE, Copy, copy_losses, with_copies
 from .heads import copying_heads
 from .losses import loss_by_position, token_losses
+from .plan import Plan
+from .results import Results
+from .run import measure
+from .store import Store
 
-__all__ = ["PASSAGE", "Copy", "copy_losses", "copying_heads", "loss_by_position", "token_losses", "with_copies"]
+__all__ = [
+    "PASSAGE",
+    "AnswerScore",
+    "Copy",
+    "Plan",
+    "Results",
+    "Store",
+    "answer_scores",
+    "copy_losses",
+    "copying_heads",
+    "loss_by_position",
+    "measure",
+    "token_losses",
+    "with_copies",
+]

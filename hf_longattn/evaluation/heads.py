@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..geometry import Rows
+from ..attention import Call
+from ..config import LongAttnConfig
+from ..diagnostics.blocks import blocks
 from ..integration.model import Layer
 from ..integration.observe import observe
 from .copying import PASSAGE, SKIP, Copy, with_copies
@@ -31,23 +34,19 @@ def copying_heads(model: nn.Module, input_ids: Tensor) -> Tensor:
     count = length // 2 // step
     targets = [length // 2 + step * n for n in range(count)]
     copies = [Copy(target - step * (count - 1 - n), target) for n, target in enumerate(targets)]
+    again = [range(c.position + SKIP, c.position + PASSAGE - 1) for c in copies]
+    reading = torch.tensor([i for each in again for i in each])
+    expected = torch.tensor([i - c.distance + 1 for c, each in zip(copies, again, strict=True) for i in each])
     found: dict[int, Tensor] = {}
 
-    def seen(
-        layer: Layer, query: Tensor, key: Tensor, value: Tensor, rows: Rows, scaling: float, cap: float | None, out: Tensor
-    ) -> None:
-        key = key.float().repeat_interleave(query.shape[1] // key.shape[1], 1)
-        total = torch.zeros(query.shape[1], dtype=torch.float64, device=query.device)
-        for copy in copies:
-            i = torch.arange(copy.position + SKIP, copy.position + PASSAGE - 1, device=query.device)
-            logits = scaling * query[0, :, i].float() @ key[0].transpose(-1, -2)
-            if cap:
-                logits = cap * torch.tanh(logits / cap)
-            future = torch.arange(key.shape[2], device=i.device) > i[:, None]
-            p = torch.softmax(logits.masked_fill(future, -torch.inf), -1)
-            expected = (i - copy.distance + 1)[None, :, None].expand(p.shape[0], -1, 1)
-            total += p.gather(-1, expected).double().mean((1, 2))
-        found[layer.index] = total / len(copies)
+    def seen(layer: Layer, call: Call) -> None:
+        total = torch.zeros(call.query.shape[1], dtype=torch.float64, device=call.query.device)
+        after = expected.to(total.device)
+        for block in blocks(dataclasses.replace(call, config=LongAttnConfig()), reading.to(total.device)):
+            here, after = after[: len(block.which)], after[len(block.which) :]
+            log_p = block.log_p.gather(-1, here[None, None, :, None].expand(1, len(total), -1, 1))
+            total += log_p.exp().double().sum((0, 2, 3))
+        found[layer.index] = total / len(reading)
 
     ids, _ = with_copies(input_ids, copies)
     with torch.no_grad(), observe(model, seen) as layers:

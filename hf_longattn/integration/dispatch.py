@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..attention import attend
+from ..attention import Call, attend
 from ..config import LongAttnConfig
 from ..geometry import Rows
 from ..methods.learned import learned_parts
@@ -52,7 +52,7 @@ class LayerPlan:
     windowed: bool = False
     heads: int = 0
     rotary: RotarySource | None = None  # how the layer rotates, where its config remaps that
-    observer: Callable[..., None] | None = None  # sees every call of this layer: see `observe`
+    observer: Callable[[Call], None] | None = None  # sees every call of this layer: see `observe`
 
 
 def attention_forward(
@@ -89,17 +89,17 @@ def attention_forward(
     options: dict[str, Any] = {
         "scaling": scaling,
         "softcap": softcap,
-        "dropout": dropout,
         "learned": learned_parts(module),
         "rotation": None if plan.rotary is None else plan.rotary.rotation(),
     }
+    weights = None
     if kwargs.get("output_attentions"):
-        out, weights = dense_attention(query, key, value, plan.config, rows, **options)
-        return out.transpose(1, 2).contiguous(), weights
-    out = attend(query, key, value, plan.config, rows, **options)
+        out, weights = dense_attention(query, key, value, plan.config, rows, dropout=dropout, **options)
+    else:
+        out = attend(query, key, value, plan.config, rows, dropout=dropout, **options)
     if plan.observer is not None:
-        plan.observer(query, key, value, rows, scaling, softcap, out)
-    return out.transpose(1, 2).contiguous(), None
+        plan.observer(Call(query, key, value, plan.config, rows, out, **options))
+    return out.transpose(1, 2).contiguous(), weights
 
 
 def current_plan(module: Any) -> LayerPlan:

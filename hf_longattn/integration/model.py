@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..attention import Call
 from ..config import CUSTOM, LongAttnConfig, ModelFacts
 from ..methods.learned import LearnedParts, learned_parts
 from .dispatch import LayerPlan
@@ -21,6 +22,9 @@ from .names import is_ours, name_for, short
 from .rotation import PROBE, RotarySource, find_rotary, prove
 
 Model = TypeVar("Model", bound=nn.Module)
+
+#: Where a model whose method is switched off for a moment keeps what switches it on again.
+SUSPENDED = "longattn_suspended"
 
 #: An attention module, its plan, and the learned parts of its methods by slot.
 Assignment = tuple[Any, LayerPlan, dict[str, nn.Module]]
@@ -75,6 +79,7 @@ def apply(model: Model, method: str | LongAttnConfig, **parameters: Any) -> Mode
     else:
         config = LongAttnConfig.preset(method, **parameters)
     base = _pretrained(model)
+    refuse_while_suspended(base)
     configs = _configs(base, causal=True)
     if not configs:
         raise ValueError(_nothing(base, config, []))
@@ -102,6 +107,7 @@ def apply(model: Model, method: str | LongAttnConfig, **parameters: Any) -> Mode
     _sync_top(base, configs)
     _guard_learned_positions(base)
     _prove_at_first_call(base)
+    tell_adapters(base)
     return model
 
 
@@ -112,12 +118,12 @@ def remove(model: Model) -> Model:
         ValueError: there is nothing to remove.
     """
     base = _pretrained(model)
-    configs = [c for c in _configs(base, causal=False) if is_ours(c._attn_implementation)]
-    if not configs:
+    refuse_while_suspended(base)
+    running = without_method(base)
+    if not running:
         raise ValueError(f"{type(base).__name__} runs {base.config._attn_implementation!r}; there is nothing to remove")
-    previous = base.__dict__.pop("longattn_previous", [])
-    for i, c in enumerate(configs):
-        before = previous[i] if i < len(previous) and not is_ours(previous[i]) else base_implementation(c)
+    base.__dict__.pop("longattn_previous", None)
+    for c, before in running:
         c._attn_implementation = before
         c.longattn = None
     base.config.longattn = None
@@ -126,7 +132,41 @@ def remove(model: Model) -> Model:
     forget(base)
     for layer in _layers(base):
         _attach(layer.module, {})
+    tell_adapters(base)
     return model
+
+
+def without_method(model: PreTrainedModel) -> list[tuple[Any, str]]:
+    """The config objects that run a method, each with the implementation that it ran before."""
+    previous, out = model.__dict__.get("longattn_previous", []), []
+    for i, c in enumerate(c for c in _configs(model, causal=False) if is_ours(c._attn_implementation)):
+        known = i < len(previous) and not is_ours(previous[i])
+        out.append((c, previous[i] if known else base_implementation(c)))
+    return out
+
+
+def tell_adapters(model: PreTrainedModel) -> None:
+    """Adapters that record their model's attention (`hf_longattn.adapters`) follow every change of it."""
+    adapters = [c for c in (model.__dict__.get("peft_config") or {}).values() if hasattr(c, "longattn")]
+    try:
+        section = config_of(model).to_dict()
+    except ValueError:
+        section = None
+    for adapter in adapters:
+        adapter.longattn = section
+    if adapters and any(isinstance(m.__dict__["_modules"].get("longattn"), LearnedParts) for m in model.modules()):
+        warnings.warn(
+            "the method's learned parameters came after the adapter, which will not save them: apply the method first, "
+            "then make the adapter",
+            stacklevel=3,
+        )
+
+
+def refuse_while_suspended(model: PreTrainedModel) -> None:
+    if SUSPENDED in model.__dict__:
+        raise RuntimeError(
+            "the model's method is switched off for the moment (disable_adapter): change it after switching it on again"
+        )
 
 
 def update(model: Model, **parameters: Any) -> Model:
@@ -187,8 +227,8 @@ def prove_rotations(model: PreTrainedModel) -> None:
     for layer in unproven:
         plan = layer.module.longattn_plan
 
-        def seen(query: Tensor, key: Tensor, *_: Any, which: int = id(layer.module), plan: LayerPlan = plan) -> None:
-            calls[which] = (plan, query, key)
+        def seen(call: Call, which: int = id(layer.module), plan: LayerPlan = plan) -> None:
+            calls[which] = (plan, call.query, call.key)
 
         layer.module.longattn_plan = dataclasses.replace(plan, config=LongAttnConfig(), rotary=None, observer=seen)
     training = model.training
@@ -219,7 +259,7 @@ def _prove_at_first_call(model: PreTrainedModel) -> None:
         return
 
     def first(module: Any, args: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and without_method(module):  # else it is switched off for the moment
             module.__dict__.pop("longattn_proof").remove()
             try:
                 prove_rotations(module)

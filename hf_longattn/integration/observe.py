@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from ..attention import Call
 from ..config import CUSTOM, LongAttnConfig
-from ..geometry import Rows
 from .dispatch import LayerPlan
 from .model import Layer, _configs, _layers, _pretrained
 from .names import is_ours
 
-#: Called with (layer, query, key, value, rows, scaling, softcap, output); see `attend` for their shapes.
-Observer = Callable[[Layer, Tensor, Tensor, Tensor, Rows, float, float | None, Tensor], None]
+#: Called after every attention call of an observed layer.
+Observer = Callable[[Layer, Call], None]
 
 
 @contextmanager
-def observe(model: nn.Module, observer: Observer) -> Iterator[list[Layer]]:
-    """While open, `observer` sees every call of every layer that a method would change; yields those layers.
+def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None = None) -> Iterator[list[Layer]]:
+    """While open, `observer` sees every call of the layers that a method changes or could change; yields those layers.
 
-    A model without a method computes what it always does. Afterwards the model is as it was.
+    Sliding-window layers are left out, unless the method in the model changes them (`layers="all"`). A model without a
+    method computes what it always does: bit for bit where it runs sdpa without padding, and with the rounding of another
+    kernel elsewhere. Afterwards the model is as it was.
+
+    Args:
+        layers: only these; default all.
+
+    Raises:
+        ValueError: `layers` names one that is not there or is left alone.
     """
     base = _pretrained(model)
     saved = [(c, c._attn_implementation, c.longattn) for c in _configs(base, causal=True)]
     before = {id(layer.module): layer.module.__dict__.get("longattn_plan") for layer in _layers(base)}
-    layers = []
+    wanted = None if layers is None else set(layers)
+    observed = []
+    left_alone: dict[int, str] = {}
     try:
         for config, implementation, _ in saved:
             if not is_ours(implementation):
@@ -45,11 +54,20 @@ def observe(model: nn.Module, observer: Observer) -> Iterator[list[Layer]]:
                     layer.windowed,
                     layer.module.config.num_attention_heads,
                 )
-            if plan.config is not None:
-                layers.append(layer)
+            if plan.config is None and not layer.why_never and not layer.windowed:
+                plan = dataclasses.replace(plan, config=LongAttnConfig())  # not in the method's `layers`: plain attention
+            if layer.why_never:
+                pass
+            elif plan.config is None:
+                left_alone[layer.index] = plan.reason
+            elif wanted is None or layer.index in wanted:
+                observed.append(layer)
                 plan = dataclasses.replace(plan, observer=_bound(observer, layer))
             layer.module.longattn_plan = plan
-        yield layers
+        if missing := sorted((wanted or set()) - {x.index for x in observed}):
+            why = ", ".join(f"{i} ({left_alone.get(i, 'not in this model')})" for i in missing)
+            raise ValueError(f"these layers cannot be observed: {why}")
+        yield observed
     finally:
         for config, implementation, section in saved:
             config._attn_implementation_internal = implementation
@@ -60,8 +78,5 @@ def observe(model: nn.Module, observer: Observer) -> Iterator[list[Layer]]:
                 layer.module.longattn_plan = plan
 
 
-def _bound(observer: Observer, layer: Layer) -> Callable[..., None]:
-    def seen(*call: Any) -> None:
-        observer(layer, *call)
-
-    return seen
+def _bound(observer: Observer, layer: Layer) -> Callable[[Call], None]:
+    return lambda call: observer(layer, call)

@@ -9,7 +9,11 @@ full-attention layers are edited. A built model does not notice: its rotary tabl
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from torch import nn
 
 from ..config import require_in, require_positive
 
@@ -78,3 +82,51 @@ def _edited(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]
             "config.rope_parameters first if that is what you want"
         )
     return settings | changes
+
+
+@dataclass
+class Tables:
+    """Settings of a model's rotary encoding, and the modules that were made from them: (parent, name, module)."""
+
+    settings: dict[str, Any]
+    modules: list[tuple[nn.Module, str, nn.Module]]
+
+
+def settings_of(model: Any) -> dict[str, Any] | None:
+    """The rotary settings of a model (of its language model) or of a config; None if it has none."""
+    return copy.deepcopy(getattr(_text(getattr(model, "config", model)), "rope_parameters", None)) or None
+
+
+def build(model: Any, settings: dict[str, Any]) -> Tables:
+    """New rotary modules for a built model, made from other settings; `exchange` puts them in."""
+    text = copy.copy(_text(model.config))
+    text.rope_parameters = copy.deepcopy(settings)
+    modules = []
+    for parent, name, module in _rotary_modules(model):
+        device = next(module.buffers()).device
+        fresh = type(module)(text).to(device)  # type: ignore[call-arg]
+        fresh.config = module.config  # which has these settings once they are in
+        modules.append((parent, name, fresh))
+    if not modules:
+        raise ValueError(f"{type(model).__name__} has no rotary module to change")
+    return Tables(text.rope_parameters, modules)
+
+
+def exchange(model: Any, tables: Tables) -> Tables:
+    """Put rotary modules and their settings into a built model; returns those that it had."""
+    before = Tables(_text(model.config).rope_parameters, _rotary_modules(model))
+    _text(model.config).rope_parameters = tables.settings
+    for parent, name, module in tables.modules:
+        setattr(parent, name, module)
+    return before
+
+
+def _rotary_modules(model: Any) -> list[tuple[nn.Module, str, nn.Module]]:
+    text = _text(model.config)
+    return [
+        (parent, name, module)
+        for parent in model.modules()
+        for name, module in parent.named_children()
+        if getattr(module, "config", None) is text
+        and any(b.endswith("inv_freq") for b, _ in module.named_buffers(recurse=False))
+    ]

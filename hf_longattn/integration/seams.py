@@ -4,6 +4,7 @@ PreTrainedConfig.longattn                  from_pretrained(longattn=...) accepts
 PreTrainedConfig.to_dict                   transformers never writes the attention implementation; we must
 PreTrainedModel.post_init                  check and plan while a model is built, not at its first step
 PreTrainedModel.set_attn_implementation    the same when the attention is switched
+PreTrainedModel.load_adapter               older releases drop an adapter's learned parameters with a log line
 ContinuousBatchingManager                  would replace the method by flash attention with a log line
 """
 
@@ -14,11 +15,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from ..config import LongAttnConfig
-from .model import forget, prepare, prove_rotations
+from .model import forget, prepare, prove_rotations, refuse_while_suspended, tell_adapters
 from .names import PREFIX, is_ours, short
 
 
@@ -30,6 +32,7 @@ def install() -> None:
     _wrap(PreTrainedConfig, "to_dict", _to_dict)
     _wrap(PreTrainedModel, "post_init", _post_init)
     _wrap(PreTrainedModel, "set_attn_implementation", _set_attn_implementation)
+    _wrap(PreTrainedModel, "load_adapter", _load_adapter)
     _wrap(ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switch_to_cb_friendly_attn)
 
 
@@ -44,7 +47,7 @@ def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _get_section(self: PreTrainedConfig) -> dict[str, Any] | None:
-    return self.__dict__.get("_longattn")
+    return self.__dict__.get("_longattn", self.__dict__.get("longattn"))  # the latter: read before this package was imported
 
 
 def _set_section(self: PreTrainedConfig, value: dict[str, Any] | LongAttnConfig | None) -> None:
@@ -69,7 +72,7 @@ def _language_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) -> dict[str, Any]:
     out = original(self)
-    section = out.pop("_longattn", None)
+    section = out.pop("_longattn", out.pop("longattn", None))
     text = _language_config(self)
     if text is self:
         if is_ours(self._attn_implementation):
@@ -100,6 +103,7 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
 
 
 def _set_attn_implementation(original: Callable[..., None], self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    refuse_while_suspended(self)
     configs = {id(m.config): m.config for m in self.modules() if isinstance(m, PreTrainedModel)}.values()
     before = [(c, c._attn_implementation) for c in configs]
     original(self, *args, **kwargs)
@@ -107,12 +111,23 @@ def _set_attn_implementation(original: Callable[..., None], self: PreTrainedMode
         forget(self)
         prepare(self)
         prove_rotations(self)
+        tell_adapters(self)
     except Exception:
         for c, implementation in before:
             c._attn_implementation_internal = implementation
         forget(self)
         prepare(self)
         raise
+
+
+def _load_adapter(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    info = original(self, *args, **kwargs)
+    if lost := [key for key in getattr(info, "unexpected_keys", ()) if ".longattn." in key]:
+        raise NotImplementedError(
+            f"transformers {transformers.__version__} does not load the learned parameters of an adapter ({lost[0]}, ...): "
+            "load it with peft.AutoPeftModelForCausalLM.from_pretrained, or update transformers"
+        )
+    return info
 
 
 def _switch_to_cb_friendly_attn(original: Callable[..., None], self: Any, model: Any, *args: Any, **kwargs: Any) -> None:

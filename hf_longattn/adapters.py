@@ -1,0 +1,206 @@
+"""LoRA adapters that know their attention.
+
+PEFT saves no attention with an adapter: reloaded, it runs on the base model's own, in silence. `LongAttnLoraConfig`
+is PEFT's LoRA under a type of its own, whose saved config records the method, its parameters and the rotary settings.
+Loading puts them in; without this package it fails with an error that names it.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+try:
+    from peft import LoraConfig, LoraModel, PeftModel
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+
+    _ = LoraModel._get_adapter_state_dict  # PEFT 0.20 decides by its own types what to save
+except (ImportError, AttributeError) as error:
+    raise ImportError('adapters need PEFT 0.21 or newer: pip install "hf_longattn[train]"') from error
+from torch import nn
+from transformers import PreTrainedModel
+
+from .config import LongAttnConfig
+from .integration import apply, config_of, rope
+from .integration.names import PREFIX, is_ours
+from .integration.suspend import is_suspended, resume, suspend
+from .methods.learned import learned_parts
+
+
+class _PeftType(str):
+    """Quacks like a member of PEFT's enum, which is closed."""
+
+    @property
+    def value(self) -> str:
+        return str(self)
+
+
+#: Without this package, PEFT's and transformers' loaders fail with a KeyError on this string.
+PEFT_TYPE = _PeftType(PREFIX + "LORA")
+
+
+@dataclass
+class LongAttnLoraConfig(LoraConfig):
+    """PEFT's `LoraConfig`, with the attention that the adapter is trained under; use it wherever that goes.
+
+    `get_peft_model` fills in what follows from the model, which must run a method by then. Later changes of the method
+    (`hf_longattn.update`, ...) are followed.
+
+    Args:
+        longattn: the method, as `LongAttnConfig.to_dict` writes it.
+        rope_parameters: the model's rotary settings, where they are not those of the base checkpoint (or that is not known).
+        base_rope_parameters: the base checkpoint's own, where the former are given and it is known.
+        base_has_method: the base checkpoint runs a method by itself, so that switching the adapter off leaves it on.
+    """
+
+    longattn: dict[str, Any] | None = field(default=None, metadata={"help": "The attention method, filled in."})
+    rope_parameters: dict[str, Any] | None = field(default=None, metadata={"help": "Rotary settings, filled in."})
+    base_rope_parameters: dict[str, Any] | None = field(default=None, metadata={"help": "The base's, filled in."})
+    base_has_method: bool = field(default=False, metadata={"help": "Whether the base runs a method, filled in."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = PEFT_TYPE
+        if isinstance(self.longattn, LongAttnConfig):
+            self.longattn = self.longattn.to_dict()
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        if self.longattn is None:
+            raise ValueError(
+                "this adapter's model runs no hf_longattn method any more, so there is none to save with it: apply it "
+                "again, or merge_and_unload() and save the model"
+            )
+        super().save_pretrained(save_directory, **kwargs)
+
+
+class LongAttnLoraModel(LoraModel):
+    """PEFT's LoRA, which puts the recorded attention into the model, or records the model's."""
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        config = self.peft_config[adapter_name]
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"LongAttnLoraConfig adapts transformers models, not {type(model).__name__}: use peft.LoraConfig")
+        if is_suspended(model):
+            raise RuntimeError("the adapter is switched off: switch it on before adding another")
+        if config.longattn is None:
+            record(config, model)
+        else:
+            restore(config, model)
+        if any(learned_parts(m) for m in model.modules()):
+            config.modules_to_save = sorted({*(config.modules_to_save or ()), "longattn"})
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+
+    def disable_adapter_layers(self) -> None:
+        """Switch all adapters off, and the method with them: the model is the base model again."""
+        super().disable_adapter_layers()
+        config = next(iter(self.peft_config.values()))
+        if not config.base_has_method:
+            suspend(self.model, config.base_rope_parameters)
+
+    def enable_adapter_layers(self) -> None:
+        """Switch the adapters and the method on again."""
+        resume(self.model)
+        super().enable_adapter_layers()
+
+    def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
+        resume(self.model)
+        return super()._unload_and_optionally_merge(*args, **kwargs)
+
+
+def record(config: LongAttnLoraConfig, model: PreTrainedModel) -> None:
+    """Write a model's attention into the config of a new adapter.
+
+    Raises:
+        ValueError: the model runs no method.
+    """
+    try:
+        config.longattn = config_of(model).to_dict()
+    except ValueError as error:
+        raise ValueError(
+            f"{error}: put one in first, with attn_implementation=... or hf_longattn.apply, or use peft.LoraConfig"
+        ) from None
+    checkpoint = _checkpoint(model)
+    settings = rope.settings_of(model)
+    base_settings = None if checkpoint is None else rope.settings_of(checkpoint)
+    if settings != base_settings:
+        config.rope_parameters, config.base_rope_parameters = settings, base_settings
+    config.base_has_method = checkpoint is not None and bool(checkpoint.longattn or is_ours(checkpoint._attn_implementation))
+
+
+def restore(config: LongAttnLoraConfig, model: PreTrainedModel) -> None:
+    """Put the attention that an adapter was trained under into a model.
+
+    Raises:
+        ValueError: the model runs another method, or rotary settings that are neither the adapter's nor its base's.
+    """
+    wanted = LongAttnConfig.from_dict(cast("dict[str, Any]", config.longattn))
+    try:
+        running = config_of(model)
+    except ValueError:
+        running = None
+    if running is not None and running.replace(backend="auto") != wanted.replace(backend="auto"):
+        raise ValueError(
+            f"the adapter was trained under {wanted.name}, with parameters {config.longattn}, but the model runs "
+            f"{running.name} with {running.to_dict()}: load the base model without a method, or with the adapter's"
+        )
+    settings = rope.settings_of(model)
+    turned = config.rope_parameters is not None and config.rope_parameters != settings
+    if turned:
+        if settings != config.base_rope_parameters:
+            raise ValueError(
+                f"the adapter was trained with rope_parameters {config.rope_parameters}, the model has {settings}: load the "
+                "base model with the adapter's (config.rope_parameters = ...)"
+            )
+        rope.exchange(model, rope.build(model, cast("dict[str, Any]", config.rope_parameters)))
+    if running is None or turned:
+        try:
+            apply(model, running or wanted)
+        except NotImplementedError as error:  # PEFT makes every parameter without memory then
+            raise NotImplementedError(
+                f"{wanted.name} brings learned parameters, which low_cpu_mem_usage=True cannot add to a model: leave it out"
+            ) from error
+
+
+def _checkpoint(model: PreTrainedModel) -> Any:
+    """The config in the checkpoint that a model was loaded from; None if there is none or it is not at hand."""
+    name = model.__dict__.get("name_or_path")
+    if not name:
+        return None
+    revision = getattr(model.config, "_commit_hash", None) or "main"
+    try:
+        return type(model.config).from_pretrained(name, revision=revision, local_files_only=True)
+    except OSError:
+        return None
+
+
+def _save_pretrained(original: Any, self: PeftModel, *args: Any, **kwargs: Any) -> None:
+    plain = [name for name, c in self.peft_config.items() if not isinstance(c, LongAttnLoraConfig)]
+    base = self.get_base_model()
+    if plain and isinstance(base, PreTrainedModel) and is_ours(base.config._attn_implementation):
+        warnings.warn(
+            f"the adapter {', '.join(plain)} does not record that its model runs {base.config._attn_implementation}, and will "
+            "load without it: use hf_longattn.LongAttnLoraConfig instead, or save the merged model",
+            stacklevel=3,
+        )
+    original(self, *args, **kwargs)
+
+
+def register() -> None:
+    """Make the type known to PEFT, once per process however often it is called."""
+    if PEFT_TYPE in PEFT_TYPE_TO_CONFIG_MAPPING:
+        return
+    PEFT_TYPE_TO_CONFIG_MAPPING[PEFT_TYPE] = LongAttnLoraConfig
+    PEFT_TYPE_TO_TUNER_MAPPING[PEFT_TYPE] = LongAttnLoraModel
+    PEFT_TYPE_TO_PREFIX_MAPPING[PEFT_TYPE] = LongAttnLoraModel.prefix
+    original = PeftModel.save_pretrained
+
+    @functools.wraps(original)
+    def save_pretrained(self: PeftModel, *args: Any, **kwargs: Any) -> None:
+        _save_pretrained(original, self, *args, **kwargs)
+
+    PeftModel.save_pretrained = save_pretrained
+
+
+register()

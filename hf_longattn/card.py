@@ -1,0 +1,180 @@
+"""A model card from what is known: what a saved folder says of itself, and what its maker adds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils._validators import validate_repo_id
+
+from .config import LongAttnConfig, Method
+
+
+def contents(directory: Path) -> tuple[dict[str, Any], bool]:
+    """The saved config of a folder with a model or an adapter, and whether it is an adapter.
+
+    Raises:
+        ValueError: there is neither, or it records no attention.
+    """
+    for name, adapter in (("adapter_config.json", True), ("config.json", False)):
+        if (path := directory / name).exists():
+            config = json.loads(path.read_text(encoding="utf-8"))
+            if not config.get("longattn"):
+                way_out = "train it with hf_longattn.LongAttnLoraConfig" if adapter else "apply one, then save the model"
+                raise ValueError(f"{path} records no hf_longattn method: {way_out}")
+            return config, adapter
+    raise ValueError(f"{directory} holds neither config.json nor adapter_config.json: save a model or an adapter there first")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the maker of a model knows of it, checked on construction.
+
+    Args:
+        training_lengths: the lengths of the texts it was trained on, in tokens.
+        metrics: {metric: {length in tokens: number}}, or a JSON file of that form.
+        evaluated_on: the text that the metrics were measured on; required with them.
+        license: as the Hub names it ("apache-2.0").
+
+    Raises:
+        ValueError: the metrics have another form, or lack evaluated_on.
+    """
+
+    training_lengths: Sequence[int] = ()
+    metrics: Mapping[str, Mapping[int, float]] | str | Path | None = None
+    evaluated_on: str | None = None
+    license: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.numbers and not self.evaluated_on:
+            raise ValueError("metrics need evaluated_on=...: the text that they were measured on")
+
+    @cached_property
+    def numbers(self) -> dict[str, dict[int, float]]:
+        """The metrics, sorted by length."""
+        source = self.metrics
+        data: Any = json.loads(Path(source).read_text(encoding="utf-8")) if isinstance(source, str | Path) else source or {}
+        try:
+            out = {str(metric): {int(n): float(x) for n, x in by_length.items()} for metric, by_length in data.items()}
+        except (AttributeError, TypeError, ValueError):
+            raise ValueError(
+                f'metrics must be {{metric: {{length: number}}}}, like {{"loss": {{"4096": 2.9}}}}, got {data!r}'
+            ) from None
+        return {metric: dict(sorted(x.items())) for metric, x in out.items()}
+
+
+def hub_id(name: str | None) -> str | None:
+    """The name if it can be a repository on the Hub, else None (a path, or nothing)."""
+    try:
+        validate_repo_id(name or "/")
+    except HFValidationError:
+        return None
+    return None if Path(str(name)).exists() else name
+
+
+def model_card(
+    directory: Path,
+    name: str,
+    facts: Facts,
+    *,
+    base_model: str | None = None,
+    remote_code: bool = False,
+) -> ModelCard:
+    """The card of a saved folder.
+
+    Args:
+        directory: what `hf_longattn.save`, `save_pretrained` or Trainer wrote.
+        name: the repository that the card is for, as it stands in the loading example.
+        base_model: the model this was made from; an adapter's is known.
+        remote_code: the folder holds the file that makes trust_remote_code=True work.
+
+    Raises:
+        ValueError: the folder records no method.
+    """
+    saved, adapter = contents(directory)
+    config = LongAttnConfig.from_dict(saved["longattn"])
+    base_model = base_model or hub_id(saved.get("base_model_name_or_path"))
+    data = ModelCardData(
+        base_model=base_model,
+        license=facts.license,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        model_name=name.rpartition("/")[2],
+        tags=["hf_longattn", "long-context", *(m.name for m in config.methods), *(["lora"] if adapter else [])],
+        eval_results=[
+            EvalResult(
+                task_type="text-generation",
+                dataset_type=str(facts.evaluated_on),
+                dataset_name=str(facts.evaluated_on),
+                metric_type=metric,
+                metric_name=f"{metric} at {length} tokens",
+                metric_value=value,
+            )
+            for metric, by_length in facts.numbers.items()
+            for length, value in by_length.items()
+        ]
+        or None,
+    )
+    parts = [
+        f"# {name.rpartition('/')[2]}",
+        _opening(config, adapter, base_model),
+        "## Attention\n\n" + "\n".join(map(_method, config.methods)) + _rope(saved) + f"\n- layers: {config.layers}",
+        _training(facts.training_lengths),
+        _evaluation(facts),
+        _loading(name, adapter, remote_code),
+        "## Papers\n\n" + "\n".join(f"- {paper}" for paper in dict.fromkeys(m.paper for m in config.methods)),
+    ]
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(p for p in parts if p) + "\n")
+
+
+def _opening(config: LongAttnConfig, adapter: bool, base_model: str | None) -> str:
+    what = "A LoRA adapter" if adapter else "A model"
+    of = f" of [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
+    return (
+        f"{what}{of} whose attention is changed inside the softmax ({config.name}), by the package `hf_longattn`. Without "
+        "the package, loading fails with an error that names it. Runtimes other than Transformers ignore the change, or "
+        "refuse the model."
+    )
+
+
+def _method(method: Method) -> str:
+    parameters = {k: v for k, v in method.to_dict().items() if k != "name" and v is not None}
+    shown = (f"{k} = {f'{len(v)} values, in the config' if isinstance(v, list) else v}" for k, v in parameters.items())
+    return f"- `{method.name}` ({method.slot}): {', '.join(shown) or 'no parameters'}"
+
+
+def _rope(saved: dict[str, Any]) -> str:
+    settings = saved.get("rope_parameters") or saved.get("text_config", {}).get("rope_parameters") or {}
+    settings = settings.get("full_attention") or settings
+    return "" if settings.get("rope_type", "default") == "default" else f"\n- rotary encoding: {settings}"
+
+
+def _training(lengths: Sequence[int]) -> str:
+    return f"## Training\n\nTrained on texts of {', '.join(f'{n:,}' for n in lengths)} tokens." if lengths else ""
+
+
+def _evaluation(facts: Facts) -> str:
+    metrics = facts.numbers
+    if not metrics:
+        return ""
+    rows = sorted({length for by_length in metrics.values() for length in by_length})
+    table = ["| tokens | " + " | ".join(metrics) + " |", "|---" * (len(metrics) + 1) + "|"]
+    table += [f"| {n:,} | " + " | ".join(f"{x[n]:.4g}" if n in x else "" for x in metrics.values()) + " |" for n in rows]
+    return f"## Evaluation\n\nOn {facts.evaluated_on}, by length:\n\n" + "\n".join(table)
+
+
+def _loading(name: str, adapter: bool, remote_code: bool) -> str:
+    plain = (
+        "## Loading\n\n```python\nimport hf_longattn  # registers the attention\n"
+        "from transformers import AutoModelForCausalLM\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n```'
+    )
+    if adapter:
+        plain += "\n\n`peft.AutoPeftModelForCausalLM.from_pretrained` works as well, after the same import."
+    return plain + ("\n\nWith `trust_remote_code=True` it loads without the import, too." if remote_code else "")

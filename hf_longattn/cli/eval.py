@@ -1,0 +1,162 @@
+"""`hf-longattn eval`: what methods do to a model, as a page."""
+
+from __future__ import annotations
+
+import itertools
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from transformers import AutoTokenizer
+from transformers.utils import logging
+
+from ..evaluation import Plan, Results, Store, measure
+from ..evaluation.plan import Item
+from ..report import write_report
+from ..settings import parse_settings
+from .common import command_line, console, shown, tokens
+
+
+def evaluate(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A model on the Hub or a directory.")],
+    text: Annotated[list[str], typer.Option(help="Texts, plain UTF-8; several with commas or by repeating the option.")],
+    out: Annotated[Path, typer.Option(help="A folder for the report; an interrupted run goes on where it stopped.")],
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="METHOD[:key=value...][@ROPE[:factor]], several with commas: infoscale,scale_invariant:tau=100,@yarn:2. "
+            "The unmodified model is always measured."
+        ),
+    ] = None,
+    rope: Annotated[
+        list[str] | None,
+        typer.Option(help="Position encodings to cross every method without an @ with: plain,yarn:2,ntk:2."),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter, with the attention its config.json names.")
+    ] = None,
+    settings: Annotated[Path | None, typer.Option(help="More settings, in YAML: adapters, other checkpoints, lists.")] = None,
+    lengths: Annotated[str, typer.Option(help="Tokens, with commas; 16k is 16,384.")] = "2k,4k,8k",
+    tasks: Annotated[str, typer.Option(help="loss and tasks, with commas: needle, needles, passkey, multi_key, ...")] = "loss",
+    windows: Annotated[int, typer.Option(help="Documents of the longest length to take from each text.")] = 1,
+    targets: Annotated[int, typer.Option(help="The last tokens of each document, scored at every length.")] = 512,
+    bos: Annotated[str, typer.Option(help="A beginning-of-text token: auto (as the tokenizer does), always, never.")] = "auto",
+    samples: Annotated[int, typer.Option(help="Texts per task and length; for needle per depth.")] = 3,
+    depths: Annotated[int, typer.Option(help="Places of the needle, from first to last.")] = 5,
+    dtype: Annotated[str, typer.Option(help="Precision to load the model in.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of the tasks' texts.")] = 0,
+    title: Annotated[str | None, typer.Option(help="The page's title.")] = None,
+) -> None:
+    """Measure MODEL unmodified and under methods, and write a page that shows what each does.
+
+    Loss by length (the same tokens, with ever longer context), by position, within the trained length (what a method costs),
+    and tasks. Everything that can be wrong is refused before weights are read. Rows are kept as they are done: the same
+    command goes on after an interruption, and more settings, tasks and texts can join a folder later.
+    """
+    read = [(Path(t).name, Path(t)) for part in text for t in part.split(",") if t]
+    for _, path in read:
+        if not path.is_file():
+            raise typer.BadParameter(f"{path} is not a file", param_hint="--text")
+    try:
+        plan = Plan(
+            model=model,
+            settings=parse_settings(method or [], rope or [], settings, adapter or []),
+            lengths=[tokens(n) for n in lengths.split(",")],
+            texts=[(name, path.read_text(encoding="utf-8")) for name, path in read],
+            tokenizer=AutoTokenizer.from_pretrained(model),
+            tasks=[t.strip() for t in tasks.split(",")],
+            windows=windows,
+            targets=targets,
+            bos=bos,
+            samples=samples,
+            depths=depths,
+            dtype=dtype,
+            seed=seed,
+        )
+        store = plan.open(out)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+    logging.disable_progress_bar()  # ours is enough
+    items = list(plan.items())
+    if kept := sum(i.key in store.rows for i in items):
+        console.print(f"{kept} of {len(items)} rows are in {out} already.", highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("Loading", total=len(items))
+        following = {a.key: b.key for a, b in itertools.pairwise(items)}
+
+        def done(item: Item, new: bool) -> None:
+            progress.update(bar, advance=1, description=escape(following.get(item.key, "Done")))
+            if new:
+                console.print(f"{escape(item.key)}: {_told(store, item)}", highlight=False)
+
+        try:
+            measure(plan, store, device, done, command_line(context))
+        except KeyboardInterrupt:
+            console.print(f"Interrupted; {len(store.rows)} rows are kept, and the same command goes on.")
+            _write(plan, store, out, title)
+            raise typer.Exit(130) from None
+    results = _write(plan, store, out, title)
+    console.print(_table(results))
+    console.print(results.summary(), highlight=False)
+    console.print(f"The report: {out / 'index.html'}", highlight=False)
+
+
+def _told(store: Store, item: Item) -> str:
+    row = store.rows[item.key]
+    if "loss" in row:
+        return f"{row['loss']:.3f} nats ({row['seconds']:.0f} s)"
+    right = sum(a["exact"] for a in row["answers"])
+    return f"{right} of {len(row['answers'])} right ({row['seconds']:.0f} s)"
+
+
+def _write(plan: Plan, store: Store, out: Path, title: str | None) -> Results:
+    names = [s.name for s in plan.settings]
+    names += [s for s in dict.fromkeys(r["setting"] for r in store.rows.values()) if s not in names]
+    results = Results(
+        rows=list(store.rows.values()),
+        settings=names,
+        targets=store.protocol.get("targets", plan.targets),
+        bos=store.protocol["bos"],
+        train_length=plan.train_length,
+    )
+    planned = [i.key in store.rows for i in plan.items()]
+    source = Path(plan.model) / "SOURCE"
+    texts = [f"{name} (SHA-256 {sha256(content.encode()).hexdigest()[:16]})" for name, content in plan.texts]
+    facts = {
+        "Model": source.read_text(encoding="utf-8").strip() if source.is_file() else shown(plan.model),
+        "Trained length": "not in its config" if plan.train_length is None else f"{plan.train_length:,} tokens",
+        "Rows": f"{len(store.rows)} measured" + f"; of this command's {len(planned)}, {planned.count(False)} are open",
+        "Texts": ", ".join(texts),
+        "Precision": plan.dtype,
+        "Commands": results.command(),
+        "Versions": ", ".join(f"{p} {version(p)}" for p in ("hf_longattn", "transformers", "torch")),
+        "Threads": str(torch.get_num_threads()),
+        "Seconds": f"{sum(r['seconds'] for r in store.rows.values()):.0f} for all rows together",
+    }
+    write_report(
+        out, title or f"{Path(plan.model).name} under attention methods", results.summary(), results.sections(), facts
+    )
+    return results
+
+
+def _table(results: Results) -> Table:
+    shown = Table(title="Loss in nats per token, by context length")
+    for column in ("", *(f"{n:,}" for n in results.lengths)):
+        shown.add_column(column, justify="left" if not column else "right")
+    for name in results.settings:
+        cells = []
+        for n in results.lengths:
+            losses = list(results.losses(name, n).values())
+            cells.append(f"{sum(losses) / len(losses):.3f}" if losses else "–")
+        shown.add_row(escape(name), *cells)
+    return shown

@@ -1,0 +1,195 @@
+"""`hf-longattn inspect`: look into a model's attention, with and without methods."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from .. import __version__
+from ..diagnostics import WHAT, Diagnostics, capture
+from ..diagnostics.sums import Options
+from ..inspection import headline, key_names, sections
+from ..report import add_section, write_report
+from ..report.folder import HEAD
+from ..settings import check_lengths, check_setting, load_setting, parse_settings
+from .common import command_line, console, tokens
+
+RESULT = "inspect.json"
+
+
+def inspect(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A model on the Hub or a directory.")],
+    text: Annotated[Path, typer.Option(help="A text of at least --length tokens.")],
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Method to compare with the unmodified model, e.g. infoscale or scale_invariant:tau=100; repeatable."
+        ),
+    ] = None,
+    rope: Annotated[list[str] | None, typer.Option(help="Position encoding for every method: plain, yarn:2, ...")] = None,
+    length: Annotated[str, typer.Option(help="Tokens to read; 16k is 16,384.")] = "4k",
+    layers: Annotated[str | None, typer.Option(help="Layers, e.g. 0,5,10-12; default all with full attention.")] = None,
+    what: Annotated[str, typer.Option(help="What to measure, separated by commas.")] = ",".join(WHAT),
+    rows: Annotated[
+        str, typer.Option(help="Query rows to read, spread evenly over the text, or all. Keys are all read.")
+    ] = "512",
+    delta: Annotated[int, typer.Option(help="Ranges of distances grow by this factor.")] = 4,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for page, JSON and pictures; a report's folder gets sections.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Precision to load the model in.")] = "auto",
+) -> None:
+    """Look into MODEL's attention on your text: entropy, attention by distance, logits, outputs, per layer and head.
+
+    One forward pass per setting over the first --length tokens; nothing of size length x length is held. With --method the
+    unmodified model comes first, to compare with. --out gets inspect.json (every number by layer, head and length),
+    figures/*.png and index.html, a page that needs nothing else.
+    """
+    n = tokens(length)
+    logging.disable_progress_bar()  # ours is enough
+    with _refusing("--method"):
+        settings = parse_settings(method or [], rope or [])
+    if rows != "all" and not rows.isdigit():
+        raise typer.BadParameter(f"{rows!r} is neither a number of rows nor all", param_hint="--rows")
+    with _refusing("--what, --rows or --delta"):
+        options = Options(tuple(what.split(",")), None if rows == "all" else int(rows), delta)
+    if out is not None:
+        _check_out(out)
+    with _refusing("--text"):
+        ids = _read(text, model, n)
+    with _refusing("--method"):
+        check_lengths(model, [n])
+        for setting in settings:
+            check_setting(setting, model)
+    with _refusing("--layers"):
+        numbers = None if layers is None else _numbers(layers)
+        observed = _observed(model, numbers)
+
+    results: dict[str, Diagnostics] = {}
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("layers"),
+        TimeElapsedColumn(),
+        console=console,
+    ) as progress:
+        for setting in settings:
+            task = progress.add_task(f"{escape(setting.name)}: {n} tokens", total=observed)
+            loaded = load_setting(setting, model, dtype)
+            results[setting.name] = _look(loaded, ids, numbers, options, partial(progress.advance, task))
+            del loaded
+
+    read = "all query rows" if options.choose(n) is None else f"{rows} query rows spread evenly, all keys"
+    protocol = f"The first {n:,} tokens of {text.name}, one forward pass per setting; {read}."
+    command = command_line(context)
+    names = key_names(options.local, options.sinks)
+    parts = sections(results, names, protocol, command)
+    console.print(_shown(parts[0][1].tables[0]))
+    if out is None:
+        return
+    facts = {
+        "model": model,
+        "command": command,
+        "versions": f"hf_longattn {__version__}, transformers {transformers.__version__}, torch {torch.__version__}",
+    }
+    record = {"model": model, "text": text.name, "length": n, "rows": rows, "command": command, "versions": facts["versions"]}
+    record["settings"] = {name: found.to_dict() for name, found in results.items()}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / RESULT).write_text(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
+    if (out / HEAD).exists():
+        for order, part in parts:
+            page = add_section(out, part, order)
+    else:
+        page = write_report(out, f"Attention of {Path(model).name}", headline(results), parts, facts)
+    console.print(f"Written: {page}", highlight=False)
+
+
+class _Enough(Exception):
+    """The last layer asked for has been seen; those above it need not run."""
+
+
+def _look(
+    model: Any, ids: torch.Tensor, layers: list[int] | None, options: Options, advance: Callable[[], None]
+) -> Diagnostics:
+    """One forward pass up to the last layer asked for."""
+    done: set[int] = set()
+
+    def on_layer(layer: int) -> None:
+        advance()
+        done.add(layer)
+        if len(done) == seen.layers:
+            raise _Enough
+
+    looking = capture(model, layers, options.what, rows=options.rows, delta=options.delta, on_layer=on_layer)
+    with torch.inference_mode(), suppress(_Enough), looking as seen:
+        model.base_model(input_ids=ids.to(model.device), use_cache=False)
+    return seen.result()
+
+
+@contextmanager
+def _refusing(option: str) -> Iterator[None]:
+    """Errors of values become errors of the option that gave them."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
+
+
+def _check_out(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise typer.BadParameter(f"{out} is a file", param_hint="--out")
+    if (out / RESULT).exists():
+        raise typer.BadParameter(f"{out} holds an {RESULT} already; nothing is overwritten", param_hint="--out")
+    if out.exists() and any(out.iterdir()) and not (out / HEAD).exists():
+        raise typer.BadParameter(f"{out} is neither empty nor a report; nothing is overwritten", param_hint="--out")
+
+
+def _read(text: Path, model: str, length: int) -> torch.Tensor:
+    if not text.is_file():
+        raise ValueError(f"{text} is not a file")
+    ids: torch.Tensor = AutoTokenizer.from_pretrained(model)(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids
+    if ids.shape[1] < length:
+        raise ValueError(f"{text} has {ids.shape[1]} tokens, {length} are needed")
+    return ids[:, :length]
+
+
+def _numbers(text: str) -> list[int]:
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ValueError(f"{text!r} is no list of layers; write 0,5,10-12")
+        found += range(int(first), int(last if dash else first) + 1)
+    return found
+
+
+def _observed(model: str, layers: list[int] | None) -> int:
+    """How many layers will be looked at; ValueError if one that is named cannot be. Reads no weights."""
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    with capture(empty, layers) as seen:
+        return seen.layers
+
+
+def _shown(table: Any) -> RichTable:
+    shown = RichTable(title=table.title)
+    for column in table.columns:
+        shown.add_column(column, justify="right" if column else "left")
+    for name, *values in table.rows:
+        shown.add_row(str(name), *("–" if v is None else f"{v:.3f}" for v in values))
+    return shown

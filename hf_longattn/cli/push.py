@@ -1,0 +1,51 @@
+"""`hf-longattn push`: put a saved model or adapter on the Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from huggingface_hub import HfApi
+
+from .. import hub
+from ..card import Facts
+from .common import console, tokens
+
+
+def push(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A model or an adapter, as saved.", exists=True, file_okay=False)
+    ],
+    repo_id: Annotated[str, typer.Argument(help='The repository, "user/name".')],
+    base_model: Annotated[str | None, typer.Option(help="The Hub's name of the model that this was made from.")] = None,
+    training_length: Annotated[list[str] | None, typer.Option(help="A length it was trained on; 32k is 32,768.")] = None,
+    metrics: Annotated[Path | None, typer.Option(help='JSON: {"loss": {"4096": 2.9, ...}, ...}, by length.')] = None,
+    evaluated_on: Annotated[str | None, typer.Option(help="The text that the metrics were measured on.")] = None,
+    license: Annotated[str | None, typer.Option(help="As the Hub names it, for example apache-2.0.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Add a commit to a repository that exists without asking.")] = False,
+) -> None:
+    """Upload DIR to the Hub as REPO_ID, with a card written from what the folder says and from these options.
+
+    Safetensors and text are uploaded; optimizer states, checkpoints and logs are not. A README.md of your own is kept.
+    Log in first, with `hf auth login` or HF_TOKEN. Exit status 1 if a question is answered with no.
+    """
+    card: dict[str, Any] = {
+        "training_lengths": [tokens(n) for n in training_length or ()],
+        "metrics": metrics,
+        "evaluated_on": evaluated_on,
+        "license": license,
+    }
+    try:
+        found = hub.files(directory, repo_id, Facts(**card), base_model)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    for name, content in found.items():
+        size = len(content) if isinstance(content, bytes) else content.stat().st_size
+        console.print(f"{size:>14,}  {name}", highlight=False)
+    exists = HfApi().repo_exists(repo_id)
+    if exists and not yes:
+        typer.confirm(f"{repo_id} exists already. Add a commit to it?", abort=True)
+    url = hub.push(directory, repo_id, base_model=base_model, private=private or None, exist_ok=exists, **card)
+    console.print(url)

@@ -1,0 +1,201 @@
+"""What an evaluation measures, decided and checked before a model is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..settings import UNMODIFIED, Setting, check_lengths, check_setting
+from ..tasks import Encoder, Task, canonical, make_task
+from .store import Store, digest
+
+LOSS = "loss"
+#: Positions over which losses are averaged before they are stored.
+BIN = 512
+BOS = ("auto", "always", "never")
+
+
+@dataclass(frozen=True)
+class Document:
+    """The tokens of one window of a text, `longest` of them (fewer by one if a beginning-of-text token goes before)."""
+
+    name: str
+    ids: Tensor
+
+
+@dataclass(frozen=True)
+class Item:
+    """One row to measure: a document or a sample, at a length, under a setting."""
+
+    setting: Setting
+    task: str
+    length: int
+    which: str
+    digest: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.setting.name} | {self.task} | {self.length} | {self.which}"
+
+
+@dataclass
+class Plan:
+    """Settings, texts, tasks and lengths of an evaluation, and the protocol that every row obeys.
+
+    Args:
+        model: a directory or a name on the Hub.
+        settings: the unmodified model first.
+        lengths: tokens, beginning-of-text token included.
+        texts: name and content; each gives `windows` documents of the longest length, one after another from its beginning.
+        tasks: "loss" and names from `hf_longattn.tasks`.
+        targets: the last tokens of every document, scored at every length.
+        bos: "auto" does what the tokenizer does, "always" and "never" what they say.
+        samples: texts per task and length (`needle`: per depth).
+        depths: places of the `needle` task.
+
+    Raises:
+        ValueError: anything that would go wrong later, named.
+    """
+
+    model: str
+    settings: Sequence[Setting]
+    lengths: Sequence[int]
+    texts: Sequence[tuple[str, str]]
+    tokenizer: Any
+    tasks: Sequence[str] = (LOSS,)
+    windows: int = 1
+    targets: int = 512
+    bos: str = "auto"
+    samples: int = 3
+    depths: int = 5
+    dtype: str = "auto"
+    seed: int = 0
+    documents: list[Document] = field(init=False, default_factory=list)
+    makers: dict[str, Task] = field(init=False, default_factory=dict)
+    train_length: int | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.lengths = sorted(set(self.lengths))
+        self.tasks = list(dict.fromkeys(t if t == LOSS else canonical(t) for t in self.tasks))
+        for name in ("windows", "targets", "samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.bos not in BOS:
+            raise ValueError(f"bos must be one of {', '.join(BOS)}, got {self.bos!r}")
+        if not self.settings or self.settings[0].name != UNMODIFIED:
+            raise ValueError("the first setting must be the unmodified model, which everything is compared with")
+        if LOSS in self.tasks and self.targets >= self.lengths[0]:
+            raise ValueError(
+                f"{self.targets} targets do not fit into {self.lengths[0]} tokens: lower targets or raise lengths"
+            )
+        check_lengths(self.model, self.lengths)
+        for setting in self.settings:
+            facts = check_setting(setting, self.model)
+            if setting.unmodified:
+                self.train_length = facts.train_length
+        if self.train_length is not None and self.lengths[0] > self.train_length:
+            raise ValueError(
+                f"the model was trained at {self.train_length} tokens and all lengths lie beyond: add one within, so that "
+                "what a method costs there is part of the result"
+            )
+        self._start = self._starting()
+        encoded = [(n, self._encode(n, t)) for n, t in self.texts]
+        if LOSS in self.tasks:
+            self._cut(encoded)
+        haystack = torch.cat([ids for _, ids in encoded]) if encoded else None
+        for name in (t for t in self.tasks if t != LOSS):
+            self.makers[name] = make_task(name, self.tokenizer, haystack, self.depths, self.seed)
+            for length in self.lengths:
+                try:
+                    self.makers[name].check(length)
+                except ValueError as error:
+                    raise ValueError(f"task {name}: {error}") from None
+
+    def _starting(self) -> list[int]:
+        bos = self.tokenizer.bos_token_id
+        if self.bos == "always" and bos is None:
+            raise ValueError("bos='always', but the tokenizer has no beginning-of-text token")
+        return {"auto": Encoder(self.tokenizer).start, "always": [bos], "never": []}[self.bos]
+
+    def _encode(self, name: str, text: str) -> Tensor:
+        ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
+        if LOSS in self.tasks and len(ids) < self.windows * self.window:
+            raise ValueError(
+                f"{name} has {len(ids)} tokens; {self.windows} window{'s' * (self.windows > 1)} of {self.lengths[-1]} need "
+                f"{self.windows * self.window}: give a longer text, or shorter lengths"
+            )
+        return ids
+
+    @property
+    def window(self) -> int:
+        """Tokens of text in a document."""
+        return self.lengths[-1] - len(self._start)
+
+    def _cut(self, encoded: Sequence[tuple[str, Tensor]]) -> None:
+        if not encoded:
+            raise ValueError("losses need a text")
+        if len({name for name, _ in encoded}) < len(encoded):
+            raise ValueError(f"two texts share a file name: {', '.join(n for n, _ in encoded)}")
+        for name, ids in encoded:
+            for i in range(self.windows):
+                label = name if self.windows == 1 else f"{name}, window {i + 1}"
+                self.documents.append(Document(label, ids[i * self.window : (i + 1) * self.window]))
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """What must be the same for all rows of a folder; settings, tasks, texts and shorter lengths may join later."""
+        out = {"model": fingerprint(self.model), "dtype": self.dtype, "seed": self.seed, "bos": bool(self._start)}
+        if LOSS in self.tasks:
+            out |= {"longest": self.lengths[-1], "targets": self.targets}
+        return out
+
+    def items(self) -> Iterator[Item]:
+        """Every row, settings outermost, so that each model is loaded once; within a setting the cheap rows first."""
+        haystack = digest([hashlib.sha256(text.encode()).hexdigest() for _, text in self.texts])
+        for setting in self.settings:
+            what = setting.to_dict() | {
+                "weights": [fingerprint(p) for p in (setting.adapter, setting.model) if p is not None],
+            }
+            for length in self.lengths:
+                for task in self.tasks:
+                    if task == LOSS:
+                        for document in self.documents:
+                            seen = digest([what, document.ids.tolist()])
+                            yield Item(setting, task, length, document.name, seen)
+                        continue
+                    for index in range(self.samples * (self.depths if task == "needle" else 1)):
+                        seen = digest([what, self.depths if task == "needle" else 0, haystack if "needle" in task else ""])
+                        yield Item(setting, task, length, str(index), seen)
+
+    def open(self, folder: Path) -> Store:
+        """The folder's rows, checked against this plan."""
+        store = Store(folder, self.protocol)
+        store.check((i.key, i.digest) for i in self.items())
+        return store
+
+    def context(self, document: Document, length: int) -> Tensor:
+        """The last `length` tokens of a document, (1, length), behind the beginning-of-text token where there is one."""
+        start = torch.tensor(self._start, dtype=torch.int64)
+        return torch.cat([start, document.ids[len(document.ids) - (length - len(start)) :]])[None]
+
+
+def fingerprint(model: str) -> str:
+    """What tells checkpoints apart: a Hub name as it is; of a directory a digest of config, file sizes and some weights."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return model
+    facts = []
+    for file in sorted(folder.iterdir()):
+        if file.suffix in (".safetensors", ".bin") or file.name in ("config.json", "adapter_config.json"):
+            size = file.stat().st_size
+            with file.open("rb") as stream:
+                for at in (0, size // 2, max(size - 65536, 0)):
+                    stream.seek(at)
+                    facts.append([file.name, size, hashlib.sha256(stream.read(65536)).hexdigest()])
+    return f"{folder.resolve().name} {digest(facts)}"

@@ -1,0 +1,329 @@
+"""The rows of an evaluation as sections of a report."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..report import Figure, Section, Table
+from ..report.figures import curves, heat_map, tokens_shown
+from ..settings import UNMODIFIED
+from .plan import BIN, LOSS
+from .statistics import mean_interval, wilson
+from .store import Row
+
+NATS = "loss (nats per token)"
+AS_ABOVE = "As under “Loss by length”."
+
+
+@dataclass(frozen=True)
+class Results:
+    """Finished rows, and what is needed to read them.
+
+    Args:
+        settings: names, in the order of tables and curves.
+        targets, bos: of the protocol.
+    """
+
+    rows: Sequence[Row]
+    settings: Sequence[str]
+    targets: int
+    bos: bool
+    train_length: int | None
+    lengths: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", sorted({r["length"] for r in self.rows if r["task"] == LOSS}))
+
+    # losses ----------------------------------------------------------------------------------------------------------
+
+    def losses(self, setting: str, length: int) -> dict[str, float]:
+        """By document."""
+        return {r["which"]: r["loss"] for r in self._rows(setting, LOSS, length)}
+
+    def bins(self, setting: str) -> dict[str, list[float]]:
+        """By document, from the longest window."""
+        return {r["which"]: r["bins"] for r in self._rows(setting, LOSS) if "bins" in r}
+
+    def _rows(self, setting: str, task: str, length: int | None = None) -> Iterable[Row]:
+        return (r for r in self.rows if r["setting"] == setting and r["task"] == task and length in (None, r["length"]))
+
+    def difference(self, setting: str, length: int) -> tuple[float, float] | None:
+        """Mean over common documents of this setting's loss minus the unmodified model's, and its interval's half-width."""
+        mine, base = self.losses(setting, length), self.losses(UNMODIFIED, length)
+        common = [mine[d] - base[d] for d in mine if d in base]
+        return mean_interval(common) if common else None
+
+    def bucket_difference(self, setting: str, first: int, last: int) -> float | None:
+        mine, base = self.bins(setting), self.bins(UNMODIFIED)
+        common = [over(mine[d], first, last) - over(base[d], first, last) for d in mine if d in base]
+        return mean_interval(common)[0] if common else None
+
+    @property
+    def documents(self) -> list[str]:
+        return list(dict.fromkeys(r["which"] for r in self.rows if r["task"] == LOSS))
+
+    def command(self, *tasks: str) -> str:
+        """What made the rows of these tasks; of all, if none is named."""
+        return "\n".join(dict.fromkeys(r.get("command", "") for r in self.rows if not tasks or r["task"] in tasks)).strip()
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(dict.fromkeys(r["task"] for r in self.rows if r["task"] != LOSS))
+
+    # the page --------------------------------------------------------------------------------------------------------
+
+    @property
+    def within(self) -> list[int]:
+        """The lengths that do not go beyond the trained one; all, if that is not known."""
+        return [n for n in self.lengths if self.train_length is None or n <= self.train_length]
+
+    def summary(self) -> str:
+        """Whether something helps at the longest length, and what it costs within the trained one."""
+        if not self.lengths:
+            return "No losses were measured; what each setting costs on short text is not known from this page."
+        longest = self.lengths[-1]
+        found = {s: d for s in self.settings if s != UNMODIFIED and (d := self.difference(s, longest))}
+        if not found:
+            return f"Only the unmodified model has been measured at {longest:,} tokens yet."
+        best = min(found, key=lambda s: found[s][0])
+        sentences = [
+            f"At {longest:,} tokens the lowest loss is that of {best}: {_signed(found[best])} nats per token against the "
+            f"unmodified model."
+            if found[best][0] < 0
+            else f"At {longest:,} tokens no setting has a lower loss than the unmodified model; {best} comes nearest, with "
+            f"{_signed(found[best])} nats per token."
+        ]
+        if self.within and self.within[-1] != longest:
+            n = self.within[-1]
+            costs = {s: d for s in found if (d := self.difference(s, n))}
+            if best in costs:
+                sentences.append(f"Within the trained length, at {n:,} tokens, it changes the loss by {_signed(costs[best])}.")
+            harmful = [f"{s} by {_signed(d)}" for s, d in costs.items() if d[0] > 0.02 and s != best]
+            if harmful:
+                sentences.append(f"More than 0.02 nats worse there: {'; '.join(harmful)}.")
+        return " ".join(sentences)
+
+    def sections(self) -> list[tuple[int, Section]]:
+        """Each with its order."""
+        out = []
+        if self.lengths:
+            out += [(10, self._by_length()), (11, self._short()), (12, self._by_position())]
+        return out + [(20 + i, self._task(name)) for i, name in enumerate(self.tasks)]
+
+    def _protocol(self) -> str:
+        bos = "with a beginning-of-text token first" if self.bos else "without a beginning-of-text token"
+        return (
+            f"Fixed windows, one forward pass each without a cache, {bos}. The same last {self.targets} tokens of each "
+            f"document are scored at every length; only how much of the text before them is read differs. "
+            f"{len(self.documents)} document{'s' * (len(self.documents) != 1)}: {'; '.join(self.documents)}. Intervals are "
+            "95 % t intervals of the mean over documents, of differences paired by document; with one document there is none. "
+            "Perplexity is the exponential of the mean loss."
+        )
+
+    def _by_length(self) -> Section:
+        columns = ["setting", *(f"{n:,}" for n in self.lengths)]
+        mean = {(s, n): _mean(self.losses(s, n).values()) for s in self.settings for n in self.lengths}
+        losses = [[s, *(mean[s, n] for n in self.lengths)] for s in self.settings]
+        perplexities = [
+            [s, *(None if (m := mean[s, n]) is None else math.exp(m) for n in self.lengths)] for s in self.settings
+        ]
+        against = [
+            [s, *(_signed(d) if (d := self.difference(s, n)) else None for n in self.lengths)]
+            for s in self.settings
+            if s != UNMODIFIED
+        ]
+        tables = [
+            Table("Mean loss of the same tokens, nats, by context length", columns, losses),
+            Table("Difference from the unmodified model, nats, ± 95 % interval", columns, against, note=_note(self.documents)),
+            Table("Perplexity of the same tokens", columns, perplexities, digits=2),
+        ]
+        lines = {s: [(n, m) for n in self.lengths if (m := mean[s, n]) is not None] for s in self.settings}
+        figures = []
+        if len(self.lengths) > 1:
+            figures = _pair(
+                lambda limits: curves(
+                    {s: p for s, p in lines.items() if p},
+                    "context (tokens, log scale)",
+                    NATS,
+                    "Loss of the same tokens by context length",
+                    self._mark(self.lengths),
+                    log_x=True,
+                    limits=limits,
+                ),
+                [y for p in lines.values() for _, y in p],
+                "loss-by-length",
+                "Mean loss of the same tokens against the length of context, one line a setting",
+            )
+        return Section("Loss by length", "", tables, figures, self._protocol(), self.command(LOSS))
+
+    def _short(self) -> Section:
+        within, trained = self.within, self.train_length
+        length = "not known from its config" if trained is None else f"{trained:,} tokens"
+        buckets = [(a, b) for a, b in self._buckets() if trained is None or b <= trained]
+        columns = ["setting", *(f"length {n:,}" for n in within), *(f"positions {a:,}–{b:,}" for a, b in buckets)]
+        rows = [
+            [
+                s,
+                *(d[0] if (d := self.difference(s, n)) else None for n in within),
+                *(self.bucket_difference(s, a, b) for a, b in buckets),
+            ]
+            for s in self.settings
+            if s != UNMODIFIED
+        ]
+        text = (
+            f"What a setting costs on texts that the model could read before: loss minus the unmodified model's, within the "
+            f"trained length ({length}). Above zero is harm. By length: the same tokens with shorter context. By position: "
+            "all tokens there, in the longest window."
+        )
+        table = Table("Short-context regression, nats per token", columns, rows)
+        return Section("Within the trained length", text, [table], (), AS_ABOVE, self.command(LOSS))
+
+    def _buckets(self) -> list[tuple[int, int]]:
+        return list(itertools.pairwise([0, *(n for n in self.lengths if n % BIN == 0 or n == self.lengths[-1])]))
+
+    def _by_position(self) -> Section:
+        buckets, longest = self._buckets(), self.lengths[-1]
+        columns = ["setting", *(f"{a:,}–{b:,}" for a, b in buckets)]
+        rows = []
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for s in self.settings:
+            bins = list(self.bins(s).values())
+            rows.append([s, *(_mean([over(b, x, y) for b in bins]) for x, y in buckets)])
+            if bins:
+                means = [math.fsum(column) / len(bins) for column in zip(*bins, strict=True)]
+                lines[s] = [(i * BIN + BIN / 2, m) for i, m in enumerate(means)]
+        figures = _pair(
+            lambda limits: curves(
+                lines, "position (tokens)", NATS, f"Loss by position in windows of {longest:,}", self._mark(), limits=limits
+            ),
+            [y for p in lines.values() for _, y in p],
+            "loss-by-position",
+            "Mean loss against position in the longest window, one line a setting",
+        )
+        text = (
+            f"One forward pass over windows of {longest:,} tokens; every token counts at its position, averaged over bins of "
+            f"{BIN} tokens in the figure. Different positions are different words, so compare lines, not the ups and downs "
+            "of one."
+        )
+        table = Table(f"Mean loss by position in windows of {longest:,}, nats", columns, rows)
+        return Section("Loss by position", text, [table], figures if lines else (), AS_ABOVE, self.command(LOSS))
+
+    def _mark(self, lengths: Sequence[int] = ()) -> dict[str, float]:
+        beyond = self.train_length is not None and self.lengths[-1] > self.train_length
+        return {f"trained: {tokens_shown(self.train_length)}": self.train_length} if beyond and self.train_length else {}
+
+    def _task(self, name: str) -> Section:
+        lengths = sorted({r["length"] for r in self.rows if r["task"] == name})
+        columns = ["setting", *(f"{n:,}" for n in lengths)]
+        accuracy, intervals, likelihood = [], [], []
+        for s in self.settings:
+            cells = [[a for r in self._rows(s, name, n) for a in r["answers"]] for n in lengths]
+            accuracy.append([s, *(_mean([float(a["exact"]) for a in c]) for c in cells)])
+            intervals.append([s, *(_share([a["exact"] for a in c]) for c in cells)])
+            likelihood.append([s, *(_mean([a["log_likelihood"] / a["tokens"] for a in c]) for c in cells)])
+        counts = sorted({len({r["which"] for r in self._rows(s, name, n)}) for s in self.settings for n in lengths} - {0})
+        tables = [
+            Table("Accuracy", columns, accuracy, digits=2, shade=(0.0, 1.0)),
+            Table("Accuracy with its 95 % Wilson interval", columns, intervals),
+            Table("Log-likelihood of the answer, nats per token (0 is certain)", columns, likelihood),
+        ]
+        return Section(
+            _title(name),
+            "An answer is right if every token of it is the most likely one, given the true tokens before it. The log-"
+            "likelihood still moves where a small model is never right.",
+            tables,
+            self._maps(name, lengths) if name in ("needle", "needles") else (),
+            f"Task {name} of hf_longattn.tasks at each length, {' or '.join(map(str, counts))} texts per setting and length, "
+            "the same texts for every setting; one forward pass over text and answer.",
+            self.command(name),
+        )
+
+    def _maps(self, name: str, lengths: Sequence[int]) -> list[Figure]:
+        """Of each setting accuracy and log-likelihood by length and depth."""
+        bands = [f"{20 * i}–{20 * i + 20} %" for i in range(5)] if name == "needles" else None
+        depths = sorted({round(a["depth"], 2) for r in self.rows if r["task"] == name for a in r["answers"]})
+        labels = bands or [f"{100 * d:.0f} %" for d in depths]
+
+        def row_of(depth: float) -> int:
+            return min(int(depth * 5), 4) if bands else depths.index(round(depth, 2))
+
+        figures, grids = [], {}
+        for s in self.settings:
+            cells: dict[tuple[int, int], list[Mapping[str, float]]] = {}
+            for r in self._rows(s, name):
+                for a in r["answers"]:
+                    cells.setdefault((row_of(a["depth"]), lengths.index(r["length"])), []).append(a)
+            if cells:
+                grids[s] = cells
+        worst = min((a["log_likelihood"] / a["tokens"] for g in grids.values() for c in g.values() for a in c), default=-1.0)
+        scale = math.floor(worst) if worst < 0 else -1.0
+        for i, (s, cells) in enumerate(grids.items()):
+            shapes = (range(len(labels)), range(len(lengths)))
+            for kind, value, limits, unit in (
+                ("accuracy", lambda a: float(a["exact"]), (0.0, 1.0), "share of answers right"),
+                ("log-likelihood", lambda a: a["log_likelihood"] / a["tokens"], (float(scale), 0.0), "nats per answer token"),
+            ):
+                grid = [[_mean([value(a) for a in cells.get((y, x), [])]) for x in shapes[1]] for y in shapes[0]]
+                png = heat_map(
+                    grid,
+                    labels,
+                    [tokens_shown(n) for n in lengths],
+                    "length (tokens)",
+                    "depth of the needle",
+                    f"{s}: {kind}",
+                    limits,
+                    unit,
+                )
+                alt = f"Heat map of {kind} by length and depth of the needle under {s}"
+                figures.append(Figure(f"{name}-{i:02d}-{kind}", png, alt, f"{s}: {kind}; all maps of a kind share one scale."))
+        return figures
+
+
+def over(bins: Sequence[float], first: int, last: int) -> float:
+    """The mean loss at positions [first, last) from bins of BIN positions, the first token left out."""
+    chosen = range(first // BIN, math.ceil(last / BIN))
+    weights = [min((i + 1) * BIN, last) - i * BIN - (i == 0) for i in chosen]
+    return math.fsum(bins[i] * w for i, w in zip(chosen, weights, strict=True)) / sum(weights)
+
+
+def _pair(draw: Callable[[tuple[float, float] | None], bytes], values: Sequence[float], name: str, alt: str) -> list[Figure]:
+    """A figure with all values, and one without those far above the rest where they would flatten it."""
+    axis = "The loss axis does not start at zero."
+    figures = [Figure(name, draw(None), alt, f"{alt}. {axis}")]
+    ordered = sorted(values)
+    low, middle, high = ordered[0], ordered[len(ordered) // 2], ordered[-1]
+    if high - low > 2.5 * max(middle - low, 0.05):
+        top = middle + 1.5 * max(middle - low, 0.05)
+        caption = f"The same, cut at {top:.2f} nats to tell close lines apart: what rises above is off the picture. {axis}"
+        figures.append(Figure(f"{name}-closer", draw((low - 0.05, top)), f"{alt}, cut at {top:.2f} nats", caption))
+    return figures
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    listed = list(values)
+    return math.fsum(listed) / len(listed) if listed else None
+
+
+def _share(hits: Sequence[bool]) -> str | None:
+    if not hits:
+        return None
+    low, high = wilson(sum(hits), len(hits))
+    return f"{sum(hits)}/{len(hits)} ({low:.2f}–{high:.2f})"
+
+
+def _signed(difference: tuple[float, float]) -> str:
+    mean, half = difference
+    text = f"{mean:+.3f}".replace("-", "−")
+    return text if math.isnan(half) else f"{text} ± {half:.3f}"
+
+
+def _note(documents: Sequence[str]) -> str:
+    return "One document, so no interval." if len(documents) < 2 else ""
+
+
+def _title(task: str) -> str:
+    titles = {"needle": "Needle by length and depth", "needles": "Three needles", "passkey": "Pass key"}
+    return titles.get(task, task.replace("_", " ").capitalize())

@@ -1,0 +1,81 @@
+"""Finished rows on disk: JSON lines, so that an interrupted run keeps what it has and goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+ROWS, PROTOCOL = "rows.jsonl", "protocol.json"
+#: What another command that adds to the same report may have left in the folder.
+REPORT = {"index.html", "report.json", "report-head.json", "sections", "figures"}
+
+
+def digest(value: Any) -> str:
+    """Twelve hexadecimal digits that change with any part of a JSON-ready value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+class Store:
+    """The rows of one protocol in a folder.
+
+    A row's `key` says what was measured, its `digest` under what; the same key under another digest is refused.
+
+    Raises:
+        ValueError: the folder holds rows of another protocol, or something that is no report.
+    """
+
+    def __init__(self, folder: Path, protocol: Mapping[str, Any]) -> None:
+        self.folder = folder
+        foreign = {p.name for p in folder.iterdir()} - REPORT if folder.exists() else set()
+        if foreign and not (folder / PROTOCOL).exists():
+            raise ValueError(f"{folder} is not empty and holds no evaluation; nothing is overwritten: choose another folder")
+        if (folder / PROTOCOL).exists():
+            old = json.loads((folder / PROTOCOL).read_text(encoding="utf-8"))
+            if changed := sorted(k for k in old.keys() & protocol.keys() if old[k] != protocol[k]):
+                told = "; ".join(f"{k}: {old[k]!r} there, {protocol[k]!r} now" for k in changed)
+                raise ValueError(
+                    f"{folder} holds rows of another protocol ({told}); rows are not mixed: choose another folder"
+                )
+            protocol = old | dict(protocol)
+        self.protocol = dict(protocol)
+        self.rows = {row["key"]: row for row in self._read()}
+
+    def _read(self) -> list[Row]:
+        path, rows = self.folder / ROWS, []
+        if not path.exists():
+            return []
+        lines = path.read_text(encoding="utf-8").split("\n")
+        for number, line in enumerate(lines, 1):
+            if not line:
+                continue
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                if number < len(lines):
+                    raise ValueError(f"{path}, line {number}, is no row: remove it, or choose another folder") from None
+        return rows  # a last line without its end was cut off by an interruption, and is measured again
+
+    def check(self, keys: Iterable[tuple[str, str]]) -> None:
+        """Raise ValueError if one of these (key, digest) is there under another digest."""
+        for key, expected in keys:
+            if key in self.rows and self.rows[key]["digest"] != expected:
+                raise ValueError(
+                    f"{self.folder} holds a row {key!r} of another setting, text or model; rows are not mixed: choose another "
+                    "folder, or another name for the setting"
+                )
+
+    def add(self, row: Row) -> None:
+        """Keep a finished row."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        protocol, path = self.folder / PROTOCOL, self.folder / ROWS
+        if not protocol.exists() or json.loads(protocol.read_text(encoding="utf-8")) != self.protocol:
+            protocol.write_text(json.dumps(self.protocol, indent=1) + "\n", encoding="utf-8")
+        if path.exists() and (text := path.read_bytes()) and not text.endswith(b"\n"):
+            path.write_bytes(text[: text.rfind(b"\n") + 1])
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        self.rows[row["key"]] = row

@@ -1,0 +1,200 @@
+"""Saving a model or an adapter with a card, and putting it on the Hub."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub.errors import HfHubHTTPError
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from .card import Facts, contents, hub_id, model_card
+from .integration import config_of
+
+STUB = "modeling_longattn.py"
+#: What is uploaded: weights as safetensors and text. Optimizer states and other pickles stay where they are.
+SUFFIXES = {".safetensors", ".json", ".md", ".txt", ".model", ".jinja", ".py", ".png"}
+_STALE = ("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json", STUB)
+
+
+def save(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    tokenizer: Any = None,
+    name: str | None = None,
+    base_model: str | None = None,
+    remote_code: bool = False,
+    overwrite: bool = False,
+    **card: Any,
+) -> Path:
+    """Save a model (or, of a model with an adapter, the adapter) with its attention and a model card.
+
+    Args:
+        model: a transformers model that runs a method, or a PEFT model with a `LongAttnLoraConfig`.
+        directory: where to; must not hold anything yet.
+        tokenizer: saved along, if given.
+        name: what the card calls the model; default the directory's name.
+        base_model: the Hub's name of the model that this was made from; default what the model was loaded from.
+        remote_code: add the small file that makes loading with trust_remote_code=True import this package.
+        overwrite: into a directory that holds something: weights and configs there are replaced, all else stays.
+        card: training_lengths, metrics, evaluated_on, license; see `hf_longattn.card.Facts`.
+
+    Returns:
+        The directory.
+
+    Raises:
+        ValueError: the model runs no method, or its adapter does not record it.
+        FileExistsError: the directory is not empty, without overwrite.
+    """
+    directory, facts = Path(directory), Facts(**card)
+    config_of(model)  # raises if there is none
+    plain = [n for n, c in (getattr(model, "peft_config", None) or {}).items() if not getattr(c, "longattn", None)]
+    if plain:
+        raise ValueError(
+            f"the adapter {plain[0]} records no attention and would load without it: train with "
+            "hf_longattn.LongAttnLoraConfig, or merge_and_unload() and save the model"
+        )
+    adapter = bool(getattr(model, "peft_config", None))
+    if remote_code and adapter:
+        raise ValueError("remote_code works for whole models only: merge_and_unload() first")
+    stub = _stub(model) if remote_code else None
+    if directory.exists() and any(directory.iterdir()):
+        if not overwrite:
+            raise FileExistsError(f"{directory} is not empty; pass overwrite=True to replace the model in it")
+        for path in (path for pattern in _STALE for path in directory.glob(pattern)):
+            path.unlink()
+    model.save_pretrained(directory)  # type: ignore[operator]
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+    if adapter and base_model:
+        _edit(directory / "adapter_config.json", base_model_name_or_path=base_model)
+    if stub is not None:
+        (directory / STUB).write_text(stub[1], encoding="utf-8")
+        _edit(directory / "config.json", auto_map=stub[0])
+    base = base_model or hub_id(getattr(model, "name_or_path", None))
+    text = model_card(directory, name or directory.name, facts, base_model=base, remote_code=remote_code)
+    text.save(directory / "README.md")
+    return directory
+
+
+def push(
+    model: nn.Module | str | Path,
+    repo_id: str,
+    *,
+    base_model: str | None = None,
+    private: bool | None = None,
+    exist_ok: bool = False,
+    token: str | None = None,
+    endpoint: str | None = None,
+    commit_message: str = "Upload with hf_longattn",
+    tokenizer: Any = None,
+    remote_code: bool = False,
+    **card: Any,
+) -> str:
+    """Upload a model or an adapter to the Hub, with its attention and a card.
+
+    Args:
+        model: as for `save`, or a folder that it (or `save_pretrained`, or Trainer) wrote. A folder is not changed; its
+            README.md is kept, if it is more than PEFT's template.
+        repo_id: "user/name".
+        private: who may see a new repository; None for the account's default.
+        exist_ok: add a commit to a repository that exists, in place of an error.
+        token, endpoint: default those of huggingface_hub.
+        tokenizer, remote_code, base_model, card: as for `save`.
+
+    Returns:
+        The URL of the commit.
+
+    Raises:
+        ValueError: nothing to upload, weights that are not safetensors, or an adapter whose base model only exists here.
+        FileExistsError: the repository exists, without exist_ok. Nothing was uploaded.
+    """
+    if isinstance(model, nn.Module):
+        made: dict[str, Any] = {"tokenizer": tokenizer, "base_model": base_model, "remote_code": remote_code}
+        where: dict[str, Any] = {"private": private, "exist_ok": exist_ok, "token": token, "endpoint": endpoint}
+        with tempfile.TemporaryDirectory() as folder:
+            save(model, folder, name=repo_id, **made, **card)
+            return push(folder, repo_id, commit_message=commit_message, **where)
+    if tokenizer is not None or remote_code:
+        raise ValueError("tokenizer and remote_code belong to a model; a folder has what hf_longattn.save put there")
+    operations = [
+        CommitOperationAdd(path, content) for path, content in files(Path(model), repo_id, Facts(**card), base_model).items()
+    ]
+    api = HfApi(endpoint=endpoint, token=token)
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=exist_ok)
+    except HfHubHTTPError as error:
+        if error.response.status_code != 409:
+            raise
+        raise FileExistsError(
+            f"{repo_id} exists already: pass exist_ok=True to add a commit to it, or choose another name"
+        ) from error
+    return str(api.create_commit(repo_id, operations, commit_message=commit_message).commit_url)
+
+
+def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = None) -> dict[str, Path | bytes]:
+    """What `push` uploads of a folder, by its path in the repository: files, or the bytes that replace them."""
+    saved, adapter = contents(directory)
+    found: dict[str, Path | bytes] = {
+        path.relative_to(directory).as_posix(): path
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.suffix in SUFFIXES and path.name != "trainer_state.json" and not _aside(path, directory)
+    }
+    if not any(name.endswith(".safetensors") for name in found):
+        raise ValueError(f"{directory} holds no safetensors: save the model with hf_longattn.save or save_pretrained")
+    if adapter:
+        base = base_model or hub_id(saved.get("base_model_name_or_path"))
+        if base is None:
+            raise ValueError(
+                f"the adapter's base model is {saved.get('base_model_name_or_path')!r}, which nobody else has: name it as the "
+                'Hub does, base_model="user/name"'
+            )
+        if base_model:
+            found["adapter_config.json"] = _json(saved | {"base_model_name_or_path": base_model})
+    readme = directory / "README.md"
+    if readme.exists() and "[More Information Needed]" not in readme.read_text(encoding="utf-8"):
+        if given := sorted(k for k, v in vars(facts).items() if v and k != "numbers"):
+            raise ValueError(f"{readme} is kept as it is; write {', '.join(given)} into it, or remove it")
+        return found
+    remote_code = "auto_map" in saved
+    return found | {
+        "README.md": str(model_card(directory, repo_id, facts, base_model=base_model, remote_code=remote_code)).encode()
+    }
+
+
+def _aside(path: Path, directory: Path) -> bool:
+    """Whether a file belongs to a checkpoint, a log or something hidden."""
+    return any(part.startswith((".", "checkpoint-", "runs")) for part in path.relative_to(directory).parts)
+
+
+def _stub(model: nn.Module) -> tuple[dict[str, str], str]:
+    """The auto_map of a model, and the file it names."""
+    kind = type(model).__name__
+    mappings = {
+        "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "AutoModelForImageTextToText": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    }
+    autos = [auto for auto, names in mappings.items() if kind in names.values()]
+    if not isinstance(model, PreTrainedModel) or not autos:
+        raise ValueError(f"remote_code knows causal language models of transformers, not {kind}")
+    code = (
+        '"""For trust_remote_code=True: the attention comes from the package hf_longattn, the model from transformers."""\n\n'
+        "try:\n    import hf_longattn  # noqa: F401\nexcept ImportError as error:\n"
+        '    raise ImportError("this model\'s attention needs the package hf_longattn: pip install hf_longattn") from error\n'
+        f"from transformers import {kind} as Base\n\n\nclass {kind}(Base):\n    pass\n"
+    )
+    return {auto: f"{Path(STUB).stem}.{kind}" for auto in autos}, code
+
+
+def _edit(path: Path, **changes: Any) -> None:
+    path.write_bytes(_json(json.loads(path.read_text(encoding="utf-8")) | changes))
+
+
+def _json(data: dict[str, Any]) -> bytes:
+    return (json.dumps(data, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,134 @@
+"""Curves and heat maps as PNG, small enough to be read on a phone, in colours that colour-blind readers can tell apart."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+#: Okabe and Ito's palette, black first; markers differ too, so that no line is told by colour alone.
+COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
+MARKERS = "osD^vPX*"
+LINES = ("-", "--", "-.", ":")
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError('figures need matplotlib: pip install "hf_longattn[cli]"') from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def curves(
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    xlabel: str,
+    ylabel: str,
+    title: str = "",
+    mark: Mapping[str, float] | None = None,
+    log_x: bool = False,
+    limits: tuple[float, float] | None = None,
+    errors: Mapping[str, Sequence[float]] | None = None,
+) -> bytes:
+    """A PNG of named lines through (x, y) points.
+
+    Args:
+        mark: vertical dotted lines at these x, by their label (the trained length, say).
+        limits: of the y axis; from the data if None.
+        errors: half-widths of intervals around each line's points; NaN for none.
+    """
+    pyplot = _pyplot()
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+
+    figure, axes = pyplot.subplots(figsize=(4.8, 4.2), layout="constrained")
+    for i, (name, points) in enumerate(lines.items()):
+        xs, ys = [p[0] for p in points], [p[1] for p in points]
+        style = {
+            "color": COLOURS[i % len(COLOURS)],
+            "linestyle": LINES[i // len(COLOURS) % len(LINES)],
+            "marker": MARKERS[i % len(MARKERS)],
+            "markersize": 4,
+            "linewidth": 1.5 if i else 3.5,  # what all are compared with stays visible behind a line that covers it
+            "markevery": max(1, len(xs) // 8),
+        }
+        axes.plot(xs, ys, label=name, **style)
+        if errors and name in errors:
+            low, high = ([y + s * e for y, e in zip(ys, errors[name], strict=True)] for s in (-1, 1))
+            axes.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    for label, x in (mark or {}).items():
+        axes.axvline(x, color="#666666", linestyle=":", linewidth=1)
+        axes.annotate(
+            label,
+            (x, 0.99),
+            xycoords=("data", "axes fraction"),
+            fontsize=8,
+            ha="right",
+            va="top",
+            rotation=90,
+            color="#444444",
+        )
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    if not log_x and max((x for points in lines.values() for x, _ in points), default=0) > 4096:
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 4, 8]))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+        axes.tick_params(axis="x", labelsize=8)
+    if log_x:
+        axes.set_xscale("log", base=2)
+        ticks = sorted({x for points in lines.values() for x, _ in points})
+        axes.set_xticks(ticks, [tokens_shown(x) for x in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    if limits:
+        axes.set_ylim(*limits)
+    if title:
+        axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
+    if len(lines) > 1:
+        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    return _png(pyplot, figure)
+
+
+def heat_map(
+    values: Sequence[Sequence[float | None]],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    xlabel: str,
+    ylabel: str,
+    title: str,
+    limits: tuple[float, float],
+    unit: str,
+    digits: int = 2,
+) -> bytes:
+    """A PNG of a grid whose cells carry their numbers; `limits` are the ends of the colour scale, `unit` its label."""
+    pyplot = _pyplot()
+    grid = [[float("nan") if v is None else v for v in row] for row in values]
+    figure, axes = pyplot.subplots(figsize=(4.8, 1.6 + 0.36 * len(rows)), layout="constrained")
+    image = axes.imshow(grid, cmap="cividis", vmin=limits[0], vmax=limits[1], aspect="auto")
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.set_title(title, fontsize=10)
+    middle = sum(limits) / 2
+    if len(columns) <= 12:
+        for y, row in enumerate(grid):
+            for x, value in enumerate(row):
+                if value == value:
+                    ink = "black" if value > middle else "white"
+                    axes.text(x, y, f"{value:.{digits}f}", ha="center", va="center", color=ink, fontsize=8)
+    figure.colorbar(image, label=unit, fraction=0.05)
+    return _png(pyplot, figure)
+
+
+def tokens_shown(n: float) -> str:
+    """A length as people say it: 16k for 16,384, 300 for 300."""
+    return f"{int(n) // 1024}k" if n >= 1024 and n % 1024 == 0 else f"{int(n)}"
+
+
+def _png(pyplot: Any, figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
+    pyplot.close(figure)
+    return buffer.getvalue()

@@ -1,0 +1,248 @@
+"""Settings: a model as it is to be measured, in one short string or one entry of a YAML file.
+
+    METHOD[:key=value[:key=value...]][@ROPE[:factor]]
+
+    unmodified                            the model as it is
+    scale_invariant:tau=100:decay=0.5     a method and its parameters
+    infoscale+cosscale                    several, in different slots
+    @yarn:2                               YaRN for twice the trained length, no method
+    infoscale:stack=true@yarn:2           both
+
+Commas separate settings, colons parameters. Values are JSON (`true`, `0.5`), anything else is a word; lists need a file.
+A YAML file maps names to entries with the fields of `Setting`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from .config import LongAttnConfig, ModelFacts
+from .integration import apply, rope
+from .integration.model import bound_config
+
+UNMODIFIED = "unmodified"
+#: Position encodings by name, and whether they take a number.
+ROPES = {"yarn": rope.yarn, "ntk": rope.ntk, "linear": rope.linear, "prope": rope.prope, "nope": rope.nope}
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run a model.
+
+    Args:
+        name: what tables and files call it.
+        method: a preset's name, with `parameters`; or the slots written out, as in a saved `longattn` section; None for none.
+        rope: "yarn:2" and the like; None for the model's own.
+        adapter: a directory with a LoRA adapter. If it holds a config.json too, the model is built with that, so that an
+            adapter saved with its attention gets it back.
+        model: another checkpoint in place of the command's, for weights that were trained under the method.
+    """
+
+    name: str
+    method: str | Mapping[str, Any] | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    rope: str | None = None
+    adapter: str | None = None
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.method, Mapping) and self.parameters:
+            raise ValueError(f"setting {self.name!r}: parameters belong into the slots, where the method is written out")
+        if self.parameters and self.method is None:
+            raise ValueError(f"setting {self.name!r} has parameters but no method")
+        self.config  # noqa: B018  it raises
+        if self.rope is not None:
+            _rope(self.rope)
+        if self.adapter is not None and not Path(self.adapter).is_dir():
+            raise ValueError(f"setting {self.name!r}: the adapter {self.adapter!r} is not a directory")
+
+    @property
+    def config(self) -> LongAttnConfig | None:
+        """What `apply` gets."""
+        if self.method is None:
+            return None
+        if isinstance(self.method, str):
+            return LongAttnConfig.preset(self.method, **self.parameters)
+        return LongAttnConfig.from_dict(self.method)
+
+    @property
+    def unmodified(self) -> bool:
+        return self.method is None and self.rope is None and self.adapter is None and self.model is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, without what is not set; equal dicts mean the same measurement, whatever the name."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items() if v not in (None, {}) and k != "name"}
+
+    @classmethod
+    def parse(cls, text: str) -> Setting:
+        """A setting from its string.
+
+        Raises:
+            ValueError: unknown method, parameter or position encoding; the message says what is near.
+        """
+        what, at, encoding = text.strip().partition("@")
+        name, *pairs = what.split(":")
+        if name in ("", UNMODIFIED):
+            if pairs or (not name and not at):
+                raise ValueError(f"{text!r} names no method; write {UNMODIFIED}, a method, or @yarn:2")
+            method = None
+        else:
+            method = name
+        parameters = {}
+        for pair in pairs:
+            key, equals, value = pair.partition("=")
+            if not equals:
+                raise ValueError(f"{pair!r} in {text!r} is not key=value")
+            parameters[key] = _value(value)
+        return cls(text.strip() or UNMODIFIED, method, parameters, encoding if at else None)
+
+
+def parse_settings(
+    methods: Sequence[str], ropes: Sequence[str] = (), file: Path | None = None, adapters: Sequence[str] = ()
+) -> list[Setting]:
+    """The settings of a command line, the unmodified model first: every method without an @ crossed with every rope.
+
+    Args:
+        methods: strings of settings, several in one separated by commas.
+        ropes: "plain", "yarn:2", ...; none means the model's own.
+        file: YAML, added behind.
+        adapters: NAME=DIRECTORY each, added last.
+
+    Raises:
+        ValueError: a setting is wrong, or two share a name.
+    """
+    encodings = [r for text in ropes for r in text.split(",")] or [PLAIN]
+    names = [m for text in methods for m in text.split(",")] or [UNMODIFIED]
+    texts = [n if "@" in n or e == PLAIN else f"{'' if n == UNMODIFIED else n}@{e}" for e in encodings for n in names]
+    settings = [Setting.parse(text) for text in texts] + ([] if file is None else read_settings(file))
+    for text in adapters:
+        name, equals, directory = text.partition("=")
+        if not equals:
+            raise ValueError(f"an adapter is given as NAME=DIRECTORY, got {text!r}")
+        settings.append(Setting(name, adapter=directory))
+    found = [Setting(UNMODIFIED)]
+    for setting in settings:
+        if any(setting.to_dict() == other.to_dict() for other in found):
+            continue
+        if any(setting.name == other.name for other in found):
+            raise ValueError(f"two different settings are called {setting.name!r}")
+        found.append(setting)
+    return found
+
+
+def read_settings(file: Path) -> list[Setting]:
+    """The settings of a YAML file: a mapping from names to entries; relative paths start at the file."""
+    yaml = _yaml()
+    data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    if not isinstance(data, dict):
+        raise ValueError(f"{file} must map names to settings")
+    out = []
+    for name, entry in data.items():
+        entry = {} if entry is None else entry
+        known = {f.name for f in dataclasses.fields(Setting)} - {"name"}
+        if not isinstance(entry, dict) or set(entry) - known:
+            raise ValueError(f"{file}: {name!r} must be a mapping with keys among {', '.join(sorted(known))}; got {entry!r}")
+        if entry.get("adapter") is not None:
+            entry = entry | {"adapter": str(file.parent / entry["adapter"])}
+        out.append(Setting(str(name), **entry))
+    return out
+
+
+def load_setting(setting: Setting, model: str, dtype: str | torch.dtype = "auto", device: str = "cpu") -> Any:
+    """A causal language model under a setting, for inference: weights loaded, rope edited, adapter merged, method applied."""
+    source = setting.model or model
+    config = _edited_config(setting, source)
+    loaded = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype)
+    if setting.adapter is not None:
+        try:
+            from peft import PeftModel
+        except ImportError:
+            raise ImportError('adapters need peft: pip install "hf_longattn[train]"') from None
+        loaded = PeftModel.from_pretrained(loaded, setting.adapter).merge_and_unload()
+    if setting.config is not None:
+        apply(loaded, setting.config)
+    return loaded.to(device).eval()
+
+
+def check_setting(setting: Setting, model: str) -> ModelFacts:
+    """Everything that can be wrong with a setting on a model, found on its config alone, before any weights are read.
+
+    Returns:
+        What the methods know about the model; `train_length` among it.
+
+    Raises:
+        ValueError: the method does not fit the model, or clashes with its position encoding.
+    """
+    config = _edited_config(setting, setting.model or model)
+    try:
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config)
+        if setting.config is not None:
+            apply(empty, setting.config)
+        return bound_config(empty, LongAttnConfig())[1]
+    except ValueError as error:
+        raise ValueError(f"setting {setting.name!r}: {error}") from None
+
+
+def check_lengths(model: str, lengths: Sequence[int]) -> None:
+    """Raise ValueError if a length lies beyond a model's learned position table, which no method can extend."""
+    text = AutoConfig.from_pretrained(model).get_text_config()
+    size = getattr(text, "max_position_embeddings", None)
+    learned = not getattr(text, "rope_parameters", None) and not getattr(text, "alibi", False)
+    if learned and size is not None and max(lengths) > size:
+        raise ValueError(
+            f"{model} learned its positions and ends at {size} tokens; {max(lengths)} cannot be read under any method: "
+            "shorten the lengths, or use a model with rotary positions"
+        )
+
+
+def _edited_config(setting: Setting, source: str) -> Any:
+    if setting.adapter is not None and (Path(setting.adapter) / "config.json").exists():
+        source = setting.adapter
+    config = AutoConfig.from_pretrained(source)
+    if setting.rope is not None:
+        function, arguments = _rope(setting.rope)
+        function(config, *arguments)
+    return config
+
+
+def _rope(text: str) -> tuple[Any, list[float]]:
+    name, *numbers = text.split(":")
+    if name not in ROPES:
+        near = difflib.get_close_matches(name, ROPES, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown position encoding {text!r}{hint} Known: {PLAIN}, {', '.join(ROPES)}")
+    wanted = 0 if name == "nope" else 1
+    try:
+        values = [float(n) for n in numbers]
+    except ValueError:
+        values = []
+    if len(values) != wanted or len(numbers) != wanted:
+        raise ValueError(f"{text!r}: {name} takes {'no number' if not wanted else f'one number, as in {name}:2'}")
+    return ROPES[name], values
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise ImportError('settings in a file need pyyaml: pip install "hf_longattn[cli]"') from None
+    return yaml

@@ -1,0 +1,188 @@
+"""Needles in a haystack: sentences hidden in a long text, and an answer that lists what they said.
+
+The task of Anson et al., "Scale-invariant attention" (2025), App. G.2. Theirs: three needles at uniformly random places, the
+form of needle and answer, no loss outside the answer. Ours, where they say nothing: the answer lists the needles in the order
+of the text, a short line asks for it, and the end-of-text token, where the tokenizer has one, is part of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: What a label says where there is no loss.
+IGNORE = -100
+
+QUESTION = "\nThe special magic numbers are: "
+
+_CITIES = """
+Accra Amsterdam Ankara Athens Auckland Bangkok Barcelona Beirut Belgrade Berlin Bogota Boston Brussels Bucharest
+Budapest Cairo Caracas Chicago Copenhagen Dakar Dallas Damascus Delhi Denver Dhaka Dublin Geneva Glasgow Hamburg Hanoi
+Harare Havana Helsinki Houston Istanbul Jakarta Jerusalem Kabul Karachi Kigali Kingston Kyoto Lagos Lahore Lima Lisbon
+London Lusaka Lyon Madrid Manchester Manila Marseille Melbourne Miami Milan Minsk Montreal Moscow Mumbai Munich Nairobi
+Naples Osaka Oslo Ottawa Paris Perth Prague Quito Rabat Riga Rome Santiago Seattle Seoul Shanghai Singapore Sofia
+Stockholm Stuttgart Sydney Taipei Tallinn Tehran Tirana Tokyo Toronto Tripoli Tunis Turin Valencia Vancouver Venice
+Vienna Vilnius Warsaw Yerevan Zagreb Zurich
+"""
+CITIES = tuple(_CITIES.split())
+
+
+@dataclass(frozen=True)
+class Needle:
+    city: str
+    number: int  # seven digits
+
+    @property
+    def sentence(self) -> str:
+        return f" The special magic {self.city} number is {self.number}."
+
+    @property
+    def answer(self) -> str:
+        return f"{self.city}={self.number}"
+
+
+@dataclass(frozen=True)
+class NeedleSample:
+    """One text with its answer, ready for a causal language model.
+
+    input_ids, labels: int64 (length,); labels are IGNORE outside the answer. Everything before `prompt_length` is the prompt
+    that a generation starts from. Of each needle, in the order of the text: `depths`, the share of the haystack before it
+    (0 first, 1 last), and `spans`, the [first, last) positions of its "city=number" in the answer.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    prompt_length: int
+    needles: tuple[Needle, ...]
+    depths: tuple[float, ...]
+    spans: tuple[tuple[int, int], ...]
+
+
+class NeedleTask:
+    """Samples of any length from one haystack; sample `index` of a seed is always the same.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        haystack: the text to hide needles in, as one string, several that are joined, or token ids, int64 (tokens,).
+        needles: how many are hidden in each text.
+        seed: samples of different seeds are independent; keep one for training and another for testing.
+
+    Raises:
+        ValueError: more needles than cities.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        haystack: str | Sequence[str] | Tensor,
+        needles: int = 3,
+        seed: int = 0,
+        question: str = QUESTION,
+    ) -> None:
+        if not 1 <= needles <= len(CITIES):
+            raise ValueError(f"needles must lie in [1, {len(CITIES)}], got {needles}")
+        self.tokenizer, self.needles, self.seed = tokenizer, needles, seed
+        if not isinstance(haystack, Tensor):
+            haystack = torch.tensor(self._encode(haystack if isinstance(haystack, str) else "\n\n".join(haystack)))
+        self.haystack = haystack
+        self._question = self._encode(question)
+        self._start = [] if tokenizer.bos_token_id is None or not self._adds_start() else [tokenizer.bos_token_id]
+        self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    @property
+    def minimum_length(self) -> int:
+        """The shortest length that holds any choice of needles, question and answer, with a token of haystack each."""
+        longest = max(CITIES, key=lambda city: len(self._encode(Needle(city, 8888888).sentence)))
+        needles = (Needle(longest, 8888888),) * self.needles
+        pieces, _ = self._answer(needles)
+        return self._fixed(needles) + len(pieces) + self.needles
+
+    def check(self, length: int) -> None:
+        """Raise ValueError, saying what would do, if samples of `length` tokens cannot be made."""
+        if length < (least := self.minimum_length):
+            raise ValueError(
+                f"{length} tokens have no room for {self.needles} needles, the question and the answer: {least} are needed"
+            )
+        if len(self.haystack) < length:
+            raise ValueError(
+                f"the haystack has {len(self.haystack)} tokens; texts of {length} need at least as many: add text or shorten"
+            )
+
+    def sample(self, index: int, length: int, depths: Sequence[float] | None = None) -> NeedleSample:
+        """Sample `index` at exactly `length` tokens, answer included.
+
+        Args:
+            depths: where to put the needles, one number in [0, 1] each; None for uniformly random places.
+
+        Raises:
+            ValueError: no room (see `check`), or wrong depths.
+        """
+        self.check(length)
+        rng = random.Random(f"{self.seed}:{index}")
+        needles = tuple(Needle(city, rng.randrange(1_000_000, 10_000_000)) for city in rng.sample(CITIES, self.needles))
+        answer, spans = self._answer(needles)
+        room = length - self._fixed(needles) - len(answer)
+        first = rng.randrange(len(self.haystack) - room + 1)
+        hay = self.haystack[first : first + room].tolist()
+        if depths is None:
+            places = sorted(rng.randint(0, room) for _ in needles)
+        elif len(depths) == self.needles and all(0 <= d <= 1 for d in depths):
+            places = sorted(round(d * room) for d in depths)
+        else:
+            raise ValueError(f"depths must be {self.needles} numbers in [0, 1], got {list(depths)}")
+        ids, used = list(self._start), 0
+        for needle, place in zip(needles, places, strict=True):
+            ids += hay[used:place] + self._encode(needle.sentence)
+            used = place
+        ids += hay[used:] + self._question
+        labels = torch.tensor([IGNORE] * len(ids) + answer)
+        return NeedleSample(
+            input_ids=torch.tensor(ids + answer),
+            labels=labels,
+            prompt_length=len(ids),
+            needles=needles,
+            depths=tuple(place / room for place in places),
+            spans=tuple((len(ids) + a, len(ids) + b) for a, b in spans),
+        )
+
+    def _answer(self, needles: Sequence[Needle]) -> tuple[list[int], list[tuple[int, int]]]:
+        """The answer's ids, and of each needle its span in them; encoded in pieces, so that spans are exact."""
+        ids: list[int] = []
+        spans = []
+        for needle in needles:
+            if ids:
+                ids += self._encode(";")
+            first = len(ids)
+            ids += self._encode(needle.answer)
+            spans.append((first, len(ids)))
+        return ids + self._end, spans
+
+    def _fixed(self, needles: Sequence[Needle]) -> int:
+        return len(self._start) + len(self._question) + sum(len(self._encode(n.sentence)) for n in needles)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _adds_start(self) -> bool:
+        return list(self.tokenizer("a")["input_ids"])[:1] == [self.tokenizer.bos_token_id]
+
+
+def hits(predicted: Tensor, sample: NeedleSample) -> list[bool]:
+    """Of each needle, whether city and number are both right, from a forward pass over the whole sample.
+
+    Args:
+        predicted: int64 (length,); at each position the token that the model holds most likely there, given those before it
+            (logits.argmax(-1) shifted by one). The answer's earlier tokens are the true ones.
+    """
+    return [bool((predicted[a:b] == sample.input_ids[a:b]).all()) for a, b in sample.spans]
+
+
+def hits_in_text(answer: str, sample: NeedleSample) -> list[bool]:
+    """The same from a generated answer: "city=number" entries, separated by semicolons, in any order."""
+    given = {part.strip() for part in answer.split(";")}
+    return [needle.answer in given for needle in sample.needles]

@@ -1,0 +1,64 @@
+"""Every text task by name."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from torch import Tensor
+
+from .needle import NeedleSample, NeedleTask
+from .sample import Task
+from .text import LINE_TASKS, LineTask
+
+ALIASES = {"argmax_retrieval": "max_retrieval"}
+#: Tasks that hide something in the user's own text.
+HAYSTACK_TASKS = ("needle", "needles")
+TASK_NAMES = (*HAYSTACK_TASKS, *LINE_TASKS)
+
+
+class NeedleGrid:
+    """One needle a text, at `depths` places from first to last: sample i has depth i modulo their number."""
+
+    def __init__(self, tokenizer: Any, haystack: str | Tensor, depths: int = 5, seed: int = 0) -> None:
+        if depths < 2:
+            raise ValueError(f"a grid of depths needs at least 2, got {depths}")
+        self.task, self.depths = NeedleTask(tokenizer, haystack, needles=1, seed=seed), depths
+
+    def check(self, length: int) -> None:
+        self.task.check(length)
+
+    def sample(self, index: int, length: int) -> NeedleSample:
+        return self.task.sample(index, length, depths=[index % self.depths / (self.depths - 1)])
+
+
+def canonical(name: str) -> str:
+    """A task's name, aliases resolved.
+
+    Raises:
+        ValueError: there is no such task; the message says which is near.
+    """
+    name = ALIASES.get(name, name)
+    if name not in TASK_NAMES:
+        near = difflib.get_close_matches(name, TASK_NAMES, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"unknown task {name!r}; {hint}known tasks: {', '.join(TASK_NAMES)}")
+    return name
+
+
+def make_task(name: str, tokenizer: Any, haystack: str | Tensor | None = None, depths: int = 5, seed: int = 0) -> Task:
+    """A text task by name.
+
+    Args:
+        haystack: the text for `needle` and `needles`, which need one.
+        depths: places of `needle`.
+    """
+    name = canonical(name)
+    if name in HAYSTACK_TASKS:
+        if haystack is None:
+            raise ValueError(f"{name} hides needles in a text: give one")
+        if name == "needle":
+            return NeedleGrid(tokenizer, haystack, depths, seed)
+        return NeedleTask(tokenizer, haystack, seed=seed)
+    make, least = LINE_TASKS[name]
+    return LineTask(tokenizer, make, least, seed)

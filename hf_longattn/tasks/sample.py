@@ -1,0 +1,55 @@
+"""What every text task gives: one text with its answers marked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Sample(Protocol):
+    """One text for a causal language model.
+
+    input_ids: int64 (length,). spans: the [first, last) positions of each answer. depths: of each answer, the share of the
+    text before what it asks for (0 first, 1 last).
+    """
+
+    @property
+    def input_ids(self) -> Tensor: ...
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]: ...
+    @property
+    def depths(self) -> tuple[float, ...]: ...
+
+
+class Task(Protocol):
+    """Samples of any length; sample `index` is always the same."""
+
+    def check(self, length: int) -> None:
+        """Raise ValueError, with the length that is needed, if there is no room for the task in `length` tokens."""
+
+    def sample(self, index: int, length: int) -> Sample: ...
+
+
+@dataclass(frozen=True)
+class TextSample:
+    """A `Sample`."""
+
+    input_ids: Tensor
+    spans: tuple[tuple[int, int], ...]
+    depths: tuple[float, ...]
+
+
+class Encoder:
+    """A tokenizer for texts that are put together from pieces, each encoded by itself, so that lengths add up."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        bos = tokenizer.bos_token_id
+        adds = bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos]
+        #: What a text starts with: the beginning-of-text token, if this tokenizer puts one there.
+        self.start: list[int] = [bos] if adds else []
+
+    def __call__(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

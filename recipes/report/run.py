@@ -1,0 +1,49 @@
+"""The committed reports, by `hf-longattn eval`: models fetched, losses first, then tasks. Interrupted runs go on.
+
+    make report TEXT=pride-and-prejudice.txt
+
+Rows that docs/reports/ holds are not run again; take another --out to measure anew.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from hf_longattn.cli import app
+
+ROOT = Path(__file__).parent.parent.parent
+HERE = Path(__file__).parent
+sys.path += [str(ROOT / "recipes" / "demo"), str(HERE)]
+
+import gemma  # noqa: E402
+import model as smollm2  # noqa: E402
+
+#: Of each model: where it comes from, the page's title, and the lengths of losses and of tasks.
+REPORTS = {
+    "smollm2": (smollm2.obtain, "SmolLM2-135M beyond its trained length", "2k,4k,8k,16k", "2k,4k,8k"),
+    "gemma": (gemma.obtain, "Gemma 3 270M within its trained length", "1k,2k,4k", ""),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, required=True, help="a book; the committed report has Pride and Prejudice")
+    parser.add_argument("--model", choices=[*REPORTS, "all"], default="all")
+    parser.add_argument("--adapter", type=Path, help="SmolLM2 adapted to scale-invariant attention, as a LoRA adapter")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "reports")
+    parser.add_argument("--no-tasks", action="store_true", help="losses alone")
+    args = parser.parse_args()
+    for name, (obtain, title, lengths, task_lengths) in REPORTS.items():
+        if args.model not in (name, "all"):
+            continue
+        base = ["eval", str(obtain(ROOT / "models")), "--settings", str(HERE / f"{name}.yaml"), "--text", str(args.text)]
+        base += ["--out", str(args.out / name), "--dtype", "bfloat16", "--title", title]
+        if args.adapter and name == "smollm2":
+            base += ["--adapter", f"scale-invariant, adapted={args.adapter}"]
+        app([*base, "--lengths", lengths, "--targets", "1024"], standalone_mode=False)
+        if task_lengths and not args.no_tasks:
+            app([*base, "--lengths", task_lengths, "--tasks", "needles,passkey", "--samples", "2"], standalone_mode=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,488 @@
+"""Adapters that record their model's attention: the same model however they are loaded, and the base when switched off."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from cases import CASES
+from helpers import close, multimodal, picture, stock, tokens
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+import hf_longattn
+from hf_longattn import LongAttnConfig
+
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
+
+FAMILIES = ("llama", "gemma3", "gpt2")
+METHODS = {
+    "scale_invariant": CASES["sinks"],
+    "cosscale": LongAttnConfig.preset("infoscale+cosscale", train_length=5),
+    "rerope": LongAttnConfig.preset("rerope", window=6),
+    "learned": LongAttnConfig.preset("logn+output_layer_norm", train_length=5, learned=True, deviation=0.4),
+}
+PLAIN = METHODS["scale_invariant"]
+
+
+@torch.no_grad()
+def logits(m: Any, **inputs: Tensor) -> Tensor:
+    return m.eval()(**(inputs or {"input_ids": tokens()})).logits
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints without a method."""
+    paths = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, path in paths.items():
+        stock(family).save_pretrained(path)
+    return paths
+
+
+def lora(family: str = "llama", kind: Any = None, **options: Any) -> Any:
+    target = "c_attn" if family == "gpt2" else "q_proj"
+    target = options.pop("target", [target])
+    options = {"task_type": "CAUSAL_LM", "init_lora_weights": False, "fan_in_fan_out": family == "gpt2"} | options
+    return (kind or hf_longattn.LongAttnLoraConfig)(target_modules=target, **options)
+
+
+def adapted(base: Path, config: LongAttnConfig = PLAIN, family: str = "llama", **options: Any) -> Any:
+    """A base under a method, with an adapter, and no trainable parameter where it starts."""
+    model = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(base), config)
+    return disturbed(peft.get_peft_model(model, lora(family, **options)))
+
+
+def disturbed(model: Any) -> Any:
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.requires_grad and ".longattn." in name:
+                p += 0.3 * torch.rand(p.shape, generator=generator)
+    return model
+
+
+def by_transformers(path: Path) -> Any:
+    """The adapter's folder given to transformers; None where that release cannot load learned parameters, and says so."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(path)
+    except NotImplementedError as error:
+        if transformers.__version__ >= "5.23" or "does not load the learned parameters of an adapter" not in str(error):
+            raise
+        return None
+
+
+LOADERS = {
+    "AutoPeftModel": lambda base, path: peft.AutoPeftModelForCausalLM.from_pretrained(path),
+    "PeftModel": lambda base, path: peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), path),
+    "AutoModel": lambda base, path: by_transformers(path),
+}
+
+
+# saved and loaded -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("llama", m) for m in METHODS] + [("gemma3", "learned"), ("gpt2", "learned")],
+)
+def test_every_loader_gives_the_same_model(
+    family: str, method: str, loader: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    m = adapted(bases[family], METHODS[method], family)
+    want = logits(m)
+    m.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", category=UserWarning)
+        loaded = LOADERS[loader](bases[family], tmp_path)
+    if loaded is None:
+        return
+    close(logits(loaded), want, 1e-6)
+    assert hf_longattn.config_of(loaded) == hf_longattn.config_of(m)
+    plain = logits(AutoModelForCausalLM.from_pretrained(bases[family]))
+    assert (want - plain).abs().max() > 1e-2
+    if loader != "AutoModel":  # and once more
+        loaded.save_pretrained(tmp_path / "again")
+        close(logits(LOADERS[loader](bases[family], tmp_path / "again")), want, 1e-6)
+        want = logits(loaded.double())  # cosscale's sharp rows magnify the rounding of merged float32 weights
+        merged = loaded.merge_and_unload()
+        close(logits(merged), want, 1e-9)
+        merged.save_pretrained(tmp_path / "merged")
+        close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)), want)
+
+
+# switched off -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", ["scale_invariant", "learned"])
+def test_switched_off_it_is_the_base_model(family: str, method: str, bases: dict[str, Path]) -> None:
+    plain = logits(AutoModelForCausalLM.from_pretrained(bases[family]))
+    m = adapted(bases[family], METHODS[method], family)
+    want, trained = logits(m), {n: p.clone() for n, p in m.named_parameters()}
+    with m.disable_adapter():
+        assert torch.equal(logits(m), plain)
+        with m.disable_adapter():
+            assert torch.equal(logits(m), plain)
+        assert torch.equal(logits(m), plain)
+        with pytest.raises(RuntimeError, match="switched off"):
+            hf_longattn.apply(m, "cosscale")
+        with pytest.raises(RuntimeError, match="switched off"):
+            hf_longattn.remove(m)
+        with pytest.raises(RuntimeError, match="switched off"):
+            m.set_attn_implementation("sdpa")
+        with pytest.raises(RuntimeError, match="switched off"):
+            m.add_adapter("other", lora(family))
+    assert torch.equal(logits(m), want)
+    m.disable_adapter_layers()
+    off = copy.deepcopy(m)
+    m.enable_adapter_layers()
+    assert torch.equal(logits(m), want)
+    assert torch.equal(logits(off), plain)
+    off.enable_adapter_layers()
+    assert torch.equal(logits(off), want)
+    assert all(torch.equal(p, trained[n]) for n, p in m.named_parameters())
+    with pytest.raises(ZeroDivisionError), m.disable_adapter():
+        1 / 0  # noqa: B018
+    assert torch.equal(logits(m), want)
+
+
+def test_the_first_call_may_come_while_switched_off(bases: dict[str, Path]) -> None:
+    """rerope proves the model's rotation at its first call, which must then be the first with the method on."""
+    config = METHODS["rerope"]
+    base = AutoModelForCausalLM.from_pretrained(bases["llama"], attn_implementation="rerope", longattn={"window": 6})
+    m = peft.get_peft_model(base, lora())
+    with m.disable_adapter():
+        assert torch.equal(logits(m), logits(AutoModelForCausalLM.from_pretrained(bases["llama"])))
+    same = peft.get_peft_model(hf_longattn.apply(stock("llama"), config), lora())
+    same.load_state_dict(m.state_dict())
+    assert torch.equal(logits(m), logits(same))
+
+
+def test_off_means_the_attention_it_had_before(bases: dict[str, Path]) -> None:
+    base = AutoModelForCausalLM.from_pretrained(bases["llama"], attn_implementation="eager")
+    plain = logits(base)
+    m = peft.get_peft_model(hf_longattn.apply(base, PLAIN), lora())
+    with m.disable_adapter():
+        assert base.config._attn_implementation == "eager"
+        assert torch.equal(logits(m), plain)
+    assert base.config._attn_implementation == "scale_invariant"
+
+
+def test_a_base_with_a_method_of_its_own_keeps_it(bases: dict[str, Path], tmp_path: Path) -> None:
+    name = METHODS["learned"]
+    m = disturbed(hf_longattn.apply(AutoModelForCausalLM.from_pretrained(bases["llama"]), name))
+    m.save_pretrained(tmp_path / "base")
+    want = logits(m)
+    m = adapted(tmp_path / "base", name)
+    assert m.peft_config["default"].base_has_method
+    with m.disable_adapter():
+        close(logits(m), want, 1e-6)
+    m.save_pretrained(tmp_path / "adapter")
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(loaded), logits(m))
+    with loaded.disable_adapter():
+        close(logits(loaded), want, 1e-6)
+
+
+def test_composite() -> None:
+    """Only the language model goes back and forth, never the vision tower."""
+    m, plain = multimodal(), logits(multimodal(), **picture())
+    m = peft.get_peft_model(hf_longattn.apply(m, PLAIN), lora(target=".*language_model.*q_proj"))
+    want = logits(m, **picture())
+    assert (want - plain).abs().max() > 1e-3
+    before = {k: c._attn_implementation for k, c in configs(m).items()}
+    with m.disable_adapter():
+        close(logits(m, **picture()), plain, 1e-6)
+        assert {c._attn_implementation for c in configs(m).values()} == {"sdpa"}
+    assert {k: c._attn_implementation for k, c in configs(m).items()} == before
+    assert torch.equal(logits(m, **picture()), want)
+
+
+def configs(m: Any) -> dict[str, Any]:
+    top = m.get_base_model().config
+    return {"top": top, "text": top.text_config, "vision": top.vision_config}
+
+
+def test_a_teacher_that_shares_the_weights(bases: dict[str, Path]) -> None:
+    """Distillation: base logits without gradients, the adapted with them, under gradient checkpointing too."""
+    ids, grads = tokens(), []
+    teacher = logits(AutoModelForCausalLM.from_pretrained(bases["llama"]))
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        m = adapted(bases["llama"])
+        if checkpointing:
+            base = m.get_base_model()
+            name = "activation_checkpointing_enable"  # its name in transformers 6
+            getattr(base, name if hasattr(base, name) else "gradient_checkpointing_enable")()
+        m.train()
+        student = m(input_ids=ids, use_cache=False).logits
+        with torch.no_grad(), m.disable_adapter():
+            aim = m(input_ids=ids, use_cache=False).logits
+        assert torch.equal(aim, teacher)
+        (student.log_softmax(-1) * aim.softmax(-1)).sum().backward()  # recomputes after the switch went back
+        grads.append({n: p.grad for n, p in m.named_parameters() if p.grad is not None})
+    assert grads[0]
+    assert grads[0].keys() == grads[1].keys()
+    for n, g in grads[0].items():
+        close(grads[1][n], g, 1e-4 * float(g.abs().max()))
+
+
+# rotary settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize(("family", "method"), [("llama", "scale_invariant"), ("gemma3", "rerope")])
+def test_prope_comes_along(family: str, method: str, loader: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    plain = logits(AutoModelForCausalLM.from_pretrained(bases[family]))
+    edited = hf_longattn.rope.prope(AutoConfig.from_pretrained(bases[family]), 0.5)
+    base = AutoModelForCausalLM.from_pretrained(bases[family], config=edited)
+    m = peft.get_peft_model(hf_longattn.apply(base, METHODS[method]), lora(family))
+    want = logits(m)
+    with m.disable_adapter():  # the base model, with the base's RoPE
+        assert torch.equal(logits(m), plain)
+    assert torch.equal(logits(m), want)
+    m.save_pretrained(tmp_path)
+    loaded = LOADERS[loader](bases[family], tmp_path)
+    close(logits(loaded), want, 1e-6)
+    if loader != "AutoModel":
+        with loaded.disable_adapter():
+            assert torch.equal(logits(loaded), plain)
+        assert torch.equal(logits(loaded), logits(LOADERS[loader](bases[family], tmp_path)))
+        merged = loaded.merge_and_unload()
+        merged.save_pretrained(tmp_path / "merged")
+        close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), want)
+
+
+def test_rotary_settings_that_fit_neither(bases: dict[str, Path], tmp_path: Path) -> None:
+    edited = hf_longattn.rope.prope(AutoConfig.from_pretrained(bases["llama"]), 0.5)
+    base = AutoModelForCausalLM.from_pretrained(bases["llama"], config=edited)
+    peft.get_peft_model(hf_longattn.apply(base, PLAIN), lora()).save_pretrained(tmp_path)
+    other = hf_longattn.rope.linear(AutoConfig.from_pretrained(bases["llama"]), 2.0)
+    with pytest.raises(ValueError, match=r"trained with rope_parameters.*the model has.*linear"):
+        peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases["llama"], config=other), tmp_path)
+
+
+def test_without_a_checkpoint_the_settings_are_recorded_as_they_are(tmp_path: Path) -> None:
+    m = peft.get_peft_model(hf_longattn.apply(stock("llama"), PLAIN), lora())
+    recorded = m.peft_config["default"]
+    assert recorded.rope_parameters == stock("llama").config.rope_parameters
+    assert recorded.base_rope_parameters is None
+    m.save_pretrained(tmp_path)
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(stock("llama"), tmp_path)), logits(m))
+
+
+# several adapters, changes on the way, checkpoints ----------------------------------------------------------------------
+
+
+def test_several_adapters(bases: dict[str, Path], tmp_path: Path) -> None:
+    m = adapted(bases["llama"], METHODS["learned"])
+    m.add_adapter("second", lora())
+    m.set_adapter("second")
+    disturbed(m)
+    second = logits(m)
+    m.set_adapter("default")
+    first = logits(m)
+    assert (first - second).abs().max() > 1e-2
+    m.save_pretrained(tmp_path)
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path)
+    close(logits(loaded), first, 1e-6)
+    loaded.load_adapter(tmp_path / "second", "again")
+    loaded.set_adapter("again")
+    close(logits(loaded), second, 1e-6)
+    with loaded.disable_adapter():
+        close(logits(loaded), logits(AutoModelForCausalLM.from_pretrained(bases["llama"])), 1e-6)
+    loaded.delete_adapter("again")
+    loaded.set_adapter("default")
+    close(logits(loaded), first, 1e-6)
+    native = by_transformers(tmp_path)  # its own interface to adapters
+    if native is None:
+        return
+    native.load_adapter(tmp_path / "second", "again")
+    native.set_adapter("again")
+    close(logits(native), second, 1e-6)
+    native.set_adapter("default")
+    close(logits(native), first, 1e-6)
+    native.save_pretrained(tmp_path / "native")
+    close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "native")), first, 1e-6)
+
+
+def test_adapters_follow_the_method(bases: dict[str, Path], tmp_path: Path) -> None:
+    m = adapted(bases["llama"], PLAIN)
+    hf_longattn.update(m, tau=40.0)
+    want = logits(m)
+    m.save_pretrained(tmp_path / "updated")
+    close(logits(peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "updated")), want, 1e-6)
+    m.set_attn_implementation("longattn")
+    assert LongAttnConfig.from_dict(m.peft_config["default"].longattn).logit_map.tau == 40.0
+    with pytest.warns(UserWarning, match="learned parameters came after the adapter"):
+        hf_longattn.apply(m, METHODS["learned"])
+    with pytest.warns(UserWarning, match="dropping"):
+        hf_longattn.remove(disturbed(m))
+    with pytest.raises(ValueError, match="runs no hf_longattn method any more"):
+        m.save_pretrained(tmp_path / "removed")
+
+
+def test_trainer_checkpoints(bases: dict[str, Path], tmp_path: Path) -> None:
+    data = [{"input_ids": x, "labels": x} for x in tokens(6, 12)]
+
+    def trainer() -> Trainer:
+        torch.manual_seed(0)
+        arguments = TrainingArguments(
+            tmp_path, max_steps=3, save_steps=1, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+            disable_tqdm=True, learning_rate=0.05,
+        )  # fmt: skip
+        return Trainer(model=adapted(bases["llama"], METHODS["learned"]), args=arguments, train_dataset=data)  # type: ignore[arg-type]
+
+    first = trainer()
+    start = logits(first.model)
+    first.train()
+    want = logits(first.model)
+    assert (want - start).abs().max() > 1e-2
+    close(logits(peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3")), want, 1e-6)
+    resumed = trainer()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    close(logits(resumed.model), want, 1e-6)
+    names = [n for n, p in first.model.named_parameters() if p.requires_grad]
+    assert all("lora_" in n or ".longattn.modules_to_save." in n for n in names)
+
+
+def test_bfloat16(bases: dict[str, Path], tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(bases["llama"], dtype=torch.bfloat16)
+    plain = logits(base)
+    m = peft.get_peft_model(hf_longattn.apply(base, PLAIN), lora())
+    want = logits(m)
+    m.save_pretrained(tmp_path)
+    assert torch.equal(logits(peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)), want)
+    native = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    close(logits(native), want, 0.05)  # transformers casts the adapter as well, PEFT keeps it in float32
+    with m.disable_adapter():
+        assert torch.equal(logits(m), plain)
+
+
+# mistakes ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_without_a_method_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"put one in first.*use peft.LoraConfig"):
+        peft.get_peft_model(stock("llama"), lora())
+    with pytest.raises(TypeError, match="not Linear"):
+        peft.get_peft_model(torch.nn.Linear(2, 2), lora())
+
+
+def test_a_base_with_another_method_is_refused(bases: dict[str, Path], tmp_path: Path) -> None:
+    m = adapted(bases["llama"])
+    m.save_pretrained(tmp_path)
+    for other in (PLAIN.replace(tau=50.0), METHODS["cosscale"]):
+        base = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(bases["llama"]), other)
+        with pytest.raises(ValueError, match=f"trained under scale_invariant.*runs {other.name.replace('+', '.')}"):
+            peft.PeftModel.from_pretrained(base, tmp_path)
+    same = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(bases["llama"]), PLAIN.replace(backend="reference"))
+    loaded = peft.PeftModel.from_pretrained(same, tmp_path)
+    close(logits(loaded), logits(m))
+    assert hf_longattn.config_of(loaded).backend == "reference"  # another backend computes the same method
+    m.load_adapter(tmp_path, "same")
+    recorded = json.loads((tmp_path / "adapter_config.json").read_text())
+    recorded["longattn"]["logit_map"]["tau"] = 50.0
+    (tmp_path / "adapter_config.json").write_text(json.dumps(recorded))
+    with pytest.raises(ValueError, match="the model runs scale_invariant"):
+        m.load_adapter(tmp_path, "other")
+
+
+def test_low_cpu_mem_usage(bases: dict[str, Path], tmp_path: Path) -> None:
+    for method in ("scale_invariant", "learned"):
+        adapted(bases["llama"], METHODS[method]).save_pretrained(tmp_path / method)
+    base = AutoModelForCausalLM.from_pretrained(bases["llama"])
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "scale_invariant", low_cpu_mem_usage=True)
+    same = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "scale_invariant")
+    assert torch.equal(logits(loaded), logits(same))
+    with pytest.raises(NotImplementedError, match="low_cpu_mem_usage=True"):
+        peft.PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(bases["llama"]), tmp_path / "learned", low_cpu_mem_usage=True
+        )
+
+
+def test_plain_lora_on_a_model_with_a_method_warns(tmp_path: Path) -> None:
+    m = peft.get_peft_model(hf_longattn.apply(stock("llama"), PLAIN), lora(kind=peft.LoraConfig))
+    with pytest.warns(UserWarning, match="does not record that its model runs scale_invariant"):
+        m.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*does not record.*")
+        peft.get_peft_model(stock("llama"), lora(kind=peft.LoraConfig)).save_pretrained(tmp_path)
+
+
+def test_config_round_trip(tmp_path: Path) -> None:
+    config = hf_longattn.LongAttnLoraConfig(r=4, longattn=PLAIN.to_dict(), target_modules=["q_proj"])
+    config.save_pretrained(str(tmp_path))
+    loaded = peft.PeftConfig.from_pretrained(tmp_path)
+    assert type(loaded) is hf_longattn.LongAttnLoraConfig
+    assert loaded.to_dict() == config.to_dict()
+    assert loaded.peft_type == "hf_longattn.LORA"
+    assert copy.deepcopy(loaded).peft_type.value == "hf_longattn.LORA"
+
+
+# without the package ----------------------------------------------------------------------------------------------------
+
+
+def run(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+
+
+def test_without_the_package_every_loader_fails_and_names_it(bases: dict[str, Path], tmp_path: Path) -> None:
+    adapted(bases["llama"]).save_pretrained(tmp_path)
+    result = run(
+        """
+        import sys, peft, transformers
+        base, path = sys.argv[1:]
+        for load in (
+            lambda: peft.AutoPeftModelForCausalLM.from_pretrained(path),
+            lambda: peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), path),
+            lambda: transformers.AutoModelForCausalLM.from_pretrained(path),
+        ):
+            try:
+                load()
+            except KeyError as error:
+                print(error)
+        """,
+        bases["llama"],
+        tmp_path,
+    )
+    assert result.stdout.splitlines() == ["'hf_longattn.LORA'"] * 3, result.stderr
+
+
+def test_without_peft_the_package_works_and_the_error_names_the_extra() -> None:
+    result = run(
+        """
+        import sys
+        sys.modules["peft"] = None
+        import importlib.util
+        found = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *a: None if name == "peft" else found(name, *a)
+        import hf_longattn
+        try:
+            hf_longattn.LongAttnLoraConfig
+        except ImportError as error:
+            print(error)
+        try:
+            hf_longattn.nothing
+        except AttributeError as error:
+            print(error)
+        """
+    )
+    assert result.stdout.splitlines() == [
+        'adapters need PEFT 0.21 or newer: pip install "hf_longattn[train]"',
+        "module 'hf_longattn' has no attribute 'nothing'",
+    ], result.stderr

@@ -1,0 +1,348 @@
+"""`hf-longattn eval`: its numbers against plain forward passes, its rows, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import hf_longattn
+from hf_longattn.cli import app
+from hf_longattn.evaluation import Plan, Results, Store, answer_scores, measure, token_losses
+from hf_longattn.evaluation import run as runner
+from hf_longattn.evaluation.results import over
+from hf_longattn.evaluation.statistics import mean_interval, wilson
+from hf_longattn.settings import Setting, check_setting, load_setting, parse_settings, read_settings
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    path = tmp_path_factory.mktemp("evaluation")
+    tiny.save(path / "model")
+    tiny.save(path / "with_bos", bos=True)
+    tiny.save_gpt2(path / "gpt2")
+    tiny.text(path / "a.txt")
+    tiny.text(path / "b.txt", seed=2)
+    return path
+
+
+def plan(
+    folder: Path, model: str = "model", texts: tuple[str, ...] = ("a.txt", "b.txt"), contents: str = "", **changes: Any
+) -> Plan:
+    arguments: dict[str, Any] = {
+        "model": str(folder / model),
+        "settings": parse_settings(["scale_invariant:tau=3", "@yarn:2"]),
+        "lengths": [128, 512, 1024],
+        "texts": [(name, contents or (folder / name).read_text()) for name in texts],
+        "tokenizer": AutoTokenizer.from_pretrained(folder / model),
+        "targets": 64,
+    }
+    return Plan(**arguments | changes)
+
+
+def results(plan: Plan, store: Store) -> Results:
+    names = [s.name for s in plan.settings]
+    return Results(list(store.rows.values()), names, plan.targets, store.protocol["bos"], plan.train_length)
+
+
+# numbers -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["model", "with_bos"])
+def test_losses_are_those_of_plain_forward_passes_over_the_same_targets(folder: Path, tmp_path: Path, model: str) -> None:
+    this = plan(folder, model)
+    store = this.open(tmp_path / "out")
+    measure(this, store)
+    found = results(this, store)
+
+    start = [0] if model == "with_bos" else []
+    window = 1024 - len(start)
+    plain = AutoModelForCausalLM.from_pretrained(folder / model).eval()
+    changed = AutoModelForCausalLM.from_pretrained(
+        folder / model, attn_implementation="scale_invariant", longattn={"tau": 3.0}
+    ).eval()
+    for name, network in (("unmodified", plain), ("scale_invariant:tau=3", changed)):
+        for document in ("a.txt", "b.txt"):
+            text = [tiny.CHARACTERS.index(c) for c in (folder / document).read_text()[:window]]
+            for length in (128, 512, 1024):
+                ids = torch.tensor([start + text[window - (length - len(start)) :]])
+                assert ids.shape[1] == length
+                logits = network(ids).logits[0, :-1].detach().double()
+                losses = -logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+                assert found.losses(name, length)[document] == pytest.approx(losses[-64:].mean().item(), abs=2e-5)
+            bins = found.bins(name)[document]
+            assert bins == pytest.approx([losses[:511].mean().item(), losses[511:].mean().item()], abs=2e-5)
+            assert over(bins, 0, 1024) == pytest.approx(losses.mean().item(), abs=2e-5)
+
+
+def test_the_same_targets_end_every_context(folder: Path) -> None:
+    this = plan(folder)
+    document = this.documents[0]
+    ends = [this.context(document, n)[0, -64:].tolist() for n in this.lengths]
+    assert ends[0] == ends[1] == ends[2] == document.ids[-64:].tolist()
+
+
+def test_several_windows_do_not_overlap(folder: Path) -> None:
+    this = plan(folder, texts=("a.txt",), windows=2)
+    assert [d.name for d in this.documents] == ["a.txt, window 1", "a.txt, window 2"]
+    text = (folder / "a.txt").read_text()
+    for i, document in enumerate(this.documents):
+        assert "".join(tiny.CHARACTERS[t] for t in document.ids) == text[1024 * i : 1024 * (i + 1)]
+
+
+def test_losses_of_the_last_tokens_alone(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    ids = torch.randint(0, 90, (2, 40))
+    every, last = token_losses(model, ids), token_losses(model, ids, chunk=4, last=7)
+    torch.testing.assert_close(last[:, -7:], every[:, -7:], atol=1e-6, rtol=0.0)
+    assert last[:, :-7].isnan().all()
+
+
+def test_answers_are_scored_as_generation_would_give_them(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    prompt = torch.randint(2, 90, (1, 20))
+    greedy = model.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
+    wrong = greedy.clone()
+    wrong[0, 22] = (wrong[0, 22] + 1) % 90
+    for ids, exact in ((greedy, True), (wrong, False)):
+        (score,) = answer_scores(model, ids, [(20, 24)])
+        logs = model(ids).logits[0].detach().double().log_softmax(-1)
+        assert score.exact is exact
+        assert score.tokens == 4
+        assert score.log_likelihood == pytest.approx(sum(logs[i - 1, ids[0, i]].item() for i in range(20, 24)), abs=1e-4)
+    for span in ((0, 3), (5, 5), (20, 25)):
+        with pytest.raises(ValueError, match="none of a text of 24 tokens"):
+            answer_scores(model, greedy, [span])
+
+
+def test_intervals() -> None:
+    mean, half = mean_interval([1.0, 2.0, 3.0])
+    assert (mean, half) == (2.0, pytest.approx(4.303 / math.sqrt(3), abs=1e-3))  # t with 2 degrees of freedom
+    assert math.isnan(mean_interval([1.0])[1])
+    spread = [float(i % 2) for i in range(62)]  # standard deviation 0.5041, t with 61 degrees 1.9996
+    assert mean_interval(spread)[1] == pytest.approx(1.9996 * 0.50408 / math.sqrt(62), abs=1e-4)
+    assert wilson(0, 5) == (0.0, pytest.approx(0.4345, abs=1e-4))
+    assert wilson(8, 10) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
+
+
+def test_bins_are_weighted_by_their_tokens() -> None:
+    assert over([2.0, 4.0, 6.0], 0, 1024) == pytest.approx((2 * 511 + 4 * 512) / 1023)
+    assert over([2.0, 4.0, 6.0], 512, 1124) == pytest.approx((4 * 512 + 6 * 100) / 612)
+
+
+def test_summary_says_what_helps_and_what_it_costs() -> None:
+    loss = {"unmodified": (3.0, 5.0), "good": (3.01, 3.5), "bad": (3.5, 5.5)}
+    rows = [
+        {"task": "loss", "setting": s, "length": n, "which": d, "loss": x + shift, "seconds": 1}
+        for s, values in loss.items()
+        for n, x in zip((512, 1024), values, strict=True)
+        for d, shift in (("a", 0.0), ("b", 1.0))
+    ]
+    summary = Results(rows, list(loss), 64, False, 512).summary()
+    assert "At 1,024 tokens the lowest loss is that of good: −1.500 ± 0.000" in summary
+    assert "at 512 tokens, it changes the loss by +0.010" in summary
+    assert "bad by +0.500" in summary
+    short = Results([r for r in rows if r["setting"] != "good"], ["unmodified", "bad"], 64, False, 512).summary()
+    assert "no setting has a lower loss than the unmodified model" in short
+
+
+# settings ------------------------------------------------------------------------------------------------------------
+
+
+def test_settings_are_parsed_and_crossed(tmp_path: Path) -> None:
+    names = [s.name for s in parse_settings(["unmodified,infoscale", "logn@ntk:2"], ["plain,yarn:2"])]
+    assert names == ["unmodified", "infoscale", "logn@ntk:2", "@yarn:2", "infoscale@yarn:2"]
+    setting = Setting.parse("infoscale+scale_invariant:tau=100:clamp=false@prope:0.5")
+    assert setting.parameters == {"tau": 100, "clamp": False}
+    assert setting.rope == "prope:0.5"
+    assert setting.config == hf_longattn.LongAttnConfig.preset("infoscale+scale_invariant", tau=100, clamp=False)
+    (tmp_path / "adapter").mkdir()
+    file = tmp_path / "settings.yaml"
+    file.write_text("a: {method: logn, parameters: {clamp: false}}\nb: {adapter: adapter, rope: 'yarn:2'}\n")
+    a, b = read_settings(file)
+    assert a.config == hf_longattn.LongAttnConfig.preset("logn", clamp=False)
+    assert b.adapter == str(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("infscale", "did you mean 'infoscale'"),
+        ("scale_invariant:tua=1", "no parameter 'tua'"),
+        ("scale_invariant:tau", "not key=value"),
+        ("@yarm:2", "did you mean 'yarn'"),
+        ("@yarn", "takes one number"),
+        ("@nope:2", "takes no number"),
+        ("unmodified:tau=1", "names no method"),
+        ("", "names no method"),
+    ],
+)
+def test_wrong_settings_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Setting.parse(text)
+
+
+def test_settings_are_checked_against_the_model_without_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    assert check_setting(Setting.parse("infoscale@ntk:2"), str(folder / "model")).train_length == 512
+    with pytest.raises(ValueError, match=r"infoscale@yarn:2.*stack=True"):
+        check_setting(Setting.parse("infoscale@yarn:2"), str(folder / "model"))
+    with pytest.raises(ValueError, match="no rotary position encoding"):
+        check_setting(Setting.parse("rerope"), str(folder / "gpt2"))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's own
+def test_adapter_settings_bring_their_attention(folder: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="scale_invariant")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    model.config.save_pretrained(tmp_path / "adapter")
+    (setting,) = [s for s in parse_settings([], adapters=[f"mine={tmp_path / 'adapter'}"]) if s.name == "mine"]
+    loaded = load_setting(setting, str(folder / "model"))
+    assert hf_longattn.config_of(loaded).logit_map is not None
+    ids = torch.randint(2, 90, (1, 30))
+    torch.testing.assert_close(loaded(ids).logits, adapted.eval()(ids).logits, atol=1e-5, rtol=0.0)
+
+
+# rows ----------------------------------------------------------------------------------------------------------------
+
+
+def test_interrupted_runs_keep_their_rows_and_go_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    this, out = plan(folder), tmp_path / "out"
+    real, calls = runner._loss, []
+
+    def stops(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 5:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(runner, "_loss", stops)
+    with pytest.raises(KeyboardInterrupt):
+        measure(this, this.open(out))
+    first = (out / "rows.jsonl").read_text()
+    assert first.count("\n") == 5
+    (out / "rows.jsonl").write_text(first + '{"key": "cut o')
+    monkeypatch.setattr(runner, "_loss", real)
+    store = this.open(out)
+    assert len(store.rows) == 5
+    told: list[bool] = []
+    measure(this, store, done=lambda item, new: told.append(new))
+    assert told == [False] * 5 + [True] * 13
+    text = (out / "rows.jsonl").read_text()
+    assert text.startswith(first)
+    assert [json.loads(line)["key"] for line in text.splitlines()] == [i.key for i in this.items()]
+
+
+def test_rows_of_another_protocol_are_refused_and_not_mixed(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    this = plan(folder, settings=[Setting("unmodified")], lengths=[128, 512])
+    measure(this, this.open(out))
+    before = (out / "rows.jsonl").read_text()
+    for changes, message in (
+        ({"targets": 32}, "targets: 64 there, 32 now"),
+        ({"lengths": [128, 1024]}, "longest: 512 there, 1024 now"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"model": str(folder / "with_bos")}, "model"),
+        ({"bos": "always"}, "bos: False there, True now"),
+        ({"contents": "another text " * 300}, "row 'unmodified | loss | 128 | a.txt'"),
+    ):
+        with pytest.raises(ValueError, match=message.replace("|", r"\|")):
+            plan(folder, **{"settings": [Setting("unmodified")], "lengths": [128, 512]} | changes).open(out)
+    more = plan(folder, lengths=[128, 256, 512], tasks=["loss", "dictionary_lookup"], samples=1)  # joins
+    assert len(more.open(out).rows) == 4
+    assert (out / "rows.jsonl").read_text() == before
+
+
+def test_a_setting_that_changed_under_its_name_is_refused(folder: Path, tmp_path: Path) -> None:
+    first = [Setting("unmodified"), Setting("mine", "scale_invariant", {"tau": 3.0})]
+    this = plan(folder, settings=first, lengths=[128])
+    measure(this, this.open(tmp_path / "out"))
+    second = [Setting("unmodified"), Setting("mine", "scale_invariant", {"tau": 4.0})]
+    with pytest.raises(ValueError, match=r"row 'mine \| loss \| 128 \| a.txt' of another setting"):
+        plan(folder, settings=second, lengths=[128]).open(tmp_path / "out")
+
+
+def test_foreign_folders_are_left_alone(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "novel.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds no evaluation; nothing is overwritten"):
+        plan(folder).open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": [128, 4096]}, "a.txt has 3000 tokens; 1 window of 4096 need 4096"),
+        ({"windows": 3}, "3 windows of 1024 need 3072"),
+        ({"lengths": [1024, 2048]}, "trained at 512 tokens and all lengths lie beyond"),
+        ({"tasks": ["loss", "passky"]}, "unknown task 'passky'; did you mean 'passkey'"),
+        ({"tasks": ["common_words"]}, "task common_words: 128 tokens have no room"),
+        ({"targets": 128}, "128 targets do not fit into 128 tokens"),
+        ({"model": "gpt2", "lengths": [128, 512], "settings": parse_settings(["logn"])}, "ends at 256 tokens; 512 cannot"),
+        ({"bos": "perhaps"}, "bos must be one of"),
+        ({"samples": 0}, "samples must be at least 1"),
+        ({"texts": ()}, "losses need a text"),
+    ],
+)
+def test_wrong_input_is_refused_before_weights_are_read(
+    folder: Path, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    with pytest.raises(ValueError, match=message):
+        plan(folder, **changes)
+
+
+# the command ---------------------------------------------------------------------------------------------------------
+
+
+def test_command_measures_and_writes_the_page(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["eval", str(folder / "model"), "--text", f"{folder / 'a.txt'},{folder / 'b.txt'}", "--out", str(out)]
+    arguments += ["--method", "infoscale,scale_invariant:tau=3", "--lengths", "256,1k", "--targets", "64"]
+    arguments += ["--tasks", "loss,needle,passkey", "--samples", "1", "--depths", "3"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    page = json.loads((out / "report.json").read_text())
+    titles = [s["title"] for s in page["sections"]]
+    assert titles[:3] == ["Loss by length", "Within the trained length", "Loss by position"]
+    assert titles[3:] == ["Needle by length and depth", "Pass key"]
+    regression = {r[0]: r[1:] for r in page["sections"][1]["tables"][0]["rows"]}
+    assert regression["infoscale"][0] == 0.0  # clamped: nothing changes within the trained length
+    assert regression["scale_invariant:tau=3"][0] != 0.0
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    mean = sum(r["loss"] for r in rows if r["setting"] == "infoscale" and r["task"] == "loss" and r["length"] == 1024) / 2
+    table = {r[0]: r[1:] for r in page["sections"][0]["tables"][0]["rows"]}
+    assert table["infoscale"][1] == pytest.approx(mean)
+    assert len([r for r in rows if r["task"] == "needle"]) == 3 * 2 * 3
+    assert (out / "figures" / "needle-00-accuracy.png").stat().st_size > 5000
+    command = page["facts"]["Commands"]
+    assert page["sections"][0]["command"] == command
+    assert "--method infoscale,scale_invariant:tau=3 --lengths 256,1k" in command
+    assert str(folder) not in (out / "index.html").read_text()
+    again = CliRunner().invoke(app, arguments)
+    assert again.exit_code == 0, again.output
+    assert f"{len(rows)} of {len(rows)} rows" in " ".join(again.output.split())
+    assert [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()] == rows
+
+
+def test_command_refuses_bad_input(folder: Path, tmp_path: Path) -> None:
+    base = ["eval", str(folder / "model"), "--out", str(tmp_path / "out"), "--text", str(folder / "a.txt")]
+    for extra, message in (
+        (["--method", "infscale"], "did you mean 'infoscale'"),
+        (["--lengths", "many"], "is not a length"),
+        (["--text", "missing.txt"], "missing.txt is not a file"),
+        (["--lengths", "256,4k", "--targets", "64"], "has 3000 tokens"),
+        (["--adapter", "mine"], "NAME=DIRECTORY"),
+    ):
+        result = CliRunner().invoke(app, base + extra)
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.replace("│", " ").split())
+    assert not (tmp_path / "out").exists()

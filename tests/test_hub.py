@@ -1,0 +1,290 @@
+"""Saving with a card, and uploading with the real client to a server on the loopback interface."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, VOCAB
+from fake_hub import FakeHub
+from helpers import close, stock, tokens
+from huggingface_hub import ModelCard, constants
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import hf_longattn
+from hf_longattn import hub
+from hf_longattn.card import Facts
+from hf_longattn.cli import app
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
+
+CONFIG = CASES["sinks"]
+METRICS = {"loss": {4096: 2.5, 512: 2.75}, "accuracy": {512: 0.9}}
+FACTS: dict[str, Any] = {
+    "training_lengths": [512, 4096],
+    "metrics": METRICS,
+    "evaluated_on": "six novels",
+    "license": "apache-2.0",
+}
+REPO = "someone/long-llama"
+
+
+@torch.no_grad()
+def logits(m: Any) -> Tensor:
+    return m.eval()(input_ids=tokens()).logits
+
+
+def changed() -> Any:
+    return hf_longattn.apply(stock("llama"), CONFIG)
+
+
+def adapted(base: Path | None = None) -> Any:
+    model = stock("llama") if base is None else AutoModelForCausalLM.from_pretrained(base)
+    config = hf_longattn.LongAttnLoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    return peft.get_peft_model(hf_longattn.apply(model, CONFIG), config)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base")
+    stock("llama").save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    fake = FakeHub()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # its chunk store is another protocol
+    monkeypatch.setattr(constants, "ENDPOINT", fake.url)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    yield fake
+    fake.close()
+
+
+def download(server: FakeHub, repo: str, to: Path) -> Path:
+    for name, content in server.repos[repo].items():
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        (to / name).write_bytes(content)
+    return to
+
+
+# saving -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_model_and_its_card(tmp_path: Path) -> None:
+    m = changed()
+    assert hf_longattn.save(m, tmp_path / "long-llama", base_model="someone/llama", **FACTS) == tmp_path / "long-llama"
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "long-llama")), logits(m))
+    card = ModelCard.load(tmp_path / "long-llama" / "README.md")
+    assert card.data.base_model == "someone/llama"
+    assert card.data.library_name == "transformers"
+    assert card.data.license == "apache-2.0"
+    assert card.data.tags == ["hf_longattn", "long-context", "scale_invariant"]
+    results = {(r.metric_type, r.metric_name, r.metric_value, r.dataset_name) for r in card.data.eval_results}
+    assert results == {
+        ("loss", "loss at 512 tokens", 2.75, "six novels"),
+        ("loss", "loss at 4096 tokens", 2.5, "six novels"),
+        ("accuracy", "accuracy at 512 tokens", 0.9, "six novels"),
+    }
+    for line in (
+        "- `scale_invariant` (logit_map): tau = 3.0, ",
+        "| 512 | 2.75 | 0.9 |",
+        "| 4,096 | 2.5 |  |",
+        "Trained on texts of 512, 4,096 tokens.",
+        "import hf_longattn",
+        f"- {type(CONFIG.logit_map).paper}",
+    ):
+        assert line in card.text, line
+
+
+def test_a_saved_adapter_and_its_card(base: Path, tmp_path: Path) -> None:
+    m = adapted(base)
+    hf_longattn.save(m, tmp_path)
+    assert not (tmp_path / "config.json").exists()  # transformers would look for the base model's weights beside it
+    close(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(m), 1e-6)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.library_name == "peft"
+    assert card.data.base_model is None  # it is a local folder
+    assert "lora" in card.data.tags
+    assert "More Information Needed" not in card.text
+    prope = hf_longattn.rope.prope(stock("llama").config, 0.5)
+    turned = hf_longattn.apply(type(stock("llama"))(prope), CONFIG)
+    hf_longattn.save(turned, tmp_path / "turned")
+    assert "- rotary encoding: {" in (tmp_path / "turned" / "README.md").read_text()
+
+
+def test_saving_does_not_overwrite(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        hf_longattn.save(changed(), tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["notes"]
+    hf_longattn.save(adapted(), tmp_path, overwrite=True)
+    m = changed()
+    hf_longattn.save(m, tmp_path, overwrite=True)  # no adapter of the last save may remain
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(m))
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
+    target = tmp_path / "none"
+    with pytest.raises(ValueError, match="not an hf_longattn method"):
+        hf_longattn.save(stock("llama"), target)
+    plain = peft.get_peft_model(changed(), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"train with hf_longattn\.LongAttnLoraConfig"):
+        hf_longattn.save(plain, target)
+    with pytest.raises(ValueError, match="whole models only"):
+        hf_longattn.save(adapted(), target, remote_code=True)
+    for metrics, message in (({"loss": 3.0}, "{metric: {length"), ({"loss": {"long": 1.0}}, "{metric: {length")):
+        with pytest.raises(ValueError, match=message):
+            hf_longattn.save(changed(), target, metrics=metrics, evaluated_on="x")
+    with pytest.raises(ValueError, match="evaluated_on"):
+        hf_longattn.save(changed(), target, metrics=METRICS)
+    assert not target.exists()
+
+
+def test_remote_code(tmp_path: Path) -> None:
+    """In another process that does not import the package; and where the package is missing."""
+    m = changed()
+    hf_longattn.save(m, tmp_path / "m", remote_code=True)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "m")), logits(m))
+    code = """
+        import sys, os
+        os.environ["HF_MODULES_CACHE"] = sys.argv[2]
+        if sys.argv[3] == "missing":
+            sys.modules["hf_longattn"] = None
+        import torch
+        from transformers import AutoModelForCausalLM
+        try:
+            m = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+        except ImportError as error:
+            print(error)
+        else:
+            torch.save(m(torch.load(sys.argv[4])).logits, sys.argv[4])
+        """
+    torch.save(tokens(), tmp_path / "x")
+    for package in ("missing", "installed"):
+        command = [sys.executable, "-c", textwrap.dedent(code), tmp_path / "m", tmp_path / "cache", package, tmp_path / "x"]
+        result = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+        if package == "missing":
+            assert "pip install hf_longattn" in result.stdout, result.stderr
+    close(torch.load(tmp_path / "x"), logits(m), 1e-6)
+
+
+# uploading --------------------------------------------------------------------------------------------------------------
+
+
+def test_push_a_model(server: FakeHub, tmp_path: Path) -> None:
+    m = changed()
+    url = hf_longattn.push(m, REPO, private=True, base_model="someone/llama", **FACTS)
+    assert url == f"{server.url}/{REPO}/commit/{'1' * 40}"
+    assert server.private[REPO] in (True, "private")
+    assert server.tokens == {"Bearer hf_test"}
+    assert "PUT blob" in server.log
+    assert {"README.md", "config.json", "model.safetensors"} <= server.repos[REPO].keys()
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(download(server, REPO, tmp_path))), logits(m))
+    assert f'from_pretrained("{REPO}")' in server.repos[REPO]["README.md"].decode()
+
+
+def test_push_an_adapter(server: FakeHub, base: Path, tmp_path: Path) -> None:
+    m = adapted(base)
+    with pytest.raises(ValueError, match=r"base model is .* which nobody else has"):
+        hf_longattn.push(m, REPO)
+    assert server.log == []
+    hf_longattn.push(m, REPO, base_model="someone/llama")
+    saved = json.loads(server.repos[REPO]["adapter_config.json"])
+    assert saved["base_model_name_or_path"] == "someone/llama"
+    got = download(server, REPO, tmp_path)
+    close(logits(peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), got)), logits(m), 1e-6)
+
+
+def test_a_name_that_is_taken(server: FakeHub) -> None:
+    hf_longattn.push(changed(), REPO)
+    before = dict(server.repos[REPO])
+    with pytest.raises(FileExistsError, match="exist_ok=True"):
+        hf_longattn.push(hf_longattn.update(changed(), tau=9.0), REPO)
+    assert server.repos[REPO] == before
+    hf_longattn.push(hf_longattn.update(changed(), tau=9.0), REPO, exist_ok=True)
+    assert json.loads(server.repos[REPO]["config.json"])["longattn"]["logit_map"]["tau"] == 9.0
+
+
+def test_push_a_folder(server: FakeHub, base: Path, tmp_path: Path) -> None:
+    """One that Trainer might have left: PEFT's template as a card, pickles, checkpoints and logs."""
+    adapted(base).save_pretrained(tmp_path)
+    assert "[More Information Needed]" in (tmp_path / "README.md").read_text()
+    for name in (
+        "optimizer.pt",
+        "training_args.bin",
+        "trainer_state.json",
+        "checkpoint-1/adapter_model.safetensors",
+        "runs/x.json",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    hf_longattn.push(tmp_path, REPO, base_model="someone/llama", **FACTS)
+    assert set(server.repos[REPO]) == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert "| 512 | 2.75 | 0.9 |" in server.repos[REPO]["README.md"].decode()
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    (tmp_path / "README.md").write_text("my own card")
+    hf_longattn.push(tmp_path, REPO, base_model="someone/llama", exist_ok=True)
+    assert server.repos[REPO]["README.md"] == b"my own card"
+    with pytest.raises(ValueError, match="is kept as it is; write evaluated_on, license, metrics, training_lengths into it"):
+        hf_longattn.push(tmp_path, REPO, base_model="someone/llama", exist_ok=True, **FACTS)
+
+
+def test_folders_that_cannot_be_pushed(server: FakeHub, base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"neither config\.json nor"):
+        hf_longattn.push(tmp_path, REPO)
+    with pytest.raises(ValueError, match="records no hf_longattn method: apply one"):
+        hf_longattn.push(base, REPO)
+    changed().config.save_pretrained(tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="no safetensors"):
+        hf_longattn.push(tmp_path, REPO)
+    with pytest.raises(ValueError, match="belong to a model"):
+        hf_longattn.push(tmp_path, REPO, remote_code=True)
+    assert server.log == []
+
+
+def test_command(server: FakeHub, tmp_path: Path) -> None:
+    hf_longattn.save(changed(), tmp_path / "m")
+    (tmp_path / "m" / "README.md").unlink()
+    (tmp_path / "metrics.json").write_text(json.dumps(METRICS))
+    options = ["--metrics", str(tmp_path / "metrics.json"), "--evaluated-on", "six novels", "--training-length", "4k"]
+    first = CliRunner().invoke(app, ["push", str(tmp_path / "m"), REPO, *options])
+    assert first.exit_code == 0, first.output
+    assert f"{server.url}/{REPO}/commit/" in first.output.replace("\n", "")
+    assert "Trained on texts of 4,096 tokens." in server.repos[REPO]["README.md"].decode()
+    server.repos[REPO] = {}
+    no = CliRunner().invoke(app, ["push", str(tmp_path / "m"), REPO], input="n\n")
+    assert no.exit_code == 1
+    assert "exists already. Add a commit to it?" in no.output
+    assert server.repos[REPO] == {}
+    for answer in (["--yes"], []):
+        server.repos[REPO] = {}
+        yes = CliRunner().invoke(app, ["push", str(tmp_path / "m"), REPO, *answer], input="y\n")
+        assert yes.exit_code == 0, yes.output
+        assert "model.safetensors" in server.repos[REPO]
+    wrong = CliRunner().invoke(app, ["push", str(tmp_path / "m"), REPO, *options[:2]])
+    assert wrong.exit_code == 2
+    assert "evaluated_on" in wrong.output
+
+
+def test_a_tokenizer_goes_along(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(VOCAB)}, unk_token="0"))
+    hf_longattn.save(changed(), tmp_path, tokenizer=PreTrainedTokenizerFast(tokenizer_object=words))
+    assert "tokenizer.json" in hub.files(tmp_path, REPO, Facts())

@@ -1,0 +1,162 @@
+"""`hf-longattn inspect`: what it writes, and what it refuses before any weights are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import VOCAB
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from typer.testing import CliRunner
+
+import hf_longattn
+from hf_longattn.cli import app
+from hf_longattn.report import read_sections
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz ."
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: Any) -> tuple[str, str]:
+    """A tiny model with a sliding layer below two full ones, a tokenizer of letters, and a text of 300 of them."""
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=512,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        initializer_range=0.2,
+    )
+    Gemma3ForCausalLM(config).save_pretrained(path)
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(LETTERS)}, unk_token="."))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    text = path / "text.txt"
+    generator = torch.Generator().manual_seed(1)
+    text.write_text("".join(LETTERS[i] for i in torch.randint(0, 28, (300,), generator=generator)))
+    return str(path), str(text)
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["inspect", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def test_it_compares_and_writes(saved: tuple[str, str], tmp_path: Path) -> None:
+    model, text = saved
+    out = tmp_path / "out"
+    output = run(
+        model, "--text", text, "--length", "256", "--method", "scale_invariant:tau=5,adaptive_temperature", "--rows", "all",
+        "--out", str(out),
+    )  # fmt: skip
+    assert "unmodified" in output
+    assert "scale_invariant:tau=5" in output
+    record = json.loads((out / "inspect.json").read_text())
+    assert list(record["settings"]) == ["unmodified", "scale_invariant:tau=5", "adaptive_temperature"]
+
+    tokenizer, loaded = PreTrainedTokenizerFast.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model).eval()
+    ids = tokenizer(Path(text).read_text(), return_tensors="pt").input_ids[:, :256]
+    for name, method in (("unmodified", None), ("adaptive_temperature", "adaptive_temperature")):
+        if method:
+            hf_longattn.apply(loaded, method)
+        with torch.no_grad(), hf_longattn.capture(loaded) as seen:
+            loaded(ids)
+        assert record["settings"][name] == json.loads(json.dumps(seen.result().to_dict()))
+    assert record["settings"]["unmodified"]["layers"] == [1, 2]
+
+    page = (out / "index.html").read_text(encoding="utf-8")
+    for wanted in ("Attention by layer", "data:image/png;base64", "The first 256 tokens of text.txt", "hf-longattn"):
+        assert wanted in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+    pictures = {p.stem for p in (out / "figures").glob("*.png")}
+    assert pictures == {
+        "attention-entropy", "attention-by-distance", "attention-temperature", "attention-outputs", "attention-qq",
+        "heads-sink-mass", "heads-entropy",
+    }  # fmt: skip
+    summary, by_distance = read_sections(out)[0].tables
+    temperature = dict(zip(summary.columns, next(row for row in summary.rows if row[0] == "temperature"), strict=True))
+    assert temperature["unmodified"] == 1
+    assert temperature["adaptive_temperature"] > 1
+    for column in zip(*by_distance.rows, strict=True):
+        assert isinstance(column[0], str) or sum(column) == pytest.approx(1)
+    assert "nothing is overwritten" in run(model, "--text", text, "--length", "256", "--out", str(out), code=2)
+
+
+def test_a_part_of_it_joins_a_report(saved: tuple[str, str], tmp_path: Path) -> None:
+    model, text = saved
+    hf_longattn.report.write_report(tmp_path, "Losses", "All well.", [], {"model": model})
+    run(model, "--text", text, "--length", "64", "--layers", "2", "--what", "mass", "--out", str(tmp_path))
+    record = json.loads((tmp_path / "inspect.json").read_text())["settings"]["unmodified"]
+    assert (record["layers"], set(record["values"])) == ([2], {"local_mass", "sink_mass"})
+    assert sum(record["rows"]) == 64
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert "Losses" in page
+    assert "Attention by layer" in page
+
+
+def test_layers_above_the_last_one_do_not_run(saved: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, text = saved
+    calls: list[int] = []
+    attend = hf_longattn.integration.dispatch.attention_forward
+
+    def counted(module: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(module.layer_idx)
+        return attend(module, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "longattn", counted)
+    run(model, "--text", text, "--length", "64", "--layers", "1")
+    assert calls == [0, 1]
+
+
+def test_rows_are_sampled(saved: tuple[str, str], tmp_path: Path) -> None:
+    model, text = saved
+    run(model, "--text", text, "--length", "200", "--rows", "20", "--what", "entropy", "--out", str(tmp_path / "new"))
+    assert sum(json.loads((tmp_path / "new" / "inspect.json").read_text())["settings"]["unmodified"]["rows"]) == 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--length", "1k"], "has 300 tokens, 1024 are needed"),
+        (["--length", "many"], "is not a length"),
+        (["--text", "nowhere.txt"], "nowhere.txt is not a file"),
+        (["--method", "infoscal"], "infoscale"),
+        (["--method", "infoscale:wrong=1"], "wrong"),
+        (["--what", "entropy,spread"], "unknown 'spread'; `what` is any of ranges"),
+        (["--layers", "1,7"], "7 (not in this model)"),
+        (["--layers", "0"], "0 (sliding window)"),
+        (["--layers", "a"], "is no list of layers"),
+        (["--rows", "0"], "rows must be an integer >= 1"),
+        (["--rows", "few"], "neither a number of rows nor all"),
+        (["--delta", "1"], "delta must be an integer >= 2"),
+    ],
+)
+def test_wrong_input_is_refused_before_weights_are_read(
+    saved: tuple[str, str], arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", never)
+    model, text = saved
+    assert message in run(model, "--text", text, *([] if "--length" in arguments else ["--length", "64"]), *arguments, code=2)
+
+
+def test_a_folder_of_something_else_is_left_alone(saved: tuple[str, str], tmp_path: Path) -> None:
+    model, text = saved
+    (tmp_path / "mine.txt").write_text("mine")
+    assert "neither empty nor a report" in run(model, "--text", text, "--length", "64", "--out", str(tmp_path), code=2)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]

@@ -1,0 +1,148 @@
+"""The report: what is in it, that it needs nothing else, and how it stands in a real browser."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hf_longattn.report import Figure, Section, Table, add_section, read_sections, write_report
+from hf_longattn.report.figures import COLOURS, curves, heat_map
+from hf_longattn.report.page import colour, shown
+
+BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), None)
+
+
+def picture() -> Figure:
+    png = curves({"a": [(1024, 3.0), (2048, 2.9)], "b <i>": [(1024, 3.1), (2048, 4.0)]}, "x", "y", mark={"trained": 1500})
+    return Figure("loss", png, "Loss <by> length", "A caption.")
+
+
+def example(folder: Path) -> Path:
+    wide = Table(
+        "Many columns",
+        ["setting", *(f"positions {1024 * i:,}" for i in range(16))],
+        [["a_very_long_name" * 5, *[3.14159] * 16]],
+    )
+    shaded = Table("Shares", ["s", "1k"], [["a", 0.25], ["b", None]], digits=2, shade=(0.0, 1.0), note="A note.")
+    grid = heat_map(
+        [[0.0, 1.0], [None, 0.5]], ["0 %", "100 %"], ["1k", "2k"], "length", "depth", "title", (0.0, 1.0), "accuracy"
+    )
+    sections = [
+        (20, Section("Second", "Two\n\nparagraphs & <signs>.", [shaded], [Figure("heat", grid, "Heat map")])),
+        (10, Section("First", "", [wide], [picture()], "The protocol.", "hf-longattn eval " + "x" * 300)),
+    ]
+    return write_report(folder, "A model <under> test", "One sentence.", sections, {"Model": "m" * 200})
+
+
+def test_page_json_and_pictures_say_the_same(tmp_path: Path) -> None:
+    page = example(tmp_path).read_text()
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert [s["title"] for s in data["sections"]] == ["First", "Second"]
+    assert data["sections"][1]["tables"][0]["rows"] == [["a", 0.25], ["b", None]]
+    assert page.index("First</h2>") < page.index("Second</h2>")
+    for expected in (
+        "3.142",
+        "0.25",
+        "–</td>",
+        "One sentence.",
+        "A note.",
+        "The protocol.",
+        "&lt;signs&gt;",
+        "A model &lt;under&gt; test",
+    ):
+        assert expected in page
+    assert (tmp_path / data["sections"][0]["figures"][0]["png"]).read_bytes() == picture().png
+    assert read_sections(tmp_path)[1].figures[0].png.startswith(b"\x89PNG")
+
+
+def test_page_needs_nothing_else(tmp_path: Path) -> None:
+    page = example(tmp_path).read_text()
+    assert not re.search(r"https?://|<script|<link|@import|url\(", page)
+    assert all(source.startswith("data:image/png;base64,") for source in re.findall(r'src="([^"]{0,40})', page))
+    assert '<meta name="viewport" content="width=device-width' in page
+    assert all(re.search(r'alt="[^"]+"', tag) for tag in re.findall(r"<img[^>]{0,80}alt=.{0,40}", page))
+
+
+def test_sections_of_other_commands_join_and_replace_their_old_selves(tmp_path: Path) -> None:
+    example(tmp_path)
+    add_section(tmp_path, Section("Attention by distance", "Old.", figures=[Figure("mass", picture().png, "Mass")]), order=50)
+    add_section(tmp_path, Section("Attention by distance", "New."), order=5)
+    assert [s.title for s in read_sections(tmp_path)] == ["Attention by distance", "First", "Second"]
+    page = (tmp_path / "index.html").read_text()
+    assert "New." in page
+    assert "Old." not in page
+    assert not (tmp_path / "figures" / "mass.png").exists()
+    example(tmp_path)  # a later run of the first command keeps it
+    assert "New." in (tmp_path / "index.html").read_text()
+    alone = add_section(tmp_path / "alone", Section("Only", "This."))
+    assert "This." in alone.read_text()
+
+
+def test_what_makes_no_report_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a row of 1 cells under 2 columns"):
+        Table("t", ["a", "b"], [["x"]])
+    with pytest.raises(ValueError, match="a figure's name"):
+        Figure("../evil", b"", "alt")
+    example(tmp_path)
+    with pytest.raises(ValueError, match=r"two figures share a name.*loss"):
+        add_section(tmp_path, Section("Another", figures=[picture()]))
+
+
+def test_cells() -> None:
+    assert [shown(c, 2) for c in (1.005, -0.5, 12345, None, float("nan"), "x", 1234.5)] == [
+        "1.00", "−0.50", "12,345", "–", "–", "x", "1,234.50",
+    ]  # fmt: skip
+    table = Table("t", ["a"], [], shade=(0.0, 1.0))
+    assert colour(0.0, table) == "background:rgb(255,255,255);color:#000"
+    assert colour(1.0, table) == "background:rgb(0,90,156);color:#fff"
+    assert colour("x", table) == colour(None, table) == ""
+
+
+def luminance(red: float, green: float, blue: float) -> float:
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (red / 255, green / 255, blue / 255)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_text_on_shaded_cells_is_legible() -> None:
+    """WCAG's contrast ratio is at least 4.5 at every value."""
+    table = Table("t", ["a"], [], shade=(0.0, 1.0))
+    for i in range(101):
+        style = colour(i / 100, table)
+        ground = luminance(*(int(c) for c in re.findall(r"\d+", style.split(";")[0])))
+        ink = 1.0 if style.endswith("#fff") else 0.0
+        assert (max(ground, ink) + 0.05) / (min(ground, ink) + 0.05) >= 4.5, i
+
+
+def test_lines_differ_in_more_than_colour() -> None:
+    assert len(set(COLOURS)) == len(COLOURS) == 8
+    png = curves({str(i): [(1, i), (2, i)] for i in range(10)}, "x", "y", log_x=True)
+    assert png.startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="NO BROWSER: the page is not looked at; apt-get install chromium")
+@pytest.mark.parametrize("width", [360, 1280])
+def test_page_in_a_browser_is_never_wider_than_the_screen(tmp_path: Path, width: int) -> None:
+    page = example(tmp_path / "report").read_text()
+    probe = tmp_path / "probe.html"  # a frame, because a browser's own window has a least width
+    probe.write_text(
+        f'<iframe width="{width}" height="900" style="border:0" srcdoc="{html.escape(page)}"></iframe><script>'
+        "addEventListener('load', () => { const f = document.querySelector('iframe').contentWindow, d = f.document;"
+        " document.title = 'measured ' + JSON.stringify({inner: f.innerWidth, scroll: d.documentElement.scrollWidth,"
+        " pictures: [...d.images].map(i => i.naturalWidth && i.width),"
+        " font: parseFloat(f.getComputedStyle(d.body).fontSize)}) })</script>"
+    )
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = [str(BROWSER), *flags, "--dump-dom", probe.as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
+    found = json.loads(re.search(r"<title>measured (.*?)</title>", dom)[1])  # type: ignore[index]
+    assert found["inner"] == width
+    assert found["scroll"] <= width
+    assert len(found["pictures"]) == 2
+    assert all(250 < w <= width for w in found["pictures"])
+    assert found["font"] >= 16
