@@ -101,7 +101,7 @@ CHOICES = [
     Choice("YaRN × 2", rope=("yarn", 2.0), lengths=TWO),
     Choice("YaRN × 4", rope=("yarn", 4.0), lengths=ALL),
     by_head(4, lengths=TWO),
-    by_head(8, lengths=FOUR),
+    by_head(8, lengths=ALL),
     remap("rerope", lengths=ALL, window=4096),
     remap("leaky_rerope", lengths=TWO, window=4096, stretch=4),
     remap("leaky_rerope", lengths=FOUR, window=4096, stretch=8),
@@ -112,6 +112,10 @@ CHOICES = [
     by_head(3),
     by_head(4, window=6144),
     by_head(4, [(layer, head) for layer in range(17, 30) for head in range(3)], "layers 17 to 29"),
+    by_head(4, [*COPYING, *((layer, head) for layer in range(8) for head in range(3))], "copying heads and layers 0 to 7"),
+    by_head(
+        4, [*COPYING, *((layer, head) for layer in range(8, 17) for head in range(3))], "copying heads and layers 8 to 16"
+    ),
     with_map(remap("rerope", window=4096), offset=4096),
     with_map(by_head(4, []), offset=4096),
     with_map(by_head(4), offset=4096),
