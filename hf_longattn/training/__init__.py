@@ -1,1 +1,7 @@
-"""Training recipes."""
+"""Training recipes: continued training under a method, distillation, needles, and small models from scratch."""
+
+from .models import POSITIONS
+from .recipe import RECIPES, Recipe, dump, load_recipe
+from .run import Prepared, plan, prepare, run
+
+__all__ = ["POSITIONS", "RECIPES", "Prepared", "Recipe", "dump", "load_recipe", "plan", "prepare", "run"]

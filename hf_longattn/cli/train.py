@@ -1,0 +1,51 @@
+"""`hf-longattn train`: adapt a model to a method, or train one from scratch, by a recipe."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from .common import console
+
+
+def train(
+    recipe: Annotated[
+        str, typer.Argument(help="continue_lora, convert_distill, needle_lora, pretrain_small, or a YAML file.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe; dots for nested keys.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would happen, and stop.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the output directory.")] = False,
+) -> None:
+    """Train by RECIPE: its settings are the file's, with your overrides.
+
+    For example: hf-longattn train continue_lora model=HuggingFaceTB/SmolLM2-135M data=book.txt output=runs/book
+
+    The output directory gets the adapter or model, the tokenizer, recipe.yaml (all settings as they were used) and
+    metrics.json (loss by length of the trained model, of the base, and of the base with YaRN). Any of transformers'
+    TrainingArguments can be set: trainer.learning_rate=3e-4, trainer.bf16=true, trainer.report_to=wandb. Several GPUs:
+    accelerate launch -m hf_longattn.cli train ... Exit status 2 if something is refused before the start.
+    """
+    from ..training import load_recipe, plan, prepare, run
+
+    try:
+        prepared = prepare(load_recipe(recipe, overrides or []), resume=resume)
+        shown = plan(prepared)
+    except (ValueError, OSError, ImportError) as error:
+        console.print(f"Error: {error}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    first = int(os.environ.get("RANK", "0")) == 0
+    if first:
+        console.print(shown, markup=False, highlight=False, soft_wrap=True)
+    if dry_run:
+        return
+    metrics = run(prepared)
+    if first:
+        for name, by_length in metrics["measured"].items():
+            for length, m in by_length.items():
+                found = f", accuracy {m['accuracy']:.3f}" if "accuracy" in m else ""
+                console.print(f"{name} at {length}: loss {m['loss']:.3f}{found}", markup=False, highlight=False)
+        console.print(f"Written: {prepared.output}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,233 @@
+"""From text files and data sets to windows of tokens. Window `i` of a seed is always the same: that makes resuming exact."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from ..tasks.needle import IGNORE, NeedleTask
+from .recipe import Hub, Recipe, Skip
+from .skip import skipped
+
+#: Kinds of local files, by ending, that the datasets library reads.
+BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+Row = dict[str, Tensor]
+
+
+def find(sources: Any) -> list[str]:
+    """Every source with file patterns expanded; what names neither a file nor a folder is taken for a data set on the Hub.
+
+    Raises:
+        ValueError: a source looks like a file and is not there.
+    """
+    found: list[str] = []
+    for source in sources if isinstance(sources, list) else [sources]:
+        files = sorted(glob.glob(str(Path(source).expanduser()), recursive=True))
+        if not files and (Path(source).suffix in {".txt", *BUILDERS} or source.startswith((".", "/", "~")) or "*" in source):
+            raise ValueError(f"there is no file {source!r}")
+        found += files or [source]
+    return found
+
+
+def texts(sources: list[str], hub: Hub) -> Iterator[str]:
+    """The documents of all sources, in order: a text file is one document, a data set's row is one."""
+    for source in sources:
+        path = Path(source)
+        if path.is_file() and path.suffix not in BUILDERS:
+            yield path.read_text(encoding="utf-8")
+            continue
+        for row in _rows(source, hub):
+            if hub.column not in row:
+                raise ValueError(f"{source} has no column {hub.column!r}; it has {', '.join(row)}: set hub.column")
+            yield row[hub.column]
+
+
+def _rows(source: str, hub: Hub) -> Iterable[dict[str, Any]]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ImportError('data sets need the datasets library: pip install "hf_longattn[train]"') from None
+    path = Path(source)
+    if path.is_file():
+        return load_dataset(BUILDERS[path.suffix], data_files=str(path), split="train", streaming=hub.streaming)
+    name, _, split = source.partition(":")
+    return load_dataset(name, hub.config, split=split or "train", streaming=hub.streaming)
+
+
+def documents(sources: list[str], hub: Hub, tokenizer: Any) -> Iterator[list[int]]:
+    """The token ids of every document, ended by the tokenizer's end-of-text token if it has one."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for text in texts(sources, hub):
+        yield list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) + end
+
+
+def pack(documents: Iterable[list[int]], length: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Documents one after another, cut into rows of `length`; the rest that fills no row is dropped.
+
+    Yields:
+        int64 (length,) token ids, and positions that start at 0 with every document and every row.
+    """
+    ids: list[int] = []
+    positions: list[int] = []
+    for document in documents:
+        used = 0
+        while used < len(document):
+            piece = document[used : used + length - len(ids)]
+            used += len(piece)
+            ids += piece
+            positions += range(len(piece))
+            if len(ids) == length:
+                yield torch.tensor(ids), torch.tensor(positions)
+                ids, positions = [], []
+
+
+class Finish:
+    """From a packed row to what a model is given."""
+
+    def __init__(self, by_document: bool, skip: Skip | None, seed: int) -> None:
+        self.by_document, self.skip, self.seed = by_document, skip, seed
+
+    def __call__(self, index: int, ids: Tensor, positions: Tensor) -> Row:
+        ids = ids.long()
+        if self.skip is not None:
+            ids, positions = skipped(ids, self.skip, random.Random(f"{self.seed}:{index}"))
+            # without a mask transformers would read the jumps as borders between documents
+            return {"input_ids": ids, "labels": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
+        if not self.by_document:
+            return {"input_ids": ids, "labels": ids}
+        labels = ids.masked_fill(positions == 0, IGNORE)  # nothing predicts a document's first token
+        return {"input_ids": ids, "labels": labels, "position_ids": positions.long()}
+
+
+class Rows(Dataset[Row]):
+    """Windows in memory."""
+
+    def __init__(self, rows: Iterable[tuple[Tensor, Tensor]], finish: Finish) -> None:
+        pairs = [(ids.int(), positions.int()) for ids, positions in rows]
+        self.ids = torch.stack([ids for ids, _ in pairs]) if pairs else torch.empty(0, 0, dtype=torch.int32)
+        self.positions = torch.stack([p for _, p in pairs]) if pairs and finish.by_document else None
+        self.finish = finish
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Row:
+        positions = torch.empty(0) if self.positions is None else self.positions[index]
+        return self.finish(index, self.ids[index], positions)
+
+
+class StreamedRows(IterableDataset[Row]):
+    """Windows made as training goes; every pass gives the same."""
+
+    def __init__(self, sources: list[str], hub: Hub, tokenizer: Any, length: int, finish: Finish) -> None:
+        self.sources, self.hub, self.tokenizer, self.length, self.finish = sources, hub, tokenizer, length, finish
+
+    def __iter__(self) -> Iterator[Row]:
+        rows = pack(documents(self.sources, self.hub, self.tokenizer), self.length)
+        for index, (ids, positions) in enumerate(rows):
+            yield self.finish(index, ids, positions)
+
+
+class NeedleRows(Dataset[Row]):
+    def __init__(self, task: NeedleTask, length: int, count: int) -> None:
+        self.task, self.length, self.count = task, length, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Row:
+        sample = self.task.sample(index, self.length)
+        return {"input_ids": sample.input_ids, "labels": sample.labels}
+
+
+def flat(sources: list[str], hub: Hub, tokenizer: Any, limit: int | None = None) -> Tensor:
+    """All documents as one int64 tensor (tokens,), the first `limit` tokens if given."""
+    chained = itertools.chain.from_iterable(documents(sources, hub, tokenizer))
+    return torch.tensor(list(itertools.islice(chained, limit)), dtype=torch.int64)
+
+
+class Data:
+    """All data of a run: `train` for the Trainer, `held_out` tokens (1-D), and for needles the two tasks.
+
+    Raises:
+        ValueError: a file is missing, or a text is too short for the lengths asked for.
+    """
+
+    def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
+        sources, longest = find(recipe.data), max(*recipe.lengths, *recipe.final_lengths)
+        kept_out = None if recipe.heldout is None else find(recipe.heldout)
+        limit = recipe.needle.haystack_tokens if recipe.needle is not None and recipe.hub.streaming else None
+        kept = max(longest, recipe.evaluation.tokens)
+        self.held_out = torch.empty(0, dtype=torch.int64)
+        self.train_task: NeedleTask | None = None
+        self.test_task: NeedleTask | None = None
+        self.train: Dataset[Row]
+        if kept_out is not None:
+            self.held_out = flat(kept_out, recipe.hub, tokenizer, limit or kept)
+        if recipe.needle is not None:
+            haystack = flat(sources, recipe.hub, tokenizer, limit)
+            if kept_out is None:
+                cut = max(len(haystack) * 9 // 10, 1)
+                haystack, self.held_out = haystack[:cut], haystack[cut:]
+            self.train_task = NeedleTask(tokenizer, haystack, recipe.needle.needles, recipe.seed)
+            self.test_task = NeedleTask(tokenizer, self.held_out, recipe.needle.needles, recipe.seed + 1)
+            self.train_task.check(recipe.length)
+            for length in {*recipe.lengths, *recipe.final_lengths}:
+                self.test_task.check(length)
+            self.train = NeedleRows(self.train_task, recipe.length, _samples(recipe))
+            return
+        finish = Finish(recipe.packing == "documents", recipe.skip if recipe.positions == "skip" else None, recipe.seed)
+        if recipe.hub.streaming:
+            self.train = StreamedRows(sources, recipe.hub, tokenizer, recipe.length, finish)
+        elif kept_out is not None:
+            self.train = Rows(pack(documents(sources, recipe.hub, tokenizer), recipe.length), finish)
+        else:
+            tokens = list(documents(sources, recipe.hub, tokenizer))
+            tokens, self.held_out = _split(tokens, kept)
+            self.train = Rows(pack(tokens, recipe.length), finish)
+        if not recipe.hub.streaming and len(self.train) == 0:  # type: ignore[arg-type]
+            raise ValueError(f"the data is shorter than one window of {recipe.length} tokens" + _also_held_out(kept_out, kept))
+        if len(self.held_out) < longest:
+            raise ValueError(
+                f"the held-out text has {len(self.held_out)} tokens, evaluation at length {longest} needs as many: add text "
+                "or shorten evaluation.lengths and evaluation.final_lengths"
+            )
+
+    def first_windows(self, count: int) -> list[Tensor]:
+        """The token ids of the first windows that are trained on, each (1, length)."""
+        train: Any = self.train
+        rows = iter(train) if isinstance(train, IterableDataset) else (train[i] for i in range(len(train)))
+        return [row["input_ids"][None] for row in itertools.islice(rows, count)]
+
+
+def _samples(recipe: Recipe) -> int:
+    """Needle texts of a whole run, so that none is seen twice."""
+    t = recipe.trainer
+    batch = t.get("per_device_train_batch_size", 8) * t.get("gradient_accumulation_steps", 1)
+    return int(t["max_steps"] * batch * max(torch.cuda.device_count(), 1) * 2)
+
+
+def _split(tokens: list[list[int]], kept: int) -> tuple[list[list[int]], Tensor]:
+    """The last `kept` tokens held out, the documents before them to train on."""
+    flat_tokens = torch.tensor(list(itertools.chain.from_iterable(tokens)), dtype=torch.int64)
+    room = len(flat_tokens) - kept
+    train = []
+    for document in tokens:
+        if room <= 0:
+            break
+        train.append(document[:room])
+        room -= len(document)
+    return train, flat_tokens[-kept:]
+
+
+def _also_held_out(kept_out: list[str] | None, kept: int) -> str:
+    return "" if kept_out is not None else f", after its last {kept} tokens are held out: give more text, or heldout"

@@ -1,0 +1,107 @@
+"""The training loss, with logits of a few positions at a time, by position, and from a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, kl_div
+from torch.utils.checkpoint import checkpoint
+
+from ..evaluation.losses import logits_of
+from ..tasks.needle import IGNORE
+from .recipe import Distill
+
+#: Positions whose logits are held at a time.
+CHUNK = 512
+#: Parts of the window whose losses are logged apart.
+PARTS = 4
+
+
+class CausalLoss:
+    """Stands in for a causal language model's forward: next-token loss, and the divergence from a teacher.
+
+    Logits are made and differentiated CHUNK positions at a time, so memory does not grow with length x vocabulary.
+
+    Args:
+        model: a causal language model (inside PEFT's wrapper, if any).
+        distill: how the teacher counts; None for no teacher.
+        teacher: opens the context in which `model` is the teacher.
+        teacher_skips: whether the teacher is given positions too; if not, it reads every row as a plain text.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        distill: Distill | None = None,
+        teacher: Callable[[], AbstractContextManager[Any]] | None = None,
+        teacher_positions: bool = True,
+    ) -> None:
+        self.model, self.distill, self.teacher, self.teacher_positions = model, distill, teacher, teacher_positions
+
+    def __call__(
+        self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, **inputs: Any
+    ) -> dict[str, Tensor]:
+        """The loss per predicted token (of `num_items_in_batch`, if given: a share of an accumulated batch).
+
+        Args:
+            input_ids, labels: int64 (batch, length); labels as the ids, IGNORE where there is no loss.
+
+        Returns:
+            loss, with gradient; cross_entropy and divergence, the sums of each over tokens, and tokens, their number, each
+            (PARTS,) by position in the window.
+        """
+        inputs = {name: x for name, x in inputs.items() if name in ("position_ids", "attention_mask") and x is not None}
+        aim = None
+        if self.distill is not None and self.teacher is not None:
+            given = inputs if self.teacher_positions else {}
+            with torch.no_grad(), self.teacher():
+                aim = self._hidden(input_ids, given)[:, :-1]
+        hidden, labels = self._hidden(input_ids, inputs)[:, :-1], labels[:, 1:]
+        part = torch.arange(labels.shape[1], device=labels.device) * PARTS // labels.shape[1]
+        sums = [torch.zeros(PARTS, device=labels.device) for _ in range(2)]
+        total = torch.zeros((), device=labels.device)
+        for first in range(0, labels.shape[1], CHUNK):
+            chunk = slice(first, first + CHUNK)
+            losses = checkpoint(
+                self._losses, hidden[:, chunk], None if aim is None else aim[:, chunk], labels[:, chunk], use_reentrant=False
+            )
+            for i, loss in enumerate(losses):
+                sums[i].index_add_(0, part[chunk], loss.detach().sum(0))
+            weight = 0.0 if self.distill is None else self.distill.weight
+            total = total + (1 - weight) * losses[0].sum()
+            if aim is not None:
+                total = total + weight * losses[1].sum()
+        counts = torch.zeros(PARTS, device=labels.device).index_add_(0, part, (labels != IGNORE).sum(0).float())
+        items = counts.sum() if num_items_in_batch is None else num_items_in_batch
+        return {"loss": total / items, "cross_entropy": sums[0], "divergence": sums[1], "tokens": counts}
+
+    def _hidden(self, input_ids: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        out: Tensor = self.model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
+        return out
+
+    def _losses(self, hidden: Tensor, aim: Tensor | None, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross-entropy and T² KL(teacher ‖ student) of each token, (batch, positions), 0 where there is no loss."""
+        logits = logits_of(self.model, hidden)
+        flat = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none")
+        loss = flat.view_as(labels)
+        if aim is None or self.distill is None:
+            return loss, torch.zeros_like(loss)
+        with torch.no_grad():
+            wanted = torch.log_softmax(logits_of(self.model, aim) / self.distill.temperature, -1)
+        given = torch.log_softmax(logits / self.distill.temperature, -1)
+        divergence = kl_div(given, wanted, reduction="none", log_target=True).sum(-1)
+        return loss, divergence.masked_fill(labels == IGNORE, 0.0) * self.distill.temperature**2
+
+
+@contextmanager
+def trained_by(model: nn.Module, loss: CausalLoss) -> Iterator[None]:
+    """While open, calling `model` computes `loss`, inside every wrapper (PEFT, DDP), so that their hooks see the gradients."""
+    model.forward = loss  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        model.__dict__.pop("forward", None)

@@ -1,0 +1,74 @@
+"""Loss and needle accuracy by length: during training, and for the metrics file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..evaluation import answer_scores, loss_by_position, token_losses
+from ..tasks import NeedleTask
+from .data import Data
+from .recipe import Recipe
+
+
+def measure(model: Any, recipe: Recipe, data: Data, lengths: list[int], share: tuple[int, int] = (0, 1)) -> dict[int, Tensor]:
+    """Sums per length, float64, so that processes can add theirs up; `share` is (this process, processes).
+
+    Text: summed loss and tokens of each doubling range of positions (see `edges`), shape (ranges, 2). Needles: summed loss of
+    the answers and their tokens, then needles found and needles, shape (2, 2).
+    """
+    model.eval()
+    out = {}
+    for length in lengths:
+        if data.test_task is not None:
+            rows = [_needle(model, data.test_task, i, length) for i in range(*_mine(recipe.evaluation.samples, share))]
+            out[length] = torch.stack(rows).sum(0) if rows else torch.zeros(2, 2, dtype=torch.float64)
+            continue
+        windows = windows_of(data.held_out, length, recipe.evaluation.tokens)
+        total = torch.zeros(len(edges(length)) - 1, 2, dtype=torch.float64)
+        for i in range(*_mine(len(windows), share)):
+            losses = token_losses(model, windows[i : i + 1].to(model.device)).cpu()
+            counts = torch.tensor([b - a for a, b in zip(edges(length), edges(length)[1:], strict=False)])
+            total += torch.stack([torch.tensor(loss_by_position(losses, edges(length))) * counts, counts], 1).double()
+        out[length] = total
+    return out
+
+
+def metrics(sums: dict[int, Tensor], needles: bool) -> dict[int, dict[str, Any]]:
+    """For each length the mean loss (nats per token) with its parts by position, or with needle accuracy."""
+    out: dict[int, dict[str, Any]] = {}
+    for length, s in sums.items():
+        if needles:
+            out[length] = {"loss": float(s[0, 0] / s[0, 1]), "accuracy": float(s[1, 0] / s[1, 1]), "needles": int(s[1, 1])}
+        else:
+            loss, tokens = s.sum(0).tolist()
+            parts = {f"{a}-{b}": float(x / n) for a, b, (x, n) in zip(edges(length), edges(length)[1:], s, strict=False)}
+            out[length] = {"loss": loss / tokens, "tokens": int(tokens), "by_position": parts}
+    return out
+
+
+def edges(length: int) -> list[int]:
+    """1, then halves of the length down to a sixteenth: positions by their order of magnitude."""
+    return [1, *(e for e in (length // 16, length // 8, length // 4, length // 2) if e > 1), length]
+
+
+def windows_of(held_out: Tensor, length: int, budget: int) -> Tensor:
+    """(windows, length): about `budget` tokens, spread evenly over the text; at least one window."""
+    available = len(held_out) // length
+    count = min(max(budget // length, 1), available)
+    starts = [i * available // count * length for i in range(count)]
+    return torch.stack([held_out[s : s + length] for s in starts])
+
+
+def _needle(model: Any, task: NeedleTask, index: int, length: int) -> Tensor:
+    sample = task.sample(index, length)
+    ids = sample.input_ids[None].to(model.device)
+    whole, *each = answer_scores(model, ids, [(sample.prompt_length, length), *sample.spans])
+    found = sum(score.exact for score in each)
+    return torch.tensor([[-whole.log_likelihood, whole.tokens], [found, len(each)]], dtype=torch.float64)
+
+
+def _mine(count: int, share: tuple[int, int]) -> tuple[int, int, int]:
+    return share[0], count, share[1]

@@ -1,0 +1,163 @@
+"""The model of a recipe: loaded or built, its position encoding, its method, its adapter."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, NanoChatConfig
+
+from ..config import LongAttnConfig
+from ..integration import apply, rope
+from .recipe import Architecture, Lora, Recipe
+
+#: Every position method of the scale-invariant-attention paper's Table 1 and App. I.3: an encoding and a method.
+POSITIONS: dict[str, tuple[str, str | None]] = {
+    "rope": ("rope", None),
+    "prope": ("prope", None),
+    "nope": ("nope", None),
+    "rope_ntk": ("ntk", None),
+    "logn_rope": ("rope", "logn"),
+    "logn_prope": ("prope", "logn"),
+    "logn_ntk": ("ntk", "logn"),
+    "alibi": ("nope", "alibi"),
+    "scale_invariant_prope": ("prope", "scale_invariant"),
+    "scale_invariant_rope": ("rope", "scale_invariant"),
+    "scale_invariant_nope": ("nope", "scale_invariant"),
+}
+
+
+def load_tokenizer(recipe: Recipe) -> Any:
+    if recipe.tokenizer == "bytes":
+        return ByT5Tokenizer(extra_ids=0)
+    return AutoTokenizer.from_pretrained(recipe.tokenizer or recipe.model)
+
+
+def attention_of(recipe: Recipe) -> LongAttnConfig | None:
+    """The recipe's method; that of `architecture.position` with the recipe's parameters for a model from scratch."""
+    if recipe.architecture is None:
+        return recipe.attention
+    _, method = _position(recipe.architecture)
+    if method is None:
+        if recipe.parameters:
+            raise ValueError(f"parameters are given, and position {recipe.architecture.position} has no method to take them")
+        return None
+    trained: dict[str, Any] = {"learned": True, "clamp": False} if method == "logn" else {}  # as published
+    return LongAttnConfig.preset(method, **trained | recipe.parameters)
+
+
+def load_config(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
+    """The config of the model to train, and that of the unmodified one; they differ by their rotary encoding."""
+    if recipe.architecture is not None:
+        config = from_scratch(recipe.architecture, recipe.length, len(tokenizer))
+        return config, config
+    original = AutoConfig.from_pretrained(recipe.model)
+    config = copy.deepcopy(original)
+    if (change := recipe.rope) is not None:
+        if change.kind == "prope":
+            rope.prope(config, change.fraction, change.theta)
+        elif change.kind == "nope":
+            rope.nope(config)
+        else:
+            scale: Callable[..., Any] = getattr(rope, change.kind)
+            scale(config, change.factor)
+    return config, original
+
+
+def load_model(recipe: Recipe, config: Any, *, weights: bool = True) -> Any:
+    """The model without method and adapter; without weights it is on the meta device, which costs nothing."""
+    dtype = getattr(torch, recipe.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype {recipe.dtype!r} is no torch dtype; use float32 or bfloat16")
+    if not weights:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if recipe.architecture is not None:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(recipe.model, config=config, dtype=dtype)
+
+
+def put_method(model: Any, recipe: Recipe, attention: LongAttnConfig | None) -> Any:
+    if attention is None:
+        return model
+    if recipe.strength is not None:
+        attention = attention.replace(strength=recipe.strength.start)
+    return apply(model, attention)
+
+
+def put_adapter(model: Any, lora: Lora, method: bool, seed: int) -> Any:
+    """A PEFT model around it, whose adapter starts as the identity and records the method, if there is one."""
+    try:
+        from peft import LoraConfig, get_peft_model
+
+        from ..adapters import LongAttnLoraConfig
+    except ImportError:
+        raise ImportError('lora needs peft: pip install "hf_longattn[train]"') from None
+    config = (LongAttnLoraConfig if method else LoraConfig)(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.targets if lora.targets != ["all-linear"] else "all-linear",
+    )
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT's use of transformers
+        return get_peft_model(model, config)
+
+
+@contextmanager
+def unadapted(wrapped: Any, original: Any) -> Iterator[None]:
+    """While open, a PEFT model is the model it was made from: no adapter, no method, the rotary encoding of `original`."""
+    model = wrapped.get_base_model()
+    with wrapped.disable_adapter():
+        settings = rope.settings_of(original)
+        if settings is None or settings == rope.settings_of(model):  # an adapter that records its method saw to it
+            yield
+            return
+        tables = rope.exchange(model, rope.build(model, settings))
+        try:
+            yield
+        finally:
+            rope.exchange(model, tables)
+
+
+def from_scratch(architecture: Architecture, length: int, vocabulary: int) -> NanoChatConfig:
+    """modded-nanogpt's shape through transformers' NanoChat: RMSNorm without weights (also on the embedding), squared ReLU,
+    QK-norm, untied head, no biases, no softcap."""
+    encoding, _ = _position(architecture)
+    if architecture.width % architecture.heads:
+        raise ValueError(f"width {architecture.width} does not divide into {architecture.heads} heads")
+    config = NanoChatConfig(
+        vocab_size=vocabulary,
+        hidden_size=architecture.width,
+        intermediate_size=architecture.mlp * architecture.width,
+        num_hidden_layers=architecture.layers,
+        num_attention_heads=architecture.heads,
+        num_key_value_heads=architecture.heads,
+        max_position_embeddings=length,
+        final_logit_softcapping=None,
+        rope_parameters={"rope_type": "default", "rope_theta": architecture.rope_theta},
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    if encoding == "prope":
+        rope.prope(config, architecture.prope_fraction, architecture.prope_theta)
+    elif encoding == "nope":
+        rope.nope(config)
+    elif encoding == "ntk":
+        rope.ntk(config, 1.0)  # θ (n / L)^{d/(d-2)} beyond the training length L, plain RoPE within
+    return config
+
+
+def _position(architecture: Architecture) -> tuple[str, str | None]:
+    try:
+        return POSITIONS[architecture.position]
+    except KeyError:
+        raise ValueError(
+            f"unknown architecture.position {architecture.position!r}; choose one of {', '.join(POSITIONS)}"
+        ) from None

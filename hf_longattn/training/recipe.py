@@ -1,0 +1,311 @@
+"""What a training run is, as plain data: a YAML file, its overrides, and every check that needs nothing loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..config import LongAttnConfig
+
+RECIPES = ("continue_lora", "convert_distill", "needle_lora", "pretrain_small")
+
+
+@dataclass
+class Hub:
+    """How data sets are read; plain text files need none of it."""
+
+    config: str | None = None  # the configuration of a Hub data set ("en" of allenai/c4)
+    column: str = "text"  # the column that holds the text
+    streaming: bool = False  # read as training goes, without storing
+
+
+@dataclass
+class Rope:
+    """A change to the model's rotary encoding (see `hf_longattn.rope`); the teacher of a distillation keeps the old one."""
+
+    kind: Literal["prope", "nope", "ntk", "linear", "yarn"] = "prope"
+    fraction: float = 0.5  # prope: share of the pairs that still rotate, highest frequencies first
+    theta: float | None = None  # prope: a new base
+    factor: float = 2.0  # ntk, linear, yarn: how many times longer
+
+
+@dataclass
+class Strength:
+    """λ of the blend with plain attention: from `start` to `end` over the first `share` of the steps, then constant."""
+
+    start: float = 0.0
+    end: float = 1.0
+    share: float = 0.5
+
+
+@dataclass
+class Lora:
+    r: int = 16
+    alpha: int = 32
+    dropout: float = 0.0
+    targets: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
+
+
+@dataclass
+class Distill:
+    """loss = weight · T² KL(teacher ‖ student) + (1 - weight) · cross-entropy, with both distributions at temperature T."""
+
+    weight: float = 0.5
+    temperature: float = 1.0
+
+
+@dataclass
+class Skip:
+    """PoSE: windows in chunks, with jumps of position between them, so that distances up to target_length are seen."""
+
+    target_length: int = 16384
+    chunks: int = 2
+    unskipped: float = 0.1  # share of the windows that stay as they are
+    repeat: float = 0.0  # share of the windows whose last chunk repeats a piece of the first
+
+
+@dataclass
+class Needles:
+    needles: int = 3
+    haystack_tokens: int = 1_000_000  # how much of a streamed corpus is kept
+
+
+@dataclass
+class Architecture:
+    """A model to train from scratch: GPT-2-like, of the scale-invariant-attention paper's App. G."""
+
+    layers: int = 12
+    width: int = 768
+    heads: int = 6
+    mlp: int = 4  # hidden width of the feed-forward blocks, in widths
+    position: str = "scale_invariant_prope"
+    rope_theta: float = 10_000.0  # RoPE's base
+    prope_theta: float = 1024.0**2  # p-RoPE's base; with a share of 1/2 the lowest frequency is its square root's inverse
+    prope_fraction: float = 0.5
+
+
+@dataclass
+class Muon:
+    """Muon for matrices, Adam for the rest; learning rates of the paper's 162M model. trainer.learning_rate is not used."""
+
+    matrix_lr: float = 0.02
+    momentum: float = 0.95
+    embedding_lr: float = 0.3
+    other_lr: float = 0.002
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    weight_decay: float = 0.0
+
+
+@dataclass
+class Schedule:
+    """Learning rate: linear up over the first share of the steps, constant, linear down to zero over the last share."""
+
+    warmup: float = 0.0
+    cooldown: float = 0.0
+
+
+@dataclass
+class Evaluation:
+    lengths: list[int] = field(default_factory=list)  # during training; none: the training length
+    final_lengths: list[int] = field(default_factory=list)  # for the metrics file; none: the same
+    tokens: int = 8192  # held-out tokens read per length (at least one window)
+    samples: int = 50  # needle texts per length
+    compare: bool = True  # the metrics file holds the unadapted base, and base + YaRN, beside the trained model
+
+
+@dataclass
+class Recipe:
+    """A training run. See docs/training.md for every key."""
+
+    name: str = "custom"
+    output: str | None = None
+    model: str | None = None  # a model on the Hub or a directory
+    architecture: Architecture | None = None  # or one to build
+    tokenizer: str | None = None  # default: the model's; "bytes" needs no files
+    dtype: str = "float32"
+
+    data: Any = None  # text files, a Hub data set, or a list of them
+    heldout: Any = None  # the same; none: the last part of the data
+    hub: Hub = field(default_factory=Hub)
+    length: int = 512
+    packing: Literal["concat", "documents"] = "concat"
+    positions: Literal["plain", "skip"] = "plain"
+    skip: Skip = field(default_factory=Skip)
+    needle: Needles | None = None
+
+    method: str | None = None
+    parameters: dict[str, Any] = field(default_factory=dict)
+    rope: Rope | None = None
+    strength: Strength | None = None
+    calibrate: int = 0  # tokens to measure attention on before training; 0: none
+    lora: Lora | None = None
+    distill: Distill | None = None
+
+    optimizer: Muon | None = None
+    schedule: Schedule | None = None
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    trainer: dict[str, Any] = field(default_factory=dict)  # any of transformers' TrainingArguments
+
+    @property
+    def attention(self) -> LongAttnConfig | None:
+        return None if self.method is None else LongAttnConfig.preset(self.method, **self.parameters)
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted(set(self.evaluation.lengths or [self.length]))
+
+    @property
+    def final_lengths(self) -> list[int]:
+        return sorted({self.length, *(self.evaluation.final_lengths or self.lengths)})
+
+    @property
+    def seed(self) -> int:
+        return int(self.trainer.get("seed", 42))
+
+
+def recipe_file(source: str) -> Path:
+    """A recipe's YAML file: a path, or the bare name of one that comes with the package."""
+    if source not in RECIPES:
+        if Path(source).is_file():
+            return Path(source)
+        close = difflib.get_close_matches(source, RECIPES, 1)
+        raise ValueError(
+            f"there is no recipe {source!r}"
+            + (f"; did you mean {close[0]!r}?" if close else "")
+            + f" Give a YAML file or one of {', '.join(RECIPES)}"
+        )
+    package = Path(__file__).parents[1]
+    for folder in (package / "recipes", package.parent / "recipes"):  # of a wheel, of a checkout
+        if (folder / f"{source}.yaml").is_file():
+            return folder / f"{source}.yaml"
+    raise ValueError(f"this installation lacks the file of the recipe {source!r}: reinstall hf_longattn")
+
+
+def load_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe from a YAML file (or a name) and "key=value" overrides, with dots for nested keys; checked.
+
+    Raises:
+        ValueError: no such recipe, an unknown key (the close match is named), a value of the wrong type, or a contradiction.
+    """
+    try:
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+    except ImportError:
+        raise ImportError('training recipes need omegaconf: pip install "hf_longattn[train]"') from None
+    for entry in overrides:
+        if "=" not in entry:
+            raise ValueError(f"{entry!r} is not an override; write key=value")
+    path = recipe_file(source)
+    try:
+        given = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
+        _no_trainer_keys_outside(OmegaConf.to_container(given))
+        recipe: Recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), given))  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        where = getattr(error, "full_key", None)
+        raise ValueError(f"{path.name}: {f'{where}: ' if where else ''}{str(error).splitlines()[0]}") from None
+    for key, value in recipe.trainer.items():
+        if key.endswith("_strategy") and value is False:
+            recipe.trainer[key] = "no"  # what YAML makes of no
+    if recipe.output is None:
+        recipe.output = f"runs/{recipe.name}"
+    check(recipe)
+    return recipe
+
+
+def dump(recipe: Recipe) -> str:
+    """The resolved recipe as YAML; `load_recipe` reads it."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(recipe)))
+
+
+def check(recipe: Recipe) -> None:
+    """Raise ValueError for whatever can be seen to be wrong without opening a file."""
+    if (recipe.model is None) == (recipe.architecture is None):
+        raise ValueError("give a model (model=NAME or a directory) to adapt, or an architecture to train from scratch")
+    if recipe.architecture is not None and (recipe.tokenizer is None or recipe.lora or recipe.rope or recipe.method):
+        raise ValueError(
+            "an architecture needs a tokenizer (tokenizer=bytes needs no files), and takes its method and rotary encoding "
+            "from architecture.position; lora, rope and method are for pretrained models"
+        )
+    if recipe.data is None:
+        raise ValueError("data is missing: give text files or a data set, data=FILE or data=OWNER/NAME:SPLIT")
+    for name, value in (("data", recipe.data), ("heldout", recipe.heldout)):
+        entries = value if isinstance(value, list) else [value]
+        if value is not None and not all(isinstance(entry, str) and entry for entry in entries):
+            raise ValueError(f"{name} must be a file, a data set or a list of them, got {value!r}")
+    if recipe.length < 2 or any(n < 2 for n in (*recipe.lengths, *recipe.final_lengths)):
+        raise ValueError("length and evaluation lengths must be at least 2 tokens")
+    if recipe.hub.streaming and recipe.heldout is None and recipe.needle is None:
+        raise ValueError("a streamed data set has no last part to hold out: give heldout")
+    attention = recipe.attention  # raises for an unknown method or parameter
+    if recipe.parameters and attention is None and recipe.architecture is None:
+        raise ValueError("parameters are given without a method")
+    if recipe.strength is not None:
+        if attention is None or not hasattr(attention.logit_map, "strength"):
+            raise ValueError(f"a strength schedule needs a method with a strength (scale_invariant), not {recipe.method}")
+        _in("strength.start", recipe.strength.start)
+        _in("strength.end", recipe.strength.end)
+        _in("strength.share", recipe.strength.share)
+    if recipe.calibrate and attention is None:
+        raise ValueError("calibrate measures attention for a method, and none is given")
+    if recipe.distill is not None:
+        _in("distill.weight", recipe.distill.weight)
+        if not recipe.distill.temperature > 0:
+            raise ValueError("distill.temperature must be > 0")
+        if recipe.lora is None:
+            raise ValueError("the teacher of a distillation is the model without its adapter: it needs lora")
+        if heads := {"lm_head", "embed_tokens", "all-linear"} & set(recipe.lora.targets):
+            raise ValueError(f"teacher and student share embeddings and head: take {sorted(heads)} out of lora.targets")
+        if recipe.needle is not None:
+            raise ValueError("distill and needle exclude each other: the unmodified model does not know the answer")
+    if recipe.positions == "skip":
+        if recipe.needle is not None or recipe.packing == "documents":
+            raise ValueError("positions: skip works on plain windows of text, not on needles or packed documents")
+        if attention is not None and attention.distance != "positions":
+            raise ValueError(
+                f"{attention.name} counts distances in slots and would not see the skipped positions: set "
+                "parameters.distance=positions"
+            )
+        _in("skip.unskipped", recipe.skip.unskipped)
+        _in("skip.repeat", recipe.skip.repeat)
+        if not 2 <= recipe.skip.chunks <= recipe.length // 2:
+            raise ValueError(f"skip.chunks must lie in [2, {recipe.length // 2}], got {recipe.skip.chunks}")
+        if recipe.skip.target_length <= recipe.length:
+            raise ValueError(f"skip.target_length must exceed length ({recipe.length}), got {recipe.skip.target_length}")
+    if recipe.schedule is not None:
+        _in("schedule.warmup + schedule.cooldown", recipe.schedule.warmup + recipe.schedule.cooldown)
+        if {"lr_scheduler_type", "warmup_steps", "warmup_ratio", "lr_scheduler_kwargs"} & set(recipe.trainer):
+            raise ValueError("schedule and trainer.lr_scheduler_type (or trainer.warmup_*) exclude each other: schedule=null")
+    if recipe.trainer.get("max_steps", -1) <= 0:
+        raise ValueError("trainer.max_steps must say how many steps to train")
+    logs, saves = (recipe.trainer.get(k, 500) for k in ("logging_steps", "save_steps"))
+    if recipe.trainer.get("save_strategy", "steps") == "steps" and (saves < 1 or logs < 1 or saves % logs):
+        raise ValueError(
+            f"trainer.save_steps ({saves}) must be a multiple of trainer.logging_steps ({logs}): a resumed run would log "
+            "other means"
+        )
+
+
+def _in(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must lie in [0, 1], got {value}")
+
+
+def _no_trainer_keys_outside(given: Any) -> None:
+    """Unknown TrainingArguments keys, and known ones at the top level, named with their close match."""
+    from transformers import TrainingArguments
+
+    known = {f.name for f in dataclasses.fields(TrainingArguments)} - {"output_dir"}
+    for key in given.get("trainer") or {}:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, 1)
+            hint = "use output" if key == "output_dir" else f"did you mean {close[0]!r}?" if close else "see TrainingArguments"
+            raise ValueError(f"trainer.{key} is no key of transformers' TrainingArguments; {hint}")
+    for key in given:
+        if key in known and key not in {f.name for f in dataclasses.fields(Recipe)}:
+            raise ValueError(f"{key} belongs under trainer: write trainer.{key}=...")

@@ -1,0 +1,245 @@
+"""A recipe from beginning to end: refuse what cannot work, say what will happen, train, measure, save."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import json
+import os
+import platform
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainingArguments, set_seed
+
+from ..calibration import calibrate
+from ..config import LongAttnConfig
+from ..hub import save
+from ..integration import describe, rope
+from .data import Data
+from .loss import CHUNK, CausalLoss, trained_by
+from .models import attention_of, load_config, load_model, load_tokenizer, put_adapter, put_method, unadapted
+from .recipe import Recipe, dump
+from .trainer import RecipeTrainer, arguments
+
+RECIPE_FILE, METRICS_FILE = "recipe.yaml", "metrics.json"
+
+
+@dataclasses.dataclass
+class Prepared:
+    """Everything a run needs but its weights; made by `prepare`, which refuses what cannot work."""
+
+    recipe: Recipe
+    output: Path
+    checkpoint: str | None
+    tokenizer: Any
+    data: Data
+    attention: LongAttnConfig | None
+    config: Any
+    original: Any
+    args: TrainingArguments
+
+
+def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
+    """Check a recipe against its files, its output directory and its model's config; no weights are read.
+
+    Raises:
+        ValueError: something is missing, too short, in the way or contradictory.
+        OSError: a file or a model cannot be read.
+    """
+    assert recipe.output is not None
+    output = Path(recipe.output)
+    checkpoint = _checkpoint(recipe, output, resume)
+    attention = attention_of(recipe)
+    tokenizer = load_tokenizer(recipe)
+    data = Data(recipe, tokenizer)
+    config, original = load_config(recipe, tokenizer)
+    if recipe.distill is not None and recipe.length > (trained := _trained_length(original)):
+        raise ValueError(
+            f"the teacher was trained at {trained} tokens; windows of {recipe.length} are beyond it: lower length"
+        )
+    args = arguments(recipe)
+    return Prepared(recipe, output, checkpoint, tokenizer, data, attention, config, original, args)
+
+
+def plan(run: Prepared) -> str:
+    """What a run will do, in lines: model, layers changed, tokens, memory, steps. Builds the model without weights."""
+    recipe, args = run.recipe, run.args
+    model = load_model(recipe, run.config, weights=False)
+    put_method(model, recipe, run.attention)
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = parameters
+    if recipe.lora is not None:
+        trained = put_adapter(model, recipe.lora, run.attention is not None, recipe.seed).get_nb_trainable_parameters()[0]
+    described = describe(model)
+    changed = [row for row in described.rows if row[1] != "unchanged"]
+    layers = f"{len(changed)} of {len(described.rows)} attention layers"
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    tokens = rows * recipe.length * args.max_steps
+    have = "streamed" if recipe.hub.streaming else f"{len(run.data.train)} windows"  # type: ignore[arg-type]
+    text = run.config.get_text_config()
+    memory = _memory(recipe, args, parameters, trained, text)
+    lines = [
+        ("recipe", f"{recipe.name} -> {run.output}" + (f", resumed from {run.checkpoint}" if run.checkpoint else "")),
+        ("model", f"{recipe.model or recipe.architecture}: {_count(parameters)} parameters, {_count(trained)} trained"),
+        ("attention", f"{changed[0][1]}, in {layers}" if changed else f"unchanged, in all {len(described.rows)} layers"),
+        ("rotary", str(text.rope_parameters) if getattr(text, "rope_parameters", None) else "none"),
+        ("data", f"{have} of {recipe.length} tokens, positions {recipe.positions}; {len(run.data.held_out)} tokens held out"),
+        ("steps", f"{args.max_steps} of {rows} windows ({args.world_size} processes), {_count(tokens)} tokens"),
+        ("evaluation", f"at {recipe.lengths}, at the end at {recipe.final_lengths}"),
+        ("memory", f"about {memory / 2**30:.1f} GiB per process (weights, gradients, optimiser, activations: an estimate)"),
+    ]
+    return "\n".join(f"{name:<11}{value}" for name, value in lines)
+
+
+def run(prepared: Prepared) -> dict[str, Any]:
+    """Train, measure, and leave everything in the output directory; returns the metrics that are written there."""
+    recipe, output, args, data = prepared.recipe, prepared.output, prepared.args, prepared.data
+    started, cpu = time.monotonic(), time.process_time()
+    set_seed(args.seed)
+    model = load_model(recipe, prepared.config)
+    attention = prepared.attention
+    if recipe.calibrate and attention is not None:
+        model.eval()
+        attention = calibrate(model, data.first_windows(-(-recipe.calibrate // recipe.length)), attention)
+    put_method(model, recipe, attention)
+    wrapped = model if recipe.lora is None else put_adapter(model, recipe.lora, attention is not None, args.seed)
+    trainer = RecipeTrainer(recipe, data, wrapped, model, args, prepared.tokenizer)
+    first = trainer.is_world_process_zero()
+    if first:
+        output.mkdir(parents=True, exist_ok=True)
+        _write(output / RECIPE_FILE, dump(recipe))
+    base = functools.partial(unadapted, wrapped, prepared.original)
+    loss = CausalLoss(model, recipe.distill, base, teacher_positions=recipe.positions != "skip")
+    with trained_by(model, loss):
+        result = trainer.train(resume_from_checkpoint=prepared.checkpoint)
+    measured = {"trained": trainer.measure(recipe.final_lengths)}
+    found = measured["trained"][recipe.length]
+    if recipe.evaluation.compare and recipe.architecture is None:
+        if recipe.lora is not None:
+            with base():
+                measured["base"] = trainer.measure(recipe.final_lengths)
+        else:
+            measured["base"] = _another(prepared, trainer, prepared.original)
+        measured |= _yarn(prepared, trainer)
+    if attention is None:
+        trainer.save_model(str(output))
+        if first and recipe.rope is not None:
+            model.config.save_pretrained(output)  # a plain adapter does not record the rotary encoding
+    elif first:
+        card: dict[str, Any] = {
+            "training_lengths": [recipe.length],
+            "metrics": {m: {n: x[m] for n, x in measured["trained"].items()} for m in ("loss", "accuracy") if m in found},
+            "evaluated_on": _names(recipe.heldout or recipe.data),
+        }
+        save(wrapped, output, tokenizer=prepared.tokenizer, overwrite=True, **card)
+    metrics = {
+        "recipe": recipe.name,
+        "measured": measured,
+        "train_loss": result.training_loss,
+        "steps": trainer.state.global_step,
+        "tokens": trainer.state.global_step
+        * args.per_device_train_batch_size
+        * args.gradient_accumulation_steps
+        * args.world_size
+        * recipe.length,
+        "seed": args.seed,
+        "processes": args.world_size,
+        "resumed_from": prepared.checkpoint and Path(prepared.checkpoint).name,
+        "command": " ".join(["hf-longattn", *sys.argv[1:]]),
+        "versions": versions(),
+        "seconds": round(time.monotonic() - started, 1),
+        "cpu_seconds": round(time.process_time() - cpu, 1),
+        "settings": dataclasses.asdict(recipe),
+        "log": trainer.state.log_history,
+    }
+    if first:
+        _write(output / METRICS_FILE, json.dumps(metrics, indent=1) + "\n")
+    return metrics
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("hf_longattn", "transformers", "torch", "peft", "accelerate"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
+    """The checkpoint to go on from; None for a new run."""
+    if not resume:
+        there = output.exists() and (not output.is_dir() or any(output.iterdir()))
+        if there and int(os.environ.get("RANK", "0")) == 0:  # other processes may come after the first has begun to write
+            raise ValueError(f"{output} exists; nothing is overwritten: choose another output, or go on with --resume")
+        return None
+    if not (output / RECIPE_FILE).is_file():
+        raise ValueError(f"{output} holds no run to resume")
+    if (output / METRICS_FILE).exists():
+        raise ValueError(f"the run in {output} is finished: there is nothing to resume")
+    if (output / RECIPE_FILE).read_text(encoding="utf-8") != dump(recipe):
+        raise ValueError(f"{output / RECIPE_FILE} says something else than this recipe: resume with the settings of its start")
+    # the Trainer writes its state last: a checkpoint without it was cut short. None at all: from the start
+    whole = [path.parent for path in output.glob("checkpoint-*/trainer_state.json")]
+    return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e6:.1f}M" if number >= 1e6 else f"{number / 1e3:.1f}k"
+
+
+def _trained_length(config: Any) -> int:
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize)
+
+
+def _yarn(prepared: Prepared, trainer: RecipeTrainer) -> dict[str, Any]:
+    """The unadapted base with YaRN for the longest measured length, if that is beyond its trained one."""
+    factor = max(prepared.recipe.final_lengths) / _trained_length(prepared.original)
+    if factor <= 1 or not getattr(prepared.original.get_text_config(), "rope_parameters", None):
+        return {}
+    config = rope.yarn(copy.deepcopy(prepared.original), factor)
+    return {f"base + YaRN x{factor:g}": _another(prepared, trainer, config)}
+
+
+def _another(prepared: Prepared, trainer: RecipeTrainer, config: Any) -> dict[int, dict[str, Any]]:
+    """Measurements of the checkpoint that training started from, loaded anew under a config."""
+    trained, trainer.causal = trainer.causal, load_model(prepared.recipe, config).to(trainer.accelerator.device)
+    try:
+        return trainer.measure(prepared.recipe.final_lengths)
+    finally:
+        trainer.causal = trained
+
+
+def _memory(recipe: Recipe, args: TrainingArguments, parameters: int, trained: int, text: Any) -> float:
+    """Bytes: weights, gradients and optimiser states of what is trained, activations kept for the backward pass, logits."""
+    width = torch.finfo(getattr(torch, recipe.dtype)).bits // 8
+    activation = 2 if args.bf16 or args.fp16 else width
+    tokens = args.per_device_train_batch_size * recipe.length
+    hidden, inner = text.hidden_size, text.intermediate_size
+    per_layer = hidden if args.gradient_checkpointing else 12 * hidden + 4 * inner
+    logits = 3 * min(CHUNK, recipe.length) * args.per_device_train_batch_size * text.vocab_size * 4
+    return (
+        parameters * width
+        + trained * (width + 8)
+        + tokens * text.num_hidden_layers * per_layer * activation
+        + logits * (2 if recipe.distill else 1)
+    )
+
+
+def _names(sources: Any) -> str:
+    """What held-out text is called in a model card: no folders of this machine."""
+    names = sources if isinstance(sources, list) else [sources]
+    return ", ".join(Path(name).name if Path(name).exists() or "*" in name else name for name in names)
+
+
+def _write(path: Path, text: str) -> None:
+    """All or nothing."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)

@@ -1,0 +1,108 @@
+"""transformers' Trainer with what the recipes need: loss by position, evaluation by length, a strength schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from ..integration import update
+from .data import Data
+from .loss import PARTS
+from .measure import measure, metrics
+from .optim import MuonWithAdam
+from .recipe import Recipe, Strength
+
+
+def arguments(recipe: Recipe) -> TrainingArguments:
+    """The recipe's TrainingArguments; ValueError where transformers refuses them."""
+    settings: dict[str, Any] = {"report_to": "none", "remove_unused_columns": False, "label_names": ["labels"]}
+    settings |= {"dataloader_pin_memory": torch.cuda.is_available()}
+    if (schedule := recipe.schedule) is not None:
+        steps = recipe.trainer["max_steps"]
+        warmup, cooldown = round(schedule.warmup * steps), round(schedule.cooldown * steps)
+        shape = {"num_decay_steps": cooldown, "decay_type": "linear"}
+        settings |= {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": warmup, "lr_scheduler_kwargs": shape}
+    return TrainingArguments(output_dir=recipe.output, **settings | recipe.trainer)
+
+
+class RecipeTrainer(Trainer):
+    """Computes the loss that its model's forward gives (see `loss.CausalLoss`) and logs it by position.
+
+    Args:
+        causal: the causal language model inside `model`.
+    """
+
+    def __init__(self, recipe: Recipe, data: Data, model: Any, causal: Any, args: TrainingArguments, tokenizer: Any) -> None:
+        optimizer = None if recipe.optimizer is None else MuonWithAdam(causal, recipe.optimizer)
+        super().__init__(
+            model,
+            args,
+            train_dataset=data.train,
+            eval_dataset=data.train,  # never read: `evaluate` has the held-out text
+            processing_class=tokenizer,
+            optimizers=(optimizer, None),
+            callbacks=[] if recipe.strength is None else [StrengthSchedule(recipe.strength)],
+        )
+        self.model_accepts_loss_kwargs = True  # the loss is per token of the whole accumulated batch
+        self.recipe, self.data, self.causal = recipe, data, causal
+        self.seen: torch.Tensor | None = None
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        sums = torch.stack([outputs["cross_entropy"], outputs["divergence"], outputs["tokens"]]).detach()
+        self.seen = sums if self.seen is None else self.seen + sums
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs and self.seen is not None:
+            entropy, divergence, tokens = self.accelerator.reduce(self.seen, "sum")
+            self.seen = None
+            length = self.recipe.length
+            for i in range(PARTS if self.data.test_task is None else 0):
+                logs[f"loss_{i * length // PARTS}_{(i + 1) * length // PARTS}"] = float(entropy[i] / tokens[i])
+            if self.recipe.distill is not None:
+                logs["cross_entropy"] = float(entropy.sum() / tokens.sum())
+                logs["divergence"] = float(divergence.sum() / tokens.sum())
+        super().log(logs, start_time)
+
+    def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
+        """Held-out loss (and needle accuracy) at every length of the recipe; `eval_loss` is that at the training length."""
+        found = self.measure(self.recipe.lengths)
+        out = {f"{metric_key_prefix}_{k}_{n}": m[k] for n, m in found.items() for k in ("loss", "accuracy") if k in m}
+        at = self.recipe.length if self.recipe.length in found else min(found)
+        out[f"{metric_key_prefix}_loss"] = found[at]["loss"]
+        self.log(out)
+        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, out)
+        self.model.train()
+        return out
+
+    def measure(self, lengths: list[int]) -> dict[int, dict[str, Any]]:
+        share = (self.accelerator.process_index, self.accelerator.num_processes)
+        sums = measure(self.causal, self.recipe, self.data, lengths, share)
+        device = self.accelerator.device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        sums = {n: self.accelerator.reduce(s.to(device, wide), "sum").cpu() for n, s in sums.items()}
+        return metrics(sums, self.data.test_task is not None)
+
+
+@dataclasses.dataclass
+class StrengthSchedule(TrainerCallback):  # type: ignore[misc]
+    """Sets the method's strength before every step, from the step alone: a resumed run does the same."""
+
+    strength: Strength
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        span = self.strength.share * state.max_steps
+        done = min(state.global_step / span, 1.0) if span else 1.0
+        self._set(model, self.strength.start + (self.strength.end - self.strength.start) * done)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._set(model, self.strength.end)
+
+    def _set(self, model: Any, value: float) -> None:
+        if value != self.__dict__.get("_now"):
+            update(model, strength=value)
+            self.__dict__["_now"] = value

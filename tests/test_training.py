@@ -1,0 +1,597 @@
+"""The recipes, from the command line and piece by piece, on a tiny model over bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("peft")
+pytest.importorskip("omegaconf")
+from transformers import (
+    AutoModelForCausalLM,
+    ByT5Tokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    NanoChatForCausalLM,
+    TrainingArguments,
+)
+
+import hf_longattn
+from hf_longattn.cli import app
+from hf_longattn.training import POSITIONS, RECIPES, Recipe, dump, load_recipe, plan, prepare, run
+from hf_longattn.training import loss as loss_module
+from hf_longattn.training.data import Finish, Rows, documents, pack
+from hf_longattn.training.loss import CausalLoss, trained_by
+from hf_longattn.training.models import from_scratch
+from hf_longattn.training.optim import MuonWithAdam
+from hf_longattn.training.recipe import Architecture, Distill, Hub, Muon, Skip
+from hf_longattn.training.skip import skipped
+from hf_longattn.training.trainer import RecipeTrainer
+
+ROOT = Path(__file__).parents[1]
+FIELDS = {f.name for f in dataclasses.fields(TrainingArguments)}
+CHECKPOINTING = (
+    "activation_checkpointing" if "activation_checkpointing" in FIELDS else "gradient_checkpointing"
+)  # its older name
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random Llama over bytes, two texts and a table."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.3,  # far from uniform, so that methods and encodings differ
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(50)]
+    for name, size in (("train", 3000), ("test", 1000), ("short", 800)):
+        (folder / f"{name}.txt").write_text(" ".join(rng.choices(words, k=size)))
+    rows = [{"text": " ".join(rng.choices(words, k=rng.randint(1, 30)))} for _ in range(200)]
+    (folder / "table.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def settings(tiny: Path, output: Path, **changes: Any) -> list[str]:
+    """Overrides that make any recipe tiny."""
+    given = {
+        "model": tiny / "model",
+        "data": tiny / "train.txt",
+        "heldout": tiny / "test.txt",
+        "output": output,
+        "length": 32,
+        "evaluation.tokens": 128,
+        "evaluation.samples": 2,
+        "trainer.max_steps": 6,
+        "trainer.per_device_train_batch_size": 2,
+        "trainer.gradient_accumulation_steps": 1,
+        "trainer.logging_steps": 1,
+        "trainer.save_steps": 2,
+        "trainer.eval_steps": 3,
+        "trainer.use_cpu": True,
+        "trainer.disable_tqdm": True,
+    } | {k.replace("__", "."): v for k, v in changes.items()}
+    return [f"{k}={'null' if v is None else v}" for k, v in given.items()]
+
+
+def small(tiny: Path, output: Path, **changes: Any) -> list[str]:
+    """The same for a model from scratch."""
+    shape = {"architecture__layers": 2, "architecture__width": 32, "architecture__heads": 2, "tokenizer": "bytes"}
+    return settings(tiny, output, **{"model": None} | shape | changes)
+
+
+def command(*words: str) -> Any:
+    return CliRunner().invoke(app, ["train", *words])
+
+
+def trained(name: str, overrides: list[str], **options: Any) -> dict[str, Any]:
+    return run(prepare(load_recipe(name, overrides), **options))
+
+
+def losses(metrics: dict[str, Any]) -> list[dict[str, float]]:
+    """What was logged at each step, without timings."""
+    return [{k: v for k, v in log.items() if "loss" in k or k == "step"} for log in metrics["log"] if "train_loss" not in log]
+
+
+# from the command line ------------------------------------------------------------------------------------------------
+
+
+def test_continue_lora(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    changes = {"parameters__tau": 5.0, "evaluation__lengths": "[32,64]", "evaluation__final_lengths": "[512]"}
+    result = command("continue_lora", *settings(tiny, out, **changes))
+    assert result.exit_code == 0, result.output
+    assert "scale_invariant(tau=5.0" in result.output
+    assert "2 of 2 attention layers" in result.output
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert set(metrics["measured"]) == {"trained", "base", "base + YaRN x2"}  # 512 is twice the model's 256
+    assert set(metrics["measured"]["base"]) == {"32", "512"}
+    assert metrics["tokens"] == 6 * 2 * 32
+    logged = metrics["log"][0]
+    assert logged["loss"] == pytest.approx(np.mean([logged[f"loss_{a}_{a + 8}"] for a in (0, 8, 16, 24)]), rel=0.02)
+    assert [log["step"] for log in metrics["log"] if "eval_loss_64" in log] == [3, 6]
+    assert load_recipe(str(out / "recipe.yaml")) == load_recipe("continue_lora", settings(tiny, out, **changes))
+
+    ids = torch.arange(10, 40)[None]
+    again = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert hf_longattn.config_of(again).logit_map.tau == 5.0
+    with torch.no_grad():
+        got = again(ids).logits
+        base = LlamaForCausalLM.from_pretrained(tiny / "model").eval()
+        method = hf_longattn.apply(base, "scale_invariant", tau=5.0)(ids).logits
+    assert (got - method).abs().max() > 1e-3  # the adapter is in it
+    stored = metrics["measured"]["trained"]["32"]["loss"]
+    prepared = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "other", **changes)))
+    from hf_longattn.training.measure import measure
+    from hf_longattn.training.measure import metrics as means
+
+    found = means(measure(again, prepared.recipe, prepared.data, [32]), needles=False)
+    assert found[32]["loss"] == pytest.approx(stored, abs=1e-5)
+
+
+RESUMED = {
+    "lora, strength, dropout": ("continue_lora", settings, {"strength__share": 0.8, "lora__dropout": 0.2}),
+    "distillation under p-RoPE": ("convert_distill", settings, {"rope__kind": "prope", "parameters__sink_tokens": 1}),
+    "skip": (
+        "continue_lora",
+        settings,
+        {"positions": "skip", "skip__target_length": 200, "skip__repeat": 0.5, "parameters__distance": "positions"},
+    ),
+    "accumulation, several epochs": ("continue_lora", settings, {"length": 512, "trainer__gradient_accumulation_steps": 2}),
+    "stream": ("continue_lora", settings, {"hub__streaming": True}),
+    "needle": ("needle_lora", settings, {"length": 400}),
+    "muon": ("pretrain_small", small, {}),
+    "learned": ("pretrain_small", small, {"architecture__position": "logn_prope"}),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+@pytest.mark.parametrize("killed_at", [3])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, killed_at: int
+) -> None:
+    name, make, changes = RESUMED[case]
+    changes = {"evaluation__compare": False} | changes
+    if "epochs" in case:
+        changes["data"] = tiny / "short.txt"
+    if case == "stream":
+        changes["data"] = tiny / "table.jsonl"
+    expected = losses(trained(name, make(tiny, tmp_path / "whole", **changes)))
+    step = RecipeTrainer.training_step
+
+    def dies(self: RecipeTrainer, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == killed_at:
+            raise KeyboardInterrupt
+        return step(self, *args, **kwargs)
+
+    overrides = make(tiny, tmp_path / "cut", **changes)
+    with monkeypatch.context() as patch:
+        patch.setattr(RecipeTrainer, "training_step", dies)
+        with pytest.raises(KeyboardInterrupt):
+            trained(name, overrides)
+    torch.rand(7)  # whatever happened in between
+    metrics = trained(name, overrides, resume=True)
+    assert metrics["resumed_from"] == "checkpoint-2"
+    assert losses(metrics) == expected
+    assert len(expected) >= 8  # six steps and two evaluations
+    with pytest.raises(ValueError, match="finished"):
+        prepare(load_recipe(name, overrides), resume=True)
+
+
+def test_convert_distill(tiny: Path, tmp_path: Path) -> None:
+    result = command("convert_distill", *settings(tiny, tmp_path / "out", distill__weight=0.25, evaluation__compare=False))
+    assert result.exit_code == 0, result.output
+    metrics = json.loads((tmp_path / "out/metrics.json").read_text())
+    for log in (log for log in metrics["log"] if "divergence" in log):
+        assert log["divergence"] > 1e-3  # the method is on: the teacher differs from step one
+        assert log["loss"] == pytest.approx(0.25 * log["divergence"] + 0.75 * log["cross_entropy"], rel=1e-4)
+
+
+def test_needle_lora(tiny: Path, tmp_path: Path) -> None:
+    overrides = settings(tiny, tmp_path / "out", length=300, evaluation__final_lengths="[300,600]", method="infoscale")
+    result = command("needle_lora", *overrides)
+    assert result.exit_code == 0, result.output
+    metrics = json.loads((tmp_path / "out/metrics.json").read_text())
+    assert metrics["measured"]["trained"]["600"]["needles"] == 6
+    assert "accuracy 0.000" in result.output
+    rates = [log["learning_rate"] for log in metrics["log"] if "learning_rate" in log]
+    assert rates == pytest.approx([0, 5e-4, 1e-3, 1e-3, 1e-3, 5e-4])  # up, level, down in thirds
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_pretrain_small(tiny: Path, tmp_path: Path, position: str) -> None:
+    once = {"trainer__max_steps": 2, "trainer__save_strategy": "no", "trainer__eval_strategy": "no"}
+    metrics = trained("pretrain_small", small(tiny, tmp_path / "out", architecture__position=position, **once))
+    model = NanoChatForCausalLM.from_pretrained(tmp_path / "out").eval()
+    kind, method = POSITIONS[position]
+    rope_type = model.config.rope_parameters["rope_type"]
+    assert rope_type == {"rope": "default", "ntk": "dynamic"}.get(kind, "proportional")
+    rotates = model.model.rotary_emb.inv_freq
+    assert int((rotates > 0).sum()) == {"nope": 0, "prope": 4}.get(kind, 8)  # pairs of a head of 16
+    assert (hf_longattn.describe(model).config is None) == (method is None)
+    assert metrics["measured"]["trained"][32]["loss"] < 7
+
+
+def test_dry_run_loads_no_weights(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
+    for name, make in (("continue_lora", settings), ("pretrain_small", small)):
+        result = command(name, *make(tiny, tmp_path / "out"), "--dry-run")
+        assert result.exit_code == 0, result.output
+        for line in ("model ", "attention ", "steps      6 of 2 windows", "memory ", "0.4k tokens"):
+            assert line in result.output
+        assert not (tmp_path / "out").exists()
+
+
+REFUSED = {
+    "Did you mean: 'method'": ["methdo=alibi"],
+    "Did you mean: 'alpha'": ["lora.alhpa=3"],
+    "did you mean 'learning_rate'": ["trainer.learning_rat=1"],
+    "write trainer.learning_rate": ["learning_rate=1"],
+    "not an override": ["steps"],
+    "could not be converted to Integer": ["length=long"],
+    "unknown method 'scale'": ["method=scale"],
+    "no parameter 'tua'": ["parameters.tua=3"],
+    "there is no file": ["data=missing.txt"],
+    "trained at 256 tokens; windows of 512": ["length=512", "distill.weight=0.5"],
+    "shorter than one window": ["length=100000"],
+    "evaluation at length 50000": ["evaluation.lengths=[50000]"],
+    "needle texts|no room for 3 needles": ["needle.needles=3"],
+    "the haystack has": ["needle.needles=3", "length=400", "evaluation.final_lengths=[40000]"],
+    "counts distances in slots": ["positions=skip"],
+    "target_length must exceed": ["positions=skip", "parameters.distance=positions", "skip.target_length=32"],
+    "it needs lora": ["distill.weight=0.5", "lora=null"],
+    "take \\['lm_head'\\] out": ["distill.weight=0.5", "lora.targets=[q_proj,lm_head]"],
+    "needs a method with a strength": ["strength.share=0.5", "method=alibi"],
+    "must be a multiple of trainer.logging_steps": ["trainer.logging_steps=4", "trainer.save_steps=6"],
+    "exclude each other": ["schedule.warmup=0.1", "trainer.warmup_steps=3"],
+    "lie in \\[0, 1\\]": ["skip.repeat=2", "positions=skip", "parameters.distance=positions"],
+    "no torch dtype": ["dtype=float31"],
+    "give a model": ["model=null"],
+    "--dry-run|max_steps must": ["trainer.max_steps=0"],
+    "a streamed data set has no last part": ["hub.streaming=true", "heldout=null"],
+    "no column": ["data=TABLE", "hub.column=body"],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused_before_the_model_loads(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
+    changes = [entry.replace("TABLE", str(tiny / "table.jsonl")) for entry in REFUSED[message]]
+    result = command("continue_lora", *settings(tiny, tmp_path / "out"), *changes)
+    assert result.exit_code == 2, result.output
+    import re
+
+    assert re.search(message, result.output), result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_overwritten(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    overrides = settings(tiny, tmp_path / "out")
+    (tmp_path / "out/thesis.tex").write_text("")
+    assert "nothing is overwritten" in command("continue_lora", *overrides).output
+    assert "holds no run to resume" in command("continue_lora", *overrides, "--resume").output
+    recipe = load_recipe("continue_lora", overrides)
+    (tmp_path / "out/recipe.yaml").write_text(dump(recipe))
+    prepare(recipe, resume=True)
+    recipe.trainer["learning_rate"] = 1.0
+    with pytest.raises(ValueError, match="says something else"):
+        prepare(recipe, resume=True)
+
+
+def test_recipes_by_name() -> None:
+    with pytest.raises(ValueError, match="did you mean 'continue_lora'"):
+        load_recipe("continue_lroa")
+    listed = (ROOT / "pyproject.toml").read_text()
+    for name in RECIPES:
+        assert f'"recipes/{name}.yaml" = "hf_longattn/recipes/{name}.yaml"' in listed  # of the wheel
+        given = ["data=x.txt", "tokenizer=bytes"] if name == "pretrain_small" else ["data=x.txt", "model=x"]
+        recipe = load_recipe(name, given)
+        assert recipe.name == name
+        assert recipe.output == f"runs/{name}"
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(tiny: Path, tmp_path: Path) -> None:
+    """Two windows a step either way, with unequal numbers of answer tokens: the same losses and evaluations."""
+    changes = {"trainer__save_strategy": "no", "packing": "documents", "data": tiny / "table.jsonl"}
+    one = settings(tiny, tmp_path / "one", **changes)
+    two = settings(tiny, tmp_path / "two", trainer__per_device_train_batch_size=1, **changes)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "hf_longattn.cli", "train", "convert_distill", *two],
+            env=os.environ | environment | {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank},  # as accelerate launch does
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=200)
+            assert process.returncode == 0, output[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
+    alone = trained("convert_distill", one)
+    together = json.loads((tmp_path / "two/metrics.json").read_text())
+    assert together["processes"] == 2
+    assert together["tokens"] == alone["tokens"]
+    for a, b in zip(losses(alone), losses(together), strict=True):
+        assert b == pytest.approx(a, abs=2e-4)
+
+
+# data -----------------------------------------------------------------------------------------------------------------
+
+
+def test_packing_drops_nothing_but_the_rest() -> None:
+    texts = [list(range(100 * d, 100 * d + n)) for d, n in enumerate((3, 11, 1, 7, 5), 1)]
+    rows = list(pack([list(t) for t in texts], 8))
+    joined = list(itertools.chain.from_iterable(texts))
+    assert torch.cat([ids for ids, _ in rows]).tolist() == joined[:24]
+    assert [p.tolist() for _, p in rows] == [
+        [0, 1, 2, 0, 1, 2, 3, 4],
+        [0, 1, 2, 3, 4, 5, 0, 0],
+        [0, 1, 2, 3, 4, 5, 0, 1],
+    ]
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    torch.manual_seed(0)
+    model = from_scratch_model()
+    hf_longattn.apply(model, "scale_invariant")
+    texts = [torch.randint(3, 200, (n,)).tolist() for n in (9, 5, 10)]
+    row = Rows(pack([list(t) for t in texts], 24), Finish(True, None, 0))[0]
+    out = CausalLoss(model)(**{k: v[None] for k, v in row.items()})
+    alone = torch.zeros(())
+    for text in texts:
+        ids = torch.tensor([text])
+        alone += torch.nn.functional.cross_entropy(model(ids).logits[0, :-1].detach(), ids[0, 1:], reduction="sum").item()
+    assert float(out["tokens"].sum()) == 9 + 5 + 10 - 3
+    assert out["loss"].item() == pytest.approx(float(alone) / 21, abs=1e-5)
+
+
+def test_documents_of_files_and_data_sets(tiny: Path, tmp_path: Path) -> None:
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    (tmp_path / "a.txt").write_text("ab")
+    (tmp_path / "b.jsonl").write_text('{"body": "c"}\n{"body": "dé"}\n')
+    sources = [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]
+    for streaming in (False, True):
+        found = list(documents(sources, Hub(column="body", streaming=streaming), tokenizer))
+        assert [tokenizer.decode(d[:-1]) for d in found] == ["ab", "c", "dé"]
+        assert all(d[-1] == tokenizer.eos_token_id for d in found)
+
+
+def test_the_held_out_end_is_not_trained_on(tiny: Path, tmp_path: Path) -> None:
+    data = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", heldout=None))).data
+    whole = next(documents([str(tiny / "train.txt")], Hub(), ByT5Tokenizer(extra_ids=0)))
+    assert data.held_out.tolist() == whole[-128:]
+    assert len(data.train) == (len(whole) - 128) // 32
+    assert data.train[0]["input_ids"].tolist() == whole[:32]
+
+
+# positions that skip --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 5])
+def test_skipped_positions(chunks: int) -> None:
+    skip = Skip(target_length=1000, chunks=chunks, unskipped=0.25)
+    ids, far, plain = torch.arange(64), [], 0
+    for i in range(2000):
+        got, positions = skipped(ids, skip, random.Random(i))
+        steps = positions.diff()
+        assert positions[0] == 0
+        assert steps.min() >= 1
+        assert positions[-1] < 1000
+        assert int((steps > 1).sum()) <= chunks - 1
+        borders = [-1, *torch.nonzero(steps > 1)[:, 0].tolist(), 63]
+        assert min(b - a for a, b in itertools.pairwise(borders)) >= 64 // (2 * chunks)
+        assert torch.equal(got, ids)
+        plain += int(positions[-1]) == 63
+        far.append(int(positions[-1]))
+    assert plain / 2000 == pytest.approx(0.25, abs=0.04)
+    # the largest of chunks - 1 uniform jumps over 0..936 has mean 936 (chunks - 1) / chunks
+    jumps = [f - 63 for f in far if f > 63]
+    assert np.mean(jumps) == pytest.approx(936 * (chunks - 1) / chunks, rel=0.05)
+    assert max(far) > 990
+
+
+def test_a_repeating_window_ends_with_a_piece_of_its_beginning() -> None:
+    skip = Skip(target_length=500, unskipped=0.0, repeat=0.5)
+    ids, repeats = torch.arange(64), 0
+    for i in range(500):
+        got, positions = skipped(ids, skip, random.Random(i))
+        if torch.equal(got, ids):
+            continue
+        repeats += 1
+        start = int(torch.nonzero(got != ids)[0])
+        assert positions[start] - positions[start - 1] >= 1
+        size = int((got != ids).sum())
+        assert size == min(start, 64 - start)
+        source = int(got[start])
+        assert got[start : start + size].tolist() == list(range(source, source + size))
+        assert source + size <= start
+        assert torch.equal(got[start + size :], ids[start + size :])
+    assert repeats / 500 == pytest.approx(0.5, abs=0.07)
+    assert torch.equal(ids, torch.arange(64))
+
+
+def test_skipped_windows_are_one_document_to_the_model() -> None:
+    """Logits under skipped positions: those of one text whose rotary distances are the positions', nothing hidden."""
+    torch.manual_seed(0)
+    model = from_scratch_model()
+    ids = torch.randint(3, 200, (24,))
+    row = Finish(False, Skip(target_length=100, unskipped=0.0), seed=1)(0, ids, torch.empty(0))
+    positions = row["position_ids"]
+    assert positions[-1] > 23
+    jump = int(torch.nonzero(positions.diff() > 1)[0]) + 1
+    out = CausalLoss(model)(**{k: v[None] for k, v in row.items()})
+    # a long text with filler in the gap that nothing may see, by an explicit mask
+    long = torch.full((1, int(positions[-1]) + 1), 5)
+    long[0, positions] = ids
+    seen = torch.zeros(long.shape[1], dtype=torch.bool)
+    seen[positions] = True
+    mask = (seen[None] & torch.ones(len(seen), len(seen), dtype=torch.bool).tril())[None, None]
+    logits = model(long, attention_mask=mask).logits[0, positions]
+    expected = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
+    assert jump > 0
+    assert out["loss"].item() == pytest.approx(float(expected), abs=1e-5)
+
+
+# loss -----------------------------------------------------------------------------------------------------------------
+
+
+def from_scratch_model(**changes: Any) -> NanoChatForCausalLM:
+    config = from_scratch(Architecture(layers=2, width=32, heads=2, position="rope", **changes), 64, 259)
+    config.initializer_range = 0.2
+    return NanoChatForCausalLM(config).eval()
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_distillation_against_the_formula(tiny: Path, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_longattn.training.models import put_adapter, unadapted
+    from hf_longattn.training.recipe import Lora
+
+    monkeypatch.setattr(loss_module, "CHUNK", 7)
+    stock = LlamaForCausalLM.from_pretrained(tiny / "model").eval()
+    student = hf_longattn.apply(LlamaForCausalLM.from_pretrained(tiny / "model").eval(), "scale_invariant")
+    wrapped = put_adapter(student, Lora(), True, 0)
+    for name, p in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.2)
+    ids = torch.randint(3, 200, (2, 30), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :11] = -100
+    with torch.no_grad():
+        teacher, given = (m(ids).logits.double().numpy()[:, :-1] / temperature for m in (stock, wrapped))
+    p, q = log_softmax(teacher), log_softmax(given)
+    counts = (labels[:, 1:] != -100).numpy()
+    divergence = ((np.exp(p) * (p - q)).sum(-1) * counts).sum() * temperature**2
+    entropy = -(np.take_along_axis(log_softmax(given * temperature), ids.numpy()[:, 1:, None], -1)[..., 0] * counts).sum()
+    loss = CausalLoss(student, Distill(0.3, temperature), lambda: unadapted(wrapped, stock.config))
+    with trained_by(student, loss):
+        out = wrapped(input_ids=ids, labels=labels)
+    assert float(out["tokens"].sum()) == counts.sum() == 48
+    assert float(out["divergence"].sum()) == pytest.approx(divergence, rel=1e-4)
+    assert divergence > 1
+    assert float(out["cross_entropy"].sum()) == pytest.approx(entropy, rel=1e-5)
+    assert out["loss"].item() == pytest.approx((0.3 * divergence + 0.7 * entropy) / 48, rel=1e-5)
+
+
+def test_chunks_change_neither_loss_nor_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.randint(3, 200, (2, 40), generator=torch.Generator().manual_seed(1))
+    found = []
+    for size in (1000, 6):
+        monkeypatch.setattr(loss_module, "CHUNK", size)
+        torch.manual_seed(0)
+        model = from_scratch_model()
+        out = CausalLoss(model)(ids, ids)
+        out["loss"].backward()
+        found.append((out["loss"].detach(), [p.grad for p in model.parameters()]))
+        plain = torch.nn.functional.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        assert out["loss"].item() == pytest.approx(float(plain), abs=1e-5)
+    torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=1e-5)
+
+
+def test_the_teacher_of_skipped_windows_reads_a_plain_text(tiny: Path, tmp_path: Path) -> None:
+    model = from_scratch_model()
+    asked = []
+    model.model.register_forward_pre_hook(lambda m, a, k: asked.append(sorted(k)), with_kwargs=True)
+    from contextlib import nullcontext
+
+    loss = CausalLoss(model, Distill(), nullcontext, teacher_positions=False)
+    row = Finish(False, Skip(target_length=100, unskipped=0.0), 0)(0, torch.arange(3, 27), torch.empty(0))
+    loss(**{k: v[None] for k, v in row.items()})
+    assert asked[0] == ["input_ids", "use_cache"]
+    assert asked[1] == ["attention_mask", "input_ids", "position_ids", "use_cache"]
+
+
+@pytest.mark.parametrize("change", [f"trainer.{CHECKPOINTING}=true", "trainer.bf16=true", "lora=null", "dtype=bfloat16"])
+def test_variants_train_alike(tiny: Path, tmp_path: Path, change: str) -> None:
+    common = {"trainer__max_steps": 3, "trainer__save_strategy": "no", "evaluation__compare": False}
+    name = "continue_lora" if change == "lora=null" else "convert_distill"
+    plain = losses(trained(name, settings(tiny, tmp_path / "a", **common)))
+    other = losses(trained(name, [*settings(tiny, tmp_path / "b", **common), change]))
+    tolerance = 1e-5 if "checkpointing" in change else 0.05
+    assert other[0]["loss"] == pytest.approx(plain[0]["loss"], rel=tolerance)
+    assert other[2]["loss"] == pytest.approx(plain[2]["loss"], rel=max(tolerance, 1e-4))
+
+
+def test_calibration_and_strength(tiny: Path, tmp_path: Path) -> None:
+    changes = {"calibrate": 64, "strength__start": 0.5, "strength__end": 0.75, "evaluation__compare": False}
+    trained("continue_lora", settings(tiny, tmp_path / "out", **changes))
+    found = hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).logit_map
+    assert found.strength == 0.75
+    assert np.shape(found.logit_mean) == (2, 4)
+
+
+# optimiser ------------------------------------------------------------------------------------------------------------
+
+
+def test_muon_takes_the_matrices_and_adam_the_rest() -> None:
+    model = hf_longattn.apply(from_scratch_model(), "logn", learned=True)
+    optimizer = MuonWithAdam(model, Muon())
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = [({names[id(p)] for p in group["params"]}, group["lr"]) for group in optimizer.param_groups]
+    assert [lr for _, lr in groups] == [0.02, 0.3, 0.002]
+    muon, embedding, other = (found for found, _ in groups)
+    assert muon == {n for n in names.values() if n.startswith("model.layers") and "longattn" not in n}
+    assert embedding == {"model.embed_tokens.weight"}
+    assert other == {n for n in names.values() if "longattn" in n} | {"lm_head.weight"}
+    assert any("longattn" in n for n in other)
+
+
+def test_recipe_is_plain_data() -> None:
+    recipe = Recipe(name="x", data="a.txt", architecture=Architecture(), tokenizer="bytes", trainer={"max_steps": 3})
+    assert dataclasses.asdict(recipe)["architecture"]["width"] == 768
+    assert "lengths: []" in dump(recipe)
+    shape = from_scratch(Architecture(), 4096, 50304)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in NanoChatForCausalLM(shape).parameters())
+    assert size == pytest.approx(162e6, rel=0.005)  # the paper's 162M
+
+
+def test_plan_counts(tiny: Path, tmp_path: Path) -> None:
+    lines = plan(prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", method=None))))
+    assert "unchanged, in all 2 layers" in lines
+    # per layer: q, k, v, o, three of the MLP, two norms; embedding and head; the last norm
+    parameters = 2 * (16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 32 + 2 * 16) + 2 * 259 * 16 + 16
+    adapter = 2 * 16 * ((16 + 16) * 2 + (16 + 8) * 2)  # r (in + out) of q, o and of k, v
+    assert f"{parameters / 1000:.1f}k parameters, {adapter / 1000:.1f}k trained" in lines
+    assert "6 of 2 windows (1 processes), 0.4k tokens" in lines
