@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,13 @@ from torch import Tensor, nn
 from .attention import Call
 from .config import LongAttnConfig
 from .diagnostics.blocks import blocks
-from .integration.model import Layer
+from .evaluation import copying_heads
+from .integration.model import Layer, bound_config
 from .integration.observe import observe
-from .methods import OutputLayerNorm, OutputStandardise, ScaleInvariant
+from .methods import LeakyReRope, OutputLayerNorm, OutputStandardise, ScaleInvariant
+
+#: The least share of attention on the expected token at which a head counts as one that copies.
+COPIES = 0.02
 
 
 @dataclass(frozen=True)
@@ -96,11 +101,13 @@ def calibrate(
     """A config whose methods are set to the statistics of this model on these batches.
 
     The scale-invariant map gets logit_mean and logit_variance per layer and head, and sink_tokens=1 unless given; output
-    norms get deviation and mean, per layer and head if they work per head.
+    norms get deviation and mean, per layer and head if they work per head. leaky_rerope, where its stretch
+    is one number, gets one per key head: a cap where a head copies (`evaluation.copying_heads` at COPIES or more), which has
+    to find keys from anywhere, that number elsewhere.
 
     Args:
         model: without a method in it, or with one: the logits measured are the model's own either way.
-        batches: see `measure`; one or two thousand tokens of ordinary text are enough.
+        batches: see `measure`; one or two thousand tokens of ordinary text are enough, for leaky_rerope about 4096.
         method: a preset name with its parameters, or a config.
 
     Raises:
@@ -110,11 +117,15 @@ def calibrate(
         method.replace(**parameters) if isinstance(method, LongAttnConfig) else LongAttnConfig.preset(method, **parameters)
     )
     changes: dict[str, Any] = {}
-    logit_map, norm = config.logit_map, config.output_norm
+    batches, remap, logit_map, norm = list(batches), config.positions, config.logit_map, config.output_norm
+    if isinstance(remap, LeakyReRope) and not isinstance(remap.stretch, tuple):
+        changes["positions"] = dataclasses.replace(remap, stretch=_stretches(model, batches, remap.stretch))
     if isinstance(logit_map, ScaleInvariant) and "sink_tokens" not in parameters and isinstance(method, str):
         logit_map = dataclasses.replace(logit_map, sink_tokens=1)
     if not isinstance(logit_map, ScaleInvariant) and not isinstance(norm, (OutputStandardise, OutputLayerNorm)):
-        raise ValueError(f"{config.name} has nothing to calibrate; scale_invariant and the output norms have")
+        if changes:
+            return dataclasses.replace(config, **changes)
+        raise ValueError(f"{config.name} has nothing to calibrate; scale_invariant, leaky_rerope and the output norms have")
     found = measure(model, batches, max(logit_map.sink_tokens, 1) if isinstance(logit_map, ScaleInvariant) else 1)
     if isinstance(logit_map, ScaleInvariant):
         changes["logit_map"] = dataclasses.replace(
@@ -127,6 +138,17 @@ def calibrate(
             mean, deviation = (x[:, None].expand(-1, heads) for x in (found.all_heads_mean, found.all_heads_deviation))
         changes["output_norm"] = dataclasses.replace(norm, deviation=_nested(deviation, 1.0), mean=_nested(mean, 0.0))
     return dataclasses.replace(config, **changes)
+
+
+def _stretches(model: nn.Module, batches: list[Any], stretch: float) -> tuple[float | tuple[float, ...], ...]:
+    """The stretch of every layer: one number, or one for each key head where one of its heads copies."""
+    texts = [batch if isinstance(batch, Tensor) else batch["input_ids"] for batch in batches]
+    copying = torch.stack([copying_heads(model, row[None]) for text in texts for row in text]).mean(0)
+    _, facts = bound_config(model, LongAttnConfig())
+    copies = copying.unflatten(1, (facts.num_kv_heads, -1)).amax(-1) >= COPIES  # NaN, of a layer that was not seen, is not
+    return tuple(
+        tuple(math.inf if head else stretch for head in layer) if any(layer) else stretch for layer in copies.tolist()
+    )
 
 
 def _statistics(call: Call, real: Tensor, sink_tokens: int) -> dict[str, Tensor]:

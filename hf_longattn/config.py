@@ -35,6 +35,7 @@ class ModelFacts:
 
     num_layers: int
     num_heads: int
+    num_kv_heads: int
     head_dim: int
     value_dim: int
     train_length: int | None
@@ -313,6 +314,18 @@ def per_head(name: str, value: Any, facts: ModelFacts) -> None:
         )
 
 
+def per_layer(name: str, value: Any, facts: ModelFacts) -> None:
+    """Check a parameter that is a number, or one for each layer, each a number or one for each key head."""
+    if not isinstance(value, tuple):
+        return
+    widths = {len(row) for row in value if isinstance(row, tuple)}
+    if len(value) != facts.num_layers or widths - {facts.num_kv_heads}:
+        raise ValueError(
+            f"{name} must be one number, or one for each of {facts.num_layers} layers, each a number or one for each of "
+            f"{facts.num_kv_heads} key heads; got {len(value)}" + (f", some with {sorted(widths)}" if widths else "")
+        )
+
+
 def numbers(value: Any) -> Iterable[float]:
     """All numbers in a number or a nest of tuples."""
     if isinstance(value, tuple):
@@ -339,8 +352,12 @@ def _method_from_dict(data: Mapping[str, Any], slot: str) -> Method:
 
 
 def _freeze(value: Any) -> Any:
+    if value == "inf":  # JSON has no infinity
+        return math.inf
     return tuple(_freeze(v) for v in value) if isinstance(value, (list, tuple)) else value
 
 
 def _thaw(value: Any) -> Any:
+    if value == math.inf:
+        return "inf"
     return [_thaw(v) for v in value] if isinstance(value, tuple) else value

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .calibration import calibrate
 from .config import LongAttnConfig
 from .evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
 from .integration import apply
@@ -56,6 +57,11 @@ def candidates(train_length: int, to: int) -> dict[str, LongAttnConfig]:
         "leaky_rerope": LongAttnConfig.preset("leaky_rerope", window=half, stretch=float(needed(half))),
         "self_extend": LongAttnConfig.preset("self_extend", window=eighth, group=needed(eighth)),
     }
+
+
+def by_head(model: nn.Module, input_ids: Tensor, config: LongAttnConfig, train_length: int) -> LongAttnConfig:
+    """A leaky_rerope that caps the far keys of heads that copy, as measured at the beginning of a text (1, length)."""
+    return calibrate(model, [input_ids[:, : min(train_length // 2, 4096)]], config)
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def dense_attention(
 def _seen(config: LongAttnConfig, rows: Rows, kv_len: int) -> tuple[Rows, Tensor | None, Tensor | None]:
     """Rows that see what the config shows, the same as a mask, and by how much the distance seen exceeds the true one.
 
-    Both (batch or 1, 1, q_len, kv_len), or None where nothing changes.
+    The mask (batch or 1, 1, q_len, kv_len), the excess (batch or 1, kv_heads or 1, q_len, kv_len); None: nothing changes.
     """
     i, j = rows.query_positions()[:, :, None], rows.key_positions(kv_len)[:, None]
     seen = moved = None
@@ -120,13 +120,15 @@ def _seen(config: LongAttnConfig, rows: Rows, kv_len: int) -> tuple[Rows, Tensor
         rows = Rows(rows.index, seen if rows.allowed is None else rows.allowed & seen)
     remap = config.positions or (config.visibility if config.visibility and config.visibility.remaps else None)
     if remap is not None:
-        moved = (remap.distance(i, j) - (i - j))[:, None]
+        distance = remap.distance(i, j)
+        distance = distance[..., None] if distance.ndim == 3 else distance
+        moved = (distance - (i - j)[..., None]).movedim(-1, 1)
     return rows, seen, moved
 
 
 def turned_scores(query: Tensor, key: Tensor, moved: Tensor, rotation: Rotation | None) -> Tensor:
     """q . k for vectors whose distance is to appear as `moved` more than it is: q^T R_moved k, pair of features by pair."""
-    rotation = require_rotation(rotation)
+    rotation, moved = require_rotation(rotation), moved.repeat_interleave(query.shape[1] // moved.shape[1], 1)
     q1, q2, q_rest = rotation.split(query)
     k1, k2, k_rest = rotation.split(key)
     scores = q_rest @ k_rest.transpose(-1, -2)

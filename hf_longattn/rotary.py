@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-#: From positions (int64, any shape) to the positions that a rotation should show instead (float64, same shape).
+#: From positions (int64, any shape) to the positions that a rotation should show instead (float64): the same shape, or one
+#: dimension more, last, where heads differ; heads that share a key head share its remap.
 Remap = Callable[[Tensor], Tensor]
 
 
@@ -40,18 +41,21 @@ class Rotation:
         return self.turn(x, *self.cached_angles(position, remap, name))
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x (batch, heads, n, head_dim) turned by angles (batch or 1, n, pairs), in float32 at least."""
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
+        """x (batch, heads, n, head_dim) turned by angles (batch or 1, n, key heads or 1, pairs), in float32 at least."""
+        x = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(1, (cos.shape[2], -1))
+        cos, sin = (y.to(x.dtype).transpose(1, 2)[:, :, None] for y in (cos, sin))
         first, second, rest = self.split(x)
-        return self.join(first * cos - second * sin, second * cos + first * sin, rest)
+        return self.join(first * cos - second * sin, second * cos + first * sin, rest).flatten(1, 2)
 
     def cached_angles(self, position: Tensor, remap: Remap, name: Hashable) -> tuple[Tensor, Tensor]:
         """`angles`, looked up in a table of all positions so far."""
         return self._look_up(position, name, lambda p: self.angles(p, remap))
 
     def spread(self, position: Tensor, remap: Remap, name: Hashable, head_dim: int) -> tuple[Tensor, Tensor]:
-        """cos and sin by feature, (batch or 1, n, head_dim): q . turned(k) = q . (cos k) + quarter(q) . (sin k)."""
+        """cos and sin by feature: q . turned(k) = q . (cos k) + quarter(q) . (sin k).
+
+        Both (batch or 1, n, key heads or 1, head_dim).
+        """
 
         def widened(p: Tensor) -> tuple[Tensor, Tensor]:
             cos, sin = self.angles(p, remap)
@@ -79,11 +83,13 @@ class Rotation:
         return cos[position], sin[position]
 
     def angles(self, position: Tensor, remap: Remap) -> tuple[Tensor, Tensor]:
-        """cos and sin of the angle from position to remap(position): (batch or 1, n, pairs), in inv_freq's dtype."""
+        """cos and sin of the angle from position to remap(position): (..., key heads or 1, pairs), in inv_freq's dtype."""
         frequency = self.inv_freq.to(position.device)
         # The old angle is rounded as the model rounded it, so that undoing it is exact; then nothing more is lost
         old = (position[..., None].to(frequency.dtype) * frequency).double()
-        angle = remap(position)[..., None].double() * frequency.double() - old
+        new = remap(position).double()
+        new = new[..., None] if new.ndim == position.ndim else new
+        angle = new[..., None] * frequency.double() - old[..., None, :]
         wide = torch.float64 if frequency.dtype == torch.float64 else torch.float32
         return angle.cos().to(wide), angle.sin().to(wide)
 

@@ -6,6 +6,7 @@ given per layer and head fit every one of them.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import transformers
@@ -45,13 +46,14 @@ CASES: dict[str, LongAttnConfig] = {
     "mapped+adaptive": LongAttnConfig.preset("scale_invariant+adaptive_temperature", tau=10.0, sink_tokens=1),
     "rerope": LongAttnConfig.preset("rerope", window=7),
     "leaky_rerope": LongAttnConfig.preset("leaky_rerope", window=7, stretch=2.5),
+    "leaky_by_layer": LongAttnConfig.preset("leaky_rerope", window=7, stretch=[2.5, math.inf, 1, [1.5, "inf"]]),
     "self_extend": LongAttnConfig.preset("self_extend", window=6, group=3),
     "dual_chunk": LongAttnConfig.preset("dual_chunk", chunk=10, local=3),
     "windowed": LongAttnConfig.preset("windowed", window=7),
     "streaming": LongAttnConfig.preset("streaming", window=6, sinks=2),
     "lm_infinite": LongAttnConfig.preset("lm_infinite", window=6, sinks=2),
     "rerope+infoscale+cosscale": LongAttnConfig.preset("rerope+infoscale+cosscale", window=7, train_length=4, scale=5.0),
-    "leaky_rerope+scale_invariant": LongAttnConfig.preset("leaky_rerope+scale_invariant", window=7, sink_tokens=1),
+    "leaky_rerope+scale_invariant": LongAttnConfig.preset("leaky_rerope+scale_invariant", window=7, sink_tokens=1, offset=7),
     "streaming+adaptive": LongAttnConfig.preset("streaming+adaptive_temperature", window=9, sinks=2),
     "all_slots": LongAttnConfig.preset(
         "scale_invariant+infoscale+cosscale+output_standardise", train_length=4, tau=2.0, scale=5.0, deviation=0.3

@@ -22,7 +22,7 @@ Formula = Callable[..., np.ndarray]
 
 def scale_invariant(p: dict[str, Any], layer: int, s: np.ndarray, t: np.ndarray, key: np.ndarray) -> np.ndarray:
     """s (batch, heads, q_len, kv_len), t the distances, key the positions of the keys."""
-    growth = np.log(1 + np.abs(t) / p["tau"])
+    growth = np.log(1 + np.maximum(np.abs(t) - p["offset"], 0) / p["tau"])
     if p["logit_mean"] is None and p["logit_variance"] is None and p["decay"] is None:
         alpha, beta = (np.exp(0.5), np.exp(0.5)) if p["alpha"] is None else (p["alpha"], p["beta"])
         square = 2 * (growth - np.log(alpha) + beta / alpha)
@@ -99,7 +99,9 @@ def rerope(p: dict[str, Any], i: np.ndarray, j: np.ndarray) -> np.ndarray:
 
 
 def leaky_rerope(p: dict[str, Any], i: np.ndarray, j: np.ndarray) -> np.ndarray:
-    return np.where(i - j < p["window"], i - j, p["window"] + (i - j - p["window"]) / p["stretch"])
+    """(q_len, kv_len), or (heads, q_len, kv_len) with a stretch per head."""
+    stretch = np.array(p["stretch"], dtype=float)[..., None, None]
+    return np.where(i - j < p["window"], i - j, p["window"] + (i - j - p["window"]) / stretch)
 
 
 def self_extend(p: dict[str, Any], i: np.ndarray, j: np.ndarray) -> np.ndarray:
@@ -122,11 +124,15 @@ def lm_infinite(p: dict[str, Any], i: np.ndarray, j: np.ndarray) -> np.ndarray:
 
 
 def moved_scores(q: np.ndarray, k: np.ndarray, move: np.ndarray, inv_freq: np.ndarray) -> np.ndarray:
-    """q . k of rotated vectors as if their distance were larger by `move`; pairs are the two halves, as complex numbers."""
+    """q . k of rotated vectors as if their distance were larger by `move`, ([kv_heads,] q_len, kv_len).
+
+    Pairs are the two halves, as complex numbers.
+    """
     pairs = len(inv_freq)
     a, b = (x[..., :pairs] + 1j * x[..., pairs : 2 * pairs] for x in (q, k))
     turn = np.exp(1j * move[..., None] * inv_freq)
-    rotated = np.einsum("bhqf,qkf,bhkf->bhqk", a, turn, b.conj()).real
+    turn = np.repeat(turn, q.shape[1] // len(turn), 0) if turn.ndim == 4 else turn[None].repeat(q.shape[1], 0)
+    rotated = np.einsum("bhqf,hqkf,bhkf->bhqk", a, turn, b.conj()).real
     return rotated + q[..., 2 * pairs :] @ k[..., 2 * pairs :].swapaxes(-1, -2)
 
 
@@ -175,6 +181,8 @@ def _attention(
     visibility = methods.get("visibility", {})
     remap = methods.get("positions", visibility)
     s = q @ k.swapaxes(-1, -2)
+    if isinstance(remap.get("stretch"), list):
+        remap = remap | {"stretch": remap["stretch"][layer]}
     if remap.get("name") in REMAPS:
         seen = REMAPS[remap["name"]](remap, position[:, None], position)
         s = moved_scores(q, k, seen - t, module.closed_form_frequencies[0])

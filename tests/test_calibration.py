@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
 import hf_longattn
-from hf_longattn import LongAttnConfig, Measurements
+from hf_longattn import LongAttnConfig, Measurements, calibration
+from hf_longattn.evaluation import copying_heads
 from hf_longattn.integration import masks
 
 FIELDS = [f.name for f in dataclasses.fields(Measurements)]
@@ -128,6 +130,42 @@ def test_a_calibrated_norm_keeps_the_mean_and_spread(name: str, per_head: bool) 
     fields = ("output_mean", "output_deviation") if per_head else ("all_heads_mean", "all_heads_deviation")
     for field in fields:  # of the first layer: those above it read changed inputs
         torch.testing.assert_close(getattr(after, field)[0], getattr(before, field)[0], atol=1e-5, rtol=0.02)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_copying_heads_attend_to_what_came_next(family: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four passages of 128 tokens in 2048: read again from 1024 on, the nearest first; and the heads found are capped."""
+    model, text = stock(family), tokens(batch=1, length=2048)
+    model.set_attn_implementation("eager")
+    again = text.clone()
+    sources = {1024: 768, 1280: 512, 1536: 256, 1792: 0}
+    for target, source in sources.items():
+        again[:, target : target + 128] = text[:, source : source + 128]
+    with torch.no_grad():
+        model(again)
+    want, i, j = torch.full((4, 4), torch.nan), torch.arange(2048)[:, None], torch.arange(2048)
+    full = [n for n in calls if family == "llama" or model.config.layer_types[n] == "full_attention"]
+    for layer in full:
+        p = torch.softmax(calls[layer][0][0].masked_fill(j > i, -torch.inf), -1)
+        each = [p[:, t + n, s + n + 1] for t, s in sources.items() for n in range(16, 127)]
+        want[layer] = torch.stack(each, -1).mean(-1)
+    found = copying_heads(model, text)
+    torch.testing.assert_close(found, want, atol=1e-7, rtol=1e-3, check_dtype=False, equal_nan=True)
+
+    groups = found.unflatten(1, (2, 2)).amax(-1)
+    monkeypatch.setattr(calibration, "COPIES", float(groups.nanmedian()))
+    stretch = hf_longattn.calibrate(model, [text], "leaky_rerope", window=100, stretch=3).positions.stretch
+    each = [layer if isinstance(layer, tuple) else (layer, layer) for layer in stretch]
+    assert each == [tuple(math.inf if p >= calibration.COPIES else 3 for p in layer) for layer in groups.tolist()]
+    assert {math.inf, 3} == {k for layer in each for k in layer}
+    assert all(stretch[n] == 3 for n in range(4) if n not in full)
+
+
+def test_calibrating_heads_needs_a_text_and_one_stretch() -> None:
+    with pytest.raises(ValueError, match="at least 1024 tokens"):
+        copying_heads(stock("llama"), tokens(1, 500))
+    with pytest.raises(ValueError, match="leaky_rerope has nothing to calibrate"):
+        hf_longattn.calibrate(stock("llama"), [tokens(1, 1024)], "leaky_rerope", stretch=[2, 3, 4, 5])
 
 
 def test_calibrate_sets_the_map_and_leaves_the_rest() -> None:

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 import pytest
-from cases import CASES, HEAD_DIM, HEADS, LAYERS, MEAN, VARIANCE
+from cases import CASES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MEAN, VARIANCE
 
 from hf_longattn import LongAttnConfig
 from hf_longattn import config as config_module
@@ -16,7 +16,13 @@ from hf_longattn.config import BACKENDS, SLOTS, Method, ModelFacts, method_class
 from hf_longattn.methods import ScaleInvariant
 
 FACTS = ModelFacts(
-    num_layers=LAYERS, num_heads=HEADS, head_dim=HEAD_DIM, value_dim=HEAD_DIM, train_length=512, rope_type="default"
+    num_layers=LAYERS,
+    num_heads=HEADS,
+    num_kv_heads=KV_HEADS,
+    head_dim=HEAD_DIM,
+    value_dim=HEAD_DIM,
+    train_length=512,
+    rope_type="default",
 )
 preset = LongAttnConfig.preset
 

@@ -250,7 +250,7 @@ def test_packing_changes_nothing(case: str) -> None:
     assert_equal(measured(under, row | {"use_cache": False}), measured(under, *({"input_ids": x} for x in texts)))
 
 
-@pytest.mark.parametrize("case", ["unmodified", "leaky_rerope", "mapped+adaptive"])
+@pytest.mark.parametrize("case", ["unmodified", "leaky_rerope", "leaky_by_layer", "mapped+adaptive"])
 def test_a_cache_changes_nothing(case: str) -> None:
     under = stock("llama") if case == "unmodified" else model("llama", CASES[case])
     ids, cache, begin = tokens(length=26), None, 0

@@ -13,7 +13,6 @@ from hf_longattn.config import method_names
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-SCRIPT = ROOT / "benchmarks" / "methods_on_model.py"
 
 
 @pytest.mark.parametrize("name", method_names())
@@ -26,15 +25,17 @@ def test_every_method_has_a_page_and_a_row_in_both_indices(name: str) -> None:
     assert any(f"docs/methods/{page[1]}" in row for row in rows), f"README.md has no row with a link for {name}"
 
 
+@pytest.mark.parametrize("name", ["methods_on_model", "longer_on_model"])
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_tables_are_the_result_file(page: Path) -> None:
-    spec = importlib.util.spec_from_file_location("methods_on_model", SCRIPT)
+def test_tables_are_the_result_file(page: Path, name: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec
     assert spec.loader
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     text = page.read_text(encoding="utf-8")
-    assert script.with_tables(text, script.load()) == text, "run: python benchmarks/methods_on_model.py --tables"
+    rows = script.load_all() if name == "longer_on_model" else script.load()
+    assert script.with_tables(text, rows) == text, f"run: python benchmarks/{name}.py --tables"
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda p: str(p.relative_to(ROOT)))

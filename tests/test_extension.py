@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn.cli import app
+from hf_longattn.cli.extend import BY_HEAD
 from hf_longattn.evaluation import Copy, copy_losses, loss_by_position, token_losses, with_copies
 from hf_longattn.extension import Scores, best, candidates, plan_copies, score
 
@@ -154,7 +155,7 @@ def test_command_tries_saves_and_reloads(saved: tuple[Path, Path], tmp_path: Pat
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     record = json.loads((out / "extend.json").read_text())
-    assert set(record["scores"]) == {"unmodified", "YaRN", "rerope", "leaky_rerope", "self_extend"}
+    assert set(record["scores"]) == {"unmodified", "YaRN", "rerope", "leaky_rerope", "self_extend", BY_HEAD}
     assert (out / "extend.png").stat().st_size > 10_000
     reloaded = AutoModelForCausalLM.from_pretrained(out).eval()
     assert (record["choice"] == "YaRN") == (reloaded.config._attn_implementation == "sdpa")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "lm_infinite": {"window": 6, "sinks": 2},
 }
 CONFIGS = {name: LongAttnConfig.preset(name, **parameters) for name, parameters in METHODS.items()}
+#: As a layer with two key heads uses it.
+CONFIGS["leaky_by_head"] = LongAttnConfig.preset("leaky_rerope", window=7, stretch=[2.5, "inf"])
 #: Wide enough that a text of 24 tokens lies inside.
 WIDE: dict[str, dict[str, Any]] = {
     name: {"chunk": 40, "local": 10} if name == "dual_chunk" else p | {"window": 30} for name, p in METHODS.items()
@@ -70,7 +74,10 @@ def by_distance(query: Tensor, key: Tensor, value: Tensor, config: LongAttnConfi
     method = config.positions or config.visibility
     assert method is not None
     (q, q_rest), (k, k_rest) = complex_pairs(query, r), complex_pairs(key, r)
-    angle = method.distance(i, j)[..., None] * r.inv_freq
+    distance = method.distance(i, j)
+    if distance.ndim == 3:
+        distance = distance.movedim(-1, 0).repeat_interleave(query.shape[1] // distance.shape[-1], 0)
+    angle = distance[..., None] * r.inv_freq
     pair = q[..., :, None, :] * k[..., None, :, :].conj() * torch.polar(torch.ones(()).double(), angle)
     scores = (pair.real.sum(-1) + q_rest @ k_rest.transpose(-1, -2)) * query.shape[-1] ** -0.5
     seen = j <= i if config.visibility is None else (j <= i) & config.visibility.visible(i, j)
@@ -79,7 +86,7 @@ def by_distance(query: Tensor, key: Tensor, value: Tensor, config: LongAttnConfi
 
 @pytest.mark.parametrize("pairs", [4, 3, 1])
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_attention_sees_the_remapped_distances(name: str, interleaved: bool, pairs: int) -> None:
     r, (query, key, value) = rotation(interleaved, pairs), raw()
     position = torch.arange(23)
@@ -110,18 +117,20 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("blocks", [1 << 21, 64])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_attention_is_the_reference(
     name: str, call: str, interleaved: bool, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Output and all gradients."""
     monkeypatch.setattr(tiled, "BLOCK_ELEMENTS", blocks)
-    options = dict(CALLS[call])
+    options, config = dict(CALLS[call]), CONFIGS[name]
+    if name == "leaky_by_head" and options.get("kv") == 1:
+        config = config.replace(stretch=[2.5])
     tensors = raw(**{key: options.pop(key) for key in ("q", "kv") if key in options})
     results = []
     for function in (hf_longattn.attention, reference_attention):
         leaves = [x.clone().requires_grad_() for x in tensors]
-        out = function(*leaves, CONFIGS[name], rotation=rotation(interleaved), **options)
+        out = function(*leaves, config, rotation=rotation(interleaved), **options)
         results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
     for got, want in zip(*results, strict=True):
         close(got, want, 1e-11)
@@ -146,7 +155,7 @@ def test_rows_that_see_nothing_in_float32(name: str, method: str) -> None:
     close(out.double(), want)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_packed_texts_count_from_their_own_starts(name: str) -> None:
     """Two texts in one row of keys; the rotation of each goes on through the row, as one of position_ids would not."""
     r, (query, key, value), cut = rotation(), raw(batch=1), 9
@@ -414,6 +423,9 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
     "group": ("self_extend", {"group": 0}, "group must be >= 1"),
     "fraction of a group": ("self_extend", {"group": 1.5}, "group must be an integer"),
     "stretch": ("leaky_rerope", {"stretch": 0.5}, "stretch must be >= 1"),
+    "stretch for too few layers": ("leaky_rerope", {"stretch": [2.0, 3.0]}, "for each of 4 layers.*got 2"),
+    "stretch for too many heads": ("leaky_rerope", {"stretch": [2, 2, 2, [1, 2, 3, 4]]}, r"2 key heads.*some with \[4\]"),
+    "stretch of a head": ("leaky_rerope", {"stretch": [2, 2, 2, [1, 0.5]]}, "stretch must be >= 1"),
     "stretch that is no number": ("leaky_rerope", {"stretch": float("nan")}, "stretch must be >= 1"),
     "window of nothing": ("rerope", {"window": 0}, "window must be an integer >= 1"),
     "sinks": ("streaming", {"sinks": -1}, "sinks must be an integer >= 0"),
@@ -431,6 +443,20 @@ def test_mistakes(what: str) -> None:
     with pytest.raises(ValueError, match=message):
         hf_longattn.apply(m, name, **parameters)
     assert m.config._attn_implementation == "sdpa"
+
+
+def test_an_infinite_stretch_is_a_cap() -> None:
+    """Everywhere; and saved as strict JSON, on a config that says how far it reaches."""
+    config = LongAttnConfig.preset("leaky_rerope", window=7, stretch=math.inf)
+    assert torch.equal(
+        logits(hf_longattn.apply(stock("llama"), config)), logits(hf_longattn.apply(stock("llama"), "rerope", window=7))
+    )
+    by_head = config.replace(stretch=[math.inf, 2.0, (math.inf, 3.0), math.inf])
+    for each, reach in ((config, None), (by_head, 7 + 2 * (512 - 7))):
+        saved = json.dumps(each.to_dict(), allow_nan=False)
+        assert LongAttnConfig.from_dict(json.loads(saved)) == each
+        assert each.positions is not None
+        assert each.positions.reach(512) == reach
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -12,12 +12,12 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from ..config import LongAttnConfig
-from ..extension import Scores, best, candidates, plan_copies, score
+from ..extension import Scores, best, by_head, candidates, plan_copies, score
 from ..integration import apply, describe
 from ..integration.model import bound_config
 from .common import console, load, tokens
 
-UNMODIFIED, YARN = "unmodified", "YaRN"
+UNMODIFIED, YARN, BY_HEAD = "unmodified", "YaRN", "leaky_rerope by head"
 
 
 def extend(
@@ -48,7 +48,10 @@ def extend(
     if trained is None or length <= trained:
         raise typer.BadParameter(f"the model was trained at {trained} tokens; nothing to extend", param_hint="--to")
 
-    tried: dict[str, LongAttnConfig | None] = {UNMODIFIED: None, YARN: None, **candidates(trained, length)}
+    remaps = candidates(trained, length)
+    tried: dict[str, LongAttnConfig | None] = {UNMODIFIED: None, YARN: None, **remaps}
+    if trained >= 2048:
+        tried[BY_HEAD] = by_head(loaded, ids.to(loaded.device), remaps["leaky_rerope"], trained)
     copies, scores = plan_copies(trained, length), {}
     for name, config in track(tried.items(), description=f"Reading {length} tokens", console=console, total=len(tried)):
         this = load(model, dtype, yarn=length / trained) if name == YARN else loaded

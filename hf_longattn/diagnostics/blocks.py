@@ -102,7 +102,7 @@ def _scores(part: Part, which: Tensor, keys: int) -> Tensor:
     q, k = part.query[:, :, which], part.key[:, :, :keys]
     if part.turn is None or part.rotation is None:
         return _product(q, k)
-    cos, sin = (x[:, None, :keys].to(k.dtype) for x in part.turn)
+    cos, sin = (x[:, :keys].transpose(1, 2).to(k.dtype) for x in part.turn)
     return _product(q, cos * k) + _product(part.rotation.quarter(q), sin * k)
 
 

@@ -2,6 +2,7 @@
 
 from .answers import AnswerScore, answer_scores
 from .copying import PASSAGE, Copy, copy_losses, with_copies
+from .heads import copying_heads
 from .losses import loss_by_position, token_losses
 from .plan import Plan
 from .results import Results
@@ -17,6 +18,7 @@ __all__ = [
     "Store",
     "answer_scores",
     "copy_losses",
+    "copying_heads",
     "loss_by_position",
     "measure",
     "token_losses",

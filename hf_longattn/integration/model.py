@@ -455,6 +455,7 @@ def _facts(model: nn.Module, config: Any, layers: list[Layer]) -> ModelFacts:
     return ModelFacts(
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=head_dim,
         value_dim=getattr(config, "v_head_dim", None) or head_dim,
         train_length=train,

@@ -23,7 +23,8 @@ from ..geometry import HIGH, KEY_START, LOW, PLACE, POSITION, START, Rows
 BLOCK_ELEMENTS = 1 << 21
 #: Elements of keys turned at a time.
 TURN_ELEMENTS = 1 << 19
-#: p, c and s of S_ij = scaling (q_i . (c_j k_j) + p_i . (s_j k_j)): p like the query, c and s (batch or 1, kv_len, head_dim).
+#: p, c and s of S_ij = scaling (q_i . (c_j k_j) + p_i . (s_j k_j)): p like the query, c and s
+#: (batch or 1, kv_len, kv_heads or 1, head_dim).
 KeyTurn = tuple[Tensor, Tensor, Tensor]
 #: The logit of a pair that may not be seen: its probability is exactly 0, and no arithmetic on it gives NaN.
 HIDDEN = -1e30
@@ -245,14 +246,15 @@ class _Block:
         else:
             other, cos, sin = self.all.turn
             other = self.rows(other).mul_(self.all.scaling).view(*self.flat, -1)
-            cos, sin = (x[self.b if x.shape[0] > 1 else 0, self.c] for x in (cos, sin))
+            cos, sin = (x[self.b if x.shape[0] > 1 else 0, self.c].transpose(0, 1) for x in (cos, sin))
+            cos, sin = (x[self.h] if x.shape[0] > 1 else x for x in (cos, sin))
             step = max(TURN_ELEMENTS // self.key[:, 0].numel(), 16)
             for c in range(0, self.shape[3], step):
                 columns = slice(c, c + step)
                 key = self.key[:, columns]
                 part = self.all.buffer("turned", *key.shape)
-                s[..., columns] = torch.bmm(self.query, torch.mul(key, cos[columns], out=part).transpose(1, 2))
-                s[..., columns].baddbmm_(other, torch.mul(key, sin[columns], out=part).transpose(1, 2))
+                s[..., columns] = torch.bmm(self.query, torch.mul(key, cos[:, columns], out=part).transpose(1, 2))
+                s[..., columns].baddbmm_(other, torch.mul(key, sin[:, columns], out=part).transpose(1, 2))
         if self.all.softcap:
             s.div_(self.all.softcap).tanh_().mul_(self.all.softcap)
         return s.view(self.shape)

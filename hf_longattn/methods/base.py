@@ -39,7 +39,10 @@ class Positions(Method, ABC):
 
     @abstractmethod
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
-        """The distance seen between query position i and key position j <= i (int64, broadcast together), float64."""
+        """The distance seen between query position i and key position j <= i (int64, broadcast together), float64.
+
+        One dimension more, last, where key heads differ (see `rotary.Remap`).
+        """
 
     @abstractmethod
     def bands(self, i: Tensor) -> list[Band]:

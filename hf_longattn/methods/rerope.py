@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from ..config import ModelFacts
+from ..config import ModelFacts, numbers, per_layer
 from .base import Band, Positions
-from .remap import bind_window, check_at_least_one, check_remap, check_window, known
+from .remap import bind_window, capped, check_at_least_one, check_remap, check_window, known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +44,7 @@ class ReRope(Positions):
 
     def bands(self, i: Tensor) -> list[Band]:
         w = known(self.window)
-        near = Band(first=i - w + 1)
-        return [
-            near,
-            Band(last=i - w, query=lambda i: torch.full_like(i, w).double(), key=lambda j: torch.zeros_like(j).double()),
-        ]
+        return [Band(first=i - w + 1), capped(i - w, w)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +53,8 @@ class LeakyReRope(Positions):
 
     Args:
         window: w; default half the trained length.
-        stretch: k >= 1; the model reaches window + k (trained length - window) tokens back.
+        stretch: k >= 1; the model reaches window + k (trained length - window) tokens back. `math.inf` ("inf" in JSON) shows
+            all far keys at w, as ReRoPE does. A number, or one for each layer, each a number or one for each key head.
         stack: as in `ReRope`.
 
     Su, "Leaky ReRoPE" (2023).
@@ -65,27 +64,42 @@ class LeakyReRope(Positions):
     paper: ClassVar[str] = "Su 2023, ReRoPE"
 
     window: int | None = None
-    stretch: float = 4.0
+    stretch: float | tuple[Any, ...] = 4.0
     stack: bool = False
 
     def validate(self) -> None:
         check_window(self.window)
-        check_at_least_one(stretch=self.stretch)
+        for stretch in numbers(self.stretch):
+            check_at_least_one(stretch=stretch)
+
+    @property
+    def head_dependent(self) -> bool:
+        return isinstance(self.stretch, tuple) and any(isinstance(k, tuple) for k in self.stretch)
 
     def bind(self, facts: ModelFacts) -> Self:
         check_remap(self.name, facts, self.stack)
+        per_layer("stretch", self.stretch, facts)
         return bind_window(self, facts, 2)
 
+    def for_layer(self, layer: int) -> Self:
+        return dataclasses.replace(self, stretch=self.stretch[layer]) if isinstance(self.stretch, tuple) else self
+
     def reach(self, train_length: int) -> int | None:
-        return int(known(self.window) + self.stretch * (train_length - known(self.window)))
+        w, least = known(self.window), min(numbers(self.stretch))
+        return None if math.isinf(least) else int(w + least * (train_length - w))
+
+    def leaky(self, n: Tensor) -> Tensor:
+        """n / stretch, with one more dimension where key heads differ."""
+        if isinstance(self.stretch, tuple):
+            return n.double()[..., None] / torch.tensor(self.stretch, dtype=torch.float64, device=n.device)
+        return n.double() / self.stretch
 
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
-        t, w = (i - j).double(), known(self.window)
-        return torch.where(t < w, t, w + (t - w) / self.stretch)
+        t, w = i - j, known(self.window)
+        far = self.leaky(t - w)
+        near = t.double().reshape(*t.shape, *[1] * (far.ndim - t.ndim))
+        return torch.where(near < w, near, w + far)
 
     def bands(self, i: Tensor) -> list[Band]:
-        w, k = known(self.window), self.stretch
-        return [
-            Band(first=i - w + 1),
-            Band(last=i - w, query=lambda i: i.double() / k + w - w / k, key=lambda j: j.double() / k),
-        ]
+        w = known(self.window)
+        return [Band(first=i - w + 1), Band(last=i - w, query=lambda i: self.leaky(i - w) + w, key=self.leaky)]

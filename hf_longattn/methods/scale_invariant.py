@@ -30,6 +30,7 @@ class ScaleInvariant(LogitMap):
         logit_mean, logit_variance: μ and σ² > 0; a number, or one per (layer, head).
         decay: γ >= 0.
         sink_tokens: the first keys of each sequence that keep their logit.
+        offset: in tokens; the map acts on max(t - offset, 0), so that it can begin where a position remap does.
         strength: λ in [0, 1]; L_λ = (1 - λ) S + λ L.
 
     Anson, Wang & Aitchison, "Scale-invariant attention" (2025), Eq. 16, App. A and C.
@@ -45,11 +46,12 @@ class ScaleInvariant(LogitMap):
     logit_variance: float | tuple[Any, ...] | None = None
     decay: float | None = None
     sink_tokens: int = 0
+    offset: int = 0
     strength: float = 1.0
 
     def validate(self) -> None:
         require_positive(tau=self.tau, alpha=self.alpha, beta=self.beta)
-        require_count(sink_tokens=self.sink_tokens)
+        require_count(sink_tokens=self.sink_tokens, offset=self.offset)
         require_in("strength", self.strength, 0.0, 1.0)
         if (self.alpha is None) != (self.beta is None):
             raise ValueError("give both alpha and beta, or neither (the boundary condition a_0 = 1, m_0 = 0)")
@@ -90,7 +92,8 @@ class ScaleInvariant(LogitMap):
         return dataclasses.replace(self, logit_mean=mean, logit_variance=variance)
 
     def tables(self, heads: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        log = torch.log1p(torch.arange(length, dtype=torch.float64, device=device) / self.tau)[None]
+        t = (torch.arange(length, dtype=torch.float64, device=device) - self.offset).clamp(min=0)
+        log = torch.log1p(t / self.tau)[None]
         if self.calibrated:
             mean, variance = (
                 torch.as_tensor(v, dtype=torch.float64, device=device).reshape(-1, 1)
