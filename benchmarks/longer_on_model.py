@@ -304,7 +304,7 @@ def picture(rows: list[dict[str, Any]], path: Path, model: str = "SmolLM2-135M-I
         for panel in (left, right):
             panel.axvline(TRAINED, color="#999999", linewidth=1, linestyle=":")
         left.set(
-            title=f"{text}: prose", xlabel="position (tokens)", ylabel="loss less YaRN's (nats a token)", ylim=(-0.12, 0.12)
+            title=f"{text}: prose", xlabel="position (tokens)", ylabel="loss less YaRN's (nats a token)", ylim=(-0.16, 0.12)
         )
         right.set(
             title=f"{text}: a passage read again beyond {TRAINED}",
