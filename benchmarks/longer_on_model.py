@@ -161,7 +161,8 @@ def main() -> None:
         "versions": ", ".join(f"{p} {version(p)}" for p in ("hf_longattn", "transformers", "torch"))
         + f", Python {platform.python_version()}, {torch.get_num_threads()} threads",
         "command": f"python benchmarks/longer_on_model.py --text {' '.join(t.name for t in args.text)} --length {args.length}"
-        + (f" --dtype {args.dtype}" if args.dtype != "bfloat16" else ""),
+        + (f" --dtype {args.dtype}" if args.dtype != "bfloat16" else "")
+        + (f" --adapter {args.adapter.name}" if args.adapter else ""),
     }
     copies = [Copy(d, p) for d, p in COPIES if p + PASSAGE <= args.length]
     chosen = [c for c in CHOICES if args.length in c.lengths and re.search(args.only, c.name)]
@@ -273,6 +274,7 @@ SHOWN = [
     ("rerope(window 4096)", "#56B4E9", "^"),
     ("leaky_rerope(window 4096, stretch 4)", "#009E73", "v"),
     ("leaky_rerope(window 4096, stretch 4; copying heads capped)", "#D55E00", "o"),
+    ("rerope(window 4096), pose-rerope", "#CC79A7", "D"),
 ]
 
 
@@ -302,7 +304,7 @@ def picture(rows: list[dict[str, Any]], path: Path, model: str = "SmolLM2-135M-I
         for panel in (left, right):
             panel.axvline(TRAINED, color="#999999", linewidth=1, linestyle=":")
         left.set(
-            title=f"{text}: prose", xlabel="position (tokens)", ylabel="loss less YaRN's (nats a token)", ylim=(-0.12, 0.12)
+            title=f"{text}: prose", xlabel="position (tokens)", ylabel="loss less YaRN's (nats a token)", ylim=(-0.16, 0.12)
         )
         right.set(
             title=f"{text}: a passage read again beyond {TRAINED}",
