@@ -268,7 +268,6 @@ def _run_forward(
     if packed:
         blocks = blocks._replace(rows=max(16, triton.next_power_of_2(q_len * group)))
         splits = _splits(batch * kv_heads, kv_len, blocks.columns, query.device)
-        blocks = blocks._replace(columns=min(blocks.columns, 64))
     query, key = _dense_rows(query), _dense_rows(key)
     value = None if value is None else _dense_rows(value)
     index = index.contiguous()
