@@ -255,6 +255,10 @@ class _Block:
                 columns = slice(c, c + step)
                 key = self.key[:, columns]
                 part = self.all.buffer("turned", *key.shape)
+                if self.flat[1] == 1:  # a query of its own for each key takes one pass less
+                    torch.mul(cos[:, columns], self.query, out=part).addcmul_(sin[:, columns], other).mul_(key)
+                    torch.sum(part, -1, out=s[:, 0, columns])
+                    continue
                 s[..., columns] = torch.bmm(self.query, torch.mul(key, cos[:, columns], out=part).transpose(1, 2))
                 s[..., columns].baddbmm_(other, torch.mul(key, sin[:, columns], out=part).transpose(1, 2))
         if self.all.softcap:
