@@ -56,7 +56,7 @@ class Choice:
     parameters: dict[str, Any] = field(default_factory=dict)
     rope: tuple[Any, ...] = ()  # a function of hf_longattn.rope and its arguments
     calibrated: bool = False
-    lengths: tuple[int, ...] = (16384,)
+    lengths: tuple[int, ...] = (16384,)  # a shorter pass would be the beginning of a longer one, but under dynamic NTK
 
     @property
     def config(self) -> LongAttnConfig | None:
@@ -96,21 +96,21 @@ def with_map(base: Choice, **changes: Any) -> Choice:
     return Choice(name, "longattn", slots | {"logit_map": MAP | changes, "version": 1}, base.rope, calibrated=True)
 
 
-TWO, FOUR, ALL = (8192, 16384), (8192, 32768), (8192, 16384, 32768)
+FOUR, ALL = (32768,), (16384, 32768)
 #: Of Gemma 3, trained at 32,768: its three layers with full attention take the remap.
 GEMMA = (40960,)
 CHOICES = [
     Choice("unmodified", lengths=ALL),
-    Choice("YaRN × 2", rope=("yarn", 2.0), lengths=TWO),
+    Choice("YaRN × 2", rope=("yarn", 2.0)),
     Choice("YaRN × 4", rope=("yarn", 4.0), lengths=ALL),
-    by_head(4, lengths=TWO),
+    by_head(4),
     by_head(8, lengths=ALL),
     remap("rerope", lengths=ALL, window=4096),
-    remap("leaky_rerope", lengths=TWO, window=4096, stretch=4),
+    remap("leaky_rerope", window=4096, stretch=4),
     remap("leaky_rerope", lengths=FOUR, window=4096, stretch=8),
     remap("self_extend", window=1024, group=4),
     remap("self_extend", lengths=(32768,), window=1024, group=8),
-    Choice("dynamic NTK × 2", rope=("ntk", 2.0), lengths=TWO),
+    Choice("dynamic NTK × 2", rope=("ntk", 2.0), lengths=(8192, 16384)),
     Choice("dynamic NTK × 4", rope=("ntk", 4.0), lengths=FOUR),
     by_head(3),
     by_head(4, window=6144),
