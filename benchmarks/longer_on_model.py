@@ -138,6 +138,12 @@ CHOICES = [
     Choice("YaRN × 2", rope=("yarn", 2.0), lengths=GEMMA),
     remap("rerope", lengths=GEMMA, window=16384),
     remap("leaky_rerope", lengths=GEMMA, window=16384, stretch=4),
+    Choice(
+        "rerope(window 16384) + yarn_temperature(train_length 16384)",
+        "rerope+yarn_temperature",
+        {"window": 16384, "train_length": 16384},
+        lengths=GEMMA,
+    ),
 ]
 
 

@@ -19,10 +19,10 @@ sys.path += [str(ROOT / "recipes" / "demo"), str(HERE)]
 import gemma  # noqa: E402
 import model as smollm2  # noqa: E402
 
-#: Of each model: where it comes from, the page's title, and the lengths of losses and of tasks.
+#: Of each model: where it comes from, the page's title, the tokens scored, and the lengths of losses and of tasks.
 REPORTS = {
-    "smollm2": (smollm2.obtain, "SmolLM2-135M beyond its trained length", "2k,4k,8k,16k", "2k,4k"),
-    "gemma": (gemma.obtain, "Gemma 3 270M within its trained length", "1k,2k,4k", ""),
+    "smollm2": (smollm2.obtain, "SmolLM2-135M beyond its trained length", "1024", "2k,4k,8k,16k", "2k,4k"),
+    "gemma": (gemma.obtain, "Gemma 3 270M within its trained length", "512", "1k,2k,4k", ""),
 }
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--page-only", action="store_true", help="measure nothing; write the pages from the rows so far")
     parser.add_argument("--no-tasks", action="store_true", help="losses alone")
     args = parser.parse_args()
-    for name, (obtain, title, lengths, task_lengths) in REPORTS.items():
+    for name, (obtain, title, targets, lengths, task_lengths) in REPORTS.items():
         if args.model not in (name, "all"):
             continue
         model, settings, out = map(relpath, (obtain(ROOT / "models"), HERE / f"{name}.yaml", args.out / name))
@@ -44,7 +44,7 @@ def main() -> None:
         base += ["--page-only"] * args.page_only
         if args.adapter and name == "smollm2":
             base += ["--adapter", f"scale-invariant, adapted={args.adapter}"]
-        app([*base, "--lengths", lengths, "--targets", "1024"], standalone_mode=False)
+        app([*base, "--lengths", lengths, "--targets", targets], standalone_mode=False)
         if task_lengths and not args.no_tasks:
             app([*base, "--lengths", task_lengths, "--tasks", "needles,passkey", "--samples", "2"], standalone_mode=False)
 
