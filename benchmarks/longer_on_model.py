@@ -289,7 +289,7 @@ SHOWN = [
     ("rerope(window 4096)", "#56B4E9", "^"),
     ("leaky_rerope(window 4096, stretch 4)", "#009E73", "v"),
     ("leaky_rerope(window 4096, stretch 4; copying heads capped)", "#D55E00", "o"),
-    ("rerope(window 4096), pose-rerope", "#CC79A7", "D"),
+    ("rerope(window 4096), pose-rerope-half", "#CC79A7", "D"),
 ]
 
 
