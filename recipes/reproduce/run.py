@@ -24,14 +24,20 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE))
 
+import tables  # noqa: E402
 import torch  # noqa: E402
+from algorithms import ALGORITHMS  # noqa: E402
 from experiment import Experiment, Row, Rows, Run, Texts, refuse_other_settings  # noqa: E402
+from length import LENGTH  # noqa: E402
+from masked import MASKED  # noqa: E402
+from needles import NEEDLES  # noqa: E402
 from sets import ARGMAX, DICTIONARY, MAX_RETRIEVAL  # noqa: E402
 
 from hf_longattn.training.run import versions  # noqa: E402
 
-EXPERIMENTS = {e.name: e for e in (MAX_RETRIEVAL, ARGMAX, DICTIONARY)}
+EXPERIMENTS = {e.name: e for e in (MAX_RETRIEVAL, ARGMAX, DICTIONARY, LENGTH, NEEDLES, MASKED, ALGORITHMS)}
 RESULTS = ROOT / "benchmarks" / "results" / "reproductions"
+MODELS = ROOT / "runs" / "reproduce"
 #: Of --quick, which only shows that everything runs.
 QUICK = ROOT / "build" / "reproduce"
 
@@ -45,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="plain texts to train on")
     parser.add_argument("--heldout", type=Path, help="a plain text to measure on")
     parser.add_argument("--results", type=Path, help="where rows are kept (default benchmarks/results/reproductions)")
-    parser.add_argument("--models", type=Path, default=ROOT / "runs" / "reproduce", help="where trained models are kept")
+    parser.add_argument("--models", type=Path, help="where trained models are kept (default runs/reproduce)")
     parser.add_argument(
         "--quick", action="store_true", help="every run in seconds, into build/: shows that it works, not what it gives"
     )
@@ -53,13 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--tables", action="store_true", help="run nothing; write the tables and pictures of docs/reproductions"
     )
     args = parser.parse_args(arguments)
-    if args.quick:
-        args.models = QUICK / "models"
+    args.models = args.models or (QUICK / "models" if args.quick else MODELS)
     results = args.results or (QUICK if args.quick else RESULTS)
     if args.tables:
-        import tables
-
-        tables.write(RESULTS if args.results is None else results, ROOT / "docs" / "reproductions")
+        tables.write(args.results or RESULTS, ROOT / "docs" / "reproductions")
         return 0
     if not args.names:
         print(listed(results))
