@@ -48,7 +48,7 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def test_max_retrieval_learns(the: Any, tmp_path: Path) -> None:
-    assert quick(the, tmp_path, "max-retrieval", "argmax-retrieval", "--seeds", "0") == 0
+    assert quick(the, tmp_path, "max-retrieval", "argmax-retrieval", "--only", "baseline|standardise", "--seeds", "0") == 0
     (row,) = rows(tmp_path, "max-retrieval")
     measured = row["measured"]
     assert measured["sizes"] == [16, 64]
@@ -57,19 +57,18 @@ def test_max_retrieval_learns(the: Any, tmp_path: Path) -> None:
     assert measured["adaptive"]["accuracy"][1] > measured["plain"]["accuracy"][1]  # sharper, on sets that disperse
     assert measured["attention"]["entropy"][0] < math.log(16)
     assert len(measured["coefficients"]) == 5
-    assert row["settings"]["steps"] == the.sets.QUICK.steps
+    assert row["settings"] == json.loads(json.dumps(dataclasses.asdict(the.sets.QUICK)))
     assert (row["seed"], row["threads"]) == (0, torch.get_num_threads())
     assert row["cpu_seconds"] > 0
     assert row["versions"]["torch"] == torch.__version__
     assert row["command"] == "python recipes/reproduce/run.py max-retrieval --only '^baseline$' --seeds 0 --quick"
-    norms = {r["variant"]: r["measured"]["plain"] for r in rows(tmp_path, "argmax-retrieval")}
-    assert set(norms) == {"layer_norm", "standardise"}
-    assert norms["standardise"]["spread"] == pytest.approx([1, 1], abs=1e-2)  # what the norm is for
-    assert norms["layer_norm"]["accuracy"][0] > 0.6
+    (row,) = rows(tmp_path, "argmax-retrieval")
+    assert row["measured"]["plain"]["spread"] == pytest.approx([1, 1], abs=1e-2)  # what the norm is for
+    assert row["measured"]["plain"]["accuracy"][0] > 0.6
 
 
 def test_dictionary_lookup(the: Any, tmp_path: Path) -> None:
-    assert quick(the, tmp_path, "dictionary-lookup", "--only", "baseline", "--seeds", "0") == 0
+    assert quick(the, tmp_path, "dictionary-lookup", "--only", "layer_norm", "--seeds", "0") == 0
     (row,) = rows(tmp_path, "dictionary-lookup")
     assert set(row["measured"]["attention"]) == {"entropy"}
     assert row["measured"]["loss"] < math.log(64) + 0.1
@@ -103,7 +102,6 @@ def test_masked(the: Any, tmp_path: Path, texts: list[str]) -> None:
     plain, cosine = (r["measured"] for r in rows(tmp_path, "infoscale-cosscale"))
     for measured in (plain, cosine):
         assert measured["infoscale"]["loss"][0] == pytest.approx(measured["none"]["loss"][0], abs=2e-5)  # the identity there
-        assert measured["softmax_plus"]["loss"][1] != measured["none"]["loss"][1]
         assert measured["none"]["perplexity"][0] == pytest.approx(math.exp(measured["none"]["loss"][0]), rel=1e-3)
         assert measured["none"]["loss"][0] < math.log(259)
     assert "peak" not in plain
@@ -286,7 +284,7 @@ def test_algorithms_are_right(the: Any) -> None:
         assert sum(weights[t] for t in chosen) == best
         prompt, answer = the.algorithms.bfs(rng, 8)
         edges = [tuple(map(int, e.split("-"))) for e in prompt.split("[")[1].split("]")[0].split()]
-        source, order = int(prompt.split("s: ")[1][:2]), [int(x) for x in answer.strip("[]").split()]
+        source, order = int(prompt.split(", s: ")[1][:2]), [int(x) for x in answer.strip("[]").split()]
         depth = {source: 0}
         for _ in range(8):
             for a, b in edges:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -243,6 +243,6 @@ DICTIONARY = Experiment(
     seeds=tuple(range(5)),
     minutes=3.0,
     settings=Settings(),
-    quick=QUICK,
+    quick=replace(QUICK, steps=30),
     measure=functools.partial(measure, dictionary_model),
 )
