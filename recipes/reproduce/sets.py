@@ -241,7 +241,7 @@ DICTIONARY = Experiment(
     about="output norms on dictionary lookup (Vanishing Variance, Table 2)",
     variants=tuple(NORMS),
     seeds=tuple(range(5)),
-    minutes=3.0,
+    minutes=3.5,
     settings=Settings(),
     quick=replace(QUICK, steps=30),
     measure=functools.partial(measure, dictionary_model),
