@@ -44,6 +44,10 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+def cells(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+
+
 # every experiment, end to end -----------------------------------------------------------------------------------------
 
 
@@ -80,11 +84,10 @@ def test_from_scratch_and_needles(the: Any, tmp_path: Path, texts: list[str], ca
     only = ["--only", "^logn_prope$", "--seeds", "0", *texts]
     assert quick(the, tmp_path, "needles", *only) == 2
     assert "length-generalisation --only '^logn_prope$' --seeds 0" in capsys.readouterr().err
-    assert (
-        quick(the, tmp_path, "length-generalisation", "--only", "^(logn_prope|scale_invariant_prope_tau0.1)$", *only[2:]) == 0
-    )
+    variants = ["logn_prope", "scale_invariant_prope", "scale_invariant_prope_tau0.1"]
+    assert quick(the, tmp_path, "length-generalisation", "--only", f"^({'|'.join(variants)})$", *only[2:]) == 0
     found = rows(tmp_path, "length-generalisation")
-    assert [r["variant"] for r in found] == ["logn_prope", "scale_invariant_prope_tau0.1"]
+    assert [r["variant"] for r in found] == variants
     assert all(len(r["measured"]["loss"]) == 2 for r in found)
     assert set(found[0]["texts"]) == {"train.txt", "test.txt"}
     config = json.loads((tmp_path / "models/length-generalisation/scale_invariant_prope_tau0.1-seed0/config.json").read_text())
@@ -95,6 +98,12 @@ def test_from_scratch_and_needles(the: Any, tmp_path: Path, texts: list[str], ca
     assert all(0 <= a <= 1 for a in row["measured"]["accuracy"])
     kept = json.loads((tmp_path / "models/needles/logn_prope-seed0/config.json").read_text())
     assert kept["longattn"]["temperature"]["learned"] is True  # the method came along with the model
+    data = the.tables.load(tmp_path)
+    line = next(x for x in cells(the.tables.length(data).text) if x[0] == "`logn_prope`")
+    assert line[1:] == ["3.256", "3.262", "3.317", *(f"{x:.3f}" for x in found[0]["measured"]["loss"])]
+    line = next(x for x in cells(the.tables.needles(data).text) if x[0] == "`logn_prope`")
+    assert line[4:] == [f"{x:.2f}" for x in row["measured"]["accuracy"]]
+    assert [x[0] for x in cells(the.tables.taus(data).text)[2:]] == ["0.1", "10"]
 
 
 def test_masked(the: Any, tmp_path: Path, texts: list[str]) -> None:
@@ -106,6 +115,12 @@ def test_masked(the: Any, tmp_path: Path, texts: list[str]) -> None:
         assert measured["none"]["loss"][0] < math.log(259)
     assert "peak" not in plain
     assert cosine["peak"]["expected"] == pytest.approx(the.masked.expected_peak(32, 16), abs=1e-4)
+    data = the.tables.load(tmp_path)
+    lines = {x[0]: x[1:] for x in cells(the.tables.masked(data).text)}
+    perplexity, accuracy = (plain["infoscale"][key][1] for key in ("perplexity", "accuracy"))
+    assert lines["dot_product + infoscale, ours"][1] == f"{perplexity:.2f}/{accuracy:.2f}".replace("/0.", "/.")
+    assert cells(the.tables.scales(data).text)[2][-1] == f"{sum(cosine['none']['accuracy']) / 2:.3f}"
+    assert cells(the.tables.peaks(data).text)[2][:2] == ["32", f"{the.masked.expected_peak(32, 16):.3f}"]
 
 
 def test_algorithms(the: Any, tmp_path: Path) -> None:
@@ -115,6 +130,8 @@ def test_algorithms(the: Any, tmp_path: Path) -> None:
     assert "adaptive at inference" in plain
     assert "adaptive at inference" not in adaptive
     assert plain["train_loss"] != adaptive["train_loss"]
+    labels = [x[0] for x in cells(the.tables.algorithms(the.tables.load(tmp_path)).text)]
+    assert labels[-3:] == [f"mean, {x}" for x in ("plain", "adaptive θ in training", "adaptive θ at inference alone")]
 
 
 # the front ------------------------------------------------------------------------------------------------------------
@@ -313,10 +330,6 @@ def fake(the: Any, variant: str, seed: int, accuracy: float) -> dict[str, Any]:
     return {"experiment": name, "variant": variant, "seed": seed, "cpu_seconds": 60.0, "measured": measured}
 
 
-def cells(text: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
-
-
 def test_tables_hold_means_and_paired_gains(the: Any) -> None:
     data = {"max-retrieval": [fake(the, "baseline", s, 0.5 + 0.1 * s) for s in (0, 1)]}
     data["argmax-retrieval"] = [fake(the, "layer_norm", 0, 0.7), fake(the, "layer_norm", 1, 0.9)]
@@ -330,6 +343,17 @@ def test_tables_hold_means_and_paired_gains(the: Any) -> None:
     assert first["gain of LayerNorm, ours"] == "+25.0 ± 63.5"
     assert first["gain of LayerNorm, paper"] == "+0.01"
     assert "seeds 2, 1.0 CPU minutes a run" in text
+
+
+def test_pictures_are_drawn(the: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page = "<!-- reproduction: max-retrieval -->\n<!-- end -->\n"
+    (tmp_path / "page.md").write_text(page)
+    rows = the.experiment.Rows(tmp_path / "rows", "max-retrieval")
+    rows.put(fake(the, "baseline", 0, 0.5))
+    the.tables.write(tmp_path / "rows", tmp_path)
+    assert "![Accuracy by size](max_retrieval.png)" in (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert (tmp_path / "max_retrieval.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_is_not_run_says_so(the: Any) -> None:
