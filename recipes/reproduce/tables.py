@@ -84,7 +84,7 @@ def means(values: Series) -> list[float]:
 
 
 def gains(values: Series, base: Series) -> list[tuple[float, float]]:
-    """Mean difference and half-width of its 95 % paired t interval, over the seeds that both have."""
+    """Mean difference and half-width of its 95 % paired t interval, over the seeds that both have; none: empty."""
     both = sorted(values.keys() & base.keys())
     differences = [[a - b for a, b in zip(values[s], base[s], strict=True)] for s in both]
     return [mean_interval(column) for column in zip(*differences, strict=True)]
@@ -180,7 +180,8 @@ def normed(data: Data, names: Sequence[str], published: Mapping[tuple[str, str],
     for variant in there[1:]:
         if names[0] == "max-retrieval":
             body.append([f"gain of {NORMED[variant]}, paper", *(f"{x:+.2f}" for x in paper.ARGMAX_GAIN[variant])])
-        body.append([f"gain of {NORMED[variant]}, ours", *signed(gains(series(rows, variant, "plain", "accuracy"), base))])
+        if found := gains(series(rows, variant, "plain", "accuracy"), base):
+            body.append([f"gain of {NORMED[variant]}, ours", *signed(found)])
     text = table(["accuracy (%) at items", *map(size, paper.SIZES)], body)
     spread = [
         [f"{NORMED[v]}, {what}", *(f"{x:.3f}" for x in means(series(rows, v, "plain", key)))]
