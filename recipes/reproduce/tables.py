@@ -120,7 +120,7 @@ def signed(values: Sequence[tuple[float, float]]) -> list[str]:
 
 
 def told(values: Sequence[float]) -> list[str]:
-    return [f"{v:g}" for v in values]
+    return [f"{v:.1f}" for v in values]
 
 
 def size(n: int) -> str:
