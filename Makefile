@@ -5,7 +5,7 @@ OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test check lint bench report theory gpu test-oldest wheel clean
+.PHONY: demo test check lint bench report theory reproduce gpu test-oldest wheel clean
 .PRECIOUS: %/bin/pip
 
 demo: $(VENV)/.demo  ## a real model under the method: run, measure, adapt, save, reload (ARGS="--help" for options)
@@ -33,6 +33,9 @@ theory: $(VENV)/.dev  ## the papers' statements about Gaussian logits, checked; 
 
 report: $(VENV)/.dev  ## goes on with docs/reports/ (TEXT=book.txt; ARGS="--help" for an adapter, one model, another folder)
 	$(BIN)/python recipes/report/run.py $(if $(TEXT),--text $(TEXT)) $(ARGS)
+
+reproduce: $(VENV)/.dev  ## the papers' experiments: the list with its cost (ARGS="NAME" runs one, ARGS="--help" for more)
+	$(BIN)/python recipes/reproduce/run.py $(ARGS)
 
 gpu:  ## on a machine with a CUDA GPU and its own torch: exactness and timings in under ten minutes
 	python3 benchmarks/gpu.py $(ARGS)

@@ -1,0 +1,170 @@
+"""Adaptive temperature in training, on algorithms written as text: Veličković et al., Section 4.2.
+
+Five tasks after CLRS-Text, made from a seed; ours are final answers without a trace, and numbers have two digits, so that all
+texts of a task and a size have the same length and need no padding. A small Llama over bytes is trained from scratch on
+small sizes, loss on the answers alone, with plain attention or under the method.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from experiment import Experiment, Run
+from loop import fit
+from torch import Tensor, nn
+from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+
+import hf_longattn
+
+
+@dataclass(frozen=True)
+class Settings:
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    batch: int = 32
+    steps: int = 3000
+    learning_rate: float = 1e-3
+    trained: tuple[int, ...] = (4, 5, 6, 7, 8, 9, 10)
+    sizes: tuple[int, ...] = (4, 6, 8, 10, 12, 14, 16, 20, 24, 32)
+    samples: int = 128
+
+
+QUICK = Settings(layers=1, width=16, heads=2, batch=4, steps=4, trained=(4, 5), sizes=(4, 6), samples=4)
+
+
+def _numbers(values: list[int]) -> str:
+    return "[" + " ".join(f"{v:02d}" for v in values) + "]"
+
+
+def minimum(rng: random.Random, size: int) -> tuple[str, str]:
+    """Keys -> the smallest."""
+    keys = rng.sample(range(100), size)
+    return f"minimum:\nkey: {_numbers(keys)}\nmin:\n", f"{min(keys):02d}"
+
+
+def insertion_sort(rng: random.Random, size: int) -> tuple[str, str]:
+    """Keys -> in order."""
+    keys = rng.sample(range(100), size)
+    return f"insertion_sort:\nkey: {_numbers(keys)}\npred:\n", _numbers(sorted(keys))
+
+
+def binary_search(rng: random.Random, size: int) -> tuple[str, str]:
+    """Keys in order and a target -> the first key that is not below it."""
+    keys = sorted(rng.sample(range(100), size))
+    target = rng.randint(0, keys[-1])
+    found = next(k for k in keys if k >= target)
+    return f"binary_search:\nkey: {_numbers(keys)}, target: {target:02d}\nreturn:\n", f"{found:02d}"
+
+
+def bfs(rng: random.Random, size: int) -> tuple[str, str]:
+    """Edges of a connected graph and a source -> its nodes in the order of breadth-first search, lower numbers first."""
+    order = rng.sample(range(size), size)
+    edges = {tuple(sorted((order[i], order[rng.randrange(i)]))) for i in range(1, size)}
+    while len(edges) < size + size // 4:
+        edges.add(tuple(sorted(rng.sample(range(size), 2))))
+    near: dict[int, list[int]] = {node: [] for node in range(size)}
+    for a, b in edges:
+        near[a].append(b)
+        near[b].append(a)
+    source = rng.randrange(size)
+    reached = [source]
+    for node in reached:
+        reached += [n for n in sorted(near[node]) if n not in reached]
+    shuffled = rng.sample(sorted(edges), len(edges))
+    listed = " ".join(f"{a:02d}-{b:02d}" for a, b in shuffled)
+    return f"bfs:\nedges: [{listed}], s: {source:02d}\norder:\n", _numbers(reached)
+
+
+def task_scheduling(rng: random.Random, size: int) -> tuple[str, str]:
+    """Deadlines and weights of unit tasks -> 1 for each that a schedule of the largest weight does in time."""
+    deadlines = [rng.randint(1, size) for _ in range(size)]
+    weights = rng.sample(range(100), size)
+    chosen: list[int] = []
+    for task in sorted(range(size), key=lambda t: -weights[t]):
+        tried = sorted(deadlines[t] for t in [*chosen, task])
+        if all(place < deadline for place, deadline in enumerate(tried)):
+            chosen.append(task)
+    answer = " ".join("1" if t in chosen else "0" for t in range(size))
+    return f"task_scheduling:\nd: {_numbers(deadlines)}, w: {_numbers(weights)}\nselected:\n", f"[{answer}]"
+
+
+TASKS: dict[str, Callable[[random.Random, int], tuple[str, str]]] = {
+    f.__name__: f for f in (minimum, insertion_sort, binary_search, bfs, task_scheduling)
+}
+
+
+def batch(task: str, size: int, count: int, rng: random.Random) -> tuple[Tensor, int]:
+    """Token ids (count, length), and where the answers begin."""
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    texts = [TASKS[task](rng, size) for _ in range(count)]
+    ids = [tokenizer(prompt + answer)["input_ids"] for prompt, answer in texts]  # with the end-of-text token
+    return torch.tensor(ids), len(texts[0][0].encode())
+
+
+def model_for(variant: str, settings: Settings) -> Any:
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(ByT5Tokenizer(extra_ids=0)),
+            hidden_size=settings.width,
+            intermediate_size=4 * settings.width,
+            num_hidden_layers=settings.layers,
+            num_attention_heads=settings.heads,
+            max_position_embeddings=1024,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+    )
+    return model if variant == "plain" else hf_longattn.apply(model, variant)
+
+
+@torch.no_grad()
+def accuracies(model: Any, settings: Settings, seed: int) -> dict[str, dict[str, list[float]]]:
+    """Of each task, by size: the share of answers that greedy decoding gives exactly, and of tokens given those before."""
+    out: dict[str, dict[str, list[float]]] = {}
+    for task in TASKS:
+        out[task] = {"exact": [], "tokens": []}
+        for size in settings.sizes:
+            rng = random.Random(f"test:{seed}:{task}:{size}")
+            ids, first = batch(task, size, settings.samples, rng)
+            # true tokens before each one: the first wrong token is the same as in decoding
+            right = torch.cat([model(part, use_cache=False).logits[:, first - 1 : -1].argmax(-1) == part[:, first:]
+                               for part in ids.split(16)])  # fmt: skip
+            out[task]["exact"].append(round(float(right.all(-1).float().mean()), 5))
+            out[task]["tokens"].append(round(float(right.float().mean()), 5))
+    return out
+
+
+def measure(run: Run) -> dict[str, Any]:
+    settings: Settings = run.settings
+    torch.manual_seed(run.seed)
+    model, rng = model_for(run.variant, settings), random.Random(f"train:{run.seed}")
+
+    def loss() -> Tensor:
+        ids, first = batch(rng.choice(list(TASKS)), rng.choice(settings.trained), settings.batch, rng)
+        logits = model(ids, use_cache=False).logits[:, first - 1 : -1]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, first:].flatten())
+
+    found: dict[str, Any] = {"train_loss": round(fit(model, loss, settings.steps, settings.learning_rate, 0.05), 5)}
+    found |= {"sizes": list(settings.sizes), "trained": list(settings.trained)}
+    found["as trained"] = accuracies(model, settings, run.seed)
+    if run.variant == "plain":
+        found["adaptive at inference"] = accuracies(hf_longattn.apply(model, "adaptive_temperature"), settings, run.seed)
+    return found
+
+
+ALGORITHMS = Experiment(
+    name="algorithms",
+    about="training under adaptive temperature on algorithms as text, tested at larger sizes (Softmax is not Enough, Fig. 8)",
+    variants=("plain", "adaptive_temperature"),
+    seeds=(0, 1, 2),
+    minutes=30.0,
+    settings=Settings(),
+    quick=QUICK,
+    measure=measure,
+)

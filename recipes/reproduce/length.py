@@ -1,0 +1,96 @@
+"""Length generalisation from scratch: every position method of Anson et al., Table 1, through the recipe `pretrain_small`.
+
+A byte-level model in place of their 162M one. Its training length is 256 in place of 4,096 tokens, so RoPE's base and p-RoPE's
+are divided by 16 (p-RoPE's θ, the square of the paper's "effective base", by 256): wavelengths keep their share of the
+training length. τ stays at 10, and is swept (App. H).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from experiment import Experiment, Run
+
+from hf_longattn.training import POSITIONS, load_recipe, prepare
+from hf_longattn.training import run as train
+
+TAUS = (0.01, 0.1, 1.0, 100.0)  # the default is 10
+#: A position method of `pretrain_small` and its parameters, by variant.
+VARIANTS: dict[str, tuple[str, dict[str, float]]] = {name: (name, {}) for name in POSITIONS}
+VARIANTS |= {f"scale_invariant_prope_tau{tau:g}": ("scale_invariant_prope", {"tau": tau}) for tau in TAUS}
+
+
+@dataclass(frozen=True)
+class Settings:
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    length: int = 256
+    rope_theta: float = 625.0
+    prope_theta: float = 4096.0
+    batch: int = 8
+    steps: int = 1500
+    lengths: tuple[int, ...] = (256, 1024, 4096)
+    measured_tokens: int = 65536
+
+
+QUICK = Settings(layers=1, width=16, heads=1, length=32, batch=2, steps=3, lengths=(32, 128), measured_tokens=256)
+
+
+def measure(run: Run) -> dict[str, Any]:
+    settings: Settings = run.settings
+    position, parameters = VARIANTS[run.variant]
+    overrides = {
+        "tokenizer": "bytes",
+        "data": f"[{','.join(map(str, run.texts.train))}]",
+        "heldout": run.texts.heldout,
+        "output": run.folder,
+        "length": settings.length,
+        "architecture.layers": settings.layers,
+        "architecture.width": settings.width,
+        "architecture.heads": settings.heads,
+        "architecture.position": position,
+        "architecture.rope_theta": settings.rope_theta,
+        "architecture.prope_theta": settings.prope_theta,
+        "evaluation.final_lengths": list(settings.lengths),
+        "evaluation.tokens": settings.measured_tokens,
+        **training(settings.steps, settings.batch, run.seed),
+    } | {f"parameters.{name}": value for name, value in parameters.items()}
+    metrics = train(prepare(load_recipe("pretrain_small", [f"{k}={v}" for k, v in overrides.items()])))
+    found = metrics["measured"]["trained"]
+    return {
+        "lengths": list(settings.lengths),
+        "loss": [round(found[n]["loss"], 5) for n in settings.lengths],
+        "by_position": {str(n): found[n]["by_position"] for n in settings.lengths},
+        "train_loss": round(metrics["train_loss"], 5),
+        "tokens": metrics["tokens"],
+    }
+
+
+def training(steps: int, batch: int, seed: int) -> dict[str, Any]:
+    """Overrides for a run that is measured at its end alone and can only be made as a whole."""
+    return {
+        "trainer.max_steps": steps,
+        "trainer.per_device_train_batch_size": batch,
+        "trainer.gradient_accumulation_steps": 1,
+        "trainer.seed": seed,
+        "trainer.logging_steps": max(steps // 10, 1),
+        "trainer.eval_strategy": "no",
+        "trainer.save_strategy": "no",
+        "trainer.disable_tqdm": True,
+        "trainer.use_cpu": True,
+    }
+
+
+LENGTH = Experiment(
+    name="length-generalisation",
+    about="position methods from scratch, beyond the training length, and a sweep of τ (Scale-invariant attention, Table 1)",
+    variants=tuple(VARIANTS),
+    seeds=(0, 1, 2),
+    minutes=9.0,
+    settings=Settings(),
+    quick=QUICK,
+    measure=measure,
+    text=True,
+)

@@ -1,0 +1,248 @@
+"""Sets of items and one query: the model of Veličković et al., App. A, trained on small sets and measured on large ones.
+
+Max retrieval (their Table 1), the same task under output norms, and dictionary lookup (Li et al., Tables 1 to 3).
+Attention is `hf_longattn`'s: the norm is part of the model, a temperature is put in when it is measured.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from experiment import Experiment, Run
+from torch import Tensor, nn
+
+from hf_longattn import LongAttnConfig, fit_adaptive_temperature
+from hf_longattn.attention import attend
+from hf_longattn.config import ModelFacts
+from hf_longattn.geometry import Rows
+from hf_longattn.methods import AdaptiveTemperature
+from hf_longattn.tasks.sets import dictionary_lookup, max_retrieval
+
+CLASSES, KEYS, VALUES = 10, 16384, 64
+#: Items in memory at a time when large sets are measured.
+CHUNK = 1 << 14
+NORMS = {
+    "baseline": LongAttnConfig(),
+    "layer_norm": LongAttnConfig.preset("output_layer_norm"),
+    "standardise": LongAttnConfig.preset("output_standardise"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sets are measured until `sets` of them or `items` items are done; `fitted`: sets of each size to refit on."""
+
+    steps: int = 5000
+    batch: int = 128
+    smallest: int = 5
+    largest: int = 16
+    width: int = 128
+    learning_rate: float = 1e-3
+    weight_decay: float = 1e-3
+    sizes: tuple[int, ...] = tuple(2**n for n in range(4, 15))
+    sets: int = 4096
+    items: int = 1 << 21
+    fitted: int = 128
+    fitted_up_to: int = 4096
+
+
+QUICK = Settings(steps=150, sizes=(16, 64), sets=256, items=1 << 13, fitted=64, fitted_up_to=64)
+
+
+class SetModel(nn.Module):
+    """y = φ(norm(Σ softmax(q·K h_i) V h_i)), h_i = ψ_x(x_i), q = Q ψ_q(query); two-layer GELU networks ψ_x, ψ_q and φ.
+
+    Args:
+        embed: from a task's raw inputs to items (batch, items, features) and query (batch, query_features).
+    """
+
+    def __init__(
+        self,
+        features: int,
+        query_features: int,
+        classes: int,
+        config: LongAttnConfig,
+        width: int,
+        embed: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.embed, self.config, self.width = embed, config, width
+        self.item = nn.Sequential(nn.Linear(features, width), nn.GELU("tanh"), nn.Linear(width, width), nn.GELU("tanh"))
+        self.ask = nn.Sequential(nn.Linear(query_features, width), nn.GELU("tanh"), nn.Linear(width, width))
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.predict = nn.Sequential(nn.Linear(width, width), nn.GELU("tanh"), nn.Linear(width, classes))
+        one_head = ModelFacts(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=width, value_dim=width, train_length=None)
+        learned = None if config.output_norm is None else config.output_norm.module(one_head)
+        self.learned = nn.ModuleDict({} if learned is None else {"output_norm": learned})
+
+    def project(self, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query (batch, 1, 1, width), keys and values (batch, 1, items, width)."""
+        items, query = inputs if self.embed is None else self.embed(*inputs)
+        h = self.item(items)[:, None]
+        return self.query(self.ask(query))[:, None, None], self.key(h), self.value(h)
+
+    def logits(self, query: Tensor, key: Tensor) -> Tensor:
+        """What the softmax of plain attention sees, (batch, items)."""
+        return (self.width**-0.5 * query @ key.transpose(-1, -2))[:, 0, 0]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, temperature: AdaptiveTemperature | None = None) -> Tensor:
+        """The attention output after the norm, (batch, width): what the rest of the model sees."""
+        config = self.config if temperature is None else self.config.replace(temperature=temperature)
+        rows = Rows.causal(1, key.shape[2], None, 0, key.device)  # one query, which comes last and sees every item
+        learned = dict(self.learned.items())
+        return attend(query, key, value, config, rows, scaling=self.width**-0.5, learned=learned)[:, 0, 0]
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Logits of the classes, (batch, classes)."""
+        return self.predict(self.out(self.attend(*self.project(*inputs))))
+
+
+class Entries(nn.Module):
+    """Key and value classes of a dictionary's items, embedded side by side; the query is its key's embedding."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.keys, self.values = nn.Embedding(KEYS, width // 2), nn.Embedding(VALUES, width // 2)
+
+    def forward(self, key: Tensor, value: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.cat([self.keys(key), self.values(value)], -1), self.keys(query)
+
+
+#: (items, batch, generator) -> inputs of the model, and the answers.
+Draw = Callable[[int, int, torch.Generator], tuple[Tensor, ...]]
+
+
+def argmax_model(norm: str, settings: Settings) -> tuple[SetModel, Draw]:
+    return SetModel(1 + CLASSES, 1, CLASSES, NORMS[norm], settings.width), max_retrieval
+
+
+def dictionary_model(norm: str, settings: Settings) -> tuple[SetModel, Draw]:
+    width = settings.width
+    return SetModel(width, width // 2, VALUES, NORMS[norm], width, Entries(width)), dictionary_lookup
+
+
+def train(model: SetModel, draw: Draw, settings: Settings, seed: int) -> float:
+    """AdamW on sets of one random size a step; returns the mean loss of the last tenth of the steps."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
+    losses = []
+    for _ in range(settings.steps):
+        items = int(torch.randint(settings.smallest, settings.largest + 1, (), generator=generator))
+        *inputs, answers = draw(items, settings.batch, generator)
+        loss = nn.functional.cross_entropy(model(*inputs), answers)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return float(torch.stack(losses[-max(len(losses) // 10, 1) :]).mean())
+
+
+@torch.no_grad()
+def refit(model: SetModel, settings: Settings, seed: int) -> AdaptiveTemperature:
+    """The paper's fit (App. F) on this model's own logits, from fresh sets of every size up to `fitted_up_to`."""
+    generator = torch.Generator().manual_seed(2_000_000 + seed)
+    logits, targets = [], []
+    for size in (s for s in settings.sizes if s <= settings.fitted_up_to):
+        for count in _batches(settings.fitted, size):
+            features, query, _ = max_retrieval(size, count, generator)
+            logits += list(model.logits(*model.project(features, query)[:2]))
+            targets += features[..., 0].argmax(1).tolist()
+    return fit_adaptive_temperature(logits, targets)
+
+
+@torch.no_grad()
+def by_size(
+    model: SetModel, draw: Draw, temperatures: dict[str, AdaptiveTemperature | None], settings: Settings, seed: int
+) -> dict[str, dict[str, list[float]]]:
+    """Of every temperature, for each size: accuracy, and of the outputs that the rest of the model sees their deviation
+    across sets (a mean over features), their deviation across features and their mean (means over sets).
+
+    Under "attention": the mean entropy of plain attention, in nats, and for max retrieval the share of sets in which the
+    largest item holds the largest logit, which no temperature changes. All models of a seed are measured on the same sets.
+    """
+    out: dict[str, dict[str, list[float]]] = {
+        name: {"accuracy": [], "deviation": [], "spread": [], "mean": []} for name in temperatures
+    }
+    attention: dict[str, list[float]] = {"entropy": [], "largest": []}
+    for size in settings.sizes:
+        generator = torch.Generator().manual_seed(1_000_000 * (1 + seed) + size)
+        entropy, largest = 0.0, 0
+        right: dict[str, int] = dict.fromkeys(temperatures, 0)
+        outputs: dict[str, list[Tensor]] = {name: [] for name in temperatures}
+        sets = max(min(settings.sets, settings.items // size), 1)
+        for count in _batches(sets, size):
+            *inputs, answers = draw(size, count, generator)
+            projected = model.project(*inputs)
+            logits = model.logits(*projected[:2])
+            entropy += float(torch.special.entr(logits.softmax(-1)).sum())
+            if draw is max_retrieval:
+                largest += int((logits.argmax(-1) == inputs[0][..., 0].argmax(-1)).sum())
+            for name, temperature in temperatures.items():
+                outputs[name].append(z := model.attend(*projected, temperature))
+                right[name] += int((model.predict(model.out(z)).argmax(-1) == answers).sum())
+        for name, found in out.items():
+            z = torch.cat(outputs[name])
+            found["accuracy"].append(round(right[name] / sets, 5))
+            for what, value in (("deviation", z.std(0).mean()), ("spread", z.std(1, correction=0).mean()), ("mean", z.mean())):
+                found[what].append(round(float(value), 6))
+        attention["entropy"].append(round(entropy / sets, 5))
+        attention["largest"].append(round(largest / sets, 5))
+    if draw is not max_retrieval:
+        del attention["largest"]
+    return out | {"attention": attention}
+
+
+def _batches(sets: int, size: int) -> list[int]:
+    most = max(CHUNK // size, 1)
+    return [min(most, sets - first) for first in range(0, sets, most)]
+
+
+def measure(make: Callable[[str, Settings], tuple[SetModel, Draw]], run: Run) -> dict[str, Any]:
+    settings: Settings = run.settings
+    torch.manual_seed(run.seed)
+    model, draw = make(run.variant, settings)
+    loss = train(model, draw, settings, run.seed)
+    temperatures = {"plain": None, "adaptive": AdaptiveTemperature()}
+    fitted = None
+    if draw is max_retrieval and run.variant == "baseline":
+        fitted = refit(model, settings, run.seed)
+        temperatures |= {"refit": fitted}
+    found: dict[str, Any] = {"loss": round(loss, 5), "sizes": list(settings.sizes)}
+    found |= by_size(model, draw, temperatures, settings, run.seed)
+    return found | ({} if fitted is None else {"coefficients": list(fitted.coefficients)})
+
+
+MAX_RETRIEVAL = Experiment(
+    name="max-retrieval",
+    about="adaptive temperature, published and refitted, on max retrieval (Softmax is not Enough, Table 1)",
+    variants=("baseline",),
+    seeds=tuple(range(10)),
+    minutes=2.5,
+    settings=Settings(),
+    quick=QUICK,
+    measure=functools.partial(measure, argmax_model),
+)
+ARGMAX = Experiment(
+    name="argmax-retrieval",
+    about="output norms on the same task (Vanishing Variance, Tables 1 and 3); its baseline is max-retrieval's",
+    variants=("layer_norm", "standardise"),
+    seeds=tuple(range(10)),
+    minutes=2.5,
+    settings=Settings(),
+    quick=QUICK,
+    measure=functools.partial(measure, argmax_model),
+)
+DICTIONARY = Experiment(
+    name="dictionary-lookup",
+    about="output norms on dictionary lookup (Vanishing Variance, Table 2)",
+    variants=tuple(NORMS),
+    seeds=tuple(range(5)),
+    minutes=3.5,
+    settings=Settings(),
+    quick=replace(QUICK, steps=30),
+    measure=functools.partial(measure, dictionary_model),
+)

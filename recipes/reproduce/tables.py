@@ -1,0 +1,343 @@
+"""The tables and pictures of docs/reproductions, from the rows, with the papers' numbers beside ours.
+
+A page holds `<!-- reproduction: NAME -->` ... `<!-- end -->`; what stands between is one of `SECTIONS`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import paper
+from algorithms import TASKS
+from experiment import Row, Rows
+from length import TAUS
+from masked import SCALES, TEMPERATURES
+
+from hf_longattn.evaluation.statistics import mean_interval
+from hf_longattn.training import POSITIONS
+
+#: Of one variant: its values by seed, one for each column.
+Series = dict[int, list[float]]
+Data = dict[str, list[Row]]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Markdown, and the pictures it links to: arguments of `hf_longattn.report.figures.curves` by file name."""
+
+    text: str
+    pictures: Mapping[str, dict[str, Any]]
+
+
+def write(results: Path, docs: Path) -> None:
+    """Fill in every page, and draw the pictures."""
+    from hf_longattn.report.figures import curves
+
+    data = load(results)
+    for page in sorted(docs.glob("*.md")):
+        page.write_text(with_tables(page.read_text(encoding="utf-8"), data), encoding="utf-8")
+    for section in SECTIONS.values():
+        for name, arguments in section(data).pictures.items():
+            (docs / name).write_bytes(curves(**arguments))
+
+
+def load(results: Path) -> Data:
+    return {path.stem: Rows(results, path.stem).all for path in sorted(results.glob("*.jsonl"))}
+
+
+def with_tables(page: str, data: Data) -> str:
+    """The page with every section filled in.
+
+    Raises:
+        ValueError: it names a section that there is not.
+    """
+
+    def filled(found: re.Match[str]) -> str:
+        if found[1] not in SECTIONS:
+            raise ValueError(f"there is no section {found[1]!r}; there are {', '.join(SECTIONS)}")
+        return f"<!-- reproduction: {found[1]} -->\n{SECTIONS[found[1]](data).text}\n<!-- end -->"
+
+    return re.sub(r"<!-- reproduction: (.*?) -->\n.*?<!-- end -->", filled, page, flags=re.DOTALL)
+
+
+# pieces ---------------------------------------------------------------------------------------------------------------
+
+
+def series(rows: Sequence[Row], variant: str, *path: str) -> Series:
+    """What the rows of a variant hold under `path`, by seed."""
+    out: Series = {}
+    for row in rows:
+        value: Any = row["measured"]
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        if row["variant"] == variant and value is not None:
+            out[row["seed"]] = value
+    return out
+
+
+def means(values: Series) -> list[float]:
+    return [mean_interval(column)[0] for column in zip(*values.values(), strict=True)]
+
+
+def gains(values: Series, base: Series) -> list[tuple[float, float]]:
+    """Mean difference and half-width of its 95 % paired t interval, over the seeds that both have; none: empty."""
+    both = sorted(values.keys() & base.keys())
+    differences = [[a - b for a, b in zip(values[s], base[s], strict=True)] for s in both]
+    return [mean_interval(column) for column in zip(*differences, strict=True)]
+
+
+def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    rows = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def missing(name: str) -> Shown:
+    return Shown(f'Not run yet: `make reproduce ARGS="{name}"`.', {})
+
+
+def about(rows: Sequence[Row]) -> str:
+    """Seeds, time and files behind a table, in one line."""
+    seeds = {v: sum(r["variant"] == v for r in rows) for v in dict.fromkeys(r["variant"] for r in rows)}
+    counts = sorted(set(seeds.values()))
+    told = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    minutes = sum(r["cpu_seconds"] for r in rows) / 60 / len(rows)
+    files = sorted({r["experiment"] for r in rows})
+    links = ", ".join(f"[{f}](../../benchmarks/results/reproductions/{f}.jsonl)" for f in files)
+    return f"Ours: seeds {told}, {minutes:.1f} CPU minutes a run ({links})."
+
+
+def percent(values: Sequence[float]) -> list[str]:
+    return [f"{100 * v:.1f}" for v in values]
+
+
+def signed(values: Sequence[tuple[float, float]]) -> list[str]:
+    """Gains in percentage points; without an interval where there is one seed."""
+    return [f"{100 * m:+.1f}" + (f" ± {100 * h:.1f}" if h == h else "") for m, h in values]
+
+
+def told(values: Sequence[float]) -> list[str]:
+    return [f"{v:.1f}" for v in values]
+
+
+def size(n: int) -> str:
+    return f"{n // 1024}k" if n >= 1024 else str(n)
+
+
+# the sections ---------------------------------------------------------------------------------------------------------
+
+TEMPERED = {"plain": "", "adaptive": " + adaptive θ"}
+NORMED = {"baseline": "baseline", "layer_norm": "LayerNorm", "standardise": "standardise"}
+
+
+def max_retrieval(data: Data) -> Shown:
+    if not (rows := data.get("max-retrieval", [])):
+        return missing("max-retrieval")
+    plain, adaptive, refit = (series(rows, "baseline", kind, "accuracy") for kind in ("plain", "adaptive", "refit"))
+    body = [
+        ["baseline, paper", *told(paper.MAX_RETRIEVAL["baseline"])],
+        ["baseline, ours", *percent(means(plain))],
+        ["adaptive θ, paper", *told(paper.MAX_RETRIEVAL["adaptive"])],
+        ["adaptive θ, ours", *percent(means(adaptive))],
+        ["adaptive θ refitted, ours", *percent(means(refit))],
+        ["gain, paper", *(f"{a - b:+.1f}" for a, b in zip(*reversed(paper.MAX_RETRIEVAL.values()), strict=True))],
+        ["gain, ours", *signed(gains(adaptive, plain))],
+        ["gain refitted, ours", *signed(gains(refit, plain))],
+        ["the largest item holds the largest logit", *percent(means(series(rows, "baseline", "attention", "largest")))],
+        ["entropy of attention (nats)", *(f"{x:.2f}" for x in means(series(rows, "baseline", "attention", "entropy")))],
+    ]
+    lines = {
+        "paper, baseline": list(zip(paper.SIZES, paper.MAX_RETRIEVAL["baseline"], strict=True)),
+        "paper, adaptive": list(zip(paper.SIZES, paper.MAX_RETRIEVAL["adaptive"], strict=True)),
+    } | {
+        f"ours, {name}": list(zip(paper.SIZES, [100 * x for x in means(values)], strict=True))
+        for name, values in (("baseline", plain), ("adaptive", adaptive), ("adaptive refitted", refit))
+    }
+    picture = {"lines": lines, "xlabel": "items", "ylabel": "accuracy (%)", "log_x": True, "limits": (0, 100)}
+    text = table(["accuracy (%) at items", *map(size, paper.SIZES)], body)
+    return Shown(f"{text}\n\n{about(rows)}\n\n![Accuracy by size](max_retrieval.png)", {"max_retrieval.png": picture})
+
+
+def normed(data: Data, names: Sequence[str], published: Mapping[tuple[str, str], Sequence[float]], file: str) -> Shown:
+    """Accuracy of every norm with and without adaptive temperature, gains over the baseline, and how outputs spread."""
+    rows = [row for name in names for row in data.get(name, [])]
+    there = [v for v in NORMED if any(r["variant"] == v for r in rows)]
+    if len(there) < 2 or "baseline" not in there:
+        return missing(" ".join(names))
+    body, lines = [], {}
+    for kind, suffix in TEMPERED.items():
+        for variant in there:
+            label = NORMED[variant] + suffix
+            if (variant, kind) in published:
+                body.append([f"{label}, paper", *told(published[variant, kind])])
+            found = means(series(rows, variant, kind, "accuracy"))
+            body.append([f"{label}, ours", *percent(found)])
+            lines[label] = list(zip(paper.SIZES, [100 * x for x in found], strict=True))
+    base = series(rows, "baseline", "plain", "accuracy")
+    for variant in there[1:]:
+        if names[0] == "max-retrieval":
+            body.append([f"gain of {NORMED[variant]}, paper", *(f"{x:+.2f}" for x in paper.ARGMAX_GAIN[variant])])
+        if found := gains(series(rows, variant, "plain", "accuracy"), base):
+            body.append([f"gain of {NORMED[variant]}, ours", *signed(found)])
+    text = table(["accuracy (%) at items", *map(size, paper.SIZES)], body)
+    spread = [
+        [f"{NORMED[v]}, {what}", *(f"{x:.3f}" for x in means(series(rows, v, "plain", key)))]
+        for v in there
+        for key, what in (("deviation", "across sets"), ("spread", "across features"))
+    ]
+    text += "\n\n" + table(["standard deviation of outputs at items", *map(size, paper.SIZES)], spread)
+    common = {"xlabel": "items", "log_x": True}
+    deviation = {
+        f"{NORMED[v]}, {what}": list(zip(paper.SIZES, means(series(rows, v, "plain", key)), strict=True))
+        for v in there
+        for key, what in (("deviation", "across sets"), ("spread", "across features"))
+    }
+    pictures = {
+        f"{file}.png": {"lines": lines, "ylabel": "accuracy (%)", "limits": (0, 100)} | common,
+        f"{file}_outputs.png": {"lines": deviation, "ylabel": "standard deviation of outputs"} | common,
+    }
+    links = f"![Accuracy by size]({file}.png)\n![Deviation of outputs by size]({file}_outputs.png)"
+    return Shown(f"{text}\n\n{about(rows)}\n\n{links}", pictures)
+
+
+def argmax(data: Data) -> Shown:
+    return normed(data, ("max-retrieval", "argmax-retrieval"), paper.ARGMAX, "argmax_retrieval")
+
+
+def dictionary(data: Data) -> Shown:
+    return normed(data, ("dictionary-lookup",), paper.DICTIONARY, "dictionary_lookup")
+
+
+def by_length(
+    data: Data, name: str, key: str, published: Mapping[str, Sequence[float]], digits: int, ylabel: str, file: str
+) -> Shown:
+    """The position methods, the paper's three lengths beside ours."""
+    if not (rows := [r for r in data.get(name, []) if r["variant"] in POSITIONS]):
+        return missing(f"{name} --text FILES --heldout FILE")
+    lengths = rows[0]["measured"]["lengths"]
+    body, lines = [], {}
+    for variant in POSITIONS:
+        theirs = [f"{x:.3f}" for x in published[variant]] if variant in published else ["–"] * len(paper.LENGTHS)
+        if not (values := series(rows, variant, key)):
+            continue
+        intervals = [mean_interval(column) for column in zip(*values.values(), strict=True)]
+        ours = [f"{m:.{digits}f}" + (f" ± {h:.{digits}f}" if h == h else "") for m, h in intervals]
+        body.append([f"`{variant}`", *theirs, *ours])
+        lines[variant] = list(zip(lengths, means(values), strict=True))
+    head = ["", *(f"paper, {n}" for n in paper.LENGTHS), *(f"ours, {n:,}" for n in lengths)]
+    picture = {"lines": lines, "xlabel": "length (bytes)", "ylabel": ylabel, "log_x": True}
+    return Shown(f"{table(head, body)}\n\n{about(rows)}\n\n![{ylabel} by length]({file})", {file: picture})
+
+
+def length(data: Data) -> Shown:
+    return by_length(data, "length-generalisation", "loss", paper.LENGTH, 3, "loss (nats a byte)", "length.png")
+
+
+def needles(data: Data) -> Shown:
+    return by_length(data, "needles", "accuracy", paper.NEEDLES, 2, "accuracy", "needles.png")
+
+
+def taus(data: Data) -> Shown:
+    rows = data.get("length-generalisation", [])
+    variants = {tau: f"scale_invariant_prope_tau{tau:g}" for tau in TAUS} | {10.0: "scale_invariant_prope"}
+    body = [
+        [f"{tau:g}", *(f"{x:.3f}" for x in means(values))]
+        for tau, variant in sorted(variants.items())
+        if (values := series(rows, variant, "loss"))
+    ]
+    if len(body) < 2:
+        return missing("length-generalisation --only tau --text FILES --heldout FILE")
+    return Shown(table(["τ", *(f"loss at {n:,}" for n in rows[0]["measured"]["lengths"])], body), {})
+
+
+def masked(data: Data) -> Shown:
+    if not (rows := data.get("infoscale-cosscale", [])):
+        return missing("infoscale-cosscale --text FILES --heldout FILE")
+    lengths, body = rows[0]["measured"]["lengths"], []
+    for variant in ("dot_product", "cosscale128"):
+        for kind in (t or "none" for t in TEMPERATURES):
+            label = " + ".join(x for x in (variant, kind) if x != "none")
+            theirs = dict(zip(paper.MASKED_LENGTHS, paper.MASKED[variant, kind], strict=True))
+            body.append([f"{label}, paper", *(theirs.get(n, "–") for n in lengths)])
+            loss, right = (series(rows, variant, kind, key) for key in ("perplexity", "accuracy"))
+            if loss:
+                cells = zip(means(loss), means(right), strict=True)
+                body.append([f"{label}, ours", *(f"{p:.2f}/{a:.2f}".replace("/0.", "/.") for p, a in cells)])
+    lines = {
+        f"{variant}{'' if kind == 'none' else ' + ' + kind}": list(zip(lengths, means(values), strict=True))
+        for variant in ("dot_product", "cosscale128")
+        for kind in (t or "none" for t in TEMPERATURES)
+        if (values := series(rows, variant, kind, "accuracy"))
+    }
+    picture = {"lines": lines, "xlabel": "length", "ylabel": "accuracy on masked bytes", "log_x": True}
+    picture |= {"mark": {"trained": lengths[0]}}
+    text = table(["perplexity/accuracy at", *map(size, lengths)], body)
+    return Shown(
+        f"{text}\n\n{about(rows)}\n\n![Accuracy by length](infoscale_cosscale.png)", {"infoscale_cosscale.png": picture}
+    )
+
+
+def scales(data: Data) -> Shown:
+    rows, body = data.get("infoscale-cosscale", []), []
+    for scale in SCALES:
+        if values := series(rows, f"cosscale{scale}", "none", "accuracy"):
+            found = means(values)
+            body.append([str(scale), *(f"{x:.3f}" for x in found), f"{sum(found) / len(found):.3f}"])
+    if not body:
+        return missing("infoscale-cosscale --only cosscale --text FILES --heldout FILE")
+    lengths = rows[0]["measured"]["lengths"]
+    return Shown(table(["c", *(f"accuracy at {size(n)}" for n in lengths), "mean"], body), {})
+
+
+def peaks(data: Data) -> Shown:
+    rows, body = data.get("infoscale-cosscale", []), []
+    for scale in SCALES:
+        found = [r["measured"]["peak"] for r in rows if r["variant"] == f"cosscale{scale}"]
+        if found:
+            keys = ("expected", "weighted", "plain", "mean", "deviation")
+            body.append([str(scale), *(f"{mean_interval([p[k] for p in found])[0]:.3f}" for k in keys)])
+    if not body:
+        return missing("infoscale-cosscale --only cosscale --text FILES --heldout FILE")
+    head = ["c", "η*, Theorem 3.4", "peak, weighted by exp(c cos)", "peak", "mean of cos", "deviation of cos"]
+    return Shown(table(head, body), {})
+
+
+def algorithms(data: Data) -> Shown:
+    if not (rows := data.get("algorithms", [])):
+        return missing("algorithms")
+    sizes, kinds = rows[0]["measured"]["sizes"], {}
+    kinds["plain"] = ("plain", "as trained")
+    kinds["adaptive θ in training"] = ("adaptive_temperature", "as trained")
+    kinds["adaptive θ at inference alone"] = ("plain", "adaptive at inference")
+    body, lines = [], {}
+    for task in (*TASKS, "mean"):
+        for label, (variant, kind) in kinds.items():
+            tasks = TASKS if task == "mean" else (task,)
+            found = [series(rows, variant, kind, t, "exact") for t in tasks]
+            if not found[0]:
+                continue
+            by_size = [sum(column) / len(column) for column in zip(*map(means, found), strict=True)]
+            body.append([f"{task}, {label}", *percent(by_size)])
+            if task == "mean":
+                lines[label] = list(zip(sizes, by_size, strict=True))
+    picture = {"lines": lines, "xlabel": "size", "ylabel": "answers right, mean of the tasks", "limits": (0, 1)}
+    picture |= {"mark": {"largest trained": max(rows[0]["measured"]["trained"])}}
+    text = table(["answers right (%) at size", *map(str, sizes)], body)
+    return Shown(f"{text}\n\n{about(rows)}\n\n![Answers right by size](algorithms.png)", {"algorithms.png": picture})
+
+
+SECTIONS: dict[str, Callable[[Data], Shown]] = {
+    "max-retrieval": max_retrieval,
+    "argmax-retrieval": argmax,
+    "dictionary-lookup": dictionary,
+    "length": length,
+    "taus": taus,
+    "needles": needles,
+    "infoscale-cosscale": masked,
+    "scales": scales,
+    "peaks": peaks,
+    "algorithms": algorithms,
+}

@@ -1,0 +1,377 @@
+"""The front of the papers' experiments, each of them end to end in seconds, and the tables from the rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+MODULES = ("run", "experiment", "sets", "length", "needles", "masked", "algorithms", "tables", "paper")
+
+
+@pytest.fixture(scope="module")
+def the() -> Any:
+    """The files of recipes/reproduce by their names."""
+    sys.path.insert(0, str(ROOT / "recipes" / "reproduce"))
+    return SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder, rng = tmp_path_factory.mktemp("texts"), random.Random(0)
+    words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(50)]
+    for name in ("train.txt", "test.txt"):
+        (folder / name).write_text(" ".join(rng.choices(words, k=1500)))
+    return ["--text", str(folder / "train.txt"), "--heldout", str(folder / "test.txt")]
+
+
+def quick(the: Any, folder: Path, *words: str) -> int:
+    return the.run.main([*words, "--quick", "--results", str(folder), "--models", str(folder / "models")])
+
+
+def rows(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def cells(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+
+
+# every experiment, end to end -----------------------------------------------------------------------------------------
+
+
+def test_max_retrieval_learns(the: Any, tmp_path: Path) -> None:
+    assert quick(the, tmp_path, "max-retrieval", "argmax-retrieval", "--only", "baseline|standardise", "--seeds", "0") == 0
+    (row,) = rows(tmp_path, "max-retrieval")
+    measured = row["measured"]
+    assert measured["sizes"] == [16, 64]
+    assert measured["plain"]["accuracy"][0] > 0.6  # chance is 0.1
+    assert measured["plain"]["accuracy"][1] < measured["plain"]["accuracy"][0]
+    assert measured["adaptive"]["accuracy"][1] > measured["plain"]["accuracy"][1]  # sharper, on sets that disperse
+    assert measured["attention"]["entropy"][0] < math.log(16)
+    assert len(measured["coefficients"]) == 5
+    assert row["settings"] == json.loads(json.dumps(dataclasses.asdict(the.sets.QUICK)))
+    assert (row["seed"], row["threads"]) == (0, torch.get_num_threads())
+    assert row["cpu_seconds"] > 0
+    assert row["versions"]["torch"] == torch.__version__
+    assert row["command"] == "python recipes/reproduce/run.py max-retrieval --only '^baseline$' --seeds 0 --quick"
+    (row,) = rows(tmp_path, "argmax-retrieval")
+    assert row["measured"]["plain"]["spread"] == pytest.approx([1, 1], abs=1e-2)  # what the norm is for
+    assert row["measured"]["plain"]["accuracy"][0] > 0.6
+
+
+def test_dictionary_lookup(the: Any, tmp_path: Path) -> None:
+    assert quick(the, tmp_path, "dictionary-lookup", "--only", "layer_norm", "--seeds", "0") == 0
+    (row,) = rows(tmp_path, "dictionary-lookup")
+    assert set(row["measured"]["attention"]) == {"entropy"}
+    assert row["measured"]["loss"] < math.log(64) + 0.1
+
+
+def test_from_scratch_and_needles(the: Any, tmp_path: Path, texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("omegaconf")
+    pytest.importorskip("accelerate")
+    only = ["--only", "^logn_prope$", "--seeds", "0", *texts]
+    assert quick(the, tmp_path, "needles", *only) == 2
+    assert "length-generalisation --only '^logn_prope$' --seeds 0" in capsys.readouterr().err
+    variants = ["logn_prope", "scale_invariant_prope", "scale_invariant_prope_tau0.1"]
+    assert quick(the, tmp_path, "length-generalisation", "--only", f"^({'|'.join(variants)})$", *only[2:]) == 0
+    found = rows(tmp_path, "length-generalisation")
+    assert [r["variant"] for r in found] == variants
+    assert all(len(r["measured"]["loss"]) == 2 for r in found)
+    assert set(found[0]["texts"]) == {"train.txt", "test.txt"}
+    config = json.loads((tmp_path / "models/length-generalisation/scale_invariant_prope_tau0.1-seed0/config.json").read_text())
+    assert config["longattn"]["logit_map"]["tau"] == 0.1
+    assert quick(the, tmp_path, "needles", *only) == 0
+    (row,) = rows(tmp_path, "needles")
+    assert row["measured"]["lengths"] == [160, 320]
+    assert all(0 <= a <= 1 for a in row["measured"]["accuracy"])
+    kept = json.loads((tmp_path / "models/needles/logn_prope-seed0/config.json").read_text())
+    assert kept["longattn"]["temperature"]["learned"] is True  # the method came along with the model
+    data = the.tables.load(tmp_path)
+    line = next(x for x in cells(the.tables.length(data).text) if x[0] == "`logn_prope`")
+    assert line[1:] == ["3.256", "3.262", "3.317", *(f"{x:.3f}" for x in found[0]["measured"]["loss"])]
+    line = next(x for x in cells(the.tables.needles(data).text) if x[0] == "`logn_prope`")
+    assert line[4:] == [f"{x:.2f}" for x in row["measured"]["accuracy"]]
+    assert [x[0] for x in cells(the.tables.taus(data).text)[2:]] == ["0.1", "10"]
+
+
+def test_masked(the: Any, tmp_path: Path, texts: list[str]) -> None:
+    assert quick(the, tmp_path, "infoscale-cosscale", "--only", "^(dot_product|cosscale32)$", "--seeds", "0", *texts) == 0
+    plain, cosine = (r["measured"] for r in rows(tmp_path, "infoscale-cosscale"))
+    for measured in (plain, cosine):
+        assert measured["infoscale"]["loss"][0] == pytest.approx(measured["none"]["loss"][0], abs=2e-5)  # the identity there
+        assert measured["none"]["perplexity"][0] == pytest.approx(math.exp(measured["none"]["loss"][0]), rel=1e-3)
+        assert measured["none"]["loss"][0] < math.log(259)
+    assert "peak" not in plain
+    assert cosine["peak"]["expected"] == pytest.approx(the.masked.expected_peak(32, 16), abs=1e-4)
+    data = the.tables.load(tmp_path)
+    lines = {x[0]: x[1:] for x in cells(the.tables.masked(data).text)}
+    perplexity, accuracy = (plain["infoscale"][key][1] for key in ("perplexity", "accuracy"))
+    assert lines["dot_product + infoscale, ours"][1] == f"{perplexity:.2f}/{accuracy:.2f}".replace("/0.", "/.")
+    assert cells(the.tables.scales(data).text)[2][-1] == f"{sum(cosine['none']['accuracy']) / 2:.3f}"
+    assert cells(the.tables.peaks(data).text)[2][:2] == ["32", f"{the.masked.expected_peak(32, 16):.3f}"]
+
+
+def test_algorithms(the: Any, tmp_path: Path) -> None:
+    assert quick(the, tmp_path, "algorithms", "--seeds", "0") == 0
+    plain, adaptive = (r["measured"] for r in rows(tmp_path, "algorithms"))
+    assert set(plain["as trained"]) == set(the.algorithms.TASKS)
+    assert "adaptive at inference" in plain
+    assert "adaptive at inference" not in adaptive
+    assert plain["train_loss"] != adaptive["train_loss"]
+    labels = [x[0] for x in cells(the.tables.algorithms(the.tables.load(tmp_path)).text)]
+    assert labels[-3:] == [f"mean, {x}" for x in ("plain", "adaptive θ in training", "adaptive θ at inference alone")]
+
+
+# the front ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counted(the: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Max retrieval and its norms as one experiment that trains nothing and says what it was asked for."""
+    asked: list[tuple[str, int]] = []
+
+    def measure(run: Any) -> dict[str, Any]:
+        asked.append((run.variant, run.seed))
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return {"number": len(asked)}
+
+    stub = dataclasses.replace(the.sets.ARGMAX, seeds=(0, 1), measure=measure)
+    monkeypatch.setitem(the.run.EXPERIMENTS, stub.name, stub)
+    return asked
+
+
+def test_an_interrupted_command_goes_on(the: Any, tmp_path: Path, counted: list[tuple[str, int]]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        quick(the, tmp_path, "argmax-retrieval")
+    assert counted == [("layer_norm", 0), ("standardise", 0), ("layer_norm", 1)]
+    path = tmp_path / "argmax-retrieval.jsonl"
+    path.write_text(path.read_text() + '{"experiment": "argm')  # as if writing had been cut off
+    assert quick(the, tmp_path, "argmax-retrieval") == 0
+    assert counted[3:] == [("layer_norm", 1), ("standardise", 1)]
+    found = {(r["variant"], r["seed"]): r["measured"]["number"] for r in rows(tmp_path, "argmax-retrieval")}
+    assert found == {("layer_norm", 0): 1, ("standardise", 0): 2, ("layer_norm", 1): 4, ("standardise", 1): 5}
+
+    assert quick(the, tmp_path, "argmax-retrieval") == 0
+    assert len(counted) == 5  # nothing is run twice
+    assert quick(the, tmp_path, "argmax-retrieval", "--only", "norm", "--seeds", "1", "--again") == 0
+    assert counted[5:] == [("layer_norm", 1)]
+    again = {(r["variant"], r["seed"]): r["measured"]["number"] for r in rows(tmp_path, "argmax-retrieval")}
+    assert again == found | {("layer_norm", 1): 6}
+    assert "1.0 min" not in the.run.listed(tmp_path)  # the rows' own time
+
+
+def test_rows_of_other_settings_are_refused(
+    the: Any,
+    tmp_path: Path,
+    counted: list[tuple[str, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert quick(the, tmp_path, "argmax-retrieval", "--seeds", "0") == 0
+    changed = dataclasses.replace(the.sets.QUICK, steps=7)
+    stub = dataclasses.replace(the.run.EXPERIMENTS["argmax-retrieval"], quick=changed)
+    monkeypatch.setitem(the.run.EXPERIMENTS, stub.name, stub)
+    before = (tmp_path / "argmax-retrieval.jsonl").read_text()
+    assert quick(the, tmp_path, "argmax-retrieval", "--seeds", "5") == 2
+    assert "steps: 150 there, 7 now" in capsys.readouterr().err
+    assert (tmp_path / "argmax-retrieval.jsonl").read_text() == before
+    assert len(counted) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["max-retrival"], "there is no experiment 'max-retrival'"),
+        (["needles"], "give --text FILES and --heldout FILE"),
+        (["needles", "--text", "missing.txt"], "there is no file missing.txt"),
+        (["max-retrieval", "--only", "ropey"], "no variant of max-retrieval matches 'ropey'"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    the: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        quick(the, tmp_path, *words)
+    assert message in capsys.readouterr().err
+
+
+def test_the_list_names_every_experiment_with_its_cost(the: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert the.run.main(["--results", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for experiment, line in zip(the.run.EXPERIMENTS.values(), lines[1:], strict=False):
+        name, minutes, unit, done, to_do, *_ = line.split()
+        assert (name, float(minutes), unit) == (experiment.name, experiment.minutes, "min")
+        assert (int(done), int(to_do)) == (0, len(experiment.variants) * len(experiment.seeds))
+
+
+# the pieces -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_temperature_is_the_published_one(the: Any) -> None:
+    """β from the row's entropy by the published polynomial, and attention by it, in a few lines without the package."""
+    model, draw = the.sets.argmax_model("baseline", the.sets.Settings())
+    features, query, _ = draw(64, 8, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        q, k, v = model.project(features, query)
+        q = q * torch.linspace(1, 60, 8)[:, None, None, None]  # from flat rows to sharp ones
+        logits = (q @ k.transpose(-1, -2))[:, 0, 0] / math.sqrt(128)
+        p = logits.softmax(-1)
+        entropy = torch.special.entr(p).sum(-1)
+        polynomial = sum(a * entropy**n for n, a in enumerate((-1.791, 4.917, -2.3, 0.481, -0.037)))
+        beta = torch.where(entropy > 0.5, polynomial.clamp(min=1), 1.0)
+        expected = torch.softmax(beta[:, None] * logits, -1)[:, None] @ v[:, 0]
+        actual = model.attend(q, k, v, the.sets.AdaptiveTemperature())
+        plain = model.attend(q, k, v)
+    assert beta.max() > 1.2
+    torch.testing.assert_close(actual, expected[:, 0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(plain, (p[:, None] @ v[:, 0])[:, 0], atol=1e-5, rtol=0)
+
+
+def test_the_encoder_sees_both_ways_and_the_whole_length(the: Any) -> None:
+    settings = dataclasses.replace(the.masked.QUICK, layers=2)
+    torch.manual_seed(0)
+    model = the.masked.encoder(settings).eval()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data.mul_(30)  # attention far from uniform
+    ids = torch.randint(3, 259, (1, 40), generator=torch.Generator().manual_seed(1))
+    everywhere = torch.ones_like(ids, dtype=torch.bool)
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        everything = torch.ones(1, 1, 40, 40, dtype=torch.bool)
+        with torch.no_grad():
+            return model(ids, attention_mask=everything, use_cache=False).logits[0]
+
+    plain = logits(ids)
+    other = ids.clone()
+    other[0, -1] = 3 if ids[0, -1] != 3 else 4
+    assert (logits(other)[0] - plain[0]).abs().max() > 1e-4  # the first token sees the last one
+    the.masked.put(model, None, "infoscale")
+    scaled = logits(ids)
+    the.masked.put(model, None, "")
+    d, trained = settings.width, settings.length
+    factor = math.sqrt((1 - 40 ** (-2 / d)) / (1 - trained ** (-2 / d)))  # n is the whole length in every row
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data.mul_(factor)
+    torch.testing.assert_close(scaled, logits(ids), atol=2e-5, rtol=0)
+    assert (scaled - plain).abs().max() > 1e-3
+    with torch.no_grad():
+        assert the.masked.predictions(model, ids, everywhere).shape == (40, 259)
+
+
+@pytest.mark.parametrize(("scale", "head_dim"), [(8, 128), (128, 128), (16, 32)])
+def test_the_theorems_peak_is_where_its_integrand_is_largest(the: Any, scale: int, head_dim: int) -> None:
+    eta = torch.linspace(-1, 1, 200_001, dtype=torch.float64)[1:-1]
+    integrand = scale * eta + (head_dim - 3) / 2 * torch.log1p(-(eta**2))
+    assert the.masked.expected_peak(scale, head_dim) == pytest.approx(float(eta[integrand.argmax()]), abs=2e-5)
+
+
+def test_algorithms_are_right(the: Any) -> None:
+    rng = random.Random(3)
+    for _ in range(20):
+        prompt, answer = the.algorithms.insertion_sort(rng, 9)
+        keys = [int(x) for x in prompt.split("[")[1].split("]")[0].split()]
+        assert [int(x) for x in answer.strip("[]").split()] == sorted(keys)
+        prompt, answer = the.algorithms.binary_search(rng, 7)
+        keys = [int(x) for x in prompt.split("[")[1].split("]")[0].split()]
+        target = int(prompt.split("target: ")[1][:2])
+        assert int(answer) == min(k for k in keys if k >= target)
+        prompt, answer = the.algorithms.task_scheduling(rng, 6)
+        due, weights = ([int(x) for x in part.split("]")[0].split()] for part in prompt.split("[")[1:])
+        chosen = [i for i, x in enumerate(answer.strip("[]").split()) if x == "1"]
+
+        def in_time(tasks: Any, due: list[int] = due) -> bool:
+            return all(place < d for place, d in enumerate(sorted(due[t] for t in tasks)))
+
+        subsets = itertools.chain.from_iterable(itertools.combinations(range(6), n) for n in range(7))
+        best = max(sum(weights[t] for t in tasks) for tasks in subsets if in_time(tasks))
+        assert in_time(chosen)
+        assert sum(weights[t] for t in chosen) == best
+        prompt, answer = the.algorithms.bfs(rng, 8)
+        edges = [tuple(map(int, e.split("-"))) for e in prompt.split("[")[1].split("]")[0].split()]
+        source, order = int(prompt.split(", s: ")[1][:2]), [int(x) for x in answer.strip("[]").split()]
+        depth = {source: 0}
+        for _ in range(8):
+            for a, b in edges:
+                for x, y in ((a, b), (b, a)):
+                    if x in depth:
+                        depth[y] = min(depth.get(y, 9), depth[x] + 1)
+        assert order[0] == source
+        assert [depth[n] for n in order] == sorted(depth.values())
+        assert sorted(order) == list(range(8))
+    for task in the.algorithms.TASKS:
+        ids, first = the.algorithms.batch(task, 5, 4, rng)
+        assert ids.shape[0] == 4
+        assert 0 < first < ids.shape[1]
+
+
+# tables and pages -----------------------------------------------------------------------------------------------------
+
+
+def fake(the: Any, variant: str, seed: int, accuracy: float) -> dict[str, Any]:
+    sizes = len(the.paper.SIZES)
+    what = {"accuracy": [accuracy] * sizes, "deviation": [0.5] * sizes, "spread": [0.25] * sizes, "mean": [0.0] * sizes}
+    better = what | {"accuracy": [accuracy + 0.1 + 0.01 * seed] * sizes}
+    measured = {"plain": what, "adaptive": better, "refit": better}
+    measured |= {"attention": {"entropy": [1.0] * sizes, "largest": [0.5] * sizes}}
+    name = "max-retrieval" if variant == "baseline" else "argmax-retrieval"
+    return {"experiment": name, "variant": variant, "seed": seed, "cpu_seconds": 60.0, "measured": measured}
+
+
+def test_tables_hold_means_and_paired_gains(the: Any) -> None:
+    data = {"max-retrieval": [fake(the, "baseline", s, 0.5 + 0.1 * s) for s in (0, 1)]}
+    data["argmax-retrieval"] = [fake(the, "layer_norm", 0, 0.7), fake(the, "layer_norm", 1, 0.9)]
+    first = {row[0]: row[1] for row in cells(the.tables.max_retrieval(data).text)}
+    assert first["baseline, ours"] == "55.0"
+    assert first["baseline, paper"] == "98.6"
+    assert first["gain, ours"] == "+10.5 ± 6.4"  # t(1) · 0.5 points
+    text = the.tables.argmax(data).text
+    first = {row[0]: row[1] for row in cells(text)}
+    assert first["LayerNorm, ours"] == "80.0"
+    assert first["gain of LayerNorm, ours"] == "+25.0 ± 63.5"
+    assert first["gain of LayerNorm, paper"] == "+0.01"
+    assert "seeds 2, 1.0 CPU minutes a run" in text
+
+
+def test_pictures_are_drawn(the: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page = "<!-- reproduction: max-retrieval -->\n<!-- end -->\n"
+    (tmp_path / "page.md").write_text(page)
+    rows = the.experiment.Rows(tmp_path / "rows", "max-retrieval")
+    rows.put(fake(the, "baseline", 0, 0.5))
+    the.tables.write(tmp_path / "rows", tmp_path)
+    assert "![Accuracy by size](max_retrieval.png)" in (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert (tmp_path / "max_retrieval.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_not_run_says_so(the: Any) -> None:
+    for name, section in the.tables.SECTIONS.items():
+        assert section({}).text.startswith("Not run yet: `make reproduce ARGS="), name
+
+
+def test_the_pages_are_the_rows(the: Any) -> None:
+    data = the.tables.load(the.run.RESULTS)
+    shown = set()
+    for page in sorted((ROOT / "docs" / "reproductions").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        assert the.tables.with_tables(text, data) == text, 'run: make reproduce ARGS="--tables"'
+        shown |= {name for name in the.tables.SECTIONS if f"<!-- reproduction: {name} -->" in text}
+    assert shown == set(the.tables.SECTIONS)
+    for name, found in data.items():
+        settings = json.loads(json.dumps(dataclasses.asdict(the.run.EXPERIMENTS[name].settings)))
+        for row in found:
+            assert row["settings"] == settings
+            assert row["variant"] in the.run.EXPERIMENTS[name].variants
+            assert "quick" not in row["command"]
