@@ -44,6 +44,14 @@ def test_links_lead_to_files(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_the_table_of_extend_is_its_file() -> None:
+    page = (ROOT / "docs" / "longer.md").read_text(encoding="utf-8")
+    name, table = re.search(r"<!-- extend: (\w+) -->\n(.*?)\n<!-- end -->", page, re.DOTALL).groups()  # type: ignore[union-attr]
+    scores = json.loads((ROOT / "benchmarks" / "results" / f"extend-{name}.json").read_text(encoding="utf-8"))["scores"]
+    rows = [[n, *(f"{s[k]:.3f}" for k in ("within", "beyond")), *(f"{x:.2f}" for x in s["copies"])] for n, s in scores.items()]
+    assert table.splitlines()[2:] == [f"| {' | '.join(row)} |" for row in rows]
+
+
 def report_table(folder: Path) -> str:
     """The first table of a committed report, as Markdown."""
     data = json.loads((folder / "report.json").read_text(encoding="utf-8"))["sections"][0]["tables"][0]

@@ -79,7 +79,8 @@ def extend(
     winner.save_pretrained(out)
     tokenizer.save_pretrained(out)
     record = {name: vars(s) | {"copying": s.copying} for name, s in scores.items()}
-    summary = {"model": model, "to": length, "trained": trained, "text": text.name, "choice": choice, "scores": record}
+    summary = {"model": model, "to": length, "trained": trained, "text": text.name, "choice": choice}
+    summary |= {"copies": [[c.distance, c.position] for c in copies], "scores": record}
     (out / "extend.json").write_text(json.dumps(summary, indent=2) + "\n")
     plot(scores, [c.distance for c in copies], out / "extend.png")
     console.print(f"Saved to {out}; load it with: import hf_longattn; AutoModelForCausalLM.from_pretrained({str(out)!r})")
@@ -88,7 +89,7 @@ def extend(
 def table(scores: dict[str, Scores], trained: int, length: int, distances: list[int]) -> Table:
     shown = Table(title=f"Loss in nats per token; trained at {trained}, read to {length}")
     for column in ("", f"prose to {trained}", "prose beyond", *(f"copy {d} back" for d in distances)):
-        shown.add_column(column, justify="left" if not column else "right")
+        shown.add_column(column, justify="left" if not column else "right", no_wrap=not column)
     for name, s in scores.items():
         shown.add_row(name, *(f"{x:.3f}" for x in (s.within, s.beyond)), *(f"{x:.2f}" for x in s.copies))
     return shown
