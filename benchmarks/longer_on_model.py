@@ -43,6 +43,7 @@ COPIES = [
     *((3000, 13500), (12500, 14000), (7000, 15000), (11000, 15500), (15500, 15800)),
     *((5300, 18000), (11800, 20000), (18800, 22000), (8000, 24000), (23700, 26000), (4500, 28000), (14300, 29500)),
     *((28400, 31000), (31000, 32000), (20000, 32400)),
+    *((9000, 34000), (33500, 35000), (20000, 36500), (30000, 38000), (38500, 39500), (4000, 40000)),
 ]
 
 
@@ -96,6 +97,8 @@ def with_map(base: Choice, **changes: Any) -> Choice:
 
 
 TWO, FOUR, ALL = (8192, 16384), (8192, 32768), (8192, 16384, 32768)
+#: Of Gemma 3, trained at 32,768: its three layers with full attention take the remap.
+GEMMA = (40960,)
 CHOICES = [
     Choice("unmodified", lengths=ALL),
     Choice("YaRN × 2", rope=("yarn", 2.0), lengths=TWO),
@@ -131,6 +134,10 @@ CHOICES = [
     remap("streaming", window=4096),
     remap("windowed", window=4096),
     Choice("linear × 2", rope=("linear", 2.0)),
+    Choice("unmodified", lengths=GEMMA),
+    Choice("YaRN × 2", rope=("yarn", 2.0), lengths=GEMMA),
+    remap("rerope", lengths=GEMMA, window=16384),
+    remap("leaky_rerope", lengths=GEMMA, window=16384, stretch=4),
 ]
 
 
@@ -142,6 +149,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=16384)
     parser.add_argument("--calibration", type=int, default=1536)
     parser.add_argument("--only", default="", help="only choices whose name matches this regular expression")
+    parser.add_argument("--prefill", type=int, help="read through a cache, this many tokens at a time; default: one pass")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--result", type=Path, default=RESULT)
     parser.add_argument("--tables", action="store_true", help="no measurement: tables and pictures in docs/ from the result")
@@ -162,7 +170,8 @@ def main() -> None:
         + f", Python {platform.python_version()}, {torch.get_num_threads()} threads",
         "command": f"python benchmarks/longer_on_model.py --text {' '.join(t.name for t in args.text)} --length {args.length}"
         + (f" --dtype {args.dtype}" if args.dtype != "bfloat16" else "")
-        + (f" --adapter {args.adapter.name}" if args.adapter else ""),
+        + (f" --adapter {args.adapter.name}" if args.adapter else "")
+        + (f" --model {args.model.name} --prefill {args.prefill}" if args.prefill else ""),
     }
     copies = [Copy(d, p) for d, p in COPIES if p + PASSAGE <= args.length]
     chosen = [c for c in CHOICES if args.length in c.lengths and re.search(args.only, c.name)]
@@ -177,7 +186,7 @@ def main() -> None:
         start = time.process_time()
         model, config = build(args.model, args.adapter, choice, tokens[:, -args.calibration :], getattr(torch, args.dtype))
         ids, taken = with_copies(tokens[:, : args.length], copies)
-        losses = token_losses(model, ids)
+        losses = token_losses(model, ids, prefill=args.prefill)
         found = {
             "prose": [round(x, 4) for x in loss_by_position(losses, [*range(0, args.length, STEP), args.length], taken)],
             "copying": [round(x, 4) for x in copy_losses(losses, copies)],

@@ -26,10 +26,11 @@ def fresh(family: str, **changes: Any) -> Any:
     return AutoModelForCausalLM.from_config(model_config(family, **changes)).eval()
 
 
+@pytest.mark.parametrize("prefill", [None, 6])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-def test_token_losses_are_the_models_own(family: str) -> None:
+def test_token_losses_are_the_models_own(family: str, prefill: int | None) -> None:
     model, ids = fresh(family), tokens(2, 23)
-    losses = token_losses(model, ids, chunk=5)
+    losses = token_losses(model, ids, chunk=5, prefill=prefill)
     assert losses[:, 0].isnan().all()
     logits = model(ids).logits[:, :-1].detach()
     want = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")

@@ -349,10 +349,12 @@ def test_non_contiguous_inputs(backend: str) -> None:
         close(got, ref, 1e-12)
 
 
+@pytest.mark.parametrize("fast", [True, False], ids=["products in half", "products in float32"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backward", [False, True])
-def test_half_precision_error_budget(dtype: torch.dtype, backward: bool) -> None:
+def test_half_precision_error_budget(dtype: torch.dtype, backward: bool, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against float64, at most twice the error that sdpa makes in the same precision on unmodified attention."""
+    monkeypatch.setattr(tiled, "_cpu_multiplies_bfloat16", lambda: fast)
     exact = inputs(h=4, kv=4, q=128, k=128, d=64)
     rough = [x.to(dtype) for x in exact]
     exact = [x.double() for x in rough]
@@ -360,7 +362,7 @@ def test_half_precision_error_budget(dtype: torch.dtype, backward: bool) -> None
     def error(function: Callable[..., Tensor]) -> float:
         results = []
         for tensors in (rough, exact):
-            leaves = [x.clone().requires_grad_() for x in tensors]
+            leaves = [x.clone().requires_grad_(backward) for x in tensors]
             out = function(*leaves)
             results.append(torch.autograd.grad(out.float().sin().sum(), leaves)[0] if backward else out)
         return float((results[0].detach().double() - results[1].detach().double()).pow(2).mean().sqrt())
@@ -373,6 +375,15 @@ def test_half_precision_error_budget(dtype: torch.dtype, backward: bool) -> None
 
     assert ours(*rough).dtype == dtype
     assert error(ours) <= 2 * budget
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("rows", [1, tiled.MANY_ROWS, 45])
+def test_sums_are_the_product(rows: int, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not fast:
+        monkeypatch.setattr(tiled, "_one_dnn", lambda: None)
+    p, x = torch.rand(2, rows, 77), torch.randn(2, 77, 24)[:, :, ::2]
+    close(tiled._sums(p, x).double(), p.double() @ x.double(), 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -139,6 +139,16 @@ def test_attention_is_the_reference(
         assert all(x.isfinite().all() for x in results[0])
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_decoding_with_a_key_head_for_each_query_head(name: str, interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "TURN_ELEMENTS", 128)  # several tiles
+    query, key, value = raw(q=1, k=43, heads=2)
+    options: dict[str, Any] = {"rotation": rotation(interleaved)}
+    got = hf_longattn.attention(query, key, value, CONFIGS[name], **options)
+    close(got, reference_attention(query, key, value, CONFIGS[name], **options), 1e-12)
+
+
 @pytest.mark.parametrize("method", ["", "+adaptive_temperature", "+infoscale", "+scale_invariant"])
 @pytest.mark.parametrize("name", METHODS)
 def test_rows_that_see_nothing_in_float32(name: str, method: str) -> None:

@@ -37,6 +37,6 @@ def answer_scores(model: Any, input_ids: Tensor, spans: Sequence[tuple[int, int]
     hidden, out = last_hidden(model, input_ids), []
     for first, last in spans:
         logits, target = logits_of(model, hidden[:, first - 1 : last - 1]), input_ids[:, first:last]
-        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), target, reduction="none")
+        losses = torch.nn.functional.cross_entropy(logits[0], target[0], reduction="none")
         out.append(AnswerScore(-float(losses.sum()), last - first, bool((logits.argmax(-1) == target).all())))
     return out

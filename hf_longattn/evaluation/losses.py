@@ -8,11 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 
-def last_hidden(model: Any, input_ids: Tensor) -> Tensor:
-    """The hidden states that the head reads, (batch, length, hidden)."""
-    return model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+def last_hidden(model: Any, input_ids: Tensor, prefill: int | None = None) -> Tensor:
+    """The hidden states that the head reads, (batch, length, hidden); `prefill` as for `token_losses`."""
+    if prefill is None:
+        return model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    cache = DynamicCache(config=model.config)
+    parts = [
+        model.base_model(input_ids=part, past_key_values=cache, use_cache=True).last_hidden_state
+        for part in input_ids.split(prefill, 1)
+    ]
+    return torch.cat(parts, 1)
 
 
 def logits_of(model: Any, hidden: Tensor) -> Tensor:
@@ -23,7 +31,9 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def token_losses(model: Any, input_ids: Tensor, chunk: int = 512, last: int | None = None) -> Tensor:
+def token_losses(
+    model: Any, input_ids: Tensor, chunk: int = 512, last: int | None = None, prefill: int | None = None
+) -> Tensor:
     """The negative log-likelihood (nats) of every token given those before it.
 
     Args:
@@ -31,17 +41,20 @@ def token_losses(model: Any, input_ids: Tensor, chunk: int = 512, last: int | No
         input_ids: (batch, length).
         chunk: positions whose logits are held at a time.
         last: only these many last tokens; the head, half the work of a small model, is run for no others. None means all.
+        prefill: read the text through a cache, this many tokens at a time: the same losses, and layers with a sliding
+            window of their own then cost time linear in the length. None means one pass without a cache.
 
     Returns:
         float32 (batch, length); the first column, which nothing predicts, is NaN, and so is what `last` leaves out.
     """
-    hidden = last_hidden(model, input_ids)
+    hidden = last_hidden(model, input_ids, prefill)
     losses = torch.full(input_ids.shape, torch.nan, dtype=torch.float32, device=input_ids.device)
     begin = 0 if last is None else max(input_ids.shape[1] - 1 - last, 0)
     for first in range(begin, input_ids.shape[1] - 1, chunk):
         end = min(first + chunk, input_ids.shape[1] - 1)
         logits, target = logits_of(model, hidden[:, first:end]), input_ids[:, first + 1 : end + 1]
-        losses[:, first + 1 : end + 1] = torch.nn.functional.cross_entropy(logits.transpose(1, 2), target, reduction="none")
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+        losses[:, first + 1 : end + 1] = loss.view_as(target)
     return losses
 
 

@@ -12,7 +12,8 @@ rows, whose positions jump, look every distance up instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -88,10 +89,10 @@ def tiled_attention(
     )
     tensors = (query, key, value, row_gain, row_bias)
     if turn is not None:
-        return _forward(*arguments, turn=turn)
+        return _forward(*arguments, turn=turn, half=_halves_are_fast(value))
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
-        return _tiled(*arguments)
-    return _forward(*arguments)
+        return _tiled(*arguments)  # its gradient takes probabilities that nothing has rounded
+    return _forward(*arguments, half=_halves_are_fast(value))
 
 
 class _Blocks:
@@ -114,6 +115,7 @@ class _Blocks:
         softcap: float,
         dropout: float,
         turn: KeyTurn | None = None,
+        half: bool = False,
     ) -> None:
         self.batch, heads, self.q_len, self.head_dim = query.shape
         self.kv_heads, self.kv_len = key.shape[1:3]
@@ -125,7 +127,7 @@ class _Blocks:
         self.scaling = scaling
         self.query = self.grouped(query.to(self.dtype))
         self.key = key.to(self.dtype).contiguous()
-        self.value = None if value is None else value.to(self.dtype).contiguous()
+        self.value = None if value is None else value.to(value.dtype if half else self.dtype).contiguous()
         self.row_gain = None if row_gain is None else self.grouped(row_gain.to(self.dtype)[..., None])
         self.row_bias = None if row_bias is None else self.grouped(row_bias.to(self.dtype)[..., None])
         self.index = index.expand(self.batch, -1, -1)
@@ -168,12 +170,12 @@ class _Blocks:
         """(batch, heads, q_len, d) as (batch, kv_heads, group, q_len, d)."""
         return x.unflatten(1, (self.kv_heads, self.group))
 
-    def buffer(self, name: str, *shape: int) -> Tensor:
+    def buffer(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         numel = 1
         for n in shape:
             numel *= n
         if name not in self.buffers or self.buffers[name].numel() < numel:
-            self.buffers[name] = self.query.new_empty(numel)
+            self.buffers[name] = self.query.new_empty(numel, dtype=dtype)
         return self.buffers[name][:numel].view(shape)
 
     def __iter__(self) -> Iterator[_Block]:
@@ -253,6 +255,10 @@ class _Block:
                 columns = slice(c, c + step)
                 key = self.key[:, columns]
                 part = self.all.buffer("turned", *key.shape)
+                if self.flat[1] == 1:  # a query of its own for each key takes one pass less
+                    torch.mul(cos[:, columns], self.query, out=part).addcmul_(sin[:, columns], other).mul_(key)
+                    torch.sum(part, -1, out=s[:, 0, columns])
+                    continue
                 s[..., columns] = torch.bmm(self.query, torch.mul(key, cos[:, columns], out=part).transpose(1, 2))
                 s[..., columns].baddbmm_(other, torch.mul(key, sin[:, columns], out=part).transpose(1, 2))
         if self.all.softcap:
@@ -323,12 +329,52 @@ class _Block:
             entropy.masked_fill_(nothing, 0.0)
         return p, logits.sub_(mean), entropy
 
+    def average(self, p: Tensor) -> Tensor:
+        """sum_j P v; probabilities are rounded to a half-precision value's dtype first."""
+        assert self.value is not None
+        p = p.view(*self.flat, -1)
+        if p.dtype != self.value.dtype:
+            p = self.all.buffer("rounded", *p.shape, dtype=self.value.dtype).copy_(p)
+        return _sums(p, self.value)
+
     def keep(self) -> Tensor:
         """Dropout's factors for this block, the same whenever they are asked for."""
         assert self.all.seed is not None
         generator = torch.Generator(self.query.device).manual_seed(int(self.all.seed) + self.number)
         kept = torch.rand(self.shape, generator=generator, device=self.query.device) >= self.all.dropout
         return kept.to(self.all.dtype) / (1 - self.all.dropout)
+
+
+#: Rows from which oneDNN's product beats a plain one.
+MANY_ROWS = 32
+
+
+def _sums(p: Tensor, x: Tensor) -> Tensor:
+    """p @ x, (heads, rows, columns) by (heads, columns, d): many terms in few sums, for which torch.bmm is a third too slow.
+
+    Its sgemm is MKL's; oneDNN's is faster on shapes like these and has no public way in for float32.
+    """
+    if p.dtype != torch.float32 or p.device.type != "cpu" or p.shape[1] < MANY_ROWS or (linear := _one_dnn()) is None:
+        return torch.bmm(p, x)
+    return torch.stack([linear(p[h], x[h].T, None, "none", [], "") for h in range(p.shape[0])])
+
+
+@functools.cache
+def _one_dnn() -> Callable[..., Tensor] | None:
+    """oneDNN's x @ weight.T, which torch.compile uses itself; None where this torch has none."""
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+
+
+def _halves_are_fast(value: Tensor | None) -> bool:
+    """Whether products of half-precision factors, summed in float32, beat those in float32."""
+    if value is None or value.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return value.device.type != "cpu" or (value.dtype == torch.bfloat16 and _cpu_multiplies_bfloat16())
+
+
+@functools.cache
+def _cpu_multiplies_bfloat16() -> bool:
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _forward(
@@ -349,11 +395,11 @@ def _forward(
     with_lse: bool,
     with_entropy: bool,
     turn: KeyTurn | None = None,
+    half: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        blocks = _Blocks(
-            query, key, value, index, allowed, gain, bias, row_gain, row_bias, seed, sinks, scaling, softcap, dropout, turn
-        )
+        options = (sinks, scaling, softcap, dropout, turn, half)
+        blocks = _Blocks(query, key, value, index, allowed, gain, bias, row_gain, row_bias, seed, *options)
         shape = query.shape[:-1]
         out = query.new_zeros((0,) if value is None else (*shape, value.shape[-1]))
         lse = blocks.query.new_full(shape if with_lse else (0,), float("-inf"))
@@ -373,7 +419,7 @@ def _forward(
             if dropout:
                 p.mul_(block.keep())
             if block.value is not None:
-                block.put(blocks.grouped(out), torch.bmm(p.view(*block.flat, -1), block.value))
+                block.put(blocks.grouped(out), block.average(p))
         return out, lse, entropy
 
 
@@ -477,7 +523,7 @@ def _backward(
             if softcap and capped is not None:
                 d.mul_(capped.div_(softcap).square_().neg_().add_(1.0))
             d = d.view(*block.flat, -1)
-            block.put(a.grouped(d_query), torch.bmm(d, block.key).mul_(scaling))
+            block.put(a.grouped(d_query), _sums(d, block.key).mul_(scaling))
             d_key[b, h, c].baddbmm_(d.transpose(1, 2), block.query)
         return d_query, d_key.to(key.dtype), d_value if value is None else d_value.to(value.dtype), d_gain, d_bias
 

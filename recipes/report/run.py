@@ -21,7 +21,7 @@ import model as smollm2  # noqa: E402
 
 #: Of each model: where it comes from, the page's title, and the lengths of losses and of tasks.
 REPORTS = {
-    "smollm2": (smollm2.obtain, "SmolLM2-135M beyond its trained length", "2k,4k,8k,16k", "2k,4k,8k"),
+    "smollm2": (smollm2.obtain, "SmolLM2-135M beyond its trained length", "2k,4k,8k,16k", "2k,4k"),
     "gemma": (gemma.obtain, "Gemma 3 270M within its trained length", "1k,2k,4k", ""),
 }
 
