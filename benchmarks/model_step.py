@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from timing import Calls, Rows, compare
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, logging
 
 import hf_longattn
 
+logging.disable_progress_bar()
 WEIGHTS = Path(__file__).parent.parent / "models" / "SmolLM2-135M-Instruct"
 SHAPE = {
     **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9},
@@ -92,6 +93,6 @@ def decode(made: Any, ids: torch.Tensor, length: int) -> Any:
     @torch.no_grad()
     def run() -> None:
         made(ids, past_key_values=cache)
-        cache.crop(length)
+        cache.crop(-1)
 
     return run
