@@ -25,8 +25,9 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.dev  ## rewrites benchmarks/results/
+bench: $(VENV)/.dev  ## speed and memory on the CPU in eight minutes (ARGS="--only long": long texts); rewrites docs/speed.md
 	$(BIN)/python benchmarks/attention.py $(ARGS)
+	$(BIN)/python benchmarks/speed.py --tables
 
 theory: $(VENV)/.dev  ## the papers' statements about Gaussian logits, checked; rewrites docs/theory/
 	$(BIN)/python benchmarks/theory.py $(ARGS)
@@ -38,7 +39,7 @@ reproduce: $(VENV)/.dev  ## the papers' experiments: the list with its cost (ARG
 	$(BIN)/python recipes/reproduce/run.py $(ARGS)
 
 gpu:  ## on a machine with a CUDA GPU and its own torch: exactness and timings in under ten minutes
-	python3 benchmarks/gpu.py $(ARGS)
+	PYTHONPATH=. python3 benchmarks/gpu.py $(ARGS)
 
 test-oldest: $(OLDEST)/.dev  ## exactness and persistence on the oldest supported transformers
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 tests/test_exactness.py tests/test_persistence.py tests/test_traps.py \

@@ -1,54 +1,44 @@
-"""Everything that only a GPU can tell, in one run of under ten minutes: exactness in bfloat16, and timings.
+"""Everything that only a GPU can tell, in one run of under ten minutes: exactness in bfloat16 and float32, and timings.
 
 Exactness: every case on every backend that takes it, output and gradients against `reference_attention` in float64, beside
-the error of scaled_dot_product_attention in the same dtype. Timings: forward and forward + backward of sdpa and of every
-backend at growing lengths, and one decoding step, as ratios to sdpa within a round. Writes results/attention-gpu.json after
-every part, so that a run cut short keeps what it has. `--device cpu --quick` runs the same code small, as a check of itself.
+the error of scaled_dot_product_attention in the same dtype. Timings: the table of timing.py, attention alone and a whole
+model's step; "tiles" tries other sizes of the Triton kernels' tiles. Writes results/attention-gpu.json after every part, the
+most important first; a run cut short keeps what it has and `--resume` goes on. `--device cpu --quick` runs the same code
+small, as a check of itself.
 """
 
-import argparse
-import json
-import platform
-import statistics
-import sys
-import time
+import contextlib
+import itertools
+import tempfile
 import traceback
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from model_step import model_rows
+from timing import RESULTS, Parts, Rows, Shape, arguments, attention_rows, measure
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation
+from hf_longattn.kernels import triton as triton_launcher
+from hf_longattn.kernels.triton import Blocks
 
-RESULT = Path(__file__).parent / "results" / "attention-gpu.json"
 preset = LongAttnConfig.preset
 CASES = {
-    "plain": LongAttnConfig(),
     "scale_invariant": preset("scale_invariant"),
+    "plain": LongAttnConfig(),
+    "adaptive_temperature": preset("adaptive_temperature"),
     "scale_invariant, sinks": preset("scale_invariant", sink_tokens=4, tau=3.0),
     "alibi": preset("alibi"),
     "infoscale": preset("infoscale", train_length=256),
     "cosscale": preset("cosscale", scale=16.0),
-    "adaptive_temperature": preset("adaptive_temperature"),
     "scale_invariant+adaptive_temperature": preset("scale_invariant+adaptive_temperature"),
     "rerope": preset("rerope", window=300),
     "streaming": preset("streaming", window=300),
 }
-BACKENDS = ("sdpa", "flash", "flex", "triton", "tiled")
-
-
-def inputs(length: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: str, grad: bool) -> list[Tensor]:
-    torch.manual_seed(0)
-    shapes = ((heads, length), (kv_heads, length), (kv_heads, length))
-    return [torch.randn(1, h, n, dim, device=device, dtype=dtype, requires_grad=grad) for h, n in shapes]
-
-
-def rotation(dim: int, device: str) -> Rotation:
-    return Rotation(10_000.0 ** (-torch.arange(0, dim, 2, device=device).float() / dim))
+BACKENDS = ("sdpa", "flash", "triton", "tiled")
 
 
 def errors(call: Callable[..., Tensor], tensors: list[Tensor], want: list[Tensor]) -> dict[str, float]:
@@ -62,127 +52,108 @@ def errors(call: Callable[..., Tensor], tensors: list[Tensor], want: list[Tensor
     return {n: float((a.double() - b).abs().max() / b.abs().max()) for n, a, b in zip(names, found, want, strict=False)}
 
 
-def exactness(device: str, length: int, dtype: torch.dtype) -> list[dict]:
-    rows = []
-    for name, config in CASES.items():
-        tensors = inputs(length, 8, 2, 64, dtype, device, grad=device == "cuda")
-        exact = [x.detach().double().requires_grad_() for x in tensors]
-        turn = rotation(64, device)
-        out = hf_longattn.reference_attention(*exact, config, rotation=turn)
-        out.backward(torch.ones_like(out))
-        want = [out.detach(), *(x.grad for x in exact)]
-        providers = {
-            b: (lambda q, k, v, b=b, c=config, r=turn: hf_longattn.attention(q, k, v, c, backend=b, rotation=r))
-            for b in BACKENDS
-        }
-        if name == "plain":
-            providers["torch sdpa"] = lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        for provider, call in providers.items():
-            row = {"case": name, "backend": provider, "dtype": str(dtype).removeprefix("torch."), "length": length}
-            try:
-                rows.append(row | errors(call, tensors, want))
-            except Exception as error:
-                rows.append(row | {"refused": str(error).splitlines()[0][:200], "type": type(error).__name__})
-                if not isinstance(error, (ValueError, NotImplementedError)):
-                    traceback.print_exc()
-            print(rows[-1], flush=True)
-    return rows
-
-
-def once(call: Callable[[], Tensor], device: str, backward: bool) -> float:
-    start = time.perf_counter()
-    out = call()
-    if backward:
-        out.backward(torch.ones_like(out))
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def peak(call: Callable[[], Tensor], device: str, backward: bool) -> float | None:
-    """MiB that a call takes beyond its inputs."""
-    if device != "cuda":
-        return None
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    once(call, device, backward)
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def timing(device: str, length: int, queries: int, backward: bool, dtype: torch.dtype, rounds: int) -> list[dict]:
-    q, k, v = inputs(length, 16, 16, 128, dtype, device, grad=backward)
-    q = q[:, :, -queries:]
-    turn, causal = rotation(128, device), queries > 1
-    providers: dict[str, Callable[[], Tensor]] = {
-        "torch sdpa": lambda: scaled_dot_product_attention(q, k, v, is_causal=causal)
-    }
-    for name in ("scale_invariant", "infoscale", "adaptive_temperature", "rerope"):
-        config = CASES[name] if name != "rerope" else preset("rerope", window=max(length // 4, 1))
-        for backend in ("auto", "flex", "triton"):
-            if backend != "flex" or name == "scale_invariant":
-                providers[f"{name}, {backend}"] = lambda c=config, b=backend: hf_longattn.attention(
-                    q, k, v, c, backend=b, rotation=turn
-                )
-    mode = "decode" if queries == 1 else "forward+backward" if backward else "forward"
-    for name, call in list(providers.items()):
+def exactness(name: str, shape: Shape, dtype: torch.dtype, device: str, backends: tuple[str, ...]) -> Rows:
+    config, rows = CASES[name], []
+    tensors = shape.tensors("forward+backward" if device == "cuda" else "forward", dtype, device)
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    turn = Rotation(10_000.0 ** (-torch.arange(0, shape.head_dim, 2, device=device).float() / shape.head_dim))
+    out = hf_longattn.reference_attention(*exact, config, rotation=turn)
+    out.backward(torch.ones_like(out))
+    want = [out.detach(), *(x.grad for x in exact)]
+    providers = {b: (lambda q, k, v, b=b: hf_longattn.attention(q, k, v, config, backend=b, rotation=turn)) for b in backends}
+    if name == "plain" and "sdpa" in backends:
+        providers["torch sdpa"] = lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    for backend, call in providers.items():
+        row = {"method": name, "backend": backend, "device": device, "dtype": str(dtype).removeprefix("torch."), **vars(shape)}
         try:
-            once(call, device, backward)
+            rows.append(row | {"mode": "exactness"} | errors(call, tensors, want))
         except Exception as error:
-            print(f"{name}: {mode} at {length} does not run: {str(error).splitlines()[0][:200]}", flush=True)
-            del providers[name]
-    peaks = {name: peak(call, device, backward) for name, call in providers.items()}
-    times = [{n: once(c, device, backward) for n, c in providers.items()} for _ in range(rounds)]
-    rows = []
-    for name in providers:
-        ratios = [t[name] / t["torch sdpa"] for t in times]
-        p20, *_, p80 = statistics.quantiles(ratios, n=5, method="inclusive")
-        row = {"provider": name, "mode": mode, "length": length, "seconds": statistics.median(t[name] for t in times)}
-        row["peak_mib"] = peaks[name]
-        rows.append(row | {"ratio": statistics.median(ratios), "ratio_p20": p20, "ratio_p80": p80})
+            rows.append(row | {"mode": "exactness", "refused": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"})
+            if not isinstance(error, (ValueError, NotImplementedError)):
+                traceback.print_exc()
         print(rows[-1], flush=True)
     return rows
 
 
+@contextlib.contextmanager
+def tiles(which: str, blocks: Blocks) -> Iterator[None]:
+    before = getattr(triton_launcher, which)
+    setattr(triton_launcher, which, lambda *_: blocks)
+    try:
+        yield
+    finally:
+        setattr(triton_launcher, which, before)
+
+
+def tile_rows(mode: str, shape: Shape, dtype: torch.dtype, device: str, rounds: int) -> Rows:
+    """scale_invariant on the Triton kernels with tiles of other sizes; the backend's name says which."""
+    which = "_backward_blocks" if mode == "forward+backward" else "_forward_blocks"
+    sizes = (
+        ((128, 64), (64, 64), (128, 32), (64, 128), (128, 128))
+        if which == "_forward_blocks"
+        else ((64, 64), (64, 32), (32, 64))
+    )
+    rows: Rows = []
+    for (m, n), warps, stages in itertools.product(sizes, (4, 8), (2, 3) if which == "_forward_blocks" else (1, 2)):
+        with tiles(which, Blocks(m, n, warps, stages)):
+            found = attention_rows(shape, mode, dtype, device, [("scale_invariant", "triton")], rounds)
+        rows += [r | {"backend": f"triton {m} x {n}, {warps} warps, {stages} stages"} for r in found if r["method"] != "none"]
+    return rows
+
+
+def parts(device: str, quick: bool) -> Parts:
+    rounds, heads, dim = (2, 4, 32) if quick else (15, 16, 128)
+    found: Parts = {}
+
+    def exact(dtype: torch.dtype, backends: tuple[str, ...] = BACKENDS, what: str = "exactness") -> None:
+        shape = Shape(8, 2, 128 if quick else 1024, 64)
+        for name in CASES:
+            found[f"{what} {dtype} {name}".replace("torch.", "")] = lambda n=name: exactness(n, shape, dtype, device, backends)
+
+    def attention(mode: str, length: int, chosen: list[tuple[str, str]], kv_heads: int = heads) -> None:
+        shape = Shape(heads, kv_heads, 256 if quick else length, dim)
+        name = f"{mode} {length}" + (", grouped" if kv_heads != heads else "")
+        found[name] = lambda: attention_rows(shape, mode, torch.bfloat16, device, chosen, rounds)
+
+    def model(mode: str, length: int) -> None:
+        found[f"model {mode} {length}"] = lambda: model_rows(mode, 64 if quick else length, torch.bfloat16, device, rounds)
+
+    methods = ("scale_invariant", "infoscale", "cosscale", "adaptive_temperature", "rerope, window 4096")
+    family = [(name, backend) for name in methods for backend in ("auto", "triton")]
+    short, flex = [(methods[0], "auto"), (methods[0], "triton")], [(methods[0], "torch flex")]
+    exact(torch.bfloat16)
+    attention("forward", 16384, [*family, *flex, ("none", "triton")])
+    attention("forward+backward", 16384, [*family, *flex, ("none", "triton")])
+    attention("decode", 65536, [*family, *flex])
+    for length in (65536, 131072):
+        attention("forward", length, short)
+    attention("forward+backward", 65536, short)
+    attention("decode", 65536, short, kv_heads=max(heads // 4, 1))
+    exact(torch.float32)
+    for mode, length in (("forward", 8192), ("LoRA step", 2048), ("decode", 8192)):
+        model(mode, length)
+    for length in (1024, 4096):
+        attention("forward", length, [*family, ("none", "eager")])
+        attention("forward+backward", length, [*family, ("none", "eager")])
+        attention("decode", length, short)
+    attention("decode", 16384, family)
+    attention("decode", 131072, short)
+    exact(torch.bfloat16, ("flex",), "exactness of flex")  # it compiles anew for every method: slow
+    for mode in ("forward", "forward+backward"):
+        shape = Shape(heads, heads, 256 if quick else 16384, dim)
+        found[f"tiles {mode}"] = lambda m=mode, s=shape: tile_rows(m, s, torch.bfloat16, device, 5)
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, RESULTS / "attention-gpu.json")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--quick", action="store_true", help="small sizes, and no result file")
-    parser.add_argument("--minutes", type=float, default=8.0, help="start no further part after this long")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--quick", action="store_true", help="small sizes, and another result file")
+    parser.set_defaults(minutes=8.5)
     args = parser.parse_args()
-    start, dtype = time.perf_counter(), torch.bfloat16
-    lengths = (256,) if args.quick else (4096, 16384, 65536)
-    result: dict = {
-        "command": f"python benchmarks/gpu.py {' '.join(sys.argv[1:])}".strip(),
-        "date": datetime.now(UTC).date().isoformat(),
-        "what": "timings: batch 1, 16 heads, head_dim 128, bfloat16, causal",
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
-        "versions": {"hf_longattn": hf_longattn.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "exactness": [],
-        "timings": [],
-    }
-    parts: list[tuple[str, Callable[[], list[dict]]]] = [
-        ("exactness", lambda: exactness(args.device, 128 if args.quick else 1024, dtype)),
-        ("exactness", lambda: exactness(args.device, 128 if args.quick else 1024, torch.float32)),
-    ]
-    rounds = 2 if args.quick else 15
-    for n in lengths:
-        parts.append(("timings", lambda n=n: timing(args.device, n, 1, False, dtype, rounds)))
-        parts.append(("timings", lambda n=n: timing(args.device, n, n, False, dtype, rounds)))
-        if n <= 16384 and args.device == "cuda":
-            parts.append(("timings", lambda n=n: timing(args.device, n, n, True, dtype, rounds)))
-    for kind, part in parts:
-        if time.perf_counter() - start > 60 * args.minutes:
-            print("out of time: the rest is left out")
-            break
-        try:
-            result[kind] += part()
-        except Exception:
-            traceback.print_exc()
-        if not args.quick:
-            args.out.parent.mkdir(exist_ok=True)
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{time.perf_counter() - start:.0f} s")
+    if args.quick:
+        args.result = Path(tempfile.gettempdir()) / "attention-gpu.json"
+    measure(parts(args.device, args.quick), args, "python benchmarks/gpu.py")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,17 +26,32 @@ def test_every_method_has_a_page_and_a_row_in_both_indices(name: str) -> None:
     assert any(f"docs/methods/{page[1]}" in row for row in rows), f"README.md has no row with a link for {name}"
 
 
-@pytest.mark.parametrize("name", ["methods_on_model", "longer_on_model"])
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_tables_are_the_result_file(page: Path, name: str) -> None:
+def script(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec
     assert spec.loader
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    text = page.read_text(encoding="utf-8")
-    rows = script.load_all() if name == "longer_on_model" else script.load()
-    assert script.with_tables(text, rows) == text, f"run: python benchmarks/{name}.py --tables"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["methods_on_model", "longer_on_model", "speed"])
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_tables_are_the_result_file(page: Path, name: str) -> None:
+    module, text = script(name), page.read_text(encoding="utf-8")
+    rows = module.load() if name == "methods_on_model" else module.load_all()
+    assert module.with_tables(text, rows) == text, f"run: python benchmarks/{name}.py --tables"
+
+
+def test_memory_grows_linearly_in_the_result_files() -> None:
+    speed = script("speed")
+    measured: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in speed.load_all():
+        if row.get("peak_mib") and row["method"] == "scale_invariant" and row["backend"] in ("auto", "triton"):
+            measured.setdefault((row["where"], row["mode"], row["backend"]), []).append(row)
+    for name, rows in measured.items():
+        if len(rows) > 2:
+            assert speed.exponent(rows) < 1.15, name
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda p: str(p.relative_to(ROOT)))

@@ -79,7 +79,7 @@ def test_far_tiles(method: str, length: int, sinks: int, monkeypatch: pytest.Mon
     config = LongAttnConfig.preset(method, **({"tau": 1000.0} if method == "scale_invariant" else {}))
     assert config.logit_map is not None
     gain, bias = distance_tables(config.logit_map, 2, 2048, torch.zeros(1))
-    assert triton._far_from(gain, bias, length) < length - 100
+    assert triton._far_from(gain, bias) < length - 100
     rows = Rows.causal(40, length, None, 0, CPU)
     check(*inputs(b=1, h=2, kv=1, q=40, k=length, d=8, dtype=torch.float32), rows, gain=gain, bias=bias, sinks=sinks)
     rows = Rows.causal(3, length, None, 0, CPU)  # decoding: keys are split among programs
@@ -92,7 +92,7 @@ def test_where_a_cubic_is_exact(method: dict[str, float]) -> None:
     config = LongAttnConfig.preset("scale_invariant", **method)
     assert config.logit_map is not None
     for table in config.logit_map.tables(1, 1 << 14, CPU):
-        far = triton._cubic_from(table.float())
+        far = int(triton._cubic_from(table.float()))
         assert far < 1500
         outer, inner = triton._nodes(triton._SPAN)
         for centre in (far + triton._SPAN, far + 3000, 12000):
@@ -155,6 +155,14 @@ def test_training_and_compile() -> None:
 
     torch.compiler.reset()
     close(torch.compile(run, backend="aot_eager", fullgraph=True)(query), run(query))
+
+
+def test_compiled_calls_know_where_a_cubic_is_exact() -> None:
+    config = LongAttnConfig.preset("scale_invariant")
+    assert config.logit_map is not None
+    gain, bias = distance_tables(config.logit_map, 2, 4096, torch.zeros(1))
+    traced = torch.compile(triton._far_from, backend="eager", fullgraph=True)(gain, bias)
+    assert int(traced) == int(triton._cached_far_from(gain, bias)) < 1500
 
 
 def test_refusals() -> None:

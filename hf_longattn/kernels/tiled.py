@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -148,11 +149,11 @@ class _Blocks:
             last = int(position.min()) - self.key_start - self.kv_len
             if (farthest := max(self.farthest, -last - 1)) >= gain.shape[-1]:
                 raise ValueError(f"distance {farthest} lies beyond the tables' length {gain.shape[-1]}")
-            t = torch.arange(self.farthest, last, -1, device=gain.device)
-            self.gain, self.bias = gain.to(self.dtype)[:, t.abs()], bias.to(self.dtype)[:, t.abs()]
+            past, future = slice(max(last + 1, 0), self.farthest + 1), slice(1, max(-last, 1))
+            self.gain, self.bias = (torch.cat([x[:, past].flip(1), x[:, future]], 1).to(self.dtype) for x in (gain, bias))
             hides = row_bias is None or bool((row_bias >= 1).all())  # a smaller factor would weaken HIDDEN
             if hides and not sinks and bool((self.bounds[..., HIGH] == position).all()):
-                self.bias[:, t < 0] = HIDDEN  # causality for free
+                self.bias[:, self.farthest + 1 :] = HIDDEN  # causality for free
                 self.hides_future = True
         self.sinks, self.softcap, self.dropout, self.seed = sinks, softcap, dropout, seed
         self.heads_at_once, self.rows_at_once = self.sizes()
@@ -181,22 +182,38 @@ class _Blocks:
     def __iter__(self) -> Iterator[_Block]:
         number = 0
         for b in range(self.batch):
+            bounds = [_Bounds.of(rows) for rows in self.bounds[b].split(self.rows_at_once)]
             for h0 in range(0, self.kv_heads, self.heads_at_once):
                 h = slice(h0, min(h0 + self.heads_at_once, self.kv_heads))
-                for r0 in range(0, self.q_len, self.rows_at_once):
+                for r0, own in zip(range(0, self.q_len, self.rows_at_once), bounds, strict=True):
                     r1 = min(r0 + self.rows_at_once, self.q_len)
-                    bounds = self.bounds[b, r0:r1]
-                    c0 = max(int(bounds[:, LOW].min()) - self.key_start, 0)
-                    c1 = min(int(bounds[:, HIGH].max()) - self.key_start + 1, self.kv_len)
+                    c0 = max(own.least[LOW] - self.key_start, 0)
+                    c1 = min(own.most[HIGH] - self.key_start + 1, self.kv_len)
                     number += 1
                     if c0 < c1:
-                        yield _Block(self, number, b, h, r0, r1, c0, c1)
+                        yield _Block(self, number, b, h, r0, r1, c0, c1, own)
+
+
+class _Bounds(NamedTuple):
+    """Of the rows of a block: least and most of each column of `Rows.index`, the last row's slot, whether one sees nothing."""
+
+    least: list[int]
+    most: list[int]
+    last: int
+    blind: bool
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Self:
+        least, most = rows.aminmax(dim=0)
+        return cls(least.tolist(), most.tolist(), int(rows[-1, POSITION]), bool((rows[:, LOW] > rows[:, HIGH]).any()))
 
 
 class _Block:
     """Some heads of one batch row, query rows r0:r1 (in reverse order), key columns c0:c1."""
 
-    def __init__(self, all: _Blocks, number: int, b: int, h: slice, r0: int, r1: int, c0: int, c1: int) -> None:
+    def __init__(
+        self, all: _Blocks, number: int, b: int, h: slice, r0: int, r1: int, c0: int, c1: int, bounds: _Bounds
+    ) -> None:
         self.all, self.number, self.b, self.h = all, number, b, h
         self.r, self.c = slice(r0, r1), slice(c0, c1)
         self.shape = (h.stop - h.start, all.group, r1 - r0, c1 - c0)
@@ -204,7 +221,7 @@ class _Block:
         self.key = all.key[b, h, c0:c1]
         self.value = None if all.value is None else all.value[b, h, c0:c1]
         self.query = self.rows(all.query).mul_(all.scaling).view(*self.flat, -1)
-        self.bounds = all.bounds[b, self.r]
+        self.bounds = bounds
 
     def rows(self, x: Tensor) -> Tensor:
         """This block's rows of a grouped tensor: (heads, group, rows, d), a reversed copy."""
@@ -221,7 +238,7 @@ class _Block:
             t = (place[self.r].flip(0)[:, None] - place[self.c]).abs()
             own = table if table.shape[0] == 1 else table.unflatten(0, (-1, self.shape[1]))[self.h].flatten(0, 1)
             return own[:, t].unflatten(0, (-1, 1 if table.shape[0] == 1 else self.shape[1]))
-        first = int(self.bounds[-1, POSITION]) - self.all.key_start - self.c.start
+        first = self.bounds.last - self.all.key_start - self.c.start
         offset = table.storage_offset() + self.all.farthest - first
         shape, strides = self.shape[2:], (1, 1)
         if table.shape[0] == 1:
@@ -233,11 +250,12 @@ class _Block:
 
     def sink_columns(self) -> tuple[slice, Tensor] | None:
         """The columns in which some row has a sink, and which (row, column) pairs those are."""
-        start = self.bounds[:, START].flip(0) - self.all.key_start - self.c.start
-        c0, c1 = max(int(start.min()), 0), min(int(start.max()) + self.all.sinks, self.shape[3])
+        first = self.all.key_start + self.c.start
+        c0, c1 = max(self.bounds.least[START] - first, 0), min(self.bounds.most[START] - first + self.all.sinks, self.shape[3])
         if not self.all.sinks or c0 >= c1:
             return None
-        offset = torch.arange(c0, c1, device=self.query.device) - start.to(self.query.device)[:, None]
+        start = self.all.index[self.b, self.r, START].flip(0)
+        offset = torch.arange(first + c0, first + c1, device=self.query.device) - start[:, None]
         return slice(c0, c1), (offset >= 0) & (offset < self.all.sinks)
 
     def scores(self, buffer: str = "logits") -> Tensor:
@@ -285,14 +303,13 @@ class _Block:
     def hide(self, s: Tensor) -> None:
         """Fill the pairs that are outside the rows' intervals, or not allowed."""
         all, bounds = self.all, self.bounds
-        index = all.index[self.b, self.r].flip(0)
         first = all.key_start + self.c.start
-        if (width := int(bounds[:, LOW].max()) - first) > 0:
+        if (width := bounds.most[LOW] - first) > 0:
             slots = torch.arange(first, first + min(width, self.shape[3]), device=s.device)
-            s[..., :width].masked_fill_(slots < index[:, LOW, None], HIDDEN)
-        if not all.hides_future and (begin := max(int(bounds[:, HIGH].min()) + 1 - first, 0)) < self.shape[3]:
+            s[..., :width].masked_fill_(slots < all.index[self.b, self.r, LOW, None].flip(0), HIDDEN)
+        if not all.hides_future and (begin := max(bounds.least[HIGH] + 1 - first, 0)) < self.shape[3]:
             slots = torch.arange(first + begin, first + self.shape[3], device=s.device)
-            s[..., begin:].masked_fill_(slots > index[:, HIGH, None], HIDDEN)
+            s[..., begin:].masked_fill_(slots > all.index[self.b, self.r, HIGH, None].flip(0), HIDDEN)
         if (allowed := self.allowed()) is not None:
             s.masked_fill_(~allowed, HIDDEN)
 
@@ -310,7 +327,7 @@ class _Block:
 
     def sees_nothing(self, logits: Tensor) -> Tensor | None:
         """(heads, group, rows, 1), True where every key is hidden; None if that is so nowhere."""
-        if self.all.allowed is None and not bool((self.bounds[:, LOW] > self.bounds[:, HIGH]).any()):
+        if self.all.allowed is None and not self.bounds.blind:
             return None
         return logits.amax(-1, keepdim=True) <= HIDDEN / 2
 

@@ -59,7 +59,7 @@ def why_not_triton(query: Tensor, rows: Rows, softcap: float | None = None, drop
 
 
 class Blocks(NamedTuple):
-    """Sizes of one kernel's tiles, and how it is launched."""
+    """Sizes of one kernel's tiles, 32 at least (Triton multiplies 16 and more, halves are in use), and how it is launched."""
 
     rows: int
     columns: int
@@ -68,9 +68,7 @@ class Blocks(NamedTuple):
 
 
 def _forward_blocks(head_dim: int, dtype: torch.dtype) -> Blocks:
-    if head_dim > 128 or dtype == torch.float32:
-        return Blocks(64, 32, 4)
-    return Blocks(128, 64, 4, 3) if head_dim <= 64 else Blocks(128, 64, 8, 3)
+    return Blocks(64, 32, 4) if head_dim > 128 or dtype == torch.float32 else Blocks(128, 64, 8, 3)
 
 
 def _backward_blocks(head_dim: int, dtype: torch.dtype) -> Blocks:
@@ -102,7 +100,9 @@ def triton_attention(
         raise ValueError(reason)
     if (gain is None) != (bias is None):
         raise ValueError("gain and bias come together")
-    far = 0 if gain is None or bias is None else _far_from(gain, bias, key.shape[2] + query.shape[2])
+    far = None
+    if gain is not None and bias is not None and gain.shape[-1] >= key.shape[2] + query.shape[2] + MARGIN:
+        far = _far_from(gain, bias) if torch.compiler.is_compiling() else _cached_far_from(gain, bias)
     index = rows.index.to(torch.int32)
     tensors = (query, key, value, row_bias)
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -114,9 +114,9 @@ def triton_attention(
         gain,
         bias,
         row_bias,
+        far,
         float(scaling),
         int(sinks),
-        far,
         bool(with_entropy),
         bool(with_lse or grad),
     )
@@ -136,38 +136,42 @@ _SPAN = 128  # distances in the largest tile (128 rows, 64 columns) lie within Â
 MARGIN = 2 * _SPAN
 
 
-def _far_from(gain: Tensor, bias: Tensor, farthest: int) -> int:
-    """The smallest distance from which on a cubic serves any tile within CUBIC_ERROR, on both tables."""
-    if torch.compiler.is_compiling() or gain.shape[-1] < farthest + MARGIN:  # unknown, or the cubic's points lie outside
-        return 1 << 30
-    return max(_cubic_from(gain), _cubic_from(bias), _SPAN)
+def _far_from(gain: Tensor, bias: Tensor) -> Tensor:
+    """The smallest distance from which on a cubic serves any tile within CUBIC_ERROR, on both tables: int64, no dimension.
+
+    Nothing is read from the device, so that it can be traced.
+    """
+    return torch.maximum(_cubic_from(gain), _cubic_from(bias)).clamp(min=_SPAN)
 
 
-@functools.lru_cache(maxsize=256)
-def _cubic_from(table: Tensor) -> int:
+@functools.lru_cache(maxsize=128)
+def _cached_far_from(gain: Tensor, bias: Tensor) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():  # it must serve training too
+        return _far_from(gain, bias)
+
+
+def _cubic_from(table: Tensor) -> Tensor:
     outer, inner = _nodes(_SPAN)
     x = torch.arange(-_SPAN, _SPAN + 1, device=table.device, dtype=torch.float64)
-    starts = torch.arange(0, max(table.shape[-1] - 2 * _SPAN, 0), _SPAN // 2, device=table.device)
-    if not len(starts):
-        return int(table.shape[-1])
-    worst = []
+    starts = torch.arange(0, table.shape[-1] - 2 * _SPAN, _SPAN // 2, device=table.device)
+    rounding = 4 * torch.finfo(table.dtype).eps * table.abs().amax()  # the tables' own
+    last = []
     for row in table.double():
-        f = row[(starts[:, None] + _SPAN) + x.long()]
+        f = row.unfold(0, 2 * _SPAN + 1, _SPAN // 2)
         e1, e2 = ((f[:, _SPAN + o] + f[:, _SPAN - o]) / 2 for o in (outer, inner))
         d1, d2 = ((f[:, _SPAN + o] - f[:, _SPAN - o]) / (2 * o) for o in (outer, inner))
         square, odd = ((a - b) / (outer**2 - inner**2) for a, b in ((e1, e2), (d1, d2)))
         c = [(e2 - square * inner**2), (d2 - odd * inner**2), square, odd]
         fit = c[0][:, None] + x * (c[1][:, None] + x * (c[2][:, None] + x * c[3][:, None]))
-        worst.append((fit - f).abs().amax(1))
-    rounding = 4 * torch.finfo(table.dtype).eps * table.abs().amax()  # the tables' own
-    bad = (torch.stack(worst).amax(0) > CUBIC_ERROR + rounding).nonzero()
-    return 0 if not len(bad) else int(starts[int(bad[-1])]) + _SPAN
+        bad = (fit - f).abs().amax(1) > CUBIC_ERROR + rounding
+        last.append(torch.where(bad, starts + _SPAN, 0).amax())
+    return torch.stack(last).amax()
 
 
 # Which tiles a block visits ------------------------------------------------------------------------------------------
 
 
-def _column_ranges(index: Tensor, kv_len: int, blocks: Blocks, sinks: int, far: int) -> Tensor:
+def _column_ranges(index: Tensor, kv_len: int, blocks: Blocks, sinks: int, far: Tensor | int) -> Tensor:
     """For each block of rows: columns first, a, b, last; tiles in [a, b) are far and wholly visible.
 
     int32 (batch or 1, row blocks, 4), multiples of `blocks.columns`.
@@ -182,7 +186,7 @@ def _column_ranges(index: Tensor, kv_len: int, blocks: Blocks, sinks: int, far: 
     return _ordered(first, a, b, last) * n
 
 
-def _row_ranges(index: Tensor, kv_len: int, blocks: Blocks, sinks: int, far: int) -> Tensor:
+def _row_ranges(index: Tensor, kv_len: int, blocks: Blocks, sinks: int, far: Tensor | int) -> Tensor:
     """The same with the sides exchanged: for each block of columns the rows that see it, and among them the far ones."""
     m, n, q_len = blocks.rows, blocks.columns, index.shape[1]
     slot = index[:, :1, KEY_START] + torch.arange(0, kv_len, n, device=index.device, dtype=index.dtype)
@@ -197,6 +201,11 @@ def _row_ranges(index: Tensor, kv_len: int, blocks: Blocks, sinks: int, far: int
     a = (torch.searchsorted(sure_high, end.contiguous(), out_int32=True) + m - 1) // m
     b = torch.searchsorted(sure_low, slot.contiguous(), right=True, out_int32=True) // m
     return _ordered(first, a, torch.minimum(b, b.new_tensor(q_len // m)), last) * m
+
+
+def _tiles_from(far: Tensor | None, gain: Tensor | None) -> Tensor | int:
+    """From which distance on tiles need no table lookups: all without a map, none where no cubic is known."""
+    return far if far is not None else 0 if gain is None else 1 << 30
 
 
 def _ordered(first: Tensor, a: Tensor, b: Tensor, last: Tensor) -> Tensor:
@@ -214,12 +223,27 @@ def _blocked(column: Tensor, size: int) -> Tensor:
 # Launching -----------------------------------------------------------------------------------------------------------
 
 
-def _constants(
-    query: Tensor, value: Tensor | None, gain: Tensor | None, row_bias: Tensor | None, blocks: Blocks
-) -> dict[str, Any]:
+def _shared(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    index: Tensor,
+    ranges: Tensor,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    row_bias: Tensor | None,
+    blocks: Blocks,
+    unused: Tensor,
+) -> tuple[list[Any], dict[str, Any]]:
+    """What every kernel is given after its inputs and outputs, and its constants; `unused` is where it reads nothing."""
+    tables = (gain, bias, None if row_bias is None else row_bias.float().contiguous())
+    strides = [s for x in (query, key, value) for s in ((0, 0, 0) if x is None else x.stride()[:3])]
+    strides += [x.stride(0) if x is not None and x.shape[0] > 1 else 0 for x in (index, ranges, gain, bias)]
     head_dim, value_dim = query.shape[-1], 16 if value is None else value.shape[-1]
     outer, inner = _nodes(_SPAN)
-    return {
+    constants = {
+        "HEADS": query.shape[1],
+        "GROUP": query.shape[1] // key.shape[1],
         "MAP": gain is not None,
         "HAS_Y": row_bias is not None and gain is not None,
         "VALUE": value is not None,
@@ -232,13 +256,12 @@ def _constants(
         "OUTER": outer,
         "INNER": inner,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "STAGES": blocks.stages,
         "num_warps": blocks.warps,
         "num_stages": blocks.stages,
     }
-
-
-def _strides(*tensors: Tensor | None) -> list[int]:
-    return [s for x in tensors for s in ((0, 0, 0) if x is None else x.stride()[:3])]
+    pointers = [unused if x is None else x for x in tables]
+    return [index, ranges, *pointers, *strides, query.shape[2], key.shape[2]], constants
 
 
 def _dense_rows(x: Tensor) -> Tensor:
@@ -253,16 +276,16 @@ def _run_forward(
     gain: Tensor | None,
     bias: Tensor | None,
     row_bias: Tensor | None,
+    far: Tensor | None,
     scaling: float,
     sinks: int,
-    far: int,
     with_entropy: bool,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1:3]
     group = heads // kv_heads
-    packed = q_len <= FEW_QUERIES
+    packed = q_len <= FEW_QUERIES and q_len * group <= 128
     blocks = _forward_blocks(max(head_dim, 0 if value is None else value.shape[-1]), query.dtype)
     splits = 1
     if packed:
@@ -271,22 +294,20 @@ def _run_forward(
     query, key = _dense_rows(query), _dense_rows(key)
     value = None if value is None else _dense_rows(value)
     index = index.contiguous()
-    ranges = _column_ranges(index, kv_len, blocks._replace(rows=q_len) if packed else blocks, sinks, far)
+    of_block = blocks._replace(rows=q_len) if packed else blocks
+    ranges = _column_ranges(index, kv_len, of_block, sinks, _tiles_from(far, gain))
     dtype = torch.float32 if splits > 1 else query.dtype
     out = query.new_empty((0,) if value is None else (batch, heads, q_len, splits, value.shape[-1]), dtype=dtype)
     lse = query.new_empty((batch, heads, q_len, splits), dtype=torch.float32)
     entropy = query.new_empty((batch, heads, q_len, splits) if with_entropy else (0,), dtype=torch.float32)
     chunk = triton.cdiv(triton.cdiv(kv_len, splits), blocks.columns) * blocks.columns
-    grid = ((1 if packed else triton.cdiv(q_len, blocks.rows)) * splits, batch * (kv_heads if packed else heads))
-    kernels.forward_kernel[grid](
-        query, key, value if value is not None else key, out, lse, entropy, index, ranges,
-        gain if gain is not None else lse, bias if bias is not None else lse,
-        row_bias.float().contiguous() if row_bias is not None else lse,
-        *_strides(query, key, value), *map(_first_stride, (index, ranges, gain, bias)),
-        q_len, kv_len, scaling, sinks, chunk,
-        HEADS=heads, GROUP=group, PACKED=packed, SPLITS=splits, ENTROPY=with_entropy,
-        SPAN=q_len if packed else blocks.rows, **_constants(query, value, gain, row_bias, blocks),
-    )  # fmt: skip
+    programs = (1 if packed else triton.cdiv(q_len, blocks.rows)) * splits, batch * (kv_heads if packed else heads)
+    shared, constants = _shared(query, key, value, index, ranges, gain, bias, row_bias, blocks, unused=lse)
+    with torch.cuda.device_of(query):
+        kernels.forward_kernel[programs](
+            query, key, key if value is None else value, out, lse, entropy, *shared, scaling, sinks, chunk,
+            PACKED=packed, SPLITS=splits, ENTROPY=with_entropy, SPAN=q_len if packed else blocks.rows, **constants,
+        )  # fmt: skip
     if splits == 1:
         return (out if value is None else out[..., 0, :]), lse[..., 0], entropy[..., 0] if with_entropy else entropy
     whole = torch.logsumexp(lse, -1)
@@ -302,17 +323,12 @@ def _splits(programs: int, kv_len: int, columns: int, device: torch.device) -> i
     return max(1, min(triton.cdiv(wanted, programs), triton.cdiv(kv_len, 4 * columns), 128))
 
 
-def _first_stride(x: Tensor | None) -> int:
-    """The stride of the first dimension, 0 where one entry serves all."""
-    return x.stride(0) if x is not None and x.shape[0] > 1 else 0
-
-
 _attention_op = torch.library.custom_op(
     "hf_longattn::triton",
     _run_forward,
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor? value, Tensor index, Tensor? gain, Tensor? bias, Tensor? row_bias, "
-    "float scaling, int sinks, int far, bool with_entropy, bool with_lse) -> (Tensor, Tensor, Tensor)",
+    "Tensor? far, float scaling, int sinks, bool with_entropy, bool with_lse) -> (Tensor, Tensor, Tensor)",
 )
 
 
@@ -325,7 +341,7 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @_attention_op.register_fake
-def _(query, key, value, index, gain, bias, row_bias, scaling, sinks, far, with_entropy, with_lse):  # type: ignore[no-untyped-def]
+def _(query, key, value, index, gain, bias, row_bias, far, scaling, sinks, with_entropy, with_lse):  # type: ignore[no-untyped-def]
     out = query.new_empty((0,) if value is None else (*query.shape[:-1], value.shape[-1]))
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
     return out, lse, query.new_empty(query.shape[:-1] if with_entropy else (0,), dtype=torch.float32)
@@ -346,9 +362,9 @@ def _backward_op(
     gain: Tensor | None,
     bias: Tensor | None,
     row_bias: Tensor | None,
+    far: Tensor | None,
     scaling: float,
     sinks: int,
-    far: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1:3]
@@ -369,24 +385,18 @@ def _backward_op(
     )
     d_value = key.new_empty(0) if value is None else torch.empty(value.shape, dtype=value.dtype, device=key.device)
     d_row_bias = lse.new_empty(lse.shape if row_bias is not None else 0)
-    shared: dict[str, Any] = _constants(query, value, gain, row_bias, blocks)
-    shared |= {"HEADS": heads, "GROUP": heads // kv_heads, "ENTROPY": grad_entropy is not None}
-    unused = lse  # a pointer where a kernel reads nothing
-    factors = unused if row_bias is None else row_bias.float().contiguous()
-    tables = (unused if gain is None else gain, unused if bias is None else bias, factors)
-    of_rows = (lse, delta, entropy, unused if grad_entropy is None else grad_entropy.float().contiguous())
+    of_rows = (lse, delta, entropy, lse if grad_entropy is None else grad_entropy.float().contiguous())
     inputs = (query, key, key if value is None else value, query if grad is None else grad)
-
-    def run(kernel: Any, outputs: tuple[Tensor, Tensor], ranges: Tensor, programs: tuple[int, int]) -> None:
-        strides = (*_strides(query, key, value), *map(_first_stride, (index, ranges, gain, bias)))
-        kernel[programs](
-            *inputs, *outputs, *of_rows, index, ranges, *tables, *strides, q_len, kv_len, scaling, sinks, **shared
-        )
-
-    ranges = _column_ranges(index, kv_len, blocks, sinks, far)
-    run(kernels.query_kernel, (d_query, d_row_bias), ranges, (triton.cdiv(q_len, blocks.rows), batch * heads))
-    ranges = _row_ranges(index, kv_len, blocks, sinks, far)
-    run(kernels.key_kernel, (d_key, d_value), ranges, (triton.cdiv(kv_len, blocks.columns), batch * kv_heads))
+    for kernel, outputs, ranges_of, programs in (
+        (kernels.query_kernel, (d_query, d_row_bias), _column_ranges, (triton.cdiv(q_len, blocks.rows), batch * heads)),
+        (kernels.key_kernel, (d_key, d_value), _row_ranges, (triton.cdiv(kv_len, blocks.columns), batch * kv_heads)),
+    ):
+        ranges = ranges_of(index, kv_len, blocks, sinks, _tiles_from(far, gain))
+        shared, constants = _shared(query, key, value, index, ranges, gain, bias, row_bias, blocks, unused=lse)
+        with torch.cuda.device_of(query):
+            kernel[programs](
+                *inputs, *outputs, *of_rows, *shared, scaling, sinks, ENTROPY=grad_entropy is not None, **constants
+            )
     return d_query, d_key, d_value, d_row_bias
 
 
@@ -402,9 +412,9 @@ def _(grad, grad_lse, grad_entropy, out, lse, entropy, query, key, value, index,
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, scaling, sinks, far, with_entropy, _ = inputs
+    *tensors, scaling, sinks, with_entropy, _ = inputs
     ctx.save_for_backward(*output, *tensors)
-    ctx.options, ctx.with_entropy = (scaling, sinks, far), with_entropy
+    ctx.options, ctx.with_entropy = (scaling, sinks), with_entropy
 
 
 def _autograd(ctx, grad, grad_lse, grad_entropy):  # type: ignore[no-untyped-def]

@@ -1,7 +1,10 @@
 """The Triton programs behind `kernels.triton`: what one block computes. Names of sizes are in capitals, as Triton's are.
 
 Rows of `Index` are the columns of `geometry.Rows.index`, int32. `Ranges` holds four bounds for each block: tiles in
-[first, a) and [z, last) are checked pair by pair, those in [a, z) are wholly visible and far from the diagonal.
+[first, a) and [z, last) are checked pair by pair, in one loop that skips those in [a, z), which are wholly visible and far
+from the diagonal and get a loop of their own. Where there is a map the first loop takes half tiles and is not pipelined:
+looking tables up costs registers for two tiles of addresses and, pipelined, two tiles of float32 in shared memory a stage,
+which for 128 x 64 is more than an H100 has. Offsets that grow with batch, head or length are int64.
 """
 # fmt: off
 # mypy: ignore-errors
@@ -26,7 +29,10 @@ def _logits(
     MAP: tl.constexpr, Y: tl.constexpr, FAR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     OUTER: tl.constexpr, INNER: tl.constexpr,
 ):
-    """Logits of a tile, d logit / d s and d logit / d y; slot_q, low, high, start and y are (rows, 1), slot_k (1, columns)."""
+    """Logits of a tile, d logit / d s and d logit / d y.
+
+    slot_q, low, high, start and y are (rows, 1), slot_k is (1, columns); or all of them, and s, transposed.
+    """
     g, b = 1.0, 0.0
     if MAP:
         if FAR:
@@ -49,16 +55,21 @@ def _logits(
 
 @triton.jit
 def _forward_tiles(
-    acc, m, total, w, q, K, V, stride_kn, stride_vn, begin, end, N, scaling,
+    acc, m, total, w, q, K, V, stride_kn, stride_vn, begin, end, a, skip, N, scaling,
     slot_q, low, high, start, gain, bias, y, q0, key_start, sinks,
     MAP: tl.constexpr, Y: tl.constexpr, VALUE: tl.constexpr, ENTROPY: tl.constexpr, FAR: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     E: tl.constexpr, EP: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     d, e, n = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, COLUMNS)
-    for c in range(begin, end, COLUMNS):
+    for visited in tl.range(begin, end, COLUMNS, num_stages=1 if MAP and not FAR else STAGES):
+        c = visited + tl.where(visited >= a, skip, 0)
         column = c + n
-        k = tl.load(K + column[None, :] * stride_kn + d[:, None], mask=(column < N)[None, :] & (d < D)[:, None], other=0.0)
+        k = tl.load(
+            K + c * tl.cast(stride_kn, tl.int64) + n[None, :] * stride_kn + d[:, None],
+            mask=(column < N)[None, :] & (d < D)[:, None], other=0.0,
+        )
         s = tl.dot(q, k, input_precision=PRECISION) * scaling
         slot_k = (key_start + column)[None, :]
         s, _, _ = _logits(
@@ -75,7 +86,8 @@ def _forward_tiles(
         total = total * shrink + tl.sum(p, 1)
         if VALUE:
             v = tl.load(
-                V + column[:, None] * stride_vn + e[None, :], mask=(column < N)[:, None] & (e < E)[None, :], other=0.0
+                V + c * tl.cast(stride_vn, tl.int64) + n[:, None] * stride_vn + e[None, :],
+                mask=(column < N)[:, None] & (e < E)[None, :], other=0.0,
             )
             acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         m = top
@@ -90,11 +102,12 @@ def forward_kernel(
     MAP: tl.constexpr, HAS_Y: tl.constexpr, VALUE: tl.constexpr, ENTROPY: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     E: tl.constexpr, EP: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """One block of query rows against one of SPLITS parts of the keys; PACKED: the rows of all heads that share a key head."""
     block, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     n_heads = HEADS // GROUP if PACKED else HEADS
-    b, h = tl.program_id(1) // n_heads, tl.program_id(1) % n_heads
+    b, h = (tl.program_id(1) // n_heads).to(tl.int64), (tl.program_id(1) % n_heads).to(tl.int64)
     r = block * ROWS + tl.arange(0, ROWS)
     if PACKED:
         head, row, there, kv_head = h * GROUP + r // M, r % M, r < M * GROUP, h
@@ -129,12 +142,13 @@ def forward_kernel(
     m = tl.full((ROWS,), -1e30, tl.float32)
     total, w = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     slot_q = position[:, None]
-    for part in tl.static_range(3):
-        begin, end = (first, a) if part == 0 else ((a, z) if part == 1 else (z, last))
+    for far in tl.static_range(2):
+        begin, end, skip = (a, z, 0) if far == 1 else (first, last - (z - a), z - a)
         acc, m, total, w = _forward_tiles(
-            acc, m, total, w, q, K, V, stride_kn, stride_vn, begin, end, N, scaling,
+            acc, m, total, w, q, K, V, stride_kn, stride_vn, begin, end, a, skip, N, scaling,
             slot_q, low, high, start, gain, bias, y, q0, key_start, sinks,
-            MAP, HAS_Y, VALUE, ENTROPY, part == 1, ROWS, COLUMNS, SPAN, D, DP, E, EP, OUTER, INNER, PRECISION,
+            MAP, HAS_Y, VALUE, ENTROPY, far == 1, ROWS, COLUMNS // 2 if MAP and far == 0 else COLUMNS,
+            SPAN, D, DP, E, EP, OUTER, INNER, PRECISION, STAGES,
         )
     seen = total > 0
     safe = tl.where(seen, total, 1.0)
@@ -164,16 +178,20 @@ def _d_logits(
 
 @triton.jit
 def _query_tiles(
-    dq, dy, q, do, K, V, stride_kn, stride_vn, begin, end, N, scaling, lse, delta, entropy, d_entropy,
+    dq, dy, q, do, K, V, stride_kn, stride_vn, begin, end, a, skip, N, scaling, lse, delta, entropy, d_entropy,
     slot_q, low, high, start, gain, bias, y, q0, key_start, sinks,
     MAP: tl.constexpr, HAS_Y: tl.constexpr, VALUE: tl.constexpr, ENTROPY: tl.constexpr, FAR: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-    OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+    OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):
     d, e, n = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, COLUMNS)
-    for c in range(begin, end, COLUMNS):
+    for visited in tl.range(begin, end, COLUMNS, num_stages=1 if MAP and not FAR else STAGES):
+        c = visited + tl.where(visited >= a, skip, 0)
         column = c + n
-        k = tl.load(K + column[:, None] * stride_kn + d[None, :], mask=(column < N)[:, None] & (d < D)[None, :], other=0.0)
+        k = tl.load(
+            K + c * tl.cast(stride_kn, tl.int64) + n[:, None] * stride_kn + d[None, :],
+            mask=(column < N)[:, None] & (d < D)[None, :], other=0.0,
+        )
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
         slot_k = (key_start + column)[None, :]
         s, g, b = _logits(
@@ -183,7 +201,8 @@ def _query_tiles(
         dp = s
         if VALUE:
             v = tl.load(
-                V + column[:, None] * stride_vn + e[None, :], mask=(column < N)[:, None] & (e < E)[None, :], other=0.0
+                V + c * tl.cast(stride_vn, tl.int64) + n[:, None] * stride_vn + e[None, :],
+                mask=(column < N)[:, None] & (e < E)[None, :], other=0.0,
             )
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         seen = (slot_k >= low) & (slot_k <= high)
@@ -203,9 +222,11 @@ def query_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, MAP: tl.constexpr, HAS_Y: tl.constexpr, VALUE: tl.constexpr,
     ENTROPY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     E: tl.constexpr, EP: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """d_query and d_row_bias of one block of rows."""
-    block, b, h = tl.program_id(0), tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+    block = tl.program_id(0)
+    b, h = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
     row = block * ROWS + tl.arange(0, ROWS)
     there, d, e = row < M, tl.arange(0, DP), tl.arange(0, EP)
     index = Index + b * stride_ib + row * 5
@@ -231,12 +252,13 @@ def query_kernel(
     ranges = Ranges + b * stride_rb + block * 4
     first, a, z, last = tl.load(ranges), tl.load(ranges + 1), tl.load(ranges + 2), tl.load(ranges + 3)
     dq, dy = tl.zeros((ROWS, DP), tl.float32), tl.zeros((ROWS,), tl.float32)
-    for part in tl.static_range(3):
-        begin, end = (first, a) if part == 0 else ((a, z) if part == 1 else (z, last))
+    for far in tl.static_range(2):
+        begin, end, skip = (a, z, 0) if far == 1 else (first, last - (z - a), z - a)
         dq, dy = _query_tiles(
-            dq, dy, q, do, K, V, stride_kn, stride_vn, begin, end, N, scaling, lse, delta, entropy, d_entropy,
+            dq, dy, q, do, K, V, stride_kn, stride_vn, begin, end, a, skip, N, scaling, lse, delta, entropy, d_entropy,
             slot_q, low, high, start, gain, bias, y, q0, key_start, sinks,
-            MAP, HAS_Y, VALUE, ENTROPY, part == 1, ROWS, COLUMNS, D, DP, E, EP, OUTER, INNER, PRECISION,
+            MAP, HAS_Y, VALUE, ENTROPY, far == 1, ROWS, COLUMNS // 2 if MAP and far == 0 else COLUMNS,
+            D, DP, E, EP, OUTER, INNER, PRECISION, STAGES,
         )
     tl.store(DQ + flat[:, None] * D + d[None, :], (dq * scaling).to(DQ.dtype.element_ty), mask=inside)
     if HAS_Y:
@@ -244,42 +266,46 @@ def query_kernel(
 
 @triton.jit
 def _key_tiles(
-    dk, dv, k, v, Q, DO, Lse, Delta, Entropy, DEntropy, Y, Index, stride_qm, begin, end, M, flat0, scaling,
+    dk, dv, k, v, Q, DO, Lse, Delta, Entropy, DEntropy, Y, Index, stride_qm, begin, end, a, skip, M, flat0, scaling,
     slot_k, gain, bias, k0, sinks,
     MAP: tl.constexpr, HAS_Y: tl.constexpr, VALUE: tl.constexpr, ENTROPY: tl.constexpr, FAR: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-    OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+    OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):
     d, e, r = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, ROWS)
-    for c in range(begin, end, ROWS):
+    for visited in tl.range(begin, end, ROWS, num_stages=1 if MAP and not FAR else STAGES):
+        c = visited + tl.where(visited >= a, skip, 0)
         row = c + r
         there, flat = row < M, flat0 + row
-        q = tl.load(Q + row[:, None] * stride_qm + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
-        slot_q = tl.load(Index + row * 5, mask=there, other=0)[:, None]
-        start = tl.load(Index + row * 5 + 2, mask=there, other=0)[:, None]
-        low = tl.load(Index + row * 5 + 3, mask=there, other=2147483647)[:, None]
-        high = tl.load(Index + row * 5 + 4, mask=there, other=-1)[:, None]
-        y = tl.load(Y + flat, mask=there, other=1.0)[:, None] if HAS_Y else 1.0
+        q = tl.load(
+            Q + c * tl.cast(stride_qm, tl.int64) + r[:, None] * stride_qm + d[None, :],
+            mask=there[:, None] & (d < D)[None, :], other=0.0,
+        )
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scaling
+        slot_q = tl.load(Index + row * 5, mask=there, other=0)[None, :]
+        start = tl.load(Index + row * 5 + 2, mask=there, other=0)[None, :]
+        low = tl.load(Index + row * 5 + 3, mask=there, other=2147483647)[None, :]
+        high = tl.load(Index + row * 5 + 4, mask=there, other=-1)[None, :]
+        y = tl.load(Y + flat, mask=there, other=1.0)[None, :] if HAS_Y else 1.0
         s, g, _ = _logits(
             s, slot_q, slot_k, low, high, start, gain, bias, y, tl.load(Index + c * 5), k0, sinks,
             MAP, HAS_Y, FAR, ROWS, COLUMNS, OUTER, INNER,
         )
-        lse = tl.load(Lse + flat, mask=there, other=0.0)[:, None]
-        delta = tl.load(Delta + flat, mask=there, other=0.0)[:, None]
-        entropy = tl.load(Entropy + flat, mask=there, other=0.0)[:, None] if ENTROPY else 0.0
-        d_entropy = tl.load(DEntropy + flat, mask=there, other=0.0)[:, None] if ENTROPY else 0.0
+        lse = tl.load(Lse + flat, mask=there, other=0.0)[None, :]
+        delta = tl.load(Delta + flat, mask=there, other=0.0)[None, :]
+        entropy = tl.load(Entropy + flat, mask=there, other=0.0)[None, :] if ENTROPY else 0.0
+        d_entropy = tl.load(DEntropy + flat, mask=there, other=0.0)[None, :] if ENTROPY else 0.0
         dp, do = s, q
         if VALUE:
             do = tl.load(DO + flat[:, None] * E + e[None, :], mask=there[:, None] & (e < E)[None, :], other=0.0)
-            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         seen = (slot_k >= low) & (slot_k <= high)
         p, ds = _d_logits(s, dp, lse, delta, entropy, d_entropy, seen, ENTROPY, VALUE, FAR)
         if VALUE:
-            dv += tl.dot(tl.trans(p.to(do.dtype)), do, input_precision=PRECISION)
+            dv += tl.dot(p.to(do.dtype), do, input_precision=PRECISION)
         if MAP:
             ds = ds * g
-        dk += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision=PRECISION)
+        dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION)
     return dk, dv
 
 @triton.jit
@@ -290,9 +316,11 @@ def key_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, MAP: tl.constexpr, HAS_Y: tl.constexpr, VALUE: tl.constexpr,
     ENTROPY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     E: tl.constexpr, EP: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """d_key and d_value of one block of keys, summed over the heads that share them."""
-    block, b, kv_head = tl.program_id(0), tl.program_id(1) // (HEADS // GROUP), tl.program_id(1) % (HEADS // GROUP)
+    block, kv_heads = tl.program_id(0), HEADS // GROUP
+    b, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), (tl.program_id(1) % kv_heads).to(tl.int64)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     there, d, e = column < N, tl.arange(0, DP), tl.arange(0, EP)
     inside = there[:, None] & (d < D)[None, :]
@@ -305,21 +333,22 @@ def key_kernel(
         )
     Index += b * stride_ib
     k0 = tl.load(Index + 1) + block * COLUMNS
-    slot_k = (k0 + tl.arange(0, COLUMNS))[None, :]
+    slot_k = (k0 + tl.arange(0, COLUMNS))[:, None]
     ranges = Ranges + b * stride_rb + block * 4
     first, a, z, last = tl.load(ranges), tl.load(ranges + 1), tl.load(ranges + 2), tl.load(ranges + 3)
     dk, dv = tl.zeros((COLUMNS, DP), tl.float32), tl.zeros((COLUMNS, EP), tl.float32)
     for g in range(GROUP):
         h = kv_head * GROUP + g
-        for part in tl.static_range(3):
-            begin, end = (first, a) if part == 0 else ((a, z) if part == 1 else (z, last))
+        for far in tl.static_range(2):
+            begin, end, skip = (a, z, 0) if far == 1 else (first, last - (z - a), z - a)
             dk, dv = _key_tiles(
                 dk, dv, k, v, Q + b * stride_qb + h * stride_qh, DO, Lse, Delta, Entropy, DEntropy, Y, Index,
-                stride_qm, begin, end, M, (b * HEADS + h) * M, scaling,
+                stride_qm, begin, end, a, skip, M, (b * HEADS + h) * M, scaling,
                 slot_k, Gain + h * stride_gain, Bias + h * stride_bias, k0, sinks,
-                MAP, HAS_Y, VALUE, ENTROPY, part == 1, ROWS, COLUMNS, D, DP, E, EP, OUTER, INNER, PRECISION,
+                MAP, HAS_Y, VALUE, ENTROPY, far == 1, ROWS // 2 if MAP and far == 0 else ROWS, COLUMNS,
+                D, DP, E, EP, OUTER, INNER, PRECISION, STAGES,
             )
-    flat = (b * (HEADS // GROUP) + kv_head) * N + column
+    flat = (b * kv_heads + kv_head) * N + column
     tl.store(DK + flat[:, None] * D + d[None, :], (dk * scaling).to(DK.dtype.element_ty), mask=inside)
     if VALUE:
         tl.store(DV + flat[:, None] * E + e[None, :], dv.to(DV.dtype.element_ty), mask=there[:, None] & (e < E)[None, :])
