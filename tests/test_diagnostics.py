@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -31,14 +32,10 @@ def same(actual: Tensor, expected: Any, tolerance: float = 2e-5) -> None:
 @torch.no_grad()
 def weights(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> list[np.ndarray]:
     """By layer: attention weights (batch, heads, n, n) in float64, from the dense path."""
-    before = model.config._attn_implementation
-    if before == "sdpa":
+    model = copy.deepcopy(model)  # transformers leaves hooks behind
+    if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
-    try:
-        out = model(ids, output_attentions=True, use_cache=False, **inputs).attentions
-    finally:
-        if before == "sdpa":
-            model.set_attn_implementation(before)
+    out = model(ids, output_attentions=True, use_cache=False, **inputs).attentions
     return [a.double().numpy() for a in out]
 
 
@@ -278,7 +275,7 @@ def test_pictures_are_read() -> None:
 
 
 def test_output_attentions_is_seen_too() -> None:
-    under, ids = model("llama", CASES["alibi"]), tokens()
+    under, ids = fresh("llama", CASES["alibi"]), tokens()
     assert_equal(measured(under, {"input_ids": ids, "output_attentions": True}), measured(under, {"input_ids": ids}))
 
 

@@ -300,7 +300,7 @@ def test_output_attentions(family: str) -> None:
     if family == "gpt2":
         pytest.skip("its forward does not pass the argument on")
     ids = tokens()
-    out = model(family, CONFIG)(ids, output_attentions=True, use_cache=False)
+    out = fresh(family, CONFIG)(ids, output_attentions=True, use_cache=False)  # transformers leaves hooks behind
     close(out.logits, expected(family, CONFIG, ids))
     for weights in out.attentions:
         assert weights.shape == (2, 4, 24, 24)
