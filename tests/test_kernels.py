@@ -377,15 +377,6 @@ def test_half_precision_error_budget(dtype: torch.dtype, backward: bool, fast: b
     assert error(ours) <= 2 * budget
 
 
-@pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("rows", [1, tiled.MANY_ROWS, 45])
-def test_sums_are_the_product(rows: int, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not fast:
-        monkeypatch.setattr(tiled, "_one_dnn", lambda: None)
-    p, x = torch.rand(2, rows, 77), torch.randn(2, 77, 24)[:, :, ::2]
-    close(tiled._sums(p, x).double(), p.double() @ x.double(), 1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_logits_of_ten_thousand_stay_finite(dtype: torch.dtype) -> None:
     query, key, value = inputs(d=16, dtype=dtype)

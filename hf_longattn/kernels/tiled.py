@@ -13,7 +13,7 @@ rows, whose positions jump, look every distance up instead.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple, Self
 
 import torch
@@ -352,7 +352,7 @@ class _Block:
         p = p.view(*self.flat, -1)
         if p.dtype != self.value.dtype:
             p = self.all.buffer("rounded", *p.shape, dtype=self.value.dtype).copy_(p)
-        return _sums(p, self.value)
+        return torch.bmm(p, self.value)
 
     def keep(self) -> Tensor:
         """Dropout's factors for this block, the same whenever they are asked for."""
@@ -360,26 +360,6 @@ class _Block:
         generator = torch.Generator(self.query.device).manual_seed(int(self.all.seed) + self.number)
         kept = torch.rand(self.shape, generator=generator, device=self.query.device) >= self.all.dropout
         return kept.to(self.all.dtype) / (1 - self.all.dropout)
-
-
-#: Rows from which oneDNN's product beats a plain one.
-MANY_ROWS = 32
-
-
-def _sums(p: Tensor, x: Tensor) -> Tensor:
-    """p @ x, (heads, rows, columns) by (heads, columns, d): many terms in few sums, for which torch.bmm is a third too slow.
-
-    Its sgemm is MKL's; oneDNN's is faster on shapes like these and has no public way in for float32.
-    """
-    if p.dtype != torch.float32 or p.device.type != "cpu" or p.shape[1] < MANY_ROWS or (linear := _one_dnn()) is None:
-        return torch.bmm(p, x)
-    return torch.stack([linear(p[h], x[h].T, None, "none", [], "") for h in range(p.shape[0])])
-
-
-@functools.cache
-def _one_dnn() -> Callable[..., Tensor] | None:
-    """oneDNN's x @ weight.T, which torch.compile uses itself; None where this torch has none."""
-    return getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 
 
 def _halves_are_fast(value: Tensor | None) -> bool:
@@ -540,7 +520,7 @@ def _backward(
             if softcap and capped is not None:
                 d.mul_(capped.div_(softcap).square_().neg_().add_(1.0))
             d = d.view(*block.flat, -1)
-            block.put(a.grouped(d_query), _sums(d, block.key).mul_(scaling))
+            block.put(a.grouped(d_query), torch.bmm(d, block.key).mul_(scaling))
             d_key[b, h, c].baddbmm_(d.transpose(1, 2), block.query)
         return d_query, d_key.to(key.dtype), d_value if value is None else d_value.to(value.dtype), d_gain, d_bias
 
