@@ -23,6 +23,8 @@ from ..geometry import HIGH, KEY_START, LOW, PLACE, POSITION, START, Rows
 
 #: Logits held at a time (elements, 4 bytes each): about what the caches of a small machine take.
 BLOCK_ELEMENTS = 1 << 21
+#: Columns whose products in half precision are summed at a time.
+HALF_COLUMNS = 1 << 11
 #: Elements of keys turned at a time.
 TURN_ELEMENTS = 1 << 19
 #: p, c and s of S_ij = scaling (q_i . (c_j k_j) + p_i . (s_j k_j)): p like the query, c and s
@@ -350,9 +352,14 @@ class _Block:
         """sum_j P v; probabilities are rounded to a half-precision value's dtype first."""
         assert self.value is not None
         p = p.view(*self.flat, -1)
-        if p.dtype != self.value.dtype:
-            p = self.all.buffer("rounded", *p.shape, dtype=self.value.dtype).copy_(p)
-        return torch.bmm(p, self.value)
+        if p.dtype == self.value.dtype:
+            return torch.bmm(p, self.value)
+        out = p.new_zeros(*self.flat, self.value.shape[-1])
+        for c in range(0, self.shape[3], HALF_COLUMNS):  # few shapes: oneDNN keeps memory for each one it has met
+            part, value = p[..., c : c + HALF_COLUMNS], self.value[:, c : c + HALF_COLUMNS]
+            rounded = self.all.buffer("rounded", *part.shape, dtype=value.dtype).copy_(part)
+            out += torch.bmm(rounded, value)
+        return out
 
     def keep(self) -> Tensor:
         """Dropout's factors for this block, the same whenever they are asked for."""
