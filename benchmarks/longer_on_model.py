@@ -177,7 +177,8 @@ def main() -> None:
         "command": f"python benchmarks/longer_on_model.py --text {' '.join(t.name for t in args.text)} --length {args.length}"
         + (f" --dtype {args.dtype}" if args.dtype != "bfloat16" else "")
         + (f" --adapter {args.adapter.name}" if args.adapter else "")
-        + (f" --model {args.model.name} --prefill {args.prefill}" if args.prefill else ""),
+        + (f" --model {args.model.name}" if args.model != parser.get_default("model") else "")
+        + (f" --prefill {args.prefill}" if args.prefill else ""),
     }
     copies = [Copy(d, p) for d, p in COPIES if p + PASSAGE <= args.length]
     chosen = [c for c in CHOICES if args.length in c.lengths and re.search(args.only, c.name)]

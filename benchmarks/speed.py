@@ -183,10 +183,6 @@ def write() -> None:
 
 
 if __name__ == "__main__":
-    write()
-
-
-if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", action="store_true", required=True, help="rewrite docs/ from the result files")
     parser.parse_args()
