@@ -243,7 +243,7 @@ def test_the_temperature_is_the_published_one(the: Any) -> None:
 def test_the_encoder_sees_both_ways_and_the_whole_length(the: Any) -> None:
     settings = dataclasses.replace(the.masked.QUICK, layers=2)
     torch.manual_seed(0)
-    model = the.masked.encoder(settings).eval()
+    model = the.masked.byte_llama(settings.layers, settings.width, heads=1, positions=settings.length).eval()
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.data.mul_(30)  # attention far from uniform
     ids = torch.randint(3, 259, (1, 40), generator=torch.Generator().manual_seed(1))

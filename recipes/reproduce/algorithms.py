@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from experiment import Experiment, Run
-from loop import fit
+from loop import byte_llama, fit
 from torch import Tensor, nn
-from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import ByT5Tokenizer
 
 import hf_longattn
 
@@ -27,7 +27,7 @@ class Settings:
     width: int = 128
     heads: int = 4
     batch: int = 32
-    steps: int = 3000
+    steps: int = 1500
     learning_rate: float = 1e-3
     trained: tuple[int, ...] = (4, 5, 6, 7, 8, 9, 10)
     sizes: tuple[int, ...] = (4, 6, 8, 10, 12, 14, 16, 20, 24, 32)
@@ -107,19 +107,7 @@ def batch(task: str, size: int, count: int, rng: random.Random) -> tuple[Tensor,
 
 
 def model_for(variant: str, settings: Settings) -> Any:
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(ByT5Tokenizer(extra_ids=0)),
-            hidden_size=settings.width,
-            intermediate_size=4 * settings.width,
-            num_hidden_layers=settings.layers,
-            num_attention_heads=settings.heads,
-            max_position_embeddings=1024,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
-    )
+    model = byte_llama(settings.layers, settings.width, settings.heads, positions=1024)
     return model if variant == "plain" else hf_longattn.apply(model, variant)
 
 
@@ -163,7 +151,7 @@ ALGORITHMS = Experiment(
     about="training under adaptive temperature on algorithms as text, tested at larger sizes (Softmax is not Enough, Fig. 8)",
     variants=("plain", "adaptive_temperature"),
     seeds=(0, 1, 2),
-    minutes=30.0,
+    minutes=12.0,
     settings=Settings(),
     quick=QUICK,
     measure=measure,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from experiment import Experiment, Run
 
 from hf_longattn.training import POSITIONS, load_recipe, prepare
@@ -30,7 +31,7 @@ class Settings:
     rope_theta: float = 625.0
     prope_theta: float = 4096.0
     batch: int = 8
-    steps: int = 1500
+    steps: int = 700
     lengths: tuple[int, ...] = (256, 1024, 4096)
     measured_tokens: int = 65536
 
@@ -79,7 +80,8 @@ def training(steps: int, batch: int, seed: int) -> dict[str, Any]:
         "trainer.eval_strategy": "no",
         "trainer.save_strategy": "no",
         "trainer.disable_tqdm": True,
-        "trainer.use_cpu": True,
+        "trainer.use_cpu": not torch.cuda.is_available(),
+        "trainer.bf16": True,
     }
 
 
@@ -88,7 +90,7 @@ LENGTH = Experiment(
     about="position methods from scratch, beyond the training length, and a sweep of τ (Scale-invariant attention, Table 1)",
     variants=tuple(VARIANTS),
     seeds=(0, 1, 2),
-    minutes=9.0,
+    minutes=3.5,
     settings=Settings(),
     quick=QUICK,
     measure=measure,

@@ -180,8 +180,8 @@ def normed(data: Data, names: Sequence[str], published: Mapping[tuple[str, str],
     for variant in there[1:]:
         if names[0] == "max-retrieval":
             body.append([f"gain of {NORMED[variant]}, paper", *(f"{x:+.2f}" for x in paper.ARGMAX_GAIN[variant])])
-        if found := gains(series(rows, variant, "plain", "accuracy"), base):
-            body.append([f"gain of {NORMED[variant]}, ours", *signed(found)])
+        if gained := gains(series(rows, variant, "plain", "accuracy"), base):
+            body.append([f"gain of {NORMED[variant]}, ours", *signed(gained)])
     text = table(["accuracy (%) at items", *map(size, paper.SIZES)], body)
     spread = [
         [f"{NORMED[v]}, {what}", *(f"{x:.3f}" for x in means(series(rows, v, "plain", key)))]
