@@ -89,3 +89,19 @@ def test_the_committed_reports_are_their_rows_and_what_the_page_says() -> None:
                 line = next(x for x in table.splitlines() if x.startswith(f"| {row['setting']} |"))
                 column = table.splitlines()[0].split("|").index(f" {row['length']:,} ")
                 assert float(line.split("|")[column]) == pytest.approx(row["loss"], abs=6e-4)  # one document each
+
+
+def test_the_likelihoods_of_answers_on_the_page_are_those_of_the_report() -> None:
+    page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    name, table = re.search(r"<!-- answers: (\S+) -->\n(.*?)\n *<!-- end -->", page, re.DOTALL).groups()  # type: ignore[union-attr]
+    sections = json.loads((ROOT / "docs" / name / "report.json").read_text(encoding="utf-8"))["sections"]
+    found: dict[str, list[float]] = {}
+    for title in ("Pass key", "Three needles"):
+        tables = next(s["tables"] for s in sections if s["title"] == title)
+        for setting, *values in next(t["rows"] for t in tables if t["title"].startswith("Log-likelihood")):
+            found.setdefault(setting, []).extend(values)
+    for line in table.splitlines()[2:]:
+        settings, *shown = (cell.strip() for cell in line.strip(" |").split("|"))
+        for setting in settings.split(", ") if settings not in found else [settings]:
+            assert [x.replace("−", "-") for x in shown] == [f"{x:.2f}" for x in found.pop(setting)]
+    assert not found

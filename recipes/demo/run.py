@@ -16,13 +16,16 @@ from pydoc_data.topics import topics
 
 import torch
 import transformers
-from model import obtain, random_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from report import write_plot, write_summary
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, Trainer, TrainingArguments, set_seed
 
 import hf_longattn
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+from models import SMOLLM2, obtain, random_model
 
 PROMPT = "The old lighthouse keeper climbed the stairs every evening, because"
 METHODS = {
@@ -39,7 +42,7 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore", FutureWarning)  # PEFT's use of transformers
     set_seed(args.seed)
-    folder = random_model(args.models) if args.quick else obtain(args.models)
+    folder = random_model(args.models) if args.quick else obtain(SMOLLM2, args.models)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = tokenizer(read(args.text), return_tensors="pt")["input_ids"][0]
     if len(tokens) < args.long + args.window:

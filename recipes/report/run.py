@@ -14,15 +14,14 @@ from hf_longattn.cli import app
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent
-sys.path += [str(ROOT / "recipes" / "demo"), str(HERE)]
+sys.path.append(str(HERE.parent))
 
-import gemma  # noqa: E402
-import model as smollm2  # noqa: E402
+from models import GEMMA, SMOLLM2, obtain  # noqa: E402
 
 #: Of each model: where it comes from, the page's title, the tokens scored, and the lengths of losses and of tasks.
 REPORTS = {
-    "smollm2": (smollm2.obtain, "SmolLM2-135M beyond its trained length", "1024", "2k,4k,8k,16k", "2k,4k"),
-    "gemma": (gemma.obtain, "Gemma 3 270M within its trained length", "512", "1k,2k,4k", ""),
+    "smollm2": (SMOLLM2, "SmolLM2-135M beyond its trained length", "1024", "2k,4k,8k,16k", "2k,4k"),
+    "gemma": (GEMMA, "Gemma 3 270M within its trained length", "512", "1k,2k,4k", ""),
 }
 
 
@@ -35,10 +34,10 @@ def main() -> None:
     parser.add_argument("--page-only", action="store_true", help="measure nothing; write the pages from the rows so far")
     parser.add_argument("--no-tasks", action="store_true", help="losses alone")
     args = parser.parse_args()
-    for name, (obtain, title, targets, lengths, task_lengths) in REPORTS.items():
+    for name, (source, title, targets, lengths, task_lengths) in REPORTS.items():
         if args.model not in (name, "all"):
             continue
-        model, settings, out = map(relpath, (obtain(ROOT / "models"), HERE / f"{name}.yaml", args.out / name))
+        model, settings, out = map(relpath, (obtain(source, ROOT / "models"), HERE / f"{name}.yaml", args.out / name))
         base = ["eval", model, "--settings", settings, "--text", str(args.text), "--out", out]
         base += ["--dtype", "bfloat16", "--title", title, "--shortest-first"]
         base += ["--page-only"] * args.page_only
