@@ -204,6 +204,25 @@ def test_tiled(geometry: str, options: str, blocks: int, monkeypatch: pytest.Mon
     check(tiled_attention, geometry, options, 1)
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_tiles_of_columns(geometry: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What texts beyond WHOLE_COLUMNS take, forward."""
+    for name, value in (("BLOCK_ELEMENTS", 8), ("TILE_COLUMNS", 3), ("WHOLE_COLUMNS", 2)):
+        monkeypatch.setattr(tiled, name, value)
+    tiles = 0
+
+    def counted(block: tiled._Block) -> tuple[Tensor, Tensor]:
+        nonlocal tiles
+        tiles += 1
+        return by_tiles(block)
+
+    by_tiles = tiled._Block.by_tiles
+    monkeypatch.setattr(tiled._Block, "by_tiles", counted)
+    check(lambda **kw: tiled_attention(**kw, with_lse=True), geometry, options, 2)
+    assert tiles or geometry == "keys ahead of queries"  # of whose rows one sees one key
+
+
 @pytest.mark.parametrize(
     ("geometry", "options"), [(g, "everything") for g in GEOMETRIES] + [("packed", o) for o in OPTIONS if o != "everything"]
 )

@@ -5,7 +5,8 @@ The logit of query row i and key j, at distance t = |slot_i - slot_j|, is
     L_ij = x_i gain_t C(S_ij) + y_i bias_t,    S = scaling q . k,    C(s) = c tanh(s / c) or s,
 
 with gain = 1 and bias = 0 for the first `sinks` keys of the sequence. Rows are worked off in blocks that see all
-their keys at once, so the softmax needs no second pass; the backward pass computes each block anew. Inside a block the
+their keys at once, so the softmax needs no second pass (in long texts ranges of them, whose averages are joined by their
+logsumexps); the backward pass computes each block anew. Inside a block the
 query rows run backwards: then t = const - (row + column), and a strided view of a 1-D table serves the whole block. Placed
 rows, whose positions jump, look every distance up instead.
 """
@@ -23,6 +24,8 @@ from ..geometry import HIGH, KEY_START, LOW, PLACE, POSITION, START, Rows
 
 #: Logits held at a time (elements, 4 bytes each): about what the caches of a small machine take.
 BLOCK_ELEMENTS = 1 << 21
+#: Columns that a forward pass sees at a time where rows see more than WHOLE_COLUMNS: whole rows would leave a block too few.
+TILE_COLUMNS, WHOLE_COLUMNS = 1 << 11, 1 << 13
 #: Columns whose products in half precision are summed at a time.
 HALF_COLUMNS = 1 << 11
 #: Elements of keys turned at a time.
@@ -119,6 +122,7 @@ class _Blocks:
         dropout: float,
         turn: KeyTurn | None = None,
         half: bool = False,
+        tiles: bool = False,
     ) -> None:
         self.batch, heads, self.q_len, self.head_dim = query.shape
         self.kv_heads, self.kv_len = key.shape[1:3]
@@ -158,16 +162,19 @@ class _Blocks:
                 self.bias[:, self.farthest + 1 :] = HIDDEN  # causality for free
                 self.hides_future = True
         self.sinks, self.softcap, self.dropout, self.seed = sinks, softcap, dropout, seed
-        self.heads_at_once, self.rows_at_once = self.sizes()
+        self.heads_at_once, self.rows_at_once, self.columns_at_once = self.sizes(tiles)
         self.buffers: dict[str, Tensor] = {}
 
-    def sizes(self) -> tuple[int, int]:
+    def sizes(self, tiles: bool) -> tuple[int, int, int]:
+        """Heads, rows and columns of a block."""
         if self.kv_heads * self.group * self.q_len * self.kv_len <= BLOCK_ELEMENTS:
-            return self.kv_heads, self.q_len
-        heads = min(self.kv_heads, 2 if self.group == 1 else 1)
-        width = int((self.bounds[..., HIGH] - self.bounds[..., LOW]).max()) + 1
-        rows = BLOCK_ELEMENTS // (heads * self.group * max(min(width, self.kv_len), 1))
-        return heads, min(max(rows, 16), 256, self.q_len)
+            return self.kv_heads, self.q_len, self.kv_len
+        width = max(min(int((self.bounds[..., HIGH] - self.bounds[..., LOW]).max()) + 1, self.kv_len), 1)
+        columns = TILE_COLUMNS if tiles and width > WHOLE_COLUMNS else self.kv_len
+        width = min(width, columns)
+        heads = min(self.kv_heads, 2 if self.group == 1 and width <= WHOLE_COLUMNS else 1)
+        rows = BLOCK_ELEMENTS // (heads * self.group * width)
+        return heads, min(max(rows, 16), 256, self.q_len), columns
 
     def grouped(self, x: Tensor) -> Tensor:
         """(batch, heads, q_len, d) as (batch, kv_heads, group, q_len, d)."""
@@ -361,6 +368,22 @@ class _Block:
             out += torch.bmm(rounded, value)
         return out
 
+    def by_tiles(self) -> tuple[Tensor, Tensor]:
+        """Output and logsumexp, (heads, group, rows, value_dim or 1): a softmax for each range of columns, then their mean."""
+        out, lse = self.query.new_zeros(()), self.query.new_full((), float("-inf"))
+        for c in range(self.c.start, self.c.stop, step := self.all.columns_at_once):
+            end = min(c + step, self.c.stop)
+            tile = _Block(self.all, self.number, self.b, self.h, self.r.start, self.r.stop, c, end, self.bounds)
+            p = tile.logits(tile.scores())
+            own = p.amax(-1, keepdim=True)
+            torch.softmax(p, -1, out=p)
+            own -= p.amax(-1, keepdim=True).log()
+            total = torch.logaddexp(lse, own)
+            part = tile.average(p).view(*self.shape[:3], -1).mul_((own - total).exp_())
+            out, lse = part.addcmul_(out, (lse - total).exp_()), total
+        nothing = lse <= HIDDEN / 2
+        return out.masked_fill_(nothing, 0.0), lse.masked_fill_(nothing, float("-inf"))
+
     def keep(self) -> Tensor:
         """Dropout's factors for this block, the same whenever they are asked for."""
         assert self.all.seed is not None
@@ -402,13 +425,20 @@ def _forward(
     half: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        options = (sinks, scaling, softcap, dropout, turn, half)
+        tiles = value is not None and not (with_entropy or dropout)  # whose rows are seen whole
+        options = (sinks, scaling, softcap, dropout, turn, half, tiles)
         blocks = _Blocks(query, key, value, index, allowed, gain, bias, row_gain, row_bias, seed, *options)
         shape = query.shape[:-1]
         out = query.new_zeros((0,) if value is None else (*shape, value.shape[-1]))
         lse = blocks.query.new_full(shape if with_lse else (0,), float("-inf"))
         entropy = blocks.query.new_zeros(shape if with_entropy else (0,))
         for block in blocks:
+            if block.shape[3] > blocks.columns_at_once:
+                averages, sums = block.by_tiles()
+                block.put(blocks.grouped(out), averages)
+                if with_lse:
+                    block.put(blocks.grouped(lse[..., None]), sums)
+                continue
             p = logits = block.logits(block.scores())
             nothing = block.sees_nothing(logits) if with_lse else None
             top = logits.amax(-1, keepdim=True) if with_lse else None
