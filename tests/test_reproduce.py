@@ -170,7 +170,7 @@ def test_an_interrupted_command_goes_on(the: Any, tmp_path: Path, counted: list[
     assert counted[5:] == [("layer_norm", 1)]
     again = {(r["variant"], r["seed"]): r["measured"]["number"] for r in rows(tmp_path, "argmax-retrieval")}
     assert again == found | {("layer_norm", 1): 6}
-    assert "1.0 min" not in the.run.listed(tmp_path)  # the rows' own time
+    assert " 1.0 min" not in the.run.listed(tmp_path)  # the rows' own time
 
 
 def test_rows_of_other_settings_are_refused(

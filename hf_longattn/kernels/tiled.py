@@ -5,10 +5,10 @@ The logit of query row i and key j, at distance t = |slot_i - slot_j|, is
     L_ij = x_i gain_t C(S_ij) + y_i bias_t,    S = scaling q . k,    C(s) = c tanh(s / c) or s,
 
 with gain = 1 and bias = 0 for the first `sinks` keys of the sequence. Rows are worked off in blocks that see all
-their keys at once, so the softmax needs no second pass (in long texts ranges of them, whose averages are joined by their
-logsumexps); the backward pass computes each block anew. Inside a block the
-query rows run backwards: then t = const - (row + column), and a strided view of a 1-D table serves the whole block. Placed
-rows, whose positions jump, look every distance up instead.
+their keys at once, so the softmax needs no second pass (in long texts a range of them, and the ranges' averages are joined
+by their logsumexps); the backward pass computes each block anew. Inside a block the query rows run backwards: then
+t = const - (row + column), and a strided view of a 1-D table serves the whole block. Placed rows, whose positions jump,
+look every distance up instead.
 """
 
 from __future__ import annotations

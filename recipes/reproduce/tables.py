@@ -182,6 +182,9 @@ def normed(data: Data, names: Sequence[str], published: Mapping[tuple[str, str],
             body.append([f"gain of {NORMED[variant]}, paper", *(f"{x:+.2f}" for x in paper.ARGMAX_GAIN[variant])])
         if gained := gains(series(rows, variant, "plain", "accuracy"), base):
             body.append([f"gain of {NORMED[variant]}, ours", *signed(gained)])
+    for variant in there:
+        if largest := series(rows, variant, "attention", "largest"):
+            body.append([f"the largest item holds the largest logit, {NORMED[variant]}", *percent(means(largest))])
     text = table(["accuracy (%) at items", *map(size, paper.SIZES)], body)
     spread = [
         [f"{NORMED[v]}, {what}", *(f"{x:.3f}" for x in means(series(rows, v, "plain", key)))]
