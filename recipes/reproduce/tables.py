@@ -240,7 +240,14 @@ def length(data: Data) -> Shown:
 
 
 def needles(data: Data) -> Shown:
-    return by_length(data, "needles", "accuracy", paper.NEEDLES, 2, "accuracy", "needles.png")
+    shown = by_length(data, "needles", "accuracy", paper.NEEDLES, 2, "accuracy", "needles.png")
+    rows = data.get("needles", [])
+    losses = {v: series(rows, v, "loss") for v in POSITIONS}
+    body = [[f"`{v}`", *(f"{x:.3f}" for x in means(values))] for v, values in losses.items() if values]
+    if not body:
+        return shown
+    head = ["loss of the answer (nats a byte) at", *(f"{n:,}" for n in rows[0]["measured"]["lengths"])]
+    return Shown(f"{shown.text}\n\n{table(head, body)}", shown.pictures)
 
 
 def taus(data: Data) -> Shown:
