@@ -263,22 +263,26 @@ def taus(data: Data) -> Shown:
     return Shown(table(["τ", *(f"loss at {n:,}" for n in rows[0]["measured"]["lengths"])], body), {})
 
 
+#: The paper's scale, and those that ours learn with.
+MASKED_SHOWN = ("dot_product", "cosscale8", "cosscale16", "cosscale128")
+
+
 def masked(data: Data) -> Shown:
     if not (rows := data.get("infoscale-cosscale", [])):
         return missing("infoscale-cosscale --text FILES --heldout FILE")
     lengths, body = rows[0]["measured"]["lengths"], []
-    for variant in ("dot_product", "cosscale128"):
+    for variant in MASKED_SHOWN:
         for kind in (t or "none" for t in TEMPERATURES):
             label = " + ".join(x for x in (variant, kind) if x != "none")
-            theirs = dict(zip(paper.MASKED_LENGTHS, paper.MASKED[variant, kind], strict=True))
-            body.append([f"{label}, paper", *(theirs.get(n, "–") for n in lengths)])
+            if theirs := dict(zip(paper.MASKED_LENGTHS, paper.MASKED.get((variant, kind), ()), strict=False)):
+                body.append([f"{label}, paper", *(theirs.get(n, "–") for n in lengths)])
             loss, right = (series(rows, variant, kind, key) for key in ("perplexity", "accuracy"))
             if loss:
                 cells = zip(means(loss), means(right), strict=True)
                 body.append([f"{label}, ours", *(f"{p:.2f}/{a:.2f}".replace("/0.", "/.") for p, a in cells)])
     lines = {
         f"{variant}{'' if kind == 'none' else ' + ' + kind}": list(zip(lengths, means(values), strict=True))
-        for variant in ("dot_product", "cosscale128")
+        for variant in MASKED_SHOWN
         for kind in (t or "none" for t in TEMPERATURES)
         if (values := series(rows, variant, kind, "accuracy"))
     }
