@@ -1,7 +1,6 @@
 """Needles after training from scratch: Anson et al., Table 2, through the recipe `needle_lora`, all weights trained.
 
-It starts from the models of `length-generalisation`, which are too small to learn it in the paper's 300 steps of AdamW: hence
-more steps, and Muon as in their training.
+It starts from the models of `length-generalisation`: more steps than the paper's 300, and Muon as in their training.
 """
 
 from __future__ import annotations

@@ -186,21 +186,18 @@ def normed(data: Data, names: Sequence[str], published: Mapping[tuple[str, str],
         if largest := series(rows, variant, "attention", "largest"):
             body.append([f"the largest item holds the largest logit, {NORMED[variant]}", *percent(means(largest))])
     text = table(["accuracy (%) at items", *map(size, paper.SIZES)], body)
-    spread = [
-        [f"{NORMED[v]}, {what}", *(f"{x:.3f}" for x in means(series(rows, v, "plain", key)))]
-        for v in there
-        for key, what in (("deviation", "across sets"), ("spread", "across features"))
-    ]
-    text += "\n\n" + table(["standard deviation of outputs at items", *map(size, paper.SIZES)], spread)
-    common = {"xlabel": "items", "log_x": True}
     deviation = {
-        f"{NORMED[v]}, {what}": list(zip(paper.SIZES, means(series(rows, v, "plain", key)), strict=True))
+        f"{NORMED[v]}, {what}": means(series(rows, v, "plain", key))
         for v in there
         for key, what in (("deviation", "across sets"), ("spread", "across features"))
     }
+    spread = [[label, *(f"{x:.3f}" for x in found)] for label, found in deviation.items()]
+    text += "\n\n" + table(["standard deviation of outputs at items", *map(size, paper.SIZES)], spread)
+    outputs = {label: list(zip(paper.SIZES, found, strict=True)) for label, found in deviation.items()}
+    common = {"xlabel": "items", "log_x": True}
     pictures = {
         f"{file}.png": {"lines": lines, "ylabel": "accuracy (%)", "limits": (0, 100)} | common,
-        f"{file}_outputs.png": {"lines": deviation, "ylabel": "standard deviation of outputs"} | common,
+        f"{file}_outputs.png": {"lines": outputs, "ylabel": "standard deviation of outputs"} | common,
     }
     links = f"![Accuracy by size]({file}.png)\n![Deviation of outputs by size]({file}_outputs.png)"
     return Shown(f"{text}\n\n{about(rows)}\n\n{links}", pictures)
