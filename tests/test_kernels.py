@@ -207,20 +207,20 @@ def test_tiled(geometry: str, options: str, blocks: int, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_tiles_of_columns(geometry: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What texts beyond WHOLE_COLUMNS take, forward."""
-    for name, value in (("BLOCK_ELEMENTS", 8), ("TILE_COLUMNS", 3), ("WHOLE_COLUMNS", 2)):
+    """What long texts take, forward and backward."""
+    for name, value in (("BLOCK_ELEMENTS", 8), ("TILE_COLUMNS", 3)):
         monkeypatch.setattr(tiled, name, value)
-    tiles = 0
+    counts = []
 
-    def counted(block: tiled._Block) -> tuple[Tensor, Tensor]:
-        nonlocal tiles
-        tiles += 1
-        return by_tiles(block)
+    def counted(block: tiled._Block) -> list[tiled._Block]:
+        counts.append(len(found := tiles(block)))
+        return found
 
-    by_tiles = tiled._Block.by_tiles
-    monkeypatch.setattr(tiled._Block, "by_tiles", counted)
-    check(lambda **kw: tiled_attention(**kw, with_lse=True), geometry, options, 2)
-    assert tiles or geometry == "keys ahead of queries"  # of whose rows one sees one key
+    tiles = tiled._Block.tiles
+    monkeypatch.setattr(tiled._Block, "tiles", counted)
+    check(lambda **kw: tiled_attention(**kw, with_lse=True, with_entropy=True), geometry, options, 3)
+    check(tiled_attention, geometry, options, 1)
+    assert max(counts) > 1 or geometry == "keys ahead of queries"  # of whose rows one sees one key
 
 
 @pytest.mark.parametrize(
@@ -257,10 +257,11 @@ def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.autograd.gradcheck(f, tuple(x.requires_grad_() for x in (query, key, value, row_gain, row_bias)))
 
 
-@pytest.mark.parametrize("blocks", BLOCKS)
-def test_dropout(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("blocks", "columns"), [(1 << 20, 1 << 11), (64, 1 << 11), (8, 3)])
+def test_dropout(blocks: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask is read off with the identity as values; with it, output and gradients are the dense ones."""
     monkeypatch.setattr(tiled, "BLOCK_ELEMENTS", blocks)
+    monkeypatch.setattr(tiled, "TILE_COLUMNS", columns)
     query, key, value = inputs(kv=4)
     rows, fixed = GEOMETRIES["left padding"][2], arguments(OPTIONS["sinks"], query)
 
@@ -522,9 +523,9 @@ def test_opcheck() -> None:
     query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs())
     fixed = arguments(OPTIONS["everything"], query)
     row_gain, row_bias = (fixed[name].requires_grad_() for name in ("row_gain", "row_bias"))
-    for outputs in ((True, True), (False, False)):
+    for with_entropy in (True, False):
         tensors = (query, key, value, GEOMETRIES["packed"][2].index, None, fixed["gain"], fixed["bias"], row_gain, row_bias)
-        torch.library.opcheck(torch.ops.hf_longattn.tiled.default, (*tensors, None, 2, 0.7, 1.1, 0.0, *outputs))
+        torch.library.opcheck(torch.ops.hf_longattn.tiled.default, (*tensors, None, 2, 0.7, 1.1, 0.0, with_entropy))
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ The logit of query row i and key j, at distance t = |slot_i - slot_j|, is
     L_ij = x_i gain_t C(S_ij) + y_i bias_t,    S = scaling q . k,    C(s) = c tanh(s / c) or s,
 
 with gain = 1 and bias = 0 for the first `sinks` keys of the sequence. Rows are worked off in blocks that see all
-their keys at once, so the softmax needs no second pass (in long texts a range of them, and the ranges' averages are joined
-by their logsumexps); the backward pass computes each block anew. Inside a block the query rows run backwards: then
+their keys at once, so the softmax needs no second pass; in long texts in tiles, ranges of the keys, which are joined by
+their logsumexps. The backward pass computes each tile anew. Inside a block the query rows run backwards: then
 t = const - (row + column), and a strided view of a 1-D table serves the whole block. Placed rows, whose positions jump,
 look every distance up instead.
 """
@@ -23,9 +23,9 @@ from torch import Tensor
 from ..geometry import HIGH, KEY_START, LOW, PLACE, POSITION, START, Rows
 
 #: Logits held at a time (elements, 4 bytes each): about what the caches of a small machine take.
-BLOCK_ELEMENTS = 1 << 21
-#: Columns that a forward pass sees at a time where rows see more than WHOLE_COLUMNS: whole rows would leave a block too few.
-TILE_COLUMNS, WHOLE_COLUMNS = 1 << 11, 1 << 13
+BLOCK_ELEMENTS = 1 << 20
+#: Rows of a tile at most, and the columns it may have however many rows there are.
+MOST_ROWS, TILE_COLUMNS = 1 << 8, 1 << 11
 #: Columns whose products in half precision are summed at a time.
 HALF_COLUMNS = 1 << 11
 #: Elements of keys turned at a time.
@@ -90,15 +90,15 @@ def tiled_attention(
         float(scaling),
         float(softcap or 0.0),
         float(dropout),
-        bool(with_lse),
         bool(with_entropy),
     )
     tensors = (query, key, value, row_gain, row_bias)
     if turn is not None:
-        return _forward(*arguments, turn=turn, half=_halves_are_fast(value))
+        return _forward(*arguments, with_lse, turn=turn, half=_halves_are_fast(value))
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
-        return _tiled(*arguments)  # its gradient takes probabilities that nothing has rounded
-    return _forward(*arguments, half=_halves_are_fast(value))
+        out, lse, entropy = _tiled(*arguments)  # its gradient takes probabilities that nothing has rounded
+        return out, lse if with_lse else lse.new_zeros(0), entropy
+    return _forward(*arguments, with_lse, half=_halves_are_fast(value))
 
 
 class _Blocks:
@@ -122,7 +122,6 @@ class _Blocks:
         dropout: float,
         turn: KeyTurn | None = None,
         half: bool = False,
-        tiles: bool = False,
     ) -> None:
         self.batch, heads, self.q_len, self.head_dim = query.shape
         self.kv_heads, self.kv_len = key.shape[1:3]
@@ -162,19 +161,19 @@ class _Blocks:
                 self.bias[:, self.farthest + 1 :] = HIDDEN  # causality for free
                 self.hides_future = True
         self.sinks, self.softcap, self.dropout, self.seed = sinks, softcap, dropout, seed
-        self.heads_at_once, self.rows_at_once, self.columns_at_once = self.sizes(tiles)
+        self.heads_at_once, self.rows_at_once, self.columns_at_once = self.sizes()
         self.buffers: dict[str, Tensor] = {}
 
-    def sizes(self, tiles: bool) -> tuple[int, int, int]:
-        """Heads, rows and columns of a block."""
+    def sizes(self) -> tuple[int, int, int]:
+        """Heads, rows and columns of a tile."""
         if self.kv_heads * self.group * self.q_len * self.kv_len <= BLOCK_ELEMENTS:
             return self.kv_heads, self.q_len, self.kv_len
         width = max(min(int((self.bounds[..., HIGH] - self.bounds[..., LOW]).max()) + 1, self.kv_len), 1)
-        columns = TILE_COLUMNS if tiles and width > WHOLE_COLUMNS else self.kv_len
-        width = min(width, columns)
-        heads = min(self.kv_heads, 2 if self.group == 1 and width <= WHOLE_COLUMNS else 1)
-        rows = BLOCK_ELEMENTS // (heads * self.group * width)
-        return heads, min(max(rows, 16), 256, self.q_len), columns
+        heads = min(self.kv_heads, 2 if self.group == 1 else 1)
+        held = BLOCK_ELEMENTS // (heads * self.group)
+        columns = max(held // min(self.q_len, MOST_ROWS), TILE_COLUMNS)
+        rows = held // min(width, columns)
+        return heads, min(max(rows, 16), MOST_ROWS, self.q_len), columns
 
     def grouped(self, x: Tensor) -> Tensor:
         """(batch, heads, q_len, d) as (batch, kv_heads, group, q_len, d)."""
@@ -198,7 +197,7 @@ class _Blocks:
                     r1 = min(r0 + self.rows_at_once, self.q_len)
                     c0 = max(own.least[LOW] - self.key_start, 0)
                     c1 = min(own.most[HIGH] - self.key_start + 1, self.kv_len)
-                    number += 1
+                    number += 1 + self.kv_len // self.columns_at_once  # one for each of its tiles
                     if c0 < c1:
                         yield _Block(self, number, b, h, r0, r1, c0, c1, own)
 
@@ -267,9 +266,23 @@ class _Block:
         offset = torch.arange(first + c0, first + c1, device=self.query.device) - start[:, None]
         return slice(c0, c1), (offset >= 0) & (offset < self.all.sinks)
 
-    def scores(self, buffer: str = "logits") -> Tensor:
+    @property
+    def blind(self) -> bool:
+        """Whether a row of it may see nothing at all."""
+        return self.all.allowed is not None or self.bounds.blind
+
+    def tiles(self) -> list[_Block]:
+        """The ranges of columns that are held at a time: the block itself, or parts of it."""
+        step, r, c = self.all.columns_at_once, self.r, self.c
+        if self.shape[3] <= step:
+            return [self]
+        starts = range(c.start, c.stop, step)
+        part = functools.partial(_Block, self.all, b=self.b, h=self.h, r0=r.start, r1=r.stop, bounds=self.bounds)
+        return [part(number=self.number + i, c0=c0, c1=min(c0 + step, c.stop)) for i, c0 in enumerate(starts)]
+
+    def scores(self) -> Tensor:
         """C(S), (heads, group, rows, columns)."""
-        s = self.all.buffer(buffer, *self.flat, self.shape[3])
+        s = self.all.buffer("logits", *self.flat, self.shape[3])
         if self.all.turn is None:
             torch.bmm(self.query, self.key.transpose(1, 2), out=s)
         else:
@@ -328,32 +341,29 @@ class _Block:
         mask = self.all.allowed[self.b, :, self.r, self.c].flip(1)
         return mask[:, None] if mask.shape[0] == 1 else mask.unflatten(0, (-1, self.shape[1]))[self.h]
 
-    def softmax(self, logits: Tensor) -> Tensor:
-        """Probabilities in place; 0 in rows that see nothing."""
-        nothing = self.sees_nothing(logits)
-        torch.softmax(logits, -1, out=logits)
-        return logits if nothing is None else logits.masked_fill_(nothing, 0.0)
-
-    def sees_nothing(self, logits: Tensor) -> Tensor | None:
-        """(heads, group, rows, 1), True where every key is hidden; None if that is so nowhere."""
-        if self.all.allowed is None and not self.bounds.blind:
-            return None
-        return logits.amax(-1, keepdim=True) <= HIDDEN / 2
-
-    def entropy(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Probabilities, the logits less their mean under them (in place), and the entropy.
-
-        With the largest logit at 0, H = ln Z - Σ p L is a sum of two terms >= 0: nothing cancels, however large logits are.
-        """
-        nothing = self.sees_nothing(logits)
-        logits.sub_(logits.amax(-1, keepdim=True))
-        p = torch.softmax(logits, -1, out=self.all.buffer("p", *self.shape))
-        mean = torch.einsum("hgrc,hgrc->hgr", p, logits)[..., None]
-        entropy = -p.amax(-1, keepdim=True).log() - mean
-        if nothing is not None:
-            p.masked_fill_(nothing, 0.0)
-            entropy.masked_fill_(nothing, 0.0)
-        return p, logits.sub_(mean), entropy
+    def attend(self, with_lse: bool, with_entropy: bool) -> _Sums:
+        """What the rows take from this block's columns alone; the entropy comes with the logsumexp."""
+        all, blind = self.all, self.blind
+        out = lse = entropy = None
+        p = logits = self.logits(self.scores())
+        top = logits.amax(-1, keepdim=True) if with_lse or blind else None
+        if with_entropy and top is not None:
+            # with the largest logit at 0, H = ln Z - sum p L adds two terms >= 0: nothing cancels, however large logits are
+            p = torch.softmax(logits.sub_(top), -1, out=all.buffer("p", *self.shape))
+            entropy = -torch.einsum("hgrc,hgrc->hgr", p, logits)[..., None]
+        elif with_lse or self.value is not None:
+            torch.softmax(logits, -1, out=p)
+        if with_lse and top is not None:
+            largest = p.amax(-1, keepdim=True).log_()  # the largest probability is exp(top - lse)
+            lse = top - largest
+            entropy = None if entropy is None else entropy.sub_(largest)
+        if blind and top is not None:
+            p.masked_fill_(top <= HIDDEN / 2, 0.0)
+        if all.dropout:
+            p.mul_(self.keep())
+        if self.value is not None:
+            out = self.average(p).view(*self.shape[:3], -1)
+        return _Sums(out, lse, entropy)
 
     def average(self, p: Tensor) -> Tensor:
         """sum_j P v; probabilities are rounded to a half-precision value's dtype first."""
@@ -368,28 +378,33 @@ class _Block:
             out += torch.bmm(rounded, value)
         return out
 
-    def by_tiles(self) -> tuple[Tensor, Tensor]:
-        """Output and logsumexp, (heads, group, rows, value_dim or 1): a softmax for each range of columns, then their mean."""
-        out, lse = self.query.new_zeros(()), self.query.new_full((), float("-inf"))
-        for c in range(self.c.start, self.c.stop, step := self.all.columns_at_once):
-            end = min(c + step, self.c.stop)
-            tile = _Block(self.all, self.number, self.b, self.h, self.r.start, self.r.stop, c, end, self.bounds)
-            p = tile.logits(tile.scores())
-            own = p.amax(-1, keepdim=True)
-            torch.softmax(p, -1, out=p)
-            own -= p.amax(-1, keepdim=True).log()
-            total = torch.logaddexp(lse, own)
-            part = tile.average(p).view(*self.shape[:3], -1).mul_((own - total).exp_())
-            out, lse = part.addcmul_(out, (lse - total).exp_()), total
-        nothing = lse <= HIDDEN / 2
-        return out.masked_fill_(nothing, 0.0), lse.masked_fill_(nothing, float("-inf"))
-
     def keep(self) -> Tensor:
         """Dropout's factors for this block, the same whenever they are asked for."""
         assert self.all.seed is not None
         generator = torch.Generator(self.query.device).manual_seed(int(self.all.seed) + self.number)
         kept = torch.rand(self.shape, generator=generator, device=self.query.device) >= self.all.dropout
         return kept.to(self.all.dtype) / (1 - self.all.dropout)
+
+
+class _Sums(NamedTuple):
+    """Output, logsumexp and entropy of rows, (heads, group, rows, value_dim or 1); None: not asked for."""
+
+    out: Tensor | None
+    lse: Tensor | None
+    entropy: Tensor | None
+
+    def join(self, other: _Sums) -> _Sums:
+        """Of both ranges of keys together: exp(lse) adds up, and H = sum_i w_i (H_i - ln w_i) with w_i = exp(lse_i - lse)."""
+        assert self.lse is not None
+        assert other.lse is not None
+        lse = torch.logaddexp(self.lse, other.lse)
+        far, near = lse - self.lse, lse - other.lse
+        out = entropy = None
+        if self.entropy is not None and other.entropy is not None:
+            entropy = (self.entropy + far) * (-far).exp_() + (other.entropy + near) * (-near).exp_()
+        if self.out is not None and other.out is not None:
+            out = other.out.mul_(near.neg_().exp_()).addcmul_(self.out, far.neg_().exp_())
+        return _Sums(out, lse, entropy)
 
 
 def _halves_are_fast(value: Tensor | None) -> bool:
@@ -419,41 +434,33 @@ def _forward(
     scaling: float,
     softcap: float,
     dropout: float,
-    with_lse: bool,
     with_entropy: bool,
+    with_lse: bool = True,
     turn: KeyTurn | None = None,
     half: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        tiles = value is not None and not (with_entropy or dropout)  # whose rows are seen whole
-        options = (sinks, scaling, softcap, dropout, turn, half, tiles)
+        options = (sinks, scaling, softcap, dropout, turn, half)
         blocks = _Blocks(query, key, value, index, allowed, gain, bias, row_gain, row_bias, seed, *options)
         shape = query.shape[:-1]
         out = query.new_zeros((0,) if value is None else (*shape, value.shape[-1]))
         lse = blocks.query.new_full(shape if with_lse else (0,), float("-inf"))
         entropy = blocks.query.new_zeros(shape if with_entropy else (0,))
         for block in blocks:
-            if block.shape[3] > blocks.columns_at_once:
-                averages, sums = block.by_tiles()
-                block.put(blocks.grouped(out), averages)
-                if with_lse:
-                    block.put(blocks.grouped(lse[..., None]), sums)
-                continue
-            p = logits = block.logits(block.scores())
-            nothing = block.sees_nothing(logits) if with_lse else None
-            top = logits.amax(-1, keepdim=True) if with_lse else None
-            if with_entropy:
-                p, _, h = block.entropy(logits)
-                block.put(blocks.grouped(entropy[..., None]), h)
-            elif block.value is not None or with_lse:
-                p = block.softmax(logits)
-            if top is not None:
-                top -= p.amax(-1, keepdim=True).log()  # the largest probability is exp(top - lse)
-                block.put(blocks.grouped(lse[..., None]), top if nothing is None else top.masked_fill_(nothing, float("-inf")))
-            if dropout:
-                p.mul_(block.keep())
-            if block.value is not None:
-                block.put(blocks.grouped(out), block.average(p))
+            tiles = block.tiles()
+            need_lse = with_lse or with_entropy or len(tiles) > 1
+            sums = functools.reduce(_Sums.join, (tile.attend(need_lse, with_entropy) for tile in tiles))
+            if block.blind and sums.lse is not None:
+                nothing = sums.lse <= HIDDEN / 2
+                sums.lse.masked_fill_(nothing, float("-inf"))
+                if sums.entropy is not None:
+                    sums.entropy.masked_fill_(nothing, 0.0)
+            if sums.out is not None:
+                block.put(blocks.grouped(out), sums.out)
+            if with_lse and sums.lse is not None:
+                block.put(blocks.grouped(lse[..., None]), sums.lse)
+            if sums.entropy is not None:
+                block.put(blocks.grouped(entropy[..., None]), sums.entropy)
         return out, lse, entropy
 
 
@@ -463,16 +470,16 @@ _tiled = torch.library.custom_op(
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor? value, Tensor index, Tensor? allowed, Tensor? gain, Tensor? bias, "
     "Tensor? row_gain, Tensor? row_bias, Tensor? seed, int sinks, float scaling, float softcap, float dropout, "
-    "bool with_lse, bool with_entropy) -> (Tensor, Tensor, Tensor)",
+    "bool with_entropy) -> (Tensor, Tensor, Tensor)",
 )
 
 
 @_tiled.register_fake
 def _(query, key, value, *rest):  # type: ignore[no-untyped-def]
-    with_lse, with_entropy = rest[-2:]
+    with_entropy = rest[-1]
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     out = query.new_empty((0,) if value is None else (*query.shape[:-1], value.shape[-1]))
-    rows = [query.new_empty(query.shape[:-1] if wanted else (0,), dtype=dtype) for wanted in (with_lse, with_entropy)]
+    rows = [query.new_empty(query.shape[:-1] if wanted else (0,), dtype=dtype) for wanted in (True, with_entropy)]
     return out, *rows
 
 
@@ -482,6 +489,8 @@ def _backward(
     grad_lse: Tensor | None,
     grad_entropy: Tensor | None,
     out: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor | None,
@@ -500,91 +509,97 @@ def _backward(
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         a = _Blocks(query, key, value, index, allowed, gain, bias, row_gain, row_bias, seed, sinks, scaling, softcap, dropout)
         # sum_j P dP, the same for dropped-out P, less what the logsumexp passes on
-        delta = a.query.new_zeros(*query.shape[:-1], 1)
+        delta = a.query.new_zeros(*query.shape[:-1])
         if value is not None:
-            grad = grad.to(a.dtype)
-            delta += (grad * out.to(a.dtype)).sum(-1, keepdim=True)
-            grad = a.grouped(grad)
+            delta += (grad.to(a.dtype) * out.to(a.dtype)).sum(-1)
         if grad_lse is not None:
-            delta -= grad_lse.to(a.dtype)[..., None]
-        delta = a.grouped(delta)
-        d_entropy = None if grad_entropy is None else a.grouped(grad_entropy.to(a.dtype)[..., None])
+            delta -= grad_lse.to(a.dtype)
+        lse = lse.masked_fill(lse == float("-inf"), 0.0)  # a row that sees nothing: exp(HIDDEN) is 0
+        given = {"delta": delta, "lse": lse, "gain": row_gain, "grad": None if value is None else grad}
+        given |= {} if grad_entropy is None else {"entropy": entropy, "d_entropy": grad_entropy}
+        by_row = {name: a.grouped(x.to(a.dtype).view(*query.shape[:3], -1)) for name, x in given.items() if x is not None}
         d_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
         d_key = torch.zeros_like(a.key)
         d_value = a.key.new_zeros(0) if a.value is None else torch.zeros_like(a.value)
         d_gain = a.query.new_zeros(query.shape[:3] if row_gain is not None else 0)
         d_bias = a.query.new_zeros(query.shape[:3] if row_bias is not None else 0)
         for block in a:
-            b, h, c = block.b, block.h, block.c
-            s = block.scores()
-            capped = a.buffer("scores", *block.shape).copy_(s) if softcap or row_gain is not None else None
-            logits, centred = block.logits(s), None
-            if d_entropy is None:
-                p = block.softmax(logits)
-            else:
-                p, centred, _ = block.entropy(logits)
-            d = a.buffer("d", *block.flat, block.shape[3])
-            if block.value is None:
-                d = d.zero_().view(block.shape)
-            else:
-                g = block.rows(grad).view(*block.flat, -1)
-                torch.bmm(g, block.value.transpose(1, 2), out=d)
-                d = d.view(block.shape)
-                dropped = p
-                if dropout:
-                    kept = block.keep()
-                    d.mul_(kept)
-                    dropped = p * kept
-                d_value[b, h, c].baddbmm_(dropped.view(*block.flat, -1).transpose(1, 2), g)
-            d.sub_(block.rows(delta))
-            if centred is not None and d_entropy is not None:
-                d.sub_(centred.mul_(block.rows(d_entropy)))  # dH/dL_j = -P_j (L_j - mean L)
-            d.mul_(p)  # dL
-            sink = block.sink_columns()
-            if a.gain is not None and a.bias is not None:
-                sunk = d[..., sink[0]].clone() if sink else None
-                if a.row_bias is not None:
-                    product = d * block.table(a.bias)
-                    if sink:
-                        product[..., sink[0]].masked_fill_(sink[1], 0.0)
-                    block.put(a.grouped(d_bias[..., None]), product.sum(-1, keepdim=True))
-                d.mul_(block.table(a.gain))
-                if sink and sunk is not None:
-                    torch.where(sink[1], sunk, d[..., sink[0]], out=d[..., sink[0]])
-            if a.row_gain is not None and capped is not None:
-                block.put(a.grouped(d_gain[..., None]), (d * capped).sum(-1, keepdim=True))
-                d.mul_(block.rows(a.row_gain))
-            if softcap and capped is not None:
-                d.mul_(capped.div_(softcap).square_().neg_().add_(1.0))
-            d = d.view(*block.flat, -1)
-            block.put(a.grouped(d_query), torch.bmm(d, block.key).mul_(scaling))
-            d_key[b, h, c].baddbmm_(d.transpose(1, 2), block.query)
+            own = {name: block.rows(x) for name, x in by_row.items()}
+            g = own["grad"].view(*block.flat, -1) if "grad" in own else None
+            dq = a.query.new_zeros(*block.flat, a.head_dim)
+            dx, dy = (a.query.new_zeros(*block.shape[:3], 1) for _ in range(2))
+            for tile in block.tiles():
+                b, h, c = tile.b, tile.h, tile.c
+                s = tile.scores()
+                capped = a.buffer("scores", *tile.shape).copy_(s) if softcap or row_gain is not None else None
+                log_p = tile.logits(s).sub_(own["lse"])
+                p = torch.exp(log_p, out=a.buffer("p", *tile.shape) if "d_entropy" in own else log_p)
+                d = a.buffer("d", *tile.flat, tile.shape[3])
+                if tile.value is None or g is None:
+                    d = d.zero_().view(tile.shape)
+                else:
+                    torch.bmm(g, tile.value.transpose(1, 2), out=d)
+                    d = d.view(tile.shape)
+                    dropped = p
+                    if dropout:
+                        kept = tile.keep()
+                        d.mul_(kept)
+                        dropped = p * kept
+                    d_value[b, h, c].baddbmm_(dropped.view(*tile.flat, -1).transpose(1, 2), g)
+                d.sub_(own["delta"])
+                if "d_entropy" in own:
+                    d.sub_(log_p.add_(own["entropy"]).mul_(own["d_entropy"]))  # dH/dL_j = -P_j (ln P_j + H)
+                d.mul_(p)  # dL
+                sink = tile.sink_columns()
+                if a.gain is not None and a.bias is not None:
+                    sunk = d[..., sink[0]].clone() if sink else None
+                    if a.row_bias is not None:
+                        product = d * tile.table(a.bias)
+                        if sink:
+                            product[..., sink[0]].masked_fill_(sink[1], 0.0)
+                        dy += product.sum(-1, keepdim=True)
+                    d.mul_(tile.table(a.gain))
+                    if sink and sunk is not None:
+                        torch.where(sink[1], sunk, d[..., sink[0]], out=d[..., sink[0]])
+                if a.row_gain is not None and capped is not None:
+                    dx += (d * capped).sum(-1, keepdim=True)
+                    d.mul_(own["gain"])
+                if softcap and capped is not None:
+                    d.mul_(capped.div_(softcap).square_().neg_().add_(1.0))
+                d = d.view(*tile.flat, -1)
+                dq.baddbmm_(d, tile.key)
+                d_key[b, h, c].baddbmm_(d.transpose(1, 2), tile.query)
+            block.put(a.grouped(d_query), dq.mul_(scaling))
+            if row_gain is not None:
+                block.put(a.grouped(d_gain[..., None]), dx)
+            if row_bias is not None:
+                block.put(a.grouped(d_bias[..., None]), dy)
         return d_query, d_key.to(key.dtype), d_value if value is None else d_value.to(value.dtype), d_gain, d_bias
 
 
 @_backward.register_fake
-def _(grad, grad_lse, grad_entropy, out, query, key, value, index, allowed, gain, bias, row_gain, row_bias, *rest):  # type: ignore[no-untyped-def]
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    rows = [query.new_empty(query.shape[:-1] if x is not None else 0, dtype=dtype) for x in (row_gain, row_bias)]
+def _(grad, grad_lse, grad_entropy, out, lse, entropy, *arguments):  # type: ignore[no-untyped-def]
+    query, key, value, _, _, _, _, row_gain, row_bias, *_ = arguments
+    d_query, d_key = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key))
     d_value = key.new_empty(0) if value is None else torch.empty_like(value, memory_format=torch.contiguous_format)
-    return *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key)), d_value, *rows
+    d_rows = [lse.new_empty(query.shape[:-1] if x is not None else 0) for x in (row_gain, row_bias)]
+    return d_query, d_key, d_value, *d_rows
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, sinks, scaling, softcap, dropout, with_lse, with_entropy = inputs
-    ctx.save_for_backward(output[0], *tensors)
-    ctx.options, ctx.wanted = (sinks, scaling, softcap, dropout), (with_lse, with_entropy)
+    *tensors, sinks, scaling, softcap, dropout, with_entropy = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.options, ctx.with_entropy = (sinks, scaling, softcap, dropout), with_entropy
 
 
-def _autograd(ctx, grad, *row_grads):  # type: ignore[no-untyped-def]
-    out, *tensors = ctx.saved_tensors
-    used = [g if wanted else None for g, wanted in zip(row_grads, ctx.wanted, strict=True)]
-    d_query, d_key, d_value, d_gain, d_bias = _backward(grad, *used, out, *tensors, *ctx.options)
-    value, row_gain, row_bias = tensors[2], tensors[7], tensors[8]
+def _autograd(ctx, grad, grad_lse, grad_entropy):  # type: ignore[no-untyped-def]
+    grad_entropy = grad_entropy if ctx.with_entropy else None
+    d_query, d_key, d_value, d_gain, d_bias = _backward(grad, grad_lse, grad_entropy, *ctx.saved_tensors, *ctx.options)
+    value, row_gain, row_bias = (ctx.saved_tensors[3 + i] for i in (2, 7, 8))
     d_value = None if value is None else d_value
     d_gain = None if row_gain is None else d_gain.to(row_gain.dtype)
     d_bias = None if row_bias is None else d_bias.to(row_bias.dtype)
-    return d_query, d_key, d_value, None, None, None, None, d_gain, d_bias, *[None] * 7
+    return d_query, d_key, d_value, None, None, None, None, d_gain, d_bias, *[None] * 6
 
 
 _tiled.register_autograd(_autograd, setup_context=_setup_context)
