@@ -106,6 +106,20 @@ def test_from_scratch_and_needles(the: Any, tmp_path: Path, texts: list[str], ca
     assert [x[0] for x in cells(the.tables.taus(data).text)[2:]] == ["0.1", "10"]
 
 
+def test_needles_from_a_pretrained_model(the: Any, tmp_path: Path, texts: list[str]) -> None:
+    pytest.importorskip("omegaconf")
+    pytest.importorskip("peft")
+    assert quick(the, tmp_path, "needles-pretrained", *texts) == 0
+    found = {r["variant"]: r["measured"] for r in rows(tmp_path, "needles-pretrained")}
+    assert list(found) == ["plain", "logn", "scale_invariant"]
+    assert len({m["train_loss"] for m in found.values()}) == 3
+    kept = json.loads((tmp_path / "models/needles-pretrained/logn-seed0/adapter_config.json").read_text())
+    assert kept["longattn"]["temperature"] | {"train_length": 256, "clamp": False} == kept["longattn"]["temperature"]
+    lines = {x[0]: x[1:] for x in cells(the.tables.needles_pretrained(the.tables.load(tmp_path)).text)[2:]}
+    assert lines["`logn`"][2:] == [f"{x:.3f}" for x in found["logn"]["loss"]]
+    assert list(lines) == ["plain", "`logn`", "`scale_invariant`"]
+
+
 def test_masked(the: Any, tmp_path: Path, texts: list[str]) -> None:
     assert quick(the, tmp_path, "infoscale-cosscale", "--only", "^(dot_product|cosscale32)$", "--seeds", "0", *texts) == 0
     plain, cosine = (r["measured"] for r in rows(tmp_path, "infoscale-cosscale"))
@@ -243,7 +257,7 @@ def test_the_temperature_is_the_published_one(the: Any) -> None:
 def test_the_encoder_sees_both_ways_and_the_whole_length(the: Any) -> None:
     settings = dataclasses.replace(the.masked.QUICK, layers=2)
     torch.manual_seed(0)
-    model = the.masked.byte_llama(settings.layers, settings.width, heads=1, positions=settings.length).eval()
+    model = the.masked.encoder(settings).eval()
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.data.mul_(30)  # attention far from uniform
     ids = torch.randint(3, 259, (1, 40), generator=torch.Generator().manual_seed(1))
@@ -283,14 +297,14 @@ def test_algorithms_are_right(the: Any) -> None:
     for _ in range(20):
         prompt, answer = the.algorithms.insertion_sort(rng, 9)
         keys = [int(x) for x in prompt.split("[")[1].split("]")[0].split()]
-        assert [int(x) for x in answer.strip("[]").split()] == sorted(keys)
+        assert [int(x) for x in answer.strip("[ ]").split()] == sorted(keys)
         prompt, answer = the.algorithms.binary_search(rng, 7)
         keys = [int(x) for x in prompt.split("[")[1].split("]")[0].split()]
-        target = int(prompt.split("target: ")[1][:2])
+        target = int(prompt.split("target ")[1][:2])
         assert int(answer) == min(k for k in keys if k >= target)
         prompt, answer = the.algorithms.task_scheduling(rng, 6)
         due, weights = ([int(x) for x in part.split("]")[0].split()] for part in prompt.split("[")[1:])
-        chosen = [i for i, x in enumerate(answer.strip("[]").split()) if x == "1"]
+        chosen = [i for i, x in enumerate(answer.strip("[ ]").split()) if x == "1"]
 
         def in_time(tasks: Any, due: list[int] = due) -> bool:
             return all(place < d for place, d in enumerate(sorted(due[t] for t in tasks)))
@@ -300,8 +314,8 @@ def test_algorithms_are_right(the: Any) -> None:
         assert in_time(chosen)
         assert sum(weights[t] for t in chosen) == best
         prompt, answer = the.algorithms.bfs(rng, 8)
-        edges = [tuple(map(int, e.split("-"))) for e in prompt.split("[")[1].split("]")[0].split()]
-        source, order = int(prompt.split(", s: ")[1][:2]), [int(x) for x in answer.strip("[]").split()]
+        edges = [tuple(map(int, e.split())) for e in prompt.split("[")[1].split("]")[0].split(",")]
+        source, order = int(prompt.split(" s ")[1][:2]), [int(x) for x in answer.strip("[ ]").split()]
         depth = {source: 0}
         for _ in range(8):
             for a, b in edges:
@@ -315,6 +329,7 @@ def test_algorithms_are_right(the: Any) -> None:
         ids, first = the.algorithms.batch(task, 5, 4, rng)
         assert ids.shape[0] == 4
         assert 0 < first < ids.shape[1]
+        assert all(ids[:, -1] == the.algorithms.VOCABULARY["end"])
 
 
 # tables and pages -----------------------------------------------------------------------------------------------------

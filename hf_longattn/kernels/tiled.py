@@ -4,11 +4,10 @@ The logit of query row i and key j, at distance t = |slot_i - slot_j|, is
 
     L_ij = x_i gain_t C(S_ij) + y_i bias_t,    S = scaling q . k,    C(s) = c tanh(s / c) or s,
 
-with gain = 1 and bias = 0 for the first `sinks` keys of the sequence. Rows are worked off in blocks that see all
-their keys at once, so the softmax needs no second pass; in long texts in tiles, ranges of the keys, which are joined by
-their logsumexps. The backward pass computes each tile anew. Inside a block the query rows run backwards: then
-t = const - (row + column), and a strided view of a 1-D table serves the whole block. Placed rows, whose positions jump,
-look every distance up instead.
+with gain = 1 and bias = 0 for the first `sinks` keys of the sequence. Rows are worked off in blocks, and a block in tiles:
+ranges of keys, each with a softmax of its own, joined by their logsumexps. The backward pass computes each tile anew. Inside
+a block the query rows run backwards: then t = const - (row + column), and a strided view of a 1-D table serves a whole
+tile. Placed rows, whose positions jump, look every distance up instead.
 """
 
 from __future__ import annotations
@@ -515,9 +514,10 @@ def _backward(
         if grad_lse is not None:
             delta -= grad_lse.to(a.dtype)
         lse = lse.masked_fill(lse == float("-inf"), 0.0)  # a row that sees nothing: exp(HIDDEN) is 0
-        given = {"delta": delta, "lse": lse, "gain": row_gain, "grad": None if value is None else grad}
+        given = {"delta": delta, "lse": lse, "gain": row_gain}
         given |= {} if grad_entropy is None else {"entropy": entropy, "d_entropy": grad_entropy}
-        by_row = {name: a.grouped(x.to(a.dtype).view(*query.shape[:3], -1)) for name, x in given.items() if x is not None}
+        by_row = {name: a.grouped(x.to(a.dtype)[..., None]) for name, x in given.items() if x is not None}
+        by_row |= {} if value is None else {"grad": a.grouped(grad.to(a.dtype))}
         d_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
         d_key = torch.zeros_like(a.key)
         d_value = a.key.new_zeros(0) if a.value is None else torch.zeros_like(a.value)

@@ -1,8 +1,8 @@
 """Adaptive temperature in training, on algorithms written as text: Veličković et al., Section 4.2.
 
-Five tasks after CLRS-Text, made from a seed; ours are final answers without a trace, and numbers have two digits, so that all
-texts of a task and a size have the same length and need no padding. A small Llama over bytes is trained from scratch on
-small sizes, loss on the answers alone, with plain attention or under the method.
+Five tasks after CLRS-Text, made from a seed; ours are final answers without a trace. A word or a number is one token, so that
+all texts of a task and a size have the same length and need no padding. A small Llama is trained from scratch on small sizes
+with Muon, loss on the answers alone, with plain attention or under the method.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from experiment import Experiment, Run
-from loop import byte_llama, fit
+from loop import fit, small_llama
 from torch import Tensor, nn
-from transformers import ByT5Tokenizer
 
 import hf_longattn
+from hf_longattn.training.optim import MuonWithAdam
+from hf_longattn.training.recipe import Muon
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,9 @@ class Settings:
     layers: int = 4
     width: int = 128
     heads: int = 4
-    batch: int = 32
-    steps: int = 1500
-    learning_rate: float = 1e-3
+    batch: int = 64
+    steps: int = 2000
+    matrix_lr: float = 0.02
     trained: tuple[int, ...] = (4, 5, 6, 7, 8, 9, 10)
     sizes: tuple[int, ...] = (4, 6, 8, 10, 12, 14, 16, 20, 24, 32)
     samples: int = 128
@@ -38,19 +39,19 @@ QUICK = Settings(layers=1, width=16, heads=2, batch=4, steps=4, trained=(4, 5), 
 
 
 def _numbers(values: list[int]) -> str:
-    return "[" + " ".join(f"{v:02d}" for v in values) + "]"
+    return " ".join(["[", *(f"{v:02d}" for v in values), "]"])
 
 
 def minimum(rng: random.Random, size: int) -> tuple[str, str]:
     """Keys -> the smallest."""
     keys = rng.sample(range(100), size)
-    return f"minimum:\nkey: {_numbers(keys)}\nmin:\n", f"{min(keys):02d}"
+    return f"minimum key {_numbers(keys)} min", f"{min(keys):02d}"
 
 
 def insertion_sort(rng: random.Random, size: int) -> tuple[str, str]:
     """Keys -> in order."""
     keys = rng.sample(range(100), size)
-    return f"insertion_sort:\nkey: {_numbers(keys)}\npred:\n", _numbers(sorted(keys))
+    return f"insertion_sort key {_numbers(keys)} pred", _numbers(sorted(keys))
 
 
 def binary_search(rng: random.Random, size: int) -> tuple[str, str]:
@@ -58,7 +59,7 @@ def binary_search(rng: random.Random, size: int) -> tuple[str, str]:
     keys = sorted(rng.sample(range(100), size))
     target = rng.randint(0, keys[-1])
     found = next(k for k in keys if k >= target)
-    return f"binary_search:\nkey: {_numbers(keys)}, target: {target:02d}\nreturn:\n", f"{found:02d}"
+    return f"binary_search key {_numbers(keys)} target {target:02d} return", f"{found:02d}"
 
 
 def bfs(rng: random.Random, size: int) -> tuple[str, str]:
@@ -76,8 +77,8 @@ def bfs(rng: random.Random, size: int) -> tuple[str, str]:
     for node in reached:
         reached += [n for n in sorted(near[node]) if n not in reached]
     shuffled = rng.sample(sorted(edges), len(edges))
-    listed = " ".join(f"{a:02d}-{b:02d}" for a, b in shuffled)
-    return f"bfs:\nedges: [{listed}], s: {source:02d}\norder:\n", _numbers(reached)
+    listed = " , ".join(f"{a:02d} {b:02d}" for a, b in shuffled)
+    return f"bfs edges [ {listed} ] s {source:02d} order", _numbers(reached)
 
 
 def task_scheduling(rng: random.Random, size: int) -> tuple[str, str]:
@@ -90,24 +91,26 @@ def task_scheduling(rng: random.Random, size: int) -> tuple[str, str]:
         if all(place < deadline for place, deadline in enumerate(tried)):
             chosen.append(task)
     answer = " ".join("1" if t in chosen else "0" for t in range(size))
-    return f"task_scheduling:\nd: {_numbers(deadlines)}, w: {_numbers(weights)}\nselected:\n", f"[{answer}]"
+    return f"task_scheduling d {_numbers(deadlines)} w {_numbers(weights)} selected", f"[ {answer} ]"
 
 
 TASKS: dict[str, Callable[[random.Random, int], tuple[str, str]]] = {
     f.__name__: f for f in (minimum, insertion_sort, binary_search, bfs, task_scheduling)
 }
+_SIGNS = ("[", "]", ",", "0", "1", "end")
+_NAMES = (*TASKS, "key", "min", "pred", "target", "return", "edges", "s", "order", "d", "w", "selected")
+VOCABULARY = {word: i for i, word in enumerate((*_SIGNS, *_NAMES, *(f"{v:02d}" for v in range(100))))}
 
 
 def batch(task: str, size: int, count: int, rng: random.Random) -> tuple[Tensor, int]:
     """Token ids (count, length), and where the answers begin."""
-    tokenizer = ByT5Tokenizer(extra_ids=0)
     texts = [TASKS[task](rng, size) for _ in range(count)]
-    ids = [tokenizer(prompt + answer)["input_ids"] for prompt, answer in texts]  # with the end-of-text token
-    return torch.tensor(ids), len(texts[0][0].encode())
+    ids = [[VOCABULARY[word] for word in f"{prompt} {answer} end".split()] for prompt, answer in texts]
+    return torch.tensor(ids), len(texts[0][0].split())
 
 
 def model_for(variant: str, settings: Settings) -> Any:
-    model = byte_llama(settings.layers, settings.width, settings.heads, positions=1024)
+    model = small_llama(len(VOCABULARY), settings.layers, settings.width, settings.heads, positions=1024)
     return model if variant == "plain" else hf_longattn.apply(model, variant)
 
 
@@ -122,7 +125,7 @@ def accuracies(model: Any, settings: Settings, seed: int) -> dict[str, dict[str,
             ids, first = batch(task, size, settings.samples, rng)
             # true tokens before each one: the first wrong token is the same as in decoding
             right = torch.cat([model(part, use_cache=False).logits[:, first - 1 : -1].argmax(-1) == part[:, first:]
-                               for part in ids.split(16)])  # fmt: skip
+                               for part in ids.split(64)])  # fmt: skip
             out[task]["exact"].append(round(float(right.all(-1).float().mean()), 5))
             out[task]["tokens"].append(round(float(right.float().mean()), 5))
     return out
@@ -138,7 +141,8 @@ def measure(run: Run) -> dict[str, Any]:
         logits = model(ids, use_cache=False).logits[:, first - 1 : -1]
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, first:].flatten())
 
-    found: dict[str, Any] = {"train_loss": round(fit(model, loss, settings.steps, settings.learning_rate, 0.05), 5)}
+    optimizer = MuonWithAdam(model, Muon(matrix_lr=settings.matrix_lr))
+    found: dict[str, Any] = {"train_loss": round(fit(model, loss, optimizer, settings.steps, warmup=0.05), 5)}
     found |= {"sizes": list(settings.sizes), "trained": list(settings.trained)}
     found["as trained"] = accuracies(model, settings, run.seed)
     if run.variant == "plain":

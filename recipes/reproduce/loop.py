@@ -1,4 +1,4 @@
-"""A small model over bytes and its training on batches that are drawn, where no recipe fits."""
+"""A small model and its training on batches that are drawn, where no recipe fits."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 
-def byte_llama(layers: int, width: int, heads: int, positions: int) -> LlamaForCausalLM:
-    """A Llama with plain RoPE over the tokens of `ByT5Tokenizer(extra_ids=0)`, MLPs of 4 widths, random weights."""
+def small_llama(vocabulary: int, layers: int, width: int, heads: int, positions: int) -> LlamaForCausalLM:
+    """A Llama with plain RoPE, MLPs of 4 widths, random weights and no special tokens."""
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(ByT5Tokenizer(extra_ids=0)),
+            vocab_size=vocabulary,
             hidden_size=width,
             intermediate_size=4 * width,
             num_hidden_layers=layers,
@@ -26,15 +26,14 @@ def byte_llama(layers: int, width: int, heads: int, positions: int) -> LlamaForC
     )
 
 
-def fit(model: nn.Module, loss: Callable[[], Tensor], steps: int, learning_rate: float, warmup: float) -> float:
-    """AdamW on whatever `loss` draws next, in bfloat16 as autocast has it; the rate goes up over a share `warmup` of the
+def fit(model: nn.Module, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, steps: int, warmup: float) -> float:
+    """Train on whatever `loss` draws next, in bfloat16 as autocast has it; the rate goes up over a share `warmup` of the
     steps, then down to 0.
 
     Returns:
         the mean loss of the last tenth of the steps.
     """
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     rising = max(round(warmup * steps), 1)
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / rising, (steps - step) / max(steps - rising, 1))

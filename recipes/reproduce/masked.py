@@ -2,7 +2,8 @@
 
 transformers' Llama becomes an encoder through a 4-D mask that shows every key, so that methods are put in by name and see the
 whole length. One head over the whole width, as in GAU. All texts in training have the same length, where InfoScale and softmax
-plus are the identity: both are put in after training, and only the score needs a training of its own.
+plus are the identity: both are put in after training, and only the score needs a training of its own, from scratch or ("warm")
+after as many steps of plain attention.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from experiment import Experiment, Run
-from loop import byte_llama, fit
+from loop import fit, small_llama
 from torch import Tensor, nn
 from transformers import ByT5Tokenizer
 
@@ -22,6 +23,9 @@ from hf_longattn import LongAttnConfig
 from hf_longattn.training.measure import windows_of
 
 SCALES = (8, 16, 32, 64, 128, 256)
+WARM = "_warm"
+#: cosscale's variants.
+SCORED = (*(f"cosscale{c}" for c in SCALES), f"cosscale128{WARM}")
 TEMPERATURES = ("", "infoscale", "softmax_plus")
 BINS = 400
 
@@ -41,6 +45,12 @@ class Settings:
 
 
 QUICK = Settings(layers=1, width=16, length=16, batch=4, steps=30, lengths=(16, 64), measured_tokens=512, peak_length=64)
+
+
+def encoder(settings: Settings) -> Any:
+    """Random weights, over bytes."""
+    vocabulary = len(ByT5Tokenizer(extra_ids=0))
+    return small_llama(vocabulary, settings.layers, settings.width, heads=1, positions=settings.length)
 
 
 def put(model: Any, score: str | None, temperature: str, scale: int | None = None) -> Any:
@@ -129,10 +139,10 @@ def measure(run: Run) -> dict[str, Any]:
         torch.tensor(tokenizer("".join(p.read_text(encoding="utf-8") for p in paths), add_special_tokens=False)["input_ids"])
         for paths in (run.texts.train, [run.texts.heldout])
     )
-    scale = None if run.variant == "dot_product" else int(run.variant.removeprefix("cosscale"))
+    scale = None if run.variant == "dot_product" else int(run.variant.removeprefix("cosscale").removesuffix(WARM))
     score = None if scale is None else "cosscale"
     torch.manual_seed(run.seed)
-    model = put(byte_llama(settings.layers, settings.width, heads=1, positions=settings.length), score, "", scale)
+    model = encoder(settings)
     generator = torch.Generator().manual_seed(run.seed)
 
     def loss() -> Tensor:
@@ -141,8 +151,14 @@ def measure(run: Run) -> dict[str, Any]:
         hidden = torch.rand(ids.shape, generator=generator) < settings.masked
         return nn.functional.cross_entropy(predictions(model, ids, hidden), ids[hidden])
 
-    found: dict[str, Any] = {"train_loss": round(fit(model, loss, settings.steps, settings.learning_rate, 0.1), 5)}
-    found["lengths"] = list(settings.lengths)
+    def train() -> float:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
+        return round(fit(model, loss, optimizer, settings.steps, warmup=0.1), 5)
+
+    if run.variant.endswith(WARM):
+        train()
+    put(model, score, "", scale)
+    found: dict[str, Any] = {"train_loss": train(), "lengths": list(settings.lengths)}
     for temperature in TEMPERATURES:
         put(model, score, temperature, scale)
         found[temperature or "none"] = losses_by_length(model, heldout, settings, run.seed)
@@ -156,7 +172,7 @@ def measure(run: Run) -> dict[str, Any]:
 MASKED = Experiment(
     name="infoscale-cosscale",
     about="both on masked bytes up to 64 times the training length (Information Entropy Invariance, Tables 2, 3, 9, 10)",
-    variants=("dot_product", *(f"cosscale{c}" for c in SCALES)),
+    variants=("dot_product", *SCORED),
     seeds=(0, 1, 2),
     minutes=6.0,
     settings=Settings(),

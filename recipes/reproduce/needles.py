@@ -1,15 +1,19 @@
-"""Needles after training from scratch: Anson et al., Table 2, through the recipe `needle_lora`, all weights trained.
+"""Training on needles: Anson et al., Table 2, through the recipe `needle_lora`.
 
-It starts from the models of `length-generalisation`: more steps than the paper's 300, and Muon as in their training.
+`needles` starts from the models of `length-generalisation` and trains all weights: more steps than the paper's 300, and Muon
+as in their training. `needles-pretrained` adapts SmolLM2-135M, trained at 8,192 with RoPE, to a method and to needles in 256
+tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from experiment import Experiment, Run
 from length import LENGTH, training
+from models import SMOLLM2, obtain, random_model
 
 from hf_longattn.training import POSITIONS, load_recipe, prepare
 from hf_longattn.training import run as train
@@ -27,7 +31,26 @@ class Settings:
     samples: int = 100
 
 
+@dataclass(frozen=True)
+class Pretrained:
+    pretrained: bool = True  # False: a tiny random model, for QUICK
+    needles: int = 3
+    length: int = 256
+    batch: int = 1
+    steps: int = 120
+    lengths: tuple[int, ...] = (256, 1024, 4096)
+    samples: int = 16
+
+
 QUICK = Settings(needles=1, length=160, batch=2, steps=3, lengths=(160, 320), samples=2)
+QUICK_PRETRAINED = Pretrained(pretrained=False, needles=1, length=160, steps=3, lengths=(160, 320), samples=2)
+#: A method and its parameters, by variant: LogN as the paper has it, which also acts below the training length.
+METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "plain": (None, {}),
+    "logn": ("logn", {"train_length": 256, "clamp": False}),
+    "scale_invariant": ("scale_invariant", {}),
+}
+MODELS = Path(__file__).parents[2] / "models"
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -38,9 +61,22 @@ def measure(run: Run) -> dict[str, Any]:
             f"{model} holds no model to start from; make it with: {LENGTH.name} --only '^{run.variant}$' --seeds {run.seed} "
             "(and --again, if its row is there and the model is not)"
         )
-    overrides = {
+    own = {"lora": "null", "optimizer.matrix_lr": settings.matrix_lr, "schedule.warmup": settings.warmup}
+    return found(run, model, own)
+
+
+def measure_pretrained(run: Run) -> dict[str, Any]:
+    method, parameters = METHODS[run.variant]
+    model = obtain(SMOLLM2, MODELS) if run.settings.pretrained else random_model(run.models)
+    own: dict[str, Any] = {"dtype": "bfloat16"} if method is None else {"dtype": "bfloat16", "method": method}
+    return found(run, model, own | {f"parameters.{name}": value for name, value in parameters.items()})
+
+
+def found(run: Run, model: Path, own: dict[str, Any]) -> dict[str, Any]:
+    """What the recipe measures at its end, with settings of this run's and its `own`."""
+    settings: Settings | Pretrained = run.settings
+    overrides = own | {
         "model": model,
-        "lora": "null",
         "data": f"[{','.join(map(str, run.texts.train))}]",
         "heldout": run.texts.heldout,
         "output": run.folder,
@@ -49,16 +85,14 @@ def measure(run: Run) -> dict[str, Any]:
         "evaluation.final_lengths": list(settings.lengths),
         "evaluation.samples": settings.samples,
         "evaluation.compare": False,
-        "optimizer.matrix_lr": settings.matrix_lr,
-        "schedule.warmup": settings.warmup,
         **training(settings.steps, settings.batch, run.seed),
     }
     metrics = train(prepare(load_recipe("needle_lora", [f"{k}={v}" for k, v in overrides.items()])))
-    found = metrics["measured"]["trained"]
+    trained = metrics["measured"]["trained"]
     return {
         "lengths": list(settings.lengths),
-        "accuracy": [found[n]["accuracy"] for n in settings.lengths],
-        "loss": [round(found[n]["loss"], 5) for n in settings.lengths],
+        "accuracy": [trained[n]["accuracy"] for n in settings.lengths],
+        "loss": [round(trained[n]["loss"], 5) for n in settings.lengths],
         "train_loss": round(metrics["train_loss"], 5),
     }
 
@@ -74,4 +108,16 @@ NEEDLES = Experiment(
     measure=measure,
     text=True,
     needs=LENGTH.name,
+)
+
+PRETRAINED = Experiment(
+    name="needles-pretrained",
+    about="SmolLM2-135M adapted to a method and to needles at 256, tested beyond (Scale-invariant attention, Table 2)",
+    variants=tuple(METHODS),
+    seeds=(0,),
+    minutes=12.0,
+    settings=Pretrained(),
+    quick=QUICK_PRETRAINED,
+    measure=measure_pretrained,
+    text=True,
 )

@@ -22,7 +22,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import tables  # noqa: E402
 import torch  # noqa: E402
@@ -30,12 +30,12 @@ from algorithms import ALGORITHMS  # noqa: E402
 from experiment import Experiment, Row, Rows, Run, Texts, refuse_other_settings  # noqa: E402
 from length import LENGTH  # noqa: E402
 from masked import MASKED  # noqa: E402
-from needles import NEEDLES  # noqa: E402
+from needles import NEEDLES, PRETRAINED  # noqa: E402
 from sets import ARGMAX, DICTIONARY, MAX_RETRIEVAL  # noqa: E402
 
 from hf_longattn.training.run import versions  # noqa: E402
 
-EXPERIMENTS = {e.name: e for e in (MAX_RETRIEVAL, ARGMAX, DICTIONARY, LENGTH, NEEDLES, MASKED, ALGORITHMS)}
+EXPERIMENTS = {e.name: e for e in (MAX_RETRIEVAL, ARGMAX, DICTIONARY, LENGTH, NEEDLES, PRETRAINED, MASKED, ALGORITHMS)}
 RESULTS = ROOT / "benchmarks" / "results" / "reproductions"
 MODELS = ROOT / "runs" / "reproduce"
 #: Of --quick, which only shows that everything runs.

@@ -15,7 +15,8 @@ import paper
 from algorithms import TASKS
 from experiment import Row, Rows
 from length import TAUS
-from masked import SCALES, TEMPERATURES
+from masked import SCORED, TEMPERATURES, WARM
+from needles import METHODS
 
 from hf_longattn.evaluation.statistics import mean_interval
 from hf_longattn.training import POSITIONS
@@ -247,16 +248,27 @@ def needles(data: Data) -> Shown:
     return Shown(f"{shown.text}\n\n{table(head, body)}", shown.pictures)
 
 
+def needles_pretrained(data: Data) -> Shown:
+    if not (rows := data.get("needles-pretrained", [])):
+        return missing("needles-pretrained --text FILES --heldout FILE")
+    body = []
+    for variant in METHODS:
+        if accuracy := series(rows, variant, "accuracy"):
+            body.append([f"`{variant}`" if METHODS[variant][0] else variant, *(f"{x:.2f}" for x in means(accuracy))])
+            body[-1] += [f"{x:.3f}" for x in means(series(rows, variant, "loss"))]
+    lengths = [f"{n:,}" for n in rows[0]["measured"]["lengths"]]
+    head = ["", *(f"accuracy at {n}" for n in lengths), *(f"loss of the answer at {n}" for n in lengths)]
+    return Shown(f"{table(head, body)}\n\n{about(rows)}", {})
+
+
 def taus(data: Data) -> Shown:
     rows = data.get("length-generalisation", [])
     variants = {tau: f"scale_invariant_prope_tau{tau:g}" for tau in TAUS} | {10.0: "scale_invariant_prope"}
-    body = [
-        [f"{tau:g}", *(f"{x:.3f}" for x in means(values))]
-        for tau, variant in sorted(variants.items())
-        if (values := series(rows, variant, "loss"))
-    ]
-    if len(body) < 2:
+    found = {tau: values for tau, variant in sorted(variants.items()) if (values := series(rows, variant, "loss"))}
+    if len(found) < 2:
         return missing("length-generalisation --only tau --text FILES --heldout FILE")
+    seeds = set.intersection(*(set(values) for values in found.values()))  # the seeds of all: the same for every line
+    body = [[f"{tau:g}", *(f"{x:.3f}" for x in means({s: v[s] for s in seeds}))] for tau, v in found.items()]
     return Shown(table(["τ", *(f"loss at {n:,}" for n in rows[0]["measured"]["lengths"])], body), {})
 
 
@@ -291,12 +303,16 @@ def masked(data: Data) -> Shown:
     )
 
 
+def scale_of(variant: str) -> str:
+    return variant.removeprefix("cosscale").replace(WARM, " after plain training")
+
+
 def scales(data: Data) -> Shown:
     rows, body = data.get("infoscale-cosscale", []), []
-    for scale in SCALES:
-        if values := series(rows, f"cosscale{scale}", "none", "accuracy"):
+    for variant in SCORED:
+        if values := series(rows, variant, "none", "accuracy"):
             found = means(values)
-            body.append([str(scale), *(f"{x:.3f}" for x in found), f"{sum(found) / len(found):.3f}"])
+            body.append([scale_of(variant), *(f"{x:.3f}" for x in found), f"{sum(found) / len(found):.3f}"])
     if not body:
         return missing("infoscale-cosscale --only cosscale --text FILES --heldout FILE")
     lengths = rows[0]["measured"]["lengths"]
@@ -305,11 +321,11 @@ def scales(data: Data) -> Shown:
 
 def peaks(data: Data) -> Shown:
     rows, body = data.get("infoscale-cosscale", []), []
-    for scale in SCALES:
-        found = [r["measured"]["peak"] for r in rows if r["variant"] == f"cosscale{scale}"]
+    for variant in SCORED:
+        found = [r["measured"]["peak"] for r in rows if r["variant"] == variant]
         if found:
             keys = ("expected", "weighted", "plain", "mean", "deviation")
-            body.append([str(scale), *(f"{mean_interval([p[k] for p in found])[0]:.3f}" for k in keys)])
+            body.append([scale_of(variant), *(f"{mean_interval([p[k] for p in found])[0]:.3f}" for k in keys)])
     if not body:
         return missing("infoscale-cosscale --only cosscale --text FILES --heldout FILE")
     head = ["c", "η*, Theorem 3.4", "peak, weighted by exp(c cos)", "peak", "mean of cos", "deviation of cos"]
@@ -347,6 +363,7 @@ SECTIONS: dict[str, Callable[[Data], Shown]] = {
     "length": length,
     "taus": taus,
     "needles": needles,
+    "needles-pretrained": needles_pretrained,
     "infoscale-cosscale": masked,
     "scales": scales,
     "peaks": peaks,
