@@ -23,9 +23,9 @@ from hf_longattn import LongAttnConfig
 from hf_longattn.training.measure import windows_of
 
 SCALES = (8, 16, 32, 64, 128, 256)
-WARM = "_warm"
+WARM, WARM_SCALES = "_warm", (16, 64, 128, 256)
 #: cosscale's variants.
-SCORED = (*(f"cosscale{c}" for c in SCALES), f"cosscale128{WARM}")
+SCORED = (*(f"cosscale{c}" for c in SCALES), *(f"cosscale{c}{WARM}" for c in WARM_SCALES))
 TEMPERATURES = ("", "infoscale", "softmax_plus")
 BINS = 400
 

@@ -273,7 +273,11 @@ def taus(data: Data) -> Shown:
 
 
 #: The paper's scale, and those that ours learn with.
-MASKED_SHOWN = ("dot_product", "cosscale8", "cosscale16", "cosscale128")
+MASKED_SHOWN = ("dot_product", "cosscale8", "cosscale16", "cosscale128", f"cosscale128{WARM}")
+
+
+def labelled(variant: str, temperature: str = "none") -> str:
+    return variant.replace(WARM, " after plain training") + ("" if temperature == "none" else f" + {temperature}")
 
 
 def masked(data: Data) -> Shown:
@@ -282,18 +286,18 @@ def masked(data: Data) -> Shown:
     lengths, body = rows[0]["measured"]["lengths"], []
     for variant in MASKED_SHOWN:
         for kind in (t or "none" for t in TEMPERATURES):
-            label = " + ".join(x for x in (variant, kind) if x != "none")
+            label = labelled(variant, kind)
             if theirs := dict(zip(paper.MASKED_LENGTHS, paper.MASKED.get((variant, kind), ()), strict=False)):
                 body.append([f"{label}, paper", *(theirs.get(n, "–") for n in lengths)])
             loss, right = (series(rows, variant, kind, key) for key in ("perplexity", "accuracy"))
             if loss:
                 cells = zip(means(loss), means(right), strict=True)
                 body.append([f"{label}, ours", *(f"{p:.2f}/{a:.2f}".replace("/0.", "/.") for p, a in cells)])
-    lines = {
-        f"{variant}{'' if kind == 'none' else ' + ' + kind}": list(zip(lengths, means(values), strict=True))
+    lines = {  # at c = 128 no temperature shows
+        labelled(variant, kind): list(zip(lengths, means(values), strict=True))
         for variant in MASKED_SHOWN
         for kind in (t or "none" for t in TEMPERATURES)
-        if (values := series(rows, variant, kind, "accuracy"))
+        if (kind == "none" or "128" not in variant) and (values := series(rows, variant, kind, "accuracy"))
     }
     picture = {"lines": lines, "xlabel": "length", "ylabel": "accuracy on masked bytes", "log_x": True}
     picture |= {"mark": {"trained": lengths[0]}}
@@ -303,16 +307,14 @@ def masked(data: Data) -> Shown:
     )
 
 
-def scale_of(variant: str) -> str:
-    return variant.removeprefix("cosscale").replace(WARM, " after plain training")
-
-
 def scales(data: Data) -> Shown:
     rows, body = data.get("infoscale-cosscale", []), []
     for variant in SCORED:
         if values := series(rows, variant, "none", "accuracy"):
             found = means(values)
-            body.append([scale_of(variant), *(f"{x:.3f}" for x in found), f"{sum(found) / len(found):.3f}"])
+            body.append(
+                [labelled(variant).removeprefix("cosscale"), *(f"{x:.3f}" for x in found), f"{sum(found) / len(found):.3f}"]
+            )
     if not body:
         return missing("infoscale-cosscale --only cosscale --text FILES --heldout FILE")
     lengths = rows[0]["measured"]["lengths"]
@@ -325,7 +327,9 @@ def peaks(data: Data) -> Shown:
         found = [r["measured"]["peak"] for r in rows if r["variant"] == variant]
         if found:
             keys = ("expected", "weighted", "plain", "mean", "deviation")
-            body.append([scale_of(variant), *(f"{mean_interval([p[k] for p in found])[0]:.3f}" for k in keys)])
+            body.append(
+                [labelled(variant).removeprefix("cosscale"), *(f"{mean_interval([p[k] for p in found])[0]:.3f}" for k in keys)]
+            )
     if not body:
         return missing("infoscale-cosscale --only cosscale --text FILES --heldout FILE")
     head = ["c", "η*, Theorem 3.4", "peak, weighted by exp(c cos)", "peak", "mean of cos", "deviation of cos"]
