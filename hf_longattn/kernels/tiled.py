@@ -593,9 +593,10 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 
 def _autograd(ctx, grad, grad_lse, grad_entropy):  # type: ignore[no-untyped-def]
+    saved = ctx.saved_tensors  # once: gradient checkpointing gives them out once
     grad_entropy = grad_entropy if ctx.with_entropy else None
-    d_query, d_key, d_value, d_gain, d_bias = _backward(grad, grad_lse, grad_entropy, *ctx.saved_tensors, *ctx.options)
-    value, row_gain, row_bias = (ctx.saved_tensors[3 + i] for i in (2, 7, 8))
+    d_query, d_key, d_value, d_gain, d_bias = _backward(grad, grad_lse, grad_entropy, *saved, *ctx.options)
+    value, row_gain, row_bias = (saved[3 + i] for i in (2, 7, 8))
     d_value = None if value is None else d_value
     d_gain = None if row_gain is None else d_gain.to(row_gain.dtype)
     d_bias = None if row_bias is None else d_bias.to(row_bias.dtype)
