@@ -207,8 +207,8 @@ def test_tiled(geometry: str, options: str, blocks: int, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_tiles_of_columns(geometry: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What long texts take, forward and backward."""
-    for name, value in (("BLOCK_ELEMENTS", 8), ("TILE_COLUMNS", 3)):
+    """What texts beyond WHOLE_COLUMNS take, forward and backward."""
+    for name, value in (("BLOCK_ELEMENTS", 8), ("TILE_COLUMNS", 3), ("WHOLE_COLUMNS", 2)):
         monkeypatch.setattr(tiled, name, value)
     counts = []
 
@@ -257,11 +257,12 @@ def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.autograd.gradcheck(f, tuple(x.requires_grad_() for x in (query, key, value, row_gain, row_bias)))
 
 
-@pytest.mark.parametrize(("blocks", "columns"), [(1 << 20, 1 << 11), (64, 1 << 11), (8, 3)])
-def test_dropout(blocks: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("blocks", "whole"), [(1 << 21, 1 << 13), (64, 1 << 13), (8, 2)])
+def test_dropout(blocks: int, whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask is read off with the identity as values; with it, output and gradients are the dense ones."""
     monkeypatch.setattr(tiled, "BLOCK_ELEMENTS", blocks)
-    monkeypatch.setattr(tiled, "TILE_COLUMNS", columns)
+    monkeypatch.setattr(tiled, "WHOLE_COLUMNS", whole)
+    monkeypatch.setattr(tiled, "TILE_COLUMNS", 3)
     query, key, value = inputs(kv=4)
     rows, fixed = GEOMETRIES["left padding"][2], arguments(OPTIONS["sinks"], query)
 
@@ -523,9 +524,9 @@ def test_opcheck() -> None:
     query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs())
     fixed = arguments(OPTIONS["everything"], query)
     row_gain, row_bias = (fixed[name].requires_grad_() for name in ("row_gain", "row_bias"))
-    for with_entropy in (True, False):
+    for outputs in ((True, True), (False, False)):
         tensors = (query, key, value, GEOMETRIES["packed"][2].index, None, fixed["gain"], fixed["bias"], row_gain, row_bias)
-        torch.library.opcheck(torch.ops.hf_longattn.tiled.default, (*tensors, None, 2, 0.7, 1.1, 0.0, with_entropy))
+        torch.library.opcheck(torch.ops.hf_longattn.tiled.default, (*tensors, None, 2, 0.7, 1.1, 0.0, *outputs))
 
 
 @pytest.mark.parametrize(

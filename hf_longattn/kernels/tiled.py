@@ -5,7 +5,7 @@ The logit of query row i and key j, at distance t = |slot_i - slot_j|, is
     L_ij = x_i gain_t C(S_ij) + y_i bias_t,    S = scaling q . k,    C(s) = c tanh(s / c) or s,
 
 with gain = 1 and bias = 0 for the first `sinks` keys of the sequence. Rows are worked off in blocks, and a block in tiles:
-ranges of keys, each with a softmax of its own, joined by their logsumexps. The backward pass computes each tile anew. Inside
+itself, or in long texts ranges of its keys, joined by their logsumexps. The backward pass computes each tile anew. Inside
 a block the query rows run backwards: then t = const - (row + column), and a strided view of a 1-D table serves a whole
 tile. Placed rows, whose positions jump, look every distance up instead.
 """
@@ -22,9 +22,9 @@ from torch import Tensor
 from ..geometry import HIGH, KEY_START, LOW, PLACE, POSITION, START, Rows
 
 #: Logits held at a time (elements, 4 bytes each): about what the caches of a small machine take.
-BLOCK_ELEMENTS = 1 << 20
-#: Rows of a tile at most, and the columns it may have however many rows there are.
-MOST_ROWS, TILE_COLUMNS = 1 << 8, 1 << 11
+BLOCK_ELEMENTS = 1 << 21
+#: Columns of a tile where rows see more than WHOLE_COLUMNS: whole rows would leave a block too few of them.
+TILE_COLUMNS, WHOLE_COLUMNS = 1 << 11, 1 << 13
 #: Columns whose products in half precision are summed at a time.
 HALF_COLUMNS = 1 << 11
 #: Elements of keys turned at a time.
@@ -89,15 +89,19 @@ def tiled_attention(
         float(scaling),
         float(softcap or 0.0),
         float(dropout),
+        bool(with_lse),
         bool(with_entropy),
     )
     tensors = (query, key, value, row_gain, row_bias)
     if turn is not None:
-        return _forward(*arguments, with_lse, turn=turn, half=_halves_are_fast(value))
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
+        out, lse, entropy = _forward(*arguments, turn=turn, half=_halves_are_fast(value))
+    elif torch.compiler.is_compiling() or (
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    ):
         out, lse, entropy = _tiled(*arguments)  # its gradient takes probabilities that nothing has rounded
-        return out, lse if with_lse else lse.new_zeros(0), entropy
-    return _forward(*arguments, with_lse, half=_halves_are_fast(value))
+    else:
+        out, lse, entropy = _forward(*arguments, half=_halves_are_fast(value))
+    return out, lse if with_lse else lse.new_zeros(0), entropy
 
 
 class _Blocks:
@@ -168,11 +172,11 @@ class _Blocks:
         if self.kv_heads * self.group * self.q_len * self.kv_len <= BLOCK_ELEMENTS:
             return self.kv_heads, self.q_len, self.kv_len
         width = max(min(int((self.bounds[..., HIGH] - self.bounds[..., LOW]).max()) + 1, self.kv_len), 1)
+        columns = TILE_COLUMNS if width > WHOLE_COLUMNS else self.kv_len
+        width = min(width, columns)
         heads = min(self.kv_heads, 2 if self.group == 1 else 1)
-        held = BLOCK_ELEMENTS // (heads * self.group)
-        columns = max(held // min(self.q_len, MOST_ROWS), TILE_COLUMNS)
-        rows = held // min(width, columns)
-        return heads, min(max(rows, 16), MOST_ROWS, self.q_len), columns
+        rows = BLOCK_ELEMENTS // (heads * self.group * width)
+        return heads, min(max(rows, 16), 256, self.q_len), columns
 
     def grouped(self, x: Tensor) -> Tensor:
         """(batch, heads, q_len, d) as (batch, kv_heads, group, q_len, d)."""
@@ -340,25 +344,32 @@ class _Block:
         mask = self.all.allowed[self.b, :, self.r, self.c].flip(1)
         return mask[:, None] if mask.shape[0] == 1 else mask.unflatten(0, (-1, self.shape[1]))[self.h]
 
+    def softmax(self, logits: Tensor) -> Tensor:
+        """Probabilities in place; 0 in rows that see nothing."""
+        nothing = logits.amax(-1, keepdim=True) <= HIDDEN / 2 if self.blind else None
+        torch.softmax(logits, -1, out=logits)
+        return logits if nothing is None else logits.masked_fill_(nothing, 0.0)
+
     def attend(self, with_lse: bool, with_entropy: bool) -> _Sums:
         """What the rows take from this block's columns alone; the entropy comes with the logsumexp."""
-        all, blind = self.all, self.blind
         out = lse = entropy = None
         p = logits = self.logits(self.scores())
-        top = logits.amax(-1, keepdim=True) if with_lse or blind else None
-        if with_entropy and top is not None:
-            # with the largest logit at 0, H = ln Z - sum p L adds two terms >= 0: nothing cancels, however large logits are
-            p = torch.softmax(logits.sub_(top), -1, out=all.buffer("p", *self.shape))
-            entropy = -torch.einsum("hgrc,hgrc->hgr", p, logits)[..., None]
-        elif with_lse or self.value is not None:
-            torch.softmax(logits, -1, out=p)
-        if with_lse and top is not None:
+        if with_lse:
+            top = logits.amax(-1, keepdim=True)
+            if with_entropy:
+                # with the largest logit at 0, H = ln Z - sum p L adds two terms >= 0: nothing cancels
+                p = torch.softmax(logits.sub_(top), -1, out=self.all.buffer("p", *self.shape))
+                entropy = -torch.einsum("hgrc,hgrc->hgr", p, logits)[..., None]
+            else:
+                torch.softmax(logits, -1, out=p)
             largest = p.amax(-1, keepdim=True).log_()  # the largest probability is exp(top - lse)
             lse = top - largest
             entropy = None if entropy is None else entropy.sub_(largest)
-        if blind and top is not None:
-            p.masked_fill_(top <= HIDDEN / 2, 0.0)
-        if all.dropout:
+            if self.blind:
+                p.masked_fill_(top <= HIDDEN / 2, 0.0)
+        elif self.value is not None:
+            self.softmax(logits)
+        if self.all.dropout:
             p.mul_(self.keep())
         if self.value is not None:
             out = self.average(p).view(*self.shape[:3], -1)
@@ -433,8 +444,8 @@ def _forward(
     scaling: float,
     softcap: float,
     dropout: float,
+    with_lse: bool,
     with_entropy: bool,
-    with_lse: bool = True,
     turn: KeyTurn | None = None,
     half: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -443,7 +454,7 @@ def _forward(
         blocks = _Blocks(query, key, value, index, allowed, gain, bias, row_gain, row_bias, seed, *options)
         shape = query.shape[:-1]
         out = query.new_zeros((0,) if value is None else (*shape, value.shape[-1]))
-        lse = blocks.query.new_full(shape if with_lse else (0,), float("-inf"))
+        lse = blocks.query.new_full(shape, float("-inf"))  # of rows in tiles, which the backward pass asks for, too
         entropy = blocks.query.new_zeros(shape if with_entropy else (0,))
         for block in blocks:
             tiles = block.tiles()
@@ -456,7 +467,7 @@ def _forward(
                     sums.entropy.masked_fill_(nothing, 0.0)
             if sums.out is not None:
                 block.put(blocks.grouped(out), sums.out)
-            if with_lse and sums.lse is not None:
+            if sums.lse is not None:
                 block.put(blocks.grouped(lse[..., None]), sums.lse)
             if sums.entropy is not None:
                 block.put(blocks.grouped(entropy[..., None]), sums.entropy)
@@ -469,16 +480,15 @@ _tiled = torch.library.custom_op(
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor? value, Tensor index, Tensor? allowed, Tensor? gain, Tensor? bias, "
     "Tensor? row_gain, Tensor? row_bias, Tensor? seed, int sinks, float scaling, float softcap, float dropout, "
-    "bool with_entropy) -> (Tensor, Tensor, Tensor)",
+    "bool with_lse, bool with_entropy) -> (Tensor, Tensor, Tensor)",
 )
 
 
 @_tiled.register_fake
 def _(query, key, value, *rest):  # type: ignore[no-untyped-def]
-    with_entropy = rest[-1]
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     out = query.new_empty((0,) if value is None else (*query.shape[:-1], value.shape[-1]))
-    rows = [query.new_empty(query.shape[:-1] if wanted else (0,), dtype=dtype) for wanted in (True, with_entropy)]
+    rows = [query.new_empty(query.shape[:-1] if wanted else (0,), dtype=dtype) for wanted in (True, rest[-1])]
     return out, *rows
 
 
@@ -528,12 +538,16 @@ def _backward(
             g = own["grad"].view(*block.flat, -1) if "grad" in own else None
             dq = a.query.new_zeros(*block.flat, a.head_dim)
             dx, dy = (a.query.new_zeros(*block.shape[:3], 1) for _ in range(2))
-            for tile in block.tiles():
+            for tile in (tiles := block.tiles()):
                 b, h, c = tile.b, tile.h, tile.c
                 s = tile.scores()
                 capped = a.buffer("scores", *tile.shape).copy_(s) if softcap or row_gain is not None else None
-                log_p = tile.logits(s).sub_(own["lse"])
-                p = torch.exp(log_p, out=a.buffer("p", *tile.shape) if "d_entropy" in own else log_p)
+                logits = tile.logits(s)
+                if len(tiles) == 1 and "d_entropy" not in own:
+                    p = tile.softmax(logits)
+                else:
+                    log_p = logits.sub_(own["lse"])
+                    p = torch.exp(log_p, out=a.buffer("p", *tile.shape) if "d_entropy" in own else log_p)
                 d = a.buffer("d", *tile.flat, tile.shape[3])
                 if tile.value is None or g is None:
                     d = d.zero_().view(tile.shape)
@@ -587,7 +601,7 @@ def _(grad, grad_lse, grad_entropy, out, lse, entropy, *arguments):  # type: ign
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, sinks, scaling, softcap, dropout, with_entropy = inputs
+    *tensors, sinks, scaling, softcap, dropout, _, with_entropy = inputs
     ctx.save_for_backward(*output, *tensors)
     ctx.options, ctx.with_entropy = (sinks, scaling, softcap, dropout), with_entropy
 
@@ -600,7 +614,7 @@ def _autograd(ctx, grad, grad_lse, grad_entropy):  # type: ignore[no-untyped-def
     d_value = None if value is None else d_value
     d_gain = None if row_gain is None else d_gain.to(row_gain.dtype)
     d_bias = None if row_bias is None else d_bias.to(row_bias.dtype)
-    return d_query, d_key, d_value, None, None, None, None, d_gain, d_bias, *[None] * 6
+    return d_query, d_key, d_value, None, None, None, None, d_gain, d_bias, *[None] * 7
 
 
 _tiled.register_autograd(_autograd, setup_context=_setup_context)
