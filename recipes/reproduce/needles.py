@@ -62,17 +62,17 @@ def measure(run: Run) -> dict[str, Any]:
             "(and --again, if its row is there and the model is not)"
         )
     own = {"lora": "null", "optimizer.matrix_lr": settings.matrix_lr, "schedule.warmup": settings.warmup}
-    return found(run, model, own)
+    return on_needles(run, model, own)
 
 
 def measure_pretrained(run: Run) -> dict[str, Any]:
     method, parameters = METHODS[run.variant]
     model = obtain(SMOLLM2, MODELS) if run.settings.pretrained else random_model(run.models)
     own: dict[str, Any] = {"dtype": "bfloat16"} if method is None else {"dtype": "bfloat16", "method": method}
-    return found(run, model, own | {f"parameters.{name}": value for name, value in parameters.items()})
+    return on_needles(run, model, own | {f"parameters.{name}": value for name, value in parameters.items()})
 
 
-def found(run: Run, model: Path, own: dict[str, Any]) -> dict[str, Any]:
+def on_needles(run: Run, model: Path, own: dict[str, Any]) -> dict[str, Any]:
     """What the recipe measures at its end, with settings of this run's and its `own`."""
     settings: Settings | Pretrained = run.settings
     overrides = own | {
