@@ -93,14 +93,11 @@ def tiled_attention(
         bool(with_entropy),
     )
     tensors = (query, key, value, row_gain, row_bias)
-    if turn is not None:
-        out, lse, entropy = _forward(*arguments, turn=turn, half=_halves_are_fast(value))
-    elif torch.compiler.is_compiling() or (
-        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    ):
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if turn is None and (torch.compiler.is_compiling() or needs_grad):
         out, lse, entropy = _tiled(*arguments)  # its gradient takes probabilities that nothing has rounded
     else:
-        out, lse, entropy = _forward(*arguments, half=_halves_are_fast(value))
+        out, lse, entropy = _forward(*arguments, turn=turn, half=_halves_are_fast(value))
     return out, lse if with_lse else lse.new_zeros(0), entropy
 
 

@@ -50,7 +50,7 @@ METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "logn": ("logn", {"train_length": 256, "clamp": False}),
     "scale_invariant": ("scale_invariant", {}),
 }
-MODELS = Path(__file__).parents[2] / "models"
+DOWNLOADED = Path(__file__).parents[2] / "models"
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 def measure_pretrained(run: Run) -> dict[str, Any]:
     method, parameters = METHODS[run.variant]
-    model = obtain(SMOLLM2, MODELS) if run.settings.pretrained else random_model(run.models)
+    model = obtain(SMOLLM2, DOWNLOADED) if run.settings.pretrained else random_model(run.models)
     own: dict[str, Any] = {"dtype": "bfloat16"} if method is None else {"dtype": "bfloat16", "method": method}
     return on_needles(run, model, own | {f"parameters.{name}": value for name, value in parameters.items()})
 

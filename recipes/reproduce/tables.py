@@ -307,14 +307,16 @@ def masked(data: Data) -> Shown:
     )
 
 
+def scale_of(variant: str) -> str:
+    return labelled(variant).removeprefix("cosscale")
+
+
 def scales(data: Data) -> Shown:
     rows, body = data.get("infoscale-cosscale", []), []
     for variant in SCORED:
         if values := series(rows, variant, "none", "accuracy"):
             found = means(values)
-            body.append(
-                [labelled(variant).removeprefix("cosscale"), *(f"{x:.3f}" for x in found), f"{sum(found) / len(found):.3f}"]
-            )
+            body.append([scale_of(variant), *(f"{x:.3f}" for x in found), f"{sum(found) / len(found):.3f}"])
     if not body:
         return missing("infoscale-cosscale --only cosscale --text FILES --heldout FILE")
     lengths = rows[0]["measured"]["lengths"]
@@ -327,9 +329,7 @@ def peaks(data: Data) -> Shown:
         found = [r["measured"]["peak"] for r in rows if r["variant"] == variant]
         if found:
             keys = ("expected", "weighted", "plain", "mean", "deviation")
-            body.append(
-                [labelled(variant).removeprefix("cosscale"), *(f"{mean_interval([p[k] for p in found])[0]:.3f}" for k in keys)]
-            )
+            body.append([scale_of(variant), *(f"{mean_interval([p[k] for p in found])[0]:.3f}" for k in keys)])
     if not body:
         return missing("infoscale-cosscale --only cosscale --text FILES --heldout FILE")
     head = ["c", "η*, Theorem 3.4", "peak, weighted by exp(c cos)", "peak", "mean of cos", "deviation of cos"]
