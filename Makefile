@@ -43,7 +43,7 @@ gpu:  ## on a machine with a CUDA GPU and its own torch: exactness and timings i
 
 test-oldest: $(OLDEST)/.dev  ## exactness and persistence on the oldest supported transformers
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 tests/test_exactness.py tests/test_persistence.py tests/test_traps.py \
-		tests/test_adapters.py tests/test_places.py
+		tests/test_adapters.py tests/test_positions.py
 
 wheel: $(VENV)/.dev  ## builds into dist/
 	$(BIN)/python -m build

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import BACKENDS, LongAttnConfig
-from .geometry import Rows, check_mask, check_positions, check_shapes
+from .geometry import Rows, check_mask, check_positions, check_shapes, readable
 from .kernels.flex import flex_attention, why_not_flex
 from .kernels.fused import flash_attention, sdpa_attention, why_not_flash
 from .kernels.tiled import HIDDEN, tiled_attention
@@ -58,7 +58,7 @@ def attention(
     rows = Rows.causal(query.shape[2], key.shape[2], query_start, key_start, query.device)
     rows = Rows(rows.index, check_mask(attention_mask, query, key))
     if position_ids is not None:
-        rows = rows.placed(check_positions(position_ids, query, key))
+        rows = rows.at(*[check_positions(position_ids, query, key)] * 2)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return attend(query, key, value, config, rows, scaling=scaling, backend=backend, rotation=rotation)
 
@@ -277,8 +277,9 @@ def choose_backend(
 
 
 def table_length(rows: Rows, kv_len: int) -> int:
-    """A length beyond every distance in the call, of few distinct values; from shapes alone, unless the rows are placed."""
-    farthest = rows.span if rows.has_places else kv_len + rows.index.shape[1] - 1
+    """A length beyond every distance in the call, of few distinct values; from shapes alone, unless positions are explicit."""
+    explicit = rows.key_ids is not None and readable(rows.key_ids)  # else kernels refuse distances beyond the tables
+    farthest = rows.span if explicit else kv_len + rows.index.shape[1] - 1
     return 1 << max(10, (farthest + MARGIN).bit_length())
 
 

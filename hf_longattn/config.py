@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .methods.base import LogitMap, OutputNorm, Positions, Score, Temperature, Visibility
 
 SLOTS = ("positions", "score", "temperature", "logit_map", "visibility", "output_norm")
-DISTANCES = ("slots", "positions")
 BACKENDS = ("auto", "sdpa", "flash", "tiled", "flex", "triton", "reference")
 FORMAT_VERSION = 1
 
@@ -119,8 +118,6 @@ class LongAttnConfig:
             dict form (`{"name": ..., parameters}`), or None.
         layers: "full_attention" (every causal layer that sees all earlier keys), "all" (sliding-window
             layers too), or a sequence of layer indices.
-        distance: what the distance between two tokens is. "slots": how many tokens lie between them. "positions": the
-            difference of their position_ids, which may jump (skip-wise training).
         backend: "auto", or one of `BACKENDS` to insist on it.
 
     Raises:
@@ -134,7 +131,6 @@ class LongAttnConfig:
     visibility: Visibility | None = None
     output_norm: OutputNorm | None = None
     layers: str | tuple[int, ...] = "full_attention"
-    distance: str = "slots"
     backend: str = "auto"
     version: int = field(default=FORMAT_VERSION, repr=False)
 
@@ -166,8 +162,6 @@ class LongAttnConfig:
             object.__setattr__(self, "layers", tuple(sorted(set(indices))))
         elif self.layers not in ("full_attention", "all"):
             raise ValueError(f"layers must be 'full_attention', 'all' or a list of indices, got {self.layers!r}")
-        if self.distance not in DISTANCES:
-            raise ValueError(f"distance must be one of {', '.join(DISTANCES)}, got {self.distance!r}")
         if self.backend not in BACKENDS:
             raise ValueError(f"unknown backend {self.backend!r}; choose one of {', '.join(BACKENDS)}")
 
@@ -185,13 +179,13 @@ class LongAttnConfig:
     def preset(cls, name: str, **parameters: Any) -> LongAttnConfig:
         """A config by name: one method, or several joined by "+" ("infoscale+cosscale").
 
-        Parameters go to the one method that has them; `layers`, `distance` and `backend` to the config.
+        Parameters go to the one method that has them; `layers` and `backend` to the config.
 
         Raises:
             ValueError: unknown name or parameter, two methods for one slot, or a parameter that two of
                 the methods share (then write the slots out).
         """
-        common = {k: parameters.pop(k) for k in ("layers", "distance", "backend") if k in parameters}
+        common = {k: parameters.pop(k) for k in ("layers", "backend") if k in parameters}
         classes = [] if name == CUSTOM else [method_class(part) for part in name.split("+")]
         by_slot: dict[str, type[Method]] = {}
         for method in classes:
@@ -246,11 +240,14 @@ class LongAttnConfig:
         for slot in SLOTS:
             if (method := getattr(self, slot)) is not None:
                 out[slot] = method.to_dict()
-        return out | {"layers": _thaw(self.layers), "distance": self.distance, "backend": self.backend}
+        return out | {"layers": _thaw(self.layers), "backend": self.backend}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LongAttnConfig:
         known = {f.name for f in fields(cls)}
+        data = {
+            k: v for k, v in data.items() if k != "distance"
+        }  # an option once; distances follow position_ids by themselves
         if unknown := sorted(set(data) - known):
             raise ValueError(f"unknown key(s) in longattn: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
         return cls(**data)

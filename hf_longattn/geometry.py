@@ -1,8 +1,8 @@
 """Which keys each query may see, and how far away they are: the only thing a kernel knows about positions.
 
 A *slot* is the index of a token in its row of the batch, padding included; the key in column j sits in slot
-`key_start + j`. Distances are differences of slots, so they are right under padding, packing and any cache. Rows that are
-*placed* carry a position for every token beside its slot, and distances are differences of those (skip-wise training).
+`key_start + j`. The distance of two tokens is the difference of their position_ids. Where these count as slots do (the usual
+case, under padding, packing and any cache) slots serve; elsewhere rows carry explicit positions of queries and keys.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-#: Columns of `Rows.index`; only placed rows have the last one.
-POSITION, KEY_START, START, LOW, HIGH, PLACE = range(6)
+#: Columns of `Rows.index`.
+POSITION, KEY_START, START, LOW, HIGH = range(5)
 #: More than any position: numbers the sequences of packed text apart.
 FAR = 1 << 32
 
@@ -27,14 +28,17 @@ class Rows:
 
     Args:
         index: int64 (batch or 1, q_len, 5): the row's own slot, the slot of key 0 (the same in every row), the
-            slot where the row's sequence starts, and the first and last visible slot (last < first: nothing). Placed rows
-            have a sixth column, the row's position; their keys are the same tokens, and positions grow along a sequence.
+            slot where the row's sequence starts, and the first and last visible slot (last < first: nothing).
         allowed: None, or a bool tensor broadcastable to (batch, heads, q_len, kv_len), True = may be seen, on
             top of the interval.
+        query_ids, key_ids: where positions do not count as slots do, those of queries, int64 (batch or 1, q_len), and of
+            keys, (batch or 1, kv_len), from the start of each one's sequence. Without `allowed` they grow along it.
     """
 
     index: Tensor
     allowed: Tensor | None = None
+    query_ids: Tensor | None = None
+    key_ids: Tensor | None = None
     _known: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, name: Hashable, make: Callable[[], Any]) -> Any:
@@ -54,21 +58,22 @@ class Rows:
         start = torch.full_like(position, key_start)
         return cls(torch.stack([position, start, start, start, position], dim=-1)[None])
 
-    def placed(self, positions: Tensor) -> Rows:
-        """The same rows with distances from `positions`, int64 (batch or 1, q_len); queries and keys are the same tokens."""
-        batch = max(self.index.shape[0], positions.shape[0])
-        columns = self.index.expand(batch, -1, -1), positions.expand(batch, -1)[..., None]
-        return Rows(torch.cat(columns, -1), self.allowed)
+    def at(self, query_ids: Tensor, key_ids: Tensor) -> Rows:
+        """The same rows with explicit positions, int64 (batch or 1, q_len) and (batch or 1, kv_len)."""
+        batch = max(len(self.index), len(query_ids), len(key_ids))
+        return Rows(self.index.expand(batch, -1, -1), self.allowed, query_ids, key_ids)
 
-    @property
-    def has_places(self) -> bool:
-        return self.index.shape[-1] > PLACE
+    def masked(self, allowed: Tensor) -> Rows:
+        """The same rows under one more mask, bool, broadcastable to (batch, heads, q_len, kv_len)."""
+        return Rows(self.index, allowed if self.allowed is None else self.allowed & allowed, self.query_ids, self.key_ids)
 
     @functools.cached_property
     def span(self) -> int:
-        """A bound on the distances between placed rows; reads the device."""
-        place = self.index[..., PLACE]
-        return int(place.max() - place.min())
+        """A bound on the distances between explicit positions; reads the device."""
+        assert self.query_ids is not None
+        assert self.key_ids is not None
+        ids = torch.cat([self.query_ids.flatten(), self.key_ids.flatten()])
+        return int(ids.max() - ids.min())
 
     @property
     def plain(self) -> tuple[int, int] | None:
@@ -76,7 +81,7 @@ class Rows:
 
         None for anything else, and while tracing, where nothing may be read.
         """
-        return None if self.allowed is not None or torch.compiler.is_compiling() else self._plain
+        return None if self.allowed is not None or not readable(self.index) else self._plain
 
     @functools.cached_property  # which Dynamo cannot trace on Python 3.11
     def _plain(self) -> tuple[int, int] | None:
@@ -90,40 +95,52 @@ class Rows:
 
     def query_positions(self) -> Tensor:
         """Query positions counted from the start of each row's sequence, int64 (batch or 1, q_len), >= 0."""
-        if self.has_places:
-            first = (self.index[..., START] - self.index[..., KEY_START]).clamp(min=0)
-            return (self.index[..., PLACE] - self.index[..., PLACE].gather(1, first)).clamp(min=0)
+        if self.query_ids is not None:
+            return self.query_ids
         return (self.index[..., POSITION] - self.index[..., START]).clamp(min=0)
 
     def key_positions(self, kv_len: int) -> Tensor:
-        """Key positions counted likewise, int64 (batch or 1, kv_len).
+        """Key positions counted likewise, int64 (batch or 1, kv_len)."""
+        if self.key_ids is not None:
+            return self.key_ids
+        return (self.slots(kv_len)[:, 0] - self.key_starts(kv_len)).clamp(min=0)
+
+    def key_starts(self, kv_len: int) -> Tensor:
+        """The slot where each key's sequence starts, (batch or 1, kv_len or 1).
 
         Rows of one batch entry start together, except in packed text, where queries and keys are the same tokens.
         """
-        if self.has_places:
-            return self.query_positions()
-        start = self.index[..., START] if self.index.shape[1] == kv_len else self.index[:, :1, START]
-        return (self.slots(kv_len)[:, 0] - start).clamp(min=0)
+        return self.index[..., START] if self.index.shape[1] == kv_len else self.index[:, :1, START]
 
     def narrowed(self, first: Tensor | None, last: Tensor | None) -> Rows:
         """Only the keys at positions first .. last of each row's sequence, both (batch or 1, q_len) or no limit."""
         if first is None and last is None:
             return self
+        if self.key_ids is not None and self.allowed is not None:  # positions need not grow: no interval
+            own = self.key_ids[:, None, None]
+            inside = [own >= first[:, None, :, None]] if first is not None else []
+            inside += [own <= last[:, None, :, None]] if last is not None else []
+            return self.masked(functools.reduce(torch.logical_and, inside))
         index = self.index.clone()
         if first is not None:
             index[..., LOW] = torch.maximum(index[..., LOW], self._slot_of(first))
         if last is not None:
             index[..., HIGH] = torch.minimum(index[..., HIGH], self._slot_of(last + 1) - 1)
-        return Rows(index, self.allowed)
+        return Rows(index, self.allowed, self.query_ids, self.key_ids)
 
     def _slot_of(self, position: Tensor) -> Tensor:
         """The first slot in each row's sequence whose position is at least `position`, both (batch or 1, q_len)."""
-        slot, start, high = (self.index[..., c] for c in (POSITION, START, HIGH))
-        if not self.has_places:
+        start = self.index[..., START]
+        if self.key_ids is None:
             return start + position
-        own = torch.where(slot < start, -1, torch.where(slot > high, FAR - 1, self.query_positions()))
-        own, sought = torch.broadcast_tensors(start * FAR + own, start * FAR + position)
-        return self.index[..., KEY_START] + torch.searchsorted(own.contiguous(), sought.contiguous())
+        kv_len = self.key_ids.shape[1]
+        slot, first = self.slots(kv_len)[:, 0], self.key_starts(kv_len)
+        high = self.index[..., HIGH] if self.index.shape[1] == kv_len else self.index[:, -1:, HIGH]
+        own = torch.where(slot < first, -1, torch.where(slot > high, FAR - 1, self.key_ids))
+        own, sought = first * FAR + own, start * FAR + position
+        batch = max(own.shape[0], sought.shape[0])
+        own, sought = (x.expand(batch, -1).contiguous() for x in (own, sought))
+        return self.index[..., KEY_START] + torch.searchsorted(own, sought)
 
     def slots(self, kv_len: int) -> Tensor:
         """The slots of the keys, (batch or 1, 1, kv_len)."""
@@ -136,11 +153,10 @@ class Rows:
         return inside[:, None] if self.allowed is None else inside[:, None] & self.allowed
 
     def distance(self, kv_len: int, which: Tensor | slice = slice(None)) -> Tensor:
-        """|query slot - key slot|, or the same of positions, of the rows `which`; int64 (batch or 1, rows, kv_len)."""
-        own = self.index[:, which]
-        if self.has_places:
-            return (own[..., PLACE, None] - self.index[:, None, :kv_len, PLACE]).abs()
-        return (own[..., POSITION, None] - self.slots(kv_len)).abs()
+        """|query position - key position| of the rows `which`; int64 (batch or 1, rows, kv_len)."""
+        if self.query_ids is not None and self.key_ids is not None:
+            return (self.query_ids[:, which, None] - self.key_ids[:, None, :kv_len]).abs()
+        return (self.index[:, which, POSITION, None] - self.slots(kv_len)).abs()
 
     def tokens(self, kv_len: int) -> Tensor:
         """bool (batch or 1, q_len), False where the row is padding: that does not see itself."""
@@ -152,11 +168,14 @@ class Rows:
         return real
 
     def take(self, rows: Tensor) -> Rows:
-        """Some of the rows by their numbers, int64 (n,); where they are placed, distances need all (see `distance`)."""
-        return Rows(self.index[:, rows], None if self.allowed is None else self.allowed[:, :, rows])
+        """Some of the rows by their numbers, int64 (n,)."""
+        allowed = None if self.allowed is None else self.allowed[:, :, rows]
+        return Rows(self.index[:, rows], allowed, None if self.query_ids is None else self.query_ids[:, rows], self.key_ids)
 
     def sinks(self, kv_len: int, count: int) -> Tensor:
-        """bool (batch or 1, q_len, kv_len), True for the first `count` keys of the row's sequence."""
+        """bool (batch or 1, q_len, kv_len), True for the keys at the first `count` positions of the row's sequence."""
+        if self.key_ids is not None:
+            return (self.key_ids[:, None, :kv_len] < count).expand(-1, self.index.shape[1], -1)
         offset = self.slots(kv_len) - self.index[..., START, None]
         return (offset >= 0) & (offset < count)
 
@@ -165,6 +184,11 @@ class Rows:
         if self.allowed is not None:
             return self.visible(kv_len).sum(-1)
         return (self.index[..., HIGH] - self.index[..., LOW] + 1).clamp(min=0)[:, None]
+
+
+def readable(x: Tensor) -> bool:
+    """Whether Python may look at the values of x: not while tracing, and not on the meta device."""
+    return not (torch.compiler.is_compiling() or x.is_meta or isinstance(x, FakeTensor))
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -198,7 +222,7 @@ def check_mask(attention_mask: Tensor | None, query: Tensor, key: Tensor) -> Ten
 
 
 def check_positions(position_ids: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The positions; ValueError unless they are (batch or 1, length), grow, and queries and keys are the same tokens."""
+    """The positions from the first one on; ValueError unless (batch or 1, length), growing, of the same queries and keys."""
     fits = position_ids.ndim == 2 and position_ids.shape[0] in (1, query.shape[0])
     if not fits or not position_ids.shape[1] == query.shape[2] == key.shape[2]:
         raise ValueError(
@@ -207,4 +231,4 @@ def check_positions(position_ids: Tensor, query: Tensor, key: Tensor) -> Tensor:
         )
     if bool((position_ids.diff() <= 0).any()):
         raise ValueError("position_ids must grow from token to token")
-    return position_ids.to(query.device)
+    return (position_ids - position_ids[:, :1]).to(query.device)

@@ -52,7 +52,7 @@ def reference_attention(
     rows = Rows.causal(query.shape[2], key.shape[2], query_start, key_start, query.device)
     rows = Rows(rows.index, check_mask(attention_mask, query, key))
     if position_ids is not None:
-        rows = rows.placed(check_positions(position_ids, query, key))
+        rows = rows.at(*[check_positions(position_ids, query, key)] * 2)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return dense_attention(query, key, value, config, rows, scaling=scaling, rotation=rotation)[0]
 
@@ -117,7 +117,7 @@ def _seen(config: LongAttnConfig, rows: Rows, kv_len: int) -> tuple[Rows, Tensor
     seen = moved = None
     if config.visibility is not None:
         seen = config.visibility.visible(i, j)[:, None]
-        rows = Rows(rows.index, seen if rows.allowed is None else rows.allowed & seen)
+        rows = rows.masked(seen)
     remap = config.positions or (config.visibility if config.visibility and config.visibility.remaps else None)
     if remap is not None:
         distance = remap.distance(i, j)

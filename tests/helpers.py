@@ -76,6 +76,15 @@ Scenario = Callable[[PreTrainedModel, Tensor], Tensor]
 SCENARIOS: dict[str, Scenario] = {}
 #: Those that renumber nothing, so that they hold for learned positions too; the rest rely on relative positions.
 RELATIVE_ONLY = {"left_padded_slots"}
+#: Those in which cache indices differ from positions: transformers' own sliding windows count the former.
+NO_WINDOWS = {
+    "padded_inside",
+    "second_turn",
+    "second_turn_static",
+    "second_turn_token_by_token",
+    "interleaved",
+    "interleaved_cached",
+}
 
 
 def scenario(function: Scenario) -> Scenario:
@@ -204,6 +213,70 @@ def hole_in_the_padding(model: PreTrainedModel, ids: Tensor) -> Tensor:
     mask = torch.ones_like(padded)
     mask[:, -2] = 0
     return model(padded, attention_mask=mask).logits[:, : ids.shape[1]]
+
+
+def _holed(ids: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Two texts of which the first has 5 padding tokens inside and the second behind; and where their tokens are."""
+    pad, n, filler = 5, ids.shape[1], tokens(1, 5, seed=9)
+    padded = torch.cat([torch.cat([ids[:1, :11], filler, ids[:1, 11:]], 1), torch.cat([ids[1:2], filler], 1)])
+    mask = torch.ones_like(padded)
+    mask[0, 11 : 11 + pad] = mask[1, n:] = 0
+    where = mask.nonzero()[:, 1].view(2, n)
+    return padded, {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}, where
+
+
+def _second_turn(model: PreTrainedModel, ids: Tensor, chunks: list[int], cache: Any = None) -> Tensor:
+    """A chat whose first row ended its turn early, so that its part of the cache ends in padding."""
+    padded, extra, where = _holed(ids)
+    out = feed(model, padded, chunks, cache, **extra)
+    return out.gather(1, where[..., None].expand(-1, -1, out.shape[-1]))
+
+
+@scenario
+def padded_inside(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    padded, extra, where = _holed(ids)
+    out = model(padded, use_cache=False, **extra).logits
+    return out.gather(1, where[..., None].expand(-1, -1, out.shape[-1]))
+
+
+@scenario
+def second_turn(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return _second_turn(model, ids, [16, ids.shape[1] - 11])
+
+
+@scenario
+def second_turn_static(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return _second_turn(model, ids, [16, ids.shape[1] - 11], StaticCache(config=model.config, max_cache_len=ids.shape[1] + 13))
+
+
+@scenario
+def second_turn_token_by_token(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return _second_turn(model, ids, [16, *[1] * (ids.shape[1] - 11)])
+
+
+def _interleaved(model: PreTrainedModel, ids: Tensor, first: int) -> Tensor:
+    """Both texts in one row, token by token in turn, told apart by a 4-D mask: positions go back, as in a tree of drafts."""
+    row, length = ids[:2].T.reshape(1, -1), 2 * ids.shape[1]
+    at = torch.arange(length)
+    mask = ((at[:, None] >= at) & ((at[:, None] - at) % 2 == 0))[None, None]
+    cache, out = None, []
+    for begin, end in ((0, first), (first, length)):
+        part = {"attention_mask": mask[:, :, begin:end, :end], "position_ids": (at // 2)[None, begin:end]}
+        if begin < end:
+            step = model(row[:, begin:end], past_key_values=cache, use_cache=first < length, **part)
+            cache = step.past_key_values
+            out.append(step.logits[0])
+    return torch.cat(out).unflatten(0, (-1, 2)).transpose(0, 1)
+
+
+@scenario
+def interleaved(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return _interleaved(model, ids, 2 * ids.shape[1])
+
+
+@scenario
+def interleaved_cached(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return _interleaved(model, ids, 17)
 
 
 # a model that sees pictures ------------------------------------------------------------------------------------------

@@ -262,7 +262,7 @@ def test_a_cache_changes_nothing(case: str) -> None:
 def test_jumping_positions_change_logits_and_not_what_is_counted(case: str) -> None:
     """Ranges and the last keys are told by tokens in between, whatever their positions say."""
     positions = torch.cat([torch.arange(20), 300 + torch.arange(20)])[None].expand(2, -1)
-    config, ids = CASES[case].replace(distance="positions"), tokens(length=40)
+    config, ids = CASES[case], tokens(length=40)
     check(model("llama", config), ids, position_ids=positions, attention_mask=torch.ones_like(ids))
 
 

@@ -17,7 +17,7 @@ from ..geometry import Rows
 from ..methods.learned import learned_parts
 from ..reference import dense_attention
 from .masks import base_implementation, read_mask
-from .places import place
+from .positions import ranks, with_positions
 from .rotation import RotarySource
 
 #: Arguments that reach an attention function and say nothing about which logits it should compute.
@@ -84,7 +84,8 @@ def attention_forward(
         )
     assert attention_mask is not None
     positions = kwargs.get("position_ids")
-    rows = place(_rows(attention_mask, query, key, positions), attention_mask, positions, key.shape[2], plan.config)
+    rows, counted = _rows(attention_mask, query, key)
+    rows = with_positions(rows, counted, attention_mask, positions, key.shape[2])
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options: dict[str, Any] = {
         "scaling": scaling,
@@ -121,6 +122,12 @@ def current_plan(module: Any) -> LayerPlan:
 
 def _refuse(plan: LayerPlan, mask: Tensor | None, sliding_window: int | None, kwargs: dict[str, Any]) -> None:
     """Raise for anything in a call that we would otherwise compute wrongly in silence."""
+    if not torch.compiler.is_compiling() and _in_context_parallel():
+        raise NotImplementedError(
+            "torch's context_parallel splits the sequence and replaces scaled_dot_product_attention alone: under "
+            f"{plan.config.name if plan.config else 'hf_longattn'} every process would attend to its own part. Leave it off, or "
+            'model.set_attn_implementation("sdpa") first'
+        )
     if kwargs.get("cache") is not None:
         raise NotImplementedError(
             "continuous batching (paged cache) is not supported under hf_longattn; use generate(), or "
@@ -141,16 +148,17 @@ def _refuse(plan: LayerPlan, mask: Tensor | None, sliding_window: int | None, kw
         )
 
 
-def _rows(mask: Tensor, query: Tensor, key: Tensor, position_ids: Tensor | None) -> Rows:
+def _in_context_parallel() -> bool:
+    """Whether torch has put its sharded attention in place of sdpa, which is how context_parallel works."""
+    module = getattr(torch.nn.functional.scaled_dot_product_attention, "__module__", None) or ""
+    return module.startswith("torch.distributed.tensor.experimental")
+
+
+def _rows(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Rows, Tensor | None]:
+    """The rows, and the positions of keys if they count visible tokens and that is not as cache indices do."""
     q_len, kv_len = query.shape[2], key.shape[2]
     if not mask.dtype.is_floating_point and mask.dtype != torch.bool:
         return read_mask(mask, kv_len)
-    # The user's own 4-D mask carries no positions: only keys that end with the last query can be placed.
-    if position_ids is not None and kv_len > q_len and int(position_ids.max()) + 1 < kv_len:
-        raise ValueError(
-            "a 4-D attention mask together with a static cache leaves true positions unknown: pass a 2-D mask, or use "
-            "a dynamic cache"
-        )
     if mask.dtype != torch.bool:
         seen, hidden = mask == 0, mask <= torch.finfo(mask.dtype).min / 2
         if not bool((seen | hidden).all()):
@@ -159,10 +167,18 @@ def _rows(mask: Tensor, query: Tensor, key: Tensor, position_ids: Tensor | None)
             )
         mask = seen
     mask = mask[..., :kv_len]
+    visible = mask.any(1)
+    # The user's own 4-D mask says nothing about cache indices: the call's tokens must be the last keys.
+    sees_itself = visible.diagonal(kv_len - q_len, dim1=1, dim2=2)
+    if kv_len > q_len and bool((visible.any(-1) & ~sees_itself).any()):
+        raise ValueError(
+            "under a 4-D attention mask the tokens of a call must be the last keys, each visible to itself, and they are not: "
+            "with a static cache pass a 2-D mask, or use a dynamic cache"
+        )
     index = Rows.causal(q_len, kv_len, None, 0, query.device).index.expand(mask.shape[0], -1, -1).clone()
-    index[..., 2] = mask[:, 0].int().argmax(-1)  # first visible key
+    index[..., 2] = visible.int().argmax(-1)  # first visible key
     index[..., 4] = kv_len - 1  # the mask alone decides, image blocks look ahead
-    return Rows(index, mask)
+    return Rows(index, mask), ranks(visible) if kv_len > q_len else None
 
 
 def _base(
@@ -179,7 +195,7 @@ def _base(
     """The unmodified attention, for layers that are left alone."""
     name = base_implementation(module.config)
     if mask is not None and mask.dtype in (torch.int32, torch.int64):
-        mask = read_mask(mask, key.shape[2]).visible(key.shape[2])
+        mask = read_mask(mask, key.shape[2])[0].visible(key.shape[2])
     if name == "eager" or kwargs.get("output_attentions"):
         name = "eager"
         if mask is not None and mask.dtype == torch.bool:

@@ -4,7 +4,8 @@ transformers builds a mask once per forward, where it knows cache offsets, paddi
 layer as an opaque tensor. Ours is an integer tensor (bool and float masks are the user's own):
 
     compact  int64 (batch, 1, q_len, 5)            the columns of `geometry.Rows.index`; visibility is that interval
-    dense    int32 (batch, 1, q_len, 5 + kv_len)   the same five columns, then 1 where the key may be seen
+    dense    int32 (batch, 1, q_len, 5 + kv_len)   the same five columns, then 0 for a masked key, and for a visible one
+                                                   1 + how many tokens of its text lie before it
 
 Compact needs O(q_len) memory and is chosen wherever the mask function is recognised as an interval; dense is always
 right. A plain tensor survives slicing, `.contiguous()`, device moves and graph inputs, where attributes would not.
@@ -95,22 +96,36 @@ def carrier_mask(
 
     sdpa = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     visible = sdpa(**shared, **kwargs).expand(batch_size, -1, -1, -1)[:, 0]
+    slots = torch.arange(kv_length, device=device) + kv_offset
     if attention_mask is None:
         start = visible.int().argmax(-1) + key_start
+        counted = slots.expand(batch_size, -1)
+    else:
+        counted = (padding.cumsum(-1) - 1)[:, slots.clamp(max=padding.shape[-1] - 1)]
     index = torch.stack([position.expand_as(start), key_start, start, key_start, key_start + kv_length - 1], dim=-1)
-    return torch.cat([index.int(), visible.int()], dim=-1)[:, None]
+    return torch.cat([index.int(), visible.int() * (1 + counted.int())[:, None]], dim=-1)[:, None]
 
 
-def read_mask(mask: Tensor, kv_len: int) -> Rows:
-    """The rows that a mask made by `carrier_mask` describes; the same object for every layer that gets the mask."""
-    if mask.shape[-1] == INDEX_WIDTH:
-        if torch.compiler.is_compiling():
-            return Rows(mask[:, 0])
-        rows: Rows = mask.__dict__.setdefault("longattn_rows", Rows(mask[:, 0]))
-        return rows
-    if mask.shape[-1] != INDEX_WIDTH + kv_len:
+def read_mask(mask: Tensor, kv_len: int) -> tuple[Rows, Tensor | None]:
+    """The rows that a mask made by `carrier_mask` describes; the same object for every layer that gets the mask.
+
+    Beside them, if the mask has holes, the positions that keys have if they count visible tokens, (batch, kv_len).
+    """
+    if mask.shape[-1] not in (INDEX_WIDTH, INDEX_WIDTH + kv_len):
         raise ValueError(f"an integer mask of width {mask.shape[-1]} does not fit {kv_len} keys")
-    return Rows(mask[:, 0, :, :INDEX_WIDTH].long(), mask[..., INDEX_WIDTH:].bool())
+    if torch.compiler.is_compiling():
+        return _read(mask)
+    if "longattn_rows" not in mask.__dict__:
+        mask.__dict__["longattn_rows"] = _read(mask)
+    known: tuple[Rows, Tensor | None] = mask.__dict__["longattn_rows"]
+    return known
+
+
+def _read(mask: Tensor) -> tuple[Rows, Tensor | None]:
+    if mask.shape[-1] == INDEX_WIDTH:
+        return Rows(mask[:, 0]), None
+    counted = mask[:, 0, :, INDEX_WIDTH:]
+    return Rows(mask[:, 0, :, :INDEX_WIDTH].long(), counted[:, None] > 0), counted.amax(1).long() - 1
 
 
 def recognise(mask_function: Callable[..., Any]) -> Interval | None:

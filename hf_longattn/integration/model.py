@@ -305,8 +305,7 @@ def describe(model: nn.Module) -> Description:
         elif plan.config is None:
             rows.append((layer.name, "unchanged", plan.reason))
         else:
-            how = f"backend {plan.config.backend}" + (", distance from positions" * (plan.config.distance == "positions"))
-            rows.append((layer.name, ", ".join(map(_shown, plan.config.methods)), how))
+            rows.append((layer.name, ", ".join(map(_shown, plan.config.methods)), f"backend {plan.config.backend}"))
     try:
         config = config_of(base)
     except ValueError:

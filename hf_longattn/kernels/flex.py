@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from ..geometry import HIGH, KEY_START, LOW, PLACE, POSITION, START, Rows
+from ..geometry import HIGH, KEY_START, LOW, POSITION, START, Rows
 
 
 def why_not_flex(query: Tensor, dropout: float = 0.0) -> str | None:
@@ -54,7 +54,9 @@ def flex_attention(
     index, allowed = rows.index.expand(batch, -1, -1), rows.allowed
     position, low, high = index[..., POSITION], index[..., LOW], index[..., HIGH]
     first, start = index[..., KEY_START], index[..., START]
-    place = index[..., PLACE] if rows.has_places else None
+    ids = None
+    if rows.query_ids is not None and rows.key_ids is not None:
+        ids = rows.query_ids.expand(batch, -1), rows.key_ids.expand(batch, -1)
 
     def at(table: Tensor, h: Tensor, t: Tensor) -> Tensor:
         return table[h if table.shape[0] > 1 else h * 0, t]
@@ -67,11 +69,11 @@ def flex_attention(
         if gain is None or bias is None:
             return score
         slot = first[b, q] + kv
-        t = (position[b, q] - slot if place is None else place[b, q] - place[b, kv]).abs()
+        t = (position[b, q] - slot if ids is None else ids[0][b, q] - ids[1][b, kv]).abs()
         added = at(bias, h, t) if row_bias is None else at(bias, h, t) * row_bias[b, h, q]
         mapped = at(gain, h, t) * score + added
         if sinks:
-            offset = slot - start[b, q]
+            offset = slot - start[b, q] if ids is None else ids[1][b, kv]
             mapped = torch.where((offset >= 0) & (offset < sinks), score, mapped)
         return mapped
 

@@ -1,13 +1,13 @@
 """Exact attention in plain PyTorch that never holds a q_len x kv_len tensor, forward or backward.
 
-The logit of query row i and key j, at distance t = |slot_i - slot_j|, is
+The logit of query row i and key j, at distance t = |position_i - position_j|, is
 
     L_ij = x_i gain_t C(S_ij) + y_i bias_t,    S = scaling q . k,    C(s) = c tanh(s / c) or s,
 
 with gain = 1 and bias = 0 for the first `sinks` keys of the sequence. Rows are worked off in blocks, and a block in tiles:
 itself, or in long texts ranges of its keys, joined by their logsumexps. The backward pass computes each tile anew. Inside
 a block the query rows run backwards: then t = const - (row + column), and a strided view of a 1-D table serves a whole
-tile. Placed rows, whose positions jump, look every distance up instead.
+tile. Rows with explicit positions look every distance up instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ..geometry import HIGH, KEY_START, LOW, PLACE, POSITION, START, Rows
+from ..geometry import HIGH, KEY_START, LOW, POSITION, START, Rows
 
 #: Logits held at a time (elements, 4 bytes each): about what the caches of a small machine take.
 BLOCK_ELEMENTS = 1 << 21
@@ -80,6 +80,8 @@ def tiled_attention(
         value,
         rows.index,
         rows.allowed,
+        rows.query_ids,
+        rows.key_ids,
         gain,
         bias,
         row_gain,
@@ -111,6 +113,8 @@ class _Blocks:
         value: Tensor | None,
         index: Tensor,
         allowed: Tensor | None,
+        query_ids: Tensor | None,
+        key_ids: Tensor | None,
         gain: Tensor | None,
         bias: Tensor | None,
         row_gain: Tensor | None,
@@ -142,11 +146,13 @@ class _Blocks:
         if allowed is not None:
             self.allowed = allowed.expand(self.batch, -1, self.q_len, self.kv_len)
         self.key_start = int(self.bounds[0, 0, KEY_START])
-        self.gain = self.bias = self.place = None
+        self.gain = self.bias = self.ids = None
         self.hides_future = False
-        if gain is not None and bias is not None and index.shape[-1] > PLACE:
-            self.gain, self.bias, self.place = gain.to(self.dtype), bias.to(self.dtype), self.index[..., PLACE]
-            if (farthest := int((self.place.amax(1) - self.place.amin(1)).max())) >= gain.shape[-1]:
+        if gain is not None and bias is not None and query_ids is not None and key_ids is not None:
+            self.gain, self.bias = gain.to(self.dtype), bias.to(self.dtype)
+            self.ids = query_ids.expand(self.batch, -1), key_ids.expand(self.batch, -1)
+            top, bottom = (torch.maximum(*(x.amax(1) for x in self.ids)), torch.minimum(*(x.amin(1) for x in self.ids)))
+            if (farthest := int((top - bottom).max())) >= gain.shape[-1]:
                 raise ValueError(f"distance {farthest} lies beyond the tables' length {gain.shape[-1]}")
         elif gain is not None and bias is not None:
             position = self.bounds[..., POSITION]
@@ -241,9 +247,9 @@ class _Block:
 
     def table(self, table: Tensor) -> Tensor:
         """A table by distance as the block sees it, broadcastable to (heads, group, rows, columns)."""
-        if self.all.place is not None:
-            place = self.all.place[self.b]
-            t = (place[self.r].flip(0)[:, None] - place[self.c]).abs()
+        if self.all.ids is not None:
+            own, keys = self.all.ids
+            t = (own[self.b, self.r].flip(0)[:, None] - keys[self.b, self.c]).abs()
             own = table if table.shape[0] == 1 else table.unflatten(0, (-1, self.shape[1]))[self.h].flatten(0, 1)
             return own[:, t].unflatten(0, (-1, 1 if table.shape[0] == 1 else self.shape[1]))
         first = self.bounds.last - self.all.key_start - self.c.start
@@ -258,9 +264,14 @@ class _Block:
 
     def sink_columns(self) -> tuple[slice, Tensor] | None:
         """The columns in which some row has a sink, and which (row, column) pairs those are."""
+        if not self.all.sinks:
+            return None
+        if self.all.ids is not None:  # they need not grow: any column may hold one
+            sink = self.all.ids[1][self.b, self.c] < self.all.sinks
+            return (slice(None), sink.expand(self.shape[2], -1)) if bool(sink.any()) else None
         first = self.all.key_start + self.c.start
         c0, c1 = max(self.bounds.least[START] - first, 0), min(self.bounds.most[START] - first + self.all.sinks, self.shape[3])
-        if not self.all.sinks or c0 >= c1:
+        if c0 >= c1:
             return None
         start = self.all.index[self.b, self.r, START].flip(0)
         offset = torch.arange(first + c0, first + c1, device=self.query.device) - start[:, None]
@@ -432,6 +443,8 @@ def _forward(
     value: Tensor | None,
     index: Tensor,
     allowed: Tensor | None,
+    query_ids: Tensor | None,
+    key_ids: Tensor | None,
     gain: Tensor | None,
     bias: Tensor | None,
     row_gain: Tensor | None,
@@ -448,7 +461,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         options = (sinks, scaling, softcap, dropout, turn, half)
-        blocks = _Blocks(query, key, value, index, allowed, gain, bias, row_gain, row_bias, seed, *options)
+        blocks = _Blocks(query, key, value, index, allowed, query_ids, key_ids, gain, bias, row_gain, row_bias, seed, *options)
         shape = query.shape[:-1]
         out = query.new_zeros((0,) if value is None else (*shape, value.shape[-1]))
         lse = blocks.query.new_full(shape, float("-inf"))  # of rows in tiles, which the backward pass asks for, too
@@ -475,9 +488,9 @@ _tiled = torch.library.custom_op(
     "hf_longattn::tiled",
     _forward,
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor? value, Tensor index, Tensor? allowed, Tensor? gain, Tensor? bias, "
-    "Tensor? row_gain, Tensor? row_bias, Tensor? seed, int sinks, float scaling, float softcap, float dropout, "
-    "bool with_lse, bool with_entropy) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor query, Tensor key, Tensor? value, Tensor index, Tensor? allowed, Tensor? query_ids, Tensor? key_ids, "
+    "Tensor? gain, Tensor? bias, Tensor? row_gain, Tensor? row_bias, Tensor? seed, int sinks, float scaling, float softcap, "
+    "float dropout, bool with_lse, bool with_entropy) -> (Tensor, Tensor, Tensor)",
 )
 
 
@@ -502,6 +515,8 @@ def _backward(
     value: Tensor | None,
     index: Tensor,
     allowed: Tensor | None,
+    query_ids: Tensor | None,
+    key_ids: Tensor | None,
     gain: Tensor | None,
     bias: Tensor | None,
     row_gain: Tensor | None,
@@ -513,7 +528,8 @@ def _backward(
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        a = _Blocks(query, key, value, index, allowed, gain, bias, row_gain, row_bias, seed, sinks, scaling, softcap, dropout)
+        options = (sinks, scaling, softcap, dropout)
+        a = _Blocks(query, key, value, index, allowed, query_ids, key_ids, gain, bias, row_gain, row_bias, seed, *options)
         # sum_j P dP, the same for dropped-out P, less what the logsumexp passes on
         delta = a.query.new_zeros(*query.shape[:-1])
         if value is not None:
@@ -590,7 +606,7 @@ def _backward(
 
 @_backward.register_fake
 def _(grad, grad_lse, grad_entropy, out, lse, entropy, *arguments):  # type: ignore[no-untyped-def]
-    query, key, value, _, _, _, _, row_gain, row_bias, *_ = arguments
+    query, key, value, _, _, _, _, _, _, row_gain, row_bias, *_ = arguments
     d_query, d_key = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key))
     d_value = key.new_empty(0) if value is None else torch.empty_like(value, memory_format=torch.contiguous_format)
     d_rows = [lse.new_empty(query.shape[:-1] if x is not None else 0) for x in (row_gain, row_bias)]
@@ -607,11 +623,11 @@ def _autograd(ctx, grad, grad_lse, grad_entropy):  # type: ignore[no-untyped-def
     saved = ctx.saved_tensors  # once: gradient checkpointing gives them out once
     grad_entropy = grad_entropy if ctx.with_entropy else None
     d_query, d_key, d_value, d_gain, d_bias = _backward(grad, grad_lse, grad_entropy, *saved, *ctx.options)
-    value, row_gain, row_bias = (saved[3 + i] for i in (2, 7, 8))
+    value, row_gain, row_bias = (saved[3 + i] for i in (2, 9, 10))
     d_value = None if value is None else d_value
     d_gain = None if row_gain is None else d_gain.to(row_gain.dtype)
     d_bias = None if row_bias is None else d_bias.to(row_bias.dtype)
-    return d_query, d_key, d_value, None, None, None, None, d_gain, d_bias, *[None] * 7
+    return d_query, d_key, d_value, *[None] * 6, d_gain, d_bias, *[None] * 7
 
 
 _tiled.register_autograd(_autograd, setup_context=_setup_context)

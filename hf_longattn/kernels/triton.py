@@ -53,8 +53,8 @@ def why_not_triton(query: Tensor, rows: Rows, softcap: float | None = None, drop
         return "the Triton kernels have no softcap"
     if rows.allowed is not None:
         return "the mask is more than one interval of keys per row"
-    if rows.has_places:
-        return "positions jump, and the Triton kernels count distances in slots"
+    if rows.key_ids is not None:
+        return "positions do not count as cache slots do, and the Triton kernels know only these"
     return None
 
 

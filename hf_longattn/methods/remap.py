@@ -11,6 +11,11 @@ from ..config import ModelFacts
 from .base import Band
 
 
+def near(i: Tensor, w: int) -> Band:
+    """Keys less than w away from queries at i, on both sides: causality is the mask's affair."""
+    return Band(first=i - w + 1, last=i + w - 1)
+
+
 def capped(last: Tensor, w: int) -> Band:
     """Keys up to `last`, all of them at distance w: the query turned to w, keys to 0."""
     return Band(last=last, query=lambda i: torch.full_like(i, w).double(), key=lambda j: torch.zeros_like(j).double())

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ..config import ModelFacts, require_count
 from .base import Band, Visibility
-from .remap import bind_window, capped, check_remap, check_window, known
+from .remap import bind_window, capped, check_remap, check_window, known, near
 
 
 @dataclass(frozen=True, kw_only=True)
 class Windowed(Visibility):
-    """The last `window` keys, the token itself included.
+    """The last `window` keys, the token itself included; where a mask lets tokens look ahead, the next ones likewise.
 
     Args:
         window: w; default half the trained length, at most all of it.
@@ -33,10 +33,10 @@ class Windowed(Visibility):
         return bind_window(self, facts, 2, may_equal=True)
 
     def visible(self, i: Tensor, j: Tensor) -> Tensor:
-        return i - j < known(self.window)
+        return (i - j).abs() < known(self.window)
 
     def bands(self, i: Tensor) -> list[Band]:
-        return [Band(first=i - known(self.window) + 1)]
+        return [near(i, known(self.window))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +82,14 @@ class Streaming(Visibility):
         return i.clamp(max=self.sinks + known(self.window) - 1)
 
     def visible(self, i: Tensor, j: Tensor) -> Tensor:
-        return (i - j < known(self.window)) | (j < self.sinks)
+        return ((i - j).abs() < known(self.window)) | ((j < self.sinks) & (j < i))
 
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         return torch.where(i - j < known(self.window), i - j, self.cap(i) - j).double()
 
     def bands(self, i: Tensor) -> list[Band]:
-        first = i - known(self.window) + 1
-        return [Band(first=first), Band(last=(first - 1).clamp(max=self.sinks - 1), query=lambda i: self.cap(i).double())]
+        w = known(self.window)
+        return [near(i, w), Band(last=(i - w).clamp(max=self.sinks - 1), query=lambda i: self.cap(i).double())]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,4 +117,4 @@ class LmInfinite(Streaming):
 
     def bands(self, i: Tensor) -> list[Band]:
         w = known(self.window)
-        return [Band(first=i - w + 1), capped((i - w).clamp(max=self.sinks - 1), w)]
+        return [near(i, w), capped((i - w).clamp(max=self.sinks - 1), w)]

@@ -266,11 +266,6 @@ def check(recipe: Recipe) -> None:
     if recipe.positions == "skip":
         if recipe.needle is not None or recipe.packing == "documents":
             raise ValueError("positions: skip works on plain windows of text, not on needles or packed documents")
-        if attention is not None and attention.distance != "positions":
-            raise ValueError(
-                f"{attention.name} counts distances in slots and would not see the skipped positions: set "
-                "parameters.distance=positions"
-            )
         _in("skip.unskipped", recipe.skip.unskipped)
         _in("skip.repeat", recipe.skip.repeat)
         if not 2 <= recipe.skip.chunks <= recipe.length // 2:

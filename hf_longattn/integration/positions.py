@@ -1,0 +1,173 @@
+"""Distances are differences of position_ids, as the rotary encoding sees them; this is where the two are brought together.
+
+Position_ids of the tokens of a call are known. Those of earlier tokens, whose keys come out of the KV cache, are not: they
+count as cache indices do, from the first index or from the start of the text, or as the 2-D mask does (generate's
+cumsum - 1, which skips padding inside a text). The call's own first token tells which; one that fits none is refused.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..geometry import HIGH, KEY_START, LOW, POSITION, START, Rows, readable
+
+_JUMP = (
+    "position_ids jump forward, and without a 2-D attention mask or a cache transformers reads that as the start of a new "
+    "document. For one document with skipped positions pass attention_mask=torch.ones_like(input_ids) and use_cache=False; "
+    "packed documents each count from 0"
+)
+_RESET = (
+    "position_ids go back within a sequence, so that a token sees earlier ones at positions not before its own. If these are "
+    "packed documents, they see each other: transformers tells them apart only with use_cache=False and no 2-D attention mask"
+)
+_UNKNOWN = (
+    "position_ids do not go on where the KV cache ends: the positions of cached keys are unknown. They are known where they count "
+    "as cache indices do or, as generate() makes them, as attention_mask.cumsum(-1) - 1; otherwise pass all tokens in one call"
+)
+_SHARD = (
+    "position_ids start at {off} although nothing comes before, and several processes run: this looks like one process's part of a "
+    "sequence that context or sequence parallelism has split, and each part would attend to itself alone. hf_longattn does not "
+    "support that; if the text is whole, let its position_ids start at 0, which changes no distance"
+)
+_TRACED = (
+    "position_ids jump, go back, or do not continue the KV cache, which a compiled call cannot follow: call without compile"
+)
+
+
+def with_positions(rows: Rows, counted: Tensor | None, mask: Tensor, position_ids: Tensor | None, kv_len: int) -> Rows:
+    """The rows with the positions that position_ids say: the same ones where these count as cache indices do.
+
+    Args:
+        counted: (batch, kv_len), the positions of keys if they count visible tokens; None if that is as cache indices do.
+        mask: the attention mask that the rows were read from; it carries the answer from layer to layer.
+        position_ids: (batch or 1, at least q_len), or None: nothing else than cache indices is known.
+
+    Raises:
+        ValueError: positions have no meaning, or those of cached keys are unknown.
+    """
+    if position_ids is None or position_ids.ndim != 2:
+        return rows
+    if not readable(rows.index):
+        return _traced(rows, counted, position_ids, kv_len)
+    kept: tuple[Tensor, Rows] | None = mask.__dict__.get("longattn_positions")
+    if kept is None or kept[0] is not position_ids:
+        mask.__dict__["longattn_positions"] = kept = position_ids, _resolve(rows, counted, position_ids, kv_len)
+    return kept[1]
+
+
+class _Call:
+    """What position_ids (batch, q_len) say about the rows of one call, all as tensors."""
+
+    def __init__(self, rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> None:
+        index = rows.index
+        p = position_ids[:, -index.shape[1] :].to(index.device)
+        batch = max(index.shape[0], p.shape[0])
+        self.rows, self.counted, self.p = rows, counted, p.expand(batch, -1)
+        index = index.expand(batch, -1, -1)
+        self.slot, self.start, self.first = index[..., POSITION], index[..., START], index[:, :1, POSITION]
+        self.keys = rows.slots(kv_len)[:, 0].expand(batch, -1)
+        self.real = rows.tokens(kv_len).expand(batch, -1)  # padding may be at any position
+        step, self.pair = self.p.diff(), self.real[:, 1:] & self.real[:, :-1]
+        self.same = self.start[:, 1:] == self.start[:, :-1]
+        self.jumps, self.resets, self.steady = step > 1, step <= 0, step == 1
+        # the first token of the call that is one, its index, its position, and how far that is from counting
+        which = self.real.int().argmax(-1, keepdim=True)
+        self.off = (self.p - self.slot).gather(1, which)
+        self.lead = self.start.gather(1, which)
+        self.by_index, self.by_start = self.off == 0, self.off == -self.lead
+        self.by_count = torch.zeros_like(self.by_index)
+        if counted is not None:
+            column = (self.slot.gather(1, which) - self.keys[:, :1]).clamp(0, kv_len - 1)
+            self.by_count = counted.expand(batch, -1).gather(1, column) == self.p.gather(1, which)
+        self.none_real = ~self.real.any(-1, keepdim=True)
+
+    @property
+    def own(self) -> Tensor:
+        """The keys that are this call's own tokens, (batch, kv_len)."""
+        return (self.keys >= self.first) & (self.keys <= self.slot[:, -1:])
+
+    def sees_cache(self) -> Tensor:
+        """Whether a token sees keys of earlier calls, (batch, 1)."""
+        if self.rows.allowed is None:
+            low, high = self.rows.index[..., LOW], self.rows.index[..., HIGH]
+            return ((low < self.first) & (low <= high) & self.real).any(-1, keepdim=True)
+        earlier = self.rows.visible(self.keys.shape[1]).any(1) & (self.keys < self.first)[:, None]
+        return (earlier.any(-1) & self.real).any(-1, keepdim=True)
+
+    def known(self) -> Tensor:
+        """Whether the positions of all visible keys are known, (batch, 1)."""
+        return self.by_index | self.by_start | self.by_count | self.none_real | ~self.sees_cache()
+
+    def regular(self) -> Tensor:
+        """Whether all positions differ as cache indices do, (batch, 1)."""
+        if self.rows.allowed is None:
+            even = (self.steady | ~self.pair | ~self.same).all(-1, keepdim=True)
+        else:
+            even = ((self.p - self.slot == self.off) | ~self.real).all(-1, keepdim=True)
+        return self.none_real | (even & (self.by_index | self.by_start | ~self.sees_cache()))
+
+    def explicit(self) -> Rows:
+        """The rows with positions written out, counted from the start of each sequence."""
+        counted = self.keys if self.counted is None else self.counted
+        cached = torch.where(self.by_index, self.keys, torch.where(self.by_start, self.keys - self.lead, counted))
+        column = (self.keys - self.first).clamp(0, self.p.shape[1] - 1)
+        keys = torch.where(self.own, self.p.gather(1, column), cached)
+        # where each token's sequence starts: at a token of this call, or at the first cached one
+        before = torch.where(self.by_index, self.start, torch.where(self.by_start, self.start - self.lead, 0))
+        inside = (self.start - self.first).clamp(0, self.p.shape[1] - 1)
+        origin = torch.where(self.start >= self.first, self.p.gather(1, inside), before)
+        key_origin = torch.where(self.own, origin.gather(1, column), origin[:, :1])
+        return self.rows.at((self.p - origin).clamp(min=0), (keys - key_origin).clamp(min=0))
+
+
+def _resolve(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> Rows:
+    call = _Call(rows, counted, position_ids, kv_len)
+    if rows.allowed is None and bool((call.jumps & call.pair & ~call.same).any()):
+        raise ValueError(_JUMP)
+    whole = call.by_index | call.by_start | call.by_count | call.none_real
+    if _several_processes() and not bool((whole | call.sees_cache()).all()):
+        raise ValueError(_SHARD.format(off=int(call.off.max())))
+    if bool(call.regular().all()):
+        return rows
+    if not bool(call.known().all()):
+        raise ValueError(_UNKNOWN)
+    out = call.explicit()
+    if rows.allowed is None:
+        goes_back = call.resets & call.pair & call.same
+    else:
+        assert out.query_ids is not None
+        assert out.key_ids is not None
+        earlier = rows.visible(kv_len).any(1) & (call.keys[:, None] < call.slot[..., None]) & call.real[..., None]
+        goes_back = earlier & (out.key_ids[:, None] >= out.query_ids[..., None])
+    if bool(goes_back.any()):
+        raise ValueError(_RESET)
+    return out
+
+
+def _several_processes() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def _traced(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> Rows:
+    """The same where no tensor may be read: explicit positions wherever the mask has holes, and a check while it runs."""
+    call = _Call(rows, counted, position_ids, kv_len)
+    fits = call.regular() if rows.allowed is None else call.known()
+    torch._assert_async(fits.all(), _TRACED)
+    return rows if rows.allowed is None else call.explicit()
+
+
+def ranks(visible: Tensor) -> Tensor:
+    """How many visible keys lie before each, for masks whose rows agree on it; -FAR for a batch entry whose rows do not.
+
+    Args:
+        visible: bool (batch, q_len, kv_len).
+
+    Returns:
+        int64 (batch, kv_len).
+    """
+    rank = visible.cumsum(-1, dtype=torch.int32) - 1
+    most = rank.masked_fill(~visible, -1).amax(1)
+    least = rank.masked_fill(~visible, torch.iinfo(torch.int32).max).amin(1)
+    agree = ((most == least) | (most < 0)).all(-1, keepdim=True)
+    return torch.where(agree, most.long(), -(1 << 40))

@@ -1,0 +1,264 @@
+"""Distances are differences of position_ids.
+
+A text whose position_ids jump equals the longer text whose skipped tokens are masked; what position_ids say and the cache or
+the mask cannot bear out is refused. Padding inside a text, second turns and trees are scenarios of test_exactness.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, families
+from helpers import close, fresh, model, tokens
+from torch import Tensor
+from torch.distributed.tensor.experimental import context_parallel
+
+from hf_longattn import LongAttnConfig, Rotation, attention, reference_attention
+
+LENGTH = 22
+SKIPS = ({6: 11, 15: 3}, {9: 17})  # per row of the batch: before which token how many positions are skipped
+
+
+def jumping(first: int = 0) -> Tensor:
+    steps = torch.ones(len(SKIPS), LENGTH, dtype=torch.int64)
+    for row, skips in zip(steps, SKIPS, strict=True):
+        for index, more in skips.items():
+            row[index] += more
+    return steps.cumsum(-1) - 1 + first
+
+
+def with_skips(model: Any, ids: Tensor, positions: Tensor, **extra: Any) -> Tensor:
+    return model(ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False, **extra).logits
+
+
+def with_holes(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
+    """The same tokens in the slots that their positions name, all other slots masked."""
+    length = int(positions.max()) + 1
+    spread, mask = (
+        torch.zeros(len(ids), length, dtype=torch.int64).scatter(1, positions, x) for x in (ids, torch.ones_like(ids))
+    )
+    logits = model(spread, attention_mask=mask, position_ids=torch.arange(length)[None], use_cache=False).logits
+    return logits.gather(1, positions[..., None].expand(-1, -1, logits.shape[-1]))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_jumps_are_distances(case: str, family: str) -> None:
+    if family not in families(case) and family != "qwen3":
+        pytest.skip("needs rotary positions")
+    ids, positions = tokens(2, LENGTH), jumping()
+    want = with_holes(model(family, CASES[case]), ids, positions)
+    close(with_skips(model(family, CASES[case]), ids, positions), want)
+
+
+@pytest.mark.parametrize("backend", ["reference", "flex"])
+@pytest.mark.parametrize("case", ["scale_invariant", "sinks", "alibi", "calibrated", "mapped+adaptive"])
+@torch.no_grad()
+def test_other_backends(case: str, backend: str) -> None:
+    if backend == "flex" and case == "mapped+adaptive":
+        backend = "tiled"
+    ids, positions = tokens(2, LENGTH), jumping()
+    close(
+        with_skips(model("llama", CASES[case], backend), ids, positions),
+        with_holes(model("llama", CASES[case]), ids, positions),
+    )
+
+
+@pytest.mark.parametrize("case", ["scale_invariant", "calibrated", "rerope", "dual_chunk", "streaming+adaptive"])
+def test_gradients(case: str) -> None:
+    ids, positions = tokens(2, LENGTH), jumping()
+    skipping, holes = fresh("llama", CASES[case]), fresh("llama", CASES[case])
+    weight = torch.randn(2, LENGTH, 97, generator=torch.Generator().manual_seed(1))
+    (with_skips(skipping, ids, positions) * weight).sum().backward()
+    (with_holes(holes, ids, positions) * weight).sum().backward()
+    # the embedding of the masked filler differs in nothing: it gets no gradient
+    for (name, a), b in zip(skipping.named_parameters(), holes.parameters(), strict=True):
+        close(a.grad, b.grad, 2e-4, name)
+
+
+@pytest.mark.parametrize("case", ["scale_invariant", "rerope", "streaming"])
+@torch.no_grad()
+def test_left_padding(case: str) -> None:
+    ids, positions = tokens(2, LENGTH), jumping()
+    want = with_skips(model("llama", CASES[case]), ids, positions)[1:]
+    ids, mask = torch.cat([torch.zeros(2, 4, dtype=torch.int64), ids], 1), torch.ones(2, LENGTH + 4, dtype=torch.int64)
+    mask[:, :4] = 0
+    positions = torch.cat([torch.ones(2, 4, dtype=torch.int64), positions], 1)
+    got = model("llama", CASES[case])(ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
+    close(got[1:, 4:], want)
+
+
+@torch.no_grad()
+def test_right_padding() -> None:
+    ids, positions = tokens(2, LENGTH), jumping()
+    want = with_skips(model("llama", CASES["rerope"]), ids, positions)
+    mask = torch.ones(2, LENGTH + 3, dtype=torch.int64)
+    mask[:, LENGTH:] = 0
+    ids, positions = (torch.cat([x, torch.zeros(2, 3, dtype=torch.int64)], 1) for x in (ids, positions))
+    got = model("llama", CASES["rerope"])(ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
+    close(got[:, :LENGTH], want)
+
+
+@pytest.mark.parametrize("case", ["scale_invariant", "leaky_rerope"])
+@torch.no_grad()
+def test_where_a_text_starts_is_nothing_to_distances(case: str) -> None:
+    ids, m = tokens(2, LENGTH), model("llama", CASES[case])
+    close(with_skips(m, ids, torch.arange(LENGTH)[None] + 40), m(ids).logits)
+
+
+@torch.no_grad()
+def test_a_jump_behind_cached_keys() -> None:
+    """The cached ones counted as usual: their positions are known."""
+    m, ids, positions = model("llama", CASES["rerope"]), tokens(2, LENGTH), jumping()
+    cache = m(ids[:, :6], use_cache=True).past_key_values
+    rest = m(ids[:, 6:], position_ids=positions[:, 6:] - positions[:, 6:7] + 6, past_key_values=cache).logits
+    whole = torch.cat([torch.arange(6).expand(2, -1), positions[:, 6:] - positions[:, 6:7] + 6], 1)
+    close(rest, with_skips(m, ids, whole)[:, 6:])
+
+
+@pytest.mark.parametrize("case", ["scale_invariant", "infoscale"])
+def test_a_jump_without_a_mask_is_refused(case: str) -> None:
+    """transformers would read it as a new document."""
+    with pytest.raises(ValueError, match="start of a new document"):
+        model("llama", CASES[case])(tokens(2, LENGTH), position_ids=jumping(), use_cache=False)
+
+
+PACKED = torch.cat([torch.arange(9), torch.arange(LENGTH - 9)])[None]
+
+
+@pytest.mark.parametrize("case", ["scale_invariant", "infoscale", "adaptive_temperature"])
+@pytest.mark.parametrize(
+    "extra", [{}, {"attention_mask": torch.ones(1, LENGTH)}, {"use_cache": True}], ids=["bare", "mask", "cache"]
+)
+def test_packed_documents_that_would_see_each_other_are_refused(case: str, extra: dict[str, Any]) -> None:
+    """The default use_cache=True, or any 2-D mask, keeps transformers from telling them apart."""
+    with pytest.raises(ValueError, match=r"packed documents, they see each other.*use_cache=False"):
+        model("llama", CASES[case])(tokens(1, LENGTH), position_ids=PACKED, **extra)
+
+
+def test_what_positions_cannot_mean_is_refused() -> None:
+    m, ids = model("llama", CASES["scale_invariant"]), tokens(2, LENGTH)
+    back = jumping()
+    back[:, 18] = 0
+    with pytest.raises(ValueError, match="go back"):
+        with_skips(m, ids, back)
+    cache = m(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="positions of cached keys are unknown"):
+        m(ids[:, :1], position_ids=torch.tensor([[90]]), past_key_values=cache)
+    cache = with_cache(m, ids, jumping())
+    with pytest.raises(ValueError, match="positions of cached keys are unknown"):
+        m(ids[:, :1], position_ids=jumping()[:, -1:] + 1, past_key_values=cache)
+    tree = torch.ones(LENGTH, LENGTH).tril()[None, None].bool()  # one path, and positions that say there are two
+    with pytest.raises(ValueError, match="go back"):
+        m(ids, position_ids=PACKED, attention_mask=tree, use_cache=False)
+
+
+def with_cache(m: Any, ids: Tensor, positions: Tensor) -> Any:
+    return m(ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=True).past_key_values
+
+
+def test_a_tree_behind_a_cache_of_another_numbering_is_refused() -> None:
+    """Rows that do not agree how many visible keys lie before a cached one say nothing about its position."""
+    m, ids = model("llama", CASES["alibi"]), tokens(1, 10)
+    mask = torch.ones(1, 1, 2, 10, dtype=torch.bool)
+    mask[..., 0, 2] = mask[..., 0, 9] = False
+    cache = m(ids[:, :8], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="positions of cached keys are unknown"):
+        m(ids[:, 8:], attention_mask=mask, position_ids=torch.tensor([[7, 7]]), past_key_values=cache)
+
+
+@pytest.mark.parametrize("case", ["scale_invariant", "rerope", "windowed", "infoscale"])
+def test_a_pad_token_inside_a_prompt_is_generated_through(case: str) -> None:
+    """generate() gives positions by cumsum over the mask, and its cache has a hole from then on."""
+    m, ids = model("llama", CASES[case]), tokens(1, 12)
+    padded, mask = torch.cat([ids[:, :7], ids[:, :2] * 0, ids[:, 7:]], 1), torch.ones(1, 14, dtype=torch.int64)
+    mask[:, 7:9] = 0
+    for options in ({}, {"cache_implementation": "static"}, {"use_cache": False}):
+        options |= {"output_logits": True, "return_dict_in_generate": True, "do_sample": False, "disable_compile": True}
+        out = m.generate(padded, attention_mask=mask, max_new_tokens=6, **options)
+        want = m.generate(ids, max_new_tokens=6, **options)
+        close(torch.stack(out.logits), torch.stack(want.logits))
+
+
+@pytest.mark.parametrize("case", ["scale_invariant", "rerope"])
+@torch.no_grad()
+def test_compiled(case: str) -> None:
+    m, ids = model("llama", CASES[case]), tokens(2, LENGTH)
+    m(ids)  # verifies the rotation
+    torch.compiler.reset()
+    compiled = torch.compile(m, backend="eager")
+    mask = torch.ones_like(ids)
+    mask[0, 5:8] = 0
+    holed = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0), "use_cache": False}
+    keep = torch.arange(LENGTH).ne(torch.tensor([[5], [6], [7]])).all(0)
+    got, want = compiled(ids, **holed).logits, m(ids, **holed).logits
+    close(got[:, keep], want[:, keep])
+    close(got[:1, keep], m(ids[:1, keep], use_cache=False).logits)
+    with pytest.raises(RuntimeError, match="position_ids jump, go back"):
+        compiled(ids, position_ids=PACKED.expand(2, -1), use_cache=True)
+
+
+def test_config() -> None:
+    """Saved sections of earlier versions hold an option that said what is now always so."""
+    config = LongAttnConfig.preset("alibi")
+    assert LongAttnConfig.from_dict(config.to_dict() | {"distance": "slots"}) == config
+    assert "distance" not in config.to_dict()
+
+
+# split sequences -----------------------------------------------------------------------------------------------------
+
+
+def test_context_parallel_is_refused(tmp_path: Path) -> None:
+    """It would split the text and replace sdpa alone."""
+    ids, m = tokens(1, LENGTH), model("llama", CASES["scale_invariant"])
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path / 'store'}")
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        with (
+            context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1]),
+            pytest.raises(NotImplementedError, match="context_parallel"),
+        ):
+            m(ids, use_cache=False)
+        m(ids, use_cache=False)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_part_of_a_sequence_is_refused_where_several_processes_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, m = tokens(1, LENGTH), model("llama", CASES["scale_invariant"])
+    second_half = {
+        "position_ids": torch.arange(LENGTH)[None] + LENGTH,
+        "attention_mask": torch.ones_like(ids),
+        "use_cache": False,
+    }
+    m(ids, **second_half)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match=f"start at {LENGTH} although nothing comes before"):
+        m(ids, **second_half)
+    with_skips(m, tokens(2, LENGTH), jumping())
+    m(ids[:, :1], past_key_values=m(ids).past_key_values)
+
+
+# the function --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [attention, reference_attention])
+@pytest.mark.parametrize("case", ["scale_invariant", "rerope", "windowed"])
+def test_the_function_takes_positions(function: Any, case: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, LENGTH, 8, generator=g, dtype=torch.float64) for n in (4, 2, 2))
+    positions, rotation = jumping(), Rotation(torch.tensor([1.0, 0.1, 0.01, 0.0], dtype=torch.float64))
+    length = int(positions.max()) + 1
+    where = positions[:, None, :, None].expand(-1, 4, -1, 8)
+    spread = [torch.zeros(2, x.shape[1], length, 8, dtype=x.dtype).scatter(2, where[:, : x.shape[1]], x) for x in (q, k, v)]
+    seen = torch.zeros(2, length, dtype=torch.bool).scatter(1, positions, True)[:, None, None]
+    want = reference_attention(*spread, CASES[case], attention_mask=seen, rotation=rotation).gather(2, where)
+    close(function(q, k, v, CASES[case], rotation=rotation, position_ids=positions), want, 1e-12)
+    for wrong in (positions[:, :-1], positions.flip(1), positions[0]):
+        with pytest.raises(ValueError, match="position_ids"):
+            function(q, k, v, CASES[case], rotation=rotation, position_ids=wrong)
