@@ -245,9 +245,7 @@ class LongAttnConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LongAttnConfig:
         known = {f.name for f in fields(cls)}
-        data = {
-            k: v for k, v in data.items() if k != "distance"
-        }  # an option once; distances follow position_ids by themselves
+        data = {k: v for k, v in data.items() if k != "distance"}  # an option of earlier versions
         if unknown := sorted(set(data) - known):
             raise ValueError(f"unknown key(s) in longattn: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
         return cls(**data)

@@ -77,14 +77,8 @@ SCENARIOS: dict[str, Scenario] = {}
 #: Those that renumber nothing, so that they hold for learned positions too; the rest rely on relative positions.
 RELATIVE_ONLY = {"left_padded_slots"}
 #: Those in which cache indices differ from positions: transformers' own sliding windows count the former.
-NO_WINDOWS = {
-    "padded_inside",
-    "second_turn",
-    "second_turn_static",
-    "second_turn_token_by_token",
-    "interleaved",
-    "interleaved_cached",
-}
+NO_WINDOWS = {"padded_inside", "interleaved", "interleaved_cached"}
+NO_WINDOWS |= {"second_turn", "second_turn_static", "second_turn_token_by_token"}
 
 
 def scenario(function: Scenario) -> Scenario:

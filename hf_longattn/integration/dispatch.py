@@ -125,8 +125,8 @@ def _refuse(plan: LayerPlan, mask: Tensor | None, sliding_window: int | None, kw
     if not torch.compiler.is_compiling() and _in_context_parallel():
         raise NotImplementedError(
             "torch's context_parallel splits the sequence and replaces scaled_dot_product_attention alone: under "
-            f"{plan.config.name if plan.config else 'hf_longattn'} every process would attend to its own part. Leave it off, or "
-            'model.set_attn_implementation("sdpa") first'
+            f"{plan.config.name if plan.config else 'hf_longattn'} every process would attend to its own part. Leave it "
+            'off, or model.set_attn_implementation("sdpa") first'
         )
     if kwargs.get("cache") is not None:
         raise NotImplementedError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..geometry import HIGH, KEY_START, LOW, POSITION, START, Rows, readable
+from ..geometry import HIGH, LOW, POSITION, START, Rows, readable
 
 _JUMP = (
     "position_ids jump forward, and without a 2-D attention mask or a cache transformers reads that as the start of a new "
@@ -22,13 +22,14 @@ _RESET = (
     "packed documents, they see each other: transformers tells them apart only with use_cache=False and no 2-D attention mask"
 )
 _UNKNOWN = (
-    "position_ids do not go on where the KV cache ends: the positions of cached keys are unknown. They are known where they count "
-    "as cache indices do or, as generate() makes them, as attention_mask.cumsum(-1) - 1; otherwise pass all tokens in one call"
+    "position_ids do not go on where the KV cache ends: the positions of cached keys are unknown. They are known where they "
+    "count as cache indices do or, as generate() makes them, as attention_mask.cumsum(-1) - 1; otherwise pass all tokens "
+    "in one call"
 )
 _SHARD = (
-    "position_ids start at {off} although nothing comes before, and several processes run: this looks like one process's part of a "
-    "sequence that context or sequence parallelism has split, and each part would attend to itself alone. hf_longattn does not "
-    "support that; if the text is whole, let its position_ids start at 0, which changes no distance"
+    "position_ids start at {off} although nothing comes before, and several processes run: this looks like one process's part "
+    "of a sequence that context or sequence parallelism has split, and each part would attend to itself alone. hf_longattn "
+    "does not support that; if the text is whole, let its position_ids start at 0, which changes no distance"
 )
 _TRACED = (
     "position_ids jump, go back, or do not continue the KV cache, which a compiled call cannot follow: call without compile"
