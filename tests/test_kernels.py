@@ -524,8 +524,10 @@ def test_opcheck() -> None:
     query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs())
     fixed = arguments(OPTIONS["everything"], query)
     row_gain, row_bias = (fixed[name].requires_grad_() for name in ("row_gain", "row_bias"))
-    for outputs in ((True, True), (False, False)):
-        tensors = (query, key, value, GEOMETRIES["packed"][2].index, None, fixed["gain"], fixed["bias"], row_gain, row_bias)
+    ids = torch.arange(query.shape[2])[None] * 2, torch.arange(key.shape[2])[None] * 2
+    for outputs, places in (((True, True), (None, None)), ((False, False), ids)):
+        maps = (fixed["gain"], fixed["bias"], row_gain, row_bias)
+        tensors = (query, key, value, GEOMETRIES["packed"][2].index, None, *places, *maps)
         torch.library.opcheck(torch.ops.hf_longattn.tiled.default, (*tensors, None, 2, 0.7, 1.1, 0.0, *outputs))
 
 

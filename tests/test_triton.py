@@ -174,7 +174,7 @@ def test_refusals() -> None:
         ({"dropout": 0.1}, "dropout"),
         ({"softcap": 3.0}, "softcap"),
         ({"rows": Rows(rows.index, torch.ones(1, 1, 8, 8, dtype=torch.bool))}, "one interval"),
-        ({"rows": rows.placed(torch.arange(8)[None])}, "positions jump"),
+        ({"rows": rows.at(torch.arange(8)[None], torch.arange(8)[None])}, "positions do not count"),
         ({"query": query.repeat(1, 1, 1, 60)}, "head_dim up to 256"),
         ({"query": query.bfloat16()}, "bfloat16"),
     ):
