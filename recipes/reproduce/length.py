@@ -56,7 +56,7 @@ def measure(run: Run) -> dict[str, Any]:
         "architecture.prope_theta": settings.prope_theta,
         "evaluation.final_lengths": list(settings.lengths),
         "evaluation.tokens": settings.measured_tokens,
-        **training(settings.steps, settings.batch, run.seed),
+        **training(settings.steps, settings.batch, run.seed, run.dtype),
     } | {f"parameters.{name}": value for name, value in parameters.items()}
     metrics = train(prepare(load_recipe("pretrain_small", [f"{k}={v}" for k, v in overrides.items()])))
     found = metrics["measured"]["trained"]
@@ -69,7 +69,7 @@ def measure(run: Run) -> dict[str, Any]:
     }
 
 
-def training(steps: int, batch: int, seed: int) -> dict[str, Any]:
+def training(steps: int, batch: int, seed: int, dtype: str) -> dict[str, Any]:
     """Overrides for a run that is measured at its end alone and can only be made as a whole."""
     return {
         "trainer.max_steps": steps,
@@ -81,7 +81,7 @@ def training(steps: int, batch: int, seed: int) -> dict[str, Any]:
         "trainer.save_strategy": "no",
         "trainer.disable_tqdm": True,
         "trainer.use_cpu": not torch.cuda.is_available(),
-        "trainer.bf16": True,
+        "trainer.bf16": dtype == "bfloat16",
     }
 
 
@@ -95,4 +95,5 @@ LENGTH = Experiment(
     quick=QUICK,
     measure=measure,
     text=True,
+    dtype="bfloat16",
 )

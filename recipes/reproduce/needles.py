@@ -68,7 +68,7 @@ def measure(run: Run) -> dict[str, Any]:
 def measure_pretrained(run: Run) -> dict[str, Any]:
     method, parameters = METHODS[run.variant]
     model = obtain(SMOLLM2, DOWNLOADED) if run.settings.pretrained else random_model(run.models)
-    own: dict[str, Any] = {"dtype": "bfloat16"} if method is None else {"dtype": "bfloat16", "method": method}
+    own: dict[str, Any] = {"dtype": run.dtype} if method is None else {"dtype": run.dtype, "method": method}
     return on_needles(run, model, own | {f"parameters.{name}": value for name, value in parameters.items()})
 
 
@@ -85,7 +85,7 @@ def on_needles(run: Run, model: Path, own: dict[str, Any]) -> dict[str, Any]:
         "evaluation.final_lengths": list(settings.lengths),
         "evaluation.samples": settings.samples,
         "evaluation.compare": False,
-        **training(settings.steps, settings.batch, run.seed),
+        **training(settings.steps, settings.batch, run.seed, run.dtype),
     }
     metrics = train(prepare(load_recipe("needle_lora", [f"{k}={v}" for k, v in overrides.items()])))
     trained = metrics["measured"]["trained"]
@@ -107,6 +107,7 @@ NEEDLES = Experiment(
     quick=QUICK,
     measure=measure,
     text=True,
+    dtype="bfloat16",
     needs=LENGTH.name,
 )
 
@@ -120,4 +121,5 @@ PRETRAINED = Experiment(
     quick=QUICK_PRETRAINED,
     measure=measure_pretrained,
     text=True,
+    dtype="bfloat16",
 )
