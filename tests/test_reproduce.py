@@ -412,6 +412,13 @@ def test_pictures_are_drawn(the: Any, tmp_path: Path) -> None:
     assert (tmp_path / "max_retrieval.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_weight_decay_of_sets_is_as_small_as_the_page_says(the: Any) -> None:
+    settings = the.sets.MAX_RETRIEVAL.settings
+    taken = 1 - (1 - settings.learning_rate * settings.weight_decay) ** settings.steps
+    page = (ROOT / "docs" / "reproductions" / "max_retrieval.md").read_text(encoding="utf-8")
+    assert f"takes {100 * taken:.1f} % off a weight in all {settings.steps:,} steps" in page
+
+
 def test_what_is_not_run_says_so(the: Any) -> None:
     for name, section in the.tables.SECTIONS.items():
         assert section({}).text.startswith("Not run yet: `make reproduce ARGS="), name

@@ -1,7 +1,7 @@
 """Length generalisation from scratch: every position method of Anson et al., Table 1, through the recipe `pretrain_small`.
 
 A byte-level model in place of their 162M one. Its training length is 256 in place of 4,096 tokens, so RoPE's base and p-RoPE's
-are divided by 16 (p-RoPE's θ, the square of the paper's "effective base", by 256): wavelengths keep their share of the
+are divided by 16 (p-RoPE's θ, the square of the paper's "effective base", by 256): wavelengths about keep their share of the
 training length. τ stays at 10, and is swept (App. H).
 """
 

@@ -1,8 +1,8 @@
 """Training on needles: Anson et al., Table 2, through the recipe `needle_lora`.
 
-`needles` starts from the models of `length-generalisation` and trains all weights: more steps than the paper's 300, and Muon
-as in their training. `needles-pretrained` adapts SmolLM2-135M, trained at 8,192 with RoPE, to a method and to needles in 256
-tokens.
+`needles` starts from the models of `length-generalisation` and trains all weights: more steps than the paper's 300, with Muon
+as in their training, like the paper. `needles-pretrained` adapts SmolLM2-135M, trained at 8,192 with RoPE, to a method and to
+needles in 256 tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Pretrained:
 
 QUICK = Settings(needles=1, length=160, batch=2, steps=3, lengths=(160, 320), samples=2)
 QUICK_PRETRAINED = Pretrained(pretrained=False, needles=1, length=160, steps=3, lengths=(160, 320), samples=2)
-#: A method and its parameters, by variant: LogN as the paper has it, which also acts below the training length.
+#: A method and its parameters, by variant: LogN acts below the training length too, as in the paper, where s is learned.
 METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "plain": (None, {}),
     "logn": ("logn", {"train_length": 256, "clamp": False}),
