@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
+from hf_longattn.kernels.precision import fast_dtype
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "longer-smollm2.json"
@@ -156,7 +157,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=int, default=1536)
     parser.add_argument("--only", default="", help="only choices whose name matches this regular expression")
     parser.add_argument("--prefill", type=int, help="read through a cache, this many tokens at a time; default: one pass")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default=fast_dtype(), help="default: what this CPU multiplies fast, %(default)s")
     parser.add_argument("--result", type=Path, default=RESULT)
     parser.add_argument("--tables", action="store_true", help="no measurement: tables and pictures in docs/ from the result")
     args = parser.parse_args()
@@ -175,7 +176,7 @@ def main() -> None:
         "versions": ", ".join(f"{p} {version(p)}" for p in ("hf_longattn", "transformers", "torch"))
         + f", Python {platform.python_version()}, {torch.get_num_threads()} threads",
         "command": f"python benchmarks/longer_on_model.py --text {' '.join(t.name for t in args.text)} --length {args.length}"
-        + (f" --dtype {args.dtype}" if args.dtype != "bfloat16" else "")
+        + f" --dtype {args.dtype}"
         + (f" --adapter {args.adapter.name}" if args.adapter else "")
         + (f" --model {args.model.name}" if args.model != parser.get_default("model") else "")
         + (f" --prefill {args.prefill}" if args.prefill else ""),

@@ -46,7 +46,8 @@ def attention(
         key_start: position of the first key.
         rotation: how query and key are rotated; needed where the config remaps rotary distances.
         position_ids: int64 (batch or 1, length), growing: distances are then differences of positions (skip-wise training).
-        backend: "auto" takes `config.backend`, and then the fastest that is exact for the call; any other name insists.
+        backend: "auto" takes `config.backend`, and then sdpa where it is exact, FlexAttention on CUDA (not run there yet),
+            else the tiled kernel; any other name insists.
 
     Returns:
         (batch, heads, q_len, head_dim) in the dtype of query; rows that see nothing are 0, before any output norm.

@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from .config import LongAttnConfig, ModelFacts
 from .integration import apply, rope
 from .integration.model import bound_config
+from .kernels.precision import fast_dtype
 
 UNMODIFIED = "unmodified"
 #: Position encodings by name, and whether they take a number.
@@ -159,11 +160,26 @@ def read_settings(file: Path) -> list[Setting]:
     return out
 
 
-def load_setting(setting: Setting, model: str, dtype: str | torch.dtype = "auto", device: str = "cpu") -> Any:
-    """A causal language model under a setting, for inference: weights loaded, rope edited, adapter merged, method applied."""
+def precision_of(model: str, dtype: str = "auto", device: str = "cpu") -> str:
+    """The precision to run a checkpoint in: as asked; "auto" is its own, or float32 where that is one that a CPU multiplies
+    slowly. Quantised checkpoints stay "auto".
+    """
+    config = AutoConfig.from_pretrained(model)
+    own = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
+    half = own in ("bfloat16", "float16") and not getattr(config, "quantization_config", None)
+    slow = half and torch.device(device).type == "cpu" and own != fast_dtype()
+    return "float32" if dtype == "auto" and slow else dtype
+
+
+def load_setting(setting: Setting, model: str, dtype: str = "auto", device: str = "cpu") -> Any:
+    """A causal language model under a setting, for inference: weights loaded, rope edited, adapter merged, method applied.
+
+    Args:
+        dtype: see `precision_of`.
+    """
     source = setting.model or model
     config = _edited_config(setting, source)
-    loaded = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=precision_of(source, dtype, device))
     if setting.adapter is not None:
         try:
             from peft import PeftModel

@@ -16,6 +16,18 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 
+def prose(path: str) -> str:
+    """A page as one line."""
+    return " ".join((ROOT / path).read_text(encoding="utf-8").split())
+
+
+def rows_of(experiment: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """What a reproduction measured, by variant and seed."""
+    path = ROOT / "benchmarks" / "results" / "reproductions" / f"{experiment}.jsonl"
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {(row["variant"], row["seed"]): row["measured"] for row in found}
+
+
 @pytest.mark.parametrize("name", method_names())
 def test_every_method_has_a_page_and_a_row_in_both_indices(name: str) -> None:
     index = (ROOT / "docs" / "methods" / "README.md").read_text(encoding="utf-8")
@@ -105,3 +117,79 @@ def test_the_likelihoods_of_answers_on_the_page_are_those_of_the_report() -> Non
         for setting in settings.split(", ") if settings not in found else [settings]:
             assert [x.replace("−", "-") for x in shown] == [f"{x:.2f}" for x in found.pop(setting)]
     assert not found
+
+
+def test_the_order_said_of_length_generalisation_is_that_of_its_rows() -> None:
+    losses = {key: measured["loss"] for key, measured in rows_of("length-generalisation").items()}
+    seeds = {v: [s for w, s in losses if w == v] for v, _ in losses}
+
+    def at(variant: str, column: int = 2) -> float:
+        return sum(losses[variant, s][column] for s in seeds[variant]) / len(seeds[variant])
+
+    def everywhere(better: str, worse: str, *columns: int) -> bool:
+        return all(losses[better, s][c] < losses[worse, s][c] for s in seeds[better] for c in columns)
+
+    # README: groups as in the paper, in the mean; within them the other way round
+    logn = sorted(at(v) for v in ("logn_rope", "logn_prope", "logn_ntk"))
+    plain = [at(v) for v in ("prope", "rope", "rope_ntk")]
+    assert at("scale_invariant_prope") < at("alibi") < logn[0]
+    assert logn[-1] < min(plain)
+    assert max(plain) < at("nope")
+    ahead = [s for s in seeds["alibi"] if losses["alibi", s][2] < losses["scale_invariant_prope", s][2]]
+    assert (len(ahead), len(seeds["alibi"])) == (1, 3)
+    told = f"scale-invariant p-RoPE has a loss of {at('scale_invariant_prope'):.2f}, ALiBi {at('alibi'):.2f} "
+    told += f"(ahead in one seed of three), LogN {logn[0]:.2f} to {logn[-1]:.2f}, "
+    told += f"p-RoPE and RoPE {at('prope'):.2f} and {at('rope'):.2f}."
+    assert told in prose("README.md")
+    assert everywhere("prope", "rope", 1, 2)
+    assert everywhere("logn_rope", "logn_prope", 1, 2)
+    # the page
+    page = prose("docs/reproductions/length.md")
+    gaps = [losses["alibi", s][2] - losses["scale_invariant_prope", s][2] for s in seeds["alibi"]]
+    (less,), more = [x for x in gaps if x < 0], sorted((x for x in gaps if x > 0), reverse=True)
+    assert f"It is {more[0]:.3f} and {more[1]:.3f} behind in two seeds and {-less:.3f} ahead in one" in page
+    for column in (1, 2):
+        for variant in ("alibi", "logn_rope", "logn_prope", "logn_ntk", "rope", "prope", "nope", "rope_ntk"):
+            assert at("scale_invariant_prope", column) < at(variant, column)
+    theirs = [losses["scale_invariant_prope", s][2] for s in seeds["scale_invariant_prope"]]
+    assert f"({min(theirs):.3f} to {max(theirs):.3f})" in page
+    sweep = [losses[f"scale_invariant_prope_tau{tau}", 0][2] for tau in ("0.1", "1")]
+    assert 0.01 < min(sweep) - losses["scale_invariant_prope", 0][2] < max(theirs) - min(theirs)
+
+
+def test_the_answers_counted_on_the_page_of_algorithms_are_those_of_its_rows() -> None:
+    found, page = rows_of("algorithms"), prose("docs/reproductions/algorithms.md")
+    sizes = found["plain", 0]["sizes"]
+
+    def gained(task: str, seed: int, size: int) -> int:
+        both = [found[v, seed]["as trained"][task]["exact"][sizes.index(size)] for v in ("plain", "adaptive_temperature")]
+        return round(128 * (both[1] - both[0]))
+
+    sorting = [[gained("insertion_sort", s, n) for n in (12, 14, 16)] for s in (0, 1)]
+    assert "insertion sort by {}, {} and {} answers of 128 at 12, 14 and 16".format(*sorting[0]) in page
+    assert (
+        f"and costs {-gained('insertion_sort', 0, 10)} at 10. In the other seed it is {sorting[1][0]}, {sorting[1][1]} and"
+        in page
+    )
+    assert f"and {sorting[1][2]}, which is nothing" in page
+    assert "in both, {} and {} answers of 128 at 20".format(*(-gained("binary_search", s, 20) for s in (0, 1))) in page
+    assert "gains {} at 24 in one seed and loses {}".format(gained("minimum", 0, 24), -gained("minimum", 1, 24)) in page
+    moved = [
+        abs(a - b) * 128
+        for s in (0, 1)
+        for task, plain in found["plain", s]["as trained"].items()
+        for a, b in zip(plain["exact"], found["plain", s]["adaptive at inference"][task]["exact"], strict=True)
+    ]
+    assert f"no cell of either seed by more than {round(max(moved))} answers of 128" in page
+
+
+def test_the_demo_takes_what_the_readme_says() -> None:
+    minutes = re.search(r"seed \d+, ([\d.]+) minutes", prose("docs/demo/summary.md"))
+    assert minutes
+    assert f"adapt, save, reload; {float(minutes[1]):.0f} minutes on two cores" in prose("README.md")
+
+
+def test_no_page_claims_a_gpu_before_there_are_numbers_of_one() -> None:
+    measured = (ROOT / "benchmarks" / "results" / "attention-gpu.json").exists()
+    assert ("Nothing here has run on a GPU yet." in prose("README.md")) is not measured
+    assert ("Nothing has run on a GPU yet" in prose("docs/speed.md")) is not measured

@@ -19,7 +19,8 @@ from hf_longattn.evaluation import Plan, Results, Store, answer_scores, measure,
 from hf_longattn.evaluation import run as runner
 from hf_longattn.evaluation.results import over
 from hf_longattn.evaluation.statistics import mean_interval, wilson
-from hf_longattn.settings import Setting, check_setting, load_setting, parse_settings, read_settings
+from hf_longattn.kernels import precision as cpu
+from hf_longattn.settings import Setting, check_setting, load_setting, parse_settings, precision_of, read_settings
 
 
 @pytest.fixture(scope="module")
@@ -347,6 +348,35 @@ def test_command_measures_and_writes_the_page(folder: Path, tmp_path: Path) -> N
     assert again.exit_code == 0, again.output
     assert f"{len(rows)} of {len(rows)} rows" in " ".join(again.output.split())
     assert [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()] == rows
+
+
+@pytest.mark.parametrize(("fast", "read"), [(False, "float32"), (True, "bfloat16")])
+def test_auto_is_a_precision_that_the_cpu_multiplies_fast(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool, read: str
+) -> None:
+    """A checkpoint in bfloat16 is read in float32 where the CPU has no units for it; what is asked for by name is taken."""
+    monkeypatch.setattr(cpu, "cpu_multiplies_bfloat16", lambda: fast)
+    half, out = tmp_path / "half", tmp_path / "out"
+    AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16).save_pretrained(half)
+    tiny.tokenizer().save_pretrained(half)
+    assert load_setting(Setting("unmodified"), str(half)).dtype == getattr(torch, read)
+    for name in ("bfloat16", "float32"):
+        assert load_setting(Setting("unmodified"), str(half), name).dtype == getattr(torch, name)
+    assert precision_of(str(half), device="cuda") == "auto"
+    assert precision_of(str(folder / "model")) == "auto"  # float32
+    arguments = [str(half), "--text", str(folder / "a.txt"), "--out"]
+    result = CliRunner().invoke(app, ["eval", *arguments, str(out), "--lengths", "128", "--targets", "64"])
+    assert result.exit_code == 0, result.output
+    assert ("Read in float32: this CPU multiplies" in result.output) is not fast
+    (row,) = (json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines())
+    assert row["dtype"] == json.loads((out / "report.json").read_text())["facts"]["Precision"] == read
+    monkeypatch.setattr(cpu, "cpu_multiplies_bfloat16", lambda: not fast)
+    again = CliRunner().invoke(app, ["eval", *arguments, str(out), "--lengths", "128", "--targets", "64"])
+    assert again.exit_code == 2  # a folder holds rows of one precision
+    assert "dtype" in again.output
+    result = CliRunner().invoke(app, ["inspect", *arguments, str(tmp_path / "in"), "--length", "128", "--what", "entropy"])
+    assert result.exit_code == 0, result.output
+    assert f"a.txt in {'float32' if fast else 'bfloat16'}, one" in (tmp_path / "in" / "index.html").read_text()
 
 
 def test_command_writes_the_page_of_an_interrupted_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from hf_longattn.cli import app
 from hf_longattn.cli.extend import BY_HEAD
 from hf_longattn.evaluation import Copy, copy_losses, loss_by_position, token_losses, with_copies
 from hf_longattn.extension import Scores, best, candidates, plan_copies, score
+from hf_longattn.kernels import precision
 
 
 def fresh(family: str, **changes: Any) -> Any:
@@ -166,6 +167,25 @@ def test_command_tries_saves_and_reloads(saved: tuple[Path, Path], tmp_path: Pat
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert "not empty" in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_command_reads_fast_and_saves_the_checkpoints_own_precision(
+    saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
+) -> None:
+    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: fast)
+    (model, text), half, out = saved, tmp_path / "half", tmp_path / "out"
+    own = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    own.save_pretrained(half)
+    PreTrainedTokenizerFast.from_pretrained(model).save_pretrained(half)
+    arguments = ["extend", str(half), "--to", "4k", "--text", str(text), "--out", str(out), "--tolerance", "10"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert json.loads((out / "extend.json").read_text())["dtype"] == ("bfloat16" if fast else "float32")
+    reloaded = AutoModelForCausalLM.from_pretrained(out)
+    assert reloaded.dtype == torch.bfloat16
+    for name, weight in own.state_dict().items():
+        assert torch.equal(reloaded.state_dict()[name], weight), name
 
 
 def test_command_refuses_bad_input(saved: tuple[Path, Path]) -> None:

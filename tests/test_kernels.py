@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_longattn
 from hf_longattn import reference_attention
 from hf_longattn.geometry import Rows
-from hf_longattn.kernels import tiled
+from hf_longattn.kernels import precision, tiled
 from hf_longattn.kernels.flex import flex_attention
 from hf_longattn.kernels.tiled import tiled_attention
 from hf_longattn.rotary import Rotation
@@ -375,7 +375,7 @@ def test_non_contiguous_inputs(backend: str) -> None:
 @pytest.mark.parametrize("backward", [False, True])
 def test_half_precision_error_budget(dtype: torch.dtype, backward: bool, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against float64, at most twice the error that sdpa makes in the same precision on unmodified attention."""
-    monkeypatch.setattr(tiled, "_cpu_multiplies_bfloat16", lambda: fast)
+    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: fast)
     exact = inputs(h=4, kv=4, q=128, k=128, d=64)
     rough = [x.to(dtype) for x in exact]
     exact = [x.double() for x in rough]
@@ -396,6 +396,32 @@ def test_half_precision_error_budget(dtype: torch.dtype, backward: bool, fast: b
 
     assert ours(*rough).dtype == dtype
     assert error(ours) <= 2 * budget
+
+
+@pytest.mark.parametrize(
+    ("machine", "mkldnn", "units", "fast"),
+    [
+        ("x86_64", True, True, True),
+        ("x86_64", True, False, False),  # AVX512 without bfloat16: oneDNN takes it, more slowly than float32
+        ("AMD64", True, False, False),
+        ("x86_64", False, False, False),  # AVX2
+        ("aarch64", True, False, True),  # Arm: oneDNN's answer is that of the units
+        ("aarch64", False, False, False),
+    ],
+)
+def test_which_cpu_multiplies_bfloat16(
+    machine: str, mkldnn: bool, units: bool, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision.platform, "machine", lambda: machine)
+    monkeypatch.setattr(precision, "_onednn_takes_bfloat16", lambda: mkldnn)
+    monkeypatch.setattr(precision, "_has_avx512_bf16", lambda: units)
+    assert precision.cpu_multiplies_bfloat16.__wrapped__() is fast
+    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: fast)
+    assert precision.fast_dtype() == ("bfloat16" if fast else "float32")
+
+
+def test_this_cpu_is_asked_without_an_error() -> None:
+    assert precision.fast_dtype() in ("bfloat16", "float32")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

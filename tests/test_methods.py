@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import CASES, HEADS, LAYERS
 
-from hf_longattn.methods import ScaleInvariant
+from hf_longattn.methods import OutputStandardise, ScaleInvariant
 
 CPU = torch.device("cpu")
 
@@ -137,3 +137,13 @@ def test_attention_by_distance_range_is_equal() -> None:
     expected = np.exp(bias + gain**2 / 2)
     shares = [expected[4**k : 4 ** (k + 1)].sum() for k in range(5, 8)]
     np.testing.assert_allclose(shares, math.exp(0.5) * tau * math.log(4), rtol=0.01)
+
+
+@pytest.mark.parametrize(("deviation", "smaller"), [(0.01, 0.05), (0.07, 0.001)])
+def test_the_epsilon_of_output_norms_is_added_to_the_variance(deviation: float, smaller: float) -> None:
+    """As docs/methods/output_norm.md says; added to the deviation it would not be felt at either."""
+    x = torch.randn(1, 2, 3, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = deviation * (x - x.mean((1, 3), keepdim=True)) / x.std((1, 3), correction=0, keepdim=True)
+    got = OutputStandardise().normalise(x).std((1, 3), correction=0)  # statistics over all heads together
+    assert torch.allclose(got, torch.full_like(got, (1 + 1e-5 / deviation**2) ** -0.5), atol=1e-9)
+    assert float(1 - got.mean()) == pytest.approx(smaller, rel=0.1)

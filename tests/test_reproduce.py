@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from hf_longattn.kernels import precision
+
 ROOT = Path(__file__).parents[1]
 MODULES = ("run", "experiment", "sets", "length", "needles", "masked", "algorithms", "tables", "paper")
 
@@ -146,6 +148,45 @@ def test_algorithms(the: Any, tmp_path: Path) -> None:
     assert plain["train_loss"] != adaptive["train_loss"]
     labels = [x[0] for x in cells(the.tables.algorithms(the.tables.load(tmp_path)).text)]
     assert labels[-3:] == [f"mean, {x}" for x in ("plain", "adaptive θ in training", "adaptive θ at inference alone")]
+
+
+@pytest.mark.parametrize(("fast", "dtype"), [(False, "float32"), (True, "bfloat16")])
+def test_training_multiplies_what_the_cpu_multiplies_fast(
+    the: Any,
+    tmp_path: Path,
+    texts: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fast: bool,
+    dtype: str,
+) -> None:
+    """Autocast, the Trainer and frozen weights; the row says which, and rows of the other precision are refused."""
+    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: fast)
+    seen: set[str] = set()
+
+    def note(module: Any, inputs: Any, output: Any) -> None:
+        if isinstance(module, torch.nn.Linear) and module.training:
+            seen.add(str(output.dtype).removeprefix("torch."))
+
+    hook = torch.nn.modules.module.register_module_forward_hook(note)
+    names = ["algorithms", "infoscale-cosscale", "length-generalisation", "needles-pretrained"]
+    variants = ["--only", "^(plain|dot_product|prope)$", "--seeds", "0", *texts]
+    try:
+        for name in names:
+            seen.clear()
+            assert quick(the, tmp_path, name, *variants) == 0
+            assert dtype in seen, name
+            assert ("bfloat16" in seen) is fast, name
+    finally:
+        hook.remove()
+    assert f"CPU minutes, {dtype}" in capsys.readouterr().out
+    for name in names:
+        (row,) = rows(tmp_path, name)
+        assert row["dtype"] == dtype
+        assert f"--dtype {dtype}" in row["command"]
+    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: not fast)
+    assert quick(the, tmp_path, "algorithms", "--seeds", "1") == 2
+    assert f"or --dtype {dtype}" in capsys.readouterr().err
 
 
 # the front ------------------------------------------------------------------------------------------------------------
@@ -369,6 +410,13 @@ def test_pictures_are_drawn(the: Any, tmp_path: Path) -> None:
     the.tables.write(tmp_path / "rows", tmp_path)
     assert "![Accuracy by size](max_retrieval.png)" in (tmp_path / "page.md").read_text(encoding="utf-8")
     assert (tmp_path / "max_retrieval.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_weight_decay_of_sets_is_as_small_as_the_page_says(the: Any) -> None:
+    settings = the.sets.MAX_RETRIEVAL.settings
+    taken = 1 - (1 - settings.learning_rate * settings.weight_decay) ** settings.steps
+    page = (ROOT / "docs" / "reproductions" / "max_retrieval.md").read_text(encoding="utf-8")
+    assert f"takes {100 * taken:.1f} % off a weight in all {settings.steps:,} steps" in page
 
 
 def test_what_is_not_run_says_so(the: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from cases import HEAD_DIM, model_config
 from helpers import close, tokens
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import hf_longattn
 from hf_longattn import rope
@@ -38,6 +39,17 @@ def test_prope_rotates_the_highest_frequencies_as_before(fraction: float, kept: 
     want = frequencies(theta or 10_000.0)
     close(built[:kept], want[:kept], 1e-6)
     assert (built[kept:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "theta", "lowest"), [(128, 1024.0**2, 825), (128, 1024 ** (64 / 31), 1024), (32, 4096.0, 38)]
+)
+def test_the_lowest_frequency_of_prope_is_the_one_on_the_page(head_dim: int, theta: float, lowest: int) -> None:
+    config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, intermediate_size=8, num_hidden_layers=1, vocab_size=8)
+    built = build(rope.prope(config, 0.5, theta)).model.rotary_emb.inv_freq
+    assert float(1 / built[built > 0].min()) == pytest.approx(lowest, rel=2e-3)
+    name = "rope.md" if head_dim == 128 else "reproductions/length.md"
+    assert f"1/{lowest}" in (Path(__file__).parents[1] / "docs" / name).read_text(encoding="utf-8")
 
 
 @torch.no_grad()

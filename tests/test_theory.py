@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from hf_longattn import LongAttnConfig
+from hf_longattn.methods import InfoScale
 
 ROOT = Path(__file__).parent.parent
 
@@ -72,6 +74,62 @@ def test_entropies_are_those_of_a_direct_sample(result: dict[str, Any]) -> None:
             value, error = curve["entropy"][curve["t"].index(100)]
             entropy = torch.special.entr(q).sum(-1)
             assert value == pytest.approx(float(entropy.mean()), abs=5 * math.hypot(float(entropy.std()) / 20, error))
+
+
+def page(name: str) -> str:
+    return " ".join((ROOT / "docs" / name).read_text(encoding="utf-8").split())
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.5, 0.25])
+def test_ranges_keep_their_share_for_a_decay_of_1_alone(theory: Any, decay: float) -> None:
+    """E[Z] and E[Ñ] over [t, 10t) grow by 10^(1 - γ) a decade, for any μ and σ²."""
+    config = LongAttnConfig.preset("scale_invariant", decay=decay)
+    found = {t: theory.unnormalised(config, t, 10 * t) for t in (100, 1000, 10_000, 100_000)}
+    for n in (0, 1):
+        assert found[100_000][n] / found[10_000][n] == pytest.approx(10 ** (1 - decay), rel=2e-3)
+    told = page("methods/scale_invariant.md")
+    if decay == 0.25:
+        assert f"grows from {found[100][0]:.0f} at t = 100 to {found[100_000][0]:,.0f} at t = 100,000" in told
+    if decay == 1:
+        assert f"where γ = 1 has {found[100][0]:.1f} and {found[100_000][0]:.1f}" in told
+    t = torch.arange(5000, dtype=torch.float64)
+    mean, variance = -7.2, 11.9
+    calibrated = LongAttnConfig.preset("scale_invariant", decay=decay, logit_mean=mean, logit_variance=variance)
+    assert calibrated.logit_map is not None
+    gain, bias = (x[0] for x in calibrated.logit_map.tables(1, 5000, torch.device("cpu")))
+    expected = gain * mean + bias + gain**2 * variance / 2  # ln E[exp L]
+    torch.testing.assert_close(expected - expected[0], -decay * torch.log1p(t / 10))
+
+
+@pytest.mark.parametrize("variance", [1.0, 11.9])
+def test_infoscale_slows_the_growth_of_entropy_and_does_not_stop_it(variance: float) -> None:
+    """The table of its page, on drawn logits."""
+    factor = InfoScale(clamp=False).formula(torch.tensor([8192, 16384]), 64, 8192)
+    assert factor.tolist() == pytest.approx([1.0, 1.0324], abs=1e-4)
+    generator = torch.Generator().manual_seed(3)
+    entropy = {}
+    for n in (8192, 16384):
+        logits = variance**0.5 * torch.randn(256, n, generator=generator)
+        for name, scale in (("plain", 1.0), ("infoscale", float(factor[1]) if n == 16384 else 1.0)):
+            per_row = torch.special.entr(torch.softmax(scale * logits, -1)).sum(-1)
+            entropy[name, n] = (float(per_row.mean()), float(per_row.std()) / 16)
+    told = re.findall(r"\| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", page("methods/infoscale.md"))
+    for n, *cells in told[:2]:
+        for name, cell in zip(("plain", "infoscale"), cells[:2] if variance == 1 else cells[2:], strict=True):
+            value, error = entropy[name, int(n.replace(",", ""))]
+            assert float(cell) == pytest.approx(value, abs=4 * error + 0.01)
+    before, plain, scaled = entropy["plain", 8192][0], entropy["plain", 16384][0], entropy["infoscale", 16384][0]
+    assert before + 0.1 < scaled < plain - 0.03
+    if variance == 1:
+        assert scaled == pytest.approx(math.log(16384) - float(factor[1]) ** 2 / 2, abs=0.01)
+
+
+def test_the_entropy_of_scale_invariant_attention_rises_as_the_page_says() -> None:
+    schemes = json.loads((ROOT / "docs" / "theory" / "theory.json").read_text(encoding="utf-8"))["schemes"]
+    found = schemes["scale-invariant, τ = 10"]
+    first, last = found["entropy"][0][0], found["entropy"][-1][0]
+    assert (found["lengths"][0], found["lengths"][-1]) == (16, 65536)
+    assert f"from {first:.2f} nats over 16 keys to {last:.2f} over 65,536" in page("diagnostics.md")
 
 
 def test_the_committed_run_holds_and_is_what_its_claims_say(theory: Any) -> None:

@@ -31,6 +31,7 @@ from transformers import (
 
 import hf_longattn
 from hf_longattn.cli import app
+from hf_longattn.kernels import precision
 from hf_longattn.training import POSITIONS, RECIPES, Recipe, dump, load_recipe, plan, prepare, run
 from hf_longattn.training import loss as loss_module
 from hf_longattn.training.data import Finish, Rows, documents, pack
@@ -594,3 +595,21 @@ def test_plan_counts(tiny: Path, tmp_path: Path) -> None:
     adapter = 2 * 16 * ((16 + 16) * 2 + (16 + 8) * 2)  # r (in + out) of q, o and of k, v
     assert f"{parameters / 1000:.1f}k parameters, {adapter / 1000:.1f}k trained" in lines
     assert "6 of 2 windows (1 processes), 0.4k tokens" in lines
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_plan_says_what_is_multiplied_and_whether_slowly(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
+) -> None:
+    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: fast)
+    for n, (change, told) in enumerate(
+        [
+            ({"dtype": "float32"}, "weights in float32, multiplied in float32"),
+            ({"trainer.bf16": "true"}, "weights in float32, multiplied in bfloat16"),
+            ({"dtype": "bfloat16"}, "weights in bfloat16, multiplied in bfloat16"),
+        ]
+    ):
+        overrides = [*settings(tiny, tmp_path / f"{n}"), "trainer.use_cpu=true", *(f"{k}={v}" for k, v in change.items())]
+        lines = plan(prepare(load_recipe("continue_lora", overrides)))
+        assert told in lines
+        assert ("float32 is faster" in lines) is (n > 0 and not fast)

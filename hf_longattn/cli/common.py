@@ -11,6 +11,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from .. import rope
+from ..settings import precision_of
 
 console = Console()
 
@@ -30,6 +31,14 @@ def load(model: str, dtype: str, yarn: float | None = None) -> Any:
     if yarn is not None:
         rope.yarn(config, yarn)
     return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=dtype).eval()
+
+
+def precision(model: str, dtype: str, device: str = "cpu") -> str:
+    """`settings.precision_of`, told where it is not what was asked for."""
+    chosen = precision_of(model, dtype, device)
+    if chosen != dtype:
+        console.print(f"Read in {chosen}: this CPU multiplies the checkpoint's own precision slowly. --dtype takes another.")
+    return chosen
 
 
 def shown(path: str) -> str:

@@ -15,7 +15,7 @@ from ..config import LongAttnConfig
 from ..extension import Scores, best, by_head, candidates, plan_copies, score
 from ..integration import apply, describe
 from ..integration.model import bound_config
-from .common import console, load, tokens
+from .common import console, load, precision, tokens
 
 UNMODIFIED, YARN, BY_HEAD = "unmodified", "YaRN", "leaky_rerope by head"
 
@@ -28,7 +28,10 @@ def extend(
     tolerance: Annotated[
         float, typer.Option(help="What a choice may cost within the trained length, in nats a token.")
     ] = 0.02,
-    dtype: Annotated[str, typer.Option(help="Precision to load the model in.")] = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(help="Precision to load the model in; auto: its own, float32 where the CPU multiplies that slowly."),
+    ] = "auto",
 ) -> None:
     """Make MODEL longer without training: try a short list of methods on your text, show what each does, keep the best.
 
@@ -42,7 +45,8 @@ def extend(
     ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :length]
     if ids.shape[1] < length:
         raise typer.BadParameter(f"{text} has {ids.shape[1]} tokens, {length} are needed", param_hint="--text")
-    loaded = load(model, dtype)
+    chosen = precision(model, dtype)
+    loaded = load(model, chosen)
     _, facts = bound_config(loaded, LongAttnConfig())
     trained = facts.train_length
     if trained is None or length <= trained:
@@ -54,7 +58,7 @@ def extend(
         tried[BY_HEAD] = by_head(loaded, ids.to(loaded.device), remaps["leaky_rerope"], trained)
     copies, scores = plan_copies(trained, length), {}
     for name, config in track(tried.items(), description=f"Reading {length} tokens", console=console, total=len(tried)):
-        this = load(model, dtype, yarn=length / trained) if name == YARN else loaded
+        this = load(model, chosen, yarn=length / trained) if name == YARN else loaded
         if config is not None:
             apply(this, config)
         scores[name] = s = score(this, ids.to(this.device), trained, copies)
@@ -72,14 +76,22 @@ def extend(
     if out is None:
         return
     out.mkdir(parents=True, exist_ok=True)
-    winner = load(model, dtype, yarn=length / trained) if choice == YARN else loaded
+    saved_as_read = choice != YARN and chosen == dtype  # what was read in float32 is saved in the precision it came in
+    winner = loaded if saved_as_read else load(model, dtype, yarn=length / trained if choice == YARN else None)
     if (config := tried[choice]) is not None:
         apply(winner, config)
         console.print(str(describe(winner)).splitlines()[0])
     winner.save_pretrained(out)
     tokenizer.save_pretrained(out)
     record = {name: vars(s) | {"copying": s.copying} for name, s in scores.items()}
-    summary = {"model": model, "to": length, "trained": trained, "text": text.name, "choice": choice}
+    summary = {
+        "model": model,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "to": length,
+        "trained": trained,
+        "text": text.name,
+        "choice": choice,
+    }
     summary |= {"copies": [[c.distance, c.position] for c in copies], "scores": record}
     (out / "extend.json").write_text(json.dumps(summary, indent=2) + "\n")
     plot(scores, [c.distance for c in copies], out / "extend.png")

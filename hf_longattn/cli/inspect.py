@@ -25,7 +25,7 @@ from ..inspection import headline, key_names, sections
 from ..report import add_section, write_report
 from ..report.folder import HEAD
 from ..settings import check_lengths, check_setting, load_setting, parse_settings
-from .common import command_line, console, tokens
+from .common import command_line, console, precision, tokens
 
 RESULT = "inspect.json"
 
@@ -51,7 +51,10 @@ def inspect(
     out: Annotated[
         Path | None, typer.Option(help="Folder for page, JSON and pictures; a report's folder gets sections.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Precision to load the model in.")] = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(help="Precision to load the model in; auto: its own, float32 where the CPU multiplies that slowly."),
+    ] = "auto",
 ) -> None:
     """Look into MODEL's attention on your text: entropy, attention by distance, logits, outputs, per layer and head.
 
@@ -79,6 +82,7 @@ def inspect(
         numbers = None if layers is None else _numbers(layers)
         observed = _observed(model, numbers)
 
+    chosen = precision(model, dtype)
     results: dict[str, Diagnostics] = {}
     with Progress(
         TextColumn("{task.description}"),
@@ -90,12 +94,13 @@ def inspect(
     ) as progress:
         for setting in settings:
             task = progress.add_task(f"{escape(setting.name)}: {n} tokens", total=observed)
-            loaded = load_setting(setting, model, dtype)
+            loaded = load_setting(setting, model, chosen)
+            read_in = str(loaded.dtype).removeprefix("torch.")
             results[setting.name] = _look(loaded, ids, numbers, options, partial(progress.advance, task))
             del loaded
 
     read = "all query rows" if options.choose(n) is None else f"{rows} query rows spread evenly, all keys"
-    protocol = f"The first {n:,} tokens of {text.name}, one forward pass per setting; {read}."
+    protocol = f"The first {n:,} tokens of {text.name} in {read_in}, one forward pass per setting; {read}."
     command = command_line(context)
     names = key_names(options.local, options.sinks)
     parts = sections(results, names, protocol, command)

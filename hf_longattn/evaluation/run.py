@@ -26,7 +26,8 @@ def measure(
         done: told of every item when it is there, and whether it was measured now.
         command: kept with every row.
     """
-    loaded, model = None, None
+    loaded: Any = None
+    model: Any = None
     for item in plan.items():
         if item.key in store.rows:
             done(item, False)
@@ -38,6 +39,7 @@ def measure(
         result = _loss(plan, item, model) if item.task == LOSS else _answers(plan, item, model)
         seconds = round(time.monotonic() - start, 2)
         about = {"setting": item.setting.name, "task": item.task, "length": item.length, "which": item.which}
+        about["dtype"] = str(model.dtype).removeprefix("torch.")
         store.add({"key": item.key, "digest": item.digest, **about, **result, "seconds": seconds, "command": command})
         done(item, True)
 

@@ -23,8 +23,9 @@ Config = TypeVar("Config")
 def prope(config: Config, fraction: float = 0.5, theta: float | None = None) -> Config:
     """p-RoPE: rotate the highest-frequency `fraction` of the pairs, leave the rest unrotated (rope_type "proportional").
 
-    The lowest rotated frequency is about theta^-fraction: the paper's models, fraction 1/2 at an "effective base" of 1024,
-    are theta = 1024² here. theta=None keeps the model's own, so that the pairs that still rotate do so as before.
+    The lowest rotated frequency is theta^(2/d - fraction), d = head_dim. For the paper's models, fraction 1/2 at an "effective
+    base" of 1024, we take theta = 1024²: 1/825 for d = 128. theta=None keeps the model's own, so that the pairs that still
+    rotate do so as before.
     """
     require_in("fraction", fraction, 0.0, 1.0)
     require_positive(theta=theta)

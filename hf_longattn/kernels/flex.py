@@ -1,4 +1,4 @@
-"""The same Toeplitz-affine logit map on PyTorch's FlexAttention: the compiled path on CUDA."""
+"""The same Toeplitz-affine logit map on PyTorch's FlexAttention: the path on CUDA, where it has not run yet."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def flex_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention as `kernels.tiled.tiled_attention` defines it, without dropout; the entropy comes back empty.
 
-    Compiled on CUDA; elsewhere PyTorch's own uncompiled form runs, which is dense and serves as a check.
+    To be compiled on CUDA; elsewhere PyTorch's own uncompiled form runs, which is dense and serves as a check.
     """
     batch, heads, q_len, kv_len = *query.shape[:3], key.shape[2]
     index, allowed = rows.index.expand(batch, -1, -1), rows.allowed

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import HIGH, KEY_START, LOW, POSITION, START, Rows
+from . import precision
 
 #: Logits held at a time (elements, 4 bytes each): about what the caches of a small machine take.
 BLOCK_ELEMENTS = 1 << 21
@@ -429,12 +430,7 @@ def _halves_are_fast(value: Tensor | None) -> bool:
     """Whether products of half-precision factors, summed in float32, beat those in float32."""
     if value is None or value.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return value.device.type != "cpu" or (value.dtype == torch.bfloat16 and _cpu_multiplies_bfloat16())
-
-
-@functools.cache
-def _cpu_multiplies_bfloat16() -> bool:
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return value.device.type != "cpu" or (value.dtype == torch.bfloat16 and precision.cpu_multiplies_bfloat16())
 
 
 def _forward(

@@ -6,7 +6,7 @@ atomically and results repeat exactly. What is ours is the map L = gain_t S + y 
 looked up pair by pair. Farther off they are smooth: a cubic through four of their values serves a whole tile, which costs
 four scalar loads and a few multiply-adds; where that becomes exact enough is measured on the tables themselves.
 
-Runs on CUDA, and on the CPU under Triton's interpreter (TRITON_INTERPRET=1), which is how it is tested without a GPU.
+For CUDA, where it has not run yet; tested on the CPU under Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""InfoScale: the temperature that keeps the information of attention as the number of keys grows."""
+"""InfoScale: a temperature against the growth of entropy with the number of keys."""
 
 from __future__ import annotations
 

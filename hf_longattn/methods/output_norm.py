@@ -19,10 +19,11 @@ class OutputStandardise(OutputNorm):
     """y = deviation (x - mean(x)) / std(x) + mean, statistics over the features of one token, before W_O.
 
     Args:
-        per_head: statistics over each head's features instead of over all heads' features (the paper has one head).
+        per_head: statistics over each head's features instead of over all heads' together (the paper has one head, where both
+            are the same).
         deviation, mean: constants that put the result back on the model's own scale: a number, or one per
             (layer, head); 1 and 0 as published, measured values from `hf_longattn.calibrate` for a pretrained model.
-        epsilon: added to the variance.
+        epsilon: added to the variance (in the paper to the deviation).
 
     Li et al., "On Vanishing Variance in Transformer Length Generalization", Sections 2 and 3.2.
     """

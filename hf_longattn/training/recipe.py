@@ -84,7 +84,7 @@ class Architecture:
     mlp: int = 4  # hidden width of the feed-forward blocks, in widths
     position: str = "scale_invariant_prope"
     rope_theta: float = 10_000.0  # RoPE's base
-    prope_theta: float = 1024.0**2  # p-RoPE's base; with a share of 1/2 the lowest frequency is its square root's inverse
+    prope_theta: float = 1024.0**2  # p-RoPE's base; with a share of 1/2 its square root is the paper's "effective base"
     prope_fraction: float = 0.5
 
 

@@ -22,6 +22,7 @@ from ..calibration import calibrate
 from ..config import LongAttnConfig
 from ..hub import save
 from ..integration import describe, rope
+from ..kernels.precision import fast_dtype
 from .data import Data
 from .loss import CHUNK, CausalLoss, trained_by
 from .models import attention_of, load_config, load_model, load_tokenizer, put_adapter, put_method, unadapted
@@ -92,6 +93,7 @@ def plan(run: Prepared) -> str:
         ("rotary", str(text.rope_parameters) if getattr(text, "rope_parameters", None) else "none"),
         ("data", f"{have} of {recipe.length} tokens, positions {recipe.positions}; {len(run.data.held_out)} tokens held out"),
         ("steps", f"{args.max_steps} of {rows} windows ({args.world_size} processes), {_count(tokens)} tokens"),
+        ("precision", _precision(recipe, args)),
         ("evaluation", f"at {recipe.lengths}, at the end at {recipe.final_lengths}"),
         ("memory", f"about {memory / 2**30:.1f} GiB per process (weights, gradients, optimiser, activations: an estimate)"),
     ]
@@ -188,6 +190,14 @@ def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
     # the Trainer writes its state last: a checkpoint without it was cut short. None at all: from the start
     whole = [path.parent for path in output.glob("checkpoint-*/trainer_state.json")]
     return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
+
+
+def _precision(recipe: Recipe, args: TrainingArguments) -> str:
+    """What weights are held and multiplied in, and whether this CPU is slow at it."""
+    used = "bfloat16" if args.bf16 else "float16" if args.fp16 else recipe.dtype
+    slow = args.device.type == "cpu" and used in ("bfloat16", "float16") and used != fast_dtype()
+    told = f"weights in {recipe.dtype}, multiplied in {used}"
+    return told + (", which this CPU does slowly: float32 is faster" if slow else "")
 
 
 def _count(number: int) -> str:

@@ -74,8 +74,8 @@ def write_summary(path: Path, results: Results, generated: dict[str, str], facts
 **Model:** {facts["model"]}.
 **Text:** {facts["text"]}; the last {facts["long"]} tokens are held out and everything here is measured on them.
 
-Loss in nats per token. The first column reads the text in separate windows of {facts["window"]} tokens (every second one), the
-others by position in one window of {facts["long"]}.
+Loss in nats per token, in float32. The first column reads the text in separate windows of {facts["window"]} tokens (every
+second one), the others by position in one window of {facts["long"]}.
 
 {table}
 

@@ -6,11 +6,13 @@ Rows that docs/reports/ holds are not run again; take another --out to measure a
 """
 
 import argparse
+import json
 import sys
 from os.path import relpath
 from pathlib import Path
 
 from hf_longattn.cli import app
+from hf_longattn.kernels.precision import fast_dtype
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent
@@ -31,6 +33,7 @@ def main() -> None:
     parser.add_argument("--model", choices=[*REPORTS, "all"], default="all")
     parser.add_argument("--adapter", type=Path, help="SmolLM2 adapted to scale-invariant attention, as a LoRA adapter")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "reports")
+    parser.add_argument("--dtype", help="default: that of the rows in --out, else what this CPU multiplies fast")
     parser.add_argument("--page-only", action="store_true", help="measure nothing; write the pages from the rows so far")
     parser.add_argument("--no-tasks", action="store_true", help="losses alone")
     args = parser.parse_args()
@@ -39,13 +42,21 @@ def main() -> None:
             continue
         model, settings, out = map(relpath, (obtain(source, ROOT / "models"), HERE / f"{name}.yaml", args.out / name))
         base = ["eval", model, "--settings", settings, "--text", str(args.text), "--out", out]
-        base += ["--dtype", "bfloat16", "--title", title, "--shortest-first"]
+        dtype = args.dtype or precision_of_rows(args.out / name) or fast_dtype()
+        print(f"{name}: in {dtype}")
+        base += ["--dtype", dtype, "--title", title, "--shortest-first"]
         base += ["--page-only"] * args.page_only
         if args.adapter and name == "smollm2":
             base += ["--adapter", f"scale-invariant, adapted={args.adapter}"]
         app([*base, "--lengths", lengths, "--targets", targets], standalone_mode=False)
         if task_lengths and not args.no_tasks:
             app([*base, "--lengths", task_lengths, "--tasks", "needles,passkey", "--samples", "2"], standalone_mode=False)
+
+
+def precision_of_rows(folder: Path) -> str | None:
+    """What the rows of a report were measured in; None if there are none."""
+    protocol = folder / "protocol.json"
+    return json.loads(protocol.read_text(encoding="utf-8"))["dtype"] if protocol.is_file() else None
 
 
 if __name__ == "__main__":

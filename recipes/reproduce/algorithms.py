@@ -142,7 +142,7 @@ def measure(run: Run) -> dict[str, Any]:
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, first:].flatten())
 
     optimizer = MuonWithAdam(model, Muon(matrix_lr=settings.matrix_lr))
-    found: dict[str, Any] = {"train_loss": round(fit(model, loss, optimizer, settings.steps, warmup=0.05), 5)}
+    found: dict[str, Any] = {"train_loss": round(fit(model, loss, optimizer, settings.steps, 0.05, run.dtype), 5)}
     found |= {"sizes": list(settings.sizes), "trained": list(settings.trained)}
     found["as trained"] = accuracies(model, settings, run.seed)
     if run.variant == "plain":
@@ -159,4 +159,5 @@ ALGORITHMS = Experiment(
     settings=Settings(),
     quick=QUICK,
     measure=measure,
+    dtype="bfloat16",
 )

@@ -28,7 +28,11 @@ class Texts:
 
 @dataclass(frozen=True)
 class Run:
-    """One training: a variant under a seed. A model that later experiments start from goes to `folder`, in `models`."""
+    """One training: a variant under a seed. A model that later experiments start from goes to `folder`, in `models`.
+
+    Args:
+        dtype: what training multiplies in.
+    """
 
     variant: str
     seed: int
@@ -36,6 +40,7 @@ class Run:
     folder: Path
     models: Path
     texts: Texts = Texts()
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class Experiment:
         settings, quick: dataclasses; everything that decides a run's numbers, and the same in seconds, for tests.
         measure: trains and measures; returns what goes into the row's "measured".
         needs: the experiment whose models this one starts from.
+        dtype: "bfloat16": what training multiplies in where the CPU does so fast; else float32, always.
     """
 
     name: str
@@ -58,6 +64,7 @@ class Experiment:
     measure: Callable[[Run], dict[str, Any]]
     text: bool = False
     needs: str | None = None
+    dtype: str = "float32"
 
     def runs(self) -> list[tuple[str, int]]:
         """Every variant of one seed before the next seed, so that what is there after an interruption compares."""
@@ -96,14 +103,19 @@ class Rows:
         os.replace(partial, self.path)
 
 
-def refuse_other_settings(rows: Sequence[Row], settings: Any, texts: dict[str, str], path: Path) -> None:
-    """Raise ValueError if a row was made with other settings or texts than a run would have now: they would not compare."""
-    now = json.loads(json.dumps(asdict(settings))) | {"texts": texts}
+def refuse_other_settings(
+    rows: Sequence[Row], settings: Any, texts: dict[str, str], path: Path, dtype: str = "float32", before: str = "float32"
+) -> None:
+    """Raise ValueError if a row was made with other settings, texts or precision than a run would have now: they would not
+    compare. `before`: the precision of rows that do not say theirs.
+    """
+    now = json.loads(json.dumps(asdict(settings))) | {"texts": texts, "dtype": dtype}
     for row in rows:
-        then = row["settings"] | {"texts": row["texts"]}
+        then = row["settings"] | {"texts": row["texts"], "dtype": row.get("dtype", before)}
         if changed := {k: v for k, v in now.items() if then.get(k) != v}:
             told = ", ".join(f"{k}: {then.get(k)!r} there, {v!r} now" for k, v in changed.items())
             raise ValueError(
                 f"{path} holds a run of {row['variant']!r}, seed {row['seed']}, with other settings ({told}): they would not "
                 "compare. Choose another folder with --results, or run them anew with --again"
+                + (f"; or --dtype {then['dtype']}, however slow" if "dtype" in changed else "")
             )

@@ -1,7 +1,7 @@
 """Length generalisation from scratch: every position method of Anson et al., Table 1, through the recipe `pretrain_small`.
 
 A byte-level model in place of their 162M one. Its training length is 256 in place of 4,096 tokens, so RoPE's base and p-RoPE's
-are divided by 16 (p-RoPE's θ, the square of the paper's "effective base", by 256): wavelengths keep their share of the
+are divided by 16 (p-RoPE's θ, the square of the paper's "effective base", by 256): wavelengths about keep their share of the
 training length. τ stays at 10, and is swept (App. H).
 """
 
@@ -56,7 +56,7 @@ def measure(run: Run) -> dict[str, Any]:
         "architecture.prope_theta": settings.prope_theta,
         "evaluation.final_lengths": list(settings.lengths),
         "evaluation.tokens": settings.measured_tokens,
-        **training(settings.steps, settings.batch, run.seed),
+        **training(settings.steps, settings.batch, run.seed, run.dtype),
     } | {f"parameters.{name}": value for name, value in parameters.items()}
     metrics = train(prepare(load_recipe("pretrain_small", [f"{k}={v}" for k, v in overrides.items()])))
     found = metrics["measured"]["trained"]
@@ -69,7 +69,7 @@ def measure(run: Run) -> dict[str, Any]:
     }
 
 
-def training(steps: int, batch: int, seed: int) -> dict[str, Any]:
+def training(steps: int, batch: int, seed: int, dtype: str) -> dict[str, Any]:
     """Overrides for a run that is measured at its end alone and can only be made as a whole."""
     return {
         "trainer.max_steps": steps,
@@ -81,7 +81,7 @@ def training(steps: int, batch: int, seed: int) -> dict[str, Any]:
         "trainer.save_strategy": "no",
         "trainer.disable_tqdm": True,
         "trainer.use_cpu": not torch.cuda.is_available(),
-        "trainer.bf16": True,
+        "trainer.bf16": dtype == "bfloat16",
     }
 
 
@@ -95,4 +95,5 @@ LENGTH = Experiment(
     quick=QUICK,
     measure=measure,
     text=True,
+    dtype="bfloat16",
 )

@@ -26,9 +26,13 @@ def small_llama(vocabulary: int, layers: int, width: int, heads: int, positions:
     )
 
 
-def fit(model: nn.Module, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, steps: int, warmup: float) -> float:
-    """Train on whatever `loss` draws next, in bfloat16 as autocast has it; the rate goes up over a share `warmup` of the
-    steps, then down to 0.
+def fit(
+    model: nn.Module, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, steps: int, warmup: float, dtype: str
+) -> float:
+    """Train on whatever `loss` draws next; the rate goes up over a share `warmup` of the steps, then down to 0.
+
+    Args:
+        dtype: "float32", or what autocast multiplies in.
 
     Returns:
         the mean loss of the last tenth of the steps.
@@ -40,7 +44,7 @@ def fit(model: nn.Module, loss: Callable[[], Tensor], optimizer: torch.optim.Opt
     )
     losses = []
     for _ in range(steps):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
             value = loss()
         optimizer.zero_grad()
         value.backward()

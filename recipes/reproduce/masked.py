@@ -153,7 +153,7 @@ def measure(run: Run) -> dict[str, Any]:
 
     def train() -> float:
         optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
-        return round(fit(model, loss, optimizer, settings.steps, warmup=0.1), 5)
+        return round(fit(model, loss, optimizer, settings.steps, warmup=0.1, dtype=run.dtype), 5)
 
     if run.variant.endswith(WARM):
         train()
@@ -179,4 +179,5 @@ MASKED = Experiment(
     quick=QUICK,
     measure=measure,
     text=True,
+    dtype="bfloat16",
 )

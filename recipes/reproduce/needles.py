@@ -1,8 +1,8 @@
 """Training on needles: Anson et al., Table 2, through the recipe `needle_lora`.
 
-`needles` starts from the models of `length-generalisation` and trains all weights: more steps than the paper's 300, and Muon
-as in their training. `needles-pretrained` adapts SmolLM2-135M, trained at 8,192 with RoPE, to a method and to needles in 256
-tokens.
+`needles` starts from the models of `length-generalisation` and trains all weights: more steps than the paper's 300, with Muon
+as in their training, like the paper. `needles-pretrained` adapts SmolLM2-135M, trained at 8,192 with RoPE, to a method and to
+needles in 256 tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Pretrained:
 
 QUICK = Settings(needles=1, length=160, batch=2, steps=3, lengths=(160, 320), samples=2)
 QUICK_PRETRAINED = Pretrained(pretrained=False, needles=1, length=160, steps=3, lengths=(160, 320), samples=2)
-#: A method and its parameters, by variant: LogN as the paper has it, which also acts below the training length.
+#: A method and its parameters, by variant: LogN acts below the training length too, as in the paper, where s is learned.
 METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "plain": (None, {}),
     "logn": ("logn", {"train_length": 256, "clamp": False}),
@@ -68,7 +68,7 @@ def measure(run: Run) -> dict[str, Any]:
 def measure_pretrained(run: Run) -> dict[str, Any]:
     method, parameters = METHODS[run.variant]
     model = obtain(SMOLLM2, DOWNLOADED) if run.settings.pretrained else random_model(run.models)
-    own: dict[str, Any] = {"dtype": "bfloat16"} if method is None else {"dtype": "bfloat16", "method": method}
+    own: dict[str, Any] = {"dtype": run.dtype} if method is None else {"dtype": run.dtype, "method": method}
     return on_needles(run, model, own | {f"parameters.{name}": value for name, value in parameters.items()})
 
 
@@ -85,7 +85,7 @@ def on_needles(run: Run, model: Path, own: dict[str, Any]) -> dict[str, Any]:
         "evaluation.final_lengths": list(settings.lengths),
         "evaluation.samples": settings.samples,
         "evaluation.compare": False,
-        **training(settings.steps, settings.batch, run.seed),
+        **training(settings.steps, settings.batch, run.seed, run.dtype),
     }
     metrics = train(prepare(load_recipe("needle_lora", [f"{k}={v}" for k, v in overrides.items()])))
     trained = metrics["measured"]["trained"]
@@ -107,6 +107,7 @@ NEEDLES = Experiment(
     quick=QUICK,
     measure=measure,
     text=True,
+    dtype="bfloat16",
     needs=LENGTH.name,
 )
 
@@ -120,4 +121,5 @@ PRETRAINED = Experiment(
     quick=QUICK_PRETRAINED,
     measure=measure_pretrained,
     text=True,
+    dtype="bfloat16",
 )

@@ -33,6 +33,7 @@ from masked import MASKED  # noqa: E402
 from needles import NEEDLES, PRETRAINED  # noqa: E402
 from sets import ARGMAX, DICTIONARY, MAX_RETRIEVAL  # noqa: E402
 
+from hf_longattn.kernels.precision import fast_dtype  # noqa: E402
 from hf_longattn.training.run import versions  # noqa: E402
 
 EXPERIMENTS = {e.name: e for e in (MAX_RETRIEVAL, ARGMAX, DICTIONARY, LENGTH, NEEDLES, PRETRAINED, MASKED, ALGORITHMS)}
@@ -52,6 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--heldout", type=Path, help="a plain text to measure on")
     parser.add_argument("--results", type=Path, help="where rows are kept (default benchmarks/results/reproductions)")
     parser.add_argument("--models", type=Path, help="where trained models are kept (default runs/reproduce)")
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default=fast_dtype(),
+        help="what language models multiply in while they train (default: what this CPU multiplies fast, %(default)s)",
+    )
     parser.add_argument(
         "--quick", action="store_true", help="every run in seconds, into build/: shows that it works, not what it gives"
     )
@@ -98,7 +105,8 @@ def perform(experiment: Experiment, args: argparse.Namespace, results: Path, tex
     seeds = experiment.seeds if args.seeds is None else tuple(args.seeds)
     runs = [(v, s) for v, s in dataclasses.replace(experiment, seeds=seeds).runs() if re.search(args.only, v)]
     kept = [r for r in rows.all if not (args.again and (r["variant"], r["seed"]) in runs)]
-    refuse_other_settings(kept, settings, texts.named(), rows.path)
+    dtype = "float32" if experiment.dtype == "float32" else args.dtype
+    refuse_other_settings(kept, settings, texts.named(), rows.path, dtype, experiment.dtype)
     for variant, seed in runs:
         if rows.find(variant, seed) is not None and not args.again:
             print(f"{experiment.name} {variant} seed {seed}: there")
@@ -106,13 +114,14 @@ def perform(experiment: Experiment, args: argparse.Namespace, results: Path, tex
         folder = args.models / experiment.name / f"{variant}-seed{seed}"
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut short, or is made again
         started, cpu = time.monotonic(), time.process_time()
-        measured = experiment.measure(Run(variant, seed, settings, folder, args.models, texts))
+        measured = experiment.measure(Run(variant, seed, settings, folder, args.models, texts, dtype))
         row: Row = {
             "experiment": experiment.name,
             "variant": variant,
             "seed": seed,
             "settings": dataclasses.asdict(settings),
             "texts": texts.named(),
+            "dtype": dtype,
             "measured": measured,
             "command": command(experiment, variant, seed, args, texts),
             "cpu_seconds": round(time.process_time() - cpu, 1),
@@ -121,7 +130,7 @@ def perform(experiment: Experiment, args: argparse.Namespace, results: Path, tex
             "versions": versions(),
         }
         rows.put(row)
-        print(f"{experiment.name} {variant} seed {seed}: {row['cpu_seconds'] / 60:.1f} CPU minutes", flush=True)
+        print(f"{experiment.name} {variant} seed {seed}: {row['cpu_seconds'] / 60:.1f} CPU minutes, {dtype}", flush=True)
 
 
 def command(experiment: Experiment, variant: str, seed: int, args: argparse.Namespace, texts: Texts) -> str:
@@ -129,6 +138,7 @@ def command(experiment: Experiment, variant: str, seed: int, args: argparse.Name
     words = ["python recipes/reproduce/run.py", experiment.name, f"--only '^{re.escape(variant)}$'", f"--seeds {seed}"]
     if experiment.text:
         words += ["--text", *(p.name for p in texts.train), f"--heldout {texts.heldout and texts.heldout.name}"]
+    words += [f"--dtype {args.dtype}"] if experiment.dtype != "float32" else []
     return " ".join([*words, *(["--quick"] if args.quick else [])])
 
 
