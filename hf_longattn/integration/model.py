@@ -482,15 +482,23 @@ def _guard_learned_positions(model: PreTrainedModel) -> None:
             and module is not model.get_input_embeddings()
             and "longattn_guard" not in module.__dict__
         ):
-            module.longattn_guard = module.register_forward_pre_hook(_check_learned_positions)  # type: ignore[assignment]
+            module.longattn_guard = module.register_forward_pre_hook(  # type: ignore[assignment]
+                _check_learned_positions, with_kwargs=True
+            )
 
 
-def _check_learned_positions(table: nn.Module, args: tuple[Tensor, ...]) -> None:
+def _check_learned_positions(table: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         return
-    last, size = int(args[0].max()), int(table.num_embeddings)  # type: ignore[arg-type]
+    call = inspect.signature(type(table).forward).bind(table, *args, **kwargs).arguments
+    positions = call.get("position_ids", call.get("input"))
+    if positions is not None:
+        last = int(positions.max())
+    else:  # Marian, Pegasus and Blenderbot take a shape (batch, q_len), and how many tokens came before
+        last = getattr(args[0], "shape", args[0])[1] + call.get("past_key_values_length", 0) - 1
+    size = int(table.num_embeddings)  # type: ignore[arg-type]
     if last >= size:
         raise ValueError(
-            f"position {last} lies beyond this model's learned position table of {size} entries. No attention method can "
-            "extend a learned table: shorten the text, or use a model with rotary positions"
+            f"position {last} lies beyond this model's position table of {size} entries. No attention method can extend a "
+            "table: shorten the text, or use a model with rotary positions"
         )
