@@ -31,6 +31,9 @@ from hf_longattn.integration import dispatch, masks, seams
 ROOT = Path(__file__).parents[1]
 SEAMS = {
     (PreTrainedConfig, "to_dict"): ["self"],
+    (PreTrainedConfig, "from_dict"): ["cls", "config_dict"],
+    (PreTrainedModel, "from_pretrained"): ["cls", "pretrained_model_name_or_path"],
+    (PreTrainedModel, "_from_config"): ["cls", "config"],
     (PreTrainedModel, "post_init"): ["self"],
     (PreTrainedModel, "set_attn_implementation"): ["self", "attn_implementation"],
     (ContinuousBatchingManager, "switch_to_cb_friendly_attn"): ["self", "model"],

@@ -2,6 +2,10 @@
 
 PreTrainedConfig.longattn                  from_pretrained(longattn=...) accepts only known attributes
 PreTrainedConfig.to_dict                   transformers never writes the attention implementation; we must
+PreTrainedConfig.from_dict                 attn_implementation=None would load a checkpoint of ours under sdpa
+PreTrainedConfig._attn_implementation      the same where a config is there already
+PreTrainedModel.from_pretrained            with config=, longattn= would reach the model's constructor
+PreTrainedModel._from_config               the same
 PreTrainedModel.post_init                  check and plan while a model is built, not at its first step
 PreTrainedModel.set_attn_implementation    the same when the attention is switched
 PreTrainedModel.load_adapter               older releases drop an adapter's learned parameters with a log line
@@ -10,7 +14,9 @@ ContinuousBatchingManager                  would replace the method by flash att
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +35,11 @@ def install() -> None:
     if isinstance(PreTrainedConfig.__dict__.get("longattn"), property):
         return
     PreTrainedConfig.longattn = property(_get_section, _set_section)
+    PreTrainedConfig._attn_implementation = _keeping_our_name(PreTrainedConfig._attn_implementation)
     _wrap(PreTrainedConfig, "to_dict", _to_dict)
+    _wrap(PreTrainedConfig, "from_dict", _from_dict)
+    _wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
+    _wrap(PreTrainedModel, "_from_config", _from_config)
     _wrap(PreTrainedModel, "post_init", _post_init)
     _wrap(PreTrainedModel, "set_attn_implementation", _set_attn_implementation)
     _wrap(PreTrainedModel, "load_adapter", _load_adapter)
@@ -37,13 +47,14 @@ def install() -> None:
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
+    found = inspect.getattr_static(owner, name)
+    original = found.__func__ if isinstance(found, classmethod) else found
 
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         return wrapper(original, self, *args, **kwargs)
 
-    setattr(owner, name, wrapped)
+    setattr(owner, name, classmethod(wrapped) if isinstance(found, classmethod) else wrapped)
 
 
 def _get_section(self: PreTrainedConfig) -> dict[str, Any] | None:
@@ -89,6 +100,48 @@ def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) ->
         if implementation is not None and _language_config(sub) is text:
             out |= {"attn_implementation": {key: implementation}, "longattn": own}
     return out
+
+
+def _from_dict(original: Callable[..., Any], cls: type, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    if kwargs.get("attn_implementation", "") is None and _holds_ours(config_dict.get("attn_implementation")):
+        del kwargs["attn_implementation"]  # the caller has no wish; the checkpoint has
+    return original(cls, config_dict, **kwargs)
+
+
+def _holds_ours(implementation: str | dict[str, Any] | None) -> bool:
+    if isinstance(implementation, dict):
+        return any(map(_holds_ours, implementation.values()))
+    return is_ours(implementation)
+
+
+def _keeping_our_name(original: Any) -> property:
+    """The config's property, under which None, "the default", does not take a method away."""
+
+    def set_implementation(self: PreTrainedConfig, value: str | dict[str, Any] | None) -> None:
+        ours = self.__dict__.get("_attn_implementation_internal")
+        original.fset(self, value)
+        if value is None and is_ours(ours):
+            self._attn_implementation_internal = ours
+
+    return property(original.fget, set_implementation, doc=original.__doc__)
+
+
+def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+    if isinstance(config, PreTrainedConfig):
+        config = _with_section(config, kwargs)
+    return original(cls, *args, config=config, **kwargs)
+
+
+def _from_config(original: Callable[..., Any], cls: type, config: PreTrainedConfig, **kwargs: Any) -> Any:
+    return original(cls, _with_section(config, kwargs), **kwargs)
+
+
+def _with_section(config: PreTrainedConfig, kwargs: dict[str, Any]) -> PreTrainedConfig:
+    """The config, or a copy with the `longattn` that is taken out of kwargs."""
+    if (section := kwargs.pop("longattn", None)) is not None:
+        config = copy.deepcopy(config)
+        config.longattn = section
+    return config
 
 
 def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
