@@ -508,9 +508,9 @@ def test_describe() -> None:
     changed = "scale_invariant(tau=3.0, sink_tokens=2, offset=0, strength=1.0) backend auto"
     assert [" ".join(line.split()) for line in lines] == [
         "Gemma3ForCausalLM: scale_invariant",
-        "model.layers.0.self_attn unchanged sliding window",
+        "model.layers.0.self_attn unchanged sliding window, runs sdpa",
         f"model.layers.1.self_attn {changed}",
-        "model.layers.2.self_attn unchanged sliding window",
+        "model.layers.2.self_attn unchanged sliding window, runs sdpa",
         f"model.layers.3.self_attn {changed}",
     ]
     assert len({line.index("backend auto") for line in lines if "backend" in line}) == 1  # columns
@@ -522,7 +522,8 @@ def test_describe_other_models() -> None:
     assert str(plain).startswith("LlamaForCausalLM: no hf_longattn method")
     assert {row[1:] for row in plain.rows} == {("unchanged", "runs sdpa")}
     chosen = hf_longattn.describe(fresh("llama", CONFIG.replace(layers=(2,), backend="reference")))
-    assert [row[2] for row in chosen.rows] == ["not in `layers`", "not in `layers`", "backend reference", "not in `layers`"]
+    alone = "not in `layers`, runs sdpa"
+    assert [row[2] for row in chosen.rows] == [alone, alone, "backend reference", alone]
     assert chosen.config == CONFIG.replace(layers=(2,), backend="reference")
     layered = hf_longattn.describe(model("llama", CASES["calibrated"]))
     assert "logit_mean=<4 values>" in str(layered)

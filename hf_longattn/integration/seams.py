@@ -26,7 +26,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from ..config import LongAttnConfig
-from .model import forget, prepare, prove_rotations, refuse_while_suspended, tell_adapters
+from .model import (
+    all_configs,
+    forget,
+    prepare,
+    prove_rotations,
+    refuse_while_suspended,
+    remember,
+    tell_adapters,
+    warn_of_lost_softcap,
+)
 from .names import PREFIX, is_ours, short
 
 
@@ -84,6 +93,7 @@ def _language_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) -> dict[str, Any]:
     out = original(self)
     section = out.pop("_longattn", out.pop("longattn", None))
+    out.pop("_longattn_before", None)
     text = _language_config(self)
     if text is self:
         if is_ours(self._attn_implementation):
@@ -145,8 +155,12 @@ def _with_section(config: PreTrainedConfig, kwargs: dict[str, Any]) -> PreTraine
 
 
 def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
+    for c in all_configs(self):
+        if is_ours(c._attn_implementation):
+            remember(self, c)
     prepare(self)  # first: learned parts must exist before weights are initialised or loaded
     original(self)
+    warn_of_lost_softcap(self)
     if self.config.longattn and not any(is_ours(c._attn_implementation) for c in (self.config, _language_config(self.config))):
         warnings.warn(
             f"config.longattn is set, but the model runs {self.config._attn_implementation!r}, without the "
@@ -157,10 +171,13 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
 
 def _set_attn_implementation(original: Callable[..., None], self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
     refuse_while_suspended(self)
-    configs = {id(m.config): m.config for m in self.modules() if isinstance(m, PreTrainedModel)}.values()
-    before = [(c, c._attn_implementation) for c in configs]
+    before = [(c, c._attn_implementation) for c in all_configs(self)]
     original(self, *args, **kwargs)
+    for c, implementation in before:
+        if is_ours(c._attn_implementation) and not is_ours(implementation):
+            remember(self, c, implementation)
     try:
+        warn_of_lost_softcap(self)
         forget(self)
         prepare(self)
         prove_rotations(self)
