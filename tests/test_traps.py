@@ -114,6 +114,9 @@ def test_layers_left_alone_keep_their_sinks() -> None:
     assert [r[1] == "unchanged" for r in hf_longattn.describe(m).rows] == [True, False, True, False]
     close(m(ids).logits, want)
     close(feed(m, ids, [9, 1, 14]), want)
+    loaded = AutoModelForCausalLM.from_config(m.config, attn_implementation=DEFAULT).eval()
+    loaded.load_state_dict(m.state_dict())
+    close(loaded(ids).logits, want)
     hf_longattn.update(m, strength=1.0)
     assert (m(ids).logits - want).abs().max() > 1e-3
     close(outputs_by_layer(m, ids)["model.layers.0.self_attn"], plain, 1e-6)
