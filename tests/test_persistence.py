@@ -111,6 +111,53 @@ def test_load_in_bfloat16(base: Path, tmp_path: Path) -> None:
     assert torch.equal(logits(m), logits(hf_longattn.apply(plain, CONFIG)))
 
 
+@torch.no_grad()
+def test_an_implementation_of_none_keeps_the_checkpoints_own(tmp_path: Path) -> None:
+    """None means "I have no wish": command lines pass it on when their user said nothing."""
+    model("llama", CONFIG).save_pretrained(tmp_path)
+    config, want = AutoConfig.from_pretrained(tmp_path), expected("llama", CONFIG, tokens())
+    loaded = [
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=None),
+        LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation=None),
+        AutoModelForCausalLM.from_pretrained(tmp_path, config=config, attn_implementation=None),
+        LlamaForCausalLM.from_pretrained(
+            tmp_path, config=AutoConfig.from_pretrained(tmp_path, attn_implementation=None), attn_implementation=None
+        ),
+        AutoModelForCausalLM.from_config(config, attn_implementation=None),
+    ]
+    loaded[-1].load_state_dict(stock("llama").state_dict())
+    for m in loaded:
+        close(logits(m), want)
+    with pytest.warns(UserWarning, match="config.longattn is set, but the model runs 'sdpa'"):
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert torch.equal(logits(plain), logits(stock("llama")))
+
+
+def test_an_implementation_of_none_elsewhere_is_the_default(base: Path) -> None:
+    for m in (
+        AutoModelForCausalLM.from_pretrained(base, attn_implementation=None),
+        AutoModelForCausalLM.from_config(model_config("llama", attn_implementation="eager"), attn_implementation=None),
+    ):
+        assert m.config._attn_implementation == "sdpa"
+
+
+def test_a_section_beside_a_config(base: Path) -> None:
+    config = AutoConfig.from_pretrained(base)
+    made = [
+        AutoModelForCausalLM.from_pretrained(base, config=config, attn_implementation="scale_invariant", longattn=SECTION),
+        LlamaForCausalLM.from_pretrained(base, config=config, attn_implementation="scale_invariant", longattn=SECTION),
+        AutoModelForCausalLM.from_config(config, attn_implementation="scale_invariant", longattn=SECTION),
+        AutoModelForCausalLM.from_config(config, attn_implementation="scale_invariant", longattn=CONFIG),
+    ]
+    for m in made:
+        m.load_state_dict(stock("llama").state_dict())
+        close(logits(m), expected("llama", CONFIG, tokens()))
+    assert config.longattn is None  # the caller's own
+    assert "longattn" not in config.to_dict()
+    with pytest.raises(ValueError, match="no parameter 'tua'"):
+        AutoModelForCausalLM.from_config(config, attn_implementation="scale_invariant", longattn={"tua": 3.0})
+
+
 def test_from_config_and_direct_construction() -> None:
     config = model_config("llama")
     made = [
@@ -197,9 +244,23 @@ def test_composite(how: str, tmp_path: Path) -> None:
     close(logits(m, **picture()), logits(multimodal(), **picture()), 1e-6)
 
 
+def test_composite_with_an_implementation_of_none(tmp_path: Path) -> None:
+    ours = hf_longattn.apply(multimodal(), CONFIG)
+    ours.save_pretrained(tmp_path)
+    for extra in ({}, {"config": AutoConfig.from_pretrained(tmp_path)}):
+        m = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation=None, **extra)
+        close(logits(m, **picture()), logits(ours, **picture()), 1e-6)
+        assert m.config.vision_config._attn_implementation == "sdpa"
+
+
 def test_composite_load_with_parameters(tmp_path: Path) -> None:
     multimodal().save_pretrained(tmp_path)
     want = logits(hf_longattn.apply(multimodal(), CONFIG), **picture())
+    base = AutoConfig.from_pretrained(tmp_path)
+    m = AutoModelForImageTextToText.from_pretrained(
+        tmp_path, config=base, attn_implementation={"text_config": "scale_invariant"}, longattn=SECTION
+    )
+    close(logits(m, **picture()), want, 1e-6)
     for name in ("scale_invariant", {"text_config": "scale_invariant"}):
         m = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation=name, longattn=SECTION)
         close(logits(m, **picture()), want, 1e-6)
@@ -447,9 +508,9 @@ def test_describe() -> None:
     changed = "scale_invariant(tau=3.0, sink_tokens=2, offset=0, strength=1.0) backend auto"
     assert [" ".join(line.split()) for line in lines] == [
         "Gemma3ForCausalLM: scale_invariant",
-        "model.layers.0.self_attn unchanged sliding window",
+        "model.layers.0.self_attn unchanged sliding window, runs sdpa",
         f"model.layers.1.self_attn {changed}",
-        "model.layers.2.self_attn unchanged sliding window",
+        "model.layers.2.self_attn unchanged sliding window, runs sdpa",
         f"model.layers.3.self_attn {changed}",
     ]
     assert len({line.index("backend auto") for line in lines if "backend" in line}) == 1  # columns
@@ -461,7 +522,8 @@ def test_describe_other_models() -> None:
     assert str(plain).startswith("LlamaForCausalLM: no hf_longattn method")
     assert {row[1:] for row in plain.rows} == {("unchanged", "runs sdpa")}
     chosen = hf_longattn.describe(fresh("llama", CONFIG.replace(layers=(2,), backend="reference")))
-    assert [row[2] for row in chosen.rows] == ["not in `layers`", "not in `layers`", "backend reference", "not in `layers`"]
+    alone = "not in `layers`, runs sdpa"
+    assert [row[2] for row in chosen.rows] == [alone, alone, "backend reference", alone]
     assert chosen.config == CONFIG.replace(layers=(2,), backend="reference")
     layered = hf_longattn.describe(model("llama", CASES["calibrated"]))
     assert "logit_mean=<4 values>" in str(layered)

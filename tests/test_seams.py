@@ -22,13 +22,18 @@ from transformers import (
     masking_utils,
 )
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.loss import loss_utils
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 import hf_longattn
-from hf_longattn.integration import masks, seams
+from hf_longattn.integration import dispatch, masks, seams
 
 ROOT = Path(__file__).parents[1]
 SEAMS = {
     (PreTrainedConfig, "to_dict"): ["self"],
+    (PreTrainedConfig, "from_dict"): ["cls", "config_dict"],
+    (PreTrainedModel, "from_pretrained"): ["cls", "pretrained_model_name_or_path"],
+    (PreTrainedModel, "_from_config"): ["cls", "config"],
     (PreTrainedModel, "post_init"): ["self"],
     (PreTrainedModel, "set_attn_implementation"): ["self", "attn_implementation"],
     (ContinuousBatchingManager, "switch_to_cb_friendly_attn"): ["self", "model"],
@@ -45,6 +50,23 @@ def test_wrapped_methods_have_the_signature_we_know(owner: type, name: str) -> N
     ]
     assert required == SEAMS[owner, name]
     assert wrapped.__doc__ == original.__doc__
+
+
+def test_the_property_of_the_implementation_is_the_one_we_know() -> None:
+    name = PreTrainedConfig._attn_implementation
+    assert name.fget.__qualname__ == "PreTrainedConfig._attn_implementation"
+    config = PreTrainedConfig(attn_implementation="eager")
+    assert config.__dict__["_attn_implementation_internal"] == "eager"
+    config._attn_implementation = None
+    assert config._attn_implementation is None
+
+
+def test_arguments_of_the_loss_are_known() -> None:
+    """What a causal language model's loss takes travels through attention by kwargs."""
+    made_by_the_model = {"logits", "labels", "vocab_size", "kwargs"}
+    for loss in (LOSS_MAPPING["ForCausalLM"], loss_utils.fixed_cross_entropy):
+        taken = inspect.signature(loss).parameters.keys() - made_by_the_model - {"source", "target"}
+        assert taken <= dispatch._HARMLESS
 
 
 def test_installing_again_wraps_nothing_twice() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases import CASES, DEFAULT, FAMILIES, WINDOW, model_config
+import transformers
+from cases import CASES, DEFAULT, FAMILIES, VOCAB, WINDOW, model_config
 from helpers import (
     NO_WINDOWS,
     RELATIVE_ONLY,
@@ -25,6 +28,7 @@ from helpers import (
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache, GPT2LMHeadModel
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.models.gemma3 import modeling_gemma3 as gemma3
 
 import hf_longattn
 from hf_longattn.integration.masks import base_implementation
@@ -71,7 +75,7 @@ def outputs_by_layer(m: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
 def test_sliding_layers_are_stock(name: str, family: str) -> None:
     """Under a method that changes one full layer only, the first, sliding layer must be bit-equal to stock."""
     m, plain = model(family, CONFIG), stock(family)
-    plain.set_attn_implementation(base_implementation(plain.config))
+    plain.set_attn_implementation(base_implementation(m.config))
     seen: list[dict[str, Tensor]] = []
     for x in (m, plain):
         got: dict[str, Tensor] = {}
@@ -81,6 +85,118 @@ def test_sliding_layers_are_stock(name: str, family: str) -> None:
         seen.append(got)
     visible = slice(7, None) if "left" in name else slice(None)  # what a row of padding attends to is nobody's business
     close(seen[0]["last"][:, visible], seen[1]["last"][:, visible], 1e-6)
+
+
+SINKS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW, "num_local_experts": 2}
+
+
+def with_sinks(name: str, **changes: Any) -> Any:
+    """A tiny model of transformers whose softmax has learned sinks: in all layers (GptOss), in the sliding ones (MiMo)."""
+    config = getattr(transformers, f"{name}Config")(**FAMILIES["llama"][1] | SINKS | changes)
+    m = AutoModelForCausalLM.from_config(config).eval()
+    for module in m.modules():
+        if getattr(module, "sinks", None) is not None:
+            torch.nn.init.constant_(module.sinks, 2.0)
+    return m
+
+
+MIMO = {"moe_intermediate_size": 16, "num_experts": 2, "n_routed_experts": 2, "num_experts_per_tok": 1, "v_head_dim": 8}
+
+
+@torch.no_grad()
+def test_layers_left_alone_keep_their_sinks() -> None:
+    """sdpa drops them, so transformers never runs such a model under it, and neither may we."""
+    m, ids = with_sinks("MiMoV2Flash", **MIMO), tokens()
+    assert m.config._attn_implementation == "eager"
+    plain = outputs_by_layer(m, ids)["model.layers.0.self_attn"]
+    want = m(ids).logits
+    hf_longattn.apply(m, CONFIG, strength=0.0)
+    assert [r[1] == "unchanged" for r in hf_longattn.describe(m).rows] == [True, False, True, False]
+    close(m(ids).logits, want)
+    close(feed(m, ids, [9, 1, 14]), want)
+    loaded = AutoModelForCausalLM.from_config(m.config, attn_implementation=DEFAULT).eval()
+    loaded.load_state_dict(m.state_dict())
+    close(loaded(ids).logits, want)
+    hf_longattn.update(m, strength=1.0)
+    assert (m(ids).logits - want).abs().max() > 1e-3
+    close(outputs_by_layer(m, ids)["model.layers.0.self_attn"], plain, 1e-6)
+    m.model.layers[0].self_attn.sinks += 5
+    assert (outputs_by_layer(m, ids)["model.layers.0.self_attn"] - plain).abs().max() > 1e-3
+    with pytest.raises(ValueError, match=r"the layers \[0, 2\] of MiMo.*s_aux.*Pass layers=\[1, 3\]"):
+        hf_longattn.apply(m, CONFIG, layers="all")
+
+
+@pytest.mark.parametrize("layers", ["full_attention", "all", [0]])
+def test_sinks_are_refused_before_the_first_forward(layers: Any, tmp_path: Path) -> None:
+    m = with_sinks("GptOss")
+    with pytest.raises(ValueError, match=r"learned sinks \(s_aux\).*All layers"):
+        hf_longattn.apply(m, CONFIG, layers=layers)
+    assert m.config._attn_implementation == "eager"
+    m.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="learned sinks"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=DEFAULT, longattn={"layers": layers})
+
+
+def test_attention_with_a_mask_of_its_own_is_refused() -> None:
+    """Doge turns the mask that it gets into a bias by itself: ours would break it, by a size mismatch in its forward."""
+    config = transformers.DogeConfig(**FAMILIES["llama"][1])
+    m = AutoModelForCausalLM.from_config(config).eval()
+    for layers in ("full_attention", [1]):
+        with pytest.raises(ValueError, match=r"cannot go into DogeForCausalLM.*a mask of its own"):
+            hf_longattn.apply(m, CONFIG, layers=layers)
+    with pytest.raises(ValueError, match="a mask of its own"):
+        AutoModelForCausalLM.from_config(config, attn_implementation=DEFAULT)
+
+
+@pytest.mark.parametrize("before", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("how", ["apply", "name"])
+@torch.no_grad()
+def test_layers_left_alone_run_what_ran_before(how: str, before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sdpa or eager; for any other, whose masks have another form, what transformers picks, and describe says so."""
+    m, ids = stock("gemma3"), tokens()
+    m.set_attn_implementation(before)
+    if how == "apply":
+        hf_longattn.apply(m, CONFIG)
+    else:
+        m.set_attn_implementation(DEFAULT)
+    runs = "eager" if before == "eager" else "sdpa"
+    eager, called = gemma3.eager_attention_forward, []
+    monkeypatch.setattr(gemma3, "eager_attention_forward", lambda *args, **kwargs: called.append(1) or eager(*args, **kwargs))
+    close(m(ids).logits, expected("gemma3", CONFIG, ids))
+    assert len(called) == (2 if runs == "eager" else 0)
+    said = f"runs {runs}" + f" in place of {before}" * (runs != before)
+    assert [r[2] for r in hf_longattn.describe(m).rows][::2] == [f"sliding window, {said}"] * 2
+    assert hf_longattn.remove(m).config._attn_implementation == before
+
+
+def test_vision_tower_runs_what_ran_before() -> None:
+    m = multimodal()
+    m.set_attn_implementation({"vision_config": "eager", "text_config": "sdpa"})
+    m.set_attn_implementation(DEFAULT)
+    assert base_implementation(m.config.vision_config) == "eager"
+    assert base_implementation(m.config.text_config) == "sdpa"
+    hf_longattn.remove(m)
+    assert [c._attn_implementation for c in (m.config, m.config.vision_config, m.config.text_config)] == [
+        "sdpa",
+        "eager",
+        "sdpa",
+    ]
+
+
+def test_a_softcap_that_transformers_drops_is_told() -> None:
+    """Older releases let Gemma 2 run under sdpa, which has no softcap."""
+    supported = stock("gemma2")._supports_sdpa
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        m = AutoModelForCausalLM.from_config(model_config("gemma2"))
+    told = [w for w in seen if "gemma2 caps its attention scores at 3" in str(w.message)]
+    assert bool(told) == supported
+    assert base_implementation(hf_longattn.apply(m, CONFIG).config) == "eager"
+    m = stock("gemma2")
+    m.config._attn_implementation_internal = "sdpa"
+    with pytest.warns(UserWarning, match=r"gemma2 caps.*sdpa, which drops the cap.*eager"):
+        hf_longattn.apply(m, CONFIG)
+    assert hf_longattn.remove(m).config._attn_implementation == "sdpa"
 
 
 def test_mistral_with_a_window_has_no_full_layer() -> None:
@@ -155,7 +271,7 @@ def test_gpt2_cross_attention_is_left_alone() -> None:
         cross[m] = outputs_by_layer(m, tokens(), **extra)["transformer.h.0.crossattention"]
     close(cross[ours], cross[plain], 1e-6)
     rows = {r[0]: r for r in hf_longattn.describe(ours).rows}
-    assert rows["transformer.h.0.crossattention"][1:] == ("unchanged", "cross-attention")
+    assert rows["transformer.h.0.crossattention"][1:] == ("unchanged", "cross-attention, runs sdpa")
     assert rows["transformer.h.0.attn"][1].startswith("scale_invariant")
 
 
@@ -178,11 +294,44 @@ def test_gpt2_beyond_its_positions() -> None:
         m(tokens(1, 64))
         with pytest.raises(ValueError, match=r"position 64 lies beyond .* table of 64 entries.*rotary"):
             m(tokens(1, 65))
-        with pytest.raises(ValueError, match="learned position table"):
+        with pytest.raises(ValueError, match="position table"):
             m.generate(tokens(1, 60), max_new_tokens=10, do_sample=False)
     hf_longattn.remove(m)
     with pytest.raises(IndexError):
         m(tokens(1, 65))
+
+
+@pytest.mark.parametrize("name", ["Marian", "Pegasus", "Blenderbot", "BlenderbotSmall"])
+@torch.no_grad()
+def test_position_tables_that_take_a_shape(name: str) -> None:
+    """Theirs get (batch, q_len) and the number of cached tokens in place of positions."""
+    sizes = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_model": 16, "vocab_size": VOCAB, "max_position_embeddings": 24}
+    ends = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 2, "init_std": 0.3}
+    m = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes, **ends)).eval()
+    want = m(tokens()).logits
+    hf_longattn.apply(m, CONFIG, strength=0.0)
+    close(m(tokens()).logits, want)
+    hf_longattn.update(m, strength=1.0)
+    full = m(tokens()).logits
+    assert (full - want).abs().max() > 1e-3
+    close(feed(m, tokens(), [9, 1, 14]), full)
+    cache = m(tokens(), use_cache=True).past_key_values
+    for call in (lambda: m(tokens(length=25)), lambda: m(tokens(length=1), past_key_values=cache)):
+        with pytest.raises(ValueError, match=r"position 24 lies beyond .* table of 24 entries"):
+            call()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_arguments_of_the_loss_are_harmless(family: str) -> None:
+    m, ids = model(family, CONFIG), tokens()
+    shifted = torch.cat([ids[:, 1:], torch.full((2, 1), 7)], 1)
+    with torch.no_grad():
+        logits = m(ids).logits
+        out = m(ids, labels=ids, shift_labels=shifted, ignore_index=7, num_items_in_batch=10)
+    close(out.logits, logits)
+    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), shifted.flatten(), ignore_index=7, reduction="sum") / 10
+    close(out.loss, want)
 
 
 @pytest.mark.parametrize("name", ["s_aux", "position_bias", "block_table", "something_new"])

@@ -29,7 +29,9 @@ _HARMLESS = frozenset(
         "output_hidden_states",
         "output_router_logits",
         "return_dict",
-        "num_items_in_batch",
+        "num_items_in_batch",  # this and the next two are for the loss
+        "shift_labels",
+        "ignore_index",
         "logits_to_keep",
         "cache_position",
         "cu_seq_lens_q",

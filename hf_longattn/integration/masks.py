@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,9 +35,22 @@ class Interval:
     sequence_ids: Tensor | None = None
 
 
+class Before(NamedTuple):
+    """What a config ran before it got one of our names; kept on the config, where the mask function can see it too."""
+
+    implementation: str  # what `remove` brings back
+    base: str  # what runs the layers that we leave alone: sdpa or eager, the two that a mask of ours can be turned into
+
+
+def before(config: Any) -> Before | None:
+    found: Before | None = config.__dict__.get("_longattn_before")
+    return found
+
+
 def base_implementation(config: Any) -> str:
-    """What runs the layers that we leave alone: sdpa, or eager where the model caps its scores (Gemma 2)."""
-    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    """What runs the layers that we leave alone; mask and forward function both ask here."""
+    known = before(config)
+    return "sdpa" if known is None else known.base
 
 
 def carrier_mask(

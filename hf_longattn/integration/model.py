@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..attention import Call
 from ..config import CUSTOM, LongAttnConfig, ModelFacts
 from ..methods.learned import LearnedParts, learned_parts
 from .dispatch import LayerPlan
-from .masks import base_implementation
+from .masks import Before, base_implementation, before
 from .names import is_ours, name_for, short
 from .rotation import PROBE, RotarySource, find_rotary, prove
 
@@ -47,6 +48,16 @@ class Layer:
         if getattr(self.module, "is_cross_attention", False):
             return "cross-attention"
         return None if getattr(self.module, "is_causal", True) else "not causal"
+
+    @property
+    def own_mask(self) -> bool:
+        """Whether the module reads the mask itself, before attention gets it (Doge; the indexers of sparse attention)."""
+        return any(getattr(self.module, name, None) is not None for name in ("prepare_dynamic_mask", "indexer"))
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether a learned logit per head joins the softmax (`s_aux`)."""
+        return getattr(self.module, "sinks", None) is not None
 
     @property
     def type(self) -> str | None:
@@ -84,10 +95,13 @@ def apply(model: Model, method: str | LongAttnConfig, **parameters: Any) -> Mode
     if not configs:
         raise ValueError(_nothing(base, config, []))
     plans = {id(c): _plan(base, c, config) for c in configs}
-    before = [(c, c._attn_implementation, c.longattn) for c in configs]
+    warn_of_lost_softcap(base)
+    earlier = [(c, c._attn_implementation, c.longattn) for c in configs]
     replaced = [(m, m.__dict__.get("longattn_plan")) for _, assignments in plans.values() for m, _, _ in assignments]
     for c in configs:
         section, assignments = plans[id(c)]
+        if not is_ours(c._attn_implementation):
+            remember(base, c, c._attn_implementation)
         c._attn_implementation = name_for(config.name)
         c.longattn = section
         for module, plan, _ in assignments:
@@ -95,13 +109,12 @@ def apply(model: Model, method: str | LongAttnConfig, **parameters: Any) -> Mode
     try:
         prove_rotations(base)
     except Exception:
-        for c, implementation, section in before:
+        for c, implementation, section in earlier:
             c._attn_implementation = implementation
             c.longattn = section
         for module, plan in replaced:
             module.longattn_plan = plan
         raise
-    base.__dict__.setdefault("longattn_previous", [implementation for _, implementation, _ in before])
     for _, assignments in plans.values():
         _commit(assignments)
     _sync_top(base, configs)
@@ -122,13 +135,10 @@ def remove(model: Model) -> Model:
     running = without_method(base)
     if not running:
         raise ValueError(f"{type(base).__name__} runs {base.config._attn_implementation!r}; there is nothing to remove")
-    base.__dict__.pop("longattn_previous", None)
-    for c, before in running:
-        c._attn_implementation = before
+    for c, implementation in running:
+        c._attn_implementation_internal = implementation  # not by the property, which would set the parts of a composite too
         c.longattn = None
     base.config.longattn = None
-    if is_ours(base.config._attn_implementation):
-        base.config._attn_implementation_internal = base_implementation(base.config)
     forget(base)
     for layer in _layers(base):
         _attach(layer.module, {})
@@ -138,11 +148,36 @@ def remove(model: Model) -> Model:
 
 def without_method(model: PreTrainedModel) -> list[tuple[Any, str]]:
     """The config objects that run a method, each with the implementation that it ran before."""
-    previous, out = model.__dict__.get("longattn_previous", []), []
-    for i, c in enumerate(c for c in _configs(model, causal=False) if is_ours(c._attn_implementation)):
-        known = i < len(previous) and not is_ours(previous[i])
-        out.append((c, previous[i] if known else base_implementation(c)))
-    return out
+    running = [c for c in all_configs(model) if is_ours(c._attn_implementation)]
+    return [(c, (before(c) or remember(model, c)).implementation) for c in running]
+
+
+def remember(model: PreTrainedModel, config: Any, implementation: str | None = None) -> Before:
+    """Note on a config what it ran before a method came; None: nothing, so what transformers would pick for it.
+
+    Whatever else ran (FlashAttention, FlexAttention, a kernel from the Hub) reads masks that ours cannot be turned into:
+    layers that are left alone run transformers' pick then, and `describe` says so.
+    """
+    owner = next((m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is config), model)
+    pick = owner.get_correct_attn_implementation(None, is_init_check=True)
+    if getattr(config, "attn_logit_softcapping", None):
+        pick = "eager"  # older releases pick sdpa, which drops the cap
+    found = Before(implementation or pick, "eager" if implementation == "eager" else pick)
+    config.__dict__["_longattn_before"] = found
+    return found
+
+
+def warn_of_lost_softcap(model: PreTrainedModel) -> None:
+    """Older releases of transformers run Gemma 2 under sdpa, which drops its softcap without a word."""
+    for layer in _layers(model):
+        cap, config = getattr(layer.module, "attn_logit_softcapping", None), layer.module.config
+        if cap and config._attn_implementation == "sdpa":
+            warnings.warn(
+                f"{config.model_type} caps its attention scores at {cap:g}, and transformers {transformers.__version__} runs "
+                'it under sdpa, which drops the cap: load it with attn_implementation="eager". hf_longattn keeps it',
+                stacklevel=3,
+            )
+            return
 
 
 def tell_adapters(model: PreTrainedModel) -> None:
@@ -303,7 +338,7 @@ def describe(model: nn.Module) -> Description:
         if plan is None or not is_ours(implementation):
             rows.append((layer.name, "unchanged", f"runs {implementation}"))
         elif plan.config is None:
-            rows.append((layer.name, "unchanged", plan.reason))
+            rows.append((layer.name, "unchanged", f"{plan.reason}, {_runs(layer.module.config)}"))
         else:
             rows.append((layer.name, ", ".join(map(_shown, plan.config.methods)), f"backend {plan.config.backend}"))
     try:
@@ -311,6 +346,13 @@ def describe(model: nn.Module) -> Description:
     except ValueError:
         config = None
     return Description(type(base).__name__, config, tuple(rows))
+
+
+def _runs(config: Any) -> str:
+    known = before(config)
+    if known is None:
+        return f"runs {base_implementation(config)}"
+    return f"runs {known.base}" + f" in place of {known.implementation}" * (known.base != known.implementation)
 
 
 def _shown(method: Any) -> str:
@@ -335,6 +377,12 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
             yield Layer(name, module)
 
 
+def all_configs(model: nn.Module) -> list[Any]:
+    """The distinct config objects in a model: of submodels and of attention modules."""
+    found = (getattr(m, "config", None) for m in model.modules())
+    return list({id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values())
+
+
 def _configs(model: nn.Module, *, causal: bool) -> list[Any]:
     """The distinct config objects of a model's attention modules, in order; only of causal ones if asked."""
     found = {id(x.module.config): x.module.config for x in _layers(model) if not (causal and x.why_never)}
@@ -354,6 +402,7 @@ def _plan(model: nn.Module, target: Any, config: LongAttnConfig) -> tuple[dict[s
     bound = config.bind(facts)
     if not isinstance(config.layers, str) and (missing := set(config.layers) - {x.index for x in candidates}):
         raise ValueError(f"layers names {sorted(missing)}, which have no causal softmax attention in this model")
+    _refuse_layers(model, config, candidates, chosen)
     if not chosen or not config.methods:
         raise ValueError(_nothing(model, config, candidates))
     if (config.positions or config.visibility) and (windowed := [x.index for x in chosen if x.windowed]):
@@ -377,6 +426,22 @@ def _plan(model: nn.Module, target: Any, config: LongAttnConfig) -> tuple[dict[s
         parts = {} if plan.config is None else {m.slot: part for m in plan.config.methods if (part := _learned(m, facts))}
         plans.append((layer.module, plan, parts))
     return section, plans
+
+
+def _refuse_layers(model: nn.Module, config: LongAttnConfig, candidates: list[Layer], chosen: list[Layer]) -> None:
+    """Raise for layers whose attention does more than the interface says."""
+    name = type(model).__name__
+    if any(x.own_mask for x in candidates):  # also where they are left alone: all layers get one mask
+        raise ValueError(
+            f"{config.name} cannot go into {name}: its attention makes a mask of its own from transformers' mask, and could "
+            "not read the one that we put in its place"
+        )
+    if sinks := [x.index for x in chosen or candidates if x.has_sinks]:
+        free = [x.index for x in candidates if not x.has_sinks]
+        raise ValueError(
+            f"{config.name} cannot go into the layers {sinks} of {name}: learned sinks (s_aux) join their softmax, and no "
+            f"method computes that. {f'Pass layers={free}, which have none' if free else 'All layers of this model have them'}"
+        )
 
 
 def _learned(method: Any, facts: ModelFacts) -> nn.Module | None:
@@ -482,15 +547,23 @@ def _guard_learned_positions(model: PreTrainedModel) -> None:
             and module is not model.get_input_embeddings()
             and "longattn_guard" not in module.__dict__
         ):
-            module.longattn_guard = module.register_forward_pre_hook(_check_learned_positions)  # type: ignore[assignment]
+            module.longattn_guard = module.register_forward_pre_hook(  # type: ignore[assignment]
+                _check_learned_positions, with_kwargs=True
+            )
 
 
-def _check_learned_positions(table: nn.Module, args: tuple[Tensor, ...]) -> None:
+def _check_learned_positions(table: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         return
-    last, size = int(args[0].max()), int(table.num_embeddings)  # type: ignore[arg-type]
+    call = inspect.signature(type(table).forward).bind(table, *args, **kwargs).arguments
+    positions = call.get("position_ids", call.get("input"))
+    if positions is not None:
+        last = int(positions.max())
+    else:  # Marian, Pegasus and Blenderbot take a shape (batch, q_len), and how many tokens came before
+        last = getattr(args[0], "shape", args[0])[1] + call.get("past_key_values_length", 0) - 1
+    size = int(table.num_embeddings)  # type: ignore[arg-type]
     if last >= size:
         raise ValueError(
-            f"position {last} lies beyond this model's learned position table of {size} entries. No attention method can "
-            "extend a learned table: shorten the text, or use a model with rotary positions"
+            f"position {last} lies beyond this model's position table of {size} entries. No attention method can extend a "
+            "table: shorten the text, or use a model with rotary positions"
         )

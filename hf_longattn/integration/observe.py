@@ -11,7 +11,7 @@ from torch import nn
 from ..attention import Call
 from ..config import CUSTOM, LongAttnConfig
 from .dispatch import LayerPlan
-from .model import Layer, _configs, _layers, _pretrained
+from .model import Layer, _configs, _layers, _pretrained, remember
 from .names import is_ours
 
 #: Called after every attention call of an observed layer.
@@ -41,6 +41,7 @@ def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None =
     try:
         for config, implementation, _ in saved:
             if not is_ours(implementation):
+                remember(base, config, implementation)
                 config._attn_implementation_internal = CUSTOM
                 config.longattn = LongAttnConfig().to_dict()
         for layer in _layers(base):

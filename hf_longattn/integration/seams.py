@@ -2,6 +2,10 @@
 
 PreTrainedConfig.longattn                  from_pretrained(longattn=...) accepts only known attributes
 PreTrainedConfig.to_dict                   transformers never writes the attention implementation; we must
+PreTrainedConfig.from_dict                 attn_implementation=None would load a checkpoint of ours under sdpa
+PreTrainedConfig._attn_implementation      the same where a config is there already
+PreTrainedModel.from_pretrained            with config=, longattn= would reach the model's constructor
+PreTrainedModel._from_config               the same
 PreTrainedModel.post_init                  check and plan while a model is built, not at its first step
 PreTrainedModel.set_attn_implementation    the same when the attention is switched
 PreTrainedModel.load_adapter               older releases drop an adapter's learned parameters with a log line
@@ -10,7 +14,9 @@ ContinuousBatchingManager                  would replace the method by flash att
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +26,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from ..config import LongAttnConfig
-from .model import forget, prepare, prove_rotations, refuse_while_suspended, tell_adapters
+from .model import (
+    all_configs,
+    forget,
+    prepare,
+    prove_rotations,
+    refuse_while_suspended,
+    remember,
+    tell_adapters,
+    warn_of_lost_softcap,
+)
 from .names import PREFIX, is_ours, short
 
 
@@ -29,7 +44,11 @@ def install() -> None:
     if isinstance(PreTrainedConfig.__dict__.get("longattn"), property):
         return
     PreTrainedConfig.longattn = property(_get_section, _set_section)
+    PreTrainedConfig._attn_implementation = _keeping_our_name(PreTrainedConfig._attn_implementation)
     _wrap(PreTrainedConfig, "to_dict", _to_dict)
+    _wrap(PreTrainedConfig, "from_dict", _from_dict)
+    _wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
+    _wrap(PreTrainedModel, "_from_config", _from_config)
     _wrap(PreTrainedModel, "post_init", _post_init)
     _wrap(PreTrainedModel, "set_attn_implementation", _set_attn_implementation)
     _wrap(PreTrainedModel, "load_adapter", _load_adapter)
@@ -37,13 +56,14 @@ def install() -> None:
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
+    found = inspect.getattr_static(owner, name)
+    original = found.__func__ if isinstance(found, classmethod) else found
 
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         return wrapper(original, self, *args, **kwargs)
 
-    setattr(owner, name, wrapped)
+    setattr(owner, name, classmethod(wrapped) if isinstance(found, classmethod) else wrapped)
 
 
 def _get_section(self: PreTrainedConfig) -> dict[str, Any] | None:
@@ -73,6 +93,7 @@ def _language_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) -> dict[str, Any]:
     out = original(self)
     section = out.pop("_longattn", out.pop("longattn", None))
+    out.pop("_longattn_before", None)
     text = _language_config(self)
     if text is self:
         if is_ours(self._attn_implementation):
@@ -91,9 +112,55 @@ def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) ->
     return out
 
 
+def _from_dict(original: Callable[..., Any], cls: type, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    if kwargs.get("attn_implementation", "") is None and _holds_ours(config_dict.get("attn_implementation")):
+        del kwargs["attn_implementation"]  # the caller has no wish; the checkpoint has
+    return original(cls, config_dict, **kwargs)
+
+
+def _holds_ours(implementation: str | dict[str, Any] | None) -> bool:
+    if isinstance(implementation, dict):
+        return any(map(_holds_ours, implementation.values()))
+    return is_ours(implementation)
+
+
+def _keeping_our_name(original: Any) -> property:
+    """The config's property, under which None, "the default", does not take a method away."""
+
+    def set_implementation(self: PreTrainedConfig, value: str | dict[str, Any] | None) -> None:
+        ours = self.__dict__.get("_attn_implementation_internal")
+        original.fset(self, value)
+        if value is None and is_ours(ours):
+            self._attn_implementation_internal = ours
+
+    return property(original.fget, set_implementation, doc=original.__doc__)
+
+
+def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+    if isinstance(config, PreTrainedConfig):
+        config = _with_section(config, kwargs)
+    return original(cls, *args, config=config, **kwargs)
+
+
+def _from_config(original: Callable[..., Any], cls: type, config: PreTrainedConfig, **kwargs: Any) -> Any:
+    return original(cls, _with_section(config, kwargs), **kwargs)
+
+
+def _with_section(config: PreTrainedConfig, kwargs: dict[str, Any]) -> PreTrainedConfig:
+    """The config, or a copy with the `longattn` that is taken out of kwargs."""
+    if (section := kwargs.pop("longattn", None)) is not None:
+        config = copy.deepcopy(config)
+        config.longattn = section
+    return config
+
+
 def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
+    for c in all_configs(self):
+        if is_ours(c._attn_implementation):
+            remember(self, c)
     prepare(self)  # first: learned parts must exist before weights are initialised or loaded
     original(self)
+    warn_of_lost_softcap(self)
     if self.config.longattn and not any(is_ours(c._attn_implementation) for c in (self.config, _language_config(self.config))):
         warnings.warn(
             f"config.longattn is set, but the model runs {self.config._attn_implementation!r}, without the "
@@ -104,10 +171,13 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
 
 def _set_attn_implementation(original: Callable[..., None], self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
     refuse_while_suspended(self)
-    configs = {id(m.config): m.config for m in self.modules() if isinstance(m, PreTrainedModel)}.values()
-    before = [(c, c._attn_implementation) for c in configs]
+    before = [(c, c._attn_implementation) for c in all_configs(self)]
     original(self, *args, **kwargs)
+    for c, implementation in before:
+        if is_ours(c._attn_implementation) and not is_ours(implementation):
+            remember(self, c, implementation)
     try:
+        warn_of_lost_softcap(self)
         forget(self)
         prepare(self)
         prove_rotations(self)
