@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .tracing import readable
+
 #: Columns of `Rows.index`; only placed rows have the last one.
 POSITION, KEY_START, START, LOW, HIGH, PLACE = range(6)
 #: More than any position: numbers the sequences of packed text apart.
@@ -74,9 +76,9 @@ class Rows:
     def plain(self) -> tuple[int, int] | None:
         """The first and last slot of the keys if the rows are the lower triangle over them (or one row that sees all).
 
-        None for anything else, and while tracing, where nothing may be read.
+        None for anything else, and where nothing may be read.
         """
-        return None if self.allowed is not None or torch.compiler.is_compiling() else self._plain
+        return self._plain if self.allowed is None and readable(self.index) else None
 
     @functools.cached_property  # which Dynamo cannot trace on Python 3.11
     def _plain(self) -> tuple[int, int] | None:

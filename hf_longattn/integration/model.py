@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ..attention import Call
 from ..config import CUSTOM, LongAttnConfig, ModelFacts
 from ..methods.learned import LearnedParts, learned_parts
+from ..tracing import readable
 from .dispatch import LayerPlan
 from .masks import base_implementation
 from .names import is_ours, name_for, short
@@ -221,7 +222,7 @@ def prove_rotations(model: PreTrainedModel) -> None:
     position, and its queries and keys differ by their rotation alone.
     """
     unproven = [x for x in _layers(model) if (s := _source(x)) is not None and not s.proven]
-    if not unproven or not _has_weights(model):
+    if not unproven or not _computes(model):
         return
     plans = {id(x.module): x.module.longattn_plan for x in unproven}
     computed: dict[str, Call] = {}
@@ -245,10 +246,10 @@ def prove_rotations(model: PreTrainedModel) -> None:
         prove(source, [(name, vectors) for name in names for vectors in (computed[name].query, computed[name].key)])
 
 
-def _has_weights(model: nn.Module) -> bool:
-    """Whether a forward pass computes anything: weights on the meta device do where accelerate's hooks fetch them."""
+def _computes(model: nn.Module) -> bool:
+    """Whether a forward pass gives values. Weights on the meta device do not hinder it where accelerate's hooks fetch them."""
     offloaded = any("_hf_hook" in m.__dict__ for m in model.modules())
-    return offloaded or not any(p.is_meta for p in model.parameters())
+    return readable(torch.empty(0)) and (offloaded or all(readable(p) for p in model.parameters()))
 
 
 def _source(layer: Layer) -> RotarySource | None:
@@ -264,7 +265,7 @@ def _prove_at_first_call(model: PreTrainedModel) -> None:
 
     def first(module: Any, args: Any) -> None:
         # without a method it is switched off for the moment
-        if not torch.compiler.is_compiling() and without_method(module) and _has_weights(module):
+        if _computes(module) and without_method(module):
             module.__dict__.pop("longattn_proof").remove()
             try:
                 prove_rotations(module)
@@ -416,7 +417,9 @@ def _attach(module: Any, learned: dict[str, nn.Module]) -> None:
             learned[slot] = present[slot]
         else:
             like = next(module.parameters())
-            part.to(device=like.device, dtype=like.dtype if like.is_floating_point() else None)  # not a quantised one's
+            dtype = like.dtype if like.is_floating_point() else None  # not a quantised one's
+            if any(p.device != like.device or p.dtype != (dtype or p.dtype) for p in part.parameters()):
+                part.to(device=like.device, dtype=dtype)
     if learned == present:  # then PEFT's wrapper around them stays, too
         return
     dropped = {slot: part for slot, part in present.items() if learned.get(slot) is not part}
@@ -502,7 +505,7 @@ def _guard_learned_positions(model: PreTrainedModel) -> None:
 
 
 def _check_learned_positions(table: nn.Module, args: tuple[Tensor, ...]) -> None:
-    if torch.compiler.is_compiling():
+    if not readable(args[0]):
         return
     last, size = int(args[0].max()), int(table.num_embeddings)  # type: ignore[arg-type]
     if last >= size:

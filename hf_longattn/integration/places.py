@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..config import LongAttnConfig
 from ..geometry import HIGH, LOW, POSITION, START, Rows
+from ..tracing import readable
 
 _WAY_OUT = "pass attention_mask=torch.ones_like(input_ids) and use_cache=False"
 
@@ -25,7 +26,7 @@ def place(rows: Rows, mask: Tensor, position_ids: Tensor | None, kv_len: int, co
     Raises:
         ValueError: positions jump where that has no meaning, or was read as something else.
     """
-    tracing = torch.compiler.is_compiling()
+    tracing = not readable(mask)
     if tracing and config.distance == "positions":
         raise NotImplementedError(
             "distance='positions' cannot be traced in one graph, it reads position_ids: leave fullgraph off, or count in slots"

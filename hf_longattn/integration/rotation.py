@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..rotary import Rotation
+from ..tracing import keepable, only_a_shape
 
 #: Tokens in the proof: enough to tell one frequency from another.
 PROBE = 8
@@ -30,19 +31,25 @@ class RotarySource:
     proven: bool = False
     _seen: tuple[Tensor, int, Rotation] | None = None
 
-    def rotation(self) -> Rotation:
-        """The rotation now; models with dynamic frequencies change the buffer as they go."""
-        if not self.proven:
+    def rotation(self, query: Tensor) -> Rotation:
+        """The rotation now; models with dynamic frequencies change the buffer as they go.
+
+        Raises:
+            RuntimeError: it is not proven, and `query` is more than a shape.
+        """
+        if not self.proven and not only_a_shape(query):
             raise RuntimeError(
-                "how this model rotates queries and keys was not checked yet, and cannot be while compiling: call the model "
-                "once before torch.compile, or use hf_longattn.apply(model, ...)"
+                "how this model rotates queries and keys was not checked yet, and cannot be while a graph is traced: call the "
+                "model once before torch.compile or torch.export, or use hf_longattn.apply(model, ...)"
             )
         inv_freq: Tensor = getattr(self.module, self.buffer)
-        if torch.compiler.is_compiling():
-            return self.under(self.interleaved, self.backwards)
-        if self._seen is None or self._seen[0] is not inv_freq or self._seen[1] != inv_freq._version:
-            self._seen = (inv_freq, inv_freq._version, self.under(self.interleaved, self.backwards))
-        return self._seen[2]
+        seen = None if torch.compiler.is_compiling() else self._seen
+        if seen is None or seen[0] is not inv_freq or seen[1] != inv_freq._version:
+            rotation = self.under(self.interleaved, self.backwards)
+            if keepable(rotation.inv_freq):
+                self._seen = inv_freq, inv_freq._version, rotation
+            return rotation
+        return seen[2]
 
     def under(self, interleaved: bool, backwards: bool) -> Rotation:
         """The rotation that a convention makes of the frequencies."""
