@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import BACKENDS, LongAttnConfig
-from .geometry import Rows, check_mask, check_positions, check_shapes, readable
+from .geometry import Rows, check_mask, check_positions, check_shapes
 from .kernels.flex import flex_attention, why_not_flex
 from .kernels.fused import flash_attention, sdpa_attention, why_not_flash
 from .kernels.tiled import HIDDEN, tiled_attention
@@ -19,6 +19,7 @@ from .kernels.triton import MARGIN, triton_attention, why_not_triton
 from .methods.base import Band, EntropyTemperature, LogitMap
 from .reference import dense_attention, finish, length_factor, require_rotation
 from .rotary import Rotation
+from .tracing import keepable, readable
 
 
 def attention(
@@ -177,7 +178,7 @@ def split(
         return [Part(query, key, rows)]
     i, j = rows.query_positions(), rows.key_positions(key.shape[2])
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
-    on_the_fly = in_tiles and query.shape[2] <= FEW_QUERIES and not grad and not torch.compiler.is_compiling()
+    on_the_fly = in_tiles and readable(query) and query.shape[2] <= FEW_QUERIES and not grad
     parts = []
     for where, positions in enumerate(config.positions.bands(i) if config.positions else [Band()]):
         for which, seen in enumerate(config.visibility.bands(i) if config.visibility else [Band()]):
@@ -278,16 +279,20 @@ def choose_backend(
 
 
 def table_length(rows: Rows, kv_len: int) -> int:
-    """A length beyond every distance in the call, of few distinct values; from shapes alone, unless positions are explicit."""
-    explicit = rows.key_ids is not None and readable(rows.key_ids)  # else kernels refuse distances beyond the tables
-    farthest = rows.span if explicit else kv_len + rows.index.shape[1] - 1
+    """A length beyond every distance in the call; from shapes alone, unless positions are explicit.
+
+    Of few distinct values; where tables are built in a graph, which any length is to pass through, no more than it takes.
+    """
+    if not readable(rows.index):
+        return kv_len + rows.index.shape[1] + MARGIN  # kernels refuse distances beyond it
+    farthest = kv_len + rows.index.shape[1] - 1 if rows.key_ids is None else rows.span
     return 1 << max(10, (farthest + MARGIN).bit_length())
 
 
 def distance_tables(logit_map: LogitMap, heads: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """The map's gain and bias by distance, built in float64, in the dtype of the logits; cached."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    if torch.compiler.is_compiling():
+    if not keepable(like):
         return _tables(logit_map, heads, length, like.device, dtype)
     return _cached_tables(logit_map, heads, length, like.device, dtype)
 

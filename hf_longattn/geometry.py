@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from .tracing import readable
 
 #: Columns of `Rows.index`.
 POSITION, KEY_START, START, LOW, HIGH = range(5)
@@ -79,9 +80,9 @@ class Rows:
     def plain(self) -> tuple[int, int] | None:
         """The first and last slot of the keys if the rows are the lower triangle over them (or one row that sees all).
 
-        None for anything else, and while tracing, where nothing may be read.
+        None for anything else, and where nothing may be read.
         """
-        return None if self.allowed is not None or not readable(self.index) else self._plain
+        return self._plain if self.allowed is None and readable(self.index) else None
 
     @functools.cached_property  # which Dynamo cannot trace on Python 3.11
     def _plain(self) -> tuple[int, int] | None:
@@ -164,7 +165,9 @@ class Rows:
         real = (self.index[..., LOW] <= own) & (own <= self.index[..., HIGH])
         if self.allowed is not None:
             column = (own - self.index[..., KEY_START]).clamp(0, kv_len - 1)[..., None]
-            real = real & self.allowed.any(1).take_along_dim(column, -1)[..., 0]
+            allowed = self.allowed.any(1)  # which take_along_dim would tie to one length while exporting
+            batch = max(len(allowed), len(column))
+            real = real & allowed.expand(batch, -1, -1).gather(-1, column.expand(batch, -1, -1))[..., 0]
         return real
 
     def take(self, rows: Tensor) -> Rows:
@@ -184,11 +187,6 @@ class Rows:
         if self.allowed is not None:
             return self.visible(kv_len).sum(-1)
         return (self.index[..., HIGH] - self.index[..., LOW] + 1).clamp(min=0)[:, None]
-
-
-def readable(x: Tensor) -> bool:
-    """Whether Python may look at the values of x: not while tracing, and not on the meta device."""
-    return not (torch.compiler.is_compiling() or x.is_meta or isinstance(x, FakeTensor))
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -14,6 +14,7 @@ from .config import LongAttnConfig
 from .geometry import Rows, check_mask, check_positions, check_shapes
 from .methods.base import EntropyTemperature, LengthTemperature
 from .rotary import Rotation
+from .tracing import readable
 
 
 def reference_attention(
@@ -96,7 +97,8 @@ def dense_attention(
         logits = factor[..., None] * logits
     if config.logit_map is not None:
         t = rows.distance(kv_len)
-        gain, bias = (x[:, t].transpose(0, 1).to(compute) for x in config.logit_map.tables(heads, int(t.max()) + 1, t.device))
+        length = int(t.max()) + 1 if readable(t) else kv_len + t.shape[1]
+        gain, bias = (x[:, t].transpose(0, 1).to(compute) for x in config.logit_map.tables(heads, length, t.device))
         sinks = rows.sinks(kv_len, config.logit_map.sink_tokens)[:, None]
         logits = torch.where(sinks, logits, gain * logits + bias)
     visible = rows.visible(kv_len) if seen is None else rows.visible(kv_len) & seen
@@ -132,7 +134,7 @@ def turned_scores(query: Tensor, key: Tensor, moved: Tensor, rotation: Rotation 
     q1, q2, q_rest = rotation.split(query)
     k1, k2, k_rest = rotation.split(key)
     scores = q_rest @ k_rest.transpose(-1, -2)
-    for f, frequency in enumerate(rotation.inv_freq.double().tolist()):
+    for f, frequency in enumerate(rotation.inv_freq.double()):
         cos, sin = (moved * frequency).cos().to(query.dtype), (moved * frequency).sin().to(query.dtype)
         (a, b), (c, d) = ((x[..., f, None] for x in pair) for pair in ((q1, q2), (k1, k2)))
         c, d = c.transpose(-1, -2), d.transpose(-1, -2)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .tracing import keepable
+
 #: From positions (int64, any shape) to the positions that a rotation should show instead (float64): the same shape, or one
 #: dimension more, last, where heads differ; heads that share a key head share its remap.
 Remap = Callable[[Tensor], Tensor]
@@ -67,7 +69,7 @@ class Rotation:
     def _look_up(
         self, position: Tensor, name: Hashable, build: Callable[[Tensor], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        if torch.compiler.is_compiling():
+        if not keepable(position):
             return build(position)
         length = 1 << max(10, int(position.max()).bit_length())
         key = (name, length, self.inv_freq.device, self.inv_freq._version)

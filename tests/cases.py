@@ -69,7 +69,7 @@ def families(case: str) -> tuple[str, ...]:
     config = CASES[case]
     if config.positions is None and (config.visibility is None or not config.visibility.remaps):
         return SUBSET
-    return (*(f for f in SUBSET if f != "gpt2"), "qwen3", "mistral")
+    return (*(f for f in SUBSET if f != "gpt2"), "qwen3", "mistral", "nanochat")
 
 
 _COMMON = {
@@ -114,6 +114,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": ("Gemma4TextConfig", _COMMON | _MIXED | _LAYERED | {"global_head_dim": 16, "rope_parameters": _ROPE}),
     "gpt2": ("GPT2Config", _GPT2),
     "mistral": ("MistralConfig", _COMMON | {"sliding_window": None}),
+    "nanochat": ("NanoChatConfig", {k: v for k, v in _COMMON.items() if k != "head_dim"}),
     "qwen2": ("Qwen2Config", {k: v for k, v in _COMMON.items() if k != "head_dim"}),
     "qwen3": ("Qwen3Config", _COMMON),
 }

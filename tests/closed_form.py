@@ -217,8 +217,11 @@ AttentionMaskInterface.register("closed_form", sdpa_mask)
 def attach(model: Any, config: LongAttnConfig) -> Any:
     """Make the model compute the closed form of `config`; returns the model."""
     model.set_attn_implementation("closed_form")
+    turns = -1 if model.config.model_type == "nanochat" else 1  # the other way round
     frequencies = [
-        b.double().numpy() for n, b in model.named_buffers() if n.endswith(("rotary_emb.inv_freq", "full_attention_inv_freq"))
+        turns * b.double().numpy()
+        for n, b in model.named_buffers()
+        if n.endswith(("rotary_emb.inv_freq", "full_attention_inv_freq"))
     ]
     for module in model.modules():
         module.closed_form = config

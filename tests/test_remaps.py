@@ -222,7 +222,7 @@ def logits(m: Any, ids: Tensor | None = None) -> Tensor:
     return m.eval()(tokens() if ids is None else ids, use_cache=False).logits
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "nanochat"])
 @pytest.mark.parametrize("name", METHODS)
 def test_inside_the_window_nothing_changes(name: str, family: str) -> None:
     plain, m = logits(stock(family)), hf_longattn.apply(stock(family), name, **WIDE[name])
@@ -314,7 +314,7 @@ def test_interleaved_rotation_is_found(config: str, name: str) -> None:
 
 
 def break_rotation(m: Any, how: str) -> None:
-    inner = m.model.rotary_emb.forward
+    inner, layers = m.model.rotary_emb.forward, m.model.layers
 
     def broken(x: Tensor, position_ids: Tensor, *args: Any) -> Any:
         if how == "other positions":
@@ -322,10 +322,16 @@ def break_rotation(m: Any, how: str) -> None:
         cos, sin = inner(x, position_ids, *args)
         return (cos.flip(-1), sin.flip(-1)) if how == "other order" else (cos, -sin)
 
-    m.model.rotary_emb.forward = broken
+    if how != "one way and the other":
+        m.model.rotary_emb.forward = broken
+        return
+    turned = layers[0].self_attn.forward  # one layer only: each convention is there, and none holds for all
+    layers[0].self_attn.forward = lambda *args, position_embeddings, **kwargs: turned(
+        *args, position_embeddings=(position_embeddings[0], -position_embeddings[1]), **kwargs
+    )
 
 
-BROKEN = ["other positions", "other order", "other direction"]
+BROKEN = ["other positions", "other order", "one way and the other"]
 
 
 @pytest.mark.parametrize("how", BROKEN)
@@ -333,7 +339,8 @@ def test_a_rotation_that_is_not_understood_is_refused(how: str) -> None:
     m = stock("llama")
     break_rotation(m, how)
     plain = logits(m)
-    with pytest.raises(ValueError, match=r"does not give what model\.layers\.0\.self_attn computes"):
+    layer = 1 if how == "one way and the other" else 0
+    with pytest.raises(ValueError, match=rf"does not give what model\.layers\.{layer}\.self_attn computes"):
         hf_longattn.apply(m, "rerope", window=7)
     assert m.config._attn_implementation == "sdpa"
     assert m.config.longattn is None
@@ -345,6 +352,57 @@ def test_a_rotation_that_is_not_understood_is_refused(how: str) -> None:
     assert hf_longattn.config_of(m).name == "scale_invariant"
     assert torch.equal(logits(m), before)
     logits(hf_longattn.apply(m, "windowed", window=7))  # needs no rotation
+
+
+def test_vectors_that_show_no_rotation_prove_none() -> None:
+    """Zeros fit every convention; training will not leave them so."""
+    m = stock("llama")
+    for layer in m.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.q_proj.weight)
+        torch.nn.init.zeros_(layer.self_attn.k_proj.weight)
+    with pytest.raises(ValueError, match="cannot tell how the model rotates"):
+        hf_longattn.apply(m, "rerope", window=7)
+    assert m.config._attn_implementation == "sdpa"
+
+
+def test_a_layer_that_joins_later_is_proven_too() -> None:
+    """Layer 0 does not rotate; a proof over the others does not speak for it."""
+    m = stock("llama")
+    turned = m.model.layers[0].self_attn.forward
+    m.model.layers[0].self_attn.forward = lambda *args, position_embeddings, **kwargs: turned(
+        *args, position_embeddings=(torch.ones_like(position_embeddings[0]), 0 * position_embeddings[1]), **kwargs
+    )
+    hf_longattn.apply(m, "rerope", window=7, layers=[1, 2, 3])
+    with pytest.raises(ValueError, match=r"does not give what model\.layers\.0\.self_attn computes"):
+        hf_longattn.update(m, layers="all")
+    assert hf_longattn.config_of(m).layers == (1, 2, 3)
+
+
+class Refuses(Exception):
+    pass
+
+
+def test_update_keeps_a_proof_and_asks_no_one_elses_forward() -> None:
+    """A trainer that puts its loss in the place of forward; the proof calls the class's own, and once."""
+
+    def loss(*args: Any, **kwargs: Any) -> None:
+        raise Refuses
+
+    m = stock("llama")
+    m.forward = loss
+    hf_longattn.apply(m, "rerope+scale_invariant", window=7, strength=0.1)
+    inner = type(m.model).forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(m.model), "forward", loss)
+        hf_longattn.update(m, strength=0.5)
+        hf_longattn.update(m, window=5)
+        m.model.rotary_emb = type(m.model.rotary_emb)(m.config)
+        with pytest.raises(Refuses):  # another rotation is another question
+            hf_longattn.update(m, strength=0.6)
+    assert type(m.model).forward is inner
+    del m.forward
+    want = hf_longattn.apply(stock("llama"), "rerope+scale_invariant", window=5, strength=0.5)
+    assert torch.equal(logits(m), logits(want))
 
 
 @pytest.fixture(scope="module")
@@ -364,6 +422,21 @@ def test_a_loaded_model_is_proven_at_its_first_call(base: Path) -> None:
     for _ in range(2):  # it does not wear off
         with pytest.raises(ValueError, match="does not give what"):
             logits(broken)
+
+
+@pytest.mark.parametrize("where", [{"": "disk"}, {"model.layers.1": "disk"}])
+@pytest.mark.parametrize("applied", [False, True])
+def test_weights_on_disk(base: Path, tmp_path: Path, where: dict[str, str], applied: bool) -> None:
+    """accelerate's hooks fetch them layer by layer, for the proof too."""
+    pytest.importorskip("accelerate")
+    parts = ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", *(f"model.layers.{i}" for i in range(4))]
+    places = where if "" in where else dict.fromkeys(parts, "cpu") | where
+    options: dict[str, Any] = {"attn_implementation": "rerope", "longattn": {"window": 7}}
+    m = AutoModelForCausalLM.from_pretrained(base, device_map=places, offload_folder=tmp_path, **({} if applied else options))
+    if applied:
+        hf_longattn.apply(m, "rerope", window=7)
+    assert any(p.is_meta for p in m.parameters())
+    assert torch.equal(logits(m), logits(hf_longattn.apply(stock("llama"), "rerope", window=7)))
 
 
 def test_generate_right_after_loading(base: Path) -> None:

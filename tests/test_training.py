@@ -561,6 +561,13 @@ def test_calibration_and_strength(tiny: Path, tmp_path: Path) -> None:
     assert np.shape(found.logit_mean) == (2, 4)
 
 
+def test_a_strength_schedule_beside_a_remap(tiny: Path, tmp_path: Path) -> None:
+    changes = {"method": "rerope+scale_invariant", "parameters__window": 16, "strength__start": 0.1}
+    trained("continue_lora", settings(tiny, tmp_path / "out", evaluation__compare=False, **changes))
+    found = hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    assert (found.logit_map.strength, found.positions.window) == (1.0, 16)
+
+
 # optimiser ------------------------------------------------------------------------------------------------------------
 
 

@@ -93,7 +93,7 @@ def attention_forward(
         "scaling": scaling,
         "softcap": softcap,
         "learned": learned_parts(module),
-        "rotation": None if plan.rotary is None else plan.rotary.rotation(),
+        "rotation": None if plan.rotary is None else plan.rotary.rotation(query),
     }
     weights = None
     if kwargs.get("output_attentions"):

@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, 
 from transformers.utils.import_utils import is_tracing
 
 from ..geometry import Rows
+from ..tracing import readable
 
 INDEX_WIDTH = 5
 
@@ -96,7 +97,7 @@ def carrier_mask(
         first = padding.int().argmax(-1, keepdim=True)
         last = padding.shape[-1] - 1 - padding.flip(-1).int().argmax(-1, keepdim=True)
         high = torch.where(some, torch.minimum(high, last), -1)
-        whole = interval is not None and not is_tracing(padding)
+        whole = interval is not None and not is_tracing(padding) and readable(padding)
         if not whole or bool((some & (padding.sum(-1, keepdim=True) < last - first + 1)).any()):
             interval = None  # holes, or nothing may be read while tracing
     start = first.expand(-1, q_length)

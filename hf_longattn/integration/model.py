@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import warnings
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..attention import Call
 from ..config import CUSTOM, LongAttnConfig, ModelFacts
 from ..methods.learned import LearnedParts, learned_parts
+from ..tracing import readable
 from .dispatch import LayerPlan
 from .masks import Before, base_implementation, before
 from .names import is_ours, name_for, short
@@ -255,31 +257,34 @@ def prove_rotations(model: PreTrainedModel) -> None:
     position, and its queries and keys differ by their rotation alone.
     """
     unproven = [x for x in _layers(model) if (s := _source(x)) is not None and not s.proven]
-    if not unproven or any(p.is_meta for p in model.parameters()):
+    if not unproven or not _computes(model):
         return
-    calls: dict[int, tuple[LayerPlan, Tensor, Tensor]] = {}
     plans = {id(x.module): x.module.longattn_plan for x in unproven}
+    computed: dict[str, Call] = {}
     for layer in unproven:
-        plan = layer.module.longattn_plan
-
-        def seen(call: Call, which: int = id(layer.module), plan: LayerPlan = plan) -> None:
-            calls[which] = (plan, call.query, call.key)
-
+        plan = plans[id(layer.module)]
+        seen = functools.partial(computed.__setitem__, layer.name)
         layer.module.longattn_plan = dataclasses.replace(plan, config=LongAttnConfig(), rotary=None, observer=seen)
     training = model.training
     try:
         model.eval()
         device = model.get_input_embeddings().weight.device
-        model(input_ids=torch.ones(1, PROBE, dtype=torch.int64, device=device), use_cache=False)
+        ids = torch.ones(1, PROBE, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
+        type(model).forward(model, input_ids=ids, use_cache=False)  # the instance's may be a trainer's
     finally:
         model.train(training)
         for layer in unproven:
             layer.module.longattn_plan = plans[id(layer.module)]
-    for layer in unproven:
-        plan, query, key = calls[id(layer.module)]
-        assert plan.rotary is not None
-        for vectors in (query, key):
-            prove(layer.name, plan.rotary, vectors)
+    for source in dict.fromkeys(plan.rotary for plan in plans.values()):
+        assert source is not None
+        names = [x.name for x in unproven if plans[id(x.module)].rotary is source]
+        prove(source, [(name, vectors) for name in names for vectors in (computed[name].query, computed[name].key)])
+
+
+def _computes(model: nn.Module) -> bool:
+    """Whether a forward pass gives values. Weights on the meta device do not hinder it where accelerate's hooks fetch them."""
+    offloaded = any("_hf_hook" in m.__dict__ for m in model.modules())
+    return readable(torch.empty(0)) and (offloaded or all(readable(p) for p in model.parameters()))
 
 
 def _source(layer: Layer) -> RotarySource | None:
@@ -294,7 +299,8 @@ def _prove_at_first_call(model: PreTrainedModel) -> None:
         return
 
     def first(module: Any, args: Any) -> None:
-        if not torch.compiler.is_compiling() and without_method(module):  # else it is switched off for the moment
+        # without a method it is switched off for the moment
+        if _computes(module) and without_method(module):
             module.__dict__.pop("longattn_proof").remove()
             try:
                 prove_rotations(module)
@@ -416,7 +422,9 @@ def _plan(model: nn.Module, target: Any, config: LongAttnConfig) -> tuple[dict[s
     plans = []
     for layer in layers:
         if layer in chosen:
-            source = rotary.setdefault(layer.type, find_rotary(model, target, layer.type)) if remaps else None
+            if remaps and layer.type not in rotary:
+                rotary[layer.type] = _rotary(model, target, [x for x in chosen if x.type == layer.type])
+            source = rotary.get(layer.type)
             plan = LayerPlan(
                 section, bound.for_layer(layer.index), windowed=layer.windowed, heads=facts.num_heads, rotary=source
             )
@@ -444,6 +452,14 @@ def _refuse_layers(model: nn.Module, config: LongAttnConfig, candidates: list[La
         )
 
 
+def _rotary(model: nn.Module, config: Any, layers: list[Layer]) -> RotarySource | None:
+    """The rotation of layers of one type: the one that they run, where all of them were proven by it, else one to prove."""
+    source = find_rotary(model, config, layers[0].type)
+    running = {_source(layer) for layer in layers}
+    known = running.pop() if len(running) == 1 else None
+    return known if source is not None and known is not None and known.same_as(source) else source
+
+
 def _learned(method: Any, facts: ModelFacts) -> nn.Module | None:
     return method.module(facts) if hasattr(method, "module") else None
 
@@ -465,7 +481,9 @@ def _attach(module: Any, learned: dict[str, nn.Module]) -> None:
             learned[slot] = present[slot]
         else:
             like = next(module.parameters())
-            part.to(device=like.device, dtype=like.dtype if like.is_floating_point() else None)  # not a quantised one's
+            dtype = like.dtype if like.is_floating_point() else None  # not a quantised one's
+            if any(p.device != like.device or p.dtype != (dtype or p.dtype) for p in part.parameters()):
+                part.to(device=like.device, dtype=dtype)
     if learned == present:  # then PEFT's wrapper around them stays, too
         return
     dropped = {slot: part for slot, part in present.items() if learned.get(slot) is not part}
@@ -557,6 +575,8 @@ def _check_learned_positions(table: nn.Module, args: tuple[Any, ...], kwargs: di
         return
     call = inspect.signature(type(table).forward).bind(table, *args, **kwargs).arguments
     positions = call.get("position_ids", call.get("input"))
+    if isinstance(positions, Tensor) and not readable(positions):
+        return
     if positions is not None:
         last = int(positions.max())
     else:  # Marian, Pegasus and Blenderbot take a shape (batch, q_len), and how many tokens came before

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..geometry import HIGH, LOW, POSITION, START, Rows, readable
+from ..geometry import HIGH, LOW, POSITION, START, Rows
+from ..tracing import readable
 
 _JUMP = (
     "position_ids jump forward, and without a 2-D attention mask or a cache transformers reads that as the start of a new "
@@ -58,7 +59,7 @@ def with_positions(rows: Rows, counted: Tensor | None, mask: Tensor, position_id
 
 
 class _Call:
-    """What position_ids (batch, q_len) say about the rows of one call, all as tensors."""
+    """What position_ids say about the rows of a call, as tensors: p, slot and start (batch, q_len), keys (batch, kv_len)."""
 
     def __init__(self, rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> None:
         index = rows.index
@@ -69,10 +70,8 @@ class _Call:
         self.slot, self.start, self.first = index[..., POSITION], index[..., START], index[:, :1, POSITION]
         self.keys = rows.slots(kv_len)[:, 0].expand(batch, -1)
         self.real = rows.tokens(kv_len).expand(batch, -1)  # padding may be at any position
-        step, self.pair = self.p.diff(), self.real[:, 1:] & self.real[:, :-1]
-        self.same = self.start[:, 1:] == self.start[:, :-1]
-        self.jumps, self.resets, self.steady = step > 1, step <= 0, step == 1
-        # the first token of the call that is one, its index, its position, and how far that is from counting
+        self.none_real = ~self.real.any(-1, keepdim=True)
+        # the first token of the call that is none, and how far its position is from its cache index
         which = self.real.int().argmax(-1, keepdim=True)
         self.off = (self.p - self.slot).gather(1, which)
         self.lead = self.start.gather(1, which)
@@ -81,14 +80,9 @@ class _Call:
         if counted is not None:
             column = (self.slot.gather(1, which) - self.keys[:, :1]).clamp(0, kv_len - 1)
             self.by_count = counted.expand(batch, -1).gather(1, column) == self.p.gather(1, which)
-        self.none_real = ~self.real.any(-1, keepdim=True)
+        self.sees_cache, self.origin = self._sees_cache(), self._origin()
 
-    @property
-    def own(self) -> Tensor:
-        """The keys that are this call's own tokens, (batch, kv_len)."""
-        return (self.keys >= self.first) & (self.keys <= self.slot[:, -1:])
-
-    def sees_cache(self) -> Tensor:
+    def _sees_cache(self) -> Tensor:
         """Whether a token sees keys of earlier calls, (batch, 1)."""
         if self.rows.allowed is None:
             low, high = self.rows.index[..., LOW], self.rows.index[..., HIGH]
@@ -96,46 +90,50 @@ class _Call:
         earlier = self.rows.visible(self.keys.shape[1]).any(1) & (self.keys < self.first)[:, None]
         return (earlier.any(-1) & self.real).any(-1, keepdim=True)
 
+    @property
     def known(self) -> Tensor:
         """Whether the positions of all visible keys are known, (batch, 1)."""
-        return self.by_index | self.by_start | self.by_count | self.none_real | ~self.sees_cache()
+        return self.by_index | self.by_start | self.by_count | self.none_real | ~self.sees_cache
 
+    @property
     def regular(self) -> Tensor:
         """Whether all positions differ as cache indices do, (batch, 1)."""
-        if self.rows.allowed is None:
-            even = (self.steady | ~self.pair | ~self.same).all(-1, keepdim=True)
-        else:
-            even = ((self.p - self.slot == self.off) | ~self.real).all(-1, keepdim=True)
-        return self.none_real | (even & (self.by_index | self.by_start | ~self.sees_cache()))
+        even = ((self.p - self.origin == self.slot - self.start) | ~self.real).all(-1, keepdim=True)
+        return self.none_real | (even & (self.by_index | self.by_start | ~self.sees_cache))
+
+    def _origin(self) -> Tensor:
+        """The position at which each token's sequence starts, at a token of this call or at a cached one, (batch, q_len)."""
+        cached = torch.where(self.by_index, self.start, torch.where(self.by_start, self.start - self.lead, 0))
+        inside = (self.start - self.first).clamp(0, self.p.shape[1] - 1)
+        return torch.where(self.start >= self.first, self.p.gather(1, inside), cached)
 
     def explicit(self) -> Rows:
         """The rows with positions written out, counted from the start of each sequence."""
         counted = self.keys if self.counted is None else self.counted
         cached = torch.where(self.by_index, self.keys, torch.where(self.by_start, self.keys - self.lead, counted))
+        own = (self.keys >= self.first) & (self.keys <= self.slot[:, -1:])
         column = (self.keys - self.first).clamp(0, self.p.shape[1] - 1)
-        keys = torch.where(self.own, self.p.gather(1, column), cached)
-        # where each token's sequence starts: at a token of this call, or at the first cached one
-        before = torch.where(self.by_index, self.start, torch.where(self.by_start, self.start - self.lead, 0))
-        inside = (self.start - self.first).clamp(0, self.p.shape[1] - 1)
-        origin = torch.where(self.start >= self.first, self.p.gather(1, inside), before)
-        key_origin = torch.where(self.own, origin.gather(1, column), origin[:, :1])
-        return self.rows.at((self.p - origin).clamp(min=0), (keys - key_origin).clamp(min=0))
+        keys = torch.where(own, self.p.gather(1, column), cached)
+        start = torch.where(own, self.origin.gather(1, column), self.origin[:, :1])
+        return self.rows.at((self.p - self.origin).clamp(min=0), (keys - start).clamp(min=0))
 
 
 def _resolve(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> Rows:
     call = _Call(rows, counted, position_ids, kv_len)
-    if rows.allowed is None and bool((call.jumps & call.pair & ~call.same).any()):
+    step, pair = call.p.diff(), call.real[:, 1:] & call.real[:, :-1]
+    same = call.start[:, 1:] == call.start[:, :-1]
+    if rows.allowed is None and bool(((step > 1) & pair & ~same).any()):
         raise ValueError(_JUMP)
     whole = call.by_index | call.by_start | call.by_count | call.none_real
-    if _several_processes() and not bool((whole | call.sees_cache()).all()):
+    if _several_processes() and not bool((whole | call.sees_cache).all()):
         raise ValueError(_SHARD.format(off=int(call.off.max())))
-    if bool(call.regular().all()):
+    if bool(call.regular.all()):
         return rows
-    if not bool(call.known().all()):
+    if not bool(call.known.all()):
         raise ValueError(_UNKNOWN)
     out = call.explicit()
     if rows.allowed is None:
-        goes_back = call.resets & call.pair & call.same
+        goes_back = (step <= 0) & pair & same
     else:
         assert out.query_ids is not None
         assert out.key_ids is not None
@@ -146,16 +144,16 @@ def _resolve(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: i
     return out
 
 
-def _several_processes() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-
-
 def _traced(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> Rows:
     """The same where no tensor may be read: explicit positions wherever the mask has holes, and a check while it runs."""
     call = _Call(rows, counted, position_ids, kv_len)
-    fits = call.regular() if rows.allowed is None else call.known()
+    fits = call.regular if rows.allowed is None else call.known
     torch._assert_async(fits.all(), _TRACED)
     return rows if rows.allowed is None else call.explicit()
+
+
+def _several_processes() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 def ranks(visible: Tensor) -> Tensor:

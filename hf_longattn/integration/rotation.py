@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..rotary import Rotation
+from ..tracing import keepable, only_a_shape
 
 #: Tokens in the proof: enough to tell one frequency from another.
 PROBE = 8
@@ -16,27 +19,46 @@ PROBE = 8
 
 @dataclass(eq=False)
 class RotarySource:
-    """The rotation of some layers: their model's rotary module and the buffer that holds their frequencies."""
+    """The rotation of some layers: their model's rotary module and the buffer that holds their frequencies.
+
+    Which features form a pair, and which way they turn, are conventions of the model's code, which `prove` finds out.
+    """
 
     module: nn.Module
     buffer: str
     interleaved: bool = False
+    backwards: bool = False  # turned by -p inv_freq (NanoChat)
     proven: bool = False
     _seen: tuple[Tensor, int, Rotation] | None = None
 
-    def rotation(self) -> Rotation:
-        """The rotation now; models with dynamic frequencies change the buffer as they go."""
-        if not self.proven:
+    def rotation(self, query: Tensor) -> Rotation:
+        """The rotation now; models with dynamic frequencies change the buffer as they go.
+
+        Raises:
+            RuntimeError: it is not proven, and `query` is more than a shape.
+        """
+        if not self.proven and not only_a_shape(query):
             raise RuntimeError(
-                "how this model rotates queries and keys was not checked yet, and cannot be while compiling: call the model "
-                "once before torch.compile, or use hf_longattn.apply(model, ...)"
+                "how this model rotates queries and keys was not checked yet, and cannot be while a graph is traced: call the "
+                "model once before torch.compile or torch.export, or use hf_longattn.apply(model, ...)"
             )
         inv_freq: Tensor = getattr(self.module, self.buffer)
-        if torch.compiler.is_compiling():
-            return Rotation(inv_freq.detach(), self.interleaved)
-        if self._seen is None or self._seen[0] is not inv_freq or self._seen[1] != inv_freq._version:
-            self._seen = (inv_freq, inv_freq._version, Rotation(inv_freq.detach(), self.interleaved))
-        return self._seen[2]
+        seen = None if torch.compiler.is_compiling() else self._seen
+        if seen is None or seen[0] is not inv_freq or seen[1] != inv_freq._version:
+            rotation = self.under(self.interleaved, self.backwards)
+            if keepable(rotation.inv_freq):
+                self._seen = inv_freq, inv_freq._version, rotation
+            return rotation
+        return seen[2]
+
+    def under(self, interleaved: bool, backwards: bool) -> Rotation:
+        """The rotation that a convention makes of the frequencies."""
+        inv_freq: Tensor = getattr(self.module, self.buffer).detach()
+        return Rotation(-inv_freq if backwards else inv_freq, interleaved)
+
+    def same_as(self, other: RotarySource) -> bool:
+        """Whether both read the same buffer of the same module."""
+        return other.module is self.module and other.buffer == self.buffer
 
 
 def find_rotary(model: nn.Module, config: Any, layer_type: str | None) -> RotarySource | None:
@@ -51,30 +73,45 @@ def find_rotary(model: nn.Module, config: Any, layer_type: str | None) -> Rotary
     return None
 
 
-def prove(name: str, source: RotarySource, vectors: Tensor) -> None:
-    """Check a source against what a layer really computed.
+def prove(source: RotarySource, computed: Iterable[tuple[str, Tensor]]) -> None:
+    """Settle a source's conventions by what its layers really computed.
 
     Args:
-        vectors: (1, heads, PROBE, head_dim), the rotated queries or keys of one and the same token at positions 0, 1, ...
+        computed: layers by name, each with rotated queries or keys of one and the same token at positions 0, 1, ...:
+            (1, heads, PROBE, head_dim).
 
     Raises:
-        ValueError: turning the first by each distance gives none of the others, in either convention.
+        ValueError: under no convention does turning the first by each distance give all the others; or under several.
     """
+    left = list(itertools.product((False, True), repeat=2))
+    for name, vectors in computed:
+        left = [convention for convention in left if _gives(source.under(*convention), vectors)]
+        if not left:
+            raise ValueError(
+                f"cannot remap rotary distances here: turning vectors by {source.buffer} does not give what {name} computes, "
+                "neither in halves nor interleaved, neither forwards nor backwards. hf_longattn does not understand this "
+                "rotation; leave the positions and visibility slots empty"
+            )
+    if any(_differ(source.under(*left[0]), source.under(*other)) for other in left[1:]):
+        raise ValueError(
+            "cannot tell how the model rotates its queries and keys, so it cannot be remapped: they are too small to show it "
+            "(all zeros?). Apply the method to a model with weights"
+        )
+    (source.interleaved, source.backwards), source.proven = left[0], True
+
+
+def _gives(rotation: Rotation, vectors: Tensor) -> bool:
+    """Whether turning the first vector by each distance gives the others."""
     n = vectors.shape[2]
+    if 2 * rotation.inv_freq.shape[0] > vectors.shape[-1]:
+        return False
     zeros = torch.zeros(1, n, dtype=torch.int64, device=vectors.device)
-    first = vectors[:, :, :1].expand(-1, -1, n, -1)
+    cos, sin = rotation.angles(zeros, lambda p: torch.arange(n, device=p.device).expand_as(p))
+    turned = rotation.turn(vectors[:, :, :1].expand(-1, -1, n, -1), cos, sin)
     tolerance = 1e-3 if vectors.dtype in (torch.float32, torch.float64) else 0.05
-    for interleaved in (False, True):
-        rotation = Rotation(getattr(source.module, source.buffer).detach(), interleaved)
-        if 2 * rotation.inv_freq.shape[0] > vectors.shape[-1]:
-            break
-        cos, sin = rotation.angles(zeros, lambda p: torch.arange(n, device=p.device).expand_as(p))
-        turned = rotation.turn(first, cos, sin)
-        if (turned - vectors).abs().max() <= tolerance * vectors.abs().max():
-            source.interleaved, source.proven = interleaved, True
-            return
-    raise ValueError(
-        f"cannot remap rotary distances here: turning vectors by {source.buffer} does not give what {name} computes, neither "
-        "in halves nor interleaved. The model rotates in a way that hf_longattn does not understand; leave the positions and "
-        "visibility slots empty"
-    )
+    return bool((turned - vectors).abs().max() <= tolerance * vectors.abs().max())
+
+
+def _differ(one: Rotation, other: Rotation) -> bool:
+    pairing = one.interleaved != other.interleaved and one.inv_freq.shape[0] > 1
+    return bool(one.inv_freq.any()) and (pairing or not torch.equal(one.inv_freq, other.inv_freq))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import HIGH, KEY_START, LOW, POSITION, START, Rows
+from ..tracing import keepable, readable
 from . import precision
 
 #: Logits held at a time (elements, 4 bytes each): about what the caches of a small machine take.
@@ -97,8 +98,11 @@ def tiled_attention(
     )
     tensors = (query, key, value, row_gain, row_bias)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if turn is None and (torch.compiler.is_compiling() or needs_grad):
-        out, lse, entropy = _tiled(*arguments)  # its gradient takes probabilities that nothing has rounded
+    if turn is None and not readable(query):
+        out, lse, entropy = _tiled(*arguments)
+    elif turn is None and (needs_grad or not keepable(query)):
+        # its gradient takes probabilities that nothing has rounded
+        out, lse, entropy = _Tiled.apply(*arguments)  # type: ignore[no-untyped-call]
     else:
         out, lse, entropy = _forward(*arguments, turn=turn, half=_halves_are_fast(value))
     return out, lse if with_lse else lse.new_zeros(0), entropy
@@ -498,8 +502,7 @@ def _(query, key, value, *rest):  # type: ignore[no-untyped-def]
     return out, *rows
 
 
-@torch.library.custom_op("hf_longattn::tiled_backward", mutates_args=())
-def _backward(
+def _gradients(
     grad: Tensor,
     grad_lse: Tensor | None,
     grad_entropy: Tensor | None,
@@ -600,6 +603,9 @@ def _backward(
         return d_query, d_key.to(key.dtype), d_value if value is None else d_value.to(value.dtype), d_gain, d_bias
 
 
+_backward = torch.library.custom_op("hf_longattn::tiled_backward", _gradients, mutates_args=())
+
+
 @_backward.register_fake
 def _(grad, grad_lse, grad_entropy, out, lse, entropy, *arguments):  # type: ignore[no-untyped-def]
     query, key, value, _, _, _, _, _, _, row_gain, row_bias, *_ = arguments
@@ -615,10 +621,10 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.options, ctx.with_entropy = (sinks, scaling, softcap, dropout), with_entropy
 
 
-def _autograd(ctx, grad, grad_lse, grad_entropy):  # type: ignore[no-untyped-def]
+def _autograd(ctx, grad, grad_lse, grad_entropy, run=_backward):  # type: ignore[no-untyped-def]
     saved = ctx.saved_tensors  # once: gradient checkpointing gives them out once
     grad_entropy = grad_entropy if ctx.with_entropy else None
-    d_query, d_key, d_value, d_gain, d_bias = _backward(grad, grad_lse, grad_entropy, *saved, *ctx.options)
+    d_query, d_key, d_value, d_gain, d_bias = run(grad, grad_lse, grad_entropy, *saved, *ctx.options)
     value, row_gain, row_bias = (saved[3 + i] for i in (2, 9, 10))
     d_value = None if value is None else d_value
     d_gain = None if row_gain is None else d_gain.to(row_gain.dtype)
@@ -627,3 +633,38 @@ def _autograd(ctx, grad, grad_lse, grad_entropy):  # type: ignore[no-untyped-def
 
 
 _tiled.register_autograd(_autograd, setup_context=_setup_context)
+
+
+class _TiledBackward(torch.autograd.Function):
+    """The gradients outside of graphs; theirs are refused."""
+
+    @staticmethod
+    def forward(*arguments):  # type: ignore[no-untyped-def]
+        return _gradients(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        raise NotImplementedError(
+            "the tiled kernel has no second derivatives: use backend='reference', as in hf_longattn.update(model, backend=...)"
+        )
+
+
+class _Tiled(torch.autograd.Function):
+    """`_tiled` outside of graphs, where the transforms of torch.func take gradients of a Function, but not of an operator."""
+
+    @staticmethod
+    def forward(*arguments):  # type: ignore[no-untyped-def]
+        return _forward(*arguments)
+
+    @staticmethod
+    def vmap(*arguments):  # type: ignore[no-untyped-def]
+        raise NotImplementedError(
+            "the tiled kernel does not go through vmap: give it the batch dimension itself, or use backend='reference'"
+        )
+
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(functools.partial(_autograd, run=_TiledBackward.apply))

@@ -98,8 +98,8 @@ def peak(coefficients: tuple[float, ...], threshold: float) -> float:
 
 @functools.cache
 def _peak(coefficients: tuple[float, ...], threshold: float) -> float:
-    grid = torch.linspace(threshold, max(threshold, 16.0), 100_001, dtype=torch.float64)
-    return float(grid[_polynomial(coefficients, grid).argmax()])
+    grid = numpy.linspace(threshold, max(threshold, 16.0), 100_001)
+    return float(grid[numpy.polyval(coefficients, grid).argmax()])
 
 
 def _polynomial(coefficients: tuple[float, ...], x: Tensor) -> Tensor:

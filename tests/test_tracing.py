@@ -1,0 +1,221 @@
+"""Where there are no values, or not yet: shapes alone, graphs for any length, transforms of functions. As under sdpa."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, model_config
+from helpers import close, stock, tokens
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
+
+import hf_longattn
+from hf_longattn import Rotation, attention, reference_attention
+from hf_longattn import attention as attention_module
+
+WITHOUT_VALUES = {"meta": lambda: torch.device("meta"), "fake": FakeTensorMode}
+#: One of each way in which a method depends on lengths and values.
+KINDS = ("sinks", "alibi", "infoscale", "mapped+adaptive", "adaptive_saturated", "leaky_by_layer", "streaming", "all_slots")
+
+
+def built(family: str, case: str, **changes: Any) -> Any:
+    return hf_longattn.apply(AutoModelForCausalLM.from_config(model_config(family, **changes)), CASES[case])
+
+
+@torch.no_grad()
+def logits(m: Any, ids: Tensor, **inputs: Any) -> Tensor:
+    return m.eval()(ids, use_cache=False, **inputs).logits
+
+
+# shapes alone ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", WITHOUT_VALUES)
+@pytest.mark.parametrize(
+    ("family", "case"), [*(("llama", c) for c in (*KINDS, "logn_learned", "rerope", "dual_chunk")), ("gemma2", "sinks")]
+)
+def test_shapes_pass_through(family: str, case: str, where: str) -> None:
+    """Forward, backward, a cached step, weights and all."""
+    with WITHOUT_VALUES[where]():
+        m, ids = built(family, case), torch.ones(2, 24, dtype=torch.int64)
+        out = m(ids)
+        assert out.logits.shape == (2, 24, m.config.vocab_size)
+        out.logits.sum().backward()
+        assert all(p.grad.shape == p.shape for p in m.parameters())
+        with torch.no_grad():
+            cache = m(ids).past_key_values
+            assert m(ids[:, :1], past_key_values=cache).logits.shape == (2, 1, m.config.vocab_size)
+            assert m(ids, output_attentions=True).attentions[-1].shape == (2, 4, 24, 24)
+
+
+@pytest.mark.parametrize("case", ["sinks", "rerope"])
+def test_shapes_leave_nothing_behind(case: str, tmp_path: Path) -> None:
+    """The same model, with its tables and its proof, then computes as if nothing had been."""
+    attention_module.__globals__["_cached_tables"].cache_clear()
+    stock("llama").save_pretrained(tmp_path)
+    section = CASES[case].to_dict()
+    m = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=CASES[case].name, longattn=section)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert isinstance(logits(m, mode.from_tensor(tokens())), torch._subclasses.FakeTensor)
+    want = logits(hf_longattn.apply(stock("llama"), CASES[case]), tokens())
+    assert torch.equal(logits(m, tokens()), want)
+
+
+def test_weights_that_come_later_are_proven_then(tmp_path: Path) -> None:
+    source = stock("llama")
+    with torch.device("meta"):
+        m = built("llama", "rerope")
+        m(torch.ones(1, 9, dtype=torch.int64))
+    m.to_empty(device="cpu")
+    m.load_state_dict(source.state_dict())
+    m.model.rotary_emb.inv_freq.copy_(source.model.rotary_emb.inv_freq)
+    assert torch.equal(logits(m, tokens()), logits(hf_longattn.apply(source, CASES["rerope"]), tokens()))
+
+
+# torch.func -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [*KINDS, "rerope", "output_layer_norm"])
+def test_gradients_of_functions(case: str) -> None:
+    """torch.func.grad of a model as a function of its parameters; what is kept from within must serve calls outside."""
+    attention_module.__globals__["_cached_tables"].cache_clear()
+    m, ids = hf_longattn.apply(stock("llama"), CASES[case]).double(), tokens()
+    parameters = {name: p.detach() for name, p in m.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(m, parameters, (ids,), {"use_cache": False}).logits.sin().sum()
+
+    got = torch.func.grad(loss)(parameters)
+    kept = copy.deepcopy(m)
+    m(ids, use_cache=False).logits.sin().sum().backward()
+    for name, p in m.named_parameters():
+        assert p.grad is not None
+        close(got[name], p.grad, 1e-9, name)
+    close(logits(kept, ids), logits(hf_longattn.apply(stock("llama"), CASES[case]).double(), ids), 0)
+
+
+def raw() -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(3)
+    shapes = ((2, 4, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8))
+    return tuple(torch.randn(s, generator=g, dtype=torch.float64) for s in shapes)  # type: ignore[return-value]
+
+
+def test_gradients_of_the_function() -> None:
+    query, key, value = raw()
+    for config in (CASES["sinks"], CASES["rerope"]):
+        rotation = Rotation(torch.tensor([1.0, 0.1], dtype=torch.float64))
+        got, want = (
+            torch.func.grad(lambda k, f=f, c=config, r=rotation: f(query, k, value, c, rotation=r).sin().sum())(key)
+            for f in (attention, reference_attention)
+        )
+        close(got, want, 1e-12)
+        assert not any(torch._C._functorch.is_functorch_wrapped_tensor(x) for pair in rotation._cache.values() for x in pair)
+
+
+def test_second_derivatives_are_refused_by_the_kernel_and_given_by_the_reference() -> None:
+    query, key, value = raw()
+
+    def second(backend: str, transform: bool) -> Tensor:
+        def loss(k: Tensor) -> Tensor:
+            return attention(query, k, value, CASES["sinks"], backend=backend).sin().sum()
+
+        if transform:
+            return torch.func.grad(lambda k: torch.func.grad(loss)(k).square().sum())(key)
+        leaf = key.clone().requires_grad_()
+        (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), leaf)[0]
+
+    for transform in (False, True):
+        with pytest.raises(NotImplementedError, match="no second derivatives: use backend='reference'"):
+            second("tiled", transform)
+    close(second("reference", True), second("reference", False), 1e-12)
+
+
+def test_vmap_is_refused_by_the_kernel_and_goes_through_the_reference() -> None:
+    query, key, value = raw()
+
+    def each(backend: str) -> Tensor:
+        return torch.func.vmap(lambda *x: attention(*(y[None] for y in x), CASES["sinks"], backend=backend)[0])(
+            query, key, value
+        )
+
+    with pytest.raises(NotImplementedError, match=r"does not go through vmap: .* use backend='reference'"):
+        each("tiled")
+    close(each("reference"), attention(query, key, value, CASES["sinks"]), 1e-12)
+
+
+# graphs for any length --------------------------------------------------------------------------------------------------
+
+
+class Logits(nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.model(input_ids, attention_mask=attention_mask, use_cache=False).logits
+
+
+@pytest.mark.parametrize(
+    ("family", "case", "padded"),
+    [
+        *(("llama", case, False) for case in ("all_slots", "streaming+adaptive", "adaptive_saturated", "infoscale")),
+        *(("llama", case, True) for case in ("leaky_rerope+scale_invariant", "sinks")),
+        ("nanochat", "rerope", False),
+    ],
+)
+def test_one_exported_graph_serves_every_length(family: str, case: str, padded: bool) -> None:
+    m = built(family, case, num_hidden_layers=2) if case != "all_slots" else hf_longattn.apply(stock(family), CASES[case])
+    n = torch.export.Dim("n", min=2, max=512)
+
+    def inputs(length: int) -> tuple[Tensor, ...]:
+        ids = tokens(2, length, seed=length)
+        mask = torch.ones_like(ids)
+        mask[0, : length // 3] = 0
+        return (ids, mask) if padded else (ids,)
+
+    shapes = ({1: n}, {1: n}) if padded else ({1: n},)
+    with torch.no_grad():
+        graph = torch.export.export(Logits(m), inputs(24), dynamic_shapes=shapes, strict=False).module()
+        for length in (24, 3, 61):
+            got, want = graph(*inputs(length)), Logits(m).eval()(*inputs(length))
+            first = length // 3 if padded else 0
+            close(got[1], want[1])
+            close(got[0, first:], want[0, first:])
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, that it is deprecated, and of each property of the model that is
+@pytest.mark.parametrize("case", ["sinks", "rerope"])
+def test_one_traced_graph_serves_every_length(case: str) -> None:
+    m = built("llama", case, num_hidden_layers=1)
+    with torch.no_grad():
+        graph = torch.jit.trace(Logits(m), tokens(2, 24), check_trace=False)
+        for length in (24, 3, 61):
+            close(graph(tokens(2, length)), logits(m, tokens(2, length)))
+
+
+def test_one_compiled_graph_serves_every_length() -> None:
+    m, graphs = built("llama", "leaky_rerope+scale_invariant", num_hidden_layers=1), 0
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    torch._dynamo.reset()
+    step = torch.compile(m, backend=counting, dynamic=True, fullgraph=True)
+    for length in (24, 33, 61):
+        close(logits(step, tokens(2, length)), logits(m, tokens(2, length)))
+    assert graphs == 1
+
+
+def test_what_a_graph_cannot_hold_is_refused(tmp_path: Path) -> None:
+    stock("llama").save_pretrained(tmp_path)
+    m = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="rerope", longattn={"window": 7})
+    with pytest.raises(RuntimeError, match=r"call the model once before torch\.compile or torch\.export"):
+        torch.export.export(Logits(m), (tokens(),), strict=False)
