@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from cases import FAMILIES, HEAD_DIM, model_config
-from helpers import close, static, stock, tokens
+from helpers import close, model, static, stock, tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -561,3 +561,18 @@ def test_a_remap_needs_the_rotation() -> None:
     for function in (hf_longattn.attention, reference_attention):
         with pytest.raises(ValueError, match="needs rotation="):
             function(*raw(), CONFIGS["rerope"])
+
+
+@pytest.mark.parametrize("backend", ["tiled", "flex", "reference"])
+@pytest.mark.parametrize("method", ["windowed", "streaming", "lm_infinite"])
+@torch.no_grad()
+def test_windows_have_two_sides_where_a_mask_looks_ahead(method: str, backend: str) -> None:
+    """As plain attention under a band mask; sinks are keys behind."""
+    config = LongAttnConfig.preset(method, window=5, **({} if method == "windowed" else {"sinks": 0}))
+    ids, n = tokens(2, 20), 20
+    at = torch.arange(n)
+    both, band = torch.ones(2, 1, n, n, dtype=torch.bool), ((at[:, None] - at).abs() < 5).expand(2, 1, n, n)
+    plain = stock("llama")
+    plain.set_attn_implementation("sdpa")
+    want = plain(ids, attention_mask=band, use_cache=False).logits
+    close(model("llama", config, backend)(ids, attention_mask=both, use_cache=False).logits, want)
