@@ -3,28 +3,36 @@
 PEFT saves no attention with an adapter: reloaded, it runs on the base model's own, in silence. `LongAttnLoraConfig`
 is PEFT's LoRA under a type of its own, whose saved config records the method, its parameters and the rotary settings.
 Loading puts them in; without this package it fails with an error that names it.
+
+Other adapters on a model with a method warn, and get the same record as one more key in their adapter_config.json: PEFT
+alone warns of the key and goes on, with this package imported the attention is put back, with a warning.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 try:
     from peft import LoraConfig, LoraModel, PeftModel
+    from peft.config import PeftConfigMixin
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 
     _ = LoraModel._get_adapter_state_dict  # PEFT 0.20 decides by its own types what to save
 except (ImportError, AttributeError) as error:
     raise ImportError('adapters need PEFT 0.21 or newer: pip install "hf_longattn[train]"') from error
+from peft.tuners.tuners_utils import BaseTuner
+from peft.utils import CONFIG_NAME
 from torch import nn
 from transformers import PreTrainedModel
 
 from .config import LongAttnConfig
 from .integration import apply, config_of, rope
-from .integration.names import PREFIX, is_ours
+from .integration.names import PREFIX, RECORD, is_ours
 from .integration.suspend import is_suspended, resume, suspend
 from .methods.learned import learned_parts
 
@@ -39,6 +47,8 @@ class _PeftType(str):
 
 #: Without this package, PEFT's and transformers' loaders fail with a KeyError on this string.
 PEFT_TYPE = _PeftType(PREFIX + "LORA")
+#: What `record` writes into an adapter's config: fields of ours, attributes of any other.
+RECORDED = ("longattn", "rope_parameters", "base_rope_parameters", "base_has_method")
 
 
 @dataclass
@@ -109,7 +119,7 @@ class LongAttnLoraModel(LoraModel):
         return super()._unload_and_optionally_merge(*args, **kwargs)
 
 
-def record(config: LongAttnLoraConfig, model: PreTrainedModel) -> None:
+def record(config: Any, model: PreTrainedModel) -> None:
     """Write a model's attention into the config of a new adapter.
 
     Raises:
@@ -124,12 +134,12 @@ def record(config: LongAttnLoraConfig, model: PreTrainedModel) -> None:
     checkpoint = _checkpoint(model)
     settings = rope.settings_of(model)
     base_settings = None if checkpoint is None else rope.settings_of(checkpoint)
-    if settings != base_settings:
-        config.rope_parameters, config.base_rope_parameters = settings, base_settings
+    turned = settings != base_settings
+    config.rope_parameters, config.base_rope_parameters = (settings, base_settings) if turned else (None, None)
     config.base_has_method = checkpoint is not None and bool(checkpoint.longattn or is_ours(checkpoint._attn_implementation))
 
 
-def restore(config: LongAttnLoraConfig, model: PreTrainedModel) -> None:
+def restore(config: Any, model: PreTrainedModel) -> None:
     """Put the attention that an adapter was trained under into a model.
 
     Raises:
@@ -175,32 +185,113 @@ def _checkpoint(model: PreTrainedModel) -> Any:
         return None
 
 
-def _save_pretrained(original: Any, self: PeftModel, *args: Any, **kwargs: Any) -> None:
-    plain = [name for name, c in self.peft_config.items() if not isinstance(c, LongAttnLoraConfig)]
-    base = self.get_base_model()
-    if plain and isinstance(base, PreTrainedModel) and is_ours(base.config._attn_implementation):
+def note(config: Any, model: nn.Module) -> None:
+    """Where an adapter of any other kind joins a model: restore what its folder recorded, or record the model's attention.
+
+    Warns of both.
+
+    Raises:
+        ValueError: as `restore`.
+    """
+    base = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if base is None or isinstance(config, LongAttnLoraConfig):
+        return
+    running = _running(base)
+    if config.__dict__.pop("longattn_loaded", False):
+        restore(config, base)
+        if running is None:
+            warnings.warn(
+                f"the adapter was trained under {_running(base)}, as its {CONFIG_NAME} says, so the model runs that now; "
+                "hf_longattn.remove(model) takes it out",
+                stacklevel=4,
+            )
+    elif running is not None:
+        record(config, base)
         warnings.warn(
-            f"the adapter {', '.join(plain)} does not record that its model runs {base.config._attn_implementation}, and will "
-            "load without it: use hf_longattn.LongAttnLoraConfig instead, or save the merged model",
-            stacklevel=3,
+            f"{type(config).__name__} does not know that the model runs {running}: {_INCOMPLETE}",
+            stacklevel=4,
         )
+    else:
+        config.longattn = None
+
+
+_INCOMPLETE = (
+    f"the adapter's {CONFIG_NAME} will say so, but that counts only where hf_longattn is imported before loading; "
+    "disable_adapter() leaves the method on, and its learned parameters are neither trained nor saved. Use "
+    "hf_longattn.LongAttnLoraConfig, or save the merged model"
+)
+
+
+def _running(model: PreTrainedModel) -> str | None:
+    try:
+        return config_of(model).name
+    except ValueError:
+        return None
+
+
+def _inject_adapter(original: Any, self: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    note(self.peft_config[adapter_name], model)
+    original(self, model, adapter_name, *args, **kwargs)
+
+
+def _add_adapter(original: Any, self: PeftModel, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+    if peft_config.is_prompt_learning:  # the others are injected
+        note(peft_config, self.base_model)
+    original(self, adapter_name, peft_config, *args, **kwargs)
+
+
+def _save_pretrained(original: Any, self: PeftModel, *args: Any, **kwargs: Any) -> None:
+    """The method may have come, or changed, after the adapter."""
+    base = self.get_base_model()
+    if isinstance(base, PreTrainedModel) and (running := _running(base)) is not None:
+        for name, config in self.peft_config.items():
+            if not isinstance(config, LongAttnLoraConfig):
+                record(config, base)
+                warnings.warn(f"the adapter {name} does not know that its model runs {running}: {_INCOMPLETE}", stacklevel=3)
     original(self, *args, **kwargs)
 
 
+def _save_config(original: Any, self: PeftConfigMixin, save_directory: str, **kwargs: Any) -> None:
+    original(self, save_directory, **kwargs)
+    if self.longattn is not None and not isinstance(self, LongAttnLoraConfig):
+        path = Path(save_directory) / CONFIG_NAME
+        found = {name: getattr(self, name, None) for name in RECORDED}
+        saved = json.loads(path.read_text(encoding="utf-8")) | {RECORD: {k: v for k, v in found.items() if v}}
+        path.write_text(json.dumps(saved, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def _from_peft_type(original: Any, cls: Any, **kwargs: Any) -> Any:
+    recorded = kwargs.pop(RECORD, None)
+    config = original(cls, **kwargs)
+    if recorded is not None:
+        config.__dict__.update(dict.fromkeys(RECORDED), **recorded, longattn_loaded=True)
+    return config
+
+
 def register() -> None:
-    """Make the type known to PEFT, once per process however often it is called."""
+    """Make the type known to PEFT, and wrap it, once per process however often it is called."""
     if PEFT_TYPE in PEFT_TYPE_TO_CONFIG_MAPPING:
         return
     PEFT_TYPE_TO_CONFIG_MAPPING[PEFT_TYPE] = LongAttnLoraConfig
     PEFT_TYPE_TO_TUNER_MAPPING[PEFT_TYPE] = LongAttnLoraModel
     PEFT_TYPE_TO_PREFIX_MAPPING[PEFT_TYPE] = LongAttnLoraModel.prefix
-    original = PeftModel.save_pretrained
+    PeftConfigMixin.longattn = None  # so that every adapter is told of changes (`integration.model.tell_adapters`)
+    _wrap(BaseTuner, "inject_adapter", _inject_adapter)
+    _wrap(PeftModel, "add_adapter", _add_adapter)
+    _wrap(PeftModel, "save_pretrained", _save_pretrained)
+    _wrap(PeftConfigMixin, "save_pretrained", _save_config)
+    from_peft_type = PeftConfigMixin.from_peft_type.__func__
+    PeftConfigMixin.from_peft_type = classmethod(lambda cls, **kwargs: _from_peft_type(from_peft_type, cls, **kwargs))
+
+
+def _wrap(owner: type, name: str, wrapper: Any) -> None:
+    original = getattr(owner, name)
 
     @functools.wraps(original)
-    def save_pretrained(self: PeftModel, *args: Any, **kwargs: Any) -> None:
-        _save_pretrained(original, self, *args, **kwargs)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, self, *args, **kwargs)
 
-    PeftModel.save_pretrained = save_pretrained
+    setattr(owner, name, wrapped)
 
 
 register()

@@ -15,6 +15,7 @@ from transformers.models.auto import modeling_auto
 
 from .card import Facts, contents, hub_id, model_card
 from .integration import config_of
+from .integration.names import PREFIX
 
 STUB = "modeling_longattn.py"
 #: What is uploaded: weights as safetensors and text. Optimizer states and other pickles stay where they are.
@@ -54,7 +55,7 @@ def save(
     """
     directory, facts = Path(directory), Facts(**card)
     config_of(model)  # raises if there is none
-    plain = [n for n, c in (getattr(model, "peft_config", None) or {}).items() if not getattr(c, "longattn", None)]
+    plain = [n for n, c in (getattr(model, "peft_config", None) or {}).items() if not str(c.peft_type).startswith(PREFIX)]
     if plain:
         raise ValueError(
             f"the adapter {plain[0]} records no attention and would load without it: train with "

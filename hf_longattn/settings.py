@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from .config import LongAttnConfig, ModelFacts
 from .integration import apply, rope
 from .integration.model import bound_config
+from .integration.names import RECORD, is_ours
 from .kernels.precision import fast_dtype
 
 UNMODIFIED = "unmodified"
@@ -199,13 +201,15 @@ def check_setting(setting: Setting, model: str) -> ModelFacts:
 
     Raises:
         ValueError: the method does not fit the model, or clashes with its position encoding.
+
+    Warns of an adapter that no word about attention comes with.
     """
     config = _edited_config(setting, setting.model or model)
     try:
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config)
-        if setting.config is not None:
-            apply(empty, setting.config)
+        if (method := setting.config or _adapters_method(setting, config)) is not None:
+            apply(empty, method)
         return bound_config(empty, LongAttnConfig())[1]
     except ValueError as error:
         raise ValueError(f"setting {setting.name!r}: {error}") from None
@@ -231,6 +235,24 @@ def _edited_config(setting: Setting, source: str) -> Any:
         function, arguments = _rope(setting.rope)
         function(config, *arguments)
     return config
+
+
+def _adapters_method(setting: Setting, config: Any) -> LongAttnConfig | None:
+    """The method that an adapter's folder records, if any."""
+    if setting.adapter is None:
+        return None
+    file = Path(setting.adapter) / "adapter_config.json"
+    saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    section = saved.get("longattn") or saved.get(RECORD, {}).get("longattn")
+    if section is not None:
+        return LongAttnConfig.from_dict(section)
+    if not is_ours(config.get_text_config()._attn_implementation):
+        warnings.warn(
+            f"setting {setting.name!r}: the adapter in {setting.adapter} says nothing of attention, so it is measured without "
+            "a method. If it was trained under one, name that in its entry of a settings file (method: ...)",
+            stacklevel=3,
+        )
+    return None
 
 
 def _rope(text: str) -> tuple[Any, list[float]]:

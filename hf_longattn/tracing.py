@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
+from torch._dynamo.eval_frame import skip_code
 from torch._subclasses.fake_tensor import is_fake
 
+F = TypeVar("F", bound=Callable[..., bool])
 
+
+def _in_its_caller(function: F) -> F:
+    """Dynamo traces the function only within a caller: by itself it would say "compiling" to callers that are not compiled."""
+    skip_code(function.__code__)  # type: ignore[attr-defined]
+    return function
+
+
+@_in_its_caller
 def readable(x: Tensor) -> bool:
     """Whether x has values now: not while a graph is traced, nor on the meta device or under FakeTensorMode."""
     return not (torch.compiler.is_compiling() or torch._C._is_tracing() or x.is_meta or _is_fake(x))
@@ -18,12 +31,14 @@ def _is_fake(x: Tensor) -> bool:
     return not (plain and not torch._is_functional_tensor(x)) and is_fake(x)
 
 
+@_in_its_caller
 def only_a_shape(x: Tensor) -> bool:
     """Whether x has no values and never will, as when shapes alone pass through a model."""
     tracing = torch.compiler.is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     return not tracing and (x.is_meta or is_fake(x))
 
 
+@_in_its_caller
 def keepable(x: Tensor) -> bool:
     """Whether what is computed beside x may serve later calls: x is readable, and no transform of torch.func is at work."""
     return readable(x) and torch._C._functorch.peek_interpreter_stack() is None

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -413,13 +414,97 @@ def test_low_cpu_mem_usage(bases: dict[str, Path], tmp_path: Path) -> None:
         )
 
 
-def test_plain_lora_on_a_model_with_a_method_warns(tmp_path: Path) -> None:
-    m = peft.get_peft_model(hf_longattn.apply(stock("llama"), PLAIN), lora(kind=peft.LoraConfig))
-    with pytest.warns(UserWarning, match="does not record that its model runs scale_invariant"):
+# other adapters -----------------------------------------------------------------------------------------------------------
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "lora": lambda: lora(kind=peft.LoraConfig),
+    "ia3": lambda: peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[]),
+    "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+UNKNOWING = r"does not know that .* model runs scale_invariant"
+
+
+def unknowing(base: Path, kind: str = "lora") -> Any:
+    model = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(base), PLAIN)
+    with pytest.warns(UserWarning, match=UNKNOWING):  # already when it is made
+        m = peft.get_peft_model(model, OTHERS[kind]())
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in m.parameters():
+            if p.requires_grad:
+                p += 0.3 * torch.rand(p.shape, generator=generator)
+    return m
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_adapters_get_their_attention_back_with_a_warning(
+    kind: str, loader: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    if (kind, loader) == ("prefix", "AutoModel"):
+        pytest.skip("transformers loads no prefixes")
+    m = unknowing(bases["llama"], kind)
+    with pytest.warns(UserWarning, match=UNKNOWING):
         m.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="the adapter was trained under scale_invariant, .* the model runs that now"):
+        loaded = LOADERS[loader](bases["llama"], tmp_path)
+    assert hf_longattn.config_of(loaded) == hf_longattn.config_of(m)
+    close(logits(loaded), logits(m), 1e-6)
+    same = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(bases["llama"]), PLAIN)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*does not record.*")
-        peft.get_peft_model(stock("llama"), lora(kind=peft.LoraConfig)).save_pretrained(tmp_path)
+        warnings.simplefilter("error", UserWarning)
+        loaded = peft.PeftModel.from_pretrained(same, tmp_path)
+    close(logits(loaded), logits(m), 1e-6)
+    other = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(bases["llama"]), PLAIN.replace(tau=50.0))
+    with pytest.raises(ValueError, match="trained under scale_invariant"):
+        peft.PeftModel.from_pretrained(other, tmp_path)
+
+
+@pytest.mark.filterwarnings(f"ignore:.*{UNKNOWING}")
+@pytest.mark.filterwarnings("ignore:the adapter was trained under")
+def test_other_adapters_follow_the_method_and_the_rotary_settings(bases: dict[str, Path], tmp_path: Path) -> None:
+    """By PEFT's way of saving and by transformers'; a method may come after the adapter, and go."""
+    edited = hf_longattn.rope.prope(AutoConfig.from_pretrained(bases["llama"]), 0.5)
+    base = AutoModelForCausalLM.from_pretrained(bases["llama"], config=edited)
+    m = peft.get_peft_model(base, lora(kind=peft.LoraConfig))
+    hf_longattn.apply(m, PLAIN.replace(tau=40.0))
+    m.save_pretrained(tmp_path / "peft")
+    close(logits(LOADERS["PeftModel"](bases["llama"], tmp_path / "peft")), logits(m), 1e-6)
+
+    native = AutoModelForCausalLM.from_pretrained(bases["llama"])
+    native.add_adapter(lora(kind=peft.LoraConfig))
+    hf_longattn.update(hf_longattn.apply(native, PLAIN), tau=40.0)
+    native.save_pretrained(tmp_path / "native")
+    close(logits(LOADERS["PeftModel"](bases["llama"], tmp_path / "native")), logits(native), 1e-6)
+
+    hf_longattn.remove(m)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        m.save_pretrained(tmp_path / "removed")
+    assert "hf_longattn" not in json.loads((tmp_path / "removed/adapter_config.json").read_text())
+
+
+@pytest.mark.filterwarnings(f"ignore:.*{UNKNOWING}")
+def test_a_config_used_again_says_nothing_of_the_model_before(bases: dict[str, Path], tmp_path: Path) -> None:
+    """A method's run and its control, from one LoraConfig."""
+    config = lora(kind=peft.LoraConfig)
+    peft.get_peft_model(hf_longattn.apply(AutoModelForCausalLM.from_pretrained(bases["llama"]), PLAIN), config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        control = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(bases["llama"]), config)
+        control.save_pretrained(tmp_path)
+        assert control.get_base_model().config._attn_implementation == "sdpa"
+        loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.get_base_model().config._attn_implementation == "sdpa"
+
+
+@pytest.mark.filterwarnings(f"ignore:.*{UNKNOWING}")
+def test_a_loaded_config_keeps_its_record(bases: dict[str, Path], tmp_path: Path) -> None:
+    unknowing(bases["llama"]).save_pretrained(tmp_path / "a")
+    peft.PeftConfig.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    first, second = (json.loads((tmp_path / x / "adapter_config.json").read_text()) for x in "ab")
+    assert first == second
+    assert LongAttnConfig.from_dict(first["hf_longattn"]["longattn"]) == PLAIN.replace(layers=PLAIN.layers)
 
 
 def test_config_round_trip(tmp_path: Path) -> None:
@@ -430,6 +515,13 @@ def test_config_round_trip(tmp_path: Path) -> None:
     assert loaded.to_dict() == config.to_dict()
     assert loaded.peft_type == "hf_longattn.LORA"
     assert copy.deepcopy(loaded).peft_type.value == "hf_longattn.LORA"
+
+
+@pytest.mark.filterwarnings(f"ignore:.*{UNKNOWING}")
+def test_without_the_package_peft_warns_of_a_key_that_names_it(bases: dict[str, Path], tmp_path: Path) -> None:
+    unknowing(bases["llama"]).save_pretrained(tmp_path)
+    code = "import sys, peft; peft.AutoPeftModelForCausalLM.from_pretrained(sys.argv[1])"
+    assert "Unexpected keyword arguments ['hf_longattn']" in run(code, tmp_path).stderr
 
 
 # without the package ----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import hf_longattn
+from hf_longattn import LongAttnConfig
 from hf_longattn.cli import app
 from hf_longattn.evaluation import Plan, Results, Store, answer_scores, measure, token_losses
 from hf_longattn.evaluation import run as runner
@@ -203,22 +205,41 @@ def test_settings_are_checked_against_the_model_without_weights(folder: Path, mo
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's own
-@pytest.mark.filterwarnings("ignore:the adapter default does not record:UserWarning")  # its config.json does
-@pytest.mark.parametrize("kind", ["beside", "inside"])
+@pytest.mark.filterwarnings("ignore:.*does not know that .* model runs:UserWarning")
+@pytest.mark.filterwarnings("ignore:the adapter was trained under:UserWarning")
+@pytest.mark.parametrize("kind", ["plain", "beside", "inside"])
 def test_adapter_settings_bring_their_attention(folder: Path, tmp_path: Path, kind: str) -> None:
-    """The attention is named by the config.json beside an adapter, or by the adapter itself."""
+    """The attention is named by the config.json beside an adapter, or by the adapter itself, whatever its type."""
     peft = pytest.importorskip("peft")
     model = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="scale_invariant")
-    of_kind = peft.LoraConfig if kind == "beside" else hf_longattn.LongAttnLoraConfig
+    of_kind = hf_longattn.LongAttnLoraConfig if kind == "inside" else peft.LoraConfig
     adapted = peft.get_peft_model(model, of_kind(r=2, target_modules=["q_proj"], init_lora_weights=False))
     adapted.save_pretrained(tmp_path / "adapter")
     if kind == "beside":
         model.config.save_pretrained(tmp_path / "adapter")
     (setting,) = [s for s in parse_settings([], adapters=[f"mine={tmp_path / 'adapter'}"]) if s.name == "mine"]
+    check_setting(setting, str(folder / "model"))
     loaded = load_setting(setting, str(folder / "model"))
     assert hf_longattn.config_of(loaded).logit_map is not None
     ids = torch.randint(2, 90, (1, 30))
     torch.testing.assert_close(loaded(ids).logits, adapted.eval()(ids).logits, atol=1e-5, rtol=0.0)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's own
+def test_an_adapter_that_says_nothing_of_attention_is_told(folder: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"setting 'mine': the adapter in .* says nothing of attention.*measured without"):
+        check_setting(Setting("mine", adapter=str(tmp_path)), str(folder / "model"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        check_setting(Setting("mine", "scale_invariant", adapter=str(tmp_path)), str(folder / "model"))
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    saved["hf_longattn"] = {"longattn": LongAttnConfig.preset("infoscale", train_length=4).to_dict()}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match=r"setting 'mine'.*stack=True"):  # found before weights are read
+        check_setting(Setting("mine", rope="yarn:2", adapter=str(tmp_path)), str(folder / "model"))
 
 
 # rows ----------------------------------------------------------------------------------------------------------------

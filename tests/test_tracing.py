@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import hf_longattn
 from hf_longattn import Rotation, attention, reference_attention
 from hf_longattn import attention as attention_module
+from hf_longattn.tracing import keepable, readable
 
 WITHOUT_VALUES = {"meta": lambda: torch.device("meta"), "fake": FakeTensorMode}
 #: One of each way in which a method depends on lengths and values.
@@ -212,6 +213,18 @@ def test_one_compiled_graph_serves_every_length() -> None:
     for length in (24, 33, 61):
         close(logits(step, tokens(2, length)), logits(m, tokens(2, length)))
     assert graphs == 1
+
+
+def test_what_runs_beside_a_graph_may_read() -> None:
+    """Dynamo must not compile the predicates by themselves, for a caller that it left alone."""
+
+    @torch.compiler.disable(recursive=False)
+    def beside(x: Tensor) -> tuple[bool, bool]:
+        return readable(x), keepable(x)
+
+    torch._dynamo.reset()
+    known, _ = torch.compile(lambda x: (beside(x + 1), x * 2), backend="eager")(torch.ones(3))
+    assert known == (True, True)
 
 
 def test_what_a_graph_cannot_hold_is_refused(tmp_path: Path) -> None:

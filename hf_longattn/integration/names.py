@@ -14,6 +14,8 @@ from .dispatch import attention_forward
 from .masks import carrier_mask
 
 PREFIX = "hf_longattn."
+#: The key of an adapter's config that records its model's attention, where the adapter's own type does not.
+RECORD = "hf_longattn"
 #: Combinations with a name of their own; any other goes by "longattn" and a longattn section.
 COMBINATIONS: tuple[str, ...] = (
     "infoscale+cosscale",
