@@ -148,10 +148,10 @@ class Rows:
         return self.index[:, :1, KEY_START, None] + torch.arange(kv_len, device=self.index.device)
 
     def visible(self, kv_len: int) -> Tensor:
-        """bool (batch or 1, heads or 1, q_len, kv_len), True = the row may see the key."""
+        """bool (batch or 1, heads or 1, q_len, kv_len), True = the row may see the key, of the first kv_len."""
         slots = self.slots(kv_len)
         inside = (slots >= self.index[..., LOW, None]) & (slots <= self.index[..., HIGH, None])
-        return inside[:, None] if self.allowed is None else inside[:, None] & self.allowed
+        return inside[:, None] if self.allowed is None else inside[:, None] & self.allowed[..., :kv_len]
 
     def distance(self, kv_len: int, which: Tensor | slice = slice(None)) -> Tensor:
         """|query position - key position| of the rows `which`; int64 (batch or 1, rows, kv_len)."""

@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 
 from hf_longattn.geometry import Rows
 from hf_longattn.kernels import triton as launcher
+from hf_longattn.kernels.spec import LogitSpec
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -62,7 +63,9 @@ def registers(cubin: bytes) -> dict[str, int]:
     return {name.lower(): int(re.search(rf"{name}:(\d+)", said)[1]) for name in ("REG", "STACK")}
 
 
-def launch(dtype: torch.dtype, head_dim: int, mapped: bool, row_bias: bool, entropy: bool, value: bool, decode: bool) -> None:
+def launch(
+    dtype: torch.dtype, head_dim: int, mapped: bool, bias_scale: bool, entropy: bool, value: bool, decode: bool
+) -> None:
     """One call of the public kernel with gradients, on tensors that are never read."""
     heads, kv_heads, q_len, kv_len = 16, 4, 1 if decode else 4096, 4096
     query = torch.empty(1, heads, q_len, head_dim, dtype=dtype, requires_grad=not decode)
@@ -70,17 +73,17 @@ def launch(dtype: torch.dtype, head_dim: int, mapped: bool, row_bias: bool, entr
     options: dict[str, Any] = {}
     if mapped:
         options["gain"] = options["bias"] = torch.ones(1, 8192)
-    if row_bias:
-        options["row_bias"] = torch.ones(1, heads, q_len, requires_grad=not decode)
+    if bias_scale:
+        options["bias_scale"] = torch.ones(1, heads, q_len, requires_grad=not decode)
     rows = Rows.causal(q_len, kv_len, None, 0, torch.device("cpu"))
     out, lse, h = launcher.triton_attention(
-        query, key, other if value else None, rows, scaling=0.1, with_lse=not value, with_entropy=entropy, **options
+        query, key, other if value else None, rows, LogitSpec(0.1, **options), with_lse=not value, with_entropy=entropy
     )
     if not decode:
         sum(x.float().sum() for x in (out, lse, h) if x.numel()).backward()
 
 
-#: mapped, row_bias, entropy, value: plain; scale-invariant; the entropy pass of an adaptive temperature, without a map and
+#: mapped, bias_scale, entropy, value: plain; scale-invariant; the entropy pass of an adaptive temperature, without a map and
 #: with one; and what it then runs.
 CALLS = {
     "plain": (False, False, False, True),

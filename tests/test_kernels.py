@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_longattn
 from hf_longattn import reference_attention
 from hf_longattn.geometry import Rows
-from hf_longattn.kernels import precision, tiled
-from hf_longattn.kernels.flex import flex_attention
-from hf_longattn.kernels.tiled import tiled_attention
+from hf_longattn.kernels import flex, precision, tiled
+from hf_longattn.kernels.spec import LogitSpec
 from hf_longattn.rotary import Rotation
 
 #: From one block for everything to one of the fewest rows.
@@ -69,8 +69,8 @@ def dense(
     scaling: float,
     gain: Tensor | None = None,
     bias: Tensor | None = None,
-    row_gain: Tensor | None = None,
-    row_bias: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    bias_scale: Tensor | None = None,
     sinks: int = 0,
     softcap: float | None = None,
     keep: Tensor | None = None,
@@ -81,13 +81,13 @@ def dense(
     logits = scaling * torch.einsum("bhqd,bhkd->bhqk", query, key)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    if row_gain is not None:
-        logits = logits * row_gain[..., None]
+    if row_scale is not None:
+        logits = logits * row_scale[..., None]
     position, first, start, low, high = (x[:, None, :, None] for x in rows.index.unbind(-1))
     slot = first + torch.arange(key.shape[2])
     if gain is not None and bias is not None:
         t = (position - slot).abs()[:, 0]
-        by_row = 1.0 if row_bias is None else row_bias[..., None]
+        by_row = 1.0 if bias_scale is None else bias_scale[..., None]
         mapped = logits * gain[:, t].transpose(0, 1) + bias[:, t].transpose(0, 1) * by_row
         logits = torch.where((slot >= start) & (slot < start + sinks), logits, mapped)
     visible = (slot >= low) & (slot <= high)
@@ -147,9 +147,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tables": {"tables": 1},
     "sinks": {"tables": 4, "sinks": 3},
-    "softcap": {"softcap": 0.8, "row_gain": True},
-    "row factors": {"tables": 1, "row_gain": True, "row_bias": True},
-    "everything": {"tables": 4, "sinks": 2, "softcap": 1.1, "row_gain": True, "row_bias": True},
+    "softcap": {"softcap": 0.8, "row_scale": True},
+    "row factors": {"tables": 1, "row_scale": True, "bias_scale": True},
+    "everything": {"tables": 4, "sinks": 2, "softcap": 1.1, "row_scale": True, "bias_scale": True},
 }
 
 
@@ -159,7 +159,7 @@ def arguments(options: dict[str, Any], query: Tensor) -> dict[str, Any]:
     if "tables" in options:
         out["gain"], out["bias"] = tables(options["tables"], query.dtype)
     g = torch.Generator().manual_seed(2)
-    for name in ("row_gain", "row_bias"):
+    for name in ("row_scale", "bias_scale"):
         if name in options:
             factor = torch.randn(query.shape[:3], generator=g, dtype=torch.float64)
             out[name] = torch.where(factor.abs() < 0.2, 0.0, factor).to(query.dtype)
@@ -169,13 +169,26 @@ def arguments(options: dict[str, Any], query: Tensor) -> dict[str, Any]:
 Kernel = Callable[..., tuple[Tensor, ...]]
 
 
+def by_options(kernel: Kernel) -> Kernel:
+    """A kernel that takes the fields of its spec as options."""
+
+    def call(query: Tensor, key: Tensor, value: Tensor | None, rows: Rows, **options: Any) -> tuple[Tensor, ...]:
+        own = {f.name: options.pop(f.name) for f in dataclasses.fields(LogitSpec) if f.name in options}
+        return kernel(query, key, value, rows, LogitSpec(**own), **options)
+
+    return call
+
+
+tiled_attention, flex_attention = by_options(tiled.tiled_attention), by_options(flex.flex_attention)
+
+
 def check(kernel: Kernel, geometry: str, options: str, outputs: int, backward: bool = True) -> None:
     """Outputs and, weighting all outputs at random, the gradients of every differentiable input."""
     q_len, kv_len, rows = GEOMETRIES[geometry]
     tensors = inputs(q=q_len, k=kv_len)
     fixed = arguments(OPTIONS[options], tensors[0])
     leaves = {"query": tensors[0], "key": tensors[1], "value": tensors[2]}
-    leaves |= {name: fixed.pop(name) for name in ("row_gain", "row_bias") if name in fixed}
+    leaves |= {name: fixed.pop(name) for name in ("row_scale", "bias_scale") if name in fixed}
 
     def run(function: Kernel) -> tuple[list[Tensor], tuple[Tensor, ...]]:
         taped = {name: x.clone().requires_grad_(backward) for name, x in leaves.items()}
@@ -248,13 +261,13 @@ def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "BLOCK_ELEMENTS", 40)
     query, key, value = inputs(b=1, h=2, kv=1, q=6, k=8, d=3)
     fixed = arguments(OPTIONS["everything"] | {"tables": 2}, query)
-    row_gain, row_bias = fixed.pop("row_gain"), fixed.pop("row_bias")
+    row_scale, bias_scale = fixed.pop("row_scale"), fixed.pop("bias_scale")
     rows = Rows.causal(6, 8, None, 0, query.device)
 
     def f(q: Tensor, k: Tensor, v: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        return tiled_attention(q, k, v, rows, **fixed, row_gain=x, row_bias=y, with_lse=True, with_entropy=True)
+        return tiled_attention(q, k, v, rows, **fixed, row_scale=x, bias_scale=y, with_lse=True, with_entropy=True)
 
-    assert torch.autograd.gradcheck(f, tuple(x.requires_grad_() for x in (query, key, value, row_gain, row_bias)))
+    assert torch.autograd.gradcheck(f, tuple(x.requires_grad_() for x in (query, key, value, row_scale, bias_scale)))
 
 
 @pytest.mark.parametrize(("blocks", "whole"), [(1 << 21, 1 << 13), (64, 1 << 13), (8, 2)])
@@ -549,10 +562,10 @@ def test_opcheck() -> None:
     """PyTorch's own checks of a custom operator: schema, fake tensors, autograd registration, aot dispatch."""
     query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs())
     fixed = arguments(OPTIONS["everything"], query)
-    row_gain, row_bias = (fixed[name].requires_grad_() for name in ("row_gain", "row_bias"))
+    row_scale, bias_scale = (fixed[name].requires_grad_() for name in ("row_scale", "bias_scale"))
     ids = torch.arange(query.shape[2])[None] * 2, torch.arange(key.shape[2])[None] * 2
     for outputs, places in (((True, True), (None, None)), ((False, False), ids)):
-        maps = (fixed["gain"], fixed["bias"], row_gain, row_bias)
+        maps = (fixed["gain"], fixed["bias"], row_scale, bias_scale)
         tensors = (query, key, value, GEOMETRIES["packed"][2].index, None, *places, *maps)
         torch.library.opcheck(torch.ops.hf_longattn.tiled.default, (*tensors, None, 2, 0.7, 1.1, 0.0, *outputs))
 

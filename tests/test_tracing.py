@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 import hf_longattn
-from hf_longattn import Rotation, attention, reference_attention
-from hf_longattn import attention as attention_module
+from hf_longattn import Rotation, attention, lowering, reference_attention
 from hf_longattn.tracing import keepable, readable
 
 WITHOUT_VALUES = {"meta": lambda: torch.device("meta"), "fake": FakeTensorMode}
@@ -57,7 +56,7 @@ def test_shapes_pass_through(family: str, case: str, where: str) -> None:
 @pytest.mark.parametrize("case", ["sinks", "rerope"])
 def test_shapes_leave_nothing_behind(case: str, tmp_path: Path) -> None:
     """The same model, with its tables and its proof, then computes as if nothing had been."""
-    attention_module.__globals__["_cached_tables"].cache_clear()
+    lowering._cached_tables.cache_clear()
     stock("llama").save_pretrained(tmp_path)
     section = CASES[case].to_dict()
     m = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=CASES[case].name, longattn=section)
@@ -84,7 +83,7 @@ def test_weights_that_come_later_are_proven_then(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", [*KINDS, "rerope", "output_layer_norm"])
 def test_gradients_of_functions(case: str) -> None:
     """torch.func.grad of a model as a function of its parameters; what is kept from within must serve calls outside."""
-    attention_module.__globals__["_cached_tables"].cache_clear()
+    lowering._cached_tables.cache_clear()
     m, ids = hf_longattn.apply(stock("llama"), CASES[case]).double(), tokens()
     parameters = {name: p.detach() for name, p in m.named_parameters()}
 

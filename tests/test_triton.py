@@ -11,18 +11,19 @@ import pytest
 import torch
 from cases import CASES
 from helpers import close, model, tokens
-from test_kernels import dense, geometries, inputs, tables
+from test_kernels import by_options, dense, geometries, inputs, tables
 from torch import Tensor
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
-from hf_longattn.attention import distance_tables
 from hf_longattn.geometry import Rows
 from hf_longattn.kernels import triton
-from hf_longattn.kernels.triton import Blocks, triton_attention, why_not_triton
+from hf_longattn.kernels.triton import Blocks, why_not_triton
+from hf_longattn.lowering import distance_tables
 
 pytestmark = pytest.mark.skipif(triton.triton is None, reason="triton is not installed")
 CPU = torch.device("cpu")
+triton_attention = by_options(triton.triton_attention)
 INTERVALS = {name: g for name, g in geometries().items() if g[2].allowed is None}
 
 
@@ -35,14 +36,14 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(query: Tensor, key: Tensor, value: Tensor, rows: Rows, tolerance: float = 2e-5, **options: Any) -> None:
     """Output, logsumexp, entropy and the gradients through all three."""
-    names = [n for n in ("gain", "bias", "row_bias") if n in options]
+    names = [n for n in ("gain", "bias", "bias_scale") if n in options]
     wide = options | {n: options[n].double() for n in names}
     exact = [x.double().requires_grad_() for x in (query, key, value)]
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
-    if "row_bias" in options:
-        wide["row_bias"], options["row_bias"] = (o["row_bias"].requires_grad_() for o in (wide, options))
-        exact.append(wide["row_bias"])
-        leaves.append(options["row_bias"])
+    if "bias_scale" in options:
+        wide["bias_scale"], options["bias_scale"] = (o["bias_scale"].requires_grad_() for o in (wide, options))
+        exact.append(wide["bias_scale"])
+        leaves.append(options["bias_scale"])
     want = dense(*exact[:3], rows, scaling=0.7, **wide)
     got = triton_attention(*leaves[:3], rows, scaling=0.7, with_lse=True, with_entropy=True, **options)
     seen = torch.isfinite(want[1])
@@ -65,7 +66,7 @@ def test_geometries(geometry: str, options: str) -> None:
     given: dict[str, dict[str, Any]] = {
         "plain": {},
         "mapped": {"gain": gain[:1], "bias": bias},  # one table for all heads, and one a head
-        "everything": {"gain": gain, "bias": bias, "row_bias": torch.rand(2, 4, q_len) + 0.5, "sinks": 2},
+        "everything": {"gain": gain, "bias": bias, "bias_scale": torch.rand(2, 4, q_len) + 0.5, "sinks": 2},
     }
     check(*inputs(q=q_len, k=kv_len, dtype=torch.float32), rows, **given[options])
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..attention import Call
 from ..geometry import KEY_START, POSITION, START
-from ..kernels.tiled import HIDDEN
+from ..kernels.spec import MASK_VALUE
 from .blocks import Block, blocks, entropy
 from .result import QUANTITIES, WHAT, Diagnostics
 
@@ -134,7 +134,7 @@ class Sums:
             pairs = counted.sum(-1).expand(kept.shape[:-1])
             for name, x in (("logit", kept.double().sum(-1)), ("square", kept.double().square().sum(-1)), ("pairs", pairs)):
                 self._add_by_row(name, x, weight)
-            low = block.logits.masked_fill(~block.visible, -HIDDEN).amin(-1)
+            low = block.logits.masked_fill(~block.visible, -MASK_VALUE).amin(-1)
             spread = torch.where(block.visible.any(-1), block.logits.amax(-1) - low, 0.0)
             self._add_by_row("spread", spread, weight)
         if "ranges" in what:
@@ -147,7 +147,7 @@ class Sums:
                 break
             log_p = self._at(block, first, min(last, block.logits.shape[-1]))
             log_mass = torch.logsumexp(log_p, -1)
-            seen = log_p.amax(-1) > HIDDEN / 2
+            seen = log_p.amax(-1) > MASK_VALUE / 2
             mass.append(torch.where(seen, log_mass.exp(), 0.0))
             inside.append(torch.where(seen, entropy(log_p - log_mass[..., None]), 0.0))
             reached.append(seen)
@@ -158,12 +158,12 @@ class Sums:
 
     @staticmethod
     def _at(block: Block, first: int, last: int) -> Tensor:
-        """log_p of the keys first .. last - 1 tokens back, (batch, heads, n, last - first), HIDDEN where there is none."""
+        """log_p of the keys first .. last - 1 tokens back, (batch, heads, n, last - first), MASK_VALUE where there is none."""
         back = torch.arange(first, last, device=block.logits.device)
         column = (block.rows.index[..., POSITION] - block.rows.index[..., KEY_START])[..., None] - back
         there = (column >= 0) & (column < block.logits.shape[-1])
         at = column.clamp(0, block.logits.shape[-1] - 1)[:, None].expand(*block.logits.shape[:3], -1)
-        return block.log_p.gather(-1, at).masked_fill_(~there[:, None], HIDDEN)
+        return block.log_p.gather(-1, at).masked_fill_(~there[:, None], MASK_VALUE)
 
     def _counted(self, block: Block) -> Tensor:
         """The pairs that logit statistics count: visible, and the key is no sink."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from ..geometry import HIGH, KEY_START, LOW, POSITION, START, Rows
+from .spec import LogitSpec
 
 
 def why_not_flex(query: Tensor, dropout: float = 0.0) -> str | None:
@@ -32,19 +33,7 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: Rows,
-    *,
-    scaling: float,
-    gain: Tensor | None = None,
-    bias: Tensor | None = None,
-    row_gain: Tensor | None = None,
-    row_bias: Tensor | None = None,
-    sinks: int = 0,
-    softcap: float | None = None,
-    with_lse: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, rows: Rows, spec: LogitSpec, *, with_lse: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention as `kernels.tiled.tiled_attention` defines it, without dropout; the entropy comes back empty.
 
@@ -54,6 +43,8 @@ def flex_attention(
     index, allowed = rows.index.expand(batch, -1, -1), rows.allowed
     position, low, high = index[..., POSITION], index[..., LOW], index[..., HIGH]
     first, start = index[..., KEY_START], index[..., START]
+    softcap, row_scale, bias_scale, sinks = spec.softcap, spec.row_scale, spec.bias_scale, spec.sinks
+    gain, bias = spec.gain, spec.bias
     ids = None
     if rows.query_ids is not None and rows.key_ids is not None:
         ids = rows.query_ids.expand(batch, -1), rows.key_ids.expand(batch, -1)
@@ -64,13 +55,13 @@ def flex_attention(
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         if softcap:
             score = softcap * torch.tanh(score / softcap)
-        if row_gain is not None:
-            score = score * row_gain[b, h, q]
+        if row_scale is not None:
+            score = score * row_scale[b, h, q]
         if gain is None or bias is None:
             return score
         slot = first[b, q] + kv
         t = (position[b, q] - slot if ids is None else ids[0][b, q] - ids[1][b, kv]).abs()
-        added = at(bias, h, t) if row_bias is None else at(bias, h, t) * row_bias[b, h, q]
+        added = at(bias, h, t) if bias_scale is None else at(bias, h, t) * bias_scale[b, h, q]
         mapped = at(gain, h, t) * score + added
         if sinks:
             offset = slot - start[b, q] if ids is None else ids[1][b, kv]
@@ -92,5 +83,5 @@ def flex_attention(
     )
     run: Any = _compiled() if query.device.type == "cuda" and not torch.compiler.is_compiling() else torch_flex.flex_attention
     wanted = torch_flex.AuxRequest(lse=with_lse)
-    out, found = run(query, key, value, score_mod, block_mask, scaling, heads != key.shape[1], return_aux=wanted)
+    out, found = run(query, key, value, score_mod, block_mask, spec.scaling, heads != key.shape[1], return_aux=wanted)
     return out, found.lse if with_lse else out.new_empty(0), out.new_empty(0)

@@ -1,20 +1,16 @@
 """Exact attention in plain PyTorch that never holds a q_len x kv_len tensor, forward or backward.
 
-The logit of query row i and key j, at distance t = |position_i - position_j|, is
-
-    L_ij = x_i gain_t C(S_ij) + y_i bias_t,    S = scaling q . k,    C(s) = c tanh(s / c) or s,
-
-with gain = 1 and bias = 0 for the first `sinks` keys of the sequence. Rows are worked off in blocks, and a block in tiles:
-itself, or in long texts ranges of its keys, joined by their logsumexps. The backward pass computes each tile anew. Inside
-a block the query rows run backwards: then t = const - (row + column), and a strided view of a 1-D table serves a whole
-tile. Rows with explicit positions look every distance up instead.
+It computes what `spec.LogitSpec` says. Rows are worked off in blocks, and a block in tiles: itself, or in long texts ranges of
+its keys, joined by their logsumexps. The backward pass computes each tile anew. Inside a block the query rows run backwards:
+then t = const - (row + column), and a strided view of a 1-D table serves a whole tile. Rows with explicit positions look every
+distance up instead.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -22,6 +18,7 @@ from torch import Tensor
 from ..geometry import HIGH, KEY_START, LOW, POSITION, START, Rows
 from ..tracing import keepable, readable
 from . import precision
+from .spec import MASK_VALUE, LogitSpec
 
 #: Logits held at a time (elements, 4 bytes each): about what the caches of a small machine take.
 BLOCK_ELEMENTS = 1 << 21
@@ -34,8 +31,6 @@ TURN_ELEMENTS = 1 << 19
 #: p, c and s of S_ij = scaling (q_i . (c_j k_j) + p_i . (s_j k_j)): p like the query, c and s
 #: (batch or 1, kv_len, kv_heads or 1, head_dim).
 KeyTurn = tuple[Tensor, Tensor, Tensor]
-#: The logit of a pair that may not be seen: its probability is exactly 0, and no arithmetic on it gives NaN.
-HIDDEN = -1e30
 
 
 def tiled_attention(
@@ -43,14 +38,8 @@ def tiled_attention(
     key: Tensor,
     value: Tensor | None,
     rows: Rows,
+    spec: LogitSpec,
     *,
-    scaling: float,
-    gain: Tensor | None = None,
-    bias: Tensor | None = None,
-    row_gain: Tensor | None = None,
-    row_bias: Tensor | None = None,
-    sinks: int = 0,
-    softcap: float | None = None,
     dropout: float = 0.0,
     with_lse: bool = False,
     with_entropy: bool = False,
@@ -61,8 +50,6 @@ def tiled_attention(
     Args:
         query: (batch, heads, q_len, head_dim); key, value: (batch, kv_heads, kv_len, head_dim), any float dtype;
             logits are float32 (float64 for float64 inputs).
-        gain, bias: (heads or 1, length) by distance; both or neither; length must exceed every distance.
-        row_gain, row_bias: x and y, (batch, heads, q_len), differentiable.
         turn: a further product, which turns keys to other positions as they are read (see `KeyTurn`): for few queries;
             the call then has no gradient.
         value: None to leave the output empty, which saves its product.
@@ -70,33 +57,23 @@ def tiled_attention(
             differentiable; otherwise they come back empty.
 
     Returns:
-        output like query, logsumexp and entropy (batch, heads, q_len) in the logits' dtype. Rows that see nothing give
+        output like query, logsumexp and entropy (batch, heads, q_len) in the logits' dtype. Fully masked rows give
         0, -inf and 0.
     """
-    if (gain is None) != (bias is None):
-        raise ValueError("gain and bias come together")
     seed = torch.randint(1 << 62, ()) if dropout else None
-    arguments = (
-        query,
-        key,
-        value,
-        rows.index,
-        rows.allowed,
-        rows.query_ids,
-        rows.key_ids,
-        gain,
-        bias,
-        row_gain,
-        row_bias,
-        seed,
-        int(sinks),
-        float(scaling),
-        float(softcap or 0.0),
-        float(dropout),
-        bool(with_lse),
-        bool(with_entropy),
+    arguments = _Arguments(
+        *(query, key, value, rows.index, rows.allowed, rows.query_ids, rows.key_ids),
+        *(spec.gain, spec.bias, spec.row_scale, spec.bias_scale, seed),
+        *(
+            int(spec.sinks),
+            float(spec.scaling),
+            float(spec.softcap or 0.0),
+            float(dropout),
+            bool(with_lse),
+            bool(with_entropy),
+        ),
     )
-    tensors = (query, key, value, row_gain, row_bias)
+    tensors = (query, key, value, spec.row_scale, spec.bias_scale)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if turn is None and not readable(query):
         out, lse, entropy = _tiled(*arguments)
@@ -108,30 +85,41 @@ def tiled_attention(
     return out, lse if with_lse else lse.new_zeros(0), entropy
 
 
+class _Arguments(NamedTuple):
+    """Those of the custom operator, which takes no objects; SCHEMA names them once more."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    index: Tensor
+    allowed: Tensor | None
+    query_ids: Tensor | None
+    key_ids: Tensor | None
+    gain: Tensor | None
+    bias: Tensor | None
+    row_scale: Tensor | None
+    bias_scale: Tensor | None
+    seed: Tensor | None
+    sinks: int
+    scaling: float
+    softcap: float
+    dropout: float
+    with_lse: bool = False
+    with_entropy: bool = False
+
+
+SCHEMA = (
+    "Tensor query, Tensor key, Tensor? value, Tensor index, Tensor? allowed, Tensor? query_ids, Tensor? key_ids, "
+    "Tensor? gain, Tensor? bias, Tensor? row_scale, Tensor? bias_scale, Tensor? seed, int sinks, float scaling, "
+    "float softcap, float dropout"
+)
+
+
 class _Blocks:
     """Query, key and value in computing dtype and block order, and the logits of one block at a time."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None,
-        index: Tensor,
-        allowed: Tensor | None,
-        query_ids: Tensor | None,
-        key_ids: Tensor | None,
-        gain: Tensor | None,
-        bias: Tensor | None,
-        row_gain: Tensor | None,
-        row_bias: Tensor | None,
-        seed: Tensor | None,
-        sinks: int,
-        scaling: float,
-        softcap: float,
-        dropout: float,
-        turn: KeyTurn | None = None,
-        half: bool = False,
-    ) -> None:
+    def __init__(self, given: _Arguments, turn: KeyTurn | None = None, half: bool = False) -> None:
+        query, key, value, index, allowed, query_ids, key_ids, gain, bias, row_scale, bias_scale, seed = given[:12]
         self.batch, heads, self.q_len, self.head_dim = query.shape
         self.kv_heads, self.kv_len = key.shape[1:3]
         self.group = heads // self.kv_heads
@@ -139,12 +127,12 @@ class _Blocks:
         self.turn = None
         if turn is not None:
             self.turn = (self.grouped(turn[0].to(self.dtype)), turn[1].to(self.dtype), turn[2].to(self.dtype))
-        self.scaling = scaling
+        self.scaling = given.scaling
         self.query = self.grouped(query.to(self.dtype))
         self.key = key.to(self.dtype).contiguous()
         self.value = None if value is None else value.to(value.dtype if half else self.dtype).contiguous()
-        self.row_gain = None if row_gain is None else self.grouped(row_gain.to(self.dtype)[..., None])
-        self.row_bias = None if row_bias is None else self.grouped(row_bias.to(self.dtype)[..., None])
+        self.row_scale = None if row_scale is None else self.grouped(row_scale.to(self.dtype)[..., None])
+        self.bias_scale = None if bias_scale is None else self.grouped(bias_scale.to(self.dtype)[..., None])
         self.index = index.expand(self.batch, -1, -1)
         self.bounds = self.index.to("cpu")
         self.allowed = None
@@ -167,11 +155,11 @@ class _Blocks:
                 raise ValueError(f"distance {farthest} lies beyond the tables' length {gain.shape[-1]}")
             past, future = slice(max(last + 1, 0), self.farthest + 1), slice(1, max(-last, 1))
             self.gain, self.bias = (torch.cat([x[:, past].flip(1), x[:, future]], 1).to(self.dtype) for x in (gain, bias))
-            hides = row_bias is None or bool((row_bias >= 1).all())  # a smaller factor would weaken HIDDEN
-            if hides and not sinks and bool((self.bounds[..., HIGH] == position).all()):
-                self.bias[:, self.farthest + 1 :] = HIDDEN  # causality for free
+            hides = bias_scale is None or bool((bias_scale >= 1).all())  # a smaller factor would weaken MASK_VALUE
+            if hides and not given.sinks and bool((self.bounds[..., HIGH] == position).all()):
+                self.bias[:, self.farthest + 1 :] = MASK_VALUE  # causality for free
                 self.hides_future = True
-        self.sinks, self.softcap, self.dropout, self.seed = sinks, softcap, dropout, seed
+        self.sinks, self.softcap, self.dropout, self.seed = given.sinks, given.softcap, given.dropout, seed
         self.heads_at_once, self.rows_at_once, self.columns_at_once = self.sizes()
         self.buffers: dict[str, Tensor] = {}
 
@@ -322,17 +310,17 @@ class _Block:
         return s.view(self.shape)
 
     def logits(self, s: Tensor) -> Tensor:
-        """L from C(S), in place; HIDDEN where the row may not see the key."""
+        """L from C(S), in place; MASK_VALUE where the row may not see the key."""
         all, sink = self.all, self.sink_columns()
-        if all.row_gain is not None:
-            s.mul_(self.rows(all.row_gain))
+        if all.row_scale is not None:
+            s.mul_(self.rows(all.row_scale))
         kept = s[..., sink[0]].clone() if sink else None
         if all.gain is not None and all.bias is not None:
             gain, bias = self.table(all.gain), self.table(all.bias)
-            if all.row_bias is None:
+            if all.bias_scale is None:
                 torch.addcmul(bias, s, gain, out=s)
             else:
-                s.mul_(gain).addcmul_(self.rows(all.row_bias), bias)
+                s.mul_(gain).addcmul_(self.rows(all.bias_scale), bias)
         if sink and kept is not None:
             torch.where(sink[1], kept, s[..., sink[0]], out=s[..., sink[0]])
         self.hide(s)
@@ -344,12 +332,12 @@ class _Block:
         first = all.key_start + self.c.start
         if (width := bounds.most[LOW] - first) > 0:
             slots = torch.arange(first, first + min(width, self.shape[3]), device=s.device)
-            s[..., :width].masked_fill_(slots < all.index[self.b, self.r, LOW, None].flip(0), HIDDEN)
+            s[..., :width].masked_fill_(slots < all.index[self.b, self.r, LOW, None].flip(0), MASK_VALUE)
         if not all.hides_future and (begin := max(bounds.least[HIGH] + 1 - first, 0)) < self.shape[3]:
             slots = torch.arange(first + begin, first + self.shape[3], device=s.device)
-            s[..., begin:].masked_fill_(slots > all.index[self.b, self.r, HIGH, None].flip(0), HIDDEN)
+            s[..., begin:].masked_fill_(slots > all.index[self.b, self.r, HIGH, None].flip(0), MASK_VALUE)
         if (allowed := self.allowed()) is not None:
-            s.masked_fill_(~allowed, HIDDEN)
+            s.masked_fill_(~allowed, MASK_VALUE)
 
     def allowed(self) -> Tensor | None:
         if self.all.allowed is None:
@@ -359,7 +347,7 @@ class _Block:
 
     def softmax(self, logits: Tensor) -> Tensor:
         """Probabilities in place; 0 in rows that see nothing."""
-        nothing = logits.amax(-1, keepdim=True) <= HIDDEN / 2 if self.blind else None
+        nothing = logits.amax(-1, keepdim=True) <= MASK_VALUE / 2 if self.blind else None
         torch.softmax(logits, -1, out=logits)
         return logits if nothing is None else logits.masked_fill_(nothing, 0.0)
 
@@ -379,7 +367,7 @@ class _Block:
             lse = top - largest
             entropy = None if entropy is None else entropy.sub_(largest)
             if self.blind:
-                p.masked_fill_(top <= HIDDEN / 2, 0.0)
+                p.masked_fill_(top <= MASK_VALUE / 2, 0.0)
         elif self.value is not None:
             self.softmax(logits)
         if self.all.dropout:
@@ -437,31 +425,11 @@ def _halves_are_fast(value: Tensor | None) -> bool:
     return value.device.type != "cpu" or (value.dtype == torch.bfloat16 and precision.cpu_multiplies_bfloat16())
 
 
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    index: Tensor,
-    allowed: Tensor | None,
-    query_ids: Tensor | None,
-    key_ids: Tensor | None,
-    gain: Tensor | None,
-    bias: Tensor | None,
-    row_gain: Tensor | None,
-    row_bias: Tensor | None,
-    seed: Tensor | None,
-    sinks: int,
-    scaling: float,
-    softcap: float,
-    dropout: float,
-    with_lse: bool,
-    with_entropy: bool,
-    turn: KeyTurn | None = None,
-    half: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(*arguments: Any, turn: KeyTurn | None = None, half: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    given = _Arguments(*arguments)
+    query, value, with_lse, with_entropy = given.query, given.value, given.with_lse, given.with_entropy
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        options = (sinks, scaling, softcap, dropout, turn, half)
-        blocks = _Blocks(query, key, value, index, allowed, query_ids, key_ids, gain, bias, row_gain, row_bias, seed, *options)
+        blocks = _Blocks(given, turn, half)
         shape = query.shape[:-1]
         out = query.new_zeros((0,) if value is None else (*shape, value.shape[-1]))
         lse = blocks.query.new_full(shape, float("-inf"))  # of rows in tiles, which the backward pass asks for, too
@@ -471,7 +439,7 @@ def _forward(
             need_lse = with_lse or with_entropy or len(tiles) > 1
             sums = functools.reduce(_Sums.join, (tile.attend(need_lse, with_entropy) for tile in tiles))
             if block.blind and sums.lse is not None:
-                nothing = sums.lse <= HIDDEN / 2
+                nothing = sums.lse <= MASK_VALUE / 2
                 sums.lse.masked_fill_(nothing, float("-inf"))
                 if sums.entropy is not None:
                     sums.entropy.masked_fill_(nothing, 0.0)
@@ -488,9 +456,7 @@ _tiled = torch.library.custom_op(
     "hf_longattn::tiled",
     _forward,
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor? value, Tensor index, Tensor? allowed, Tensor? query_ids, Tensor? key_ids, "
-    "Tensor? gain, Tensor? bias, Tensor? row_gain, Tensor? row_bias, Tensor? seed, int sinks, float scaling, float softcap, "
-    "float dropout, bool with_lse, bool with_entropy) -> (Tensor, Tensor, Tensor)",
+    schema=f"({SCHEMA}, bool with_lse, bool with_entropy) -> (Tensor, Tensor, Tensor)",
 )
 
 
@@ -509,42 +475,29 @@ def _gradients(
     out: Tensor,
     lse: Tensor,
     entropy: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    index: Tensor,
-    allowed: Tensor | None,
-    query_ids: Tensor | None,
-    key_ids: Tensor | None,
-    gain: Tensor | None,
-    bias: Tensor | None,
-    row_gain: Tensor | None,
-    row_bias: Tensor | None,
-    seed: Tensor | None,
-    sinks: int,
-    scaling: float,
-    softcap: float,
-    dropout: float,
+    *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    given = _Arguments(*arguments)
+    query, key, value, row_scale, bias_scale = given.query, given.key, given.value, given.row_scale, given.bias_scale
+    scaling, softcap, dropout = given.scaling, given.softcap, given.dropout
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        options = (sinks, scaling, softcap, dropout)
-        a = _Blocks(query, key, value, index, allowed, query_ids, key_ids, gain, bias, row_gain, row_bias, seed, *options)
+        a = _Blocks(given)
         # sum_j P dP, the same for dropped-out P, less what the logsumexp passes on
         delta = a.query.new_zeros(*query.shape[:-1])
         if value is not None:
             delta += (grad.to(a.dtype) * out.to(a.dtype)).sum(-1)
         if grad_lse is not None:
             delta -= grad_lse.to(a.dtype)
-        lse = lse.masked_fill(lse == float("-inf"), 0.0)  # a row that sees nothing: exp(HIDDEN) is 0
-        given = {"delta": delta, "lse": lse, "gain": row_gain}
-        given |= {} if grad_entropy is None else {"entropy": entropy, "d_entropy": grad_entropy}
-        by_row = {name: a.grouped(x.to(a.dtype)[..., None]) for name, x in given.items() if x is not None}
+        lse = lse.masked_fill(lse == float("-inf"), 0.0)  # a row that sees nothing: exp(MASK_VALUE) is 0
+        by_row = {"delta": delta, "lse": lse, "gain": row_scale}
+        by_row |= {} if grad_entropy is None else {"entropy": entropy, "d_entropy": grad_entropy}
+        by_row = {name: a.grouped(x.to(a.dtype)[..., None]) for name, x in by_row.items() if x is not None}
         by_row |= {} if value is None else {"grad": a.grouped(grad.to(a.dtype))}
         d_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
         d_key = torch.zeros_like(a.key)
         d_value = a.key.new_zeros(0) if a.value is None else torch.zeros_like(a.value)
-        d_gain = a.query.new_zeros(query.shape[:3] if row_gain is not None else 0)
-        d_bias = a.query.new_zeros(query.shape[:3] if row_bias is not None else 0)
+        d_scale = a.query.new_zeros(query.shape[:3] if row_scale is not None else 0)
+        d_bias = a.query.new_zeros(query.shape[:3] if bias_scale is not None else 0)
         for block in a:
             own = {name: block.rows(x) for name, x in by_row.items()}
             g = own["grad"].view(*block.flat, -1) if "grad" in own else None
@@ -553,7 +506,7 @@ def _gradients(
             for tile in (tiles := block.tiles()):
                 b, h, c = tile.b, tile.h, tile.c
                 s = tile.scores()
-                capped = a.buffer("scores", *tile.shape).copy_(s) if softcap or row_gain is not None else None
+                capped = a.buffer("scores", *tile.shape).copy_(s) if softcap or row_scale is not None else None
                 logits = tile.logits(s)
                 if len(tiles) == 1 and "d_entropy" not in own:
                     p = tile.softmax(logits)
@@ -579,7 +532,7 @@ def _gradients(
                 sink = tile.sink_columns()
                 if a.gain is not None and a.bias is not None:
                     sunk = d[..., sink[0]].clone() if sink else None
-                    if a.row_bias is not None:
+                    if a.bias_scale is not None:
                         product = d * tile.table(a.bias)
                         if sink:
                             product[..., sink[0]].masked_fill_(sink[1], 0.0)
@@ -587,7 +540,7 @@ def _gradients(
                     d.mul_(tile.table(a.gain))
                     if sink and sunk is not None:
                         torch.where(sink[1], sunk, d[..., sink[0]], out=d[..., sink[0]])
-                if a.row_gain is not None and capped is not None:
+                if a.row_scale is not None and capped is not None:
                     dx += (d * capped).sum(-1, keepdim=True)
                     d.mul_(own["gain"])
                 if softcap and capped is not None:
@@ -596,40 +549,45 @@ def _gradients(
                 dq.baddbmm_(d, tile.key)
                 d_key[b, h, c].baddbmm_(d.transpose(1, 2), tile.query)
             block.put(a.grouped(d_query), dq.mul_(scaling))
-            if row_gain is not None:
-                block.put(a.grouped(d_gain[..., None]), dx)
-            if row_bias is not None:
+            if row_scale is not None:
+                block.put(a.grouped(d_scale[..., None]), dx)
+            if bias_scale is not None:
                 block.put(a.grouped(d_bias[..., None]), dy)
-        return d_query, d_key.to(key.dtype), d_value if value is None else d_value.to(value.dtype), d_gain, d_bias
+        return d_query, d_key.to(key.dtype), d_value if value is None else d_value.to(value.dtype), d_scale, d_bias
 
 
-_backward = torch.library.custom_op("hf_longattn::tiled_backward", _gradients, mutates_args=())
+_backward = torch.library.custom_op(
+    "hf_longattn::tiled_backward",
+    _gradients,
+    mutates_args=(),
+    schema="(Tensor grad, Tensor? grad_lse, Tensor? grad_entropy, Tensor out, Tensor lse, Tensor entropy, "
+    f"{SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @_backward.register_fake
 def _(grad, grad_lse, grad_entropy, out, lse, entropy, *arguments):  # type: ignore[no-untyped-def]
-    query, key, value, _, _, _, _, _, _, row_gain, row_bias, *_ = arguments
+    given = _Arguments(*arguments)
+    query, key, value = given.query, given.key, given.value
     d_query, d_key = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key))
     d_value = key.new_empty(0) if value is None else torch.empty_like(value, memory_format=torch.contiguous_format)
-    d_rows = [lse.new_empty(query.shape[:-1] if x is not None else 0) for x in (row_gain, row_bias)]
+    d_rows = [lse.new_empty(query.shape[:-1] if x is not None else 0) for x in (given.row_scale, given.bias_scale)]
     return d_query, d_key, d_value, *d_rows
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, sinks, scaling, softcap, dropout, _, with_entropy = inputs
+    tensors, ctx.options = inputs[:12], inputs[12:16]
     ctx.save_for_backward(*output, *tensors)
-    ctx.options, ctx.with_entropy = (sinks, scaling, softcap, dropout), with_entropy
+    ctx.with_entropy = inputs[-1]
 
 
 def _autograd(ctx, grad, grad_lse, grad_entropy, run=_backward):  # type: ignore[no-untyped-def]
     saved = ctx.saved_tensors  # once: gradient checkpointing gives them out once
-    grad_entropy = grad_entropy if ctx.with_entropy else None
-    d_query, d_key, d_value, d_gain, d_bias = run(grad, grad_lse, grad_entropy, *saved, *ctx.options)
-    value, row_gain, row_bias = (saved[3 + i] for i in (2, 9, 10))
-    d_value = None if value is None else d_value
-    d_gain = None if row_gain is None else d_gain.to(row_gain.dtype)
-    d_bias = None if row_bias is None else d_bias.to(row_bias.dtype)
-    return d_query, d_key, d_value, *[None] * 6, d_gain, d_bias, *[None] * 7
+    given = _Arguments(*saved[3:], *ctx.options)
+    names = ("query", "key", "value", "row_scale", "bias_scale")
+    grads = run(grad, grad_lse, grad_entropy if ctx.with_entropy else None, *saved, *ctx.options)
+    by_name = {name: d.to(x.dtype) for name, d in zip(names, grads, strict=True) if (x := getattr(given, name)) is not None}
+    return tuple(by_name.get(name) for name in _Arguments._fields)
 
 
 _tiled.register_autograd(_autograd, setup_context=_setup_context)

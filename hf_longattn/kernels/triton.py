@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import HIGH, KEY_START, LOW, POSITION, START, Rows
+from .spec import LogitSpec
 
 try:
     import triton
@@ -82,29 +83,24 @@ def triton_attention(
     key: Tensor,
     value: Tensor | None,
     rows: Rows,
+    spec: LogitSpec,
     *,
-    scaling: float,
-    gain: Tensor | None = None,
-    bias: Tensor | None = None,
-    row_bias: Tensor | None = None,
-    sinks: int = 0,
     with_lse: bool = False,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention as `kernels.tiled.tiled_attention` defines it, with the same arguments where it has them.
+    """Attention as `kernels.tiled.tiled_attention` defines it, without row scales.
 
     Raises:
         ValueError: see `why_not_triton`.
     """
-    if (reason := why_not_triton(query, rows)) is not None:
+    if (reason := why_not_triton(query, rows, spec.softcap)) is not None:
         raise ValueError(reason)
-    if (gain is None) != (bias is None):
-        raise ValueError("gain and bias come together")
+    gain, bias, bias_scale = spec.gain, spec.bias, spec.bias_scale
     far = None
     if gain is not None and bias is not None and gain.shape[-1] >= key.shape[2] + query.shape[2] + MARGIN:
         far = _far_from(gain, bias) if torch.compiler.is_compiling() else _cached_far_from(gain, bias)
     index = rows.index.to(torch.int32)
-    tensors = (query, key, value, row_bias)
+    tensors = (query, key, value, bias_scale)
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     out, lse, entropy = _attention(
         query,
@@ -113,10 +109,10 @@ def triton_attention(
         index,
         gain,
         bias,
-        row_bias,
+        bias_scale,
         far,
-        float(scaling),
-        int(sinks),
+        float(spec.scaling),
+        int(spec.sinks),
         bool(with_entropy),
         bool(with_lse or grad),
     )
@@ -231,12 +227,12 @@ def _shared(
     ranges: Tensor,
     gain: Tensor | None,
     bias: Tensor | None,
-    row_bias: Tensor | None,
+    bias_scale: Tensor | None,
     blocks: Blocks,
     unused: Tensor,
 ) -> tuple[list[Any], dict[str, Any]]:
     """What every kernel is given after its inputs and outputs, and its constants; `unused` is where it reads nothing."""
-    tables = (gain, bias, None if row_bias is None else row_bias.float().contiguous())
+    tables = (gain, bias, None if bias_scale is None else bias_scale.float().contiguous())
     strides = [s for x in (query, key, value) for s in ((0, 0, 0) if x is None else x.stride()[:3])]
     strides += [x.stride(0) if x is not None and x.shape[0] > 1 else 0 for x in (index, ranges, gain, bias)]
     head_dim, value_dim = query.shape[-1], 16 if value is None else value.shape[-1]
@@ -245,7 +241,7 @@ def _shared(
         "HEADS": query.shape[1],
         "GROUP": query.shape[1] // key.shape[1],
         "MAP": gain is not None,
-        "HAS_Y": row_bias is not None and gain is not None,
+        "HAS_Y": bias_scale is not None and gain is not None,
         "VALUE": value is not None,
         "ROWS": blocks.rows,
         "COLUMNS": blocks.columns,
@@ -275,7 +271,7 @@ def _run_forward(
     index: Tensor,
     gain: Tensor | None,
     bias: Tensor | None,
-    row_bias: Tensor | None,
+    bias_scale: Tensor | None,
     far: Tensor | None,
     scaling: float,
     sinks: int,
@@ -302,7 +298,7 @@ def _run_forward(
     entropy = query.new_empty((batch, heads, q_len, splits) if with_entropy else (0,), dtype=torch.float32)
     chunk = triton.cdiv(triton.cdiv(kv_len, splits), blocks.columns) * blocks.columns
     programs = (1 if packed else triton.cdiv(q_len, blocks.rows)) * splits, batch * (kv_heads if packed else heads)
-    shared, constants = _shared(query, key, value, index, ranges, gain, bias, row_bias, blocks, unused=lse)
+    shared, constants = _shared(query, key, value, index, ranges, gain, bias, bias_scale, blocks, unused=lse)
     with torch.cuda.device_of(query):
         kernels.forward_kernel[programs](
             query, key, key if value is None else value, out, lse, entropy, *shared, scaling, sinks, chunk,
@@ -327,7 +323,7 @@ _attention_op = torch.library.custom_op(
     "hf_longattn::triton",
     _run_forward,
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor? value, Tensor index, Tensor? gain, Tensor? bias, Tensor? row_bias, "
+    schema="(Tensor query, Tensor key, Tensor? value, Tensor index, Tensor? gain, Tensor? bias, Tensor? bias_scale, "
     "Tensor? far, float scaling, int sinks, bool with_entropy, bool with_lse) -> (Tensor, Tensor, Tensor)",
 )
 
@@ -341,7 +337,7 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @_attention_op.register_fake
-def _(query, key, value, index, gain, bias, row_bias, far, scaling, sinks, with_entropy, with_lse):  # type: ignore[no-untyped-def]
+def _(query, key, value, index, gain, bias, bias_scale, far, scaling, sinks, with_entropy, with_lse):  # type: ignore[no-untyped-def]
     out = query.new_empty((0,) if value is None else (*query.shape[:-1], value.shape[-1]))
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
     return out, lse, query.new_empty(query.shape[:-1] if with_entropy else (0,), dtype=torch.float32)
@@ -361,7 +357,7 @@ def _backward_op(
     index: Tensor,
     gain: Tensor | None,
     bias: Tensor | None,
-    row_bias: Tensor | None,
+    bias_scale: Tensor | None,
     far: Tensor | None,
     scaling: float,
     sinks: int,
@@ -384,30 +380,30 @@ def _backward_op(
         torch.empty(key.shape, dtype=key.dtype, device=key.device),
     )
     d_value = key.new_empty(0) if value is None else torch.empty(value.shape, dtype=value.dtype, device=key.device)
-    d_row_bias = lse.new_empty(lse.shape if row_bias is not None else 0)
+    d_bias_scale = lse.new_empty(lse.shape if bias_scale is not None else 0)
     of_rows = (lse, delta, entropy, lse if grad_entropy is None else grad_entropy.float().contiguous())
     inputs = (query, key, key if value is None else value, query if grad is None else grad)
     for kernel, outputs, ranges_of, programs in (
-        (kernels.query_kernel, (d_query, d_row_bias), _column_ranges, (triton.cdiv(q_len, blocks.rows), batch * heads)),
+        (kernels.query_kernel, (d_query, d_bias_scale), _column_ranges, (triton.cdiv(q_len, blocks.rows), batch * heads)),
         (kernels.key_kernel, (d_key, d_value), _row_ranges, (triton.cdiv(kv_len, blocks.columns), batch * kv_heads)),
     ):
         ranges = ranges_of(index, kv_len, blocks, sinks, _tiles_from(far, gain))
-        shared, constants = _shared(query, key, value, index, ranges, gain, bias, row_bias, blocks, unused=lse)
+        shared, constants = _shared(query, key, value, index, ranges, gain, bias, bias_scale, blocks, unused=lse)
         with torch.cuda.device_of(query):
             kernel[programs](
                 *inputs, *outputs, *of_rows, *shared, scaling, sinks, ENTROPY=grad_entropy is not None, **constants
             )
-    return d_query, d_key, d_value, d_row_bias
+    return d_query, d_key, d_value, d_bias_scale
 
 
 @_backward_op.register_fake
-def _(grad, grad_lse, grad_entropy, out, lse, entropy, query, key, value, index, gain, bias, row_bias, *rest):  # type: ignore[no-untyped-def]
+def _(grad, grad_lse, grad_entropy, out, lse, entropy, query, key, value, index, gain, bias, bias_scale, *rest):  # type: ignore[no-untyped-def]
     d_value = key.new_empty(0) if value is None else value.new_empty(value.shape)
     return (
         query.new_empty(query.shape),
         key.new_empty(key.shape),
         d_value,
-        lse.new_empty(lse.shape if row_bias is not None else 0),
+        lse.new_empty(lse.shape if bias_scale is not None else 0),
     )
 
 
@@ -420,10 +416,12 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
 def _autograd(ctx, grad, grad_lse, grad_entropy):  # type: ignore[no-untyped-def]
     out, lse, entropy, *tensors = ctx.saved_tensors
     grad_entropy = grad_entropy if ctx.with_entropy else None
-    d_query, d_key, d_value, d_row_bias = _backward_op(grad, grad_lse, grad_entropy, out, lse, entropy, *tensors, *ctx.options)
-    value, row_bias = tensors[2], tensors[6]
-    d_row_bias = None if row_bias is None else d_row_bias.to(row_bias.dtype)
-    return d_query, d_key, None if value is None else d_value, None, None, None, d_row_bias, *[None] * 5
+    d_query, d_key, d_value, d_bias_scale = _backward_op(
+        grad, grad_lse, grad_entropy, out, lse, entropy, *tensors, *ctx.options
+    )
+    value, bias_scale = tensors[2], tensors[6]
+    d_bias_scale = None if bias_scale is None else d_bias_scale.to(bias_scale.dtype)
+    return d_query, d_key, None if value is None else d_value, None, None, None, d_bias_scale, *[None] * 5
 
 
 _attention_op.register_autograd(_autograd, setup_context=_setup_context)

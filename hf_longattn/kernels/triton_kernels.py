@@ -224,7 +224,7 @@ def query_kernel(
     E: tl.constexpr, EP: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """d_query and d_row_bias of one block of rows."""
+    """d_query and d_bias_scale of one block of rows."""
     block = tl.program_id(0)
     b, h = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
     row = block * ROWS + tl.arange(0, ROWS)

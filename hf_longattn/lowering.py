@@ -1,0 +1,235 @@
+"""A config and the tensors of one call, turned once into what kernels compute.
+
+    segments   each attention over an interval of keys that are rotated alike: its query, key and rows (remaps, windows)
+    spec       the logits: score, softcap, length temperature and logit map
+    finish     what comes after the weighted sum of values
+
+Attention runs every segment and merges by logsumexp; diagnostics ask for the logits. `reference.py` knows nothing of this: it
+is the definition that both are tested against.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .config import LongAttnConfig
+from .geometry import Rows
+from .kernels.spec import MASK_VALUE, LogitSpec
+from .kernels.triton import MARGIN
+from .methods.base import Band, LogitMap
+from .reference import finish, length_factor, require_rotation
+from .rotary import Rotation
+from .tracing import keepable, readable
+
+
+class KVSegment(NamedTuple):
+    """An interval of keys that are rotated alike.
+
+    Args:
+        rotation, angles: where keys are to be re-rotated as they are read: cos and sin by feature (see `Rotation.spread`).
+    """
+
+    query: Tensor
+    key: Tensor
+    rows: Rows
+    rotation: Rotation | None = None
+    angles: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def turn(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The further product that re-rotates the keys, as `kernels.tiled.KeyTurn`, or None."""
+        if self.rotation is None or self.angles is None:
+            return None
+        return self.rotation.quarter(self.query), *self.angles
+
+    def scores(self, which: Tensor, keys: int) -> Tensor:
+        """q . k of some rows with the first `keys` keys, (batch, heads, n, keys)."""
+        query, key = self.query[:, :, which], self.key[:, :, :keys]
+        if self.rotation is None or self.angles is None:
+            return _product(query, key)
+        cos, sin = (x[:, :keys].transpose(1, 2).to(key.dtype) for x in self.angles)
+        return _product(query, cos * key) + _product(self.rotation.quarter(query), sin * key)
+
+
+@dataclass(frozen=True, eq=False)
+class LoweredAttention:
+    """One call, lowered.
+
+    Args:
+        rows: the call's, over all segments.
+        factor: the temperature by length, (batch or 1, heads or 1, q_len), which spec and segments contain; None without one.
+    """
+
+    config: LongAttnConfig
+    rows: Rows
+    segments: tuple[KVSegment, ...]
+    spec: LogitSpec
+    learned: Mapping[str, nn.Module] | None = None
+    factor: Tensor | None = None
+
+    def scaled(self, factor: Tensor) -> LoweredAttention:
+        """The same call with its finished logits times a factor for each row, (batch, heads, q_len)."""
+        out = _scaled(self, factor)
+        if self.spec.gain is None:
+            return out
+        return dataclasses.replace(out, spec=dataclasses.replace(out.spec, bias_scale=factor))
+
+    def logits(self, which: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+        """The logits of some rows, (batch, heads, n, keys) with MASK_VALUE at masked pairs, and which pairs are visible.
+
+        Args:
+            which: numbers of rows, int64 (n,).
+            keys: how many keys from the first on; no row may see more.
+        """
+        spec, batch, heads = self.spec, *self.segments[0].query.shape[:2]
+        logits = self.segments[0].query.new_full((batch, heads, len(which), keys), MASK_VALUE)
+        visible = torch.zeros(1, dtype=torch.bool, device=logits.device)
+        for segment in self.segments:
+            shown = segment.rows.take(which).visible(keys)
+            logits = torch.where(shown, segment.scores(which, keys).mul_(spec.scaling), logits)
+            visible = visible | shown
+        if spec.softcap:
+            logits = spec.softcap * torch.tanh(logits / spec.softcap)
+        if spec.row_scale is not None:
+            logits = spec.row_scale[:, :, which, None] * logits
+        if spec.gain is not None and spec.bias is not None:
+            t = self.rows.distance(keys, which)
+            gain, bias = (x[:, t].transpose(0, 1) for x in (spec.gain, spec.bias))
+            sinks = self.rows.take(which).sinks(keys, spec.sinks)[:, None]
+            bias = bias if spec.bias_scale is None else spec.bias_scale[:, :, which, None] * bias
+            logits = torch.where(sinks, logits, gain * logits + bias)
+        return logits.masked_fill(~visible, MASK_VALUE), visible
+
+    def finish(self, output: Tensor) -> Tensor:
+        """The stages after the weighted sum of values."""
+        return finish(self.config, output, self.learned)
+
+
+def lower(
+    config: LongAttnConfig,
+    query: Tensor,
+    key: Tensor,
+    rows: Rows,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    learned: Mapping[str, nn.Module] | None = None,
+    rotation: Rotation | None = None,
+    wide: bool = False,
+    rotate_reading: bool = False,
+) -> LoweredAttention:
+    """Every stage of `config` but an entropy temperature, which needs a first pass (`LoweredAttention.scaled`).
+
+    Args:
+        wide: fold into query and key in float32 at least, for kernels that compute so anyway.
+        rotate_reading: the kernel re-rotates keys as it reads them, where a call has few queries.
+    """
+    kv_len = key.shape[2]
+    segments = _segments(config, query, key, rows, rotation, rotate_reading)
+    if wide:
+        segments = [s._replace(query=_wide(s.query), key=_wide(s.key)) for s in segments]
+    if config.score is not None:
+        for n, segment in enumerate(segments):
+            q, k, scaling = config.score.fold(segment.query, segment.key)
+            segments[n] = segment._replace(query=q, key=k)
+    spec = LogitSpec(scaling=scaling, softcap=softcap)
+    if config.logit_map is not None:
+        gain, bias = distance_tables(config.logit_map, query.shape[1], table_length(rows, kv_len), query)
+        spec = dataclasses.replace(spec, gain=gain, bias=bias, sinks=config.logit_map.sink_tokens)
+    call = LoweredAttention(config, rows, tuple(segments), spec, learned)
+    visible = functools.reduce(torch.add, (s.rows.count(kv_len) for s in segments))
+    factor = length_factor(config, visible, query, learned)
+    return call if factor is None else dataclasses.replace(_scaled(call, factor), factor=factor)
+
+
+#: Up to this many queries, keys are re-rotated while they are read instead of once before: decoding keeps no second cache.
+FEW_QUERIES = 16
+
+
+def _segments(
+    config: LongAttnConfig, query: Tensor, key: Tensor, rows: Rows, rotation: Rotation | None, rotate_reading: bool
+) -> list[KVSegment]:
+    """One for every band of keys that the config shows and rotates alike."""
+    if config.positions is None and config.visibility is None:
+        return [KVSegment(query, key, rows)]
+    i, j = rows.query_positions(), rows.key_positions(key.shape[2])
+    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+    reading = rotate_reading and readable(query) and query.shape[2] <= FEW_QUERIES and not grad
+    segments = []
+    for where, positions in enumerate(config.positions.bands(i) if config.positions else [Band()]):
+        for which, seen in enumerate(config.visibility.bands(i) if config.visibility else [Band()]):
+            q, k, angles = query, key, None
+            for method, number, band in ((config.positions, where, positions), (config.visibility, which, seen)):
+                if band.query is not None:
+                    q = require_rotation(rotation).move(query, i, band.query, (method, number, "query"))
+                if band.key is not None and reading:
+                    angles = require_rotation(rotation).spread(j, band.key, (method, number, "key"), key.shape[-1])
+                elif band.key is not None:
+                    k = require_rotation(rotation).move(key, j, band.key, (method, number, "key"))
+            shown = rows.once(
+                (config.positions, where, config.visibility, which), functools.partial(_narrowed, rows, positions, seen)
+            )
+            segments.append(KVSegment(q, k, shown, rotation, angles))
+    return segments
+
+
+def _narrowed(rows: Rows, *bands: Band) -> Rows:
+    for band in bands:
+        rows = rows.narrowed(band.first, band.last)
+    return rows
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _scaled(call: LoweredAttention, factor: Tensor) -> LoweredAttention:
+    """Scores times a factor for each row: on the query, or after the softcap where the model has one."""
+    if call.spec.softcap:
+        row_scale = factor.expand(call.segments[0].query.shape[:3])
+        return dataclasses.replace(call, spec=dataclasses.replace(call.spec, row_scale=row_scale))
+
+    segments = (s._replace(query=(s.query * factor[..., None]).to(s.query.dtype)) for s in call.segments)
+    return dataclasses.replace(call, segments=tuple(segments))
+
+
+def _product(query: Tensor, key: Tensor) -> Tensor:
+    """q . k, (batch, heads, n, keys); query heads that share a key head are multiplied with it together."""
+    batch, heads, n, width = query.shape
+    together = query.reshape(batch, key.shape[1], -1, width) @ key.transpose(-1, -2)
+    return together.reshape(batch, heads, n, -1)
+
+
+def table_length(rows: Rows, kv_len: int) -> int:
+    """A length beyond every distance in the call; from shapes alone, unless positions are explicit.
+
+    Of few distinct values; where tables are built in a graph, which any length is to pass through, no more than it takes.
+    """
+    if not readable(rows.index):
+        return kv_len + rows.index.shape[1] + MARGIN  # kernels refuse distances beyond it
+    farthest = kv_len + rows.index.shape[1] - 1 if rows.key_ids is None else rows.span
+    return 1 << max(10, (farthest + MARGIN).bit_length())
+
+
+def distance_tables(logit_map: LogitMap, heads: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The map's gain and bias by distance, built in float64, in the dtype of the logits; cached."""
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    if not keepable(like):
+        return _tables(logit_map, heads, length, like.device, dtype)
+    return _cached_tables(logit_map, heads, length, like.device, dtype)
+
+
+def _tables(logit_map: LogitMap, heads: int, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False), torch.no_grad():  # a cached tensor must serve training too
+        gain, bias = logit_map.tables(heads, length, device)
+        return gain.to(dtype), bias.to(dtype)
+
+
+_cached_tables = functools.lru_cache(maxsize=128)(_tables)
