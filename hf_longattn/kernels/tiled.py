@@ -64,14 +64,12 @@ def tiled_attention(
     arguments = _Arguments(
         *(query, key, value, rows.index, rows.allowed, rows.query_ids, rows.key_ids),
         *(spec.gain, spec.bias, spec.row_scale, spec.bias_scale, seed),
-        *(
-            int(spec.sinks),
-            float(spec.scaling),
-            float(spec.softcap or 0.0),
-            float(dropout),
-            bool(with_lse),
-            bool(with_entropy),
-        ),
+        sinks=int(spec.sinks),
+        scaling=float(spec.scaling),
+        softcap=float(spec.softcap or 0.0),
+        dropout=float(dropout),
+        with_lse=bool(with_lse),
+        with_entropy=bool(with_entropy),
     )
     tensors = (query, key, value, spec.row_scale, spec.bias_scale)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -91,7 +89,7 @@ class _Arguments(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor | None
-    index: Tensor
+    rows: Tensor
     allowed: Tensor | None
     query_ids: Tensor | None
     key_ids: Tensor | None
@@ -109,7 +107,7 @@ class _Arguments(NamedTuple):
 
 
 SCHEMA = (
-    "Tensor query, Tensor key, Tensor? value, Tensor index, Tensor? allowed, Tensor? query_ids, Tensor? key_ids, "
+    "Tensor query, Tensor key, Tensor? value, Tensor rows, Tensor? allowed, Tensor? query_ids, Tensor? key_ids, "
     "Tensor? gain, Tensor? bias, Tensor? row_scale, Tensor? bias_scale, Tensor? seed, int sinks, float scaling, "
     "float softcap, float dropout"
 )
@@ -489,9 +487,9 @@ def _gradients(
         if grad_lse is not None:
             delta -= grad_lse.to(a.dtype)
         lse = lse.masked_fill(lse == float("-inf"), 0.0)  # a row that sees nothing: exp(MASK_VALUE) is 0
-        by_row = {"delta": delta, "lse": lse, "gain": row_scale}
-        by_row |= {} if grad_entropy is None else {"entropy": entropy, "d_entropy": grad_entropy}
-        by_row = {name: a.grouped(x.to(a.dtype)[..., None]) for name, x in by_row.items() if x is not None}
+        given_rows = {"delta": delta, "lse": lse, "gain": row_scale}
+        given_rows |= {} if grad_entropy is None else {"entropy": entropy, "d_entropy": grad_entropy}
+        by_row = {name: a.grouped(x.to(a.dtype)[..., None]) for name, x in given_rows.items() if x is not None}
         by_row |= {} if value is None else {"grad": a.grouped(grad.to(a.dtype))}
         d_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
         d_key = torch.zeros_like(a.key)

@@ -1,0 +1,61 @@
+"""Logits and gradients of every case, saved by one version of the package and compared by another.
+
+    python tests/regression.py save FILE       # before a change
+    python tests/regression.py check FILE      # after it: prints the largest differences, fails beyond 1e-6
+
+Tiny models of some families, a full pass forward and backward, and one through a cache token by token; float32, one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from cases import CASES, families
+from helpers import SCENARIOS, fresh, tokens
+from torch import Tensor
+
+FAMILIES = ("llama", "gemma2", "gpt2")
+BACKENDS = ("auto", "tiled", "reference")
+TOLERANCE = 1e-6
+
+
+def results() -> dict[str, Tensor]:
+    out = {}
+    for case, config in CASES.items():
+        for family in (f for f in FAMILIES if f in families(case)):
+            for backend in BACKENDS:
+                model, name = fresh(family, config.replace(backend=backend)), f"{case} {family} {backend}"
+                logits = model(tokens(), use_cache=False).logits
+                logits.sin().sum().backward()
+                out[f"{name} logits"] = logits.detach()
+                out |= {f"{name} gradient {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+                out[f"{name} decoding"] = SCENARIOS["left_padded_dynamic_chunks"](model, tokens())
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["save", "check"])
+    parser.add_argument("file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    now = results()
+    if args.what == "save":
+        torch.save(now, args.file)
+        return
+    before = torch.load(args.file)
+    if before.keys() != now.keys():
+        raise SystemExit(f"not the same results: {sorted(before.keys() ^ now.keys())[:5]}")
+    scale = {name: max(float(x.abs().max()), 1.0) for name, x in before.items()}
+    worst = sorted(((float((now[n] - x).abs().max()) / scale[n], n) for n, x in before.items()), reverse=True)
+    same = sum(torch.equal(now[n], x) for n, x in before.items())
+    print(f"{len(worst)} tensors, {same} equal bit for bit; the largest differences:")
+    for difference, name in worst[:8]:
+        print(f"  {difference:.1e}  {name}")
+    if worst[0][0] > TOLERANCE:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
