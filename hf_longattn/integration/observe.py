@@ -11,7 +11,8 @@ from torch import nn
 from ..attention import Call
 from ..config import CUSTOM, LongAttnConfig
 from .dispatch import LayerPlan
-from .model import Layer, _configs, _layers, _pretrained, remember
+from .layers import Layer, configs_of, layers_of, pretrained
+from .model import remember
 from .names import is_ours
 
 #: Called after every attention call of an observed layer.
@@ -32,9 +33,9 @@ def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None =
     Raises:
         ValueError: `layers` names one that is not there or is left alone.
     """
-    base = _pretrained(model)
-    saved = [(c, c._attn_implementation, c.longattn) for c in _configs(base, causal=True)]
-    before = {id(layer.module): layer.module.__dict__.get("longattn_plan") for layer in _layers(base)}
+    base = pretrained(model)
+    saved = [(c, c._attn_implementation, c.longattn) for c in configs_of(base, causal=True)]
+    before = {id(layer.module): layer.module.__dict__.get("longattn_plan") for layer in layers_of(base)}
     wanted = None if layers is None else set(layers)
     observed = []
     left_alone: dict[int, str] = {}
@@ -44,7 +45,7 @@ def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None =
                 remember(base, config, implementation)
                 config._attn_implementation_internal = CUSTOM
                 config.longattn = LongAttnConfig().to_dict()
-        for layer in _layers(base):
+        for layer in layers_of(base):
             plan: LayerPlan | None = before[id(layer.module)]
             if plan is None or plan.section is not layer.module.config.longattn:
                 unchanged = layer.why_never or ("sliding window" if layer.windowed else None)
@@ -73,7 +74,7 @@ def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None =
         for config, implementation, section in saved:
             config._attn_implementation_internal = implementation
             config.longattn = section
-        for layer in _layers(base):
+        for layer in layers_of(base):
             layer.module.__dict__.pop("longattn_plan", None)
             if (plan := before[id(layer.module)]) is not None:
                 layer.module.longattn_plan = plan

@@ -26,17 +26,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from ..config import LongAttnConfig
-from .model import (
-    all_configs,
-    forget,
-    prepare,
-    prove_rotations,
-    refuse_while_suspended,
-    remember,
-    tell_adapters,
-    warn_of_lost_softcap,
-)
+from .layers import all_configs
+from .model import forget, prepare, refuse_while_suspended, remember, tell_adapters, warn_of_lost_softcap
 from .names import PREFIX, is_ours, short
+from .proof import prove_rotations
 
 
 def install() -> None:
