@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..config import LongAttnConfig
 from ..tracing import readable
-from .layers import Layer
+from .layers import Layer, candidates_of
 
 
 def refuse_layers(model: nn.Module, config: LongAttnConfig, candidates: list[Layer], chosen: list[Layer]) -> None:
@@ -22,21 +22,22 @@ def refuse_layers(model: nn.Module, config: LongAttnConfig, candidates: list[Lay
             f"{config.name} cannot go into {name}: its attention makes a mask of its own from transformers' mask, and could "
             "not read the one that we put in its place"
         )
-    if sinks := [x.index for x in chosen or candidates if x.has_sinks]:
-        free = [x.index for x in candidates if not x.has_sinks]
+    if refused := {x.index: x.refusal for x in chosen or candidates if x.refusal}:
+        free = [x.index for x in candidates if not x.refusal]
+        reasons = ", ".join(dict.fromkeys(refused.values()))  # type: ignore[arg-type]
         raise ValueError(
-            f"{config.name} cannot go into the layers {sinks} of {name}: learned sinks (s_aux) join their softmax, and no "
-            f"method computes that. {f'Pass layers={free}, which have none' if free else 'All layers of this model have them'}"
+            f"{config.name} cannot go into the layers {list(refused)} of {name}: {reasons}, and no"
+            f" method computes that. {f'Pass layers={free}, which do not' if free else 'All layers of this model do so'}"
         )
 
 
 def guard_positions(model: PreTrainedModel) -> None:
     """Refuse positions beyond a learned position table, with the reason instead of an index error."""
-    size = getattr(model.config, "max_position_embeddings", None)
+    size = getattr(candidates_of(model)[0].module.config, "max_position_embeddings", None)
     for module in model.modules():
         if (
             isinstance(module, nn.Embedding)
-            and module.num_embeddings == size
+            and _entries(module) == size
             and module is not model.get_input_embeddings()
             and "longattn_guard" not in module.__dict__
         ):
@@ -50,15 +51,22 @@ def _check_learned_positions(table: nn.Module, args: tuple[Any, ...], kwargs: di
         return
     call = inspect.signature(type(table).forward).bind(table, *args, **kwargs).arguments
     positions = call.get("position_ids", call.get("input"))
+    if positions is None and "attention_mask" in call:  # OPT and BioGPT count
+        positions = call["attention_mask"].cumsum(1) - 1
     if isinstance(positions, Tensor) and not readable(positions):
         return
     if positions is not None:
         last = int(positions.max())
-    else:  # Marian, Pegasus and Blenderbot take a shape (batch, q_len), and how many tokens came before
+    else:  # others take tokens or their shape (batch, q_len), and how many came before
         last = getattr(args[0], "shape", args[0])[1] + call.get("past_key_values_length", 0) - 1
-    size = int(table.num_embeddings)  # type: ignore[arg-type]
+    size = _entries(table)
     if last >= size:
         raise ValueError(
             f"position {last} lies beyond this model's position table of {size} entries. No attention method can extend a "
             "table: shorten the text, or use a model with rotary positions"
         )
+
+
+def _entries(table: Any) -> int:
+    """How many positions a table has; Bart's and its like keep a few rows before the first (`offset`)."""
+    return int(table.num_embeddings) - getattr(table, "offset", 0)

@@ -13,6 +13,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..config import ModelFacts
 from .rotation import find_rotary
 
+#: What the types in a config's layer_types say: all keys before the query are seen, or a window of them.
+_KINDS = {
+    "full_attention": "full",
+    "hybrid": "full",  # beside a recurrent mixer in the same layer
+    "sliding_attention": "window",
+    "chunked_attention": "window",
+    "hybrid_sliding": "window",
+    "window_attention": "window",
+}
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -23,13 +33,17 @@ class Layer:
 
     @property
     def index(self) -> int:
-        return int(self.module.layer_idx)
+        """Its number; of modules that do not know theirs (Zamba) the one in the name."""
+        own = self.module.layer_idx
+        return int(own) if own is not None else next(int(part) for part in self.name.split(".") if part.isdigit())
 
     @property
     def why_never(self) -> str | None:
         """Why no method can apply here, or None."""
-        if getattr(self.module, "is_cross_attention", False):
+        if getattr(self.module, "is_cross_attention", False) or "cross_attention_states" in _code(self.module).co_varnames:
             return "cross-attention"
+        if not hasattr(self.module, "layer_idx"):
+            return "not causal"  # no KV cache: towers whose is_causal says nothing
         return None if getattr(self.module, "is_causal", True) else "not causal"
 
     @property
@@ -38,21 +52,37 @@ class Layer:
         return any(getattr(self.module, name, None) is not None for name in ("prepare_dynamic_mask", "indexer"))
 
     @property
-    def has_sinks(self) -> bool:
-        """Whether a learned logit per head joins the softmax (`s_aux`)."""
-        return getattr(self.module, "sinks", None) is not None
+    def refusal(self) -> str | None:
+        """What its softmax does that no method computes, or None."""
+        if _passes(self.module, "position_bias"):
+            return "a learned bias (position_bias) joins their logits"
+        if getattr(self.module, "sinks", None) is not None:
+            return "learned sinks (s_aux) join their softmax"
+        if self.kind not in ("full", "window"):
+            return f"the config calls their attention {self.kind!r}, which is not known to see all keys or a window of them"
+        return None
 
     @property
     def type(self) -> str | None:
         """The entry in the config's layer_types, if it has them."""
         types = getattr(self.module.config, "layer_types", None)
-        return None if types is None else types[self.index]
+        return None if types is None or self.why_never else types[self.index]
+
+    @property
+    def kind(self) -> str:
+        """ "full", "window", or a layer type that stands for neither."""
+        if self.type is not None:
+            return _KINDS.get(self.type, self.type)
+        return "full" if getattr(self.module.config, "sliding_window", None) is None else "window"
 
     @property
     def windowed(self) -> bool:
-        if self.type is not None:
-            return self.type != "full_attention"
-        return getattr(self.module.config, "sliding_window", None) is not None
+        return self.kind == "window"
+
+    @property
+    def why_not(self) -> str | None:
+        """Why `layers="full_attention"` leaves it alone, or None."""
+        return self.why_never or {"full": None, "window": "sliding window"}.get(self.kind, self.kind)
 
 
 def pretrained(model: nn.Module) -> PreTrainedModel:
@@ -65,10 +95,18 @@ def pretrained(model: nn.Module) -> PreTrainedModel:
 
 def layers_of(model: nn.Module) -> Iterator[Layer]:
     for name, module in model.named_modules():
-        forward = inspect.unwrap(type(module).forward)
-        names = getattr(getattr(forward, "__code__", None), "co_names", ())
-        if "ALL_ATTENTION_FUNCTIONS" in names and hasattr(module, "config"):
+        if hasattr(module, "config") and "ALL_ATTENTION_FUNCTIONS" in getattr(_code(module), "co_names", ()):
             yield Layer(name, module)
+
+
+def _code(module: nn.Module) -> Any:
+    """The code of a module's forward function."""
+    return getattr(inspect.unwrap(type(module).forward), "__code__", None)
+
+
+def _passes(module: nn.Module, argument: str) -> bool:
+    """Whether a module's forward function hands on something under this name."""
+    return any(argument == c or (isinstance(c, tuple) and argument in c) for c in _code(module).co_consts)
 
 
 def all_configs(model: nn.Module) -> list[Any]:
@@ -77,13 +115,30 @@ def all_configs(model: nn.Module) -> list[Any]:
     return list({id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values())
 
 
-def configs_of(model: nn.Module, *, causal: bool) -> list[Any]:
-    """The distinct config objects of a model's attention modules, in order; only of causal ones if asked."""
-    found = {id(x.module.config): x.module.config for x in layers_of(model) if not (causal and x.why_never)}
-    return list(found.values())
+def candidates_of(model: PreTrainedModel) -> list[Layer]:
+    """The layers that a method may go into: the causal self-attention of the language model; all share one config object.
+
+    Other causal parts (speech codecs, talkers) are left alone. Empty where none of several parts is the language model.
+    """
+    found = [x for x in layers_of(model) if not x.why_never]
+    text = language_config(model.config)
+    named = [x for x in found if x.module.config is text]
+    return named or (found if len({id(x.module.config) for x in found}) == 1 else [])
 
 
-def facts_of(model: nn.Module, config: Any, layers: list[Layer]) -> ModelFacts:
+def language_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of a composite model's language model; of any other model its own."""
+    if not config.sub_configs:
+        return config
+    try:
+        return config.get_text_config()
+    except ValueError:  # a text encoder beside a decoder (MusicGen): only the decoder is causal
+        return getattr(config, "decoder", config)
+
+
+def facts_of(model: nn.Module, layers: list[Layer]) -> ModelFacts:
+    """What a method may ask about a model, of these layers of it."""
+    config = layers[0].module.config
     rope = getattr(config, "rope_parameters", None) or {}
     if isinstance(rope.get("full_attention"), dict):
         rope = rope["full_attention"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import transformers
@@ -15,7 +15,7 @@ from ..config import CUSTOM, LongAttnConfig, ModelFacts
 from ..methods.learned import LearnedParts, learned_parts
 from .dispatch import LayerPlan
 from .guards import guard_positions, refuse_layers
-from .layers import Layer, all_configs, configs_of, facts_of, layers_of, pretrained
+from .layers import Layer, all_configs, candidates_of, facts_of, layers_of, pretrained
 from .masks import Before, base_implementation, before
 from .names import is_ours, name_for, short
 from .proof import prove_at_first_call, prove_rotations, rotation_of
@@ -49,33 +49,26 @@ def apply(model: Model, method: str | LongAttnConfig, **parameters: Any) -> Mode
         config = LongAttnConfig.preset(method, **parameters)
     base = pretrained(model)
     refuse_while_suspended(base)
-    configs = configs_of(base, causal=True)
-    if not configs:
-        raise ValueError(_nothing(base, config, []))
-    plans = {id(c): _plan(base, c, config) for c in configs}
+    section, assignments = _plan(base, config)
     warn_of_lost_softcap(base)
-    earlier = [(c, c._attn_implementation, c.longattn) for c in configs]
-    replaced = [(m, m.__dict__.get("longattn_plan")) for _, assignments in plans.values() for m, _, _ in assignments]
-    for c in configs:
-        section, assignments = plans[id(c)]
-        if not is_ours(c._attn_implementation):
-            remember(base, c, c._attn_implementation)
-        c._attn_implementation = name_for(config.name)
-        c.longattn = section
-        for module, plan, _ in assignments:
-            module.longattn_plan = plan
+    target = candidates_of(base)[0].module.config
+    earlier = target._attn_implementation, target.longattn
+    replaced = [(module, module.__dict__.get("longattn_plan")) for module, _, _ in assignments]
+    if not is_ours(target._attn_implementation):
+        remember(base, target, target._attn_implementation)
+    target._attn_implementation_internal = name_for(config.name)  # not by the property, which would switch towers too
+    target.longattn = section
+    for module, plan, _ in assignments:
+        module.longattn_plan = plan
     try:
         prove_rotations(base)
     except Exception:
-        for c, implementation, section in earlier:
-            c._attn_implementation = implementation
-            c.longattn = section
-        for module, plan in replaced:
-            module.longattn_plan = plan
+        target._attn_implementation_internal, target.longattn = earlier
+        for module, before_it in replaced:
+            module.longattn_plan = before_it
         raise
-    for _, assignments in plans.values():
-        _commit(assignments)
-    _sync_top(base, configs)
+    _commit(assignments)
+    _sync_top(base, target)
     guard_positions(base)
     prove_at_first_call(base)
     tell_adapters(base)
@@ -170,7 +163,8 @@ def update(model: Model, **parameters: Any) -> Model:
 def config_of(model: nn.Module) -> LongAttnConfig:
     """The config that a model runs; ValueError if it runs none."""
     base = pretrained(model)
-    for c in configs_of(base, causal=True):
+    for layer in candidates_of(base):
+        c = layer.module.config
         if is_ours(c._attn_implementation) and c.longattn:
             return LongAttnConfig.from_dict(c.longattn)
     raise ValueError(f"{type(base).__name__} runs {base.config._attn_implementation!r}, not an hf_longattn method")
@@ -179,30 +173,36 @@ def config_of(model: nn.Module) -> LongAttnConfig:
 def bound_config(model: nn.Module, config: LongAttnConfig) -> tuple[LongAttnConfig, ModelFacts]:
     """The config with all defaults that depend on the model filled in, and those facts; the model is not changed."""
     base = pretrained(model)
-    targets = configs_of(base, causal=True)
-    if not targets:
+    layers = candidates_of(base)
+    if not layers:
         raise ValueError(_nothing(base, config, []))
-    layers = [x for x in layers_of(base) if x.module.config is targets[0] and not x.why_never]
-    facts = facts_of(base, targets[0], [x for x in layers if not x.windowed] or layers)
+    facts = facts_of(base, [x for x in layers if not x.why_not] or layers)
     return config.bind(facts), facts
 
 
 def prepare(model: PreTrainedModel) -> None:
-    """Decide for every attention module what it does; called whenever a model is built or its attention changes."""
-    active = [c for c in configs_of(model, causal=True) if is_ours(c._attn_implementation)]
-    for c in active:
-        config = LongAttnConfig.parse(short(c._attn_implementation), c.longattn)
-        section, assignments = _plan(model, c, config)
-        c.longattn = section
-        _commit(assignments)
-    if active:
-        # Vision towers and other encoders under the same name are left alone, by a plan that says so
-        for layer in layers_of(model):
-            if layer.why_never and is_ours(layer.module.config._attn_implementation):
-                layer.module.longattn_plan = LayerPlan(layer.module.config.longattn, None, layer.why_never)
-        _sync_top(model, active)
-        guard_positions(model)
-        prove_at_first_call(model)
+    """Decide for every attention module what it does; called whenever a model is built or its attention changes.
+
+    Raises:
+        ValueError: the model runs one of our names, and nothing in it can; or the config does not fit.
+    """
+    named = next((c for c in all_configs(model) if is_ours(c._attn_implementation)), None)
+    if named is None:
+        return
+    target = next((x.module.config for x in candidates_of(model)), None)
+    if target is None or not is_ours(target._attn_implementation):
+        refuse_name(model, named._attn_implementation, named.longattn)
+    config = LongAttnConfig.parse(short(target._attn_implementation), target.longattn)
+    target.longattn, assignments = _plan(model, config)
+    _commit(assignments)
+    # Vision towers and other parts under the same name are left alone, by a plan that says so
+    for layer in layers_of(model):
+        c = layer.module.config
+        if is_ours(c._attn_implementation) and (layer.why_never or c is not target):
+            layer.module.longattn_plan = LayerPlan(c.longattn, None, layer.why_never or "not the language model")
+    _sync_top(model, target)
+    guard_positions(model)
+    prove_at_first_call(model)
 
 
 def forget(model: nn.Module) -> None:
@@ -261,16 +261,19 @@ def _shown(method: Any) -> str:
     return f"{method.name}({', '.join(f'{k}={v}' for k, v in short_lists.items())})"
 
 
-def _plan(model: nn.Module, target: Any, config: LongAttnConfig) -> tuple[dict[str, Any], list[Assignment]]:
-    """The longattn section and the plan of every attention module that shares the config object `target`."""
+def _plan(model: PreTrainedModel, config: LongAttnConfig) -> tuple[dict[str, Any], list[Assignment]]:
+    """The longattn section and the plan of every attention module of the language model."""
+    candidates = candidates_of(model)
+    if not candidates:
+        raise ValueError(_nothing(model, config, []))
+    target = candidates[0].module.config
     layers = [x for x in layers_of(model) if x.module.config is target]
-    candidates = [x for x in layers if not x.why_never]
     chosen = []
     for layer in candidates:
-        by_type = config.layers == "all" or (config.layers == "full_attention" and not layer.windowed)
+        by_type = config.layers == "all" or (config.layers == "full_attention" and not layer.why_not)
         if by_type or (not isinstance(config.layers, str) and layer.index in config.layers):
             chosen.append(layer)
-    facts = facts_of(model, target, chosen or candidates)
+    facts = facts_of(model, chosen or candidates)
     bound = config.bind(facts)
     if not isinstance(config.layers, str) and (missing := set(config.layers) - {x.index for x in candidates}):
         raise ValueError(f"layers names {sorted(missing)}, which have no causal softmax attention in this model")
@@ -295,7 +298,7 @@ def _plan(model: nn.Module, target: Any, config: LongAttnConfig) -> tuple[dict[s
                 section, bound.for_layer(layer.index), windowed=layer.windowed, heads=facts.num_heads, rotary=source
             )
         else:
-            reason = layer.why_never or ("sliding window" if layer.windowed else "not in `layers`")
+            reason = layer.why_not or "not in `layers`"
             plan = LayerPlan(section, None, reason, layer.windowed)
         parts = {} if plan.config is None else {m.slot: part for m in plan.config.methods if (part := _learned(m, facts))}
         plans.append((layer.module, plan, parts))
@@ -347,13 +350,18 @@ def _shapes(part: nn.Module) -> dict[str, torch.Size]:
     return {name: p.shape for name, p in part.named_parameters()}
 
 
-def _sync_top(model: PreTrainedModel, configs: list[Any]) -> None:
+def _sync_top(model: PreTrainedModel, target: Any) -> None:
     """A composite model's own config shows the section of its language model."""
-    if len(configs) == 1 and model.config is not configs[0]:
-        object.__setattr__(model.config, "_longattn", configs[0].longattn)
+    if model.config is not target:
+        object.__setattr__(model.config, "_longattn", target.longattn)
 
 
-def _nothing(model: nn.Module, config: LongAttnConfig, candidates: list[Layer]) -> str:
+def refuse_name(model: PreTrainedModel, name: str, section: dict[str, Any] | None = None) -> NoReturn:
+    """Raise what `apply` raises for a model that has no layer for a method."""
+    raise ValueError(_nothing(model, LongAttnConfig.parse(short(name), section), []))
+
+
+def _nothing(model: PreTrainedModel, config: LongAttnConfig, candidates: list[Layer]) -> str:
     if not config.methods:
         return (
             f"attn_implementation={CUSTOM!r} takes its method from the longattn section, and that fills no slot: pass "
@@ -364,7 +372,11 @@ def _nothing(model: nn.Module, config: LongAttnConfig, candidates: list[Layer]) 
             f"{config.name} applies to 0 layers of {type(model).__name__}: all {len(candidates)} causal attention layers have "
             'a sliding window. Pass longattn={"layers": "all"} to change them anyway, or unset the window in the config'
         )
-    return (
-        f"{config.name} applies to 0 layers of {type(model).__name__}: it has no causal attention that goes through "
-        "transformers' attention interface"
-    )
+    why = "it has no causal attention that goes through transformers' attention interface"
+    if parts := dict.fromkeys(type(x.module.config).__name__ for x in layers_of(model) if not x.why_never):
+        why = (
+            f"its causal attention is in several parts ({', '.join(parts)}), of which none is the language model by its config"
+        )
+    if runs := next((x.module.config._attn_implementation for x in candidates_of(model)), None):
+        why = f"transformers left its language model under {runs!r}. Use hf_longattn.apply(model, ...)"
+    return f"{config.name} applies to 0 layers of {type(model).__name__}: {why}"
