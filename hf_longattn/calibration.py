@@ -15,7 +15,8 @@ from .attention import Call
 from .config import LongAttnConfig
 from .diagnostics.blocks import blocks
 from .evaluation import copying_heads
-from .integration.model import Layer, bound_config
+from .integration.layers import Layer
+from .integration.model import bound_config
 from .integration.observe import observe
 from .methods import LeakyReRope, OutputLayerNorm, OutputStandardise, ScaleInvariant
 

@@ -373,7 +373,7 @@ def test_a_layer_that_joins_later_is_proven_too() -> None:
         *args, position_embeddings=(torch.ones_like(position_embeddings[0]), 0 * position_embeddings[1]), **kwargs
     )
     hf_longattn.apply(m, "rerope", window=7, layers=[1, 2, 3])
-    with pytest.raises(ValueError, match=r"does not give what model\.layers\.0\.self_attn computes"):
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn does not rotate"):
         hf_longattn.update(m, layers="all")
     assert hf_longattn.config_of(m).layers == (1, 2, 3)
 
@@ -417,6 +417,9 @@ def test_a_loaded_model_is_proven_at_its_first_call(base: Path) -> None:
     want = logits(hf_longattn.apply(stock("llama"), "rerope", window=7))
     assert torch.equal(logits(m), want)
     assert not any("longattn_proof" in x.__dict__ for x in m.modules())
+    m = AutoModelForCausalLM.from_pretrained(base, attn_implementation="rerope", longattn={"window": 7})
+    with torch.no_grad():  # without its head first
+        close(m.lm_head(m.model(tokens(), use_cache=False).last_hidden_state), want)
     broken = AutoModelForCausalLM.from_pretrained(base, attn_implementation="rerope", longattn={"window": 7})
     break_rotation(broken, "other order")
     for _ in range(2):  # it does not wear off

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from ..attention import Call
-from ..integration.model import Layer
+from ..integration.layers import Layer
 from ..integration.observe import observe
 from .result import Diagnostics
 from .sums import Options, Sums, check_what, collect

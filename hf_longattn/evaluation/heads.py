@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..attention import Call
 from ..config import LongAttnConfig
 from ..diagnostics.blocks import blocks
-from ..integration.model import Layer
+from ..integration.layers import Layer
 from ..integration.observe import observe
 from .copying import PASSAGE, SKIP, Copy, with_copies
 

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import inspect
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import transformers
-from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel
 
-from ..attention import Call
 from ..config import CUSTOM, LongAttnConfig, ModelFacts
 from ..methods.learned import LearnedParts, learned_parts
-from ..tracing import readable
 from .dispatch import LayerPlan
+from .guards import guard_positions, refuse_layers
+from .layers import Layer, all_configs, candidates_of, facts_of, layers_of, pretrained
 from .masks import Before, base_implementation, before
 from .names import is_ours, name_for, short
-from .rotation import PROBE, RotarySource, find_rotary, prove
+from .proof import prove_at_first_call, prove_rotations, rotation_of
+from .rotation import RotarySource
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -31,47 +28,6 @@ SUSPENDED = "longattn_suspended"
 
 #: An attention module, its plan, and the learned parts of its methods by slot.
 Assignment = tuple[Any, LayerPlan, dict[str, nn.Module]]
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One attention module of a model, as transformers calls it."""
-
-    name: str
-    module: Any
-
-    @property
-    def index(self) -> int:
-        return int(self.module.layer_idx)
-
-    @property
-    def why_never(self) -> str | None:
-        """Why no method can apply here, or None."""
-        if getattr(self.module, "is_cross_attention", False):
-            return "cross-attention"
-        return None if getattr(self.module, "is_causal", True) else "not causal"
-
-    @property
-    def own_mask(self) -> bool:
-        """Whether the module reads the mask itself, before attention gets it (Doge; the indexers of sparse attention)."""
-        return any(getattr(self.module, name, None) is not None for name in ("prepare_dynamic_mask", "indexer"))
-
-    @property
-    def has_sinks(self) -> bool:
-        """Whether a learned logit per head joins the softmax (`s_aux`)."""
-        return getattr(self.module, "sinks", None) is not None
-
-    @property
-    def type(self) -> str | None:
-        """The entry in the config's layer_types, if it has them."""
-        types = getattr(self.module.config, "layer_types", None)
-        return None if types is None else types[self.index]
-
-    @property
-    def windowed(self) -> bool:
-        if self.type is not None:
-            return self.type != "full_attention"
-        return getattr(self.module.config, "sliding_window", None) is not None
 
 
 def apply(model: Model, method: str | LongAttnConfig, **parameters: Any) -> Model:
@@ -91,37 +47,30 @@ def apply(model: Model, method: str | LongAttnConfig, **parameters: Any) -> Mode
         config = method.replace(**parameters) if parameters else method
     else:
         config = LongAttnConfig.preset(method, **parameters)
-    base = _pretrained(model)
+    base = pretrained(model)
     refuse_while_suspended(base)
-    configs = _configs(base, causal=True)
-    if not configs:
-        raise ValueError(_nothing(base, config, []))
-    plans = {id(c): _plan(base, c, config) for c in configs}
+    section, assignments = _plan(base, config)
     warn_of_lost_softcap(base)
-    earlier = [(c, c._attn_implementation, c.longattn) for c in configs]
-    replaced = [(m, m.__dict__.get("longattn_plan")) for _, assignments in plans.values() for m, _, _ in assignments]
-    for c in configs:
-        section, assignments = plans[id(c)]
-        if not is_ours(c._attn_implementation):
-            remember(base, c, c._attn_implementation)
-        c._attn_implementation = name_for(config.name)
-        c.longattn = section
-        for module, plan, _ in assignments:
-            module.longattn_plan = plan
+    target = candidates_of(base)[0].module.config
+    earlier = target._attn_implementation, target.longattn
+    replaced = [(module, module.__dict__.get("longattn_plan")) for module, _, _ in assignments]
+    if not is_ours(target._attn_implementation):
+        remember(base, target, target._attn_implementation)
+    target._attn_implementation_internal = name_for(config.name)  # not by the property, which would switch towers too
+    target.longattn = section
+    for module, plan, _ in assignments:
+        module.longattn_plan = plan
     try:
         prove_rotations(base)
     except Exception:
-        for c, implementation, section in earlier:
-            c._attn_implementation = implementation
-            c.longattn = section
-        for module, plan in replaced:
-            module.longattn_plan = plan
+        target._attn_implementation_internal, target.longattn = earlier
+        for module, before_it in replaced:
+            module.longattn_plan = before_it
         raise
-    for _, assignments in plans.values():
-        _commit(assignments)
-    _sync_top(base, configs)
-    _guard_learned_positions(base)
-    _prove_at_first_call(base)
+    _commit(assignments)
+    _sync_top(base, target)
+    guard_positions(base)
+    prove_at_first_call(base)
     tell_adapters(base)
     return model
 
@@ -132,7 +81,7 @@ def remove(model: Model) -> Model:
     Raises:
         ValueError: there is nothing to remove.
     """
-    base = _pretrained(model)
+    base = pretrained(model)
     refuse_while_suspended(base)
     running = without_method(base)
     if not running:
@@ -142,7 +91,7 @@ def remove(model: Model) -> Model:
         c.longattn = None
     base.config.longattn = None
     forget(base)
-    for layer in _layers(base):
+    for layer in layers_of(base):
         _attach(layer.module, {})
     tell_adapters(base)
     return model
@@ -171,7 +120,7 @@ def remember(model: PreTrainedModel, config: Any, implementation: str | None = N
 
 def warn_of_lost_softcap(model: PreTrainedModel) -> None:
     """Older releases of transformers run Gemma 2 under sdpa, which drops its softcap without a word."""
-    for layer in _layers(model):
+    for layer in layers_of(model):
         cap, config = getattr(layer.module, "attn_logit_softcapping", None), layer.module.config
         if cap and config._attn_implementation == "sdpa":
             warnings.warn(
@@ -213,8 +162,9 @@ def update(model: Model, **parameters: Any) -> Model:
 
 def config_of(model: nn.Module) -> LongAttnConfig:
     """The config that a model runs; ValueError if it runs none."""
-    base = _pretrained(model)
-    for c in _configs(base, causal=True):
+    base = pretrained(model)
+    for layer in candidates_of(base):
+        c = layer.module.config
         if is_ours(c._attn_implementation) and c.longattn:
             return LongAttnConfig.from_dict(c.longattn)
     raise ValueError(f"{type(base).__name__} runs {base.config._attn_implementation!r}, not an hf_longattn method")
@@ -222,93 +172,37 @@ def config_of(model: nn.Module) -> LongAttnConfig:
 
 def bound_config(model: nn.Module, config: LongAttnConfig) -> tuple[LongAttnConfig, ModelFacts]:
     """The config with all defaults that depend on the model filled in, and those facts; the model is not changed."""
-    base = _pretrained(model)
-    targets = _configs(base, causal=True)
-    if not targets:
+    base = pretrained(model)
+    layers = candidates_of(base)
+    if not layers:
         raise ValueError(_nothing(base, config, []))
-    layers = [x for x in _layers(base) if x.module.config is targets[0] and not x.why_never]
-    facts = _facts(base, targets[0], [x for x in layers if not x.windowed] or layers)
+    facts = facts_of(base, [x for x in layers if not x.why_not] or layers)
     return config.bind(facts), facts
 
 
 def prepare(model: PreTrainedModel) -> None:
-    """Decide for every attention module what it does; called whenever a model is built or its attention changes."""
-    active = [c for c in _configs(model, causal=True) if is_ours(c._attn_implementation)]
-    for c in active:
-        config = LongAttnConfig.parse(short(c._attn_implementation), c.longattn)
-        section, assignments = _plan(model, c, config)
-        c.longattn = section
-        _commit(assignments)
-    if active:
-        # Vision towers and other encoders under the same name are left alone, by a plan that says so
-        for layer in _layers(model):
-            if layer.why_never and is_ours(layer.module.config._attn_implementation):
-                layer.module.longattn_plan = LayerPlan(layer.module.config.longattn, None, layer.why_never)
-        _sync_top(model, active)
-        _guard_learned_positions(model)
-        _prove_at_first_call(model)
+    """Decide for every attention module what it does; called whenever a model is built or its attention changes.
 
-
-@torch.no_grad()
-def prove_rotations(model: PreTrainedModel) -> None:
-    """Check every rotation that a plan relies on, by a forward pass of a few equal tokens.
-
-    Attention over equal values returns that value whatever the weights, so every layer sees the same vector at every
-    position, and its queries and keys differ by their rotation alone.
+    Raises:
+        ValueError: the model runs one of our names, and nothing in it can; or the config does not fit.
     """
-    unproven = [x for x in _layers(model) if (s := _source(x)) is not None and not s.proven]
-    if not unproven or not _computes(model):
+    named = next((c for c in all_configs(model) if is_ours(c._attn_implementation)), None)
+    if named is None:
         return
-    plans = {id(x.module): x.module.longattn_plan for x in unproven}
-    computed: dict[str, Call] = {}
-    for layer in unproven:
-        plan = plans[id(layer.module)]
-        seen = functools.partial(computed.__setitem__, layer.name)
-        layer.module.longattn_plan = dataclasses.replace(plan, config=LongAttnConfig(), rotary=None, observer=seen)
-    training = model.training
-    try:
-        model.eval()
-        device = model.get_input_embeddings().weight.device
-        ids = torch.ones(1, PROBE, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
-        type(model).forward(model, input_ids=ids, use_cache=False)  # the instance's may be a trainer's
-    finally:
-        model.train(training)
-        for layer in unproven:
-            layer.module.longattn_plan = plans[id(layer.module)]
-    for source in dict.fromkeys(plan.rotary for plan in plans.values()):
-        assert source is not None
-        names = [x.name for x in unproven if plans[id(x.module)].rotary is source]
-        prove(source, [(name, vectors) for name in names for vectors in (computed[name].query, computed[name].key)])
-
-
-def _computes(model: nn.Module) -> bool:
-    """Whether a forward pass gives values. Weights on the meta device do not hinder it where accelerate's hooks fetch them."""
-    offloaded = any("_hf_hook" in m.__dict__ for m in model.modules())
-    return readable(torch.empty(0)) and (offloaded or all(readable(p) for p in model.parameters()))
-
-
-def _source(layer: Layer) -> RotarySource | None:
-    plan: LayerPlan | None = layer.module.__dict__.get("longattn_plan")
-    return None if plan is None else plan.rotary
-
-
-def _prove_at_first_call(model: PreTrainedModel) -> None:
-    """While a model is built it has no weights to prove anything with; its first forward pass has."""
-    waiting = any("longattn_proof" in m.__dict__ for m in model.modules())
-    if waiting or not any((s := _source(x)) is not None and not s.proven for x in _layers(model)):
-        return
-
-    def first(module: Any, args: Any) -> None:
-        # without a method it is switched off for the moment
-        if _computes(module) and without_method(module):
-            module.__dict__.pop("longattn_proof").remove()
-            try:
-                prove_rotations(module)
-            except ValueError:
-                _prove_at_first_call(module)  # it must not wear off
-                raise
-
-    model.longattn_proof = model.register_forward_pre_hook(first)  # type: ignore[assignment]
+    target = next((x.module.config for x in candidates_of(model)), None)
+    if target is None or not is_ours(target._attn_implementation):
+        refuse_name(model, named._attn_implementation, named.longattn)
+    config = LongAttnConfig.parse(short(target._attn_implementation), target.longattn)
+    target.longattn, assignments = _plan(model, config)
+    _commit(assignments)
+    # Vision towers and other parts under the same name are left alone, by a plan that says so
+    for layer in layers_of(model):
+        c = layer.module.config
+        if is_ours(c._attn_implementation) and (layer.why_never or c is not target):
+            layer.module.longattn_plan = LayerPlan(c.longattn, None, layer.why_never or "not the language model")
+    _sync_top(model, target)
+    guard_positions(model)
+    prove_at_first_call(model)
 
 
 def forget(model: nn.Module) -> None:
@@ -336,9 +230,9 @@ class Description:
 
 def describe(model: nn.Module) -> Description:
     """Per attention module: method, parameters and backend, or why it was left alone."""
-    base = _pretrained(model)
+    base = pretrained(model)
     rows = []
-    for layer in _layers(base):
+    for layer in layers_of(base):
         plan: LayerPlan | None = layer.module.__dict__.get("longattn_plan")
         implementation = layer.module.config._attn_implementation
         if plan is None or not is_ours(implementation):
@@ -367,48 +261,23 @@ def _shown(method: Any) -> str:
     return f"{method.name}({', '.join(f'{k}={v}' for k, v in short_lists.items())})"
 
 
-def _pretrained(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside PEFT, DDP or compile wrappers."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            return module
-    raise ValueError(f"{type(model).__name__} holds no transformers model")
-
-
-def _layers(model: nn.Module) -> Iterator[Layer]:
-    for name, module in model.named_modules():
-        forward = inspect.unwrap(type(module).forward)
-        names = getattr(getattr(forward, "__code__", None), "co_names", ())
-        if "ALL_ATTENTION_FUNCTIONS" in names and hasattr(module, "config"):
-            yield Layer(name, module)
-
-
-def all_configs(model: nn.Module) -> list[Any]:
-    """The distinct config objects in a model: of submodels and of attention modules."""
-    found = (getattr(m, "config", None) for m in model.modules())
-    return list({id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values())
-
-
-def _configs(model: nn.Module, *, causal: bool) -> list[Any]:
-    """The distinct config objects of a model's attention modules, in order; only of causal ones if asked."""
-    found = {id(x.module.config): x.module.config for x in _layers(model) if not (causal and x.why_never)}
-    return list(found.values())
-
-
-def _plan(model: nn.Module, target: Any, config: LongAttnConfig) -> tuple[dict[str, Any], list[Assignment]]:
-    """The longattn section and the plan of every attention module that shares the config object `target`."""
-    layers = [x for x in _layers(model) if x.module.config is target]
-    candidates = [x for x in layers if not x.why_never]
+def _plan(model: PreTrainedModel, config: LongAttnConfig) -> tuple[dict[str, Any], list[Assignment]]:
+    """The longattn section and the plan of every attention module of the language model."""
+    candidates = candidates_of(model)
+    if not candidates:
+        raise ValueError(_nothing(model, config, []))
+    target = candidates[0].module.config
+    layers = [x for x in layers_of(model) if x.module.config is target]
     chosen = []
     for layer in candidates:
-        by_type = config.layers == "all" or (config.layers == "full_attention" and not layer.windowed)
+        by_type = config.layers == "all" or (config.layers == "full_attention" and not layer.why_not)
         if by_type or (not isinstance(config.layers, str) and layer.index in config.layers):
             chosen.append(layer)
-    facts = _facts(model, target, chosen or candidates)
+    facts = facts_of(model, chosen or candidates)
     bound = config.bind(facts)
     if not isinstance(config.layers, str) and (missing := set(config.layers) - {x.index for x in candidates}):
         raise ValueError(f"layers names {sorted(missing)}, which have no causal softmax attention in this model")
-    _refuse_layers(model, config, candidates, chosen)
+    refuse_layers(model, config, candidates, chosen)
     if not chosen or not config.methods:
         raise ValueError(_nothing(model, config, candidates))
     if (config.positions or config.visibility) and (windowed := [x.index for x in chosen if x.windowed]):
@@ -423,41 +292,17 @@ def _plan(model: nn.Module, target: Any, config: LongAttnConfig) -> tuple[dict[s
     for layer in layers:
         if layer in chosen:
             if remaps and layer.type not in rotary:
-                rotary[layer.type] = _rotary(model, target, [x for x in chosen if x.type == layer.type])
+                rotary[layer.type] = rotation_of(model, target, [x for x in chosen if x.type == layer.type])
             source = rotary.get(layer.type)
             plan = LayerPlan(
                 section, bound.for_layer(layer.index), windowed=layer.windowed, heads=facts.num_heads, rotary=source
             )
         else:
-            reason = layer.why_never or ("sliding window" if layer.windowed else "not in `layers`")
+            reason = layer.why_not or "not in `layers`"
             plan = LayerPlan(section, None, reason, layer.windowed)
         parts = {} if plan.config is None else {m.slot: part for m in plan.config.methods if (part := _learned(m, facts))}
         plans.append((layer.module, plan, parts))
     return section, plans
-
-
-def _refuse_layers(model: nn.Module, config: LongAttnConfig, candidates: list[Layer], chosen: list[Layer]) -> None:
-    """Raise for layers whose attention does more than the interface says."""
-    name = type(model).__name__
-    if any(x.own_mask for x in candidates):  # also where they are left alone: all layers get one mask
-        raise ValueError(
-            f"{config.name} cannot go into {name}: its attention makes a mask of its own from transformers' mask, and could "
-            "not read the one that we put in its place"
-        )
-    if sinks := [x.index for x in chosen or candidates if x.has_sinks]:
-        free = [x.index for x in candidates if not x.has_sinks]
-        raise ValueError(
-            f"{config.name} cannot go into the layers {sinks} of {name}: learned sinks (s_aux) join their softmax, and no "
-            f"method computes that. {f'Pass layers={free}, which have none' if free else 'All layers of this model have them'}"
-        )
-
-
-def _rotary(model: nn.Module, config: Any, layers: list[Layer]) -> RotarySource | None:
-    """The rotation of layers of one type: the one that they run, where all of them were proven by it, else one to prove."""
-    source = find_rotary(model, config, layers[0].type)
-    running = {_source(layer) for layer in layers}
-    known = running.pop() if len(running) == 1 else None
-    return known if source is not None and known is not None and known.same_as(source) else source
 
 
 def _learned(method: Any, facts: ModelFacts) -> nn.Module | None:
@@ -505,13 +350,18 @@ def _shapes(part: nn.Module) -> dict[str, torch.Size]:
     return {name: p.shape for name, p in part.named_parameters()}
 
 
-def _sync_top(model: PreTrainedModel, configs: list[Any]) -> None:
+def _sync_top(model: PreTrainedModel, target: Any) -> None:
     """A composite model's own config shows the section of its language model."""
-    if len(configs) == 1 and model.config is not configs[0]:
-        object.__setattr__(model.config, "_longattn", configs[0].longattn)
+    if model.config is not target:
+        object.__setattr__(model.config, "_longattn", target.longattn)
 
 
-def _nothing(model: nn.Module, config: LongAttnConfig, candidates: list[Layer]) -> str:
+def refuse_name(model: PreTrainedModel, name: str, section: dict[str, Any] | None = None) -> NoReturn:
+    """Raise what `apply` raises for a model that has no layer for a method."""
+    raise ValueError(_nothing(model, LongAttnConfig.parse(short(name), section), []))
+
+
+def _nothing(model: PreTrainedModel, config: LongAttnConfig, candidates: list[Layer]) -> str:
     if not config.methods:
         return (
             f"attn_implementation={CUSTOM!r} takes its method from the longattn section, and that fills no slot: pass "
@@ -522,68 +372,11 @@ def _nothing(model: nn.Module, config: LongAttnConfig, candidates: list[Layer]) 
             f"{config.name} applies to 0 layers of {type(model).__name__}: all {len(candidates)} causal attention layers have "
             'a sliding window. Pass longattn={"layers": "all"} to change them anyway, or unset the window in the config'
         )
-    return (
-        f"{config.name} applies to 0 layers of {type(model).__name__}: it has no causal attention that goes through "
-        "transformers' attention interface"
-    )
-
-
-def _facts(model: nn.Module, config: Any, layers: list[Layer]) -> ModelFacts:
-    rope = getattr(config, "rope_parameters", None) or {}
-    if isinstance(rope.get("full_attention"), dict):
-        rope = rope["full_attention"]
-    train = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
-    head_dim = int(getattr(layers[0].module, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    return ModelFacts(
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=head_dim,
-        value_dim=getattr(config, "v_head_dim", None) or head_dim,
-        train_length=train,
-        own_temperature=_own_temperature(config, rope),
-        rope_type=rope.get("rope_type", "default") if find_rotary(model, config, layers[0].type) else None,
-    )
-
-
-def _own_temperature(config: Any, rope: dict[str, Any]) -> str | None:
-    """The temperature that a model already applies to its scores, in words, or None."""
-    if rope.get("rope_type") in ("yarn", "longrope") and rope.get("attention_factor") != 1.0:
-        return f"{rope['rope_type']}'s attention factor"
-    if getattr(config, "attn_temperature_tuning", False) or rope.get("llama_4_scaling_beta"):
-        return "Llama 4's scaling of queries by position"
-    return None
-
-
-def _guard_learned_positions(model: PreTrainedModel) -> None:
-    """Refuse positions beyond a learned position table, with the reason instead of an index error."""
-    size = getattr(model.config, "max_position_embeddings", None)
-    for module in model.modules():
-        if (
-            isinstance(module, nn.Embedding)
-            and module.num_embeddings == size
-            and module is not model.get_input_embeddings()
-            and "longattn_guard" not in module.__dict__
-        ):
-            module.longattn_guard = module.register_forward_pre_hook(  # type: ignore[assignment]
-                _check_learned_positions, with_kwargs=True
-            )
-
-
-def _check_learned_positions(table: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if torch.compiler.is_compiling():
-        return
-    call = inspect.signature(type(table).forward).bind(table, *args, **kwargs).arguments
-    positions = call.get("position_ids", call.get("input"))
-    if isinstance(positions, Tensor) and not readable(positions):
-        return
-    if positions is not None:
-        last = int(positions.max())
-    else:  # Marian, Pegasus and Blenderbot take a shape (batch, q_len), and how many tokens came before
-        last = getattr(args[0], "shape", args[0])[1] + call.get("past_key_values_length", 0) - 1
-    size = int(table.num_embeddings)  # type: ignore[arg-type]
-    if last >= size:
-        raise ValueError(
-            f"position {last} lies beyond this model's position table of {size} entries. No attention method can extend a "
-            "table: shorten the text, or use a model with rotary positions"
+    why = "it has no causal attention that goes through transformers' attention interface"
+    if parts := dict.fromkeys(type(x.module.config).__name__ for x in layers_of(model) if not x.why_never):
+        why = (
+            f"its causal attention is in several parts ({', '.join(parts)}), of which none is the language model by its config"
         )
+    if runs := next((x.module.config._attn_implementation for x in candidates_of(model)), None):
+        why = f"transformers left its language model under {runs!r}. Use hf_longattn.apply(model, ...)"
+    return f"{config.name} applies to 0 layers of {type(model).__name__}: {why}"

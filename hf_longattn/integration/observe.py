@@ -11,7 +11,8 @@ from torch import nn
 from ..attention import Call
 from ..config import CUSTOM, LongAttnConfig
 from .dispatch import LayerPlan
-from .model import Layer, _configs, _layers, _pretrained, remember
+from .layers import Layer, candidates_of, layers_of, pretrained
+from .model import remember
 from .names import is_ours
 
 #: Called after every attention call of an observed layer.
@@ -32,22 +33,23 @@ def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None =
     Raises:
         ValueError: `layers` names one that is not there or is left alone.
     """
-    base = _pretrained(model)
-    saved = [(c, c._attn_implementation, c.longattn) for c in _configs(base, causal=True)]
-    before = {id(layer.module): layer.module.__dict__.get("longattn_plan") for layer in _layers(base)}
+    base = pretrained(model)
+    config = next((x.module.config for x in candidates_of(base)), None)
+    implementation, section = getattr(config, "_attn_implementation", None), getattr(config, "longattn", None)
+    attention = [x for x in layers_of(base) if x.module.config is config]
+    before = {id(layer.module): layer.module.__dict__.get("longattn_plan") for layer in attention}
     wanted = None if layers is None else set(layers)
     observed = []
     left_alone: dict[int, str] = {}
     try:
-        for config, implementation, _ in saved:
-            if not is_ours(implementation):
-                remember(base, config, implementation)
-                config._attn_implementation_internal = CUSTOM
-                config.longattn = LongAttnConfig().to_dict()
-        for layer in _layers(base):
+        if config is not None and not is_ours(implementation):
+            remember(base, config, implementation)
+            config._attn_implementation_internal = CUSTOM
+            config.longattn = LongAttnConfig().to_dict()
+        for layer in attention:
             plan: LayerPlan | None = before[id(layer.module)]
             if plan is None or plan.section is not layer.module.config.longattn:
-                unchanged = layer.why_never or ("sliding window" if layer.windowed else None)
+                unchanged = layer.why_not
                 plan = LayerPlan(
                     layer.module.config.longattn,
                     None if unchanged else LongAttnConfig(),
@@ -55,7 +57,7 @@ def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None =
                     layer.windowed,
                     layer.module.config.num_attention_heads,
                 )
-            if plan.config is None and not layer.why_never and not layer.windowed:
+            if plan.config is None and not layer.why_not:
                 plan = dataclasses.replace(plan, config=LongAttnConfig())  # not in the method's `layers`: plain attention
             if layer.why_never:
                 pass
@@ -70,10 +72,10 @@ def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None =
             raise ValueError(f"these layers cannot be observed: {why}")
         yield observed
     finally:
-        for config, implementation, section in saved:
+        if config is not None:
             config._attn_implementation_internal = implementation
             config.longattn = section
-        for layer in _layers(base):
+        for layer in attention:
             layer.module.__dict__.pop("longattn_plan", None)
             if (plan := before[id(layer.module)]) is not None:
                 layer.module.longattn_plan = plan

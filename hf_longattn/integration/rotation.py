@@ -86,6 +86,8 @@ def prove(source: RotarySource, computed: Iterable[tuple[str, Tensor]]) -> None:
     left = list(itertools.product((False, True), repeat=2))
     for name, vectors in computed:
         left = [convention for convention in left if _gives(source.under(*convention), vectors)]
+        if not left and _gives(Rotation(torch.zeros(1, device=vectors.device)), vectors):
+            raise ValueError(f"cannot remap rotary distances here: {name} does not rotate its queries and keys at all")
         if not left:
             raise ValueError(
                 f"cannot remap rotary distances here: turning vectors by {source.buffer} does not give what {name} computes, "

@@ -18,7 +18,8 @@ import copy
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import transformers
@@ -26,17 +27,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from ..config import LongAttnConfig
-from .model import (
-    all_configs,
-    forget,
-    prepare,
-    prove_rotations,
-    refuse_while_suspended,
-    remember,
-    tell_adapters,
-    warn_of_lost_softcap,
-)
+from .layers import all_configs, language_config
+from .model import forget, prepare, refuse_name, refuse_while_suspended, remember, tell_adapters, warn_of_lost_softcap
 from .names import PREFIX, is_ours, short
+from .proof import prove_rotations
 
 
 def install() -> None:
@@ -74,27 +68,17 @@ def _set_section(self: PreTrainedConfig, value: dict[str, Any] | LongAttnConfig 
     if isinstance(value, LongAttnConfig):
         value = value.to_dict()  # a config must be JSON at any time
     self.__dict__["_longattn"] = value
-    text = _language_config(self)
+    text = language_config(self)
     for key in self.sub_configs:  # as _attn_implementation does, but only towards the language model
-        if (sub := getattr(self, key, None)) is not None and _language_config(sub) is text:
+        if (sub := getattr(self, key, None)) is not None and language_config(sub) is text:
             sub.longattn = value
-
-
-def _language_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of a composite model's language model; of any other model its own."""
-    if not config.sub_configs:
-        return config
-    try:
-        return config.get_text_config()
-    except ValueError:  # a text encoder beside a decoder (MusicGen): only the decoder is causal
-        return getattr(config, "decoder", config)
 
 
 def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) -> dict[str, Any]:
     out = original(self)
     section = out.pop("_longattn", out.pop("longattn", None))
     out.pop("_longattn_before", None)
-    text = _language_config(self)
+    text = language_config(self)
     if text is self:
         if is_ours(self._attn_implementation):
             out |= {"attn_implementation": PREFIX + short(self._attn_implementation)}
@@ -107,21 +91,22 @@ def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) ->
         implementation = saved.pop("attn_implementation", None)
         own = saved.pop("longattn", None)
         # a nested name is overwritten on load, a dict at the top is not
-        if implementation is not None and _language_config(sub) is text:
+        if implementation is not None and language_config(sub) is text:
             out |= {"attn_implementation": {key: implementation}, "longattn": own}
     return out
 
 
 def _from_dict(original: Callable[..., Any], cls: type, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-    if kwargs.get("attn_implementation", "") is None and _holds_ours(config_dict.get("attn_implementation")):
+    if kwargs.get("attn_implementation", "") is None and _ours_in(config_dict.get("attn_implementation")):
         del kwargs["attn_implementation"]  # the caller has no wish; the checkpoint has
     return original(cls, config_dict, **kwargs)
 
 
-def _holds_ours(implementation: str | dict[str, Any] | None) -> bool:
+def _ours_in(implementation: str | dict[str, Any] | None) -> str | None:
+    """The first of our names in what a caller asks for, which may be a dict by sub-config."""
     if isinstance(implementation, dict):
-        return any(map(_holds_ours, implementation.values()))
-    return is_ours(implementation)
+        return next(filter(None, map(_ours_in, implementation.values())), None)
+    return implementation if is_ours(implementation) else None
 
 
 def _keeping_our_name(original: Any) -> property:
@@ -139,11 +124,29 @@ def _keeping_our_name(original: Any) -> property:
 def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config: Any = None, **kwargs: Any) -> Any:
     if isinstance(config, PreTrainedConfig):
         config = _with_section(config, kwargs)
-    return original(cls, *args, config=config, **kwargs)
+    with _no_unknown_name(cls):
+        return original(cls, *args, config=config, **kwargs)
 
 
 def _from_config(original: Callable[..., Any], cls: type, config: PreTrainedConfig, **kwargs: Any) -> Any:
-    return original(cls, _with_section(config, kwargs), **kwargs)
+    with _no_unknown_name(cls):
+        return original(cls, _with_section(config, kwargs), **kwargs)
+
+
+@contextmanager
+def _no_unknown_name(cls: type) -> Iterator[None]:
+    """Some models look their attention class up by name (Falcon, GPT-J), and die of a KeyError where it is ours."""
+    try:
+        yield
+    except KeyError as error:
+        name = error.args[0]
+        if not isinstance(name, str) or not is_ours(name):
+            raise
+        raise ValueError(
+            f"{name} applies to 0 layers of {cls.__name__}: it, or a part of it, looks its attention up by name, not through "
+            "transformers' attention interface. If that part is a tower beside the language model, name the latter "
+            f'alone: attn_implementation={{"text_config": "{name}"}}'
+        ) from error
 
 
 def _with_section(config: PreTrainedConfig, kwargs: dict[str, Any]) -> PreTrainedConfig:
@@ -155,13 +158,15 @@ def _with_section(config: PreTrainedConfig, kwargs: dict[str, Any]) -> PreTraine
 
 
 def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
+    if _is_part(self):
+        return original(self)  # the whole model knows better what its towers and wrappers do
     for c in all_configs(self):
         if is_ours(c._attn_implementation):
             remember(self, c)
     prepare(self)  # first: learned parts must exist before weights are initialised or loaded
     original(self)
     warn_of_lost_softcap(self)
-    if self.config.longattn and not any(is_ours(c._attn_implementation) for c in (self.config, _language_config(self.config))):
+    if self.config.longattn and not any(is_ours(c._attn_implementation) for c in (self.config, language_config(self.config))):
         warnings.warn(
             f"config.longattn is set, but the model runs {self.config._attn_implementation!r}, without the "
             'method: pass attn_implementation="longattn" to use it',
@@ -169,14 +174,29 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
         )
 
 
-def _set_attn_implementation(original: Callable[..., None], self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+def _is_part(model: PreTrainedModel) -> bool:
+    """Whether another model is being built around this one: its __init__ is still running."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "__init__" else None
+        if owner is not model and isinstance(owner, PreTrainedModel):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _set_attn_implementation(
+    original: Callable[..., None], self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any
+) -> None:
     refuse_while_suspended(self)
     before = [(c, c._attn_implementation) for c in all_configs(self)]
-    original(self, *args, **kwargs)
+    original(self, attn_implementation, *args, **kwargs)
     for c, implementation in before:
         if is_ours(c._attn_implementation) and not is_ours(implementation):
             remember(self, c, implementation)
     try:
+        if (name := _ours_in(attn_implementation)) and not any(is_ours(c._attn_implementation) for c, _ in before):
+            refuse_name(self, name, self.config.longattn)  # transformers logs that it stays with what it runs
         warn_of_lost_softcap(self)
         forget(self)
         prepare(self)

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from .model import SUSPENDED, _pretrained, without_method
+from .layers import pretrained
+from .model import SUSPENDED, without_method
 from .names import is_ours
 from .rope import Tables, build, exchange
 
@@ -27,7 +28,7 @@ def suspend(model: nn.Module, rope_parameters: dict[str, Any] | None = None) -> 
     Args:
         rope_parameters: settings of the rotary encoding to use meanwhile; None leaves it as it is.
     """
-    base = _pretrained(model)
+    base = pretrained(model)
     running = without_method(base)
     if SUSPENDED in base.__dict__ or not running:
         return
@@ -43,7 +44,7 @@ def suspend(model: nn.Module, rope_parameters: dict[str, Any] | None = None) -> 
 
 def resume(model: nn.Module) -> None:
     """Undo `suspend`; nothing happens if the method is on."""
-    base = _pretrained(model)
+    base = pretrained(model)
     if (state := base.__dict__.pop(SUSPENDED, None)) is None:
         return
     for c, implementation in state.implementations:
