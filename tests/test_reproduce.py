@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import random
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ import torch
 from hf_longattn.kernels import precision
 
 ROOT = Path(__file__).parents[1]
-MODULES = ("run", "experiment", "sets", "length", "needles", "masked", "algorithms", "tables", "paper")
+MODULES = ("run", "experiment", "sets", "length", "needles", "masked", "algorithms", "conversion", "tables", "paper")
 
 
 @pytest.fixture(scope="module")
@@ -169,8 +170,8 @@ def test_training_multiplies_what_the_cpu_multiplies_fast(
             seen.add(str(output.dtype).removeprefix("torch."))
 
     hook = torch.nn.modules.module.register_module_forward_hook(note)
-    names = ["algorithms", "infoscale-cosscale", "length-generalisation", "needles-pretrained"]
-    variants = ["--only", "^(plain|dot_product|prope)$", "--seeds", "0", *texts]
+    names = ["algorithms", "infoscale-cosscale", "length-generalisation", "needles-pretrained", "conversion"]
+    variants = ["--only", "^(plain|dot_product|prope|base)$", "--seeds", "0", *texts]
     try:
         for name in names:
             seen.clear()
@@ -272,7 +273,61 @@ def test_the_list_names_every_experiment_with_its_cost(the: Any, tmp_path: Path,
         assert (int(done), int(to_do)) == (0, len(experiment.variants) * len(experiment.seeds))
 
 
+def test_conversion(the: Any, tmp_path: Path, texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    variants = ["windowed-untrained", "infoscale-untrained", "rerope+map-untrained", "rerope+logn-15%", "pose+rerope-15%"]
+    only = [f"^({'|'.join(map(re.escape, names))})$" for names in (variants, ["base", "prope+scale_invariant-scratch"])]
+    assert quick(the, tmp_path, "conversion", "--only", only[0], "--seeds", "1", *texts) == 2
+    assert "conversion --only '^base$' --seeds 1" in capsys.readouterr().err
+    for names in reversed(only):
+        assert quick(the, tmp_path, "conversion", "--only", names, "--seeds", "1", *texts) == 0
+    found = {r["variant"]: r["measured"] for r in rows(tmp_path, "conversion")}
+    assert set(found) == {"base", "prope+scale_invariant-scratch", *variants}
+    base = found["base"]
+    assert all(base[task][0] < math.log(256) for task in the.conversion.TASKS)
+    for name in ("windowed-untrained", "infoscale-untrained"):  # the identity within the window
+        assert [found[name][task][0] for task in the.conversion.TASKS] == pytest.approx(
+            [base[task][0] for task in the.conversion.TASKS], abs=2e-5
+        )
+    assert len({tuple(m["prose"]) for name, m in found.items() if name != "infoscale-untrained"}) == len(found) - 1
+    assert {name for name, m in found.items() if "train_loss" not in m} == set(variants[:3])
+    data = the.tables.load(tmp_path)
+    line = next(x for x in cells(the.tables.conversion(data).text) if x[0] == "`rerope+logn`")
+    assert line[1:] == [f"{x:.2f}" for task in the.conversion.TASKS for x in found["rerope+logn-15%"][task]]
+    assert [x[0] for x in cells(the.tables.conversion_untrained(data).text)[2:]] == [
+        "unmodified", "`windowed`", "`infoscale`", "`rerope+map`",
+    ]  # fmt: skip
+
+
 # the pieces -----------------------------------------------------------------------------------------------------------
+
+
+def test_conversions_are_measured_on_what_stood_far_back(the: Any) -> None:
+    heldout = "".join(random.Random(0).choices("abcdefgh ", k=5000))
+    for length in (128, 512, 2048):
+        kinds = set()
+        for number in (0, 1):
+            ids, kind = the.conversion.window(heldout, length, number, 2)
+            start = number * ((5000 - length) // 2)
+            prose = the.conversion.encode(heldout[start : start + length])
+            torch.testing.assert_close(ids[kind == 0], prose[kind == 0])
+            (far,) = torch.where(kind > 0)
+            torch.testing.assert_close(ids[far], ids[far - length * 3 // 4])
+            strings = bytes(ids[kind == 2].tolist()).decode()
+            assert sum(c in "abcdefgh" for c in strings) < len(strings) / 2 or not strings
+            kinds |= set(kind.tolist())
+        assert kinds == {-1, 0, 1, 2}
+
+
+def test_the_mixture_repeats_what_came_shortly_before(the: Any) -> None:
+    text = "".join(random.Random(1).choices(the.conversion.LETTERS, k=100_000))
+    settings = the.conversion.Settings()
+    batches = [next(the.conversion.mixture(text, settings, seed)) for seed in (1, 1, 2)]
+    assert batches[0].shape == (settings.batch, settings.length)
+    assert torch.equal(batches[0], batches[1])
+    assert not torch.equal(batches[0], batches[2])
+    stream = bytes(batches[0].flatten().tolist()).decode()
+    known = sum(stream[i : i + 6] in stream[max(i - 128, 0) : i + 5] for i in range(128, len(stream) - 6))
+    assert 0.3 < known / (len(stream) - 134) < 0.7
 
 
 def test_the_temperature_is_the_published_one(the: Any) -> None:

@@ -27,6 +27,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import tables  # noqa: E402
 import torch  # noqa: E402
 from algorithms import ALGORITHMS  # noqa: E402
+from conversion import CONVERSION  # noqa: E402
 from experiment import Experiment, Row, Rows, Run, Texts, refuse_other_settings  # noqa: E402
 from length import LENGTH  # noqa: E402
 from masked import MASKED  # noqa: E402
@@ -36,7 +37,8 @@ from sets import ARGMAX, DICTIONARY, MAX_RETRIEVAL  # noqa: E402
 from hf_longattn.kernels.precision import fast_dtype  # noqa: E402
 from hf_longattn.training.run import versions  # noqa: E402
 
-EXPERIMENTS = {e.name: e for e in (MAX_RETRIEVAL, ARGMAX, DICTIONARY, LENGTH, NEEDLES, PRETRAINED, MASKED, ALGORITHMS)}
+ALL = (MAX_RETRIEVAL, ARGMAX, DICTIONARY, LENGTH, NEEDLES, PRETRAINED, MASKED, ALGORITHMS, CONVERSION)
+EXPERIMENTS = {e.name: e for e in ALL}
 RESULTS = ROOT / "benchmarks" / "results" / "reproductions"
 MODELS = ROOT / "runs" / "reproduce"
 #: Of --quick, which only shows that everything runs.

@@ -13,6 +13,8 @@ from typing import Any
 
 import paper
 from algorithms import TASKS
+from conversion import BASE, SCRATCH, SHARES, TRAINED, UNTRAINED
+from conversion import TASKS as COPIES
 from experiment import Row, Rows
 from length import TAUS
 from masked import SCORED, TEMPERATURES, WARM
@@ -360,6 +362,84 @@ def algorithms(data: Data) -> Shown:
     return Shown(f"{text}\n\n{about(rows)}\n\n![Answers right by size](algorithms.png)", {"algorithms.png": picture})
 
 
+def ways(data: Data, variants: Mapping[str, str]) -> Shown:
+    """Loss on prose, passages and strings at every length, of variants by label, over the seeds that all of them have."""
+    rows = data.get("conversion", [])
+    found = {label: [series(rows, variant, task) for task in COPIES] for label, variant in variants.items()}
+    if not (found := {label: values for label, values in found.items() if values[0]}):
+        return missing("conversion --text FILES --heldout FILE")
+    seeds = set.intersection(*(set(values[0]) for values in found.values()))
+    body = [
+        [label, *(f"{x:.2f}" for value in values for x in means({s: value[s] for s in seeds}))]
+        for label, values in found.items()
+    ]
+    head = [f"{task} at {size(n)}" for task in COPIES for n in rows[0]["measured"]["lengths"]]
+    return Shown(f"{table(['', *head], body)}\n\nSeeds {', '.join(map(str, sorted(seeds)))}. {about(rows)}", {})
+
+
+def named(way: str) -> str:
+    return way if way == "control" else f"`{way}`"
+
+
+def conversion_untrained(data: Data) -> Shown:
+    return ways(data, {"unmodified": BASE} | {named(w): f"{w}-untrained" for w in UNTRAINED})
+
+
+def conversion(data: Data) -> Shown:
+    """After the first share of the steps, between what needs no training and what is trained under the method."""
+    variants = {"unmodified": BASE, "`windowed`, untrained": "windowed-untrained"}
+    variants |= {named(way): f"{way}-{SHARES[0]}%" for way in TRAINED}
+    return ways(data, variants | {f"{named(way)}, from scratch": f"{way}-scratch" for way in SCRATCH})
+
+
+def conversion_steps(data: Data) -> Shown:
+    """The ways of which more than one share was run, by share."""
+    rows, variants = data.get("conversion", []), {}
+    for way in TRAINED:
+        shares = {0: BASE if way == "control" else f"{way}-untrained"} | {s: f"{way}-{s}%" for s in sorted(SHARES)}
+        there = {s: variant for s, variant in shares.items() if any(r["variant"] == variant for r in rows)}
+        if len(there.keys() - {0}) > 1:
+            variants |= {f"{named(way)}, {s} %": variant for s, variant in there.items()}
+    return ways(data, variants)
+
+
+#: Differences that are shown with their interval: the first of each pair less the second.
+ORDERS = (
+    ("windowed-untrained", "rerope-untrained"),
+    ("yarn16-untrained", "rerope-untrained"),
+    ("leaky_rerope-untrained", "rerope-untrained"),
+    ("dual_chunk-untrained", "rerope-untrained"),
+    ("rerope+infoscale-untrained", "rerope-untrained"),
+    ("rerope+logn-untrained", "rerope-untrained"),
+    ("rerope+map-untrained", "rerope-untrained"),
+    ("rerope-15%", "rerope-untrained"),
+    ("rerope+logn-15%", "rerope+logn-untrained"),
+    ("rerope+logn-15%", "rerope-15%"),
+    ("pose+rerope+logn-15%", "rerope+logn-15%"),
+    ("prope-15%", "rerope-15%"),
+    ("prope+logn-15%", "prope-15%"),
+    ("prope+map-15%", "prope-15%"),
+    ("yarn16-15%", "rerope-15%"),
+)
+
+
+def conversion_orders(data: Data) -> Shown:
+    """Paired differences at the two greatest lengths."""
+    rows, body = data.get("conversion", []), []
+    for first, second in ORDERS:
+        found = [gains(series(rows, first, task), series(rows, second, task))[-2:] for task in COPIES]
+        if found[0]:
+            cells = [f"{m:+.2f}" + (f" ± {h:.2f}" if h == h else "") for values in found for m, h in values]
+            seeds = len(
+                {r["seed"] for r in rows if r["variant"] == first} & {r["seed"] for r in rows if r["variant"] == second}
+            )
+            body.append([f"`{first}` less `{second}`", *cells, str(seeds)])
+    if not body:
+        return missing("conversion --text FILES --heldout FILE")
+    head = [f"{task} at {size(n)}" for task in COPIES for n in rows[0]["measured"]["lengths"][-2:]]
+    return Shown(table(["", *head, "seeds"], body), {})
+
+
 SECTIONS: dict[str, Callable[[Data], Shown]] = {
     "max-retrieval": max_retrieval,
     "argmax-retrieval": argmax,
@@ -372,4 +452,8 @@ SECTIONS: dict[str, Callable[[Data], Shown]] = {
     "scales": scales,
     "peaks": peaks,
     "algorithms": algorithms,
+    "conversion": conversion,
+    "conversion-untrained": conversion_untrained,
+    "conversion-orders": conversion_orders,
+    "conversion-steps": conversion_steps,
 }
