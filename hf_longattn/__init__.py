@@ -3,62 +3,90 @@
 Importing this package registers every method as an attention implementation:
 
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="scale_invariant")
+
+Registration waits until transformers is imported (see `deferred`), and everything below is imported when it is first used.
 """
 
 import contextlib
-import importlib.util
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from . import methods
-from .attention import attention
-from .calibration import Measurements, calibrate, measure
-from .config import LongAttnConfig
-from .diagnostics import Diagnostics, capture
-from .extension import extend
-from .hub import push, save
-from .integration import Description, apply, config_of, describe, remove, rope, update
-from .methods.adaptive_temperature import fit_adaptive_temperature
-from .reference import reference_attention
-from .rotary import Rotation
+from .deferred import when_imported
 
 if TYPE_CHECKING:
-    from .adapters import LongAttnLoraConfig
+    from . import methods as methods
+    from .adapters import LongAttnLoraConfig as LongAttnLoraConfig
+    from .attention import attention as attention
+    from .calibration import Measurements as Measurements
+    from .calibration import calibrate as calibrate
+    from .calibration import measure as measure
+    from .config import LongAttnConfig as LongAttnConfig
+    from .diagnostics import Diagnostics as Diagnostics
+    from .diagnostics import capture as capture
+    from .extension import extend as extend
+    from .hub import push as push
+    from .hub import save as save
+    from .integration import Description as Description
+    from .integration import apply as apply
+    from .integration import config_of as config_of
+    from .integration import describe as describe
+    from .integration import remove as remove
+    from .integration import rope as rope
+    from .integration import update as update
+    from .methods.adaptive_temperature import fit_adaptive_temperature as fit_adaptive_temperature
+    from .reference import reference_attention as reference_attention
+    from .rotary import Rotation as Rotation
 
-__all__ = [
-    "Description",
-    "Diagnostics",
-    "LongAttnConfig",
-    "LongAttnLoraConfig",
-    "Measurements",
-    "Rotation",
-    "apply",
-    "attention",
-    "calibrate",
-    "capture",
-    "config_of",
-    "describe",
-    "extend",
-    "fit_adaptive_temperature",
-    "measure",
-    "methods",
-    "push",
-    "reference_attention",
-    "remove",
-    "rope",
-    "save",
-    "update",
-]
+#: Public names by the module that holds them.
+_NAMES = {
+    "adapters": ("LongAttnLoraConfig",),
+    "attention": ("attention",),
+    "calibration": ("Measurements", "calibrate", "measure"),
+    "config": ("LongAttnConfig",),
+    "diagnostics": ("Diagnostics", "capture"),
+    "extension": ("extend",),
+    "hub": ("push", "save"),
+    "integration": ("Description", "apply", "config_of", "describe", "remove", "rope", "update"),
+    "methods.adaptive_temperature": ("fit_adaptive_temperature",),
+    "reference": ("reference_attention",),
+    "rotary": ("Rotation",),
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = sorted([*_HOME, "methods"])
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LongAttnLoraConfig":  # PEFT is optional; without it this raises, and names the extra
-        from .adapters import LongAttnLoraConfig
-
-        return LongAttnLoraConfig
+    if name in _HOME:
+        globals()[name] = value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+        return value
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:  # hf_longattn.evaluation and the like
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-if importlib.util.find_spec("peft") is not None:
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Importing attention.py sets the package's attribute `attention` to the module; it stays the function."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value.attention if name == "attention" and isinstance(value, ModuleType) else value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def _know_adapters() -> None:
     with contextlib.suppress(ImportError):  # a PEFT that is too old is told at LongAttnLoraConfig
-        from . import adapters  # noqa: F401  PEFT must know our adapters before it loads one
+        import_module(".adapters", __name__)
+
+
+when_imported("transformers", lambda: import_module(".integration", __name__))
+when_imported("peft", _know_adapters)

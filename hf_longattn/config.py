@@ -15,6 +15,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
@@ -95,18 +96,24 @@ def register(*methods: type[Method]) -> None:
                 raise ValueError(f"two methods are called {name!r}")
 
 
+def _registry() -> dict[str, type[Method]]:
+    import_module(".methods", __package__)  # only here: they need torch, and a config without methods does not
+    return _REGISTRY
+
+
 def method_names() -> tuple[str, ...]:
     """Every registered method name, aliases included."""
-    return tuple(_REGISTRY)
+    return tuple(_registry())
 
 
 def method_class(name: str) -> type[Method]:
+    known = _registry()
     try:
-        return _REGISTRY[name]
+        return known[name]
     except KeyError:
-        near = difflib.get_close_matches(name, _REGISTRY, 1)
+        near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown method {name!r}; {hint}known methods: {', '.join(sorted(_REGISTRY))}") from None
+        raise ValueError(f"unknown method {name!r}; {hint}known methods: {', '.join(sorted(known))}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,13 @@
-"""The command `hf-longattn`: one module per command."""
+"""The command `hf-longattn`: one module per command.
+
+What `--help` needs is imported here and at the top of those modules; torch, transformers and what measures, inside functions.
+"""
+
+from typing import Annotated
 
 import typer
 
+from .. import __version__
 from .env import env
 from .eval import evaluate
 from .extend import extend
@@ -10,11 +16,21 @@ from .lm_eval import lm_eval
 from .push import push
 from .train import train
 
-app = typer.Typer(no_args_is_help=True, help="Long-context attention for Transformers models.", add_completion=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hf_longattn {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
     """Long-context attention for Transformers models."""
 
 

@@ -8,10 +8,6 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from .. import rope
-from ..settings import precision_of
 
 console = Console()
 
@@ -27,6 +23,10 @@ def tokens(text: str) -> int:
 
 def load(model: str, dtype: str, yarn: float | None = None) -> Any:
     """A causal language model for inference, with YaRN for `yarn` times its trained length if given."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ..integration import rope
+
     config = AutoConfig.from_pretrained(model)
     if yarn is not None:
         rope.yarn(config, yarn)
@@ -35,6 +35,8 @@ def load(model: str, dtype: str, yarn: float | None = None) -> Any:
 
 def precision(model: str, dtype: str, device: str = "cpu") -> str:
     """`settings.precision_of`, told where it is not what was asked for."""
+    from ..settings import precision_of
+
     chosen = precision_of(model, dtype, device)
     if chosen != dtype:
         console.print(f"Read in {chosen}: this CPU multiplies the checkpoint's own precision slowly. --dtype takes another.")

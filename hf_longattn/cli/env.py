@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import platform
 
-import torch
-import transformers
-
 from .. import __version__
 from .common import console
 
 
 def env() -> None:
     """Print the versions that a bug report needs."""
+    import torch
+    import transformers
+
     for name, version in (
         ("hf_longattn", __version__),
         ("transformers", transformers.__version__),

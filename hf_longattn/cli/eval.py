@@ -6,21 +6,18 @@ import itertools
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from transformers import AutoTokenizer
-from transformers.utils import logging
 
-from ..evaluation import Plan, Results, Store, measure
-from ..evaluation.plan import Item
-from ..report import write_report
-from ..settings import parse_settings
 from .common import command_line, console, precision, shown, tokens
+
+if TYPE_CHECKING:
+    from ..evaluation import Plan, Results, Store
+    from ..evaluation.plan import Item
 
 
 def evaluate(
@@ -70,6 +67,11 @@ def evaluate(
     and tasks. Everything that can be wrong is refused before weights are read. Rows are kept as they are done: the same
     command goes on after an interruption, and more settings, tasks and texts can join a folder later.
     """
+    from transformers import AutoTokenizer
+
+    from ..evaluation import Plan
+    from ..settings import parse_settings
+
     read = [(Path(t).name, Path(t)) for part in text for t in part.split(",") if t]
     for _, path in read:
         if not path.is_file():
@@ -107,6 +109,10 @@ def evaluate(
 
 def _measure(plan: Plan, store: Store, device: str, command: str) -> bool:
     """With a progress bar; returns whether it was interrupted."""
+    from transformers.utils import logging
+
+    from ..evaluation import measure
+
     logging.disable_progress_bar()  # ours is enough
     items = list(plan.items())
     if kept := sum(i.key in store.rows for i in items):
@@ -137,6 +143,11 @@ def _told(store: Store, item: Item) -> str:
 
 
 def _write(plan: Plan, store: Store, out: Path, title: str | None) -> Results:
+    import torch
+
+    from ..evaluation import Results
+    from ..report import write_report
+
     names = [s.name for s in plan.settings]
     names += [s for s in dict.fromkeys(r["setting"] for r in store.rows.values()) if s not in names]
     results = Results(

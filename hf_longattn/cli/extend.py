@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoTokenizer
 
-from ..config import LongAttnConfig
-from ..extension import Scores, best, by_head, candidates, plan_copies, score
-from ..integration import apply, describe
-from ..integration.model import bound_config
 from .common import console, load, precision, tokens
+
+if TYPE_CHECKING:
+    from ..extension import Scores
 
 UNMODIFIED, YARN, BY_HEAD = "unmodified", "YaRN", "leaky_rerope by head"
 
@@ -38,6 +36,13 @@ def extend(
     Every row is one forward pass over the same text, into which passages are copied from far back: prose loss within and
     beyond the trained length leaves them out, copy loss is theirs alone. Exit status 1 if nothing stays within the tolerance.
     """
+    from transformers import AutoTokenizer
+
+    from ..config import LongAttnConfig
+    from ..extension import best, by_head, candidates, plan_copies, score
+    from ..integration import apply, describe
+    from ..integration.model import bound_config
+
     length = tokens(to)
     if out is not None and out.exists() and any(out.iterdir()):
         raise typer.BadParameter(f"{out} is not empty; nothing is overwritten", param_hint="--out")

@@ -7,25 +7,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
-import transformers
 import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
 from .. import __version__
-from ..diagnostics import WHAT, Diagnostics, capture
-from ..diagnostics.sums import Options
-from ..inspection import headline, key_names, sections
-from ..report import add_section, write_report
-from ..report.folder import HEAD
-from ..settings import check_lengths, check_setting, load_setting, parse_settings
 from .common import command_line, console, precision, tokens
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..diagnostics import Diagnostics
+    from ..diagnostics.sums import Options
 
 RESULT = "inspect.json"
 
@@ -43,7 +39,10 @@ def inspect(
     rope: Annotated[list[str] | None, typer.Option(help="Position encoding for every method: plain, yarn:2, ...")] = None,
     length: Annotated[str, typer.Option(help="Tokens to read; 16k is 16,384.")] = "4k",
     layers: Annotated[str | None, typer.Option(help="Layers, e.g. 0,5,10-12; default all with full attention.")] = None,
-    what: Annotated[str, typer.Option(help="What to measure, separated by commas.")] = ",".join(WHAT),
+    what: Annotated[
+        str | None,
+        typer.Option(help="Any of these, with commas: ranges, entropy, mass, logits, temperature, qq, outputs; default all."),
+    ] = None,
     rows: Annotated[
         str, typer.Option(help="Query rows to read, spread evenly over the text, or all. Keys are all read.")
     ] = "512",
@@ -62,6 +61,17 @@ def inspect(
     unmodified model comes first, to compare with. --out gets inspect.json (every number by layer, head and length),
     figures/*.png and index.html, a page that needs nothing else.
     """
+    import torch
+    import transformers
+    from transformers.utils import logging
+
+    from ..diagnostics import WHAT
+    from ..diagnostics.sums import Options
+    from ..inspection import headline, key_names, sections
+    from ..report import add_section, write_report
+    from ..report.folder import HEAD
+    from ..settings import check_lengths, check_setting, load_setting, parse_settings
+
     n = tokens(length)
     logging.disable_progress_bar()  # ours is enough
     with _refusing("--method"):
@@ -69,7 +79,7 @@ def inspect(
     if rows != "all" and not rows.isdigit():
         raise typer.BadParameter(f"{rows!r} is neither a number of rows nor all", param_hint="--rows")
     with _refusing("--what, --rows or --delta"):
-        options = Options(tuple(what.split(",")), None if rows == "all" else int(rows), delta)
+        options = Options(tuple(what.split(",")) if what else WHAT, None if rows == "all" else int(rows), delta)
     if out is not None:
         _check_out(out)
     with _refusing("--text"):
@@ -132,6 +142,10 @@ def _look(
     model: Any, ids: torch.Tensor, layers: list[int] | None, options: Options, advance: Callable[[], None]
 ) -> Diagnostics:
     """One forward pass up to the last layer asked for."""
+    import torch
+
+    from ..diagnostics import capture
+
     done: set[int] = set()
 
     def on_layer(layer: int) -> None:
@@ -156,6 +170,8 @@ def _refusing(option: str) -> Iterator[None]:
 
 
 def _check_out(out: Path) -> None:
+    from ..report.folder import HEAD
+
     if out.exists() and not out.is_dir():
         raise typer.BadParameter(f"{out} is a file", param_hint="--out")
     if (out / RESULT).exists():
@@ -167,6 +183,8 @@ def _check_out(out: Path) -> None:
 def _read(text: Path, model: str, length: int) -> torch.Tensor:
     if not text.is_file():
         raise ValueError(f"{text} is not a file")
+    from transformers import AutoTokenizer
+
     ids: torch.Tensor = AutoTokenizer.from_pretrained(model)(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids
     if ids.shape[1] < length:
         raise ValueError(f"{text} has {ids.shape[1]} tokens, {length} are needed")
@@ -185,6 +203,11 @@ def _numbers(text: str) -> list[int]:
 
 def _observed(model: str, layers: list[int] | None) -> int:
     """How many layers will be looked at; ValueError if one that is named cannot be. Reads no weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ..diagnostics import capture
+
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
     with capture(empty, layers) as seen:

@@ -7,8 +7,6 @@ from unittest import mock
 
 import typer
 
-from ..evaluation import harness
-
 
 def lm_eval(context: typer.Context) -> None:
     """Run lm-evaluation-harness on a model under a method; everything behind -- goes to the harness.
@@ -18,6 +16,8 @@ def lm_eval(context: typer.Context) -> None:
     `setting` is as in `hf-longattn eval --method`, or a name in a YAML file given as `settings`. The harness cuts texts at the
     config's maximum length unless `max_length` says otherwise. Its tasks come from the Hub, or from `--include_path`.
     """
+    from ..evaluation import harness
+
     try:
         harness.register()
         from lm_eval.__main__ import cli_evaluate

@@ -6,10 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from huggingface_hub import HfApi
 
-from .. import hub
-from ..card import Facts
 from .common import console, tokens
 
 
@@ -31,6 +28,11 @@ def push(
     Safetensors and text are uploaded; optimizer states, checkpoints and logs are not. A README.md of your own is kept.
     Log in first, with `hf auth login` or HF_TOKEN. Exit status 1 if a question is answered with no.
     """
+    from huggingface_hub import HfApi
+
+    from .. import hub
+    from ..card import Facts
+
     card: dict[str, Any] = {
         "training_lengths": [tokens(n) for n in training_length or ()],
         "metrics": metrics,

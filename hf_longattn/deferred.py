@@ -1,0 +1,49 @@
+"""Doing something as soon as a package is imported, and nothing before.
+
+Methods must be registered with transformers, and our adapters with PEFT, before anyone uses either. Importing those for it
+costs seconds, which nobody should pay who asks for `--help` or reads a config: registration waits until they are imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+def when_imported(package: str, action: Callable[[], object]) -> None:
+    """Call `action` right after `package` is imported: now if it is already, else as the last step of its import.
+
+    What `action` raises, the import raises.
+    """
+    if sys.modules.get(package) is not None:
+        action()
+    else:
+        sys.meta_path.insert(0, _Watch(package, action))
+
+
+class _Watch(MetaPathFinder):
+    """Finds what the other finders find, with one more step after the package's own code has run."""
+
+    def __init__(self, package: str, action: Callable[[], object]) -> None:
+        self.package, self.action = package, action
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self.package:
+            return None
+        others = (f for f in sys.meta_path if f is not self)
+        spec = next((s for f in others if (s := f.find_spec(name, path, target)) is not None), None)
+        if spec is None or (loader := spec.loader) is None:
+            return spec
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # this one: the loader is itself again
+            execute(module)
+            self.action()
+            sys.meta_path.remove(self)
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

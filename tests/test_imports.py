@@ -1,0 +1,103 @@
+"""What importing costs, and that registration happens whatever is imported first."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_longattn
+
+LABORATORY = ("evaluation", "tasks", "report", "diagnostics", "calibration", "inspection", "settings", "extension")
+LABORATORY += ("adapters", "hub", "card", "training", "cli")
+
+
+def modules_after(code: str) -> set[str]:
+    """What a fresh interpreter has imported once it has run this code."""
+    code += "\nimport json, sys; print(json.dumps([m for m in sys.modules if sys.modules[m] is not None]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("code", ["import hf_longattn", "from hf_longattn.config import LongAttnConfig; LongAttnConfig()"])
+def test_the_package_and_its_config_are_imported_without_torch(code):
+    assert not modules_after(code) & {"torch", "transformers", "numpy", "peft"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import importlib.util\nimport hf_longattn.attention\nimportlib.util.find_spec('transformers')\n"
+        "from transformers.models.llama import modeling_llama",
+        "import transformers\nfrom hf_longattn import apply",
+    ],
+)
+def test_names_are_registered_whichever_comes_first_and_only_the_core_is_imported(code):
+    code += (
+        "\nimport hf_longattn, transformers"
+        "\nassert 'scale_invariant' in transformers.AttentionInterface().valid_keys()"
+        "\nassert isinstance(transformers.PreTrainedConfig.longattn, property)"
+        "\nassert 'exec_module' not in vars(transformers.__spec__.loader)"
+        "\nassert hf_longattn.attention.__name__ == 'attention'"
+    )
+    found = modules_after(code)
+    assert {"hf_longattn.integration.seams", "hf_longattn.kernels.tiled"} <= found
+    assert not {f"hf_longattn.{name}" for name in LABORATORY} & found
+    assert not {"peft", "matplotlib", "typer"} & found
+
+
+def test_peft_knows_our_adapters_when_it_is_imported_after_us():
+    code = "import hf_longattn\nimport peft\nassert 'hf_longattn.LORA' in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING"
+    assert "hf_longattn.adapters" in modules_after(code)
+
+
+def test_an_error_of_a_late_registration_is_an_error_of_the_import():
+    code = (
+        "import sys\nfrom hf_longattn.deferred import when_imported\n"
+        "def refuse(): raise ImportError('too old')\n"
+        "when_imported('colorsys', refuse)\n"
+        "try:\n    import colorsys\nexcept ImportError as error:\n    assert str(error) == 'too old'\n"
+        "else:\n    raise SystemExit(1)"
+    )
+    modules_after(code)
+
+
+def test_public_names_are_there_for_people_and_for_type_checkers():
+    tree = ast.parse(Path(hf_longattn.__file__).read_text(encoding="utf-8"))
+    block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    assert sorted(a.asname for n in block.body for a in n.names) == hf_longattn.__all__
+    assert set(hf_longattn.__all__) <= set(dir(hf_longattn))
+    for name in hf_longattn.__all__:
+        assert getattr(hf_longattn, name) is not None
+    assert hf_longattn.evaluation.copying_heads  # submodules by attribute, too
+    with pytest.raises(AttributeError, match="has no attribute 'scale'"):
+        hf_longattn.scale  # noqa: B018
+
+
+COMMANDS = ([], ["extend"], ["eval"], ["inspect"], ["train"], ["push"], ["env"], ["lm-eval"])
+
+
+@pytest.mark.parametrize("arguments", [*([*command, "--help"] for command in COMMANDS), ["--version"]], ids=" ".join)
+def test_help_costs_no_torch_and_less_than_a_second(arguments):
+    code = (
+        f"import sys, time; sys.argv = ['hf-longattn', *{arguments!r}]\n"
+        "from hf_longattn.cli import app\n"
+        "try:\n    app()\nexcept SystemExit as done:\n    assert not done.code\n"
+        "assert time.process_time() < 1.0, time.process_time()"  # measured: 0.3; seven to ten before
+    )
+    assert not modules_after(code) & {"torch", "transformers", "numpy"}
+
+
+def test_inspect_names_everything_that_it_measures():
+    from typer.main import get_command
+
+    from hf_longattn.cli import app
+    from hf_longattn.diagnostics import WHAT
+
+    what = next(p for p in get_command(app).commands["inspect"].params if p.name == "what")
+    assert f": {', '.join(WHAT)};" in what.help
