@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -61,7 +61,13 @@ class Method:
             object.__setattr__(self, f.name, _freeze(getattr(self, f.name)))
             if getattr(self, f.name) is None and f.default is not None:
                 raise ValueError(f"{self.name}: {f.name} must not be None; leave it out for its default, {f.default!r}")
-        self.validate()
+            if not _has_type(getattr(self, f.name), kinds := str(f.type).split(" | ")):
+                told = " or ".join(_KINDS[kind] for kind in kinds)
+                raise ValueError(f"{self.name}: {f.name} must be {told}, got {getattr(self, f.name)!r}")
+        try:
+            self.validate()
+        except TypeError as error:  # of a comparison, somewhere in a nest
+            raise ValueError(f"{self.name}: a parameter has the wrong type ({error}): {self.to_dict()}") from None
 
     def validate(self) -> None:
         """Raise ValueError, naming the parameter and the way out, if the parameters make no sense."""
@@ -163,7 +169,7 @@ class LongAttnConfig:
         if not isinstance(self.layers, str):
             if not isinstance(self.layers, Iterable):
                 raise ValueError(f"layers must be 'full_attention', 'all' or a list of indices, got {self.layers!r}")
-            indices = tuple(self.layers)
+            indices = _freeze(tuple(self.layers))
             if not indices or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in indices):
                 raise ValueError(f"layers must be a non-empty list of layer indices >= 0, got {list(indices)}")
             object.__setattr__(self, "layers", tuple(sorted(set(indices))))
@@ -353,7 +359,20 @@ def _method_from_dict(data: Mapping[str, Any], slot: str) -> Method:
     return method(**parameters)
 
 
+_KINDS = {"bool": "true or false", "int": "an integer", "float": "a number", "str": "a word", "None": "None"}
+
+
+def _has_type(value: Any, kinds: Sequence[str]) -> bool:
+    """Whether a value is of a type as a method's field names it; what is no plain type (nests) is left to `validate`."""
+    if not _KINDS.keys() >= set(kinds):
+        return True
+    kind = "None" if value is None else type(value).__name__
+    return kind in kinds or (kind == "int" and "float" in kinds)
+
+
 def _freeze(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # numbers and arrays of numpy and torch
+        value = value.tolist()
     if value == "inf":  # JSON has no infinity
         return math.inf
     return tuple(_freeze(v) for v in value) if isinstance(value, (list, tuple)) else value

@@ -83,7 +83,19 @@ class Scores:
 
 
 def plan_copies(train_length: int, to: int) -> list[Copy]:
-    """Five copies: one that the unmodified model reaches, then four beyond the trained length from ever farther back."""
+    """Five copies: one that the unmodified model reaches, then four beyond the trained length from ever farther back.
+
+    Raises:
+        ValueError: they do not fit between the two lengths.
+    """
+    least = train_length + 4 * max(PASSAGE, math.ceil(2 * PASSAGE - 0.1 * train_length))
+    if train_length < 7 * PASSAGE:
+        raise ValueError(f"five passages of {PASSAGE} tokens have no room in a trained length of {train_length} tokens")
+    if to < least:
+        raise ValueError(
+            f"four passages of {PASSAGE} tokens are repeated beyond the trained length of {train_length}, which takes {least} "
+            f"tokens or more, not {to}"
+        )
     ends = [train_length + (to - train_length) * n // 4 for n in (1, 2, 3, 4)]
     sources = [int(share * train_length) for share in (0.9, 0.75, 0.65, 0.05)]
     far = [Copy(end - PASSAGE - source, end - PASSAGE) for source, end in zip(sources, ends, strict=True)]

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from .checks import check_dtype, check_model, read_text
 from .config import LongAttnConfig, ModelFacts
 from .integration import apply, rope
 from .integration.model import bound_config
@@ -59,6 +60,10 @@ class Setting:
     model: str | None = None
 
     def __post_init__(self) -> None:
+        kinds: dict[str, Any] = {"method": (str, Mapping), "parameters": Mapping, "rope": str, "adapter": str, "model": str}
+        for name, kind in kinds.items():
+            if ((value := getattr(self, name)) is not None or name == "parameters") and not isinstance(value, kind):
+                raise ValueError(f"setting {self.name!r}: {name} cannot be {value!r}")
         if isinstance(self.method, Mapping) and self.parameters:
             raise ValueError(f"setting {self.name!r}: parameters belong into the slots, where the method is written out")
         if self.parameters and self.method is None:
@@ -147,7 +152,10 @@ def parse_settings(
 def read_settings(file: Path) -> list[Setting]:
     """The settings of a YAML file: a mapping from names to entries; relative paths start at the file."""
     yaml = _yaml()
-    data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    try:
+        data = yaml.safe_load(read_text(file))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file} is no YAML: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{file} must map names to settings")
     out = []
@@ -156,7 +164,7 @@ def read_settings(file: Path) -> list[Setting]:
         known = {f.name for f in dataclasses.fields(Setting)} - {"name"}
         if not isinstance(entry, dict) or set(entry) - known:
             raise ValueError(f"{file}: {name!r} must be a mapping with keys among {', '.join(sorted(known))}; got {entry!r}")
-        if entry.get("adapter") is not None:
+        if isinstance(entry.get("adapter"), str):
             entry = entry | {"adapter": str(file.parent / entry["adapter"])}
         out.append(Setting(str(name), **entry))
     return out
@@ -166,6 +174,7 @@ def precision_of(model: str, dtype: str = "auto", device: str = "cpu") -> str:
     """The precision to run a checkpoint in: as asked; "auto" is its own, or float32 where that is one that a CPU multiplies
     slowly. Quantised checkpoints stay "auto".
     """
+    check_dtype(dtype, "auto")
     config = AutoConfig.from_pretrained(model)
     own = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
     half = own in ("bfloat16", "float16") and not getattr(config, "quantization_config", None)
@@ -183,11 +192,7 @@ def load_setting(setting: Setting, model: str, dtype: str = "auto", device: str 
     config = _edited_config(setting, source)
     loaded = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=precision_of(source, dtype, device))
     if setting.adapter is not None:
-        try:
-            from peft import PeftModel
-        except ImportError:
-            raise ImportError('adapters need peft: pip install "hf_longattn[train]"') from None
-        loaded = PeftModel.from_pretrained(loaded, setting.adapter).merge_and_unload()
+        loaded = _with_adapter(loaded, setting.adapter).merge_and_unload()
     if setting.config is not None:
         apply(loaded, setting.config)
     return loaded.to(device).eval()
@@ -204,15 +209,32 @@ def check_setting(setting: Setting, model: str) -> ModelFacts:
 
     Warns of an adapter that no word about attention comes with.
     """
+    for source in (setting.model or model, setting.adapter):
+        if source is not None:
+            check_model(source)
     config = _edited_config(setting, setting.model or model)
     try:
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config)
+        if setting.adapter is not None:
+            with torch.device("meta"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # loading says the same
+                _with_adapter(empty, setting.adapter)
         if (method := setting.config or _adapters_method(setting, config)) is not None:
             apply(empty, method)
         return bound_config(empty, LongAttnConfig())[1]
-    except ValueError as error:
+    except (ValueError, RuntimeError, KeyError) as error:  # the latter two of PEFT: other shapes, no such kind of adapter
         raise ValueError(f"setting {setting.name!r}: {error}") from None
+
+
+def _with_adapter(model: Any, adapter: str) -> Any:
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise ImportError('adapters need peft: pip install "hf_longattn[train]"') from None
+    if not (Path(adapter) / "adapter_config.json").is_file():
+        raise ValueError(f"{adapter} holds no adapter: there is no adapter_config.json in it")
+    return PeftModel.from_pretrained(model, adapter)
 
 
 def check_lengths(model: str, lengths: Sequence[int]) -> None:

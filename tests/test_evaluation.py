@@ -153,6 +153,15 @@ def test_summary_says_what_helps_and_what_it_costs() -> None:
     assert "changes by: good +0.010 ± 0.000 at 512; bad +0.500 ± 0.000 at 512 tokens" in summary
     short = Results([r for r in rows if r["setting"] != "good"], ["unmodified", "bad"], 64, False, 512).summary()
     assert "no setting has a lower loss than the unmodified model" in short
+    same = [r | {"setting": "clamped"} for r in rows if r["setting"] == "unmodified"]
+    told = Results([*rows, *same], [*loss, "clamped"], 64, False, 512).summary()
+    assert "lowest loss is that of good" in told
+    assert "Equal to the unmodified model in every loss: clamped." in told
+    equal = Results(
+        [r for r in rows + same if r["setting"] in ("unmodified", "clamped")], ["unmodified", "clamped"], 64, False, 512
+    )
+    assert "nearest" not in equal.summary()
+    assert "Equal to the unmodified model in every loss: clamped." in equal.summary()
     partial = [r for r in rows if r["setting"] == "unmodified" or r["length"] == 512]
     told = Results(partial, list(loss), 64, False, 512).summary()
     assert "Only the unmodified model has been measured at 1,024 tokens yet" in told

@@ -382,6 +382,27 @@ def test_packed_documents_do_not_see_each_other() -> None:
     assert out["loss"].item() == pytest.approx(float(alone) / 21, abs=1e-5)
 
 
+def test_packed_documents_of_a_recipe_do_not_see_each_other(tiny: Path, tmp_path: Path) -> None:
+    """The first step's loss, before anything is learned, is that of every document alone."""
+    changes = {"packing": "documents", "data": tiny / "table.jsonl", "trainer__max_steps": 1, "trainer__save_steps": 1}
+    changes |= {"method": None, "parameters": "{}", "strength": None, "evaluation__compare": False}
+    overrides = settings(tiny, tmp_path / "out", **changes)
+    metrics = trained("continue_lora", overrides)
+    prepared = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "again", **changes)))
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model")
+    trainer = RecipeTrainer(prepared.recipe, prepared.data, model, model, prepared.args, prepared.tokenizer)
+    (ids, positions) = (b := next(iter(trainer.get_train_dataloader())))["input_ids"], b["position_ids"]
+    total = count = 0.0
+    for row, places in zip(ids, positions, strict=True):
+        for text in torch.tensor_split(row, (places == 0).nonzero().flatten().tolist()[1:]):
+            if len(text) > 1:
+                logits = model(text[None]).logits[0, :-1].detach()
+                total += torch.nn.functional.cross_entropy(logits, text[1:], reduction="sum").item()
+                count += len(text) - 1
+    assert (positions == 0).sum() > len(ids)
+    assert next(r["loss"] for r in metrics["log"] if "loss" in r) == pytest.approx(total / count, abs=1e-4)
+
+
 def test_documents_of_files_and_data_sets(tiny: Path, tmp_path: Path) -> None:
     tokenizer = ByT5Tokenizer(extra_ids=0)
     (tmp_path / "a.txt").write_text("ab")

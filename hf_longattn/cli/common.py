@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 console = Console()
 
+Dtype = Annotated[
+    str, typer.Option(help="Precision to load the model in; auto: its own, float32 where the CPU multiplies that slowly.")
+]
+Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...; auto: a GPU where there is one.")]
+
+
+@contextmanager
+def refusing(option: str | None = None) -> Iterator[None]:
+    """What a check raises is an error in what was typed: one message with the option that it came by, exit status 2."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
+
 
 def tokens(text: str) -> int:
     """A number of tokens; "32k" is 32 * 1024."""
     number, unit = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
-    try:
-        return int(number) * unit
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a length; write 32768 or 32k") from None
+    if not number.isdecimal() or int(number) < 1:
+        raise typer.BadParameter(f"{text!r} is not a length; write 32768 or 32k")
+    return int(number) * unit
 
 
-def load(model: str, dtype: str, yarn: float | None = None) -> Any:
+def load(model: str, dtype: str, device: str, yarn: float | None = None) -> Any:
     """A causal language model for inference, with YaRN for `yarn` times its trained length if given."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -30,14 +45,15 @@ def load(model: str, dtype: str, yarn: float | None = None) -> Any:
     config = AutoConfig.from_pretrained(model)
     if yarn is not None:
         rope.yarn(config, yarn)
-    return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=dtype).to(device).eval()
 
 
-def precision(model: str, dtype: str, device: str = "cpu") -> str:
+def precision(model: str, dtype: str, device: str) -> str:
     """`settings.precision_of`, told where it is not what was asked for."""
     from ..settings import precision_of
 
-    chosen = precision_of(model, dtype, device)
+    with refusing("--dtype"):
+        chosen = precision_of(model, dtype, device)
     if chosen != dtype:
         console.print(f"Read in {chosen}: this CPU multiplies the checkpoint's own precision slowly. --dtype takes another.")
     return chosen

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .common import command_line, console, precision, shown, tokens
+from .common import Device, Dtype, command_line, console, precision, refusing, shown, tokens
 
 if TYPE_CHECKING:
     from ..evaluation import Plan, Results, Store
@@ -47,11 +47,8 @@ def evaluate(
     bos: Annotated[str, typer.Option(help="A beginning-of-text token: auto (as the tokenizer does), always, never.")] = "auto",
     samples: Annotated[int, typer.Option(help="Texts per task and length; for needle per depth.")] = 3,
     depths: Annotated[int, typer.Option(help="Places of the needle, from first to last.")] = 5,
-    dtype: Annotated[
-        str,
-        typer.Option(help="Precision to load the model in; auto: its own, float32 where the CPU multiplies that slowly."),
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
     seed: Annotated[int, typer.Option(help="Of the tasks' texts.")] = 0,
     shortest_first: Annotated[
         bool, typer.Option("--shortest-first", help="All settings at the shortest length first; loads models more often.")
@@ -69,19 +66,23 @@ def evaluate(
     """
     from transformers import AutoTokenizer
 
+    from ..checks import check_model, check_output, device_of, read_text
     from ..evaluation import Plan
     from ..settings import parse_settings
 
-    read = [(Path(t).name, Path(t)) for part in text for t in part.split(",") if t]
-    for _, path in read:
-        if not path.is_file():
-            raise typer.BadParameter(f"{path} is not a file", param_hint="--text")
-    try:
+    with refusing("--text"):
+        texts = [(Path(t).name, read_text(Path(t))) for part in text for t in part.split(",") if t]
+    with refusing("--out"):
+        check_output(out)
+    with refusing("--device"):
+        device = device_of(device)
+    with refusing():
+        check_model(model)
         plan = Plan(
             model=model,
             settings=parse_settings(method or [], rope or [], settings, adapter or []),
             lengths=[tokens(n) for n in lengths.split(",")],
-            texts=[(name, path.read_text(encoding="utf-8")) for name, path in read],
+            texts=texts,
             tokenizer=AutoTokenizer.from_pretrained(model),
             tasks=[t.strip() for t in tasks.split(",")],
             windows=windows,
@@ -94,8 +95,6 @@ def evaluate(
             shortest_first=shortest_first,
         )
         store = plan.open(out)
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from None
 
     interrupted = not page_only and _measure(plan, store, device, command_line(context))
     results = _write(plan, store, out, title)

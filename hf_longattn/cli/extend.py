@@ -10,7 +10,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from .common import console, load, precision, tokens
+from .common import Device, Dtype, console, load, precision, refusing, tokens
 
 if TYPE_CHECKING:
     from ..extension import Scores
@@ -26,10 +26,8 @@ def extend(
     tolerance: Annotated[
         float, typer.Option(help="What a choice may cost within the trained length, in nats a token.")
     ] = 0.02,
-    dtype: Annotated[
-        str,
-        typer.Option(help="Precision to load the model in; auto: its own, float32 where the CPU multiplies that slowly."),
-    ] = "auto",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
 ) -> None:
     """Make MODEL longer without training: try a short list of methods on your text, show what each does, keep the best.
 
@@ -38,32 +36,42 @@ def extend(
     """
     from transformers import AutoTokenizer
 
+    from ..checks import check_output, device_of, read_text
     from ..config import LongAttnConfig
     from ..extension import best, by_head, candidates, plan_copies, score
     from ..integration import apply, describe
-    from ..integration.model import bound_config
+    from ..settings import Setting, check_setting
 
     length = tokens(to)
-    if out is not None and out.exists() and any(out.iterdir()):
-        raise typer.BadParameter(f"{out} is not empty; nothing is overwritten", param_hint="--out")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :length]
-    if ids.shape[1] < length:
-        raise typer.BadParameter(f"{text} has {ids.shape[1]} tokens, {length} are needed", param_hint="--text")
-    chosen = precision(model, dtype)
-    loaded = load(model, chosen)
-    _, facts = bound_config(loaded, LongAttnConfig())
-    trained = facts.train_length
+    if out is not None:
+        with refusing("--out"):
+            check_output(out)
+        if out.exists() and any(out.iterdir()):
+            raise typer.BadParameter(f"{out} is not empty; nothing is overwritten", param_hint="--out")
+    with refusing("--device"):
+        device = device_of(device)
+    with refusing("--text"):
+        content = read_text(text)
+    with refusing("MODEL"):
+        trained = check_setting(Setting(UNMODIFIED), model).train_length
+        tokenizer = AutoTokenizer.from_pretrained(model)
     if trained is None or length <= trained:
         raise typer.BadParameter(f"the model was trained at {trained} tokens; nothing to extend", param_hint="--to")
+    with refusing("--to"):
+        copies = plan_copies(trained, length)
+    ids = tokenizer(content, return_tensors="pt", verbose=False).input_ids[:, :length]
+    if ids.shape[1] < length:
+        raise typer.BadParameter(f"{text} has {ids.shape[1]} tokens, {length} are needed", param_hint="--text")
+    chosen = precision(model, dtype, device)
+    loaded = load(model, chosen, device)
 
     remaps = candidates(trained, length)
     tried: dict[str, LongAttnConfig | None] = {UNMODIFIED: None, YARN: None, **remaps}
     if trained >= 2048:
         tried[BY_HEAD] = by_head(loaded, ids.to(loaded.device), remaps["leaky_rerope"], trained)
-    copies, scores = plan_copies(trained, length), {}
+    scores = {}
     for name, config in track(tried.items(), description=f"Reading {length} tokens", console=console, total=len(tried)):
-        this = load(model, chosen, yarn=length / trained) if name == YARN else loaded
+        this = load(model, chosen, device, yarn=length / trained) if name == YARN else loaded
         if config is not None:
             apply(this, config)
         scores[name] = s = score(this, ids.to(this.device), trained, copies)
@@ -82,7 +90,7 @@ def extend(
         return
     out.mkdir(parents=True, exist_ok=True)
     saved_as_read = choice != YARN and chosen == dtype  # what was read in float32 is saved in the precision it came in
-    winner = loaded if saved_as_read else load(model, dtype, yarn=length / trained if choice == YARN else None)
+    winner = loaded if saved_as_read else load(model, dtype, "cpu", yarn=length / trained if choice == YARN else None)
     if (config := tried[choice]) is not None:
         apply(winner, config)
         console.print(str(describe(winner)).splitlines()[0])
@@ -98,7 +106,7 @@ def extend(
         "choice": choice,
     }
     summary |= {"copies": [[c.distance, c.position] for c in copies], "scores": record}
-    (out / "extend.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (out / "extend.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     plot(scores, [c.distance for c in copies], out / "extend.png")
     console.print(f"Saved to {out}; load it with: import hf_longattn; AutoModelForCausalLM.from_pretrained({str(out)!r})")
 

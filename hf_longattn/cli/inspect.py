@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as RichTable
 
 from .. import __version__
-from .common import command_line, console, precision, tokens
+from .common import Device, Dtype, command_line, console, precision, refusing, tokens
 
 if TYPE_CHECKING:
     import torch
@@ -50,10 +50,8 @@ def inspect(
     out: Annotated[
         Path | None, typer.Option(help="Folder for page, JSON and pictures; a report's folder gets sections.")
     ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(help="Precision to load the model in; auto: its own, float32 where the CPU multiplies that slowly."),
-    ] = "auto",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
 ) -> None:
     """Look into MODEL's attention on your text: entropy, attention by distance, logits, outputs, per layer and head.
 
@@ -65,6 +63,7 @@ def inspect(
     import transformers
     from transformers.utils import logging
 
+    from ..checks import check_model, check_output, device_of
     from ..diagnostics import WHAT
     from ..diagnostics.sums import Options
     from ..inspection import headline, key_names, sections
@@ -74,25 +73,31 @@ def inspect(
 
     n = tokens(length)
     logging.disable_progress_bar()  # ours is enough
-    with _refusing("--method"):
+    with refusing("--method"):
         settings = parse_settings(method or [], rope or [])
     if rows != "all" and not rows.isdigit():
         raise typer.BadParameter(f"{rows!r} is neither a number of rows nor all", param_hint="--rows")
-    with _refusing("--what, --rows or --delta"):
+    with refusing("--what, --rows or --delta"):
         options = Options(tuple(what.split(",")) if what else WHAT, None if rows == "all" else int(rows), delta)
     if out is not None:
+        with refusing("--out"):
+            check_output(out)
         _check_out(out)
-    with _refusing("--text"):
+    with refusing("--device"):
+        device = device_of(device)
+    with refusing("MODEL"):
+        check_model(model)
+    with refusing("--text"):
         ids = _read(text, model, n)
-    with _refusing("--method"):
+    with refusing("--method"):
         check_lengths(model, [n])
         for setting in settings:
             check_setting(setting, model)
-    with _refusing("--layers"):
+    with refusing("--layers"):
         numbers = None if layers is None else _numbers(layers)
         observed = _observed(model, numbers)
 
-    chosen = precision(model, dtype)
+    chosen = precision(model, dtype, device)
     results: dict[str, Diagnostics] = {}
     with Progress(
         TextColumn("{task.description}"),
@@ -104,7 +109,7 @@ def inspect(
     ) as progress:
         for setting in settings:
             task = progress.add_task(f"{escape(setting.name)}: {n} tokens", total=observed)
-            loaded = load_setting(setting, model, chosen)
+            loaded = load_setting(setting, model, chosen, device)
             read_in = str(loaded.dtype).removeprefix("torch.")
             results[setting.name] = _look(loaded, ids, numbers, options, partial(progress.advance, task))
             del loaded
@@ -160,20 +165,9 @@ def _look(
     return seen.result()
 
 
-@contextmanager
-def _refusing(option: str) -> Iterator[None]:
-    """Errors of values become errors of the option that gave them."""
-    try:
-        yield
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint=option) from None
-
-
 def _check_out(out: Path) -> None:
     from ..report.folder import HEAD
 
-    if out.exists() and not out.is_dir():
-        raise typer.BadParameter(f"{out} is a file", param_hint="--out")
     if (out / RESULT).exists():
         raise typer.BadParameter(f"{out} holds an {RESULT} already; nothing is overwritten", param_hint="--out")
     if out.exists() and any(out.iterdir()) and not (out / HEAD).exists():
@@ -181,11 +175,12 @@ def _check_out(out: Path) -> None:
 
 
 def _read(text: Path, model: str, length: int) -> torch.Tensor:
-    if not text.is_file():
-        raise ValueError(f"{text} is not a file")
     from transformers import AutoTokenizer
 
-    ids: torch.Tensor = AutoTokenizer.from_pretrained(model)(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids
+    from ..checks import read_text
+
+    content = read_text(text)
+    ids: torch.Tensor = AutoTokenizer.from_pretrained(model)(content, return_tensors="pt", verbose=False).input_ids
     if ids.shape[1] < length:
         raise ValueError(f"{text} has {ids.shape[1]} tokens, {length} are needed")
     return ids[:, :length]

@@ -7,6 +7,8 @@ from unittest import mock
 
 import typer
 
+from .common import refusing
+
 
 def lm_eval(context: typer.Context) -> None:
     """Run lm-evaluation-harness on a model under a method; everything behind -- goes to the harness.
@@ -18,15 +20,13 @@ def lm_eval(context: typer.Context) -> None:
     """
     from ..evaluation import harness
 
-    try:
+    with refusing():
         harness.register()
         from lm_eval.__main__ import cli_evaluate
-    except ImportError as error:
-        raise typer.BadParameter(str(error)) from None
     arguments = [a for a in context.args if a != "--"]
     if arguments[:1] not in (["ls"], ["validate"]):
         arguments = ["run", *(arguments[1:] if arguments[:1] == ["run"] else arguments)]
         if not any(a == "--model" or a.startswith("--model=") for a in arguments):
             arguments += ["--model", harness.NAME]
-    with mock.patch.object(sys, "argv", ["lm-eval", *arguments]):
+    with mock.patch.object(sys, "argv", ["lm-eval", *arguments]), refusing():  # its errors and ours in what was typed
         cli_evaluate()

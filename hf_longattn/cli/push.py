@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import console, tokens
+from .common import console, refusing, tokens
 
 
 def push(
@@ -29,6 +29,8 @@ def push(
     Log in first, with `hf auth login` or HF_TOKEN. Exit status 1 if a question is answered with no.
     """
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     from .. import hub
     from ..card import Facts
@@ -39,15 +41,20 @@ def push(
         "evaluated_on": evaluated_on,
         "license": license,
     }
-    try:
+    with refusing("REPO_ID"):
+        validate_repo_id(repo_id)
+    with refusing():
         found = hub.files(directory, repo_id, Facts(**card), base_model)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     for name, content in found.items():
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
         console.print(f"{size:>14,}  {name}", highlight=False)
-    exists = HfApi().repo_exists(repo_id)
-    if exists and not yes:
-        typer.confirm(f"{repo_id} exists already. Add a commit to it?", abort=True)
-    url = hub.push(directory, repo_id, base_model=base_model, private=private or None, exist_ok=exists, **card)
+    failed: Any = HfHubHTTPError.__bases__[0]  # what its HTTP client raises, whichever that is
+    try:
+        exists = HfApi().repo_exists(repo_id)
+        if exists and not yes:
+            typer.confirm(f"{repo_id} exists already. Add a commit to it?", abort=True)
+        url = hub.push(directory, repo_id, base_model=base_model, private=private or None, exist_ok=exists, **card)
+    except (OSError, failed) as error:
+        console.print(f"Nothing was uploaded. The Hub cannot be reached, or refused: {error}", markup=False, highlight=False)
+        raise typer.Exit(1) from None
     console.print(url)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -29,7 +32,7 @@ def train(
     TrainingArguments can be set: trainer.learning_rate=3e-4, trainer.bf16=true, trainer.report_to=wandb. Several GPUs:
     accelerate launch -m hf_longattn.cli train ... Exit status 2 if something is refused before the start.
     """
-    from ..training import load_recipe, plan, prepare, run
+    from ..training import last_checkpoint, load_recipe, plan, prepare, run
 
     try:
         prepared = prepare(load_recipe(recipe, overrides or []), resume=resume)
@@ -42,10 +45,23 @@ def train(
         console.print(shown, markup=False, highlight=False, soft_wrap=True)
     if dry_run:
         return
-    metrics = run(prepared)
+    try:
+        metrics = run(prepared)
+    except KeyboardInterrupt:
+        if first:
+            console.print(_standing(last_checkpoint(prepared.output)), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(130) from None
     if first:
         for name, by_length in metrics["measured"].items():
             for length, m in by_length.items():
                 found = f", accuracy {m['accuracy']:.3f}" if "accuracy" in m else ""
                 console.print(f"{name} at {length}: loss {m['loss']:.3f}{found}", markup=False, highlight=False)
         console.print(f"Written: {prepared.output}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _standing(checkpoint: Path | None) -> str:
+    """Where an interrupted run stands, and what goes on with it."""
+    if checkpoint is None:
+        return "Interrupted before the first checkpoint: nothing is kept, and the same command starts anew."
+    again = shlex.join(["hf-longattn", *sys.argv[1:], *["--resume"] * ("--resume" not in sys.argv)])
+    return f"Interrupted. {checkpoint} is kept. To go on: {again}"

@@ -56,6 +56,11 @@ class Results:
         common = [mine[d] - base[d] for d in mine if d in base]
         return mean_interval(common) if common else None
 
+    def _equal(self, setting: str) -> bool:
+        """Whether a setting's losses are the unmodified model's, to the digits that are shown: mostly so by design."""
+        pairs = [(x, self.losses(UNMODIFIED, n).get(d, x)) for n in self.lengths for d, x in self.losses(setting, n).items()]
+        return all(abs(mine - base) < 0.0005 for mine, base in pairs)
+
     def bucket_difference(self, setting: str, first: int, last: int) -> float | None:
         mine, base = self.bins(setting), self.bins(UNMODIFIED)
         common = [over(mine[d], first, last) - over(base[d], first, last) for d in mine if d in base]
@@ -90,13 +95,21 @@ class Results:
         if not found:
             sentences.append(f"Only the unmodified model has been measured at {longest:,} tokens yet.")
         else:
-            best = min(found, key=lambda s: found[s][0])
-            against = f"{best}, {_signed(found[best])} nats per token against the unmodified model"
-            sentences.append(
-                f"At {longest:,} tokens the lowest loss is that of {against}."
-                if found[best][0] < 0
-                else f"At {longest:,} tokens no setting has a lower loss than the unmodified model; nearest is {against}."
-            )
+            same = [s for s in found if self._equal(s)]
+            changed = [s for s in found if s not in same]
+            if changed:
+                best = min(changed, key=lambda s: found[s][0])
+                against = f"{best}, {_signed(found[best])} nats per token against the unmodified model"
+                sentences.append(
+                    f"At {longest:,} tokens the lowest loss is that of {against}."
+                    if found[best][0] < 0
+                    else f"At {longest:,} tokens no setting has a lower loss than the unmodified model; nearest is {against}."
+                )
+            if same:
+                sentences.append(
+                    f"Equal to the unmodified model in every loss: {', '.join(same)}. Clamped temperatures, windows and "
+                    "position remaps change nothing at the lengths that they leave alone."
+                )
         costs = {s: (d, n) for s in others for n in self.within if (d := self.difference(s, n))}  # the longest there is
         if costs:
             told = "; ".join(f"{s} {_signed(d)} at {n:,}" for s, (d, n) in costs.items())

@@ -2,6 +2,6 @@
 
 from .models import POSITIONS
 from .recipe import RECIPES, Recipe, dump, load_recipe
-from .run import Prepared, plan, prepare, run
+from .run import Prepared, last_checkpoint, plan, prepare, run
 
-__all__ = ["POSITIONS", "RECIPES", "Prepared", "Recipe", "dump", "load_recipe", "plan", "prepare", "run"]
+__all__ = ["POSITIONS", "RECIPES", "Prepared", "Recipe", "dump", "last_checkpoint", "load_recipe", "plan", "prepare", "run"]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
+from ..checks import read_text
 from ..tasks.needle import IGNORE, NeedleTask
 from .recipe import Hub, Recipe, Skip
 from .skip import skipped
@@ -43,7 +44,7 @@ def texts(sources: list[str], hub: Hub) -> Iterator[str]:
     for source in sources:
         path = Path(source)
         if path.is_file() and path.suffix not in BUILDERS:
-            yield path.read_text(encoding="utf-8")
+            yield read_text(path)
             continue
         for row in _rows(source, hub):
             if hub.column not in row:

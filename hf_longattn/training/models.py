@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, NanoChatConfig
 
+from ..checks import check_dtype
 from ..config import LongAttnConfig
 from ..integration import apply, rope
 from .recipe import Architecture, Lora, Recipe
@@ -70,9 +71,8 @@ def load_config(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
 
 def load_model(recipe: Recipe, config: Any, *, weights: bool = True) -> Any:
     """The model without method and adapter; without weights it is on the meta device, which costs nothing."""
-    dtype = getattr(torch, recipe.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype {recipe.dtype!r} is no torch dtype; use float32 or bfloat16")
+    check_dtype(recipe.dtype)
+    dtype = getattr(torch, recipe.dtype)
     if not weights:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype)

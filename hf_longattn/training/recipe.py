@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from ..checks import read_text
 from ..config import LongAttnConfig
 
+#: Numbers that an optimiser refuses below zero, long after the start.
+NOT_NEGATIVE = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")
 RECIPES = ("continue_lora", "convert_distill", "needle_lora", "pretrain_small")
 
 
@@ -192,7 +197,8 @@ def load_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
         ValueError: no such recipe, an unknown key (the close match is named), a value of the wrong type, or a contradiction.
     """
     try:
-        from omegaconf import OmegaConf
+        import yaml
+        from omegaconf import DictConfig, OmegaConf
         from omegaconf.errors import OmegaConfBaseException
     except ImportError:
         raise ImportError('training recipes need omegaconf: pip install "hf_longattn[train]"') from None
@@ -201,10 +207,15 @@ def load_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
             raise ValueError(f"{entry!r} is not an override; write key=value")
     path = recipe_file(source)
     try:
-        given = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
+        file = OmegaConf.create(read_text(path))
+        if not isinstance(file, DictConfig):
+            raise ValueError(f"{path} is no recipe: a recipe maps keys to values")
+        given = OmegaConf.merge(file, OmegaConf.from_dotlist(list(overrides)))
         _no_trainer_keys_outside(OmegaConf.to_container(given))
         recipe: Recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), given))  # type: ignore[assignment]
-    except OmegaConfBaseException as error:
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path.name} or an override is no YAML: {error}") from None
+    except (OmegaConfBaseException, TypeError) as error:  # the latter where a list stands for a mapping
         where = getattr(error, "full_key", None)
         raise ValueError(f"{path.name}: {f'{where}: ' if where else ''}{str(error).splitlines()[0]}") from None
     for key, value in recipe.trainer.items():
@@ -292,15 +303,38 @@ def _in(name: str, value: float) -> None:
 
 
 def _no_trainer_keys_outside(given: Any) -> None:
-    """Unknown TrainingArguments keys, and known ones at the top level, named with their close match."""
+    """Unknown TrainingArguments keys, values of another type, and known keys at the top level; with the close match."""
     from transformers import TrainingArguments
 
     known = {f.name for f in dataclasses.fields(TrainingArguments)} - {"output_dir"}
-    for key in given.get("trainer") or {}:
+    hints = get_type_hints(TrainingArguments)
+    trainer = given.get("trainer") or {}
+    if not isinstance(trainer, dict):
+        raise ValueError(f"trainer must map keys of transformers' TrainingArguments to values, got {trainer!r}")
+    for key, value in trainer.items():
         if key not in known:
             close = difflib.get_close_matches(key, known, 1)
             hint = "use output" if key == "output_dir" else f"did you mean {close[0]!r}?" if close else "see TrainingArguments"
             raise ValueError(f"trainer.{key} is no key of transformers' TrainingArguments; {hint}")
+        if not _fits(value, hints[key]):
+            raise ValueError(f"trainer.{key} cannot be {value!r}: it is {_said(hints[key])}")
+        if key in NOT_NEGATIVE and not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"trainer.{key} must be a finite number >= 0, got {value!r}")
     for key in given:
         if key in known and key not in {f.name for f in dataclasses.fields(Recipe)}:
             raise ValueError(f"{key} belongs under trainer: write trainer.{key}=...")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value from YAML can be meant by a type hint; hints that are no plain type are left to transformers."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return any(_fits(value, h) for h in get_args(hint))
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return hint not in (bool, str, dict, list, type(None)) or isinstance(value, hint)
+
+
+def _said(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint)

@@ -19,6 +19,7 @@ import torch
 from transformers import TrainingArguments, set_seed
 
 from ..calibration import calibrate
+from ..checks import check_model, check_output
 from ..config import LongAttnConfig
 from ..hub import save
 from ..integration import describe, rope
@@ -27,7 +28,7 @@ from .data import Data
 from .loss import CHUNK, CausalLoss, trained_by
 from .models import attention_of, load_config, load_model, load_tokenizer, put_adapter, put_method, unadapted
 from .recipe import Recipe, dump
-from .trainer import RecipeTrainer, arguments
+from .trainer import RecipeTrainer, arguments, interruptible
 
 RECIPE_FILE, METRICS_FILE = "recipe.yaml", "metrics.json"
 
@@ -57,6 +58,9 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
     assert recipe.output is not None
     output = Path(recipe.output)
     checkpoint = _checkpoint(recipe, output, resume)
+    check_output(output)
+    if recipe.model is not None:
+        check_model(recipe.model)
     attention = attention_of(recipe)
     tokenizer = load_tokenizer(recipe)
     data = Data(recipe, tokenizer)
@@ -101,7 +105,35 @@ def plan(run: Prepared) -> str:
 
 
 def run(prepared: Prepared) -> dict[str, Any]:
-    """Train, measure, and leave everything in the output directory; returns the metrics that are written there."""
+    """Train, measure, and leave everything in the output directory; returns the metrics that are written there.
+
+    Raises:
+        KeyboardInterrupt: of SIGINT. While it trains, the step is finished and a checkpoint saved first; a second one stops
+            at once. Without a checkpoint nothing is left behind.
+    """
+    try:
+        return _run(prepared)
+    except BaseException:
+        _discard(prepared)
+        raise
+
+
+def last_checkpoint(output: Path) -> Path | None:
+    """The checkpoint that a run can go on from, or None."""
+    # the Trainer writes its state last: a checkpoint without it was cut short
+    whole = [path.parent for path in output.glob("checkpoint-*/trainer_state.json")]
+    return max(whole, key=lambda path: int(path.name.rpartition("-")[2])) if whole else None
+
+
+def _discard(prepared: Prepared) -> None:
+    """Of a run that failed before it had anything to lose, leave no folder that stands in the way of the next."""
+    output = prepared.output
+    if prepared.checkpoint is None and output.is_dir() and {p.name for p in output.iterdir()} <= {RECIPE_FILE}:
+        (output / RECIPE_FILE).unlink(missing_ok=True)
+        output.rmdir()
+
+
+def _run(prepared: Prepared) -> dict[str, Any]:
     recipe, output, args, data = prepared.recipe, prepared.output, prepared.args, prepared.data
     started, cpu = time.monotonic(), time.process_time()
     set_seed(args.seed)
@@ -119,7 +151,7 @@ def run(prepared: Prepared) -> dict[str, Any]:
         _write(output / RECIPE_FILE, dump(recipe))
     base = functools.partial(unadapted, wrapped, prepared.original)
     loss = CausalLoss(model, recipe.distill, base, teacher_positions=recipe.positions != "skip")
-    with trained_by(model, loss):
+    with trained_by(model, loss), interruptible(trainer):
         result = trainer.train(resume_from_checkpoint=prepared.checkpoint)
     measured = {"trained": trainer.measure(recipe.final_lengths)}
     found = measured["trained"][recipe.length]
@@ -187,9 +219,8 @@ def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
         raise ValueError(f"the run in {output} is finished: there is nothing to resume")
     if (output / RECIPE_FILE).read_text(encoding="utf-8") != dump(recipe):
         raise ValueError(f"{output / RECIPE_FILE} says something else than this recipe: resume with the settings of its start")
-    # the Trainer writes its state last: a checkpoint without it was cut short. None at all: from the start
-    whole = [path.parent for path in output.glob("checkpoint-*/trainer_state.json")]
-    return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
+    found = last_checkpoint(output)  # none: from the start
+    return None if found is None else str(found)
 
 
 def _precision(recipe: Recipe, args: TrainingArguments) -> str:

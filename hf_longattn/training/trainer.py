@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from ..integration import update
 from .data import Data
@@ -42,6 +47,7 @@ class RecipeTrainer(Trainer):
             args,
             train_dataset=data.train,
             eval_dataset=data.train,  # never read: `evaluate` has the held-out text
+            data_collator=default_data_collator,  # a tokenizer's adds a mask, under which packed documents see each other
             processing_class=tokenizer,
             optimizers=(optimizer, None),
             callbacks=[] if recipe.strength is None else [StrengthSchedule(recipe.strength)],
@@ -86,6 +92,43 @@ class RecipeTrainer(Trainer):
         wide = torch.float32 if device.type == "mps" else torch.float64
         sums = {n: self.accelerator.reduce(s.to(device, wide), "sum").cpu() for n, s in sums.items()}
         return metrics(sums, self.data.test_task is not None)
+
+
+class StopAtStep(TrainerCallback):  # type: ignore[misc]
+    """Ends training after the step in which it is told to, with a checkpoint and a log of what is not logged yet."""
+
+    told = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.told:
+            control.should_log = control.should_save = control.should_training_stop = True
+
+
+@contextmanager
+def interruptible(trainer: Trainer) -> Iterator[None]:
+    """While open, a first SIGINT finishes the step and saves a checkpoint before it is a KeyboardInterrupt.
+
+    A second one is that at once. With several processes, which would stop at different steps, already the first.
+    """
+    if trainer.args.world_size > 1 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    stop = StopAtStep()
+    trainer.add_callback(stop)
+
+    def first(number: int, frame: Any) -> None:
+        stop.told = True
+        signal.signal(number, before)
+        print("\nInterrupted: this step is finished and a checkpoint saved. Once more stops at once.", file=sys.stderr)
+
+    before = signal.signal(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        trainer.remove_callback(stop)
+    if stop.told and trainer.state.global_step < trainer.state.max_steps:
+        raise KeyboardInterrupt
 
 
 @dataclasses.dataclass
