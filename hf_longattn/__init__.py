@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .hub import push as push
     from .hub import save as save
     from .integration import Description as Description
+    from .integration import UntrainedWarning as UntrainedWarning
     from .integration import apply as apply
     from .integration import config_of as config_of
     from .integration import describe as describe
@@ -49,7 +50,7 @@ _NAMES = {
     "diagnostics": ("Diagnostics", "capture"),
     "extension": ("extend",),
     "hub": ("push", "save"),
-    "integration": ("Description", "apply", "config_of", "describe", "remove", "rope", "update"),
+    "integration": ("Description", "UntrainedWarning", "apply", "config_of", "describe", "remove", "rope", "update"),
     "methods.adaptive_temperature": ("fit_adaptive_temperature",),
     "reference": ("reference_attention",),
     "rotary": ("Rotation",),

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 
 from .config import LongAttnConfig
 from .integration import apply, config_of, rope
+from .integration.model import knowing
 from .integration.names import PREFIX, RECORD, is_ours
 from .integration.suspend import is_suspended, resume, suspend
 from .methods.learned import learned_parts
@@ -166,7 +167,8 @@ def restore(config: Any, model: PreTrainedModel) -> None:
         rope.exchange(model, rope.build(model, cast("dict[str, Any]", config.rope_parameters)))
     if running is None or turned:
         try:
-            apply(model, running or wanted)
+            with knowing():
+                apply(model, running or wanted)
         except NotImplementedError as error:  # PEFT makes every parameter without memory then
             raise NotImplementedError(
                 f"{wanted.name} brings learned parameters, which low_cpu_mem_usage=True cannot add to a model: leave it out"

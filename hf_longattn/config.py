@@ -81,6 +81,11 @@ class Method:
         return self
 
     @property
+    def needs_training(self) -> bool:
+        """Whether a pretrained model gets worse under these parameters, until it is trained or they are calibrated."""
+        return False
+
+    @property
     def head_dependent(self) -> bool:
         """Whether heads differ or meet, so that a layer cannot be split by heads across devices."""
         return False
@@ -117,9 +122,15 @@ def method_class(name: str) -> type[Method]:
     try:
         return known[name]
     except KeyError:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown method {name!r}; {hint}known methods: {', '.join(sorted(known))}") from None
+        raise ValueError(
+            f"unknown method {name!r}; {did_you_mean(name, known)}known methods: {', '.join(sorted(known))}"
+        ) from None
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """A hint to put before the list of what is known: the nearest, if one is near."""
+    near = difflib.get_close_matches(str(name), list(known), 1)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +209,8 @@ class LongAttnConfig:
             ValueError: unknown name or parameter, two methods for one slot, or a parameter that two of
                 the methods share (then write the slots out).
         """
+        if not isinstance(name, str):
+            raise TypeError(f'a method is given by its name ("scale_invariant") or as a LongAttnConfig, got {name!r}')
         common = {k: parameters.pop(k) for k in ("layers", "backend") if k in parameters}
         classes = [] if name == CUSTOM else [method_class(part) for part in name.split("+")]
         by_slot: dict[str, type[Method]] = {}
@@ -209,7 +222,8 @@ class LongAttnConfig:
             owners = [slot for slot, m in by_slot.items() if key in {f.name for f in fields(m)}]
             if not owners:
                 known = sorted({f.name for m in classes for f in fields(m)})
-                raise ValueError(f"{name} has no parameter {key!r}; it has: {', '.join(known) or 'none'}")
+                hint = did_you_mean(key, known)
+                raise ValueError(f"{name} has no parameter {key!r}; {hint}it has: {', '.join(known) or 'none'}")
             if len(owners) > 1:
                 raise ValueError(
                     f"{key!r} is a parameter of {' and of '.join(by_slot[s].name for s in owners)}: write the slots "
@@ -260,7 +274,8 @@ class LongAttnConfig:
         known = {f.name for f in fields(cls)}
         data = {k: v for k, v in data.items() if k != "distance"}  # an option of earlier versions
         if unknown := sorted(set(data) - known):
-            raise ValueError(f"unknown key(s) in longattn: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+            hint = did_you_mean(unknown[0], known)
+            raise ValueError(f"unknown key(s) in longattn: {', '.join(unknown)}; {hint}known: {', '.join(sorted(known))}")
         return cls(**data)
 
     def replace(self, **changes: Any) -> LongAttnConfig:
@@ -271,8 +286,10 @@ class LongAttnConfig:
                 continue
             owners = [m for m in self.methods if key in {f.name for f in fields(m)}]
             if len(owners) != 1:
+                hint = did_you_mean(key, {f.name for m in self.methods for f in fields(m)})
                 raise ValueError(
                     f"{key!r} is a parameter of {' and of '.join(m.name for m in owners) or 'no method in ' + self.name}"
+                    + (f"; {hint.strip()}" if hint and not owners else "")
                 )
             method = dataclasses.replace(owners[0], **{key: value})
             self = dataclasses.replace(self, **{method.slot: method})  # type: ignore[arg-type]
@@ -287,6 +304,19 @@ class LongAttnConfig:
     def for_layer(self, layer: int) -> LongAttnConfig:
         """The config as layer `layer` uses it: parameters per layer are reduced to that layer's."""
         return dataclasses.replace(self, **{m.slot: m.for_layer(layer) for m in self.methods})  # type: ignore[arg-type]
+
+
+def length_of(value: int | str) -> int:
+    """A number of tokens; "32k" is 32 * 1024.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    text = str(_freeze(value)).strip().lower()
+    number, unit = (text[:-1], 1024) if text.endswith("k") else (text, 1)
+    if isinstance(value, bool) or not (number.isascii() and number.isdecimal()) or int(number) < 1:
+        raise ValueError(f"{value!r} is not a length; write 32768 or 32k")
+    return int(number) * unit
 
 
 def require_positive(**values: float | None) -> None:
@@ -355,7 +385,8 @@ def _method_from_dict(data: Mapping[str, Any], slot: str) -> Method:
         raise ValueError(f"{slot} is given as a dict without a 'name'") from None
     known = {f.name for f in fields(method)}
     if unknown := sorted(set(parameters) - known):
-        raise ValueError(f"{method.name} has no parameter {', '.join(unknown)}; it has: {', '.join(sorted(known))}")
+        hint = did_you_mean(unknown[0], known)
+        raise ValueError(f"{method.name} has no parameter {', '.join(unknown)}; {hint}it has: {', '.join(sorted(known))}")
     return method(**parameters)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,38 +12,57 @@ import torch
 from torch import Tensor, nn
 
 from .calibration import calibrate
-from .config import LongAttnConfig
+from .config import LongAttnConfig, length_of
 from .evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
-from .integration import apply
-from .integration.model import bound_config
+from .integration import apply, rope
+from .integration.model import bound_config, methods_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def extend(model: Model, to: int, method: str | LongAttnConfig = "rerope", **parameters: Any) -> Model:
-    """Make a model read texts of `to` tokens, in place and without training; returns the model.
+def extend(model: Model, to: int | str, method: str | LongAttnConfig = "rerope", **parameters: Any) -> Model:
+    """Make a model read texts of `to` tokens (32768 or "32k"), in place and without training; returns the model.
 
     The default keeps every distance below half the trained length exact and caps all others there (ReRoPE): short texts give
     the logits they always gave, and far tokens stay within reach. Other methods and parameters as in `hf_longattn.apply`.
+    The config's max_position_embeddings becomes `to`, so that harnesses and servers do not cut texts, and
+    original_max_position_embeddings keeps the trained length.
 
     Raises:
-        ValueError: `to` is within the trained length or beyond the method's reach. The model is then unchanged.
+        ValueError: `to` is no length, within the trained length or beyond the method's reach, or the method extends nothing.
+            The model is then unchanged.
+
+    Warns where a method is replaced.
     """
+    length = length_of(to)
     config = (
         method.replace(**parameters) if isinstance(method, LongAttnConfig) else LongAttnConfig.preset(method, **parameters)
     )
+    if config.positions is None and config.visibility is None:
+        raise ValueError(
+            f"{config.name} extends nothing: beyond the trained length a model meets distances that it does not know, "
+            'and only position remaps ("rerope", the default, "leaky_rerope", "self_extend", "dual_chunk") and windows change '
+            "those. Use hf_longattn.apply, beside hf_longattn.rope, if that is what you want"
+        )
     bound, facts = bound_config(model, config)
     if facts.train_length is None:
         raise ValueError("the model's config names no maximum length to extend: use hf_longattn.apply with a window")
-    if to <= facts.train_length:
-        raise ValueError(f"the model was trained at {facts.train_length} tokens and reads {to} as it is: nothing to extend")
-    reach = None if bound.positions is None else bound.positions.reach(facts.train_length)
-    if reach is not None and to > reach:
+    if length <= facts.train_length:
         raise ValueError(
-            f"{bound.name} with these parameters reaches {reach} tokens, not {to}: beyond that it shows distances that the "
-            "model does not know. Raise stretch or group, lower window, or use rerope, which has no limit"
+            f"the model was trained at {facts.train_length} tokens and reads {length} as it is: nothing to extend"
         )
-    return apply(model, config)
+    reach = None if bound.positions is None else bound.positions.reach(facts.train_length)
+    if reach is not None and length > reach:
+        raise ValueError(
+            f"{bound.name} with these parameters reaches {reach} tokens, not {length}: beyond that it shows distances that "
+            "the model does not know. Raise stretch or group, lower window, or use rerope, which has no limit"
+        )
+    replaced = "+".join(m.name for m in methods_of(model))
+    apply(model, config)
+    if replaced not in ("", config.name):
+        warnings.warn(f"{config.name} takes the place of {replaced}, which the model ran", stacklevel=2)
+    rope.lengthen(model.config, facts.train_length, length)
+    return model
 
 
 def candidates(train_length: int, to: int) -> dict[str, LongAttnConfig]:

@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from .checks import check_dtype, check_model, read_text
 from .config import LongAttnConfig, ModelFacts
 from .integration import apply, rope
-from .integration.model import bound_config
+from .integration.model import bound_config, knowing
 from .integration.names import RECORD, is_ours
 from .kernels.precision import fast_dtype
 
@@ -194,7 +194,8 @@ def load_setting(setting: Setting, model: str, dtype: str = "auto", device: str 
     if setting.adapter is not None:
         loaded = _with_adapter(loaded, setting.adapter).merge_and_unload()
     if setting.config is not None:
-        apply(loaded, setting.config)
+        with knowing():
+            apply(loaded, setting.config)
     return loaded.to(device).eval()
 
 

@@ -161,6 +161,7 @@ def test_command_tries_saves_and_reloads(saved: tuple[Path, Path], tmp_path: Pat
     assert (out / "extend.png").stat().st_size > 10_000
     reloaded = AutoModelForCausalLM.from_pretrained(out).eval()
     assert (record["choice"] == "YaRN") == (reloaded.config._attn_implementation == "sdpa")
+    assert reloaded.config.max_position_embeddings == (2048 if record["choice"] == "YaRN" else 4096)
     ids = PreTrainedTokenizerFast.from_pretrained(out)(text.read_text(), return_tensors="pt").input_ids[:, :4096]
     again = score(reloaded, ids, 2048, plan_copies(2048, 4096))
     assert again.beyond == pytest.approx(record["scores"][record["choice"]]["beyond"], abs=1e-4)

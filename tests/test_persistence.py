@@ -406,12 +406,12 @@ def test_unknown_implementation_is_refused_by_transformers(base: Path) -> None:
         AutoModelForCausalLM.from_pretrained(base, attn_implementation="scale_variant")
 
 
-def test_section_without_the_implementation_warns(base: Path) -> None:
-    with pytest.warns(UserWarning, match="config.longattn is set, but the model runs 'sdpa'"):
-        m = AutoModelForCausalLM.from_pretrained(base, longattn=SECTION)
-    assert torch.equal(logits(m), logits(stock("llama")))
+def test_section_without_the_implementation_is_refused(base: Path) -> None:
+    with pytest.raises(ValueError, match="needs the name of its method beside it"):
+        AutoModelForCausalLM.from_pretrained(base, longattn=SECTION)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", hf_longattn.UntrainedWarning)
         AutoModelForCausalLM.from_pretrained(base)
         AutoModelForCausalLM.from_pretrained(base, attn_implementation="scale_invariant", longattn=SECTION)
 

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from ..config import length_of
+
 console = Console()
 
 Dtype = Annotated[
@@ -30,10 +32,8 @@ def refusing(option: str | None = None) -> Iterator[None]:
 
 def tokens(text: str) -> int:
     """A number of tokens; "32k" is 32 * 1024."""
-    number, unit = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
-    if not number.isdecimal() or int(number) < 1:
-        raise typer.BadParameter(f"{text!r} is not a length; write 32768 or 32k")
-    return int(number) * unit
+    with refusing():
+        return length_of(text)
 
 
 def load(model: str, dtype: str, device: str, yarn: float | None = None) -> Any:

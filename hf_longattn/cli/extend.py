@@ -39,7 +39,7 @@ def extend(
     from ..checks import check_output, device_of, read_text
     from ..config import LongAttnConfig
     from ..extension import best, by_head, candidates, plan_copies, score
-    from ..integration import apply, describe
+    from ..integration import apply, describe, rope
     from ..settings import Setting, check_setting
 
     length = tokens(to)
@@ -92,7 +92,7 @@ def extend(
     saved_as_read = choice != YARN and chosen == dtype  # what was read in float32 is saved in the precision it came in
     winner = loaded if saved_as_read else load(model, dtype, "cpu", yarn=length / trained if choice == YARN else None)
     if (config := tried[choice]) is not None:
-        apply(winner, config)
+        rope.lengthen(apply(winner, config).config, trained, length)
         console.print(str(describe(winner)).splitlines()[0])
     winner.save_pretrained(out)
     tokenizer.save_pretrained(out)

@@ -1,11 +1,11 @@
 """The only package that imports transformers: names, masks, dispatch, models, and the few seams."""
 
 from . import rope
-from .model import Description, apply, config_of, describe, remove, update
+from .model import Description, UntrainedWarning, apply, config_of, describe, remove, update
 from .names import register_names
 from .seams import install
 
 register_names()
 install()
 
-__all__ = ["Description", "apply", "config_of", "describe", "remove", "rope", "update"]
+__all__ = ["Description", "UntrainedWarning", "apply", "config_of", "describe", "remove", "rope", "update"]

@@ -87,6 +87,8 @@ class Layer:
 
 def pretrained(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside PEFT, DDP or compile wrappers."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"this takes a model, got {model!r}")
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module
@@ -142,7 +144,8 @@ def facts_of(model: nn.Module, layers: list[Layer]) -> ModelFacts:
     rope = getattr(config, "rope_parameters", None) or {}
     if isinstance(rope.get("full_attention"), dict):
         rope = rope["full_attention"]
-    train = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+    trained = (getattr(config, n, None) for n in ("original_max_position_embeddings", "max_position_embeddings"))
+    train = rope.get("original_max_position_embeddings") or next(filter(None, trained), None)
     head_dim = int(getattr(layers[0].module, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     return ModelFacts(
         num_layers=config.num_hidden_layers,

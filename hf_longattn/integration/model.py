@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -11,7 +13,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..config import CUSTOM, LongAttnConfig, ModelFacts
+from ..config import CUSTOM, LongAttnConfig, Method, ModelFacts
 from ..methods.learned import LearnedParts, learned_parts
 from .dispatch import LayerPlan
 from .guards import guard_positions, refuse_layers
@@ -19,9 +21,15 @@ from .layers import Layer, all_configs, candidates_of, facts_of, layers_of, pret
 from .masks import Before, base_implementation, before
 from .names import is_ours, name_for, short
 from .proof import prove_at_first_call, prove_rotations, rotation_of
+from .rope import shorten
 from .rotation import RotarySource
 
 Model = TypeVar("Model", bound=nn.Module)
+
+
+class UntrainedWarning(UserWarning):
+    """A method that a pretrained model gets worse under, until it is trained, was put on one to run it."""
+
 
 #: Where a model whose method is switched off for a moment keeps what switches it on again.
 SUSPENDED = "longattn_suspended"
@@ -49,6 +57,7 @@ def apply(model: Model, method: str | LongAttnConfig, **parameters: Any) -> Mode
         config = LongAttnConfig.preset(method, **parameters)
     base = pretrained(model)
     refuse_while_suspended(base)
+    running = methods_of(base)
     section, assignments = _plan(base, config)
     warn_of_lost_softcap(base)
     target = candidates_of(base)[0].module.config
@@ -72,6 +81,7 @@ def apply(model: Model, method: str | LongAttnConfig, **parameters: Any) -> Mode
     guard_positions(base)
     prove_at_first_call(base)
     tell_adapters(base)
+    warn_untrained(base, running, stacklevel=3)
     return model
 
 
@@ -90,6 +100,7 @@ def remove(model: Model) -> Model:
         c._attn_implementation_internal = implementation  # not by the property, which would set the parts of a composite too
         c.longattn = None
     base.config.longattn = None
+    shorten(base.config)
     forget(base)
     for layer in layers_of(base):
         _attach(layer.module, {})
@@ -129,6 +140,42 @@ def warn_of_lost_softcap(model: PreTrainedModel) -> None:
                 stacklevel=3,
             )
             return
+
+
+def warn_untrained(model: PreTrainedModel, known: tuple[Method, ...] = (), stacklevel: int = 4) -> None:
+    """Warn of methods that pretrained weights get worse under, other than those known, where a model is put to use.
+
+    A model in training mode is being trained, one with an adapter was, and one loaded from nowhere has nothing to lose.
+    """
+    of = model.__dict__
+    if model.training or of.get("peft_config") or not of.get("name_or_path") or any(p.is_meta for p in model.parameters()):
+        return
+    kinds = {type(m) for m in known if m.needs_training}
+    if names := [m.name for m in methods_of(model) if m.needs_training and type(m) not in kinds]:
+        measured = {"scale_invariant", "output_standardise", "output_layer_norm"} & set(names)
+        warnings.warn(
+            f"{' and '.join(names)}: these weights were not trained under it, and have higher losses until they are. Train "
+            f"them (hf-longattn train){', set it by hf_longattn.calibrate' * bool(measured)}, or take "
+            "hf_longattn.extend to read longer texts without training. To silence this: "
+            'warnings.filterwarnings("ignore", category=hf_longattn.UntrainedWarning)',
+            UntrainedWarning,
+            stacklevel=stacklevel,
+        )
+
+
+@contextmanager
+def knowing() -> Iterator[None]:
+    """For callers that train or measure a method, or put back one that was trained: no `UntrainedWarning`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UntrainedWarning)
+        yield
+
+
+def methods_of(model: nn.Module) -> tuple[Method, ...]:
+    try:
+        return config_of(model).methods
+    except ValueError:
+        return ()
 
 
 def tell_adapters(model: PreTrainedModel) -> None:

@@ -7,9 +7,11 @@ that names it.
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..config import CUSTOM, method_names
+from ..config import CUSTOM, did_you_mean, method_names
 from .dispatch import attention_forward
 from .masks import carrier_mask
 
@@ -36,6 +38,18 @@ def register_names() -> None:
         for name in (alias, PREFIX + alias):
             AttentionInterface.register(name, attention_forward)
             AttentionMaskInterface.register(name, carrier_mask)
+
+
+def hint(name: Any) -> str:
+    """What to write in place of a name that transformers does not know, if it looks like one of ours."""
+    parts = short(name).split("+") if isinstance(name, str) else []
+    if len(parts) > 1 and set(parts) <= set(method_names()):
+        known = name_for("+".join(parts))
+        section = f' with longattn={{"preset": {"+".join(parts)!r}}}' if known == CUSTOM else ""
+        return f"did you mean attn_implementation={known!r}{section}?"
+    if parts and (meant := did_you_mean(short(name).replace("-", "_"), aliases())):
+        return f"{meant}methods of hf_longattn: {', '.join(sorted(aliases()))}"
+    return ""
 
 
 def is_ours(implementation: str | None) -> bool:

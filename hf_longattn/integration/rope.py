@@ -53,6 +53,30 @@ def yarn(config: Config, factor: float, **parameters: Any) -> Config:
     return _scaled(config, "yarn", factor, **parameters)
 
 
+def lengthen(config: Any, trained: int, length: int) -> None:
+    """Let a config announce `length` tokens and keep the trained length beside it, where no rotation depends on either."""
+    text = _text(config)
+    if _announces_only(text) and trained in (text.max_position_embeddings, text.__dict__.get(_TRAINED)):
+        text.__dict__[_TRAINED], text.max_position_embeddings = trained, length
+
+
+def shorten(config: Any) -> None:
+    """Undo `lengthen`."""
+    text = _text(config)
+    if _announces_only(text) and (trained := text.__dict__.pop(_TRAINED, None)) is not None:
+        text.max_position_embeddings = trained
+
+
+_TRAINED = "original_max_position_embeddings"
+
+
+def _announces_only(text: Any) -> bool:
+    """Whether max_position_embeddings says how much a model reads and nothing about how it rotates."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    kinds = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+    return bool(parameters) and all(p.get("rope_type", "default") in ("default", "linear", "proportional") for p in kinds)
+
+
 def _scaled(config: Config, rope_type: str, factor: float, **parameters: Any) -> Config:
     if not factor >= 1:
         raise ValueError(f"factor must be >= 1, got {factor!r}")

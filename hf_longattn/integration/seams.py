@@ -6,6 +6,7 @@ PreTrainedConfig.from_dict                 attn_implementation=None would load a
 PreTrainedConfig._attn_implementation      the same where a config is there already
 PreTrainedModel.from_pretrained            with config=, longattn= would reach the model's constructor
 PreTrainedModel._from_config               the same
+PreTrainedModel.get_correct_attn_implementation  a typing mistake in one of our names lists transformers' names only
 PreTrainedModel.post_init                  check and plan while a model is built, not at its first step
 PreTrainedModel.set_attn_implementation    the same when the attention is switched
 PreTrainedModel.load_adapter               older releases drop an adapter's learned parameters with a log line
@@ -26,10 +27,20 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
-from ..config import LongAttnConfig
+from ..config import SLOTS, LongAttnConfig
 from .layers import all_configs, language_config
-from .model import forget, prepare, refuse_name, refuse_while_suspended, remember, tell_adapters, warn_of_lost_softcap
-from .names import PREFIX, is_ours, short
+from .model import (
+    forget,
+    methods_of,
+    prepare,
+    refuse_name,
+    refuse_while_suspended,
+    remember,
+    tell_adapters,
+    warn_of_lost_softcap,
+    warn_untrained,
+)
+from .names import PREFIX, hint, is_ours, short
 from .proof import prove_rotations
 
 
@@ -43,6 +54,7 @@ def install() -> None:
     _wrap(PreTrainedConfig, "from_dict", _from_dict)
     _wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
     _wrap(PreTrainedModel, "_from_config", _from_config)
+    _wrap(PreTrainedModel, "get_correct_attn_implementation", _get_correct_attn_implementation)
     _wrap(PreTrainedModel, "post_init", _post_init)
     _wrap(PreTrainedModel, "set_attn_implementation", _set_attn_implementation)
     _wrap(PreTrainedModel, "load_adapter", _load_adapter)
@@ -77,7 +89,8 @@ def _set_section(self: PreTrainedConfig, value: dict[str, Any] | LongAttnConfig 
 def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) -> dict[str, Any]:
     out = original(self)
     section = out.pop("_longattn", out.pop("longattn", None))
-    out.pop("_longattn_before", None)
+    for ours in ("_longattn_before", "_longattn_saved"):
+        out.pop(ours, None)
     text = language_config(self)
     if text is self:
         if is_ours(self._attn_implementation):
@@ -97,9 +110,13 @@ def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) ->
 
 
 def _from_dict(original: Callable[..., Any], cls: type, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-    if kwargs.get("attn_implementation", "") is None and _ours_in(config_dict.get("attn_implementation")):
+    saved = _ours_in(config_dict.get("attn_implementation")) is not None
+    if kwargs.get("attn_implementation", "") is None and saved:
         del kwargs["attn_implementation"]  # the caller has no wish; the checkpoint has
-    return original(cls, config_dict, **kwargs)
+    out = original(cls, config_dict, **kwargs)
+    if saved:
+        (out[0] if isinstance(out, tuple) else out).__dict__["_longattn_saved"] = True
+    return out
 
 
 def _ours_in(implementation: str | dict[str, Any] | None) -> str | None:
@@ -125,7 +142,22 @@ def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config
     if isinstance(config, PreTrainedConfig):
         config = _with_section(config, kwargs)
     with _no_unknown_name(cls):
-        return original(cls, *args, config=config, **kwargs)
+        out = original(cls, *args, config=config, **kwargs)
+    model = out[0] if isinstance(out, tuple) else out
+    if not model.config.__dict__.get("_longattn_saved"):
+        warn_untrained(model)
+    return out
+
+
+def _get_correct_attn_implementation(
+    original: Callable[..., str], self: Any, requested: Any, *args: Any, **kwargs: Any
+) -> str:
+    try:
+        return original(self, requested, *args, **kwargs)
+    except ValueError as error:
+        if meant := hint(requested):
+            raise ValueError(f"there is no attention implementation {requested!r}; {meant}") from error
+        raise
 
 
 def _from_config(original: Callable[..., Any], cls: type, config: PreTrainedConfig, **kwargs: Any) -> Any:
@@ -166,7 +198,14 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     prepare(self)  # first: learned parts must exist before weights are initialised or loaded
     original(self)
     warn_of_lost_softcap(self)
-    if self.config.longattn and not any(is_ours(c._attn_implementation) for c in (self.config, language_config(self.config))):
+    ours = any(is_ours(c._attn_implementation) for c in (self.config, language_config(self.config)))
+    if (section := self.config.longattn) and not ours:
+        if not {"version", *SLOTS} & section.keys():  # parameters as they are typed, not what a checkpoint saved
+            name = "longattn" if "preset" in section else "scale_invariant"
+            raise ValueError(
+                f'longattn={section} needs the name of its method beside it: attn_implementation="{name}"'
+                + ", or whichever it is" * (name != "longattn")
+            )
         warnings.warn(
             f"config.longattn is set, but the model runs {self.config._attn_implementation!r}, without the "
             'method: pass attn_implementation="longattn" to use it',
@@ -190,6 +229,7 @@ def _set_attn_implementation(
 ) -> None:
     refuse_while_suspended(self)
     before = [(c, c._attn_implementation) for c in all_configs(self)]
+    known = methods_of(self)
     original(self, attn_implementation, *args, **kwargs)
     for c, implementation in before:
         if is_ours(c._attn_implementation) and not is_ours(implementation):
@@ -202,6 +242,7 @@ def _set_attn_implementation(
         prepare(self)
         prove_rotations(self)
         tell_adapters(self)
+        warn_untrained(self, known)
     except Exception:
         for c, implementation in before:
             c._attn_implementation_internal = implementation

@@ -151,6 +151,10 @@ class LogitMap(Method, ABC):
     sink_tokens: int = 0
     """The first keys of each sequence that the map leaves alone."""
 
+    @property
+    def needs_training(self) -> bool:
+        return True
+
     @abstractmethod
     def tables(self, heads: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """gain and bias for t = 0 .. length-1: two float64 tensors, each of shape (heads or 1, length)."""
@@ -160,6 +164,10 @@ class OutputNorm(Method, ABC):
     """A normalisation of the attention output over features, before the output projection."""
 
     slot: ClassVar[str] = "output_norm"
+
+    @property
+    def needs_training(self) -> bool:
+        return True
 
     @property
     def head_dependent(self) -> bool:

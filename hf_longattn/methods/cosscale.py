@@ -35,6 +35,10 @@ class CosScale(Score):
     def validate(self) -> None:
         require_positive(scale=self.scale)
 
+    @property
+    def needs_training(self) -> bool:
+        return True
+
     def bind(self, facts: ModelFacts) -> Self:
         if facts.own_temperature and not self.stack:
             raise ValueError(

@@ -27,5 +27,9 @@ class LogLength(LengthTemperature):
 
     clamp: bool = False
 
+    @property
+    def needs_training(self) -> bool:
+        return True
+
     def formula(self, n: Tensor, head_dim: int, train_length: int) -> Tensor:
         return torch.log(n.double())

@@ -41,6 +41,10 @@ class OutputStandardise(OutputNorm):
         for value in numbers(self.deviation):
             require_positive(deviation=value)
 
+    @property
+    def needs_training(self) -> bool:
+        return self.deviation == 1.0 and self.mean == 0.0
+
     def bind(self, facts: ModelFacts) -> Self:
         per_head("deviation", self.deviation, facts)
         per_head("mean", self.mean, facts)

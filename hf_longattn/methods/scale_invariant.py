@@ -78,6 +78,10 @@ class ScaleInvariant(LogitMap):
         return not (self.logit_mean is None and self.logit_variance is None and self.decay is None)
 
     @property
+    def needs_training(self) -> bool:
+        return self.strength > 0 and self.decay != 0 and self.logit_mean is None and self.logit_variance is None
+
+    @property
     def head_dependent(self) -> bool:
         return isinstance(self.logit_mean, tuple) or isinstance(self.logit_variance, tuple)
 

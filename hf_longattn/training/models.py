@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5To
 from ..checks import check_dtype
 from ..config import LongAttnConfig
 from ..integration import apply, rope
+from ..integration.model import knowing
 from .recipe import Architecture, Lora, Recipe
 
 #: Every position method of the scale-invariant-attention paper's Table 1 and App. I.3: an encoding and a method.
@@ -86,7 +87,8 @@ def put_method(model: Any, recipe: Recipe, attention: LongAttnConfig | None) -> 
         return model
     if recipe.strength is not None:
         attention = attention.replace(strength=recipe.strength.start)
-    return apply(model, attention)
+    with knowing():
+        return apply(model, attention)
 
 
 def put_adapter(model: Any, lora: Lora, method: bool, seed: int) -> Any:
