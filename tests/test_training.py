@@ -162,7 +162,7 @@ RESUMED = {
     "skip": (
         "continue_lora",
         settings,
-        {"positions": "skip", "skip__target_length": 200, "skip__repeat": 0.5, "parameters__distance": "positions"},
+        {"positions": "skip", "skip__target_length": 200, "skip__repeat": 0.5},
     ),
     "accumulation, several epochs": ("continue_lora", settings, {"length": 512, "trainer__gradient_accumulation_steps": 2}),
     "stream": ("continue_lora", settings, {"hub__streaming": True}),
