@@ -21,7 +21,7 @@ from hf_longattn import LongAttnConfig
 from hf_longattn.attention import Call, attend
 from hf_longattn.diagnostics import Diagnostics
 from hf_longattn.diagnostics.sums import Options, Sums, collect
-from hf_longattn.geometry import Rows
+from hf_longattn.geometry import Columns, Rows
 
 TAU, DELTAS, HEADS, BATCH, WIDTH = 10.0, (2, 5, 10), 8, 4, 8
 SCHEMES = {
@@ -39,8 +39,8 @@ def simulate(config: LongAttnConfig, longest: int, samples: int, seed: int = 0) 
     A head width of 1 and queries of 1 make the keys the logits. Heads are independent groups of samples.
     """
     lengths = torch.tensor([2**k for k in range(4, int(math.log2(longest)) + 1)])
-    index = torch.zeros(1, len(lengths), 5, dtype=torch.int64)
-    index[..., 0] = index[..., 4] = lengths - 1
+    last, none = lengths[None] - 1, torch.zeros(1, len(lengths), dtype=torch.int64)
+    index = Columns(last, none, none, none, last).stacked()
     sums = {d: Sums(Options(what=("ranges",), delta=d)) for d in DELTAS[1:]}
     sums[DELTAS[0]] = Sums(Options(what=("ranges", "entropy", "mass", "outputs"), delta=DELTAS[0]))
     generator = torch.Generator().manual_seed(seed)

@@ -10,15 +10,28 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .tracing import readable
 
-#: Columns of `Rows.index`.
-POSITION, KEY_START, START, LOW, HIGH = range(5)
+
+class Columns(NamedTuple):
+    """The columns of `Rows.index`, as tensors (batch or 1, q_len), or numbers drawn from them."""
+
+    query: Any  # the row's own slot
+    key_start: Any  # the slot of key 0
+    start: Any  # where the row's sequence starts
+    low: Any  # the first visible slot
+    high: Any  # and the last
+
+    def stacked(self) -> Tensor:
+        """int64 (batch or 1, q_len, 5), `Rows.index`."""
+        return torch.stack(torch.broadcast_tensors(*self), -1)
+
+
 #: More than any position: numbers the sequences of packed text apart.
 FAR = 1 << 32
 
@@ -28,8 +41,7 @@ class Rows:
     """For every query row, the interval of key slots that it sees.
 
     Args:
-        index: int64 (batch or 1, q_len, 5): the row's own slot, the slot of key 0 (the same in every row), the
-            slot where the row's sequence starts, and the first and last visible slot (last < first: nothing).
+        index: int64 (batch or 1, q_len, 5), see `Columns`: key_start is the same in every row; high < low: fully masked.
         allowed: None, or a bool tensor broadcastable to (batch, heads, q_len, kv_len), True = may be seen, on
             top of the interval.
         query_ids, key_ids: where positions do not count as slots do, those of queries, int64 (batch or 1, q_len), and of
@@ -41,6 +53,11 @@ class Rows:
     query_ids: Tensor | None = None
     key_ids: Tensor | None = None
     _known: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def columns(self) -> Columns:
+        """The columns of `index`, each (batch or 1, q_len)."""
+        return Columns(*self.index.unbind(-1))
 
     def once(self, name: Hashable, make: Callable[[], Any]) -> Any:
         """make(), kept with the rows: every layer of a forward pass gets the same ones."""
@@ -57,7 +74,7 @@ class Rows:
             query_start = key_start + kv_len - q_len
         position = torch.arange(query_start, query_start + q_len, device=device)
         start = torch.full_like(position, key_start)
-        return cls(torch.stack([position, start, start, start, position], dim=-1)[None])
+        return cls(Columns(position, start, start, start, position).stacked()[None])
 
     def at(self, query_ids: Tensor, key_ids: Tensor) -> Rows:
         """The same rows with explicit positions, int64 (batch or 1, q_len) and (batch or 1, kv_len)."""
@@ -86,9 +103,8 @@ class Rows:
 
     @functools.cached_property  # which Dynamo cannot trace on Python 3.11
     def _plain(self) -> tuple[int, int] | None:
-        index = self.index.to("cpu")
-        low, high, position = index[..., LOW], index[..., HIGH], index[..., POSITION]
-        first, last, q_len = int(low[0, 0]), int(high[0, -1]), index.shape[1]
+        position, _, _, low, high = self.index.to("cpu").unbind(-1)
+        first, last, q_len = int(low[0, 0]), int(high[0, -1]), low.shape[1]
         triangle = torch.arange(last - q_len + 1, last + 1)
         if not ((low == first).all() and (high == triangle).all() and (position == triangle).all()):
             return None
@@ -98,7 +114,7 @@ class Rows:
         """Query positions counted from the start of each row's sequence, int64 (batch or 1, q_len), >= 0."""
         if self.query_ids is not None:
             return self.query_ids
-        return (self.index[..., POSITION] - self.index[..., START]).clamp(min=0)
+        return (self.columns.query - self.columns.start).clamp(min=0)
 
     def key_positions(self, kv_len: int) -> Tensor:
         """Key positions counted likewise, int64 (batch or 1, kv_len)."""
@@ -111,7 +127,8 @@ class Rows:
 
         Rows of one batch entry start together, except in packed text, where queries and keys are the same tokens.
         """
-        return self.index[..., START] if self.index.shape[1] == kv_len else self.index[:, :1, START]
+        start = self.columns.start
+        return start if self.index.shape[1] == kv_len else start[:, :1]
 
     def narrowed(self, first: Tensor | None, last: Tensor | None) -> Rows:
         """Only the keys at positions first .. last of each row's sequence, both (batch or 1, q_len) or no limit."""
@@ -122,49 +139,49 @@ class Rows:
             inside = [own >= first[:, None, :, None]] if first is not None else []
             inside += [own <= last[:, None, :, None]] if last is not None else []
             return self.masked(functools.reduce(torch.logical_and, inside))
-        index = self.index.clone()
+        columns = self.columns
         if first is not None:
-            index[..., LOW] = torch.maximum(index[..., LOW], self._slot_of(first))
+            columns = columns._replace(low=torch.maximum(columns.low, self._slot_of(first)))
         if last is not None:
-            index[..., HIGH] = torch.minimum(index[..., HIGH], self._slot_of(last + 1) - 1)
-        return Rows(index, self.allowed, self.query_ids, self.key_ids)
+            columns = columns._replace(high=torch.minimum(columns.high, self._slot_of(last + 1) - 1))
+        return Rows(columns.stacked(), self.allowed, self.query_ids, self.key_ids)
 
     def _slot_of(self, position: Tensor) -> Tensor:
         """The first slot in each row's sequence whose position is at least `position`, both (batch or 1, q_len)."""
-        start = self.index[..., START]
+        start, high = self.columns.start, self.columns.high
         if self.key_ids is None:
             return start + position
         kv_len = self.key_ids.shape[1]
         slot, first = self.slots(kv_len)[:, 0], self.key_starts(kv_len)
-        high = self.index[..., HIGH] if self.index.shape[1] == kv_len else self.index[:, -1:, HIGH]
+        high = high if self.index.shape[1] == kv_len else high[:, -1:]
         own = torch.where(slot < first, -1, torch.where(slot > high, FAR - 1, self.key_ids))
         own, sought = first * FAR + own, start * FAR + position
         batch = max(own.shape[0], sought.shape[0])
         own, sought = (x.expand(batch, -1).contiguous() for x in (own, sought))
-        return self.index[..., KEY_START] + torch.searchsorted(own, sought)
+        return self.columns.key_start + torch.searchsorted(own, sought)
 
     def slots(self, kv_len: int) -> Tensor:
         """The slots of the keys, (batch or 1, 1, kv_len)."""
-        return self.index[:, :1, KEY_START, None] + torch.arange(kv_len, device=self.index.device)
+        return self.columns.key_start[:, :1, None] + torch.arange(kv_len, device=self.index.device)
 
     def visible(self, kv_len: int) -> Tensor:
         """bool (batch or 1, heads or 1, q_len, kv_len), True = the row may see the key, of the first kv_len."""
         slots = self.slots(kv_len)
-        inside = (slots >= self.index[..., LOW, None]) & (slots <= self.index[..., HIGH, None])
+        inside = (slots >= self.columns.low[..., None]) & (slots <= self.columns.high[..., None])
         return inside[:, None] if self.allowed is None else inside[:, None] & self.allowed[..., :kv_len]
 
     def distance(self, kv_len: int, which: Tensor | slice = slice(None)) -> Tensor:
         """|query position - key position| of the rows `which`; int64 (batch or 1, rows, kv_len)."""
         if self.query_ids is not None and self.key_ids is not None:
             return (self.query_ids[:, which, None] - self.key_ids[:, None, :kv_len]).abs()
-        return (self.index[:, which, POSITION, None] - self.slots(kv_len)).abs()
+        return (self.columns.query[:, which, None] - self.slots(kv_len)).abs()
 
     def tokens(self, kv_len: int) -> Tensor:
         """bool (batch or 1, q_len), False where the row is padding: that does not see itself."""
-        own = self.index[..., POSITION]
-        real = (self.index[..., LOW] <= own) & (own <= self.index[..., HIGH])
+        own, key_start, _, low, high = self.columns
+        real = (low <= own) & (own <= high)
         if self.allowed is not None:
-            column = (own - self.index[..., KEY_START]).clamp(0, kv_len - 1)[..., None]
+            column = (own - key_start).clamp(0, kv_len - 1)[..., None]
             allowed = self.allowed.any(1)  # which take_along_dim would tie to one length while exporting
             batch = max(len(allowed), len(column))
             real = real & allowed.expand(batch, -1, -1).gather(-1, column.expand(batch, -1, -1))[..., 0]
@@ -179,14 +196,14 @@ class Rows:
         """bool (batch or 1, q_len, kv_len), True for the keys at the first `count` positions of the row's sequence."""
         if self.key_ids is not None:
             return (self.key_ids[:, None, :kv_len] < count).expand(-1, self.index.shape[1], -1)
-        offset = self.slots(kv_len) - self.index[..., START, None]
+        offset = self.slots(kv_len) - self.columns.start[..., None]
         return (offset >= 0) & (offset < count)
 
     def count(self, kv_len: int) -> Tensor:
         """n_i, the number of keys that each row sees: int64 (batch or 1, heads or 1, q_len)."""
         if self.allowed is not None:
             return self.visible(kv_len).sum(-1)
-        return (self.index[..., HIGH] - self.index[..., LOW] + 1).clamp(min=0)[:, None]
+        return (self.columns.high - self.columns.low + 1).clamp(min=0)[:, None]
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:

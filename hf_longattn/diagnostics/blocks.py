@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..attention import Call
-from ..geometry import HIGH, KEY_START, Rows
+from ..geometry import Rows
 from ..kernels.spec import MASK_VALUE
 from ..lowering import lower
 from ..methods.base import EntropyTemperature
@@ -61,7 +61,7 @@ def blocks(call: Call, chosen: Tensor | None = None) -> Iterator[Block]:
         chosen = torch.arange(rows.index.shape[1], device=rows.index.device)
     for which in chosen.split(max(1, LOGITS // (batch * heads * kv_len))):
         block = rows.take(which)
-        keys = max(1, int(block.index[..., HIGH].max() - block.index[0, 0, KEY_START]) + 1)
+        keys = max(1, int(block.columns.high.max() - block.columns.key_start[0, 0]) + 1)
         logits, visible = lowered.logits(which, keys)
         temperature = logits.new_ones(()) if factor is None else factor.expand(batch, heads, -1)[:, :, which]
         log_p = torch.log_softmax(logits, -1)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..attention import Call
-from ..geometry import KEY_START, POSITION, START
 from ..kernels.spec import MASK_VALUE
 from .blocks import Block, blocks, entropy
 from .result import QUANTITIES, WHAT, Diagnostics
@@ -84,7 +83,7 @@ class Sums:
     @torch.no_grad()
     def add(self, call: Call) -> None:
         """Count one call."""
-        position = call.rows.index[..., POSITION] - call.rows.index[..., START] + 1
+        position = call.rows.columns.query - call.rows.columns.start + 1
         real = call.rows.tokens(call.key.shape[2])
         group = torch.frexp(position.double()).exponent - 1
         groups = torch.nn.functional.one_hot(group.clamp(0, GROUPS - 1).long(), GROUPS) * real[..., None]
@@ -160,7 +159,7 @@ class Sums:
     def _at(block: Block, first: int, last: int) -> Tensor:
         """log_p of the keys first .. last - 1 tokens back, (batch, heads, n, last - first), MASK_VALUE where there is none."""
         back = torch.arange(first, last, device=block.logits.device)
-        column = (block.rows.index[..., POSITION] - block.rows.index[..., KEY_START])[..., None] - back
+        column = (block.rows.columns.query - block.rows.columns.key_start)[..., None] - back
         there = (column >= 0) & (column < block.logits.shape[-1])
         at = column.clamp(0, block.logits.shape[-1] - 1)[:, None].expand(*block.logits.shape[:3], -1)
         return block.log_p.gather(-1, at).masked_fill_(~there[:, None], MASK_VALUE)

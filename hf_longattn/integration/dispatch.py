@@ -177,10 +177,10 @@ def _rows(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Rows, Tensor | None
             "under a 4-D attention mask the tokens of a call must be the last keys, each visible to itself, and they are not: "
             "with a static cache pass a 2-D mask, or use a dynamic cache"
         )
-    index = Rows.causal(q_len, kv_len, None, 0, query.device).index.expand(mask.shape[0], -1, -1).clone()
-    index[..., 2] = visible.int().argmax(-1)  # first visible key
-    index[..., 4] = kv_len - 1  # the mask alone decides, image blocks look ahead
-    return Rows(index, mask), ranks(visible) if kv_len > q_len else None
+    columns = Rows.causal(q_len, kv_len, None, 0, query.device).columns
+    # the mask alone decides how far a row sees: image blocks look ahead
+    columns = columns._replace(start=visible.int().argmax(-1), high=torch.full_like(columns.high, kv_len - 1))
+    return Rows(columns.stacked(), mask), ranks(visible) if kv_len > q_len else None
 
 
 def _base(

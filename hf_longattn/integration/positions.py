@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..geometry import HIGH, LOW, POSITION, START, Rows
+from ..geometry import Columns, Rows
 from ..tracing import readable
 
 _JUMP = (
@@ -67,7 +67,8 @@ class _Call:
         batch = max(index.shape[0], p.shape[0])
         self.rows, self.counted, self.p = rows, counted, p.expand(batch, -1)
         index = index.expand(batch, -1, -1)
-        self.slot, self.start, self.first = index[..., POSITION], index[..., START], index[:, :1, POSITION]
+        self.slot, _, self.start, _, _ = Columns(*index.unbind(-1))
+        self.first = self.slot[:, :1]
         self.keys = rows.slots(kv_len)[:, 0].expand(batch, -1)
         self.real = rows.tokens(kv_len).expand(batch, -1)  # padding may be at any position
         self.none_real = ~self.real.any(-1, keepdim=True)
@@ -85,7 +86,7 @@ class _Call:
     def _sees_cache(self) -> Tensor:
         """Whether a token sees keys of earlier calls, (batch, 1)."""
         if self.rows.allowed is None:
-            low, high = self.rows.index[..., LOW], self.rows.index[..., HIGH]
+            low, high = self.rows.columns.low, self.rows.columns.high
             return ((low < self.first) & (low <= high) & self.real).any(-1, keepdim=True)
         earlier = self.rows.visible(self.keys.shape[1]).any(1) & (self.keys < self.first)[:, None]
         return (earlier.any(-1) & self.real).any(-1, keepdim=True)
@@ -121,7 +122,7 @@ class _Call:
 def _resolve(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> Rows:
     index = rows.index
     if index.shape[1] == 1 and rows.allowed is None and not _several_processes():  # decoding: the usual answer in few steps
-        slot, start, low, high = (index[..., column] for column in (POSITION, START, LOW, HIGH))
+        slot, _, start, low, high = rows.columns
         off = position_ids[:, -1:].to(index.device) - slot
         if bool(((off == 0) | (off == -start) | (low == slot) | (low > high)).all()):
             return rows

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from ..geometry import HIGH, KEY_START, LOW, POSITION, START, Rows
+from ..geometry import Columns, Rows
 from .spec import LogitSpec
 
 
@@ -41,8 +41,7 @@ def flex_attention(
     """
     batch, heads, q_len, kv_len = *query.shape[:3], key.shape[2]
     index, allowed = rows.index.expand(batch, -1, -1), rows.allowed
-    position, low, high = index[..., POSITION], index[..., LOW], index[..., HIGH]
-    first, start = index[..., KEY_START], index[..., START]
+    position, first, start, low, high = Columns(*index.unbind(-1))
     softcap, row_scale, bias_scale, sinks = spec.softcap, spec.row_scale, spec.bias_scale, spec.sinks
     gain, bias = spec.gain, spec.bias
     ids = None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..geometry import KEY_START, Rows
+from ..geometry import Rows
 
 
 def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, rows: Rows, *, scaling: float, dropout: float = 0.0) -> Tensor:
@@ -66,5 +66,5 @@ def _flash() -> Callable[..., Any]:
 def _seen(x: Tensor, rows: Rows) -> Tensor:
     """The keys (or values) that plain rows see."""
     assert rows.plain is not None
-    first, last = (int(slot - rows.index[0, 0, KEY_START]) for slot in rows.plain)
+    first, last = (int(slot - rows.columns.key_start[0, 0]) for slot in rows.plain)
     return x[:, :, first : last + 1]

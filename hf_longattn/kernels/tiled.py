@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ..geometry import HIGH, KEY_START, LOW, POSITION, START, Rows
+from ..geometry import Columns, Rows
 from ..tracing import keepable, readable
 from . import precision
 from .spec import MASK_VALUE, LogitSpec
@@ -131,12 +131,13 @@ class _Blocks:
         self.value = None if value is None else value.to(value.dtype if half else self.dtype).contiguous()
         self.row_scale = None if row_scale is None else self.grouped(row_scale.to(self.dtype)[..., None])
         self.bias_scale = None if bias_scale is None else self.grouped(bias_scale.to(self.dtype)[..., None])
-        self.index = index.expand(self.batch, -1, -1)
-        self.bounds = self.index.to("cpu")
+        index = index.expand(self.batch, -1, -1)
+        self.columns, self.bounds = Columns(*index.unbind(-1)), index.to("cpu")
         self.allowed = None
         if allowed is not None:
             self.allowed = allowed.expand(self.batch, -1, self.q_len, self.kv_len)
-        self.key_start = int(self.bounds[0, 0, KEY_START])
+        bounds = Columns(*self.bounds.unbind(-1))
+        self.key_start = int(bounds.key_start[0, 0])
         self.gain = self.bias = self.ids = None
         self.hides_future = False
         if gain is not None and bias is not None and query_ids is not None and key_ids is not None:
@@ -146,7 +147,7 @@ class _Blocks:
             if (farthest := int((top - bottom).max())) >= gain.shape[-1]:
                 raise ValueError(f"distance {farthest} lies beyond the tables' length {gain.shape[-1]}")
         elif gain is not None and bias is not None:
-            position = self.bounds[..., POSITION]
+            position = bounds.query
             self.farthest = max(int(position.max()) - self.key_start, 0)
             last = int(position.min()) - self.key_start - self.kv_len
             if (farthest := max(self.farthest, -last - 1)) >= gain.shape[-1]:
@@ -154,7 +155,7 @@ class _Blocks:
             past, future = slice(max(last + 1, 0), self.farthest + 1), slice(1, max(-last, 1))
             self.gain, self.bias = (torch.cat([x[:, past].flip(1), x[:, future]], 1).to(self.dtype) for x in (gain, bias))
             hides = bias_scale is None or bool((bias_scale >= 1).all())  # a smaller factor would weaken MASK_VALUE
-            if hides and not given.sinks and bool((self.bounds[..., HIGH] == position).all()):
+            if hides and not given.sinks and bool((bounds.high == position).all()):
                 self.bias[:, self.farthest + 1 :] = MASK_VALUE  # causality for free
                 self.hides_future = True
         self.sinks, self.softcap, self.dropout, self.seed = given.sinks, given.softcap, given.dropout, seed
@@ -165,7 +166,8 @@ class _Blocks:
         """Heads, rows and columns of a tile."""
         if self.kv_heads * self.group * self.q_len * self.kv_len <= BLOCK_ELEMENTS:
             return self.kv_heads, self.q_len, self.kv_len
-        width = max(min(int((self.bounds[..., HIGH] - self.bounds[..., LOW]).max()) + 1, self.kv_len), 1)
+        bounds = Columns(*self.bounds.unbind(-1))
+        width = max(min(int((bounds.high - bounds.low).max()) + 1, self.kv_len), 1)
         columns = TILE_COLUMNS if width > WHOLE_COLUMNS else self.kv_len
         width = min(width, columns)
         heads = min(self.kv_heads, 2 if self.group == 1 else 1)
@@ -192,8 +194,8 @@ class _Blocks:
                 h = slice(h0, min(h0 + self.heads_at_once, self.kv_heads))
                 for r0, own in zip(range(0, self.q_len, self.rows_at_once), bounds, strict=True):
                     r1 = min(r0 + self.rows_at_once, self.q_len)
-                    c0 = max(own.least[LOW] - self.key_start, 0)
-                    c1 = min(own.most[HIGH] - self.key_start + 1, self.kv_len)
+                    c0 = max(own.least.low - self.key_start, 0)
+                    c1 = min(own.most.high - self.key_start + 1, self.kv_len)
                     number += 1 + self.kv_len // self.columns_at_once  # one for each of its tiles
                     if c0 < c1:
                         yield _Block(self, number, b, h, r0, r1, c0, c1, own)
@@ -202,15 +204,16 @@ class _Blocks:
 class _Bounds(NamedTuple):
     """Of the rows of a block: least and most of each column of `Rows.index`, the last row's slot, whether one sees nothing."""
 
-    least: list[int]
-    most: list[int]
+    least: Columns
+    most: Columns
     last: int
     blind: bool
 
     @classmethod
     def of(cls, rows: Tensor) -> Self:
         least, most = rows.aminmax(dim=0)
-        return cls(least.tolist(), most.tolist(), int(rows[-1, POSITION]), bool((rows[:, LOW] > rows[:, HIGH]).any()))
+        own = Columns(*rows.unbind(-1))
+        return cls(Columns(*least.tolist()), Columns(*most.tolist()), int(own.query[-1]), bool((own.low > own.high).any()))
 
 
 class _Block:
@@ -261,10 +264,10 @@ class _Block:
             sink = self.all.ids[1][self.b, self.c] < self.all.sinks
             return (slice(None), sink.expand(self.shape[2], -1)) if bool(sink.any()) else None
         first = self.all.key_start + self.c.start
-        c0, c1 = max(self.bounds.least[START] - first, 0), min(self.bounds.most[START] - first + self.all.sinks, self.shape[3])
+        c0, c1 = max(self.bounds.least.start - first, 0), min(self.bounds.most.start - first + self.all.sinks, self.shape[3])
         if c0 >= c1:
             return None
-        start = self.all.index[self.b, self.r, START].flip(0)
+        start = self.all.columns.start[self.b, self.r].flip(0)
         offset = torch.arange(first + c0, first + c1, device=self.query.device) - start[:, None]
         return slice(c0, c1), (offset >= 0) & (offset < self.all.sinks)
 
@@ -328,12 +331,12 @@ class _Block:
         """Fill the pairs that are outside the rows' intervals, or not allowed."""
         all, bounds = self.all, self.bounds
         first = all.key_start + self.c.start
-        if (width := bounds.most[LOW] - first) > 0:
+        if (width := bounds.most.low - first) > 0:
             slots = torch.arange(first, first + min(width, self.shape[3]), device=s.device)
-            s[..., :width].masked_fill_(slots < all.index[self.b, self.r, LOW, None].flip(0), MASK_VALUE)
-        if not all.hides_future and (begin := max(bounds.least[HIGH] + 1 - first, 0)) < self.shape[3]:
+            s[..., :width].masked_fill_(slots < all.columns.low[self.b, self.r, None].flip(0), MASK_VALUE)
+        if not all.hides_future and (begin := max(bounds.least.high + 1 - first, 0)) < self.shape[3]:
             slots = torch.arange(first + begin, first + self.shape[3], device=s.device)
-            s[..., begin:].masked_fill_(slots > all.index[self.b, self.r, HIGH, None].flip(0), MASK_VALUE)
+            s[..., begin:].masked_fill_(slots > all.columns.high[self.b, self.r, None].flip(0), MASK_VALUE)
         if (allowed := self.allowed()) is not None:
             s.masked_fill_(~allowed, MASK_VALUE)
 

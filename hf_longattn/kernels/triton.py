@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..geometry import HIGH, KEY_START, LOW, POSITION, START, Rows
+from ..geometry import Columns, Rows
 from .spec import LogitSpec
 
 try:
@@ -172,8 +172,8 @@ def _column_ranges(index: Tensor, kv_len: int, blocks: Blocks, sinks: int, far: 
 
     int32 (batch or 1, row blocks, 4), multiples of `blocks.columns`.
     """
-    n, key_start = blocks.columns, index[:, :1, KEY_START]
-    low, high, start, position = (_blocked(index[..., c], blocks.rows) for c in (LOW, HIGH, START, POSITION))
+    n, key_start = blocks.columns, Columns(*index.unbind(-1)).key_start[:, :1]
+    position, _, start, low, high = (_blocked(column, blocks.rows) for column in index.unbind(-1))
     kept = low.amax(-1) if not sinks else torch.maximum(low.amax(-1), start.amax(-1) + sinks)
     first = (low.amin(-1) - key_start).clamp(min=0) // n
     last = ((high.amax(-1) - key_start + 1).clamp(0, kv_len) + n - 1) // n
@@ -185,15 +185,17 @@ def _column_ranges(index: Tensor, kv_len: int, blocks: Blocks, sinks: int, far: 
 def _row_ranges(index: Tensor, kv_len: int, blocks: Blocks, sinks: int, far: Tensor | int) -> Tensor:
     """The same with the sides exchanged: for each block of columns the rows that see it, and among them the far ones."""
     m, n, q_len = blocks.rows, blocks.columns, index.shape[1]
-    slot = index[:, :1, KEY_START] + torch.arange(0, kv_len, n, device=index.device, dtype=index.dtype)
-    end = torch.minimum(slot + n - 1, index[:, :1, KEY_START] + kv_len - 1)
-    high = index[..., HIGH].cummax(1).values.contiguous()  # of rows in order both grow; these bounds hold in any order
-    low = index[..., LOW].flip(1).cummin(1).values.flip(1).contiguous()
+    rows = Columns(*index.unbind(-1))
+    key_start = rows.key_start[:, :1]
+    slot = key_start + torch.arange(0, kv_len, n, device=index.device, dtype=index.dtype)
+    end = torch.minimum(slot + n - 1, key_start + kv_len - 1)
+    high = rows.high.cummax(1).values.contiguous()  # of rows in order both grow; these bounds hold in any order
+    low = rows.low.flip(1).cummin(1).values.flip(1).contiguous()
     first = torch.searchsorted(high, slot.contiguous(), out_int32=True) // m
     last = (torch.searchsorted(low, end.contiguous(), right=True, out_int32=True) + m - 1) // m
-    sure = index[..., LOW] if not sinks else torch.maximum(index[..., LOW], index[..., START] + sinks)
+    sure = rows.low if not sinks else torch.maximum(rows.low, rows.start + sinks)
     sure_low = sure.cummax(1).values.contiguous()
-    sure_high = torch.minimum(index[..., HIGH], index[..., POSITION] - far).flip(1).cummin(1).values.flip(1).contiguous()
+    sure_high = torch.minimum(rows.high, rows.query - far).flip(1).cummin(1).values.flip(1).contiguous()
     a = (torch.searchsorted(sure_high, end.contiguous(), out_int32=True) + m - 1) // m
     b = torch.searchsorted(sure_low, slot.contiguous(), right=True, out_int32=True) // m
     return _ordered(first, a, torch.minimum(b, b.new_tensor(q_len // m)), last) * m
