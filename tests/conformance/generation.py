@@ -33,7 +33,7 @@ class GenerationTesterMixin:
         with torch.no_grad():
             sequences, logits = self._generate(model, ids, **options)
             full = model(sequences, use_cache=False).logits[:, ids.shape[1] - 1 : -1]
-        torch.testing.assert_close(logits, full, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(logits, full.to(logits.dtype), atol=TOLERANCE, rtol=0)
 
     def test_greedy_generate(self) -> None:
         self._check(*self._model())

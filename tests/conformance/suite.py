@@ -29,14 +29,14 @@ ATTENTION = os.environ["CONFORMANCE_ATTENTION"]
 HEAD_MAPPINGS = ("MODEL", "MODEL_FOR_CAUSAL_LM", "MODEL_FOR_SEQUENCE_CLASSIFICATION", "MODEL_FOR_TOKEN_CLASSIFICATION")
 
 torch.set_num_threads(1)
-_chosen = PreTrainedModel.get_correct_attn_implementation
+_checked = PreTrainedModel._check_and_adjust_attn_implementation
 
 
-def _default(self: Any, requested: str | None, is_init_check: bool = False) -> str:
-    return _chosen(self, ATTENTION if requested is None and ATTENTION != "sdpa" else requested, is_init_check)
+def _default(self: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
+    return _checked(self, ATTENTION if requested is None and ATTENTION != "sdpa" else requested, *args, **kwargs)
 
 
-PreTrainedModel.get_correct_attn_implementation = _default
+PreTrainedModel._check_and_adjust_attn_implementation = _default
 
 
 class Tester:
