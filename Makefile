@@ -1,11 +1,11 @@
-# make demo | test | check | bench | report | theory | gpu | test-oldest | wheel | clean
+# make demo | test | check | bench | report | theory | gpu | conformance | coverage-models | test-oldest | wheel | clean
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test check lint bench report theory reproduce gpu test-oldest wheel clean
+.PHONY: demo test check lint bench report theory reproduce gpu conformance coverage-models test-oldest wheel clean
 .PRECIOUS: %/bin/pip
 
 demo: $(VENV)/.demo  ## a real model under the method: run, measure, adapt, save, reload (ARGS="--help" for options)
@@ -41,6 +41,12 @@ reproduce: $(VENV)/.dev  ## the papers' experiments: the list with its cost (ARG
 gpu:  ## on a machine with a CUDA GPU and its own torch: exactness and timings in under ten minutes
 	PYTHONPATH=. python3 benchmarks/gpu.py $(ARGS)
 
+conformance: $(VENV)/.conformance  ## transformers' own tests with our names as the default attention; rewrites docs/conformance.md
+	$(BIN)/python tests/conformance/run.py $(ARGS)
+
+coverage-models: $(VENV)/.dev  ## every causal language model of transformers, tiny: exact, refused or a bug; rewrites docs/models.md
+	$(BIN)/python tests/coverage_models.py $(ARGS)
+
 test-oldest: $(OLDEST)/.dev  ## exactness and persistence on the oldest supported transformers
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 tests/test_exactness.py tests/test_persistence.py tests/test_traps.py \
 		tests/test_adapters.py tests/test_positions.py
@@ -49,7 +55,7 @@ wheel: $(VENV)/.dev  ## builds into dist/
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) .conformance build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 # One stamp per extra: .venv/.demo holds the extra "demo", .venv/.dev the extra "dev".
 $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/bin/pip
