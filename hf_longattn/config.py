@@ -95,6 +95,7 @@ class Method:
 
 
 _REGISTRY: dict[str, type[Method]] = {}
+_complete = False  # whether the package's own methods are in it
 
 
 def register(*methods: type[Method]) -> None:
@@ -108,7 +109,10 @@ def register(*methods: type[Method]) -> None:
 
 
 def _registry() -> dict[str, type[Method]]:
-    import_module(".methods", __package__)  # only here: they need torch, and a config without methods does not
+    global _complete
+    if not _complete:  # an import that Dynamo would not trace
+        import_module(".methods", __package__)  # only here: they need torch, and a config without methods does not
+        _complete = True
     return _REGISTRY
 
 
