@@ -6,6 +6,7 @@ the mask cannot bear out is refused. Padding inside a text, second turns and tre
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -260,3 +261,38 @@ def test_the_function_takes_positions(function: Any, case: str) -> None:
     for wrong in (positions[:, :-1], positions.flip(1), positions[0]):
         with pytest.raises(ValueError, match="position_ids"):
             function(q, k, v, CASES[case], rotation=rotation, position_ids=wrong)
+
+
+# masks of the user's own -----------------------------------------------------------------------------------------------
+
+
+def band(window: int) -> Tensor:
+    at = torch.arange(LENGTH)
+    return ((at[:, None] >= at) & (at[:, None] - at < window))[None, None].expand(2, 1, -1, -1)
+
+
+@pytest.mark.parametrize("late", [0, 7])
+@pytest.mark.parametrize("case", ["rerope", "self_extend", "dual_chunk", "scale_invariant", "sinks", "infoscale"])
+@torch.no_grad()
+def test_a_window_does_not_start_a_text(case: str, late: int) -> None:
+    """A 4-D band mask is the method `windowed`: positions count from the first token, not from the first visible one."""
+    config, ids = CASES[case], tokens(2, LENGTH)
+    windowed = model("llama", config.replace(visibility={"name": "windowed", "window": 9}), "tiled")
+    positions = torch.arange(LENGTH)[None] + late
+    got = model("llama", config)(ids, attention_mask=band(9), position_ids=positions, use_cache=False).logits
+    close(got, windowed(ids, use_cache=False).logits, 2e-5)
+
+
+@torch.no_grad()
+def test_where_a_text_starts_behind_a_window_is_not_guessed() -> None:
+    ids = tokens(2, LENGTH)
+    for case, new in itertools.product(("self_extend", "sinks", "alibi"), (1, 4)):
+        m = model("llama", CASES[case])
+        cache = m(ids[:, :-new], attention_mask=band(9)[..., :-new, :-new], use_cache=True).past_key_values
+        last = {"attention_mask": band(9)[..., -new:, :], "past_key_values": cache}
+        if case == "alibi":
+            whole = m(ids, attention_mask=band(9), use_cache=False).logits
+            close(m(ids[:, -new:], **last).logits, whole[:, -new:])
+        else:
+            with pytest.raises(ValueError, match="padding or lie before a window"):
+                m(ids[:, -new:], **last)

@@ -88,6 +88,8 @@ def attention_forward(
     positions = kwargs.get("position_ids")
     rows, counted = _rows(attention_mask, query, key)
     rows = with_positions(rows, counted, attention_mask, positions, key.shape[2])
+    if counted is not None and attention_mask.dtype not in (torch.int32, torch.int64):
+        _refuse_unknown_start(plan.config, rows, positions)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options: dict[str, Any] = {
         "scaling": scaling,
@@ -150,6 +152,23 @@ def _refuse(plan: LayerPlan, mask: Tensor | None, sliding_window: int | None, kw
         )
 
 
+def _refuse_unknown_start(config: LongAttnConfig, rows: Rows, position_ids: Tensor | None) -> None:
+    """Raise where a 4-D mask over a KV cache leaves open whether its first keys are padding or before a window."""
+    sinks = config.logit_map is not None and config.logit_map.sink_tokens > 0
+    remaps = config.positions is not None or (config.visibility is not None and config.visibility.remaps)
+    if not (sinks or remaps) or torch.compiler.is_compiling():
+        return
+    slot, start = rows.columns.query, rows.columns.start
+    from_cache = (
+        torch.ones_like(start, dtype=torch.bool) if position_ids is None else position_ids[:, -slot.shape[1] :] == slot
+    )
+    if bool((from_cache & (start > 0) & rows.tokens(int(slot.max()) + 1)).any()):
+        raise ValueError(
+            f"{config.name} counts from the start of a text, and this 4-D mask over a KV cache does not show it: its first "
+            "keys may be padding or lie before a window. Pass a 2-D mask, or position_ids that count visible tokens only"
+        )
+
+
 def _in_context_parallel() -> bool:
     """Whether torch has put its sharded attention in place of sdpa, which is how context_parallel works."""
     module = getattr(torch.nn.functional.scaled_dot_product_attention, "__module__", None) or ""
@@ -178,8 +197,13 @@ def _rows(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Rows, Tensor | None
             "with a static cache pass a 2-D mask, or use a dynamic cache"
         )
     columns = Rows.causal(q_len, kv_len, None, 0, query.device).columns
+    start = visible.int().argmax(-1)
+    if kv_len == q_len:  # the first key that a row sees may see earlier ones: a window does not start a text
+        start = torch.where(sees_itself, start, columns.query)
+        for _ in range(q_len.bit_length()):
+            start = start.gather(1, start)
     # the mask alone decides how far a row sees: image blocks look ahead
-    columns = columns._replace(start=visible.int().argmax(-1), high=torch.full_like(columns.high, kv_len - 1))
+    columns = columns._replace(start=start, high=torch.full_like(columns.high, kv_len - 1))
     return Rows(columns.stacked(), mask), ranks(visible) if kv_len > q_len else None
 
 

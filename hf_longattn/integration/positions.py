@@ -104,7 +104,7 @@ class _Call:
 
     def _origin(self) -> Tensor:
         """The position at which each token's sequence starts, at a token of this call or at a cached one, (batch, q_len)."""
-        cached = torch.where(self.by_index, self.start, torch.where(self.by_start, self.start - self.lead, 0))
+        cached = torch.where(self.by_index, self.lead, 0)
         inside = (self.start - self.first).clamp(0, self.p.shape[1] - 1)
         return torch.where(self.start >= self.first, self.p.gather(1, inside), cached)
 
