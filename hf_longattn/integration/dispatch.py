@@ -162,7 +162,9 @@ def _refuse_unknown_start(config: LongAttnConfig, rows: Rows, position_ids: Tens
     from_cache = (
         torch.ones_like(start, dtype=torch.bool) if position_ids is None else position_ids[:, -slot.shape[1] :] == slot
     )
-    if bool((from_cache & (start > 0) & rows.tokens(int(slot.max()) + 1)).any()):
+    late = from_cache & (start > 0) & rows.tokens(int(slot.max()) + 1)
+    moves = (start != start[:, -1:]) | (slot.shape[1] == 1)  # padding stays where it is, a window goes on
+    if bool((late & moves).any()):
         raise ValueError(
             f"{config.name} counts from the start of a text, and this 4-D mask over a KV cache does not show it: its first "
             "keys may be padding or lie before a window. Pass a 2-D mask, or position_ids that count visible tokens only"
