@@ -49,7 +49,7 @@ coverage-models: $(VENV)/.dev  ## every causal language model of transformers, t
 
 test-oldest: $(OLDEST)/.dev  ## exactness and persistence on the oldest supported transformers
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 tests/test_exactness.py tests/test_persistence.py tests/test_traps.py \
-		tests/test_adapters.py tests/test_positions.py
+		tests/test_adapters.py tests/test_positions.py tests/test_models.py
 
 wheel: $(VENV)/.dev  ## builds into dist/
 	$(BIN)/python -m build
