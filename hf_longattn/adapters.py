@@ -10,7 +10,6 @@ alone warns of the key and goes on, with this package imported the attention is 
 
 from __future__ import annotations
 
-import functools
 import json
 import warnings
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from .config import LongAttnConfig
 from .integration import apply, config_of, rope
 from .integration.model import knowing
 from .integration.names import PREFIX, RECORD, is_ours
+from .integration.seams import wrap
 from .integration.suspend import is_suspended, resume, suspend
 from .methods.learned import learned_parts
 
@@ -278,22 +278,11 @@ def register() -> None:
     PEFT_TYPE_TO_TUNER_MAPPING[PEFT_TYPE] = LongAttnLoraModel
     PEFT_TYPE_TO_PREFIX_MAPPING[PEFT_TYPE] = LongAttnLoraModel.prefix
     PeftConfigMixin.longattn = None  # so that every adapter is told of changes (`integration.model.tell_adapters`)
-    _wrap(BaseTuner, "inject_adapter", _inject_adapter)
-    _wrap(PeftModel, "add_adapter", _add_adapter)
-    _wrap(PeftModel, "save_pretrained", _save_pretrained)
-    _wrap(PeftConfigMixin, "save_pretrained", _save_config)
-    from_peft_type = PeftConfigMixin.from_peft_type.__func__
-    PeftConfigMixin.from_peft_type = classmethod(lambda cls, **kwargs: _from_peft_type(from_peft_type, cls, **kwargs))
-
-
-def _wrap(owner: type, name: str, wrapper: Any) -> None:
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, self, *args, **kwargs)
-
-    setattr(owner, name, wrapped)
+    wrap(BaseTuner, "inject_adapter", _inject_adapter)
+    wrap(PeftModel, "add_adapter", _add_adapter)
+    wrap(PeftModel, "save_pretrained", _save_pretrained)
+    wrap(PeftConfigMixin, "save_pretrained", _save_config)
+    wrap(PeftConfigMixin, "from_peft_type", _from_peft_type)
 
 
 register()

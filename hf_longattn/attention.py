@@ -60,7 +60,8 @@ def attention(
     rows = Rows.causal(query.shape[2], key.shape[2], query_start, key_start, query.device)
     rows = Rows(rows.index, check_mask(attention_mask, query, key))
     if position_ids is not None:
-        rows = rows.at(*[check_positions(position_ids, query, key)] * 2)
+        ids = check_positions(position_ids, query, key)
+        rows = rows.at(ids, ids)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return attend(query, key, value, config, rows, scaling=scaling, backend=backend, rotation=rotation)
 

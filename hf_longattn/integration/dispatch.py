@@ -16,8 +16,8 @@ from ..config import LongAttnConfig
 from ..geometry import Rows
 from ..methods.learned import learned_parts
 from ..reference import dense_attention
-from .masks import base_implementation, read_mask
-from .positions import ranks, with_positions
+from .masks import base_implementation, is_carrier, read_mask
+from .positions import ranks, refuse_unknown_start, with_positions
 from .rotation import RotarySource
 
 #: Arguments that reach an attention function and say nothing about which logits it should compute.
@@ -88,8 +88,8 @@ def attention_forward(
     positions = kwargs.get("position_ids")
     rows, counted = _rows(attention_mask, query, key)
     rows = with_positions(rows, counted, attention_mask, positions, key.shape[2])
-    if counted is not None and attention_mask.dtype not in (torch.int32, torch.int64):
-        _refuse_unknown_start(plan.config, rows, positions)
+    if counted is not None and not is_carrier(attention_mask):
+        refuse_unknown_start(plan.config, rows, positions)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options: dict[str, Any] = {
         "scaling": scaling,
@@ -129,8 +129,8 @@ def _refuse(plan: LayerPlan, mask: Tensor | None, sliding_window: int | None, kw
     if not torch.compiler.is_compiling() and _in_context_parallel():
         raise NotImplementedError(
             "torch's context_parallel splits the sequence and replaces scaled_dot_product_attention alone: under "
-            f"{plan.config.name if plan.config else 'hf_longattn'} every process would attend to its own part. Leave it "
-            'off, or model.set_attn_implementation("sdpa") first'
+            "hf_longattn every process would attend to its own part. Leave it off, or "
+            'model.set_attn_implementation("sdpa") first'
         )
     if kwargs.get("cache") is not None:
         raise NotImplementedError(
@@ -152,25 +152,6 @@ def _refuse(plan: LayerPlan, mask: Tensor | None, sliding_window: int | None, kw
         )
 
 
-def _refuse_unknown_start(config: LongAttnConfig, rows: Rows, position_ids: Tensor | None) -> None:
-    """Raise where a 4-D mask over a KV cache leaves open whether its first keys are padding or before a window."""
-    sinks = config.logit_map is not None and config.logit_map.sink_tokens > 0
-    remaps = config.positions is not None or (config.visibility is not None and config.visibility.remaps)
-    if not (sinks or remaps) or torch.compiler.is_compiling():
-        return
-    slot, start = rows.columns.query, rows.columns.start
-    from_cache = (
-        torch.ones_like(start, dtype=torch.bool) if position_ids is None else position_ids[:, -slot.shape[1] :] == slot
-    )
-    late = from_cache & (start > 0) & rows.tokens(int(slot.max()) + 1)
-    moves = (start != start[:, -1:]) | (slot.shape[1] == 1)  # padding stays where it is, a window goes on
-    if bool((late & moves).any()):
-        raise ValueError(
-            f"{config.name} counts from the start of a text, and this 4-D mask over a KV cache does not show it: its first "
-            "keys may be padding or lie before a window. Pass a 2-D mask, or position_ids that count visible tokens only"
-        )
-
-
 def _in_context_parallel() -> bool:
     """Whether torch has put its sharded attention in place of sdpa, which is how context_parallel works."""
     module = getattr(torch.nn.functional.scaled_dot_product_attention, "__module__", None) or ""
@@ -180,7 +161,7 @@ def _in_context_parallel() -> bool:
 def _rows(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Rows, Tensor | None]:
     """The rows, and the positions of keys if they count visible tokens and that is not as cache indices do."""
     q_len, kv_len = query.shape[2], key.shape[2]
-    if not mask.dtype.is_floating_point and mask.dtype != torch.bool:
+    if is_carrier(mask):
         return read_mask(mask, kv_len)
     if mask.dtype != torch.bool:
         seen, hidden = mask == 0, mask <= torch.finfo(mask.dtype).min / 2
@@ -222,7 +203,7 @@ def _base(
 ) -> tuple[Tensor, Tensor | None]:
     """The unmodified attention, for layers that are left alone."""
     name = base_implementation(module.config)
-    if mask is not None and mask.dtype in (torch.int32, torch.int64):
+    if mask is not None and is_carrier(mask):
         mask = read_mask(mask, key.shape[2])[0].visible(key.shape[2])
     if name == "eager" or kwargs.get("output_attentions"):
         name = "eager"

@@ -120,6 +120,11 @@ def carrier_mask(
     return torch.cat([index.int(), visible.int() * (1 + counted.int())[:, None]], dim=-1)[:, None]
 
 
+def is_carrier(mask: Tensor) -> bool:
+    """Whether a mask is one of ours; bool and float masks are the user's own."""
+    return not mask.dtype.is_floating_point and mask.dtype != torch.bool
+
+
 def read_mask(mask: Tensor, kv_len: int) -> tuple[Rows, Tensor | None]:
     """The rows that a mask made by `carrier_mask` describes; the same object for every layer that gets the mask.
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..geometry import Columns, Rows
+from ..config import LongAttnConfig
+from ..geometry import FAR, Columns, Rows
 from ..tracing import readable
 
 _JUMP = (
@@ -160,6 +161,25 @@ def _traced(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: in
     return rows if rows.allowed is None else call.explicit()
 
 
+def refuse_unknown_start(config: LongAttnConfig, rows: Rows, position_ids: Tensor | None) -> None:
+    """Raise where a 4-D mask over a KV cache leaves open whether its first keys are padding or before a window."""
+    sinks = config.logit_map is not None and config.logit_map.sink_tokens > 0
+    remaps = config.positions is not None or (config.visibility is not None and config.visibility.remaps)
+    if not (sinks or remaps) or torch.compiler.is_compiling():
+        return
+    slot, start = rows.columns.query, rows.columns.start
+    from_cache = (
+        torch.ones_like(start, dtype=torch.bool) if position_ids is None else position_ids[:, -slot.shape[1] :] == slot
+    )
+    late = from_cache & (start > 0) & rows.tokens(int(slot.max()) + 1)
+    moves = (start != start[:, -1:]) | (slot.shape[1] == 1)  # padding stays where it is, a window goes on
+    if bool((late & moves).any()):
+        raise ValueError(
+            f"{config.name} counts from the start of a text, and this 4-D mask over a KV cache does not show it: its first "
+            "keys may be padding or lie before a window. Pass a 2-D mask, or position_ids that count visible tokens only"
+        )
+
+
 def _several_processes() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
@@ -177,4 +197,4 @@ def ranks(visible: Tensor) -> Tensor:
     most = rank.masked_fill(~visible, -1).amax(1)
     least = rank.masked_fill(~visible, torch.iinfo(torch.int32).max).amin(1)
     agree = ((most == least) | (most < 0)).all(-1, keepdim=True)
-    return torch.where(agree, most.long(), -(1 << 40))
+    return torch.where(agree, most.long(), -FAR)

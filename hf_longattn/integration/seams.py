@@ -50,18 +50,19 @@ def install() -> None:
         return
     PreTrainedConfig.longattn = property(_get_section, _set_section)
     PreTrainedConfig._attn_implementation = _keeping_our_name(PreTrainedConfig._attn_implementation)
-    _wrap(PreTrainedConfig, "to_dict", _to_dict)
-    _wrap(PreTrainedConfig, "from_dict", _from_dict)
-    _wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
-    _wrap(PreTrainedModel, "_from_config", _from_config)
-    _wrap(PreTrainedModel, "get_correct_attn_implementation", _get_correct_attn_implementation)
-    _wrap(PreTrainedModel, "post_init", _post_init)
-    _wrap(PreTrainedModel, "set_attn_implementation", _set_attn_implementation)
-    _wrap(PreTrainedModel, "load_adapter", _load_adapter)
-    _wrap(ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switch_to_cb_friendly_attn)
+    wrap(PreTrainedConfig, "to_dict", _to_dict)
+    wrap(PreTrainedConfig, "from_dict", _from_dict)
+    wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
+    wrap(PreTrainedModel, "_from_config", _from_config)
+    wrap(PreTrainedModel, "get_correct_attn_implementation", _get_correct_attn_implementation)
+    wrap(PreTrainedModel, "post_init", _post_init)
+    wrap(PreTrainedModel, "set_attn_implementation", _set_attn_implementation)
+    wrap(PreTrainedModel, "load_adapter", _load_adapter)
+    wrap(ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switch_to_cb_friendly_attn)
 
 
-def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+def wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+    """Put wrapper(original, self or class, ...) in place of a method or class method."""
     found = inspect.getattr_static(owner, name)
     original = found.__func__ if isinstance(found, classmethod) else found
 

@@ -84,7 +84,7 @@ def tiled_attention(
 
 
 class _Arguments(NamedTuple):
-    """Those of the custom operator, which takes no objects; SCHEMA names them once more."""
+    """Those of the custom operator, which takes no objects; _SCHEMA names them once more."""
 
     query: Tensor
     key: Tensor
@@ -106,7 +106,7 @@ class _Arguments(NamedTuple):
     with_entropy: bool = False
 
 
-SCHEMA = (
+_SCHEMA = (
     "Tensor query, Tensor key, Tensor? value, Tensor rows, Tensor? allowed, Tensor? query_ids, Tensor? key_ids, "
     "Tensor? gain, Tensor? bias, Tensor? row_scale, Tensor? bias_scale, Tensor? seed, int sinks, float scaling, "
     "float softcap, float dropout"
@@ -457,7 +457,7 @@ _tiled = torch.library.custom_op(
     "hf_longattn::tiled",
     _forward,
     mutates_args=(),
-    schema=f"({SCHEMA}, bool with_lse, bool with_entropy) -> (Tensor, Tensor, Tensor)",
+    schema=f"({_SCHEMA}, bool with_lse, bool with_entropy) -> (Tensor, Tensor, Tensor)",
 )
 
 
@@ -562,7 +562,7 @@ _backward = torch.library.custom_op(
     _gradients,
     mutates_args=(),
     schema="(Tensor grad, Tensor? grad_lse, Tensor? grad_entropy, Tensor out, Tensor lse, Tensor entropy, "
-    f"{SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 
