@@ -22,8 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation
-from hf_longattn.kernels import triton as triton_launcher
-from hf_longattn.kernels.triton import Blocks
+from hf_longattn.attention.kernels import triton as triton_launcher
+from hf_longattn.attention.kernels.triton import Blocks
 
 preset = LongAttnConfig.preset
 CASES = {

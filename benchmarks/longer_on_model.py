@@ -26,8 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
-from hf_longattn.evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
-from hf_longattn.kernels.precision import fast_dtype
+from hf_longattn.attention.kernels.precision import fast_dtype
+from hf_longattn.measuring.evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "longer-smollm2.json"

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hf_longattn.kernels.precision import fast_dtype
+from hf_longattn.attention.kernels.precision import fast_dtype
 
 RESULTS = Path(__file__).parent / "results"
 #: bfloat16 where the CPU multiplies it fast; each result's settings say which.

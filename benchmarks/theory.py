@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from hf_longattn import LongAttnConfig
-from hf_longattn.attention import Call, attend
-from hf_longattn.diagnostics import Diagnostics
-from hf_longattn.diagnostics.sums import Options, Sums, collect
-from hf_longattn.geometry import Columns, Rows
+from hf_longattn.attention.attend import Call, attend
+from hf_longattn.attention.geometry import Columns, Rows
+from hf_longattn.measuring.diagnostics import Diagnostics
+from hf_longattn.measuring.diagnostics.sums import Options, Sums, collect
 
 TAU, DELTAS, HEADS, BATCH, WIDTH = 10.0, (2, 5, 10), 8, 4, 8
 SCHEMES = {
@@ -194,7 +194,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from hf_longattn.report.figures import COLOURS, MARKERS
+    from hf_longattn.measuring.report.figures import COLOURS, MARKERS
 
     figure, panels = pyplot.subplots(2, 3, figsize=(12, 7.4), layout="constrained")
     schemes = result["schemes"]

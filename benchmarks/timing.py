@@ -28,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation
-from hf_longattn.lowering import distance_tables
+from hf_longattn.attention.lowering import distance_tables
 
 torch._dynamo.config.recompile_limit = 64
 torch._dynamo.config.fail_on_recompile_limit_hit = True  # FlexAttention would go on uncompiled

@@ -18,17 +18,10 @@ from .deferred import when_imported
 
 if TYPE_CHECKING:
     from . import methods as methods
-    from .adapters import LongAttnLoraConfig as LongAttnLoraConfig
-    from .attention import attention as attention
-    from .calibration import Measurements as Measurements
-    from .calibration import calibrate as calibrate
-    from .calibration import measure as measure
+    from .attention.attend import attention as attention
+    from .attention.reference import reference_attention as reference_attention
+    from .attention.rotary import Rotation as Rotation
     from .config import LongAttnConfig as LongAttnConfig
-    from .diagnostics import Diagnostics as Diagnostics
-    from .diagnostics import capture as capture
-    from .extension import extend as extend
-    from .hub import push as push
-    from .hub import save as save
     from .integration import Description as Description
     from .integration import UntrainedWarning as UntrainedWarning
     from .integration import apply as apply
@@ -37,23 +30,30 @@ if TYPE_CHECKING:
     from .integration import remove as remove
     from .integration import rope as rope
     from .integration import update as update
+    from .measuring.calibration import Measurements as Measurements
+    from .measuring.calibration import calibrate as calibrate
+    from .measuring.calibration import measure as measure
+    from .measuring.diagnostics import Diagnostics as Diagnostics
+    from .measuring.diagnostics import capture as capture
+    from .measuring.extension import extend as extend
     from .methods.adaptive_temperature import fit_adaptive_temperature as fit_adaptive_temperature
-    from .reference import reference_attention as reference_attention
-    from .rotary import Rotation as Rotation
+    from .sharing.adapters import LongAttnLoraConfig as LongAttnLoraConfig
+    from .sharing.hub import push as push
+    from .sharing.hub import save as save
 
 #: Public names by the module that holds them.
 _NAMES = {
-    "adapters": ("LongAttnLoraConfig",),
-    "attention": ("attention",),
-    "calibration": ("Measurements", "calibrate", "measure"),
+    "sharing.adapters": ("LongAttnLoraConfig",),
+    "attention.attend": ("attention",),
+    "measuring.calibration": ("Measurements", "calibrate", "measure"),
     "config": ("LongAttnConfig",),
-    "diagnostics": ("Diagnostics", "capture"),
-    "extension": ("extend",),
-    "hub": ("push", "save"),
+    "measuring.diagnostics": ("Diagnostics", "capture"),
+    "measuring.extension": ("extend",),
+    "sharing.hub": ("push", "save"),
     "integration": ("Description", "UntrainedWarning", "apply", "config_of", "describe", "remove", "rope", "update"),
     "methods.adaptive_temperature": ("fit_adaptive_temperature",),
-    "reference": ("reference_attention",),
-    "rotary": ("Rotation",),
+    "attention.reference": ("reference_attention",),
+    "attention.rotary": ("Rotation",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
@@ -65,8 +65,10 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         globals()[name] = value = getattr(import_module(f".{_HOME[name]}", __name__), name)
         return value
-    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:  # hf_longattn.evaluation and the like
-        return import_module(f".{name}", __name__)
+    if not name.startswith("_"):
+        for path in (name, f"measuring.{name}"):  # hf_longattn.training, hf_longattn.evaluation
+            if find_spec(f"{__name__}.{path}") is not None:
+                return import_module(f".{path}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -75,10 +77,11 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Importing attention.py sets the package's attribute `attention` to the module; it stays the function."""
+    """Importing the package `attention` would set this attribute to it; it stays the function."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value.attention if name == "attention" and isinstance(value, ModuleType) else value)
+        if not (name == "attention" and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
 
 
 sys.modules[__name__].__class__ = _Package
@@ -86,7 +89,7 @@ sys.modules[__name__].__class__ = _Package
 
 def _know_adapters() -> None:
     with contextlib.suppress(ImportError):  # a PEFT that is too old is told at LongAttnLoraConfig
-        import_module(".adapters", __name__)
+        import_module(".sharing.adapters", __name__)
 
 
 when_imported("transformers", lambda: import_module(".integration", __name__))

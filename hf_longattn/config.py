@@ -11,130 +11,21 @@ stage as the model has it.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any
+
+from .methods.method import SLOTS, Method, ModelFacts, freeze, thaw
+from .methods.registry import did_you_mean, method_class, preset_parameters
 
 if TYPE_CHECKING:
     from .methods.base import LogitMap, OutputNorm, Positions, Score, Temperature, Visibility
 
-SLOTS = ("positions", "score", "temperature", "logit_map", "visibility", "output_norm")
 BACKENDS = ("auto", "sdpa", "flash", "tiled", "flex", "triton", "reference")
 FORMAT_VERSION = 1
 
 #: The name that stands for "whatever the config says", for combinations that have no name of their own.
 CUSTOM = "longattn"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFacts:
-    """What a method may need to know about the model it is put into."""
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-    train_length: int | None
-    own_temperature: str | None = None
-    rope_type: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """One published change to one stage of attention: its parameters, validated on construction.
-
-    Subclasses set `slot`, `name` and `paper`, declare their parameters as fields, raise ValueError in
-    `validate`, and implement the formula that their slot asks for (see `hf_longattn/methods/`).
-    """
-
-    slot: ClassVar[str]
-    name: ClassVar[str]
-    aliases: ClassVar[tuple[str, ...]] = ()
-    paper: ClassVar[str]
-
-    def __post_init__(self) -> None:
-        for f in fields(self):  # JSON gives lists; tuples keep the dataclass hashable
-            object.__setattr__(self, f.name, _freeze(getattr(self, f.name)))
-            if getattr(self, f.name) is None and f.default is not None:
-                raise ValueError(f"{self.name}: {f.name} must not be None; leave it out for its default, {f.default!r}")
-            if not _has_type(getattr(self, f.name), kinds := str(f.type).split(" | ")):
-                told = " or ".join(_KINDS[kind] for kind in kinds)
-                raise ValueError(f"{self.name}: {f.name} must be {told}, got {getattr(self, f.name)!r}")
-        try:
-            self.validate()
-        except TypeError as error:  # of a comparison, somewhere in a nest
-            raise ValueError(f"{self.name}: a parameter has the wrong type ({error}): {self.to_dict()}") from None
-
-    def validate(self) -> None:
-        """Raise ValueError, naming the parameter and the way out, if the parameters make no sense."""
-
-    def bind(self, facts: ModelFacts) -> Self:
-        """The same method with every default that depends on the model filled in, checked against it."""
-        return self
-
-    def for_layer(self, layer: int) -> Self:
-        """The same method with parameters given per layer reduced to those of `layer`."""
-        return self
-
-    @property
-    def needs_training(self) -> bool:
-        """Whether a pretrained model gets worse under these parameters, until it is trained or they are calibrated."""
-        return False
-
-    @property
-    def head_dependent(self) -> bool:
-        """Whether heads differ or meet, so that a layer cannot be split by heads across devices."""
-        return False
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name} | {f.name: _thaw(getattr(self, f.name)) for f in fields(self)}
-
-
-_REGISTRY: dict[str, type[Method]] = {}
-_complete = False  # whether the package's own methods are in it
-
-
-def register(*methods: type[Method]) -> None:
-    """Make methods available by name to `LongAttnConfig.preset` and `from_dict`."""
-    for method in methods:
-        if method.slot not in SLOTS:
-            raise ValueError(f"{method.__name__}.slot is {method.slot!r}; the slots are {', '.join(SLOTS)}")
-        for name in (method.name, *method.aliases):
-            if _REGISTRY.setdefault(name, method) is not method:
-                raise ValueError(f"two methods are called {name!r}")
-
-
-def _registry() -> dict[str, type[Method]]:
-    global _complete
-    if not _complete:  # an import that Dynamo would not trace
-        import_module(".methods", __package__)  # only here: they need torch, and a config without methods does not
-        _complete = True
-    return _REGISTRY
-
-
-def method_names() -> tuple[str, ...]:
-    """Every registered method name, aliases included."""
-    return tuple(_registry())
-
-
-def method_class(name: str) -> type[Method]:
-    known = _registry()
-    try:
-        return known[name]
-    except KeyError:
-        raise ValueError(
-            f"unknown method {name!r}; {did_you_mean(name, known)}known methods: {', '.join(sorted(known))}"
-        ) from None
-
-
-def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A hint to put before the list of what is known: the nearest, if one is near."""
-    near = difflib.get_close_matches(str(name), list(known), 1)
-    return f"did you mean {near[0]!r}? " if near else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +75,7 @@ class LongAttnConfig:
         if not isinstance(self.layers, str):
             if not isinstance(self.layers, Iterable):
                 raise ValueError(f"layers must be 'full_attention', 'all' or a list of indices, got {self.layers!r}")
-            indices = _freeze(tuple(self.layers))
+            indices = freeze(tuple(self.layers))
             if not indices or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in indices):
                 raise ValueError(f"layers must be a non-empty list of layer indices >= 0, got {list(indices)}")
             object.__setattr__(self, "layers", tuple(sorted(set(indices))))
@@ -216,12 +107,13 @@ class LongAttnConfig:
         if not isinstance(name, str):
             raise TypeError(f'a method is given by its name ("scale_invariant") or as a LongAttnConfig, got {name!r}')
         common = {k: parameters.pop(k) for k in ("layers", "backend") if k in parameters}
-        classes = [] if name == CUSTOM else [method_class(part) for part in name.split("+")]
+        parts = [] if name == CUSTOM else name.split("+")
+        classes = [method_class(part) for part in parts]
         by_slot: dict[str, type[Method]] = {}
         for method in classes:
             if (other := by_slot.setdefault(method.slot, method)) is not method:
                 raise ValueError(f"{other.name} and {method.name} clash: both fill the slot {method.slot!r}")
-        own: dict[str, dict[str, Any]] = {slot: {} for slot in by_slot}
+        own = {method.slot: {**preset_parameters(part)} for part, method in zip(parts, classes, strict=True)}
         for key, value in parameters.items():
             owners = [slot for slot, m in by_slot.items() if key in {f.name for f in fields(m)}]
             if not owners:
@@ -271,7 +163,7 @@ class LongAttnConfig:
         for slot in SLOTS:
             if (method := getattr(self, slot)) is not None:
                 out[slot] = method.to_dict()
-        return out | {"layers": _thaw(self.layers), "backend": self.backend}
+        return out | {"layers": thaw(self.layers), "backend": self.backend}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LongAttnConfig:
@@ -316,104 +208,22 @@ def length_of(value: int | str) -> int:
     Raises:
         ValueError: it is neither.
     """
-    text = str(_freeze(value)).strip().lower()
+    text = str(freeze(value)).strip().lower()
     number, unit = (text[:-1], 1024) if text.endswith("k") else (text, 1)
     if isinstance(value, bool) or not (number.isascii() and number.isdecimal()) or int(number) < 1:
         raise ValueError(f"{value!r} is not a length; write 32768 or 32k")
     return int(number) * unit
 
 
-def require_positive(**values: float | None) -> None:
-    """Raise ValueError for any given value that is not a finite number above zero (None is allowed)."""
-    for name, value in values.items():
-        if value is not None and not (_is_number(value) and math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
-
-
-def require_in(name: str, value: float, low: float, high: float) -> None:
-    if not (_is_number(value) and math.isfinite(value)):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
-    if not low <= value <= high:
-        raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {value!r}")
-
-
-def require_count(**values: int) -> None:
-    """Raise ValueError for any value that is not an integer >= 0."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
-
-
-def per_head(name: str, value: Any, facts: ModelFacts) -> None:
-    """Check a parameter that is a number or a (layers, heads) nest of numbers against the model."""
-    if not isinstance(value, tuple):
-        return
-    shape = (len(value), *{len(row) if isinstance(row, tuple) else -1 for row in value})
-    if shape != (facts.num_layers, facts.num_heads):
-        raise ValueError(
-            f"{name} must be one number or one per layer and head, shape ({facts.num_layers}, {facts.num_heads}); got "
-            f"{len(value)} rows of length {sorted(set(shape[1:]))}"
-        )
-
-
-def per_layer(name: str, value: Any, facts: ModelFacts) -> None:
-    """Check a parameter that is a number, or one for each layer, each a number or one for each key head."""
-    if not isinstance(value, tuple):
-        return
-    widths = {len(row) for row in value if isinstance(row, tuple)}
-    if len(value) != facts.num_layers or widths - {facts.num_kv_heads}:
-        raise ValueError(
-            f"{name} must be one number, or one for each of {facts.num_layers} layers, each a number or one for each of "
-            f"{facts.num_kv_heads} key heads; got {len(value)}" + (f", some with {sorted(widths)}" if widths else "")
-        )
-
-
-def numbers(value: Any) -> Iterable[float]:
-    """All numbers in a number or a nest of tuples."""
-    if isinstance(value, tuple):
-        for item in value:
-            yield from numbers(item)
-    else:
-        yield value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _method_from_dict(data: Mapping[str, Any], slot: str) -> Method:
     parameters = dict(data)
     try:
-        method = method_class(parameters.pop("name"))
+        name = parameters.pop("name")
+        method = method_class(name)
     except KeyError:
         raise ValueError(f"{slot} is given as a dict without a 'name'") from None
     known = {f.name for f in fields(method)}
     if unknown := sorted(set(parameters) - known):
         hint = did_you_mean(unknown[0], known)
         raise ValueError(f"{method.name} has no parameter {', '.join(unknown)}; {hint}it has: {', '.join(sorted(known))}")
-    return method(**parameters)
-
-
-_KINDS = {"bool": "true or false", "int": "an integer", "float": "a number", "str": "a word", "None": "None"}
-
-
-def _has_type(value: Any, kinds: Sequence[str]) -> bool:
-    """Whether a value is of a type as a method's field names it; what is no plain type (nests) is left to `validate`."""
-    if not _KINDS.keys() >= set(kinds):
-        return True
-    kind = "None" if value is None else type(value).__name__
-    return kind in kinds or (kind == "int" and "float" in kinds)
-
-
-def _freeze(value: Any) -> Any:
-    if hasattr(value, "tolist"):  # numbers and arrays of numpy and torch
-        value = value.tolist()
-    if value == "inf":  # JSON has no infinity
-        return math.inf
-    return tuple(_freeze(v) for v in value) if isinstance(value, (list, tuple)) else value
-
-
-def _thaw(value: Any) -> Any:
-    if value == math.inf:
-        return "inf"
-    return [_thaw(v) for v in value] if isinstance(value, tuple) else value
+    return method(**{**preset_parameters(name), **parameters})

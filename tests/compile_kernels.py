@@ -19,9 +19,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from hf_longattn.geometry import Rows
-from hf_longattn.kernels import triton as launcher
-from hf_longattn.kernels.spec import LogitSpec
+from hf_longattn.attention.geometry import Rows
+from hf_longattn.attention.kernels import triton as launcher
+from hf_longattn.attention.kernels.spec import LogitSpec
 
 TARGET = GPUTarget("cuda", 90, 32)
 

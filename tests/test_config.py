@@ -11,9 +11,10 @@ import pytest
 from cases import CASES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MEAN, VARIANCE
 
 from hf_longattn import LongAttnConfig
-from hf_longattn import config as config_module
-from hf_longattn.config import BACKENDS, SLOTS, Method, ModelFacts, method_class, method_names
+from hf_longattn.config import BACKENDS
 from hf_longattn.methods import ScaleInvariant
+from hf_longattn.methods.method import SLOTS, Method, ModelFacts
+from hf_longattn.methods.registry import method_class, method_names, register
 
 FACTS = ModelFacts(
     num_layers=LAYERS,
@@ -215,10 +216,10 @@ def test_a_name_can_be_registered_once() -> None:
         pass
 
     with pytest.raises(ValueError, match="two methods are called 'scale_invariant'"):
-        config_module.register(Impostor)
+        register(Impostor)
 
     class Homeless(ScaleInvariant):
         slot = "nowhere"
 
     with pytest.raises(ValueError, match="the slots are"):
-        config_module.register(Homeless)
+        register(Homeless)

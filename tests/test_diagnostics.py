@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
-from hf_longattn.attention import Call
-from hf_longattn.diagnostics import QUANTITIES, WHAT, Diagnostics, blocks
-from hf_longattn.diagnostics.sums import Options, Sums, collect
-from hf_longattn.geometry import Rows
+from hf_longattn.attention.attend import Call
+from hf_longattn.attention.geometry import Rows
 from hf_longattn.integration.observe import observe
+from hf_longattn.measuring.diagnostics import QUANTITIES, WHAT, Diagnostics, blocks
+from hf_longattn.measuring.diagnostics.sums import Options, Sums, collect
 
 
 def same(actual: Tensor, expected: Any, tolerance: float = 2e-5) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hf_longattn.config import method_names
+from hf_longattn.methods.registry import method_names
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))

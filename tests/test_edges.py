@@ -16,10 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
-from hf_longattn.config import SLOTS
-from hf_longattn.kernels import tiled
+from hf_longattn.attention.kernels import tiled
 from hf_longattn.methods import AdaptiveTemperature, Alibi, ScaleInvariant
 from hf_longattn.methods.base import LengthTemperature
+from hf_longattn.methods.method import SLOTS
 
 CONFIGS = {name: config.for_layer(1) for name, config in CASES.items()}
 NORMED = {name for name, config in CONFIGS.items() if config.output_norm is not None}

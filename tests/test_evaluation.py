@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
+from hf_longattn.attention.kernels import precision as cpu
 from hf_longattn.cli import app
-from hf_longattn.evaluation import Plan, Results, Store, answer_scores, measure, token_losses
-from hf_longattn.evaluation import run as runner
-from hf_longattn.evaluation.results import over
-from hf_longattn.evaluation.statistics import mean_interval, wilson
-from hf_longattn.kernels import precision as cpu
-from hf_longattn.settings import Setting, check_setting, load_setting, parse_settings, precision_of, read_settings
+from hf_longattn.measuring.evaluation import Plan, Results, Store, answer_scores, measure, token_losses
+from hf_longattn.measuring.evaluation import run as runner
+from hf_longattn.measuring.evaluation.results import over
+from hf_longattn.measuring.evaluation.statistics import mean_interval, wilson
+from hf_longattn.measuring.settings import Setting, check_setting, load_setting, parse_settings, precision_of, read_settings
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from typer.testing import CliRunner
 
 import hf_longattn
+from hf_longattn.attention.kernels import precision
 from hf_longattn.cli import app
 from hf_longattn.cli.extend import BY_HEAD
-from hf_longattn.evaluation import Copy, copy_losses, loss_by_position, token_losses, with_copies
-from hf_longattn.extension import Scores, best, candidates, plan_copies, score
-from hf_longattn.kernels import precision
+from hf_longattn.measuring.evaluation import Copy, copy_losses, loss_by_position, token_losses, with_copies
+from hf_longattn.measuring.extension import Scores, best, candidates, plan_copies, score
 
 
 def fresh(family: str, **changes: Any) -> Any:

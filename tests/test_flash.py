@@ -13,7 +13,7 @@ from helpers import close
 from torch import Tensor
 
 from hf_longattn import LongAttnConfig, attention, reference_attention
-from hf_longattn.kernels import fused
+from hf_longattn.attention.kernels import fused
 
 CASES = {
     "infoscale": LongAttnConfig.preset("infoscale", train_length=4),

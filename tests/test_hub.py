@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn import hub
-from hf_longattn.card import Facts
 from hf_longattn.cli import app
+from hf_longattn.sharing.card import Facts
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it

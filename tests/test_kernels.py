@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_longattn
 from hf_longattn import reference_attention
-from hf_longattn.geometry import Rows
-from hf_longattn.kernels import flex, precision, tiled
-from hf_longattn.kernels.spec import LogitSpec
-from hf_longattn.rotary import Rotation
+from hf_longattn.attention.geometry import Rows
+from hf_longattn.attention.kernels import flex, precision, tiled
+from hf_longattn.attention.kernels.spec import LogitSpec
+from hf_longattn.attention.rotary import Rotation
 
 #: From one block for everything to one of the fewest rows.
 BLOCKS = [1 << 21, 3000, 64]

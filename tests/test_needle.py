@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import ByT5Tokenizer
 
-from hf_longattn.tasks import NeedleTask, hits, hits_in_text
-from hf_longattn.tasks.needle import IGNORE
+from hf_longattn.measuring.tasks import NeedleTask, hits, hits_in_text
+from hf_longattn.measuring.tasks.needle import IGNORE
 
 HAY = "abcdefghij" * 200  # no capital, no digit: whatever has one is a needle or the answer
 

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
-from hf_longattn.attention import attend
-from hf_longattn.geometry import Rows
-from hf_longattn.kernels import tiled
+from hf_longattn.attention.attend import attend
+from hf_longattn.attention.geometry import Rows
+from hf_longattn.attention.kernels import tiled
 
 METHODS: dict[str, dict[str, Any]] = {
     "rerope": {"window": 7},

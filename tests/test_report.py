@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_longattn.report import Figure, Section, Table, add_section, read_sections, write_report
-from hf_longattn.report.figures import COLOURS, curves, heat_map
-from hf_longattn.report.page import colour, shown
+from hf_longattn.measuring.report import Figure, Section, Table, add_section, read_sections, write_report
+from hf_longattn.measuring.report.figures import COLOURS, curves, heat_map
+from hf_longattn.measuring.report.page import colour, shown
 
 BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), None)
 

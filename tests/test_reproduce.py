@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_longattn.kernels import precision
+from hf_longattn.attention.kernels import precision
 
 ROOT = Path(__file__).parents[1]
 MODULES = ("run", "experiment", "sets", "length", "needles", "masked", "algorithms", "conversion", "tables", "paper")

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_longattn
 from hf_longattn import Rotation, attention, lowering, reference_attention
-from hf_longattn.tracing import keepable, readable
+from hf_longattn.attention.tracing import keepable, readable
 
 WITHOUT_VALUES = {"meta": lambda: torch.device("meta"), "fake": FakeTensorMode}
 #: One of each way in which a method depends on lengths and values.

@@ -30,8 +30,8 @@ from transformers import (
 )
 
 import hf_longattn
+from hf_longattn.attention.kernels import precision
 from hf_longattn.cli import app
-from hf_longattn.kernels import precision
 from hf_longattn.training import POSITIONS, RECIPES, Recipe, dump, load_recipe, plan, prepare, run
 from hf_longattn.training import loss as loss_module
 from hf_longattn.training.data import Finish, Rows, documents, pack

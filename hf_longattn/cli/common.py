@@ -50,7 +50,7 @@ def load(model: str, dtype: str, device: str, yarn: float | None = None) -> Any:
 
 def precision(model: str, dtype: str, device: str) -> str:
     """`settings.precision_of`, told where it is not what was asked for."""
-    from ..settings import precision_of
+    from ..measuring.settings import precision_of
 
     with refusing("--dtype"):
         chosen = precision_of(model, dtype, device)

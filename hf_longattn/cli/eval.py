@@ -16,8 +16,8 @@ from rich.table import Table
 from .common import Device, Dtype, command_line, console, precision, refusing, shown, tokens
 
 if TYPE_CHECKING:
-    from ..evaluation import Plan, Results, Store
-    from ..evaluation.plan import Item
+    from ..measuring.evaluation import Plan, Results, Store
+    from ..measuring.evaluation.plan import Item
 
 
 def evaluate(
@@ -67,8 +67,8 @@ def evaluate(
     from transformers import AutoTokenizer
 
     from ..checks import check_model, check_output, device_of, read_text
-    from ..evaluation import Plan
-    from ..settings import parse_settings
+    from ..measuring.evaluation import Plan
+    from ..measuring.settings import parse_settings
 
     with refusing("--text"):
         texts = [(Path(t).name, read_text(Path(t))) for part in text for t in part.split(",") if t]
@@ -110,7 +110,7 @@ def _measure(plan: Plan, store: Store, device: str, command: str) -> bool:
     """With a progress bar; returns whether it was interrupted."""
     from transformers.utils import logging
 
-    from ..evaluation import measure
+    from ..measuring.evaluation import measure
 
     logging.disable_progress_bar()  # ours is enough
     items = list(plan.items())
@@ -144,8 +144,8 @@ def _told(store: Store, item: Item) -> str:
 def _write(plan: Plan, store: Store, out: Path, title: str | None) -> Results:
     import torch
 
-    from ..evaluation import Results
-    from ..report import write_report
+    from ..measuring.evaluation import Results
+    from ..measuring.report import write_report
 
     names = [s.name for s in plan.settings]
     names += [s for s in dict.fromkeys(r["setting"] for r in store.rows.values()) if s not in names]

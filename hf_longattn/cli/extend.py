@@ -13,7 +13,7 @@ from rich.table import Table
 from .common import Device, Dtype, console, load, precision, refusing, tokens
 
 if TYPE_CHECKING:
-    from ..extension import Scores
+    from ..measuring.extension import Scores
 
 UNMODIFIED, YARN, BY_HEAD = "unmodified", "YaRN", "leaky_rerope by head"
 
@@ -38,9 +38,9 @@ def extend(
 
     from ..checks import check_output, device_of, read_text
     from ..config import LongAttnConfig
-    from ..extension import best, by_head, candidates, plan_copies, score
     from ..integration import apply, describe, rope
-    from ..settings import Setting, check_setting
+    from ..measuring.extension import best, by_head, candidates, plan_copies, score
+    from ..measuring.settings import Setting, check_setting
 
     length = tokens(to)
     if out is not None:

@@ -20,8 +20,8 @@ from .common import Device, Dtype, command_line, console, precision, refusing, t
 if TYPE_CHECKING:
     import torch
 
-    from ..diagnostics import Diagnostics
-    from ..diagnostics.sums import Options
+    from ..measuring.diagnostics import Diagnostics
+    from ..measuring.diagnostics.sums import Options
 
 RESULT = "inspect.json"
 
@@ -64,12 +64,12 @@ def inspect(
     from transformers.utils import logging
 
     from ..checks import check_model, check_output, device_of
-    from ..diagnostics import WHAT
-    from ..diagnostics.sums import Options
-    from ..inspection import headline, key_names, sections
-    from ..report import add_section, write_report
-    from ..report.folder import HEAD
-    from ..settings import check_lengths, check_setting, load_setting, parse_settings
+    from ..measuring.diagnostics import WHAT
+    from ..measuring.diagnostics.sums import Options
+    from ..measuring.inspection import headline, key_names, sections
+    from ..measuring.report import add_section, write_report
+    from ..measuring.report.folder import HEAD
+    from ..measuring.settings import check_lengths, check_setting, load_setting, parse_settings
 
     n = tokens(length)
     logging.disable_progress_bar()  # ours is enough
@@ -149,7 +149,7 @@ def _look(
     """One forward pass up to the last layer asked for."""
     import torch
 
-    from ..diagnostics import capture
+    from ..measuring.diagnostics import capture
 
     done: set[int] = set()
 
@@ -166,7 +166,7 @@ def _look(
 
 
 def _check_out(out: Path) -> None:
-    from ..report.folder import HEAD
+    from ..measuring.report.folder import HEAD
 
     if (out / RESULT).exists():
         raise typer.BadParameter(f"{out} holds an {RESULT} already; nothing is overwritten", param_hint="--out")
@@ -201,7 +201,7 @@ def _observed(model: str, layers: list[int] | None) -> int:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ..diagnostics import capture
+    from ..measuring.diagnostics import capture
 
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))

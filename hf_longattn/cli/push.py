@@ -32,8 +32,8 @@ def push(
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-    from .. import hub
-    from ..card import Facts
+    from ..sharing import hub
+    from ..sharing.card import Facts
 
     card: dict[str, Any] = {
         "training_lengths": [tokens(n) for n in training_length or ()],

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..attention import Call, attend
+from ..attention.attend import Call, attend
+from ..attention.geometry import Rows
+from ..attention.reference import dense_attention
 from ..config import LongAttnConfig
-from ..geometry import Rows
 from ..methods.learned import learned_parts
-from ..reference import dense_attention
 from .masks import base_implementation, is_carrier, read_mask
 from .positions import ranks, refuse_unknown_start, with_positions
 from .rotation import RotarySource

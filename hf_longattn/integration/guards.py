@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..attention.tracing import readable
 from ..config import LongAttnConfig
-from ..tracing import readable
 from .layers import Layer, candidates_of
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..config import ModelFacts
+from ..methods.method import ModelFacts
 from .rotation import find_rotary
 
 #: What the types in a config's layer_types say: all keys before the query are seen, or a window of them.

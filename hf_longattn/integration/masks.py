@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, causal_mask_function
 from transformers.utils.import_utils import is_tracing
 
-from ..geometry import Rows
-from ..tracing import readable
+from ..attention.geometry import Rows
+from ..attention.tracing import readable
 
 INDEX_WIDTH = 5
 

@@ -13,8 +13,9 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..config import CUSTOM, LongAttnConfig, Method, ModelFacts
+from ..config import CUSTOM, LongAttnConfig
 from ..methods.learned import LearnedParts, learned_parts
+from ..methods.method import Method, ModelFacts
 from .dispatch import LayerPlan
 from .guards import guard_positions, refuse_layers
 from .layers import Layer, all_configs, candidates_of, facts_of, layers_of, pretrained

@@ -11,7 +11,8 @@ from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..config import CUSTOM, did_you_mean, method_names
+from ..config import CUSTOM
+from ..methods.registry import did_you_mean, method_names
 from .dispatch import attention_forward
 from .masks import carrier_mask
 

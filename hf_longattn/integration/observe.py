@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ..attention import Call
+from ..attention.attend import Call
 from ..config import CUSTOM, LongAttnConfig
 from .dispatch import LayerPlan
 from .layers import Layer, candidates_of, layers_of, pretrained

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..attention.geometry import FAR, Columns, Rows
+from ..attention.tracing import readable
 from ..config import LongAttnConfig
-from ..geometry import FAR, Columns, Rows
-from ..tracing import readable
 
 _JUMP = (
     "position_ids jump forward, and without a 2-D attention mask or a cache transformers reads that as the start of a new "

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..attention import Call
+from ..attention.attend import Call
+from ..attention.tracing import readable
 from ..config import LongAttnConfig
-from ..tracing import readable
 from .dispatch import LayerPlan
 from .layers import Layer, all_configs, layers_of
 from .names import is_ours

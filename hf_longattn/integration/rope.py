@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..config import require_in, require_positive
+from ..methods.method import require_in, require_positive
 
 Config = TypeVar("Config")
 

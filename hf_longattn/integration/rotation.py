@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..rotary import Rotation
-from ..tracing import keepable, only_a_shape
+from ..attention.rotary import Rotation
+from ..attention.tracing import keepable, only_a_shape
 
 #: Tokens in the proof: enough to tell one frequency from another.
 PROBE = 8

@@ -27,7 +27,8 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
-from ..config import SLOTS, LongAttnConfig
+from ..config import LongAttnConfig
+from ..methods.method import SLOTS
 from .layers import all_configs, language_config
 from .model import (
     forget,

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from ..config import Method, ModelFacts
-from ..rotary import Remap
+from .method import Method, ModelFacts
+
+#: From positions (int64, any shape) to the positions that a rotation should show instead (float64): the same shape, or one
+#: dimension more, last, where heads differ; heads that share a key head share its remap.
+Remap = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class Band:
     """Keys of one row that form an interval and share one way of being rotated.
 
     All positions count from the start of the row's sequence. first, last: the interval, int64 like the query positions they
-    were made from; None is no limit. query, key: remaps of positions (see `rotary.Remap`); None leaves a side as it is.
+    were made from; None is no limit. query, key: remaps of positions (see `Remap`); None leaves a side as it is.
     """
 
     first: Tensor | None = None
@@ -41,7 +45,7 @@ class Positions(Method, ABC):
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         """The distance seen between query position i and key position j <= i (int64, broadcast together), float64.
 
-        One dimension more, last, where key heads differ (see `rotary.Remap`).
+        One dimension more, last, where key heads differ (see `Remap`).
         """
 
     @abstractmethod
@@ -101,11 +105,13 @@ class LengthTemperature(Temperature):
         stack: allow it beside a temperature that the model has already (YaRN's, Llama 4's).
     """
 
-    uses_train_length: ClassVar[bool] = True
-
     train_length: int | None = None
     clamp: bool = True
     stack: bool = False
+
+    @property
+    def uses_train_length(self) -> bool:
+        return True
 
     def validate(self) -> None:
         if self.train_length is not None and (isinstance(self.train_length, bool) or not self.train_length >= 2):

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..config import require_in
 from .base import LengthTemperature
+from .method import require_in
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import SLOTS
+from .method import SLOTS
 
 
 class LearnedParts(nn.Module):

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..config import ModelFacts, require_positive
 from .base import LengthTemperature
 from .learned import HeadScaleLayerNorm
+from .method import ModelFacts, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,6 @@ class LogN(LengthTemperature):
     """
 
     name: ClassVar[str] = "logn"
-    aliases: ClassVar[tuple[str, ...]] = ("ssmax",)
     paper: ClassVar[str] = "Scalable-Softmax; Scale-invariant attention, Section 4"
 
     scale: float | None = None
@@ -39,6 +38,14 @@ class LogN(LengthTemperature):
     def validate(self) -> None:
         super().validate()
         require_positive(scale=self.scale, exponent=self.exponent)
+
+    @property
+    def uses_train_length(self) -> bool:
+        return self.scale is None or self.learned
+
+    @property
+    def needs_training(self) -> bool:
+        return self.scale is not None  # no identity at the training length
 
     @property
     def head_dependent(self) -> bool:

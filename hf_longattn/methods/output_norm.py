@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from ..config import ModelFacts, numbers, per_head, require_positive
 from .base import OutputNorm
 from .learned import FeatureAffineLayerNorm
+from .method import ModelFacts, numbers, per_head, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)

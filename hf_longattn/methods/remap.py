@@ -7,8 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..config import ModelFacts
 from .base import Band
+from .method import ModelFacts
 
 
 def near(i: Tensor, w: int) -> Band:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..config import ModelFacts, numbers, per_layer
 from .base import Band, Positions
+from .method import ModelFacts, numbers, per_layer
 from .remap import bind_window, capped, check_at_least_one, check_remap, check_window, known
 
 

@@ -8,8 +8,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..config import ModelFacts
 from .base import Band, Positions
+from .method import ModelFacts
 from .remap import bind_window, check_at_least_one, check_remap, check_window, known
 
 

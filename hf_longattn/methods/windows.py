@@ -8,8 +8,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..config import ModelFacts, require_count
 from .base import Band, Visibility
+from .method import ModelFacts, require_count
 from .remap import bind_window, capped, check_remap, check_window, known, near
 
 

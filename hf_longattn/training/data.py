@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from ..checks import read_text
-from ..tasks.needle import IGNORE, NeedleTask
+from ..measuring.tasks.needle import IGNORE, NeedleTask
 from .recipe import Hub, Recipe, Skip
 from .skip import skipped
 

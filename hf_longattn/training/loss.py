@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div
 from torch.utils.checkpoint import checkpoint
 
-from ..evaluation.losses import logits_of
-from ..tasks.needle import IGNORE
+from ..measuring.evaluation.losses import logits_of
+from ..measuring.tasks.needle import IGNORE
 from .recipe import Distill
 
 #: Positions whose logits are held at a time.

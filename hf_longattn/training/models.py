@@ -96,7 +96,7 @@ def put_adapter(model: Any, lora: Lora, method: bool, seed: int) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
 
-        from ..adapters import LongAttnLoraConfig
+        from ..sharing.adapters import LongAttnLoraConfig
     except ImportError:
         raise ImportError('lora needs peft: pip install "hf_longattn[train]"') from None
     config = (LongAttnLoraConfig if method else LoraConfig)(

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from transformers import TrainingArguments, set_seed
 
-from ..calibration import calibrate
+from ..attention.kernels.precision import fast_dtype
 from ..checks import check_model, check_output
 from ..config import LongAttnConfig
-from ..hub import save
 from ..integration import describe, rope
-from ..kernels.precision import fast_dtype
+from ..measuring.calibration import calibrate
+from ..sharing.hub import save
 from .data import Data
 from .loss import CHUNK, CausalLoss, trained_by
 from .models import attention_of, load_config, load_model, load_tokenizer, put_adapter, put_method, unadapted

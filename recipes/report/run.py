@@ -11,8 +11,8 @@ import sys
 from os.path import relpath
 from pathlib import Path
 
+from hf_longattn.attention.kernels.precision import fast_dtype
 from hf_longattn.cli import app
-from hf_longattn.kernels.precision import fast_dtype
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, rope
-from hf_longattn.evaluation import token_losses
+from hf_longattn.measuring.evaluation import token_losses
 from hf_longattn.training.optim import MuonWithAdam
 from hf_longattn.training.recipe import Muon, Skip
 from hf_longattn.training.skip import skipped

@@ -34,7 +34,7 @@ from masked import MASKED  # noqa: E402
 from needles import NEEDLES, PRETRAINED  # noqa: E402
 from sets import ARGMAX, DICTIONARY, MAX_RETRIEVAL  # noqa: E402
 
-from hf_longattn.kernels.precision import fast_dtype  # noqa: E402
+from hf_longattn.attention.kernels.precision import fast_dtype  # noqa: E402
 from hf_longattn.training.run import versions  # noqa: E402
 
 ALL = (MAX_RETRIEVAL, ARGMAX, DICTIONARY, LENGTH, NEEDLES, PRETRAINED, MASKED, ALGORITHMS, CONVERSION)

@@ -16,11 +16,11 @@ from experiment import Experiment, Run
 from torch import Tensor, nn
 
 from hf_longattn import LongAttnConfig, fit_adaptive_temperature
-from hf_longattn.attention import attend
-from hf_longattn.config import ModelFacts
-from hf_longattn.geometry import Rows
+from hf_longattn.attention.attend import attend
+from hf_longattn.attention.geometry import Rows
+from hf_longattn.measuring.tasks.sets import dictionary_lookup, max_retrieval
 from hf_longattn.methods import AdaptiveTemperature
-from hf_longattn.tasks.sets import dictionary_lookup, max_retrieval
+from hf_longattn.methods.method import ModelFacts
 
 CLASSES, KEYS, VALUES = 10, 16384, 64
 #: Items in memory at a time when large sets are measured.

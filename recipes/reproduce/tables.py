@@ -20,7 +20,7 @@ from length import TAUS
 from masked import SCORED, TEMPERATURES, WARM
 from needles import METHODS
 
-from hf_longattn.evaluation.statistics import mean_interval
+from hf_longattn.measuring.evaluation.statistics import mean_interval
 from hf_longattn.training import POSITIONS
 
 #: Of one variant: its values by seed, one for each column.
@@ -30,7 +30,7 @@ Data = dict[str, list[Row]]
 
 @dataclass(frozen=True)
 class Shown:
-    """Markdown, and the pictures it links to: arguments of `hf_longattn.report.figures.curves` by file name."""
+    """Markdown, and the pictures it links to: arguments of `hf_longattn.measuring.report.figures.curves` by file name."""
 
     text: str
     pictures: Mapping[str, dict[str, Any]]
@@ -38,7 +38,7 @@ class Shown:
 
 def write(results: Path, docs: Path) -> None:
     """Fill in every page, and draw the pictures."""
-    from hf_longattn.report.figures import curves
+    from hf_longattn.measuring.report.figures import curves
 
     data = load(results)
     for page in sorted(docs.glob("*.md")):

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .config import LongAttnConfig
+from ..config import LongAttnConfig
+from ..methods.base import Band, LogitMap
 from .geometry import Rows
 from .kernels.spec import MASK_VALUE, LogitSpec
 from .kernels.triton import MARGIN
-from .methods.base import Band, LogitMap
 from .reference import finish, length_factor, require_rotation
 from .rotary import Rotation
 from .tracing import keepable, readable

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ..attention import Call
-from ..integration.layers import Layer
-from ..integration.observe import observe
+from ...attention.attend import Call
+from ...integration.layers import Layer
+from ...integration.observe import observe
 from .result import Diagnostics
 from .sums import Options, Sums, check_what, collect
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention import Call
-from ..config import LongAttnConfig
+from ...attention.attend import Call
+from ...config import LongAttnConfig
+from ...integration.layers import Layer
+from ...integration.observe import observe
 from ..diagnostics.blocks import blocks
-from ..integration.layers import Layer
-from ..integration.observe import observe
 from .copying import PASSAGE, SKIP, Copy, with_copies
 
 

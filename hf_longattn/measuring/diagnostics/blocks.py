@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import Call
-from ..geometry import Rows
-from ..kernels.spec import MASK_VALUE
-from ..lowering import lower
-from ..methods.base import EntropyTemperature
+from ...attention.attend import Call
+from ...attention.geometry import Rows
+from ...attention.kernels.spec import MASK_VALUE
+from ...attention.lowering import lower
+from ...methods.base import EntropyTemperature
 
 #: Logits held at a time, over batch, heads, query rows and keys; a few tensors of this size exist at once.
 LOGITS = 1 << 23

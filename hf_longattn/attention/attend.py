@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .config import BACKENDS, LongAttnConfig
+from ..config import BACKENDS, LongAttnConfig
+from ..methods.base import EntropyTemperature
 from .geometry import Rows, check_mask, check_positions, check_shapes
 from .kernels.flex import flex_attention, why_not_flex
 from .kernels.fused import flash_attention, sdpa_attention, why_not_flash
@@ -17,7 +18,6 @@ from .kernels.spec import MASK_VALUE, LogitSpec
 from .kernels.tiled import tiled_attention
 from .kernels.triton import triton_attention, why_not_triton
 from .lowering import KVSegment, LoweredAttention, lower
-from .methods.base import EntropyTemperature
 from .reference import dense_attention
 from .rotary import Rotation
 

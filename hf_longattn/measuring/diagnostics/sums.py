@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..attention import Call
-from ..kernels.spec import MASK_VALUE
+from ...attention.attend import Call
+from ...attention.kernels.spec import MASK_VALUE
 from .blocks import Block, blocks, entropy
 from .result import QUANTITIES, WHAT, Diagnostics
 

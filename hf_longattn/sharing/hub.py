@@ -13,9 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from ..integration import config_of
+from ..integration.names import PREFIX
 from .card import Facts, contents, hub_id, model_card
-from .integration import config_of
-from .integration.names import PREFIX
 
 STUB = "modeling_longattn.py"
 #: What is uploaded: weights as safetensors and text. Optimizer states and other pickles stay where they are.

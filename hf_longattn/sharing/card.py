@@ -13,7 +13,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
-from .config import LongAttnConfig, Method
+from ..config import LongAttnConfig
+from ..methods.method import Method
 
 
 def contents(directory: Path) -> tuple[dict[str, Any], bool]:

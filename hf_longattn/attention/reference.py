@@ -10,9 +10,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from .config import LongAttnConfig
+from ..config import LongAttnConfig
+from ..methods.base import EntropyTemperature, LengthTemperature
 from .geometry import Rows, check_mask, check_positions, check_shapes
-from .methods.base import EntropyTemperature, LengthTemperature
 from .rotary import Rotation
 from .tracing import readable
 

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..config import LongAttnConfig, length_of
+from ..integration import apply, rope
+from ..integration.model import bound_config, methods_of
 from .calibration import calibrate
-from .config import LongAttnConfig, length_of
 from .evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
-from .integration import apply, rope
-from .integration.model import bound_config, methods_of
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -26,12 +26,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from .checks import check_dtype, check_model, read_text
-from .config import LongAttnConfig, ModelFacts
-from .integration import apply, rope
-from .integration.model import bound_config, knowing
-from .integration.names import RECORD, is_ours
-from .kernels.precision import fast_dtype
+from ..attention.kernels.precision import fast_dtype
+from ..checks import check_dtype, check_model, read_text
+from ..config import LongAttnConfig
+from ..integration import apply, rope
+from ..integration.model import bound_config, knowing
+from ..integration.names import RECORD, is_ours
+from ..methods.method import ModelFacts
 
 UNMODIFIED = "unmodified"
 #: Position encodings by name, and whether they take a number.

@@ -8,11 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..methods.base import Remap
 from .tracing import keepable
-
-#: From positions (int64, any shape) to the positions that a rotation should show instead (float64): the same shape, or one
-#: dimension more, last, where heads differ; heads that share a key head share its remap.
-Remap = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import Call
-from .config import LongAttnConfig
+from ..attention.attend import Call
+from ..config import LongAttnConfig
+from ..integration.layers import Layer
+from ..integration.model import bound_config
+from ..integration.observe import observe
+from ..methods import LeakyReRope, OutputLayerNorm, OutputStandardise, ScaleInvariant
 from .diagnostics.blocks import blocks
 from .evaluation import copying_heads
-from .integration.layers import Layer
-from .integration.model import bound_config
-from .integration.observe import observe
-from .methods import LeakyReRope, OutputLayerNorm, OutputStandardise, ScaleInvariant
 
 #: The least share of attention on the expected token at which a head counts as one that copies.
 COPIES = 0.02

@@ -29,13 +29,13 @@ from peft.utils import CONFIG_NAME
 from torch import nn
 from transformers import PreTrainedModel
 
-from .config import LongAttnConfig
-from .integration import apply, config_of, rope
-from .integration.model import knowing
-from .integration.names import PREFIX, RECORD, is_ours
-from .integration.seams import wrap
-from .integration.suspend import is_suspended, resume, suspend
-from .methods.learned import learned_parts
+from ..config import LongAttnConfig
+from ..integration import apply, config_of, rope
+from ..integration.model import knowing
+from ..integration.names import PREFIX, RECORD, is_ours
+from ..integration.seams import wrap
+from ..integration.suspend import is_suspended, resume, suspend
+from ..methods.learned import learned_parts
 
 
 class _PeftType(str):

@@ -1,0 +1,158 @@
+"""What every method is: a frozen dataclass of checked parameters, as plain data. No tensors, no models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+#: The slots of a config, in the order in which they act.
+SLOTS = ("positions", "score", "temperature", "logit_map", "visibility", "output_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What a method may need to know about the model it is put into."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    train_length: int | None
+    own_temperature: str | None = None
+    rope_type: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One published change to one stage of attention: its parameters, validated on construction.
+
+    Subclasses set `slot`, `name` and `paper`, declare their parameters as fields, raise ValueError in
+    `validate`, and implement the formula that their slot asks for (see `hf_longattn/methods/`).
+    """
+
+    slot: ClassVar[str]
+    name: ClassVar[str]
+    paper: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for f in fields(self):  # JSON gives lists; tuples keep the dataclass hashable
+            object.__setattr__(self, f.name, freeze(getattr(self, f.name)))
+            if getattr(self, f.name) is None and f.default is not None:
+                raise ValueError(f"{self.name}: {f.name} must not be None; leave it out for its default, {f.default!r}")
+            if not _has_type(getattr(self, f.name), kinds := str(f.type).split(" | ")):
+                told = " or ".join(_KINDS[kind] for kind in kinds)
+                raise ValueError(f"{self.name}: {f.name} must be {told}, got {getattr(self, f.name)!r}")
+        try:
+            self.validate()
+        except TypeError as error:  # of a comparison, somewhere in a nest
+            raise ValueError(f"{self.name}: a parameter has the wrong type ({error}): {self.to_dict()}") from None
+
+    def validate(self) -> None:
+        """Raise ValueError, naming the parameter and the way out, if the parameters make no sense."""
+
+    def bind(self, facts: ModelFacts) -> Self:
+        """The same method with every default that depends on the model filled in, checked against it."""
+        return self
+
+    def for_layer(self, layer: int) -> Self:
+        """The same method with parameters given per layer reduced to those of `layer`."""
+        return self
+
+    @property
+    def needs_training(self) -> bool:
+        """Whether a pretrained model gets worse under these parameters, until it is trained or they are calibrated."""
+        return False
+
+    @property
+    def head_dependent(self) -> bool:
+        """Whether heads differ or meet, so that a layer cannot be split by heads across devices."""
+        return False
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name} | {f.name: thaw(getattr(self, f.name)) for f in fields(self)}
+
+
+def require_positive(**values: float | None) -> None:
+    """Raise ValueError for any given value that is not a finite number above zero (None is allowed)."""
+    for name, value in values.items():
+        if value is not None and not (_is_number(value) and math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
+
+
+def require_in(name: str, value: float, low: float, high: float) -> None:
+    if not (_is_number(value) and math.isfinite(value)):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {value!r}")
+
+
+def require_count(**values: int) -> None:
+    """Raise ValueError for any value that is not an integer >= 0."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
+
+
+def per_head(name: str, value: Any, facts: ModelFacts) -> None:
+    """Check a parameter that is a number or a (layers, heads) nest of numbers against the model."""
+    if not isinstance(value, tuple):
+        return
+    shape = (len(value), *{len(row) if isinstance(row, tuple) else -1 for row in value})
+    if shape != (facts.num_layers, facts.num_heads):
+        raise ValueError(
+            f"{name} must be one number or one per layer and head, shape ({facts.num_layers}, {facts.num_heads}); got "
+            f"{len(value)} rows of length {sorted(set(shape[1:]))}"
+        )
+
+
+def per_layer(name: str, value: Any, facts: ModelFacts) -> None:
+    """Check a parameter that is a number, or one for each layer, each a number or one for each key head."""
+    if not isinstance(value, tuple):
+        return
+    widths = {len(row) for row in value if isinstance(row, tuple)}
+    if len(value) != facts.num_layers or widths - {facts.num_kv_heads}:
+        raise ValueError(
+            f"{name} must be one number, or one for each of {facts.num_layers} layers, each a number or one for each of "
+            f"{facts.num_kv_heads} key heads; got {len(value)}" + (f", some with {sorted(widths)}" if widths else "")
+        )
+
+
+def numbers(value: Any) -> Iterable[float]:
+    """All numbers in a number or a nest of tuples."""
+    if isinstance(value, tuple):
+        for item in value:
+            yield from numbers(item)
+    else:
+        yield value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+_KINDS = {"bool": "true or false", "int": "an integer", "float": "a number", "str": "a word", "None": "None"}
+
+
+def _has_type(value: Any, kinds: Sequence[str]) -> bool:
+    """Whether a value is of a type as a method's field names it; what is no plain type (nests) is left to `validate`."""
+    if not _KINDS.keys() >= set(kinds):
+        return True
+    kind = "None" if value is None else type(value).__name__
+    return kind in kinds or (kind == "int" and "float" in kinds)
+
+
+def freeze(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # numbers and arrays of numpy and torch
+        value = value.tolist()
+    if value == "inf":  # JSON has no infinity
+        return math.inf
+    return tuple(freeze(v) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+def thaw(value: Any) -> Any:
+    if value == math.inf:
+        return "inf"
+    return [thaw(v) for v in value] if isinstance(value, tuple) else value
