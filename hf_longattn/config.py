@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from .methods.method import SLOTS, Method, ModelFacts, freeze, thaw
-from .methods.registry import did_you_mean, method_class, preset_parameters
+from .methods.registry import did_you_mean, method, method_class, parameters_of
 
 if TYPE_CHECKING:
     from .methods.base import LogitMap, OutputNorm, Positions, Score, Temperature, Visibility
@@ -62,7 +62,9 @@ class LongAttnConfig:
         for slot in SLOTS:
             value = getattr(self, slot)
             if isinstance(value, Mapping):
-                value = _method_from_dict(value, slot)
+                if "name" not in value:
+                    raise ValueError(f"{slot} is given as a dict without a 'name'")
+                value = method(**value)
                 object.__setattr__(self, slot, value)
             if value is not None and not isinstance(value, Method):
                 raise ValueError(f"{slot} must be a method, its dict form or None, got {value!r}")
@@ -107,26 +109,25 @@ class LongAttnConfig:
         if not isinstance(name, str):
             raise TypeError(f'a method is given by its name ("scale_invariant") or as a LongAttnConfig, got {name!r}')
         common = {k: parameters.pop(k) for k in ("layers", "backend") if k in parameters}
-        parts = [] if name == CUSTOM else name.split("+")
-        classes = [method_class(part) for part in parts]
-        by_slot: dict[str, type[Method]] = {}
-        for method in classes:
-            if (other := by_slot.setdefault(method.slot, method)) is not method:
-                raise ValueError(f"{other.name} and {method.name} clash: both fill the slot {method.slot!r}")
-        own = {method.slot: {**preset_parameters(part)} for part, method in zip(parts, classes, strict=True)}
+        by_slot: dict[str, str] = {}
+        for part in () if name == CUSTOM else name.split("+"):
+            if (other := by_slot.setdefault(slot := method_class(part).slot, part)) != part:
+                raise ValueError(f"{other} and {part} clash: both fill the slot {slot!r}")
+        own: dict[str, dict[str, Any]] = {part: {} for part in by_slot.values()}
         for key, value in parameters.items():
-            owners = [slot for slot, m in by_slot.items() if key in {f.name for f in fields(m)}]
+            owners = [part for part in own if key in parameters_of(part)]
             if not owners:
-                known = sorted({f.name for m in classes for f in fields(m)})
+                known = sorted(set().union(*map(parameters_of, own)))
                 hint = did_you_mean(key, known)
                 raise ValueError(f"{name} has no parameter {key!r}; {hint}it has: {', '.join(known) or 'none'}")
             if len(owners) > 1:
+                slot = method_class(owners[0]).slot
                 raise ValueError(
-                    f"{key!r} is a parameter of {' and of '.join(by_slot[s].name for s in owners)}: write the slots "
-                    f"out, e.g. {{{owners[0]!r}: {{'name': {by_slot[owners[0]].name!r}, {key!r}: ...}}, ...}}"
+                    f"{key!r} is a parameter of {' and of '.join(owners)}: write the slots out, e.g. {{{slot!r}: "
+                    f"{{'name': {owners[0]!r}, {key!r}: ...}}, ...}}"
                 )
             own[owners[0]][key] = value
-        return cls(**{slot: m(**own[slot]) for slot, m in by_slot.items()}, **common)  # type: ignore[arg-type]
+        return cls(**{slot: method(part, **own[part]) for slot, part in by_slot.items()}, **common)  # type: ignore[arg-type]
 
     @classmethod
     def parse(cls, name: str, section: Mapping[str, Any] | LongAttnConfig | None = None) -> LongAttnConfig:
@@ -187,8 +188,7 @@ class LongAttnConfig:
                     f"{key!r} is a parameter of {' and of '.join(m.name for m in owners) or 'no method in ' + self.name}"
                     + (f"; {hint.strip()}" if hint and not owners else "")
                 )
-            method = dataclasses.replace(owners[0], **{key: value})
-            self = dataclasses.replace(self, **{method.slot: method})  # type: ignore[arg-type]
+            self = dataclasses.replace(self, **{owners[0].slot: dataclasses.replace(owners[0], **{key: value})})  # type: ignore[arg-type]
         return self
 
     def bind(self, facts: ModelFacts) -> LongAttnConfig:
@@ -213,17 +213,3 @@ def length_of(value: int | str) -> int:
     if isinstance(value, bool) or not (number.isascii() and number.isdecimal()) or int(number) < 1:
         raise ValueError(f"{value!r} is not a length; write 32768 or 32k")
     return int(number) * unit
-
-
-def _method_from_dict(data: Mapping[str, Any], slot: str) -> Method:
-    parameters = dict(data)
-    try:
-        name = parameters.pop("name")
-        method = method_class(name)
-    except KeyError:
-        raise ValueError(f"{slot} is given as a dict without a 'name'") from None
-    known = {f.name for f in fields(method)}
-    if unknown := sorted(set(parameters) - known):
-        hint = did_you_mean(unknown[0], known)
-        raise ValueError(f"{method.name} has no parameter {', '.join(unknown)}; {hint}it has: {', '.join(sorted(known))}")
-    return method(**{**preset_parameters(name), **parameters})

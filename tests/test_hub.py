@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import hf_longattn
-from hf_longattn import hub
 from hf_longattn.cli import app
+from hf_longattn.sharing import hub
 from hf_longattn.sharing.card import Facts
 
 peft = pytest.importorskip("peft")

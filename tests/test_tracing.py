@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 import hf_longattn
-from hf_longattn import Rotation, attention, lowering, reference_attention
+from hf_longattn import Rotation, attention, reference_attention
+from hf_longattn.attention import lowering
 from hf_longattn.attention.tracing import keepable, readable
 
 WITHOUT_VALUES = {"meta": lambda: torch.device("meta"), "fake": FakeTensorMode}

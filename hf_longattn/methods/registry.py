@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from .method import SLOTS, Method
 
@@ -28,11 +29,22 @@ METHODS: dict[str, str] = {
     "windowed": "windows.Windowed",
     "yarn_temperature": "yarn_temperature.YarnTemperature",
 }
-#: Further names: a method, and the parameters that it then starts from.
-PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ssmax": ("logn", {}),
-    "softmax_plus": ("logn", {}),  # ln n / ln n_tr: Su Jianlin, as in "Information Entropy Invariance", Table 6
-    "log_length": ("logn", {"scale": 1.0, "clamp": False}),  # ln n, as there: no identity at any length
+
+
+class Preset(NamedTuple):
+    """A further name for a method: parameters that the name fixes, and others that it starts from."""
+
+    method: str
+    fixed: Mapping[str, Any] = {}
+    defaults: Mapping[str, Any] = {}
+
+
+_PLAIN = {"learned": False, "exponent": 1.0}
+PRESETS = {
+    "ssmax": Preset("logn"),
+    # ln n / ln n_tr: Su Jianlin, as in "Information Entropy Invariance", Table 6; there too ln n, no identity at any length
+    "softmax_plus": Preset("logn", _PLAIN | {"scale": None}),
+    "log_length": Preset("logn", _PLAIN | {"scale": 1.0}, {"clamp": False}),
 }
 _loaded: dict[str, type[Method]] = {}
 
@@ -58,7 +70,7 @@ def method_names() -> tuple[str, ...]:
 
 def method_class(name: str) -> type[Method]:
     """The class behind a name; ValueError if there is none."""
-    name = PRESETS[name][0] if name in PRESETS else name
+    name = PRESETS[name].method if name in PRESETS else name
     if name in _loaded:  # before any import, which Dynamo would not trace
         return _loaded[name]
     if name not in METHODS:
@@ -69,9 +81,18 @@ def method_class(name: str) -> type[Method]:
     return _loaded[name]
 
 
-def preset_parameters(name: str) -> Mapping[str, Any]:
-    """What a name sets beside its method."""
-    return PRESETS[name][1] if name in PRESETS else {}
+def parameters_of(name: str) -> set[str]:
+    """The parameters that may be given under a name."""
+    return {f.name for f in fields(method_class(name))} - (PRESETS[name].fixed.keys() if name in PRESETS else set())
+
+
+def method(name: str, **parameters: Any) -> Method:
+    """The method of that name; ValueError for a parameter that it has not."""
+    if unknown := sorted(parameters.keys() - (known := parameters_of(name))):
+        hint = did_you_mean(unknown[0], known)
+        raise ValueError(f"{name} has no parameter {', '.join(unknown)}; {hint}it has: {', '.join(sorted(known))}")
+    preset = PRESETS.get(name, Preset(name))
+    return method_class(name)(**{**preset.defaults, **preset.fixed, **parameters})
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
