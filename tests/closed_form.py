@@ -109,6 +109,10 @@ def self_extend(p: dict[str, Any], i: np.ndarray, j: np.ndarray) -> np.ndarray:
     return np.where(i - j < w, i - j, i // g - j // g + w - w // g)
 
 
+def string(p: dict[str, Any], i: np.ndarray, j: np.ndarray) -> np.ndarray:
+    return np.where(i - j < p["shift"], i - j, i - j - p["shift"] + p["window"])
+
+
 def dual_chunk(p: dict[str, Any], i: np.ndarray, j: np.ndarray) -> np.ndarray:
     s, c = p["chunk"], p["chunk"] - p["local"]
     following = np.minimum(i % c + c, s) - j % c
@@ -139,7 +143,9 @@ def moved_scores(q: np.ndarray, k: np.ndarray, move: np.ndarray, inv_freq: np.nd
 #: By method name and slot. A method without an entry is compared with `reference_attention` alone.
 LOGIT_MAPS: dict[str, Formula] = {"scale_invariant": scale_invariant, "alibi": alibi}
 BY_LENGTH: dict[str, Formula] = {f.__name__: f for f in (infoscale, logn, log_length, softmax_plus, yarn_temperature)}
-REMAPS: dict[str, Formula] = {f.__name__: f for f in (rerope, leaky_rerope, self_extend, dual_chunk, streaming, lm_infinite)}
+REMAPS: dict[str, Formula] = {
+    f.__name__: f for f in (rerope, leaky_rerope, self_extend, string, dual_chunk, streaming, lm_infinite)
+}
 BY_ENTROPY: dict[str, Formula] = {"adaptive_temperature": adaptive_temperature}
 NORMS: dict[str, Formula] = {"output_standardise": output_standardise, "output_layer_norm": output_standardise}
 

@@ -27,6 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "rerope": {"window": 7},
     "leaky_rerope": {"window": 7, "stretch": 2.5},
     "self_extend": {"window": 6, "group": 3},
+    "string": {"shift": 9, "window": 4},
     "dual_chunk": {"chunk": 10, "local": 3},
     "windowed": {"window": 7},
     "streaming": {"window": 6, "sinks": 2},
@@ -36,9 +37,8 @@ CONFIGS = {name: LongAttnConfig.preset(name, **parameters) for name, parameters 
 #: As a layer with two key heads uses it.
 CONFIGS["leaky_by_head"] = LongAttnConfig.preset("leaky_rerope", window=7, stretch=[2.5, "inf"])
 #: Wide enough that a text of 24 tokens lies inside.
-WIDE: dict[str, dict[str, Any]] = {
-    name: {"chunk": 40, "local": 10} if name == "dual_chunk" else p | {"window": 30} for name, p in METHODS.items()
-}
+WIDE: dict[str, dict[str, Any]] = {name: p | {"window": 30} for name, p in METHODS.items()}
+WIDE |= {"dual_chunk": {"chunk": 40, "local": 10}, "string": {"shift": 40, "window": 4}}
 
 
 def rotation(interleaved: bool = False, pairs: int = 3) -> Rotation:
@@ -517,6 +517,8 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
     "sinks": ("streaming", {"sinks": -1}, "sinks must be an integer >= 0"),
     "chunk and local": ("dual_chunk", {"chunk": 10, "local": 10}, "chunk must be larger than local"),
     "chunk below the default local": ("dual_chunk", {"chunk": 20, "local": 30}, "chunk must be larger than local"),
+    "shift of the trained length": ("string", {"shift": 512}, "must be below the trained length 512"),
+    "shift below its window": ("string", {"shift": 100, "window": 128}, r"shift must be an integer > window \(128\), got 100"),
     "two remaps": ("rerope+streaming", {}, "rerope and streaming clash"),
     "two positions": ("rerope+self_extend", {}, "clash: both fill the slot 'positions'"),
 }

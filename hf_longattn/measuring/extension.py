@@ -14,17 +14,19 @@ from torch import Tensor, nn
 from ..config import LongAttnConfig, length_of
 from ..integration import apply, rope
 from ..integration.model import bound_config, methods_of
+from ..methods.string import String
 from .calibration import calibrate
 from .evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def extend(model: Model, to: int | str, method: str | LongAttnConfig = "rerope", **parameters: Any) -> Model:
+def extend(model: Model, to: int | str, method: str | LongAttnConfig | None = None, **parameters: Any) -> Model:
     """Make a model read texts of `to` tokens (32768 or "32k"), in place and without training; returns the model.
 
     The default keeps every distance below half the trained length exact and caps all others there (ReRoPE): short texts give
-    the logits they always gave, and far tokens stay within reach. Other methods and parameters as in `hf_longattn.apply`.
+    the logits they always gave, and far tokens stay within reach. `to` its trained length, a model reads better inside it:
+    the farthest distances, which it met rarely, are shown nearer (STRING). Other methods and parameters as in `apply`.
     The config's max_position_embeddings becomes `to`, so that harnesses and servers do not cut texts, and
     original_max_position_embeddings keeps the trained length.
 
@@ -35,6 +37,8 @@ def extend(model: Model, to: int | str, method: str | LongAttnConfig = "rerope",
     Warns where a method is replaced.
     """
     length = length_of(to)
+    trained = bound_config(model, LongAttnConfig())[1].train_length
+    method = method or ("string" if length == trained else "rerope")
     config = (
         method.replace(**parameters) if isinstance(method, LongAttnConfig) else LongAttnConfig.preset(method, **parameters)
     )
@@ -47,7 +51,7 @@ def extend(model: Model, to: int | str, method: str | LongAttnConfig = "rerope",
     bound, facts = bound_config(model, config)
     if facts.train_length is None:
         raise ValueError("the model's config names no maximum length to extend: use hf_longattn.apply with a window")
-    if length <= facts.train_length:
+    if length < facts.train_length + (not isinstance(config.positions, String)):
         raise ValueError(
             f"the model was trained at {facts.train_length} tokens and reads {length} as it is: nothing to extend"
         )

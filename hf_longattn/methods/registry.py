@@ -26,6 +26,7 @@ METHODS: dict[str, str] = {
     "scale_invariant": "scale_invariant.ScaleInvariant",
     "self_extend": "self_extend.SelfExtend",
     "streaming": "windows.Streaming",
+    "string": "string.String",
     "windowed": "windows.Windowed",
     "yarn_temperature": "yarn_temperature.YarnTemperature",
 }
