@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import hf_longattn
 from hf_longattn.methods.registry import method_names
@@ -83,6 +84,14 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     for page in PAGES:
         assert re.search(rf"[ :]{re.escape(str(page.relative_to(ROOT / 'docs')))}$", site, re.MULTILINE), page
+
+
+def test_what_a_public_host_reads_is_yaml_and_names_this_version() -> None:
+    files = [*(ROOT / ".github").rglob("*.yml"), ROOT / "CITATION.cff"]
+    read = {f.name: yaml.safe_load(f.read_text(encoding="utf-8")) for f in files}
+    assert read["CITATION.cff"]["version"] == hf_longattn.__version__
+    steps = [step.get("run") for job in read["ci.yml"]["jobs"].values() for step in job["steps"]]
+    assert {".ci/run", "make release-check"} <= set(steps)
 
 
 def test_the_table_of_extend_is_its_file() -> None:
