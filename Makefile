@@ -1,11 +1,11 @@
-# make demo | test | check | bench | report | theory | gpu | conformance | coverage-models | test-oldest | wheel | clean
+# make demo | test | check | docs | bench | report | theory | gpu | conformance | coverage-models | test-oldest | release-check | clean
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test check lint bench report theory reproduce gpu conformance coverage-models test-oldest wheel clean
+.PHONY: demo test check lint docs bench report theory reproduce gpu conformance coverage-models test-oldest wheel release-check clean
 .PRECIOUS: %/bin/pip
 
 demo: $(VENV)/.demo  ## a real model under the method: run, measure, adapt, save, reload (ARGS="--help" for options)
@@ -24,6 +24,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(VENV)/.docs  ## the site, in build/site; a broken link or an unknown name fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo build/site/index.html
 
 bench: $(VENV)/.dev  ## speed and memory on the CPU in eight minutes (ARGS="--only long": long texts); rewrites docs/speed.md
 	$(BIN)/python benchmarks/attention.py $(ARGS)
@@ -51,8 +55,13 @@ test-oldest: $(OLDEST)/.dev  ## exactness and persistence on the oldest supporte
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 tests/test_exactness.py tests/test_persistence.py tests/test_traps.py \
 		tests/test_adapters.py tests/test_positions.py tests/test_models.py
 
-wheel: $(VENV)/.dev  ## builds into dist/
+wheel: $(VENV)/.release  ## builds into dist/
+	rm -rf dist
 	$(BIN)/python -m build
+
+release-check: wheel  ## the wheel in an empty environment, away from here: the README's blocks and the commands run; uploads nothing
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/release.py dist/*.whl README.md
 
 clean:
 	rm -rf $(VENV) $(OLDEST) .conformance build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

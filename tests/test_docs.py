@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+import hf_longattn
 from hf_longattn.methods.registry import method_names
 
 ROOT = Path(__file__).parent.parent
@@ -70,6 +72,26 @@ def test_memory_grows_linearly_in_the_result_files() -> None:
 def test_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_public_name_is_on_the_page_of_the_api() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    listed = {name.split(".")[-1] for name in re.findall(r"^::: hf_longattn\.([\w.]+)$", page, re.MULTILINE)}
+    assert listed == set(hf_longattn.__all__)
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for page in PAGES:
+        assert re.search(rf"[ :]{re.escape(str(page.relative_to(ROOT / 'docs')))}$", site, re.MULTILINE), page
+
+
+def test_what_a_public_host_reads_is_yaml_and_names_this_version() -> None:
+    files = [*(ROOT / ".github").rglob("*.yml"), ROOT / "CITATION.cff"]
+    read = {f.name: yaml.safe_load(f.read_text(encoding="utf-8")) for f in files}
+    assert read["CITATION.cff"]["version"] == hf_longattn.__version__
+    steps = [step.get("run") for job in read["ci.yml"]["jobs"].values() for step in job["steps"]]
+    assert {".ci/run", "make release-check"} <= set(steps)
 
 
 def test_the_table_of_extend_is_its_file() -> None:

@@ -103,9 +103,36 @@ def test_a_saved_model_and_its_card(tmp_path: Path) -> None:
         "| 4,096 | 2.5 |  |",
         "Trained on texts of 512, 4,096 tokens.",
         "import hf_longattn",
-        f"- {type(CONFIG.logit_map).paper}",
+        "- Anson, Wang & Aitchison 2025, Scale-invariant attention, [arXiv:2505.17083](https://arxiv.org/abs/2505.17083)",
     ):
         assert line in card.text, line
+
+
+@pytest.mark.parametrize(
+    ("noted", "line", "link"),
+    [
+        ({"vcs_info": {"commit_id": "abc"}}, 'pip install "hf_longattn @ git+https://host/x.git@abc"', "https://host/x"),
+        ({"vcs_info": {"commit_id": "abc"}, "url": "file:///home/x"}, "pip install .  # in a checkout of hf_longattn", None),
+        ({"dir_info": {}, "url": "file:///home/x"}, "pip install .  # in a checkout of hf_longattn", None),
+        (None, f"pip install hf_longattn=={hf_longattn.__version__}", None),
+    ],
+    ids=["repository", "local repository", "folder", "index"],
+)
+def test_a_card_says_how_its_maker_got_the_package(
+    noted: Any, line: str, link: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`noted` is what pip keeps of it; a path on the maker's machine is of no use to others."""
+    folder = tmp_path / "site" / "hf_longattn-0.1.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.4\nName: hf_longattn\nVersion: {hf_longattn.__version__}\n")
+    if noted is not None:
+        (folder / "direct_url.json").write_text(json.dumps({"url": "https://host/x.git"} | noted))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    hf_longattn.save(changed(), tmp_path / "model")
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert f"```bash\n{line}" in card
+    assert (f"[`hf_longattn`]({link})" in card) is (link is not None)
+    assert "/home/x" not in card
 
 
 def test_a_saved_adapter_and_its_card(base: Path, tmp_path: Path) -> None:
@@ -177,7 +204,7 @@ def test_remote_code(tmp_path: Path) -> None:
         command = [sys.executable, "-c", textwrap.dedent(code), tmp_path / "m", tmp_path / "cache", package, tmp_path / "x"]
         result = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
         if package == "missing":
-            assert "pip install hf_longattn" in result.stdout, result.stderr
+            assert "this model needs the package hf_longattn: pip install" in result.stdout, result.stderr
     close(torch.load(tmp_path / "x"), logits(m), 1e-6)
 
 

@@ -24,6 +24,13 @@ COLUMNS = {
     "output_slope": "output slope",
 }
 
+#: Of those whose column does not say it.
+MEANINGS = {
+    "spread": "logit spread is a row's largest logit minus its smallest",
+    "temperature_share": "rows heated is the share of rows whose temperature is not 1",
+    "output_slope": "output slope is that of the outputs' log deviation against ln n, -1/2 for independent tokens",
+}
+
 Results = Mapping[str, Diagnostics]
 
 
@@ -71,9 +78,9 @@ def _text(results: Results, names: Mapping[str, str]) -> str:
             parts.append(f"deviation of outputs like n to the power {float(found['output_slope'].mean()):.2f}")
         if parts:
             sentences.append(f"{name}: {'; '.join(parts)}.")
-    layers = len(next(iter(results.values())).layers)
-    means = f"Means over query rows, heads and {layers} layers. What each quantity means is in docs/diagnostics.md."
-    return f"{' '.join(sentences)}\n\n{means}"
+    first = next(iter(results.values()))
+    means = f"Means over query rows, heads and {len(first.layers)} layers"
+    return f"{' '.join(sentences)}\n\n{'; '.join([means, *(m for q, m in MEANINGS.items() if q in first.values)])}."
 
 
 def _summary(results: Results, names: Mapping[str, str]) -> Table:

@@ -34,7 +34,7 @@ class AdaptiveTemperature(EntropyTemperature):
     """
 
     name: ClassVar[str] = "adaptive_temperature"
-    paper: ClassVar[str] = "Softmax is not Enough, Fig. 4 and App. F"
+    paper: ClassVar[str] = "Veličković et al. 2024, Softmax is not Enough (for Sharp Size Generalisation), arXiv:2410.01104"
 
     coefficients: tuple[float, ...] = PUBLISHED
     threshold: float = 0.5

@@ -22,7 +22,7 @@ class Alibi(LogitMap):
     """
 
     name: ClassVar[str] = "alibi"
-    paper: ClassVar[str] = "Press et al. 2022, Train short, test long"
+    paper: ClassVar[str] = "Press, Smith & Lewis 2022, Train Short, Test Long, arXiv:2108.12409"
 
     @property
     def head_dependent(self) -> bool:

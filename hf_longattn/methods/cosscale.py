@@ -27,7 +27,7 @@ class CosScale(Score):
     """
 
     name: ClassVar[str] = "cosscale"
-    paper: ClassVar[str] = "Information Entropy Invariance, Section 3.2"
+    paper: ClassVar[str] = "Li et al. 2025, Information Entropy Invariance, arXiv:2501.08570"
 
     scale: float = 128.0
     stack: bool = False

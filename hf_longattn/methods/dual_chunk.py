@@ -29,7 +29,7 @@ class DualChunk(Positions):
     """
 
     name: ClassVar[str] = "dual_chunk"
-    paper: ClassVar[str] = "An et al. 2024, Dual chunk attention"
+    paper: ClassVar[str] = "An et al. 2024, Training-Free Long-Context Scaling of Large Language Models, arXiv:2402.17463"
 
     chunk: int | None = None
     local: int | None = None

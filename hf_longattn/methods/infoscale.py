@@ -25,7 +25,7 @@ class InfoScale(LengthTemperature):
     """
 
     name: ClassVar[str] = "infoscale"
-    paper: ClassVar[str] = "Information Entropy Invariance, Eq. 15"
+    paper: ClassVar[str] = "Li et al. 2025, Information Entropy Invariance, arXiv:2501.08570"
 
     epsilon: float = 0.0
 

@@ -29,7 +29,7 @@ class LogN(LengthTemperature):
     """
 
     name: ClassVar[str] = "logn"
-    paper: ClassVar[str] = "Scalable-Softmax; Scale-invariant attention, Section 4"
+    paper: ClassVar[str] = "Nakanishi 2025, Scalable-Softmax Is Superior for Attention, arXiv:2501.19399"
 
     scale: float | None = None
     learned: bool = False

@@ -29,8 +29,8 @@ class ModelFacts:
 class Method:
     """One published change to one stage of attention: its parameters, validated on construction.
 
-    Subclasses set `slot`, `name` and `paper`, declare their parameters as fields, raise ValueError in
-    `validate`, and implement the formula that their slot asks for (see `hf_longattn/methods/`).
+    Subclasses set `slot`, `name` and `paper` (authors, year, title, arXiv number), declare their parameters as fields, raise
+    ValueError in `validate`, and implement the formula that their slot asks for (see `hf_longattn/methods/`).
     """
 
     slot: ClassVar[str]

@@ -29,7 +29,7 @@ class OutputStandardise(OutputNorm):
     """
 
     name: ClassVar[str] = "output_standardise"
-    paper: ClassVar[str] = "On Vanishing Variance, Section 3.2"
+    paper: ClassVar[str] = "Li et al. 2025, On Vanishing Variance in Transformer Length Generalization, arXiv:2504.02827"
 
     per_head: bool = False
     deviation: float | tuple[Any, ...] = 1.0
@@ -78,7 +78,7 @@ class OutputLayerNorm(OutputStandardise):
     """
 
     name: ClassVar[str] = "output_layer_norm"
-    paper: ClassVar[str] = "On Vanishing Variance, Section 3.2"
+    paper: ClassVar[str] = "Li et al. 2025, On Vanishing Variance in Transformer Length Generalization, arXiv:2504.02827"
 
     def module(self, facts: ModelFacts) -> nn.Module | None:
         return FeatureAffineLayerNorm(facts.num_heads * facts.value_dim)

@@ -27,7 +27,7 @@ class ReRope(Positions):
     """
 
     name: ClassVar[str] = "rerope"
-    paper: ClassVar[str] = "Su 2023, ReRoPE; Information Entropy Invariance, Table 1"
+    paper: ClassVar[str] = "Su 2023, ReRoPE (blog and code)"
 
     window: int | None = None
     stack: bool = False
@@ -61,7 +61,7 @@ class LeakyReRope(Positions):
     """
 
     name: ClassVar[str] = "leaky_rerope"
-    paper: ClassVar[str] = "Su 2023, ReRoPE"
+    paper: ClassVar[str] = "Su 2023, ReRoPE (blog and code)"
 
     window: int | None = None
     stretch: float | tuple[Any, ...] = 4.0

@@ -38,7 +38,7 @@ class ScaleInvariant(LogitMap):
     """
 
     name: ClassVar[str] = "scale_invariant"
-    paper: ClassVar[str] = "Anson et al. 2025, Scale-invariant attention"
+    paper: ClassVar[str] = "Anson, Wang & Aitchison 2025, Scale-invariant attention, arXiv:2505.17083"
 
     tau: float = 10.0
     alpha: float | None = None

@@ -26,7 +26,7 @@ class SelfExtend(Positions):
     """
 
     name: ClassVar[str] = "self_extend"
-    paper: ClassVar[str] = "Jin et al. 2024, Self-Extend"
+    paper: ClassVar[str] = "Jin et al. 2024, LLM Maybe LongLM: Self-Extend LLM Context Window Without Tuning, arXiv:2401.01325"
 
     window: int | None = None
     group: int = 4

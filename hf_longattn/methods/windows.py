@@ -22,7 +22,7 @@ class Windowed(Visibility):
     """
 
     name: ClassVar[str] = "windowed"
-    paper: ClassVar[str] = "Information Entropy Invariance, Table 1 (W.A.)"
+    paper: ClassVar[str] = "Li et al. 2025, Information Entropy Invariance, arXiv:2501.08570"
 
     window: int | None = None
 
@@ -54,7 +54,7 @@ class Streaming(Visibility):
     """
 
     name: ClassVar[str] = "streaming"
-    paper: ClassVar[str] = "Xiao et al. 2024, StreamingLLM"
+    paper: ClassVar[str] = "Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453"
 
     window: int | None = None
     sinks: int = 4
@@ -104,7 +104,7 @@ class LmInfinite(Streaming):
     """
 
     name: ClassVar[str] = "lm_infinite"
-    paper: ClassVar[str] = "Han et al. 2024, LM-Infinite"
+    paper: ClassVar[str] = "Han et al. 2024, LM-Infinite, arXiv:2308.16137"
 
     sinks: int = 5
 

@@ -20,7 +20,7 @@ class YarnTemperature(LengthTemperature):
     """
 
     name: ClassVar[str] = "yarn_temperature"
-    paper: ClassVar[str] = "YaRN; Information Entropy Invariance, Table 6"
+    paper: ClassVar[str] = "Peng et al. 2023, YaRN: Efficient Context Window Extension, arXiv:2309.00071"
 
     def formula(self, n: Tensor, head_dim: int, train_length: int) -> Tensor:
         return (0.1 * (torch.log(n.double()) - math.log(train_length)) + 1).clamp(min=0) ** 2

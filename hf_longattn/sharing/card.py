@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -129,16 +131,40 @@ def model_card(
         _training(facts.training_lengths),
         _evaluation(facts),
         _loading(name, adapter, remote_code),
-        "## Papers\n\n" + "\n".join(f"- {paper}" for paper in dict.fromkeys(m.paper for m in config.methods)),
+        "## Papers\n\n" + "\n".join(dict.fromkeys(f"- {linked(m.paper)}" for m in config.methods)),
     ]
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(p for p in parts if p) + "\n")
 
 
+def linked(paper: str) -> str:
+    """A paper with its arXiv number as a link."""
+    return re.sub(r"arXiv:(\S+)", r"[\g<0>](https://arxiv.org/abs/\1)", paper)
+
+
+def source() -> tuple[str, str | None]:
+    """How others get this package as it is here: a line for pip, and the address of its repository if that is known.
+
+    pip notes where it got a package from (PEP 610): a repository and its commit, a folder, or nothing for a package index.
+    """
+    package = distribution("hf_longattn")
+    noted = json.loads(package.read_text("direct_url.json") or "{}")
+    stated = dict(url.split(", ", 1) for url in package.metadata.get_all("Project-URL") or ()).get("Repository")
+    if (commit := noted.get("vcs_info", {}).get("commit_id")) and not noted["url"].startswith("file:"):
+        return f'pip install "hf_longattn @ git+{noted["url"]}@{commit}"', noted["url"].removesuffix(".git")
+    if not noted:
+        return f"pip install hf_longattn=={package.version}", stated
+    if stated:
+        return f'pip install "hf_longattn @ git+{stated}"', stated
+    return f"pip install .  # in a checkout of hf_longattn {package.version}", None
+
+
 def _opening(config: LongAttnConfig, adapter: bool, base_model: str | None) -> str:
     what = "A LoRA adapter" if adapter else "A model"
+    _, address = source()
+    package = f"[`hf_longattn`]({address})" if address else "`hf_longattn`"
     of = f" of [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
     return (
-        f"{what}{of} whose attention is changed inside the softmax ({config.name}), by the package `hf_longattn`. Without "
+        f"{what}{of} whose attention is changed inside the softmax ({config.name}), by the package {package}. Without "
         "the package, loading fails with an error that names it. Runtimes other than Transformers ignore the change, or "
         "refuse the model."
     )
@@ -172,7 +198,7 @@ def _evaluation(facts: Facts) -> str:
 
 def _loading(name: str, adapter: bool, remote_code: bool) -> str:
     plain = (
-        "## Loading\n\n```python\nimport hf_longattn  # registers the attention\n"
+        f"## Loading\n\n```bash\n{source()[0]}\n```\n\n```python\nimport hf_longattn  # registers the attention\n"
         "from transformers import AutoModelForCausalLM\n\n"
         f'model = AutoModelForCausalLM.from_pretrained("{name}")\n```'
     )

@@ -15,7 +15,7 @@ from transformers.models.auto import modeling_auto
 
 from ..integration import config_of
 from ..integration.names import PREFIX
-from .card import Facts, contents, hub_id, model_card
+from .card import Facts, contents, hub_id, model_card, source
 
 STUB = "modeling_longattn.py"
 #: What is uploaded: weights as safetensors and text. Optimizer states and other pickles stay where they are.
@@ -187,7 +187,7 @@ def _stub(model: nn.Module) -> tuple[dict[str, str], str]:
     code = (
         '"""For trust_remote_code=True: the attention comes from the package hf_longattn, the model from transformers."""\n\n'
         "try:\n    import hf_longattn  # noqa: F401\nexcept ImportError as error:\n"
-        '    raise ImportError("this model\'s attention needs the package hf_longattn: pip install hf_longattn") from error\n'
+        f"    raise ImportError({f'this model needs the package hf_longattn: {source()[0]}'!r}) from error\n"
         f"from transformers import {kind} as Base\n\n\nclass {kind}(Base):\n    pass\n"
     )
     return {auto: f"{Path(STUB).stem}.{kind}" for auto in autos}, code

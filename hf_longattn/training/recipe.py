@@ -124,7 +124,7 @@ class Evaluation:
 
 @dataclass
 class Recipe:
-    """A training run. See docs/training.md for every key."""
+    """A training run; `hf-longattn train --help` has the keys that most runs set."""
 
     name: str = "custom"
     output: str | None = None

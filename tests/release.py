@@ -1,0 +1,66 @@
+"""What `make release-check` does behind the build: the wheel alone, in an environment and a folder that know no checkout.
+
+python tests/release.py dist/*.whl README.md    installs the wheel into an empty environment
+python tests/release.py --inside README.md      what runs there: the README's Python, and commands that need no network
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def outside(wheel: Path, readme: Path, constraints: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        venv.create(place / "venv", with_pip=True)
+        python = place / "venv" / "bin" / "python"
+        pip = [python, "-m", "pip", "install", "--quiet", "--constraint", constraints.absolute()]
+        subprocess.run([*pip, f"{wheel.absolute()}[cli,train]"], check=True)
+        subprocess.run([python, "-m", "pip", "check"], check=True)
+        for file in (readme, Path(__file__), HERE / "tiny.py"):
+            shutil.copy(file, place)
+        alone = {"PATH": str(python.parent), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"}
+        subprocess.run([python, "release.py", "--inside", readme.name], cwd=place, check=True, env=alone)
+
+
+def inside(readme: Path) -> None:
+    import tiny
+
+    tiny.save(Path("model"), trained=1024)
+    tiny.text(Path("book.txt"), 5000)
+    blocks = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+    if not blocks:
+        raise SystemExit(f"{readme} holds no Python")
+    for code in blocks:
+        print(f"\n{code}", flush=True)
+        exec(code, {"name": "model", "__name__": "readme"})
+    commands = (
+        "--version",
+        "env",
+        "doctor model",
+        "eval model --text book.txt --out report --method infoscale,rerope --lengths 256,2k --targets 64",
+        "extend model --to 4k --text book.txt",
+        "inspect model --text book.txt --out inspected --length 256",
+        "train continue_lora model=model data=book.txt length=64 evaluation.tokens=64 trainer.max_steps=2",
+    )
+    for command in commands:
+        print(f"\nhf-longattn {command}", flush=True)
+        done = subprocess.run(["hf-longattn", *command.split()], check=False).returncode
+        if done not in (0, 1) or (done == 1 and command.split()[0] != "extend"):  # no method helps random weights
+            raise SystemExit(f"hf-longattn {command}: exit status {done}")
+    print("\nThe wheel works by itself.")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--inside":
+        inside(Path(sys.argv[2]))
+    else:
+        outside(Path(sys.argv[1]), Path(sys.argv[2]), HERE.parent / "constraints.txt")
