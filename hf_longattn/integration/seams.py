@@ -43,7 +43,7 @@ from .model import (
     warn_of_lost_softcap,
     warn_untrained,
 )
-from .names import PREFIX, hint, is_ours, short
+from .names import PREFIX, TRIPWIRE, hint, is_ours, short
 from .proof import prove_rotations
 
 
@@ -120,7 +120,9 @@ def _from_dict(original: Callable[..., Any], cls: type, config_dict: dict[str, A
         del kwargs["attn_implementation"]  # the caller has no wish; the checkpoint has
     out = original(cls, config_dict, **kwargs)
     if saved:
-        (out[0] if isinstance(out, tuple) else out).__dict__["_longattn_saved"] = True
+        config = out[0] if isinstance(out, tuple) else out
+        config.__dict__["_longattn_saved"] = True
+        config.architectures = [name.removeprefix(TRIPWIRE) for name in config.architectures or ()] or None
     return out
 
 
