@@ -210,10 +210,10 @@ def test_push_a_model(server: FakeHub, tmp_path: Path) -> None:
     got = download(server, REPO, tmp_path)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(got)), logits(m))
     assert json.loads(server.repos[REPO]["config.json"])["architectures"] == ["LongAttnLlamaForCausalLM"]
+    assert f'from_pretrained("{REPO}")' in server.repos[REPO]["README.md"].decode()
     hf_longattn.save(m, tmp_path / "folder")
     hf_longattn.push(tmp_path / "folder", REPO, exist_ok=True)
     assert json.loads(server.repos[REPO]["config.json"])["architectures"] == ["LongAttnLlamaForCausalLM"]
-    assert f'from_pretrained("{REPO}")' in server.repos[REPO]["README.md"].decode()
 
 
 def test_push_an_adapter(server: FakeHub, base: Path, tmp_path: Path) -> None:

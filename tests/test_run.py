@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_longattn
+from hf_longattn.integration.engines import paged
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -89,6 +93,46 @@ def test_a_python_without_this_package_says_so(tmp_path: Path) -> None:
     )
     assert "started by `hf-longattn run`, but" in done.stdout, done.stderr
     assert "has no hf_longattn" in done.stdout
+
+
+def test_transformers_serve_answers_as_generate_does(checkpoint: Path, tmp_path: Path) -> None:
+    """Continuous batching behind HTTP: two requests at once, one of them streamed."""
+    openai = pytest.importorskip("openai")
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("fastapi")
+    if not paged.SUPPORTED:
+        pytest.skip("this release of transformers has another paged cache")
+    tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
+    texts = [tiny.text(tmp_path / "text", n, seed=n).read_text() for n in (50, 20)]
+    expected = []
+    for text in texts:
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        expected.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    serve = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(checkpoint), "--continuous-batching", "--port", str(port), "--device", "cpu"]
+    serve += ["--cb-num-blocks", "64", "--cb-max-batch-tokens", "32"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "hf_longattn.cli", "run", "--", *serve]
+    with (tmp_path / "log").open("w") as log, subprocess.Popen(command, env=environment, stdout=log, stderr=log) as server:
+        try:
+            client = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0, timeout=60)
+            ask = functools.partial(client.completions.create, model=str(checkpoint), max_tokens=12, temperature=0)
+            for _ in range(240):
+                if server.poll() is not None:
+                    break
+                try:
+                    whole = ask(prompt=texts[0]).choices[0].text
+                    break
+                except openai.APIConnectionError:
+                    time.sleep(0.25)
+            assert server.poll() is None, (tmp_path / "log").read_text()
+            streamed = "".join(part.choices[0].text for part in ask(prompt=texts[1], stream=True) if part.choices)
+        finally:
+            server.terminate()
+    assert [whole, streamed] == expected
 
 
 def test_trl_trains_and_saves_under_the_method_of_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import typer
@@ -27,5 +28,7 @@ def run(context: typer.Context) -> None:
     with refusing():
         if not command:
             raise ValueError("name a command: hf-longattn run -- trl sft ...")
+        if shutil.which(command[0]) is None:
+            raise ValueError(f"there is no command {command[0]!r} here")
         path = os.pathsep.join(filter(None, (str(BOOTSTRAP), os.environ.get("PYTHONPATH"))))
         os.execvpe(command[0], command, os.environ | {"PYTHONPATH": path})
