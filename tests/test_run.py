@@ -112,7 +112,18 @@ def test_transformers_serve_answers_as_generate_does(checkpoint: Path, tmp_path:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    serve = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(checkpoint), "--continuous-batching", "--port", str(port), "--device", "cpu"]
+    serve = [
+        sys.executable,
+        "-m",
+        "transformers.cli.transformers",
+        "serve",
+        str(checkpoint),
+        "--continuous-batching",
+        "--port",
+        str(port),
+        "--device",
+        "cpu",
+    ]
     serve += ["--cb-num-blocks", "64", "--cb-max-batch-tokens", "32"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "hf_longattn.cli", "run", "--", *serve]

@@ -16,6 +16,7 @@ from ..attention.geometry import Rows
 from ..attention.reference import dense_attention
 from ..config import LongAttnConfig
 from ..methods.learned import learned_parts
+from .engines.heads import of_these_heads
 from .engines.paged import ARGUMENTS, paged_attention
 from .masks import base_implementation, is_carrier, read_mask
 from .positions import ranks, refuse_unknown_start, with_positions
@@ -109,24 +110,22 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """A layer's method over rows of any geometry: output (batch, q_len, heads, head_dim), and weights if asked for."""
     assert plan.config is not None
-    if query.shape[1] != plan.heads and any(m.head_dependent for m in plan.config.methods):
-        raise NotImplementedError(
-            f"this layer got {query.shape[1]} of {plan.heads} heads (tensor parallelism), which {plan.config.name} cannot be "
-            "split into yet"
-        )
+    config, learned = plan.config, learned_parts(module)
+    if query.shape[1] != plan.heads and any(m.head_dependent for m in config.methods):
+        config, learned = of_these_heads(module, query.shape[1], plan.heads, config, learned)
     options: dict[str, Any] = {
         "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
         "softcap": softcap,
-        "learned": learned_parts(module),
+        "learned": learned,
         "rotation": None if plan.rotary is None else plan.rotary.rotation(query),
     }
     weights = None
     if with_weights:
-        out, weights = dense_attention(query, key, value, plan.config, rows, dropout=dropout, **options)
+        out, weights = dense_attention(query, key, value, config, rows, dropout=dropout, **options)
     else:
-        out = attend(query, key, value, plan.config, rows, dropout=dropout, **options)
+        out = attend(query, key, value, config, rows, dropout=dropout, **options)
     if plan.observer is not None:
-        plan.observer(Call(query, key, value, plan.config, rows, out, **options))
+        plan.observer(Call(query, key, value, config, rows, out, **options))
     return out.transpose(1, 2).contiguous(), weights
 
 
