@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from .methods.method import SLOTS, Method, ModelFacts, freeze, thaw
+from .methods.method import SLOTS, Heads, Method, ModelFacts, freeze, thaw
 from .methods.registry import did_you_mean, method, method_class, parameters_of
 
 if TYPE_CHECKING:
@@ -200,6 +200,10 @@ class LongAttnConfig:
     def for_layer(self, layer: int) -> LongAttnConfig:
         """The config as layer `layer` uses it: parameters per layer are reduced to that layer's."""
         return dataclasses.replace(self, **{m.slot: m.for_layer(layer) for m in self.methods})  # type: ignore[arg-type]
+
+    def for_heads(self, heads: Heads) -> LongAttnConfig:
+        """The config of one layer as some of its heads use it: parameters per head are reduced to theirs."""
+        return dataclasses.replace(self, **{m.slot: m.for_heads(heads) for m in self.methods})  # type: ignore[arg-type]
 
 
 def length_of(value: int | str) -> int:

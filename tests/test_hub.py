@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from cases import CASES, VOCAB
 from fake_hub import FakeHub
 from helpers import close, stock, tokens
@@ -180,6 +181,20 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     assert not target.exists()
 
 
+def test_strict_checkpoints_are_for_this_package_alone(tmp_path: Path) -> None:
+    """Engines that choose their code by `architectures` find none; here the name is the model's own again."""
+    m = changed()
+    hf_longattn.save(m, tmp_path / "strict", strict=True)
+    (name,) = json.loads((tmp_path / "strict" / "config.json").read_text())["architectures"]
+    assert name == "LongAttnLlamaForCausalLM"
+    assert not hasattr(transformers, name)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "strict")
+    assert torch.equal(logits(loaded), logits(m))
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+    hf_longattn.save(m, tmp_path / "plain")
+    assert json.loads((tmp_path / "plain" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
 def test_remote_code(tmp_path: Path) -> None:
     """In another process that does not import the package; and where the package is missing."""
     m = changed()
@@ -219,8 +234,13 @@ def test_push_a_model(server: FakeHub, tmp_path: Path) -> None:
     assert server.tokens == {"Bearer hf_test"}
     assert "PUT blob" in server.log
     assert {"README.md", "config.json", "model.safetensors"} <= server.repos[REPO].keys()
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(download(server, REPO, tmp_path))), logits(m))
+    got = download(server, REPO, tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(got)), logits(m))
+    assert json.loads(server.repos[REPO]["config.json"])["architectures"] == ["LongAttnLlamaForCausalLM"]
     assert f'from_pretrained("{REPO}")' in server.repos[REPO]["README.md"].decode()
+    hf_longattn.save(m, tmp_path / "folder")
+    hf_longattn.push(tmp_path / "folder", REPO, exist_ok=True)
+    assert json.loads(server.repos[REPO]["config.json"])["architectures"] == ["LongAttnLlamaForCausalLM"]
 
 
 def test_push_an_adapter(server: FakeHub, base: Path, tmp_path: Path) -> None:

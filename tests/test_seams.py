@@ -36,6 +36,7 @@ SEAMS = {
     (PreTrainedModel, "_from_config"): ["cls", "config"],
     (PreTrainedModel, "post_init"): ["self"],
     (PreTrainedModel, "set_attn_implementation"): ["self", "attn_implementation"],
+    (ContinuousBatchingManager, "__init__"): ["self", "model", "generation_config", "continuous_batching_config"],
     (ContinuousBatchingManager, "switch_to_cb_friendly_attn"): ["self", "model"],
 }
 

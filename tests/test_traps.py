@@ -27,10 +27,11 @@ from helpers import (
 )
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache, GPT2LMHeadModel
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.generation.continuous_batching import continuous_api
 from transformers.models.gemma3 import modeling_gemma3 as gemma3
 
 import hf_longattn
+from hf_longattn.integration.engines import paged
 from hf_longattn.integration.masks import base_implementation
 from hf_longattn.integration.names import PREFIX, aliases, is_ours
 
@@ -338,13 +339,19 @@ def test_missing_mask_raises() -> None:
         m.model.layers[0].self_attn(x, m.model.rotary_emb(x, torch.arange(3)[None]), None, is_causal=True)
 
 
-def test_continuous_batching_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continuous_batching_keeps_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers would put flash attention in our place, with no more than a line in the log."""
     m = fresh("llama", CONFIG)
-    with pytest.raises(NotImplementedError, match=r"continuous batching does not support.*generate\(\)"):
-        ContinuousBatchingManager.switch_to_cb_friendly_attn(object.__new__(ContinuousBatchingManager), m)
-    with pytest.raises(NotImplementedError, match="continuous batching"):
-        m.generate_batch(inputs=[[1, 2, 3]], generation_config=m.generation_config)
+    monkeypatch.setattr(continuous_api, "is_flash_attn_2_available", lambda *_, **__: True)
+    monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda *_, **__: True)
+    if not paged.SUPPORTED:
+        with pytest.raises(NotImplementedError, match="would replace the method by flash attention"):
+            m.generate_batch(inputs=[[1, 2, 3]], generation_config=m.generation_config)
+    else:
+        graphs = transformers.ContinuousBatchingConfig(use_cuda_graph=True)
+        with pytest.raises(NotImplementedError, match="use_cuda_graph=False"):
+            m.init_continuous_batching(m.generation_config, graphs)
+        assert m.init_continuous_batching(m.generation_config).continuous_batching_config.use_cuda_graph == (False, False)
     assert m.config._attn_implementation == DEFAULT
 
 

@@ -14,6 +14,7 @@ from .extend import extend
 from .inspect import inspect
 from .lm_eval import lm_eval
 from .push import push
+from .run import run
 from .train import train
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -37,4 +38,5 @@ def main(
 for command in (extend, train, inspect, push, env):
     app.command()(command)
 app.command("eval")(evaluate)
-app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(lm_eval)
+for name, others in (("lm-eval", lm_eval), ("run", run)):
+    app.command(name, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(others)

@@ -16,6 +16,8 @@ from ..attention.geometry import Rows
 from ..attention.reference import dense_attention
 from ..config import LongAttnConfig
 from ..methods.learned import learned_parts
+from .engines.heads import of_these_heads
+from .engines.paged import ARGUMENTS, paged_attention
 from .masks import base_implementation, is_carrier, read_mask
 from .positions import ranks, refuse_unknown_start, with_positions
 from .rotation import RotarySource
@@ -75,36 +77,81 @@ def attention_forward(
         output (batch, q_len, heads, head_dim), and attention weights if output_attentions asks for them.
     """
     plan = current_plan(module)
+    if kwargs.get("cache") is not None:
+        return _paged(plan, module, query, key, value, dropout, scaling, softcap, sliding_window, kwargs), None
     if plan.config is None:
         extra = {"softcap": softcap} if softcap is not None else {}
         return _base(module, query, key, value, attention_mask, dropout, scaling, sliding_window, **extra, **kwargs)
-    _refuse(plan, attention_mask, sliding_window, kwargs)
-    if query.shape[1] != plan.heads and any(m.head_dependent for m in plan.config.methods):
+    _refuse(plan, sliding_window, kwargs)
+    if attention_mask is None:
         raise NotImplementedError(
-            f"this layer got {query.shape[1]} of {plan.heads} heads (tensor parallelism), which {plan.config.name} cannot be "
-            "split into yet"
+            "the attention mask did not arrive, so true positions are unknown. Context parallelism removes it and is "
+            "not supported; other wrappers must pass the mask that transformers' create_causal_mask built"
         )
-    assert attention_mask is not None
     positions = kwargs.get("position_ids")
     rows, counted = _rows(attention_mask, query, key)
     rows = with_positions(rows, counted, attention_mask, positions, key.shape[2])
     if counted is not None and not is_carrier(attention_mask):
         refuse_unknown_start(plan.config, rows, positions)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _attend(plan, module, query, key, value, rows, dropout, scaling, softcap, bool(kwargs.get("output_attentions")))
+
+
+def _attend(
+    plan: LayerPlan,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Rows,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    with_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """A layer's method over rows of any geometry: output (batch, q_len, heads, head_dim), and weights if asked for."""
+    assert plan.config is not None
+    config, learned = plan.config, learned_parts(module)
+    if query.shape[1] != plan.heads and any(m.head_dependent for m in config.methods):
+        config, learned = of_these_heads(module, query.shape[1], plan.heads, config, learned)
     options: dict[str, Any] = {
-        "scaling": scaling,
+        "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
         "softcap": softcap,
-        "learned": learned_parts(module),
+        "learned": learned,
         "rotation": None if plan.rotary is None else plan.rotary.rotation(query),
     }
     weights = None
-    if kwargs.get("output_attentions"):
-        out, weights = dense_attention(query, key, value, plan.config, rows, dropout=dropout, **options)
+    if with_weights:
+        out, weights = dense_attention(query, key, value, config, rows, dropout=dropout, **options)
     else:
-        out = attend(query, key, value, plan.config, rows, dropout=dropout, **options)
+        out = attend(query, key, value, config, rows, dropout=dropout, **options)
     if plan.observer is not None:
-        plan.observer(Call(query, key, value, plan.config, rows, out, **options))
+        plan.observer(Call(query, key, value, config, rows, out, **options))
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _paged(
+    plan: LayerPlan,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    sliding_window: int | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """A layer under continuous batching, with the method or left alone."""
+    if plan.config is not None:
+        _refuse(plan, sliding_window, {k: v for k, v in kwargs.items() if k != "cache" and k not in ARGUMENTS})
+
+    def compute(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
+        if plan.config is not None:
+            return _attend(plan, module, query, key, value, rows, dropout, scaling, softcap)[0]
+        extra = kwargs if softcap is None else kwargs | {"softcap": softcap}
+        return _base(module, query, key, value, rows.visible(key.shape[2]), dropout, scaling, sliding_window, **extra)[0]
+
+    return paged_attention(module, query, key, value, kwargs, compute)
 
 
 def current_plan(module: Any) -> LayerPlan:
@@ -124,23 +171,13 @@ def current_plan(module: Any) -> LayerPlan:
     return plan
 
 
-def _refuse(plan: LayerPlan, mask: Tensor | None, sliding_window: int | None, kwargs: dict[str, Any]) -> None:
+def _refuse(plan: LayerPlan, sliding_window: int | None, kwargs: dict[str, Any]) -> None:
     """Raise for anything in a call that we would otherwise compute wrongly in silence."""
     if not torch.compiler.is_compiling() and _in_context_parallel():
         raise NotImplementedError(
             "torch's context_parallel splits the sequence and replaces scaled_dot_product_attention alone: under "
             "hf_longattn every process would attend to its own part. Leave it off, or "
             'model.set_attn_implementation("sdpa") first'
-        )
-    if kwargs.get("cache") is not None:
-        raise NotImplementedError(
-            "continuous batching (paged cache) is not supported under hf_longattn; use generate(), or "
-            'model.set_attn_implementation("sdpa") first'
-        )
-    if mask is None:
-        raise NotImplementedError(
-            "the attention mask did not arrive, so true positions are unknown. Context parallelism removes it and is "
-            "not supported; other wrappers must pass the mask that transformers' create_causal_mask built"
         )
     if sliding_window is not None and not plan.windowed:
         raise ValueError("this layer got a sliding window that its config does not announce: please report the model")

@@ -10,12 +10,13 @@ PreTrainedModel.get_correct_attn_implementation  a typing mistake in one of our 
 PreTrainedModel.post_init                  check and plan while a model is built, not at its first step
 PreTrainedModel.set_attn_implementation    the same when the attention is switched
 PreTrainedModel.load_adapter               older releases drop an adapter's learned parameters with a log line
-ContinuousBatchingManager                  would replace the method by flash attention with a log line
+ContinuousBatchingManager                  would replace the method by flash attention with a log line, and capture CUDA graphs
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import inspect
 import warnings
@@ -29,6 +30,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 
 from ..config import LongAttnConfig
 from ..methods.method import SLOTS
+from .engines import paged
 from .layers import all_configs, language_config
 from .model import (
     forget,
@@ -41,7 +43,7 @@ from .model import (
     warn_of_lost_softcap,
     warn_untrained,
 )
-from .names import PREFIX, hint, is_ours, short
+from .names import PREFIX, TRIPWIRE, hint, is_ours, short
 from .proof import prove_rotations
 
 
@@ -59,6 +61,7 @@ def install() -> None:
     wrap(PreTrainedModel, "post_init", _post_init)
     wrap(PreTrainedModel, "set_attn_implementation", _set_attn_implementation)
     wrap(PreTrainedModel, "load_adapter", _load_adapter)
+    wrap(ContinuousBatchingManager, "__init__", _batching_manager)
     wrap(ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switch_to_cb_friendly_attn)
 
 
@@ -117,7 +120,9 @@ def _from_dict(original: Callable[..., Any], cls: type, config_dict: dict[str, A
         del kwargs["attn_implementation"]  # the caller has no wish; the checkpoint has
     out = original(cls, config_dict, **kwargs)
     if saved:
-        (out[0] if isinstance(out, tuple) else out).__dict__["_longattn_saved"] = True
+        config = out[0] if isinstance(out, tuple) else out
+        config.__dict__["_longattn_saved"] = True
+        config.architectures = [name.removeprefix(TRIPWIRE) for name in config.architectures or ()] or None
     return out
 
 
@@ -263,10 +268,30 @@ def _load_adapter(original: Callable[..., Any], self: PreTrainedModel, *args: An
     return info
 
 
-def _switch_to_cb_friendly_attn(original: Callable[..., None], self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+def _batching_manager(
+    original: Callable[..., None],
+    self: Any,
+    model: Any,
+    generation_config: Any,
+    continuous_batching_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     if is_ours(model.config._attn_implementation):
-        raise NotImplementedError(
-            f"continuous batching does not support {model.config._attn_implementation!r} yet and would silently drop the "
-            'method: use generate(), or model.set_attn_implementation("sdpa") first'
-        )
-    original(self, model, *args, **kwargs)
+        if not paged.SUPPORTED:
+            raise NotImplementedError(
+                f"continuous batching of transformers {transformers.__version__} would replace the method by flash attention: "
+                "update transformers to 5.23 or newer, or use generate()"
+            )
+        graphs = continuous_batching_config.use_cuda_graph
+        if graphs is not None and any((graphs,) if isinstance(graphs, bool) else graphs):
+            raise NotImplementedError(
+                "hf_longattn reads the lengths of requests, which CUDA graphs forbid: use_cuda_graph=False"
+            )
+        continuous_batching_config = dataclasses.replace(continuous_batching_config, use_cuda_graph=False)
+    original(self, model, generation_config, continuous_batching_config, *args, **kwargs)
+
+
+def _switch_to_cb_friendly_attn(original: Callable[..., None], self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    if not is_ours(model.config._attn_implementation):
+        original(self, model, *args, **kwargs)

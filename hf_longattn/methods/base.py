@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from .method import Method, ModelFacts
+from .method import Heads, Method, ModelFacts
 
 #: From positions (int64, any shape) to the positions that a rotation should show instead (float64): the same shape, or one
 #: dimension more, last, where heads differ; heads that share a key head share its remap.
@@ -161,9 +161,31 @@ class LogitMap(Method, ABC):
     def needs_training(self) -> bool:
         return True
 
+    def for_heads(self, heads: Heads) -> LogitMap:  # type: ignore[override]
+        return LogitMapOfHeads(self, heads) if self.head_dependent else self
+
     @abstractmethod
     def tables(self, heads: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """gain and bias for t = 0 .. length-1: two float64 tensors, each of shape (heads or 1, length)."""
+
+
+@dataclass(frozen=True)
+class LogitMapOfHeads(LogitMap):
+    """A logit map as some of its heads see it."""
+
+    name: ClassVar[str] = "logit_map_of_heads"
+    paper: ClassVar[str] = ""
+
+    whole: LogitMap
+    part: Heads
+
+    @property
+    def sink_tokens(self) -> int:  # type: ignore[override]
+        return self.whole.sink_tokens
+
+    def tables(self, heads: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        gain, bias = (self.part.own(t) if len(t) > 1 else t for t in self.whole.tables(self.part.of, length, device))
+        return gain, bias
 
 
 class OutputNorm(Method, ABC):

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,10 @@ def learned_parts(attention: Any) -> dict[str, nn.Module]:
     return {slot: part for slot, part in parts.items() if part is not None}
 
 
+def _all(parameter: Tensor) -> Tensor:
+    return parameter
+
+
 class HeadScaleLayerNorm(nn.Module):
     """A learned factor per head on a row factor (batch, heads or 1, q_len)."""
 
@@ -41,8 +45,9 @@ class HeadScaleLayerNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(heads))
 
-    def forward(self, factor: Tensor) -> Tensor:
-        return factor * self.weight.to(factor.dtype)[:, None]
+    def forward(self, factor: Tensor, own: Callable[[Tensor], Tensor] = _all) -> Tensor:
+        """`own` takes the part of a parameter that belongs to the heads at hand."""
+        return factor * own(self.weight).to(factor.dtype)[:, None]
 
 
 class FeatureAffineLayerNorm(nn.Module):
@@ -53,5 +58,5 @@ class FeatureAffineLayerNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(features))
         self.bias = nn.Parameter(torch.zeros(features))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight.to(x.dtype) + self.bias.to(x.dtype)
+    def forward(self, x: Tensor, own: Callable[[Tensor], Tensor] = _all) -> Tensor:
+        return x * own(self.weight).to(x.dtype) + own(self.bias).to(x.dtype)

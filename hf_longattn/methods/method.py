@@ -25,6 +25,20 @@ class ModelFacts:
     rope_type: str | None = None
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Those of a layer's query heads that this process computes, where heads are split across processes."""
+
+    first: int
+    count: int
+    of: int
+
+    def own(self, values: Any) -> Any:
+        """The part of a sequence or tensor that belongs to these heads; it may hold less than one entry for each head."""
+        size = len(values)
+        return values[self.first * size // self.of : -(-(self.first + self.count) * size // self.of)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """One published change to one stage of attention: its parameters, validated on construction.
@@ -61,6 +75,10 @@ class Method:
         """The same method with parameters given per layer reduced to those of `layer`."""
         return self
 
+    def for_heads(self, heads: Heads) -> Self:
+        """The same method with parameters given per head, or per key head, reduced to those of `heads`."""
+        return self
+
     @property
     def needs_training(self) -> bool:
         """Whether a pretrained model gets worse under these parameters, until it is trained or they are calibrated."""
@@ -68,7 +86,7 @@ class Method:
 
     @property
     def head_dependent(self) -> bool:
-        """Whether heads differ or meet, so that a layer cannot be split by heads across devices."""
+        """Whether heads differ or meet, so that one that is computed apart must know which it is."""
         return False
 
     def to_dict(self) -> dict[str, Any]:

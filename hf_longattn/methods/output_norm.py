@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .base import OutputNorm
 from .learned import FeatureAffineLayerNorm
-from .method import ModelFacts, numbers, per_head, require_positive
+from .method import Heads, ModelFacts, numbers, per_head, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,15 @@ class OutputStandardise(OutputNorm):
         deviation, mean = (
             v[layer] if isinstance(v, tuple) and isinstance(v[0], tuple) else v for v in (self.deviation, self.mean)
         )
+        return dataclasses.replace(self, deviation=deviation, mean=mean)
+
+    def for_heads(self, heads: Heads) -> Self:
+        if not self.per_head:
+            raise NotImplementedError(
+                f"{self.name} normalises over all heads of a token, which several processes compute here (tensor or sequence "
+                "parallelism): take per_head=True, or do not split heads"
+            )
+        deviation, mean = (heads.own(v) if isinstance(v, tuple) else v for v in (self.deviation, self.mean))
         return dataclasses.replace(self, deviation=deviation, mean=mean)
 
     def normalise(self, output: Tensor, affine: nn.Module | None = None) -> Tensor:

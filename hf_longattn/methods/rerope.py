@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .base import Band, Positions
-from .method import ModelFacts, numbers, per_layer
+from .method import Heads, ModelFacts, numbers, per_layer
 from .remap import bind_window, capped, check_at_least_one, check_remap, check_window, known
 
 
@@ -74,7 +74,7 @@ class LeakyReRope(Positions):
 
     @property
     def head_dependent(self) -> bool:
-        return isinstance(self.stretch, tuple) and any(isinstance(k, tuple) for k in self.stretch)
+        return isinstance(self.stretch, tuple)
 
     def bind(self, facts: ModelFacts) -> Self:
         check_remap(self.name, facts, self.stack)
@@ -83,6 +83,9 @@ class LeakyReRope(Positions):
 
     def for_layer(self, layer: int) -> Self:
         return dataclasses.replace(self, stretch=self.stretch[layer]) if isinstance(self.stretch, tuple) else self
+
+    def for_heads(self, heads: Heads) -> Self:
+        return dataclasses.replace(self, stretch=heads.own(self.stretch)) if isinstance(self.stretch, tuple) else self
 
     def reach(self, train_length: int) -> int | None:
         w, least = known(self.window), min(numbers(self.stretch))

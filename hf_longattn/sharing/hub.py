@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from ..integration import config_of
-from ..integration.names import PREFIX
+from ..integration.names import PREFIX, TRIPWIRE
 from .card import Facts, contents, hub_id, model_card, source
 
 STUB = "modeling_longattn.py"
@@ -31,6 +31,7 @@ def save(
     name: str | None = None,
     base_model: str | None = None,
     remote_code: bool = False,
+    strict: bool = False,
     overwrite: bool = False,
     **card: Any,
 ) -> Path:
@@ -43,6 +44,8 @@ def save(
         name: what the card calls the model; default the directory's name.
         base_model: the Hub's name of the model that this was made from; default what the model was loaded from.
         remote_code: add the small file that makes loading with trust_remote_code=True import this package.
+        strict: name the model's class LongAttn... in its config, so that engines which choose their own code by that name, and
+            never read what attention it needs (vLLM, SGLang), refuse it. transformers with this package loads it as ever.
         overwrite: into a directory that holds something: weights and configs there are replaced, all else stays.
         card: training_lengths, metrics, evaluated_on, license; see `hf_longattn.card.Facts`.
 
@@ -62,8 +65,8 @@ def save(
             "hf_longattn.LongAttnLoraConfig, or merge_and_unload() and save the model"
         )
     adapter = bool(getattr(model, "peft_config", None))
-    if remote_code and adapter:
-        raise ValueError("remote_code works for whole models only: merge_and_unload() first")
+    if (remote_code or strict) and adapter:
+        raise ValueError(f"{'remote_code' if remote_code else 'strict'} works for whole models only: merge_and_unload() first")
     stub = _stub(model) if remote_code else None
     if directory.exists() and any(directory.iterdir()):
         if not overwrite:
@@ -78,6 +81,8 @@ def save(
     if stub is not None:
         (directory / STUB).write_text(stub[1], encoding="utf-8")
         _edit(directory / "config.json", auto_map=stub[0])
+    if strict:
+        _edit(directory / "config.json", **_tripwire(json.loads((directory / "config.json").read_text(encoding="utf-8"))))
     base = base_model or hub_id(getattr(model, "name_or_path", None))
     text = model_card(directory, name or directory.name, facts, base_model=base, remote_code=remote_code)
     text.save(directory / "README.md")
@@ -98,7 +103,7 @@ def push(
     remote_code: bool = False,
     **card: Any,
 ) -> str:
-    """Upload a model or an adapter to the Hub, with its attention and a card.
+    """Upload a model or an adapter to the Hub, with its attention and a card; a model as `save` with strict=True writes it.
 
     Args:
         model: as for `save`, or a folder that it (or `save_pretrained`, or Trainer) wrote. A folder is not changed; its
@@ -120,7 +125,7 @@ def push(
         made: dict[str, Any] = {"tokenizer": tokenizer, "base_model": base_model, "remote_code": remote_code}
         where: dict[str, Any] = {"private": private, "exist_ok": exist_ok, "token": token, "endpoint": endpoint}
         with tempfile.TemporaryDirectory() as folder:
-            save(model, folder, name=repo_id, **made, **card)
+            save(model, folder, name=repo_id, strict=not getattr(model, "peft_config", None), **made, **card)
             return push(folder, repo_id, commit_message=commit_message, **where)
     if tokenizer is not None or remote_code:
         raise ValueError("tokenizer and remote_code belong to a model; a folder has what hf_longattn.save put there")
@@ -158,6 +163,8 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
             )
         if base_model:
             found["adapter_config.json"] = _json(saved | {"base_model_name_or_path": base_model})
+    else:
+        found["config.json"] = _json(saved | _tripwire(saved))
     readme = directory / "README.md"
     if readme.exists() and "[More Information Needed]" not in readme.read_text(encoding="utf-8"):
         if given := sorted(k for k, v in vars(facts).items() if v and k != "numbers"):
@@ -191,6 +198,11 @@ def _stub(model: nn.Module) -> tuple[dict[str, str], str]:
         f"from transformers import {kind} as Base\n\n\nclass {kind}(Base):\n    pass\n"
     )
     return {auto: f"{Path(STUB).stem}.{kind}" for auto in autos}, code
+
+
+def _tripwire(saved: dict[str, Any]) -> dict[str, list[str]]:
+    """The architectures of a saved config, under names that nothing but this package knows."""
+    return {"architectures": [TRIPWIRE + name.removeprefix(TRIPWIRE) for name in saved.get("architectures") or ()]}
 
 
 def _edit(path: Path, **changes: Any) -> None:

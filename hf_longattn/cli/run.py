@@ -1,0 +1,34 @@
+"""`hf-longattn run`: other tools with this package in them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import typer
+
+from .common import refusing
+
+BOOTSTRAP = Path(__file__).with_name("bootstrap")
+
+
+def run(context: typer.Context) -> None:
+    """Run a command with every method registered, in it and in all Python processes that it starts.
+
+    hf-longattn run -- trl sft --model_name_or_path MODEL ...
+
+    It takes the place of this process. Tools that never import hf_longattn (trl, lm_eval, transformers serve, accelerate
+    launch, torchrun) load and train checkpoints under their method then. It costs a few milliseconds for each process: a
+    folder in PYTHONPATH whose sitecustomize.py imports the package, which waits until transformers is imported. `python -I`
+    and `python -E` ignore it.
+    """
+    command = [*context.args]
+    command = command[1:] if command[:1] == ["--"] else command
+    with refusing():
+        if not command:
+            raise ValueError("name a command: hf-longattn run -- trl sft ...")
+        if shutil.which(command[0]) is None:
+            raise ValueError(f"there is no command {command[0]!r} here")
+        path = os.pathsep.join(filter(None, (str(BOOTSTRAP), os.environ.get("PYTHONPATH"))))
+        os.execvpe(command[0], command, os.environ | {"PYTHONPATH": path})

@@ -1,0 +1,1 @@
+"""What single engines of the transformers stack hand to an attention function, one file each."""

@@ -1,0 +1,117 @@
+"""Continuous batching: tokens of many requests in one row, and a KV cache in pages.
+
+No mask arrives. `cu_seq_lens_q` and `cu_seq_lens_k` say which queries and keys belong to a request, position_ids how long
+it is: a request's queries are its last tokens, and its keys those before them that the layer still needs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+from ...attention.geometry import Columns, Rows
+
+#: Whether the cache takes its arguments as we hand them on; older releases have another signature.
+SUPPORTED = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters
+#: What arrives beside the cache and is read here or by the cache.
+ARGUMENTS = frozenset(
+    {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "read_index", "write_index", "block_table"}
+    | {"logits_indices", "logits_processor_args", "position_ids"}
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Requests with equally many queries and about as many keys, computed as one batch.
+
+    Args:
+        queries: int64 (requests, q_len), the columns of the packed row that hold their queries.
+        keys: int64 (requests, kv_len), those that hold their keys; beyond a request's own, any.
+        rows: what each query sees of them.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    rows: Rows
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def paged_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kwargs: dict[str, Any],
+    compute: Callable[[Tensor, Tensor, Tensor, Rows], Tensor],
+) -> Tensor:
+    """Put key and value into the paged cache of kwargs, and compute every request over its own keys.
+
+    Args:
+        query: (1, heads, tokens, head_dim), of all requests one after the other; key and value likewise.
+        kwargs: what arrived beside them; what concerns the cache is taken out.
+        compute: query, key, value (requests, heads, length, head_dim) and rows to (requests, q_len, heads, head_dim).
+
+    Returns:
+        (1, tokens, heads, head_dim); 0 for tokens of no request.
+    """
+    cache = kwargs.pop("cache")
+    if not (SUPPORTED and isinstance(cache, PagedAttentionCache)):
+        raise NotImplementedError(
+            f"{type(cache).__name__} arrived as `cache`, which hf_longattn knows for transformers' continuous batching in "
+            "release 5.23 or newer alone; use generate()"
+        )
+    given = {name: kwargs.pop(name, None) for name in ARGUMENTS}
+    if given["block_table"] is not None:
+        raise NotImplementedError("continuous batching hands a block table to FlashAttention only: max_blocks_per_request=0")
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=given)
+    window = getattr(cache.layer_to_allocator[module.layer_idx], "sliding_window", None)
+    out = None
+    for batch in _batches(given["cu_seq_lens_q"], given["cu_seq_lens_k"], given["position_ids"], window):
+        q, k, v = (_take(x, at) for x, at in ((query, batch.queries), (key, batch.keys), (value, batch.keys)))
+        result = compute(q, k, v, batch.rows)
+        if out is None:
+            out = result.new_zeros(1, query.shape[2], *result.shape[2:])
+        out[0, batch.queries] = result
+    assert out is not None
+    return out
+
+
+def _take(x: Tensor, columns: Tensor) -> Tensor:
+    """Columns (requests, n) of x (1, heads, tokens, head_dim): (requests, heads, n, head_dim)."""
+    return x[0][:, columns].transpose(0, 1)
+
+
+def _batches(cu_q: Tensor, cu_k: Tensor, position_ids: Tensor, window: int | None) -> list[Batch]:
+    """The requests of a call, the same objects for all its layers of one type."""
+    kept: tuple[Tensor, list[Batch]] | None = cu_k.__dict__.get("longattn_batches")
+    if kept is None or kept[0] is not position_ids:
+        cu_k.__dict__["longattn_batches"] = kept = position_ids, _make_batches(cu_q, cu_k, position_ids, window)
+    return kept[1]
+
+
+def _make_batches(cu_q: Tensor, cu_k: Tensor, position_ids: Tensor, window: int | None) -> list[Batch]:
+    device = position_ids.device
+    starts = torch.stack([cu_q, cu_k], -1).long().cpu()
+    lengths = starts.diff(dim=0)
+    last = position_ids[0].long().cpu()[(starts[1:, 0] - 1).clamp(min=0)]
+    alike: dict[tuple[int, int], list[int]] = {}  # padding for at most as many keys again
+    for request, (q_len, kv_len) in enumerate(lengths.tolist()):
+        if q_len:
+            alike.setdefault((q_len, kv_len.bit_length()), []).append(request)
+    batches = []
+    for (q_len, _), requests in alike.items():
+        (first_q, first_k), kv_len, total = starts[requests].T[..., None], lengths[requests, 1:], last[requests, None] + 1
+        own = kv_len - q_len + torch.arange(q_len)  # counted from each request's first key: all rows share key_start
+        zero = torch.zeros_like(own)
+        low = zero if window is None else (own - window + 1).clamp(min=0)
+        index = Columns(own, zero, zero + kv_len - total, low, own).stacked()
+        columns = torch.arange(int(kv_len.max()))
+        keys = first_k + torch.minimum(columns, kv_len - 1)
+        batches.append(Batch((first_q + torch.arange(q_len)).to(device), keys.to(device), Rows(index.to(device))))
+    return batches
