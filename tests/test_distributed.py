@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from distributed_worker import RANKS, SPLIT, gradients, made, step
 from helpers import close, tokens

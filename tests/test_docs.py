@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
+import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
 import hf_longattn
+from hf_longattn.measuring.evaluation import copy_losses, token_losses, with_copies
 from hf_longattn.methods.registry import method_names
 
 ROOT = Path(__file__).parent.parent
@@ -49,12 +53,33 @@ def script(name: str) -> Any:
     return module
 
 
-@pytest.mark.parametrize("name", ["methods_on_model", "longer_on_model", "speed"])
+@pytest.mark.parametrize("name", ["methods_on_model", "longer_on_model", "reading_far", "speed"])
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_tables_are_the_result_file(page: Path, name: str) -> None:
     module, text = script(name), page.read_text(encoding="utf-8")
     rows = module.load() if name == "methods_on_model" else module.load_all()
     assert module.with_tables(text, rows) == text, f"run: python benchmarks/{name}.py --tables"
+
+
+def test_a_segment_over_kept_keys_is_read_as_in_one_pass(tmp_path: Path) -> None:
+    """By the way that made the keys; and by another over the first one's keys it is read differently."""
+    far = script("reading_far")
+    model = AutoModelForCausalLM.from_pretrained(tiny.save(tmp_path)).eval()
+    ids = torch.randint(97, (1, 900), generator=torch.Generator().manual_seed(0))
+    copies = far.copies_at(900, 520)
+    assert [(c.distance, c.position) for c in copies] == [(489, 508), (574, 764)]
+    ids, taken = with_copies(ids, copies)
+    assert int(taken.sum()) == 128 * len(copies)
+    hf_longattn.apply(model, "rerope", window=64)
+    whole, before = token_losses(model, ids), far.keys_of(model, ids[:, :-520], chunk=100)
+    read = far.read(model, ids, before, 520)
+    assert torch.isnan(read[:, :381]).all()
+    torch.testing.assert_close(read[:, 381:], whole[:, 381:], atol=1e-4, rtol=0)
+    found = far.measured(read, copies)
+    assert found["copying"] == pytest.approx(copy_losses(whole, copies), abs=2e-4)
+    assert found["prose"][-1] == pytest.approx(float(whole[:, 636:764].mean()), abs=2e-4)
+    hf_longattn.apply(model, "rerope+logn", window=64, train_length=64)
+    assert (far.read(model, ids, before, 520) - read)[:, 381:].abs().max() > 1e-2
 
 
 def test_memory_grows_linearly_in_the_result_files() -> None:

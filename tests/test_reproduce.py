@@ -273,15 +273,19 @@ def test_the_list_names_every_experiment_with_its_cost(the: Any, tmp_path: Path,
         assert (int(done), int(to_do)) == (0, len(experiment.variants) * len(experiment.seeds))
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's own
 def test_conversion(the: Any, tmp_path: Path, texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     variants = ["windowed-untrained", "infoscale-untrained", "rerope+map-untrained", "rerope+logn-15%", "pose+rerope-15%"]
-    only = [f"^({'|'.join(map(re.escape, names))})$" for names in (variants, ["base", "prope+scale_invariant-scratch"])]
+    variants += ["rerope+logn-lora-15%", "control-lora-15%", "pose+yarn64-distilled-15%", "pose+yarn64-15%"]
+    variants += ["prope+scale_invariant-strength-15%", "prope+scale_invariant-15%", "qk+prope+map-15%"]
+    bases = ["base", "qk+base", "prope+scale_invariant-scratch"]
+    only = [f"^({'|'.join(map(re.escape, names))})$" for names in (variants, bases)]
     assert quick(the, tmp_path, "conversion", "--only", only[0], "--seeds", "1", *texts) == 2
     assert "conversion --only '^base$' --seeds 1" in capsys.readouterr().err
     for names in reversed(only):
         assert quick(the, tmp_path, "conversion", "--only", names, "--seeds", "1", *texts) == 0
     found = {r["variant"]: r["measured"] for r in rows(tmp_path, "conversion")}
-    assert set(found) == {"base", "prope+scale_invariant-scratch", *variants}
+    assert set(found) == {*bases, *variants}
     base = found["base"]
     assert all(base[task][0] < math.log(256) for task in the.conversion.TASKS)
     for name in ("windowed-untrained", "infoscale-untrained"):  # the identity within the window

@@ -8,7 +8,9 @@ window: the loss on prose, and on passages and random strings that repeat what s
 
 from __future__ import annotations
 
+import itertools
 import random
+import re
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -17,8 +19,9 @@ from typing import Any
 import torch
 from experiment import Experiment, Run
 from loop import fit
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, rope
@@ -30,7 +33,7 @@ from hf_longattn.training.skip import skipped
 LETTERS = string.ascii_letters + string.digits
 #: Bytes of a repeated passage, and its first ones, which do not count: a model must notice the repetition.
 PASSAGE, NOTICED = 32, 8
-BASE = "base"
+BASE, QK = "base", "qk+"
 #: What is measured: loss on prose, on repeated passages of it, on repeated random strings.
 TASKS = ("prose", "passages", "strings")
 
@@ -57,14 +60,34 @@ QUICK = Settings(1, 16, 1, batch=2, first_steps=3, steps=20, calibration_windows
 
 @dataclass(frozen=True)
 class Way:
-    """A method by name with its parameters, a position encoding of `hf_longattn.rope` and its arguments, and whether
-    scale-invariant attention is calibrated first and positions skip in training."""
+    """What is done to a model, and how it is trained.
+
+    Args:
+        method, parameters: a method by name.
+        rope: a position encoding of `hf_longattn.rope` and its arguments.
+        calibrated: scale-invariant attention is calibrated first.
+        skip: positions skip in training (PoSE).
+        strength: the method's strength rises from 0 to 1 over the first half of the steps.
+        lora: the rank of an adapter on q, k, v and o that is trained in place of all weights; 0 for none.
+        distilled: half of the loss is the divergence from the unmodified base, which reads the same bytes at plain positions.
+        rate: in place of the settings' learning rate.
+        qk_norm: on a base that normalises queries and keys (Qwen3 in place of Llama).
+    """
 
     method: str | None = None
     parameters: dict[str, Any] = field(default_factory=dict)
     rope: tuple[Any, ...] = ()
     calibrated: bool = False
     skip: bool = False
+    strength: bool = False
+    lora: int = 0
+    distilled: bool = False
+    rate: float | None = None
+    qk_norm: bool = False
+
+    @property
+    def base(self) -> str:
+        return QK + BASE if self.qk_norm else BASE
 
 
 WINDOW, STRETCH = 64, 128  # of the remaps: at this stretch distances of 64 times the length stay below the length
@@ -75,6 +98,7 @@ REMAPS: dict[str, dict[str, Any]] = {
     "dual_chunk": {},
 }
 MAP = {"sink_tokens": 1}
+LORA_RATE = 3e-3
 LEARNED = {"learned": True, "clamp": False}  # LogN as published
 UNTRAINED: dict[str, Way] = {"control": Way()}
 UNTRAINED |= {"windowed": Way("windowed", {"window": 128}), "streaming": Way("streaming", {"window": 124, "sinks": 4})}
@@ -82,16 +106,27 @@ UNTRAINED |= {f"yarn{factor}": Way(rope=("yarn", factor)) for factor in (16, 64)
 UNTRAINED |= {"infoscale": Way("infoscale"), "logn": Way("logn"), "map": Way("scale_invariant", MAP, calibrated=True)}
 for name, given in REMAPS.items():
     UNTRAINED[name] = Way(name, given)
-    UNTRAINED |= {f"{name}+{t}": Way(f"{name}+{t}", given) for t in ("infoscale", "logn")}
+    UNTRAINED |= {f"{name}+{t}": Way(f"{name}+{t}", given) for t in ("infoscale", "logn", "adaptive_temperature")}
     UNTRAINED[f"{name}+map"] = Way(f"{name}+scale_invariant", given | MAP | {"offset": WINDOW}, calibrated=True)
+#: A weaker map: decay (γ) 0.25 in place of 1, and begun later.
+WEAK = {"window": WINDOW} | MAP | {"offset": WINDOW, "tau": 16.0, "decay": 0.25}
+UNTRAINED["rerope+weak_map"] = Way("rerope+scale_invariant", WEAK, calibrated=True)
 
 TRAINED: dict[str, Way] = {
     "control": Way(),
     "yarn16": UNTRAINED["yarn16"],
+    "yarn64": UNTRAINED["yarn64"],
     "rerope": UNTRAINED["rerope"],
     "rerope+logn": Way("rerope+logn", {"window": WINDOW} | LEARNED),
     "rerope+infoscale": UNTRAINED["rerope+infoscale"],
     "rerope+map": UNTRAINED["rerope+map"],
+    "rerope+weak_map": UNTRAINED["rerope+weak_map"],
+    "rerope+adaptive_temperature": UNTRAINED["rerope+adaptive_temperature"],
+    "rerope+cosscale16": Way("rerope+cosscale", {"window": WINDOW, "scale": 16.0}),
+    "rerope+cosscale16+infoscale": Way("rerope+cosscale+infoscale", {"window": WINDOW, "scale": 16.0}),
+    "rerope+cosscale128": Way("rerope+cosscale", {"window": WINDOW, "scale": 128.0}),
+    "pose": Way(skip=True),
+    "pose+yarn64": Way(rope=("yarn", 64), skip=True),
     "pose+rerope": Way("rerope", {"window": WINDOW}, skip=True),
     "pose+rerope+logn": Way("rerope+logn", {"window": WINDOW}, skip=True),
 }
@@ -104,15 +139,35 @@ for encoding, arguments in {"prope": ("prope", 0.5), "nope": ("nope",)}.items():
 TRAINED["alibi"] = Way("alibi", rope=("nope",))
 TRAINED["alibi+logn"] = Way("alibi+logn", LEARNED, ("nope",))
 TRAINED["alibi+infoscale"] = Way("alibi+infoscale", rope=("nope",))
+for name, kind in {"adaptive_temperature": ("adaptive_temperature", {}), "cosscale16": ("cosscale", {"scale": 16.0})}.items():
+    TRAINED[f"prope+{name}"] = Way(*kind, ("prope", 0.5))
+#: The same ways trained otherwise: an adapter in place of all weights, the base as teacher, a strength that rises.
+OTHERWISE: dict[str, Way] = {}
+for name in ("control", "yarn64", "rerope+logn", "pose+rerope+logn", "prope+map"):
+    OTHERWISE[f"{name}-lora"] = replace(TRAINED[name], lora=16, rate=LORA_RATE)
+OTHERWISE |= {f"rerope+logn-lora{rate:g}": replace(TRAINED["rerope+logn"], lora=16, rate=rate) for rate in (1e-3, 1e-2)}
+for name in ("rerope+logn", "pose+rerope+logn", "pose+yarn64", "prope+map", "nope+map", "alibi"):
+    OTHERWISE[f"{name}-distilled"] = replace(TRAINED[name], distilled=True)
+for name in ("prope+scale_invariant", "prope+map"):
+    OTHERWISE[f"{name}-strength"] = replace(TRAINED[name], strength=True)
+#: Scale-invariant attention on p-RoPE by τ, uncalibrated and calibrated; 10 is the default.
+TAUS = (1.0, 10.0, 100.0, 1000.0)
+SWEPT: dict[str, Way] = {}
+for name, tau in itertools.product(("prope+scale_invariant", "prope+map"), TAUS):
+    if tau != 10:
+        SWEPT[f"{name}-tau{tau:g}"] = replace(TRAINED[name], parameters=TRAINED[name].parameters | {"tau": tau})
+#: On a base with QK-norm.
+NORMED = {QK + n: replace(w, qk_norm=True) for n, w in TRAINED.items() if n in ("prope", "prope+scale_invariant", "prope+map")}
 #: From scratch, with as many steps as the base.
-SCRATCH: dict[str, Way] = {"prope+scale_invariant": TRAINED["prope+scale_invariant"], "rerope+logn": TRAINED["rerope+logn"]}
-SCRATCH |= {"alibi": TRAINED["alibi"]}
+SCRATCH: dict[str, Way] = {n: TRAINED[n] for n in ("prope+scale_invariant", "rerope+logn", "alibi")}
+SCRATCH |= {n: NORMED[n] for n in (f"{QK}prope", f"{QK}prope+scale_invariant")}
 SHARES = (15, 5, 50)
 #: What is made of a way, by variant: (way, per cent of the base's steps, whether from scratch).
-VARIANTS: dict[str, tuple[Way, int, bool]] = {BASE: (Way(), 100, True)}
+VARIANTS: dict[str, tuple[Way, int, bool]] = {BASE: (Way(), 100, True), QK + BASE: (Way(qk_norm=True), 100, True)}
 VARIANTS |= {f"{name}-untrained": (way, 0, False) for name, way in UNTRAINED.items() if name != "control"}
 for share in SHARES:
-    VARIANTS |= {f"{name}-{share}%": (way, share, False) for name, way in TRAINED.items()}
+    VARIANTS |= {f"{name}-{share}%": (way, share, False) for name, way in (TRAINED | OTHERWISE).items()}
+VARIANTS |= {f"{name}-{SHARES[0]}%": (way, SHARES[0], False) for name, way in (SWEPT | NORMED).items()}
 VARIANTS |= {f"{name}-scratch": (way, 100, True) for name, way in SCRATCH.items()}
 
 
@@ -131,10 +186,21 @@ def measure(run: Run) -> dict[str, Any]:
         fit(model, lambda: loss(model, next(first)), optimizer, settings.first_steps, 0.05, run.dtype)
         optimizer = MuonWithAdam(model, Muon(matrix_lr=settings.matrix_lr))
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), settings.learning_rate, weight_decay=0.0)
+        model = adapted(model, way) if way.lora else model
+        optimizer = torch.optim.AdamW(model.parameters(), way.rate or settings.learning_rate, weight_decay=0.0)
     if steps:
         skip = random.Random(run.seed) if way.skip else None
-        out["train_loss"] = round(fit(model, lambda: loss(model, next(data), skip), optimizer, steps, 0.05, run.dtype), 5)
+        teacher = model_of(run, Way(qk_norm=way.qk_norm), False, data) if way.distilled else None
+        done = itertools.count()
+
+        def step() -> Tensor:
+            if way.strength:
+                hf_longattn.update(model, strength=min(next(done) / (steps / 2), 1.0))
+            return loss(model, next(data), skip, teacher)
+
+        out["train_loss"] = round(fit(model, step, optimizer, steps, 0.05, run.dtype), 5)
+    if way.lora:
+        model = model.merge_and_unload()
     if scratch:
         model.save_pretrained(run.folder)
     return out | {"lengths": list(settings.lengths)} | measured(model, heldout, settings)
@@ -143,16 +209,16 @@ def measure(run: Run) -> dict[str, Any]:
 def model_of(run: Run, way: Way, scratch: bool, data: Iterator[Tensor]) -> Any:
     """The model to train or measure, in float32, under the way."""
     settings: Settings = run.settings
-    base = run.models / "conversion" / f"{BASE}-seed{run.seed}"
+    base = run.models / "conversion" / f"{way.base}-seed{run.seed}"
     if not scratch and not (base / "config.json").is_file():
         raise ValueError(
-            f"{base} holds no model to start from; make it with: conversion --only '^{BASE}$' --seeds {run.seed} "
-            "(and --again, if its row is there and the model is not)"
+            f"{base} holds no model to start from; make it with: conversion --only '^{re.escape(way.base)}$' "
+            f"--seeds {run.seed} (and --again, if its row is there and the model is not)"
         )
-    config = llama(settings) if scratch else AutoConfig.from_pretrained(base)
+    config = small(settings, way.qk_norm) if scratch else AutoConfig.from_pretrained(base)
     if way.rope:
         getattr(rope, way.rope[0])(config, *way.rope[1:])
-    model = LlamaForCausalLM(config) if scratch else AutoModelForCausalLM.from_pretrained(base, config=config)
+    model = AutoModelForCausalLM.from_config(config) if scratch else AutoModelForCausalLM.from_pretrained(base, config=config)
     model.eval()
     if way.method is None:
         return model
@@ -164,23 +230,37 @@ def model_of(run: Run, way: Way, scratch: bool, data: Iterator[Tensor]) -> Any:
     return hf_longattn.apply(model, method)
 
 
-def llama(settings: Settings) -> LlamaConfig:
-    return LlamaConfig(
+def small(settings: Settings, qk_norm: bool) -> LlamaConfig | Qwen3Config:
+    kind = Qwen3Config if qk_norm else LlamaConfig
+    return kind(
         vocab_size=256,
         hidden_size=settings.width,
         intermediate_size=settings.width * 8 // 3,
         num_hidden_layers=settings.layers,
         num_attention_heads=settings.heads,
+        num_key_value_heads=settings.heads,
+        head_dim=settings.width // settings.heads,
         max_position_embeddings=settings.length,
         rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta},
+        tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
     )
 
 
-def loss(model: Any, ids: Tensor, skip: random.Random | None = None) -> Tensor:
-    """Mean loss of (batch, length) bytes; with `skip` at positions that jump (PoSE), to the greatest length measured."""
+def adapted(model: Any, way: Way) -> Any:
+    """The model under a LoRA adapter on q, k, v and o, with what a method learns."""
+    kind = LoraConfig if way.method is None else hf_longattn.LongAttnLoraConfig
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    return get_peft_model(model, kind(r=way.lora, lora_alpha=2 * way.lora, target_modules=targets))
+
+
+def loss(model: Any, ids: Tensor, skip: random.Random | None = None, teacher: Any = None) -> Tensor:
+    """Mean loss of (batch, length) bytes; with `skip` at positions that jump (PoSE), to the greatest length measured.
+
+    With a teacher half of it is the divergence from what that says to the same bytes at plain positions.
+    """
     places: dict[str, Tensor] = {}
     if skip is not None:
         jumps = Skip(target_length=64 * ids.shape[1], repeat=0.5)
@@ -188,7 +268,13 @@ def loss(model: Any, ids: Tensor, skip: random.Random | None = None) -> Tensor:
         ids = torch.stack([row for row, _ in pairs])
         places = {"position_ids": torch.stack([p for _, p in pairs]), "attention_mask": torch.ones_like(ids)}
     logits = model(ids, use_cache=False, **places).logits[:, :-1].float()
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    found = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    if teacher is None:
+        return found
+    with torch.no_grad():
+        wanted = teacher(ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+    divergence = torch.nn.functional.kl_div(logits.log_softmax(-1), wanted, reduction="none", log_target=True).sum(-1)
+    return (found + divergence.mean()) / 2
 
 
 # text -----------------------------------------------------------------------------------------------------------------

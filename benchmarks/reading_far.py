@@ -1,0 +1,250 @@
+"""What the last tokens of a long text read from far back, under every way of making a pretrained model longer.
+
+A whole pass over 65,536 tokens takes an hour and more of one core, and twenty ways are to be compared. So the text before is
+read once, by the unmodified weights under `streaming` (every token sees the first 4 and the last 4,096, at distances that
+the model knows), and its keys and values are kept. Each way then reads the last SEGMENT tokens over the same keys; a way that
+scales rope reads the text before under its own scaling, likewise. The segment alternates prose and repetitions of passages
+from far back.
+What a way does to the keys of the text before is left out; --whole measures it where that can be paid: a row is then one
+pass over everything under the way itself, with the same segment at the end.
+
+Rows that the result file has are not run again. --tables writes the tables of docs/ from the result file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from longer_on_model import ROOT, Choice, build, by_head, remap, with_map
+
+import hf_longattn
+from hf_longattn import LongAttnConfig
+from hf_longattn.attention.kernels.precision import fast_dtype
+from hf_longattn.measuring.evaluation import PASSAGE, Copy, copy_losses, with_copies
+from hf_longattn.measuring.evaluation.statistics import mean_interval
+
+RESULT = ROOT / "benchmarks" / "results" / "reading-smollm2.json"
+PROTOCOL = (
+    "The text before the last `segment` tokens of the first `length` is read once under streaming (window 4096, 4 sinks) by "
+    "the unmodified weights (under a rope scaling of its own by a way that has one); each way reads the segment over those "
+    "keys (whole: a way reads the text before itself). In the segment, passages of 128 tokens that repeat those `distance` "
+    "tokens before (copies: [distance, position]) take turns with 128 tokens of prose. prose, copying: mean loss in nats of "
+    "each piece of prose and of each copy, its first 16 tokens left out. Calibrated: on the last `calibration` tokens of the "
+    "text, which nothing else reads."
+)
+SEGMENT, CALIBRATION = 2048, 1536
+#: Where the repeated passages stand, as shares of the text before the segment; in this order, near and far mixed.
+SHARES = (0.05, 0.5, 0.9, 0.02, 0.25, 0.97, 0.12, 0.75)
+PREFILL = LongAttnConfig.preset("streaming", window=4096)
+CHUNK = 2048
+
+
+def stretched(length: int) -> list[Choice]:
+    """The ways whose parameters grow with the length, so that it stays below what the model was trained at (8,192)."""
+    factor = length // 4096
+    bases = [
+        remap("rerope", window=4096),
+        remap("self_extend", window=1024, group=factor),
+        remap("leaky_rerope", window=4096, stretch=factor),
+    ]
+    return [
+        *bases,
+        *(remap(b.method, t, **b.parameters) for b in bases for t in ("infoscale", "logn") if b.method),
+        *(with_map(b, offset=b.parameters["window"]) for b in bases),
+        remap("streaming", window=4096),
+        remap("lm_infinite", window=8192),
+        Choice("unmodified"),
+        *(Choice(f"YaRN × {n}", rope=("yarn", float(n))) for n in (factor // 2, factor)),
+        by_head(factor),
+        remap("dual_chunk"),
+        *(remap("rerope", t, window=4096) for t in ("yarn_temperature", "log_length")),
+    ]
+
+
+def copies_at(length: int, segment: int = SEGMENT) -> list[Copy]:
+    """Passages that the segment repeats, each behind as many tokens of prose."""
+    before = length - segment
+    positions = range(before + PASSAGE, length, 2 * PASSAGE)
+    return [Copy(p - int(before * share), p) for p, share in zip(positions, SHARES, strict=False)]
+
+
+@torch.inference_mode()
+def keys_of(model: Any, ids: Tensor, chunk: int = CHUNK) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of every layer, each (1, kv_heads, length, head_dim), as the model caches them."""
+    cache = DynamicCache(config=model.config)
+    for part in ids.split(chunk, 1):
+        model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+@torch.inference_mode()
+def read(model: Any, ids: Tensor, before: list[tuple[Tensor, Tensor]], segment: int) -> Tensor:
+    """Loss of each token, (1, length), NaN up to the segment's first; `before` holds the keys of the text before it."""
+    cache = DynamicCache(config=model.config)
+    for layer, (keys, values) in enumerate(before):
+        cache.update(keys, values, layer)
+    losses = torch.full(ids.shape, torch.nan)
+    last = ids[:, -segment:]
+    logits = model(input_ids=last, past_key_values=cache, use_cache=True).logits[:, :-1]
+    for first in range(0, segment - 1, 512):
+        part = logits[0, first : first + 512].float()
+        target = last[0, first + 1 : first + 1 + len(part)]
+        at = ids.shape[1] - segment + first + 1
+        losses[0, at : at + len(part)] = torch.nn.functional.cross_entropy(part, target, reduction="none")
+    return losses
+
+
+def measured(losses: Tensor, copies: Sequence[Copy]) -> dict[str, list[float]]:
+    """Mean loss of each piece of prose before a copy, and of each copy."""
+    prose = [losses[:, c.position - PASSAGE : c.position].nanmean() for c in copies]
+    return {
+        "prose": [round(float(x), 4) for x in prose],
+        "copying": [round(x, 4) for x in copy_losses(losses, copies)],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct", help="as the demo obtains it")
+    parser.add_argument("--text", type=Path, help="plain text; the file's name names it in the result")
+    parser.add_argument("--length", type=int, nargs="+", default=[16384, 32768, 65536])
+    parser.add_argument("--only", default="", help="only ways whose name matches this regular expression")
+    parser.add_argument("--whole", action="store_true", help="each way reads the text before the segment itself")
+    parser.add_argument("--keys", type=Path, help="keep the keys of the text before here, for the next call (23 KiB a token)")
+    parser.add_argument("--dtype", default=fast_dtype(), help="default: what this CPU multiplies fast, %(default)s")
+    parser.add_argument("--result", type=Path, default=RESULT)
+    parser.add_argument("--tables", action="store_true", help="no measurement: tables in docs/ from the result")
+    args = parser.parse_args()
+    if args.tables:
+        for page in sorted((ROOT / "docs").rglob("*.md")):
+            page.write_text(with_tables(page.read_text(encoding="utf-8"), load_all()), encoding="utf-8")
+        return
+
+    transformers.set_seed(0)
+    transformers.logging.disable_progress_bar()
+    dtype = getattr(torch, args.dtype)
+    tokens = AutoTokenizer.from_pretrained(args.model)(args.text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"]
+    longest = max(args.length)
+    if tokens.shape[1] < longest + CALIBRATION:
+        sys.exit(f"{args.text.name} has {tokens.shape[1]} tokens; {longest + CALIBRATION} are needed")
+    before_all: list[tuple[Tensor, Tensor]] = []
+    if not args.whole:
+        if args.keys and args.keys.exists():
+            before_all = torch.load(args.keys)
+        if not before_all or before_all[0][0].shape[2] < longest - SEGMENT:
+            start = time.process_time()
+            plain = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval()
+            before_all = keys_of(hf_longattn.apply(plain, PREFILL), tokens[:, : longest - SEGMENT])
+            print(f"the text before: {time.process_time() - start:.0f} s", flush=True)
+            if args.keys:
+                torch.save(before_all, args.keys)
+    source = args.model / "SOURCE"
+    about = {
+        "source": source.read_text().strip() if source.exists() else args.model.name,
+        "versions": ", ".join(f"{p} {version(p)}" for p in ("hf_longattn", "transformers", "torch"))
+        + f", Python {platform.python_version()}, {torch.get_num_threads()} threads",
+    }
+    for length in args.length:
+        copies = copies_at(length)
+        ids, _ = with_copies(tokens[:, :length], copies)
+        for choice in [c for c in stretched(length) if re.search(args.only, c.name)]:
+            key = {"name": choice.name, "text": args.text.stem, "length": length, "whole": args.whole}
+            key |= {"model": args.model.name, "dtype": args.dtype}
+            if any({k: r[k] for k in key} == key for r in load(args.result)):
+                continue
+            start, wall = time.process_time(), time.monotonic()
+            model, config = build(args.model, None, choice, tokens[:, -CALIBRATION:], dtype)
+            if args.whole:
+                before = keys_of(model, ids[:, :-SEGMENT])
+            elif choice.rope:  # keys of its own, read by itself over distances that it knows
+                before = keys_of(hf_longattn.apply(model, PREFILL, stack=True), ids[:, :-SEGMENT])
+                hf_longattn.remove(model)
+            else:
+                before = [(k[:, :, : length - SEGMENT], v[:, :, : length - SEGMENT]) for k, v in before_all]
+            found = measured(read(model, ids, before, SEGMENT), copies)
+            row = key | found | {"copies": [[c.distance, c.position] for c in copies], "segment": SEGMENT}
+            row |= {"trained": AutoConfig.from_pretrained(args.model).max_position_embeddings}
+            row |= {"config": config, "rope": list(choice.rope)} | ({"calibration": CALIBRATION} if choice.calibrated else {})
+            command = f"python benchmarks/reading_far.py --text {args.text.name} --length {length} --dtype {args.dtype}"
+            row |= about | {"command": f"{command} --only '^{re.escape(choice.name)}$'" + (" --whole" if args.whole else "")}
+            row |= {"cpu_seconds": round(time.process_time() - start, 1), "seconds": round(time.monotonic() - wall, 1)}
+            save([*load(args.result), row], args.result)
+            print(length, choice.name, found["prose"], found["copying"], f"{row['cpu_seconds']} s", flush=True)
+            del model, before
+
+
+def load(result: Path) -> list[dict[str, Any]]:
+    return json.loads(result.read_text(encoding="utf-8"))["rows"] if result.exists() else []
+
+
+def load_all() -> list[dict[str, Any]]:
+    return load(RESULT)
+
+
+def save(rows: list[dict[str, Any]], result: Path) -> None:
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    result.parent.mkdir(exist_ok=True)
+    partial = result.with_suffix(".partial")
+    partial.write_text(f'{{"protocol": {json.dumps(PROTOCOL)},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    partial.replace(result)
+
+
+HEAD = ["", "prose", "copies from up to 8,192 back", "copies from farther back"]
+
+
+def kept(row: dict[str, Any]) -> tuple[list[float], list[float], list[float]]:
+    """Losses on each piece of prose, on copies from distances that the model knows, and on those from farther back."""
+    copies = list(zip((d for d, _ in row["copies"]), row["copying"], strict=True))
+    return row["prose"], [x for d, x in copies if d <= row["trained"]], [x for d, x in copies if d > row["trained"]]
+
+
+def with_tables(page: str, rows: list[dict[str, Any]]) -> str:
+    """The page, each `<!-- reading: text length [whole] -->` and `<!-- reading-less: text length -->` filled in."""
+
+    def filled(found: re.Match[str]) -> str:
+        text, length, *whole = found[2].split()
+        here = {r["name"]: r for r in rows if (r["text"], r["length"], r["whole"]) == (text, int(length), bool(whole))}
+        head, body = (HEAD, shown(here)) if found[1] == "reading" else ([*HEAD[:1], *(f"Δ {h}" for h in HEAD[1:])], less(here))
+        table = "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *body])
+        return f"<!-- {found[1]}: {found[2]} -->\n{table}\n<!-- end -->"
+
+    return re.sub(r"<!-- (reading|reading-less): (.*?) -->\n.*?<!-- end -->", filled, page, flags=re.DOTALL)
+
+
+def shown(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
+    return [
+        [f"`{name}`", *(f"{mean_interval(x)[0]:.{digits}f}" for x, digits in zip(kept(row), (3, 2, 2), strict=True))]
+        for name, row in rows.items()
+    ]
+
+
+def less(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Each way with a temperature or map less the same without: mean over pieces or copies, ± 95 % t interval of these."""
+    body = []
+    for name, row in rows.items():
+        base = name.split(" + ")[0]
+        if base != name and base in rows:
+            pairs = zip(kept(row), kept(rows[base]), strict=True)
+            found = [mean_interval([a - b for a, b in zip(*pair, strict=True)]) for pair in pairs]
+            body.append([f"`{name}`", *(f"{mean:+.3f} ± {half:.3f}" for mean, half in found)])
+    return body
+
+
+if __name__ == "__main__":
+    main()
