@@ -220,7 +220,9 @@ def with_tables(page: str, rows: list[dict[str, Any]]) -> str:
     def filled(found: re.Match[str]) -> str:
         text, length, *whole = found[2].split()
         here = {r["name"]: r for r in rows if (r["text"], r["length"], r["whole"]) == (text, int(length), bool(whole))}
-        head, body = (HEAD, shown(here)) if found[1] == "reading" else ([*HEAD[:1], *(f"Δ {h}" for h in HEAD[1:])], less(here))
+        head, body = (
+            (HEAD, shown(here)) if found[1] == "reading" else (["", "Δ prose", "Δ all copies", f"Δ {HEAD[-1]}"], less(here))
+        )
         table = "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *body])
         return f"<!-- {found[1]}: {found[2]} -->\n{table}\n<!-- end -->"
 
@@ -235,13 +237,15 @@ def shown(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 
 def less(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """Each way with a temperature or map less the same without: mean over pieces or copies, ± 95 % t interval of these."""
+    """Each way with a temperature or map less the same without, on prose, all copies and far ones: mean, ± 95 % t interval."""
     body = []
     for name, row in rows.items():
         base = name.split(" + ")[0]
         if base != name and base in rows:
-            pairs = zip(kept(row), kept(rows[base]), strict=True)
-            found = [mean_interval([a - b for a, b in zip(*pair, strict=True)]) for pair in pairs]
+            prose, near, far = (
+                [a - b for a, b in zip(*pair, strict=True)] for pair in zip(kept(row), kept(rows[base]), strict=True)
+            )
+            found = [mean_interval(x) for x in (prose, near + far, far)]
             body.append([f"`{name}`", *(f"{mean:+.3f} ± {half:.3f}" for mean, half in found)])
     return body
 

@@ -151,23 +151,25 @@ for name in ("rerope+logn", "pose+rerope+logn", "pose+yarn64", "prope+map", "nop
 for name in ("prope+scale_invariant", "prope+map"):
     OTHERWISE[f"{name}-strength"] = replace(TRAINED[name], strength=True)
 #: Scale-invariant attention on p-RoPE by τ, uncalibrated and calibrated; 10 is the default.
-TAUS = (1.0, 10.0, 100.0, 1000.0)
+SWEEP = (1.0, 10.0, 100.0, 1000.0)
 SWEPT: dict[str, Way] = {}
-for name, tau in itertools.product(("prope+scale_invariant", "prope+map"), TAUS):
+for name, tau in itertools.product(("prope+scale_invariant", "prope+map"), SWEEP):
     if tau != 10:
         SWEPT[f"{name}-tau{tau:g}"] = replace(TRAINED[name], parameters=TRAINED[name].parameters | {"tau": tau})
 #: On a base with QK-norm.
-NORMED = {QK + n: replace(w, qk_norm=True) for n, w in TRAINED.items() if n in ("prope", "prope+scale_invariant", "prope+map")}
+QK_NORMED = {
+    QK + n: replace(w, qk_norm=True) for n, w in TRAINED.items() if n in ("prope", "prope+scale_invariant", "prope+map")
+}
 #: From scratch, with as many steps as the base.
 SCRATCH: dict[str, Way] = {n: TRAINED[n] for n in ("prope+scale_invariant", "rerope+logn", "alibi")}
-SCRATCH |= {n: NORMED[n] for n in (f"{QK}prope", f"{QK}prope+scale_invariant")}
+SCRATCH |= {n: QK_NORMED[n] for n in (f"{QK}prope", f"{QK}prope+scale_invariant")}
 SHARES = (15, 5, 50)
 #: What is made of a way, by variant: (way, per cent of the base's steps, whether from scratch).
 VARIANTS: dict[str, tuple[Way, int, bool]] = {BASE: (Way(), 100, True), QK + BASE: (Way(qk_norm=True), 100, True)}
 VARIANTS |= {f"{name}-untrained": (way, 0, False) for name, way in UNTRAINED.items() if name != "control"}
 for share in SHARES:
     VARIANTS |= {f"{name}-{share}%": (way, share, False) for name, way in (TRAINED | OTHERWISE).items()}
-VARIANTS |= {f"{name}-{SHARES[0]}%": (way, SHARES[0], False) for name, way in (SWEPT | NORMED).items()}
+VARIANTS |= {f"{name}-{SHARES[0]}%": (way, SHARES[0], False) for name, way in (SWEPT | QK_NORMED).items()}
 VARIANTS |= {f"{name}-scratch": (way, 100, True) for name, way in SCRATCH.items()}
 
 

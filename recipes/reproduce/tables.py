@@ -13,7 +13,7 @@ from typing import Any
 
 import paper
 from algorithms import TASKS
-from conversion import BASE, SCRATCH, SHARES, TRAINED, UNTRAINED
+from conversion import BASE, LORA_RATE, OTHERWISE, QK, QK_NORMED, SCRATCH, SHARES, SWEEP, TRAINED, UNTRAINED
 from conversion import TASKS as COPIES
 from experiment import Row, Rows
 from length import TAUS
@@ -389,7 +389,43 @@ def conversion(data: Data) -> Shown:
     """After the first share of the steps, between what needs no training and what is trained under the method."""
     variants = {"unmodified": BASE, "`windowed`, untrained": "windowed-untrained"}
     variants |= {named(way): f"{way}-{SHARES[0]}%" for way in TRAINED}
-    return ways(data, variants | {f"{named(way)}, from scratch": f"{way}-scratch" for way in SCRATCH})
+    return ways(data, variants | {f"{named(way)}, from scratch": f"{way}-scratch" for way in SCRATCH if QK not in way})
+
+
+def conversion_otherwise(data: Data) -> Shown:
+    """The same ways trained by an adapter, under a teacher or with a rising strength, each below the way itself."""
+    variants: dict[str, str] = {}
+    there = {row["variant"] for row in data.get("conversion", [])}
+    for way in TRAINED:
+        others = [n for n in OTHERWISE if n.rpartition("-")[0] == way and f"{n}-{SHARES[0]}%" in there]
+        labels = {way: named(way)} | {name: f"{named(way)}, {told_apart(name.rpartition('-')[2])}" for name in others}
+        variants |= {label: f"{name}-{SHARES[0]}%" for name, label in labels.items()} if others else {}
+    return ways(data, variants)
+
+
+def told_apart(how: str) -> str:
+    rate = how.removeprefix("lora") if how != "lora" else f"{LORA_RATE:g}"
+    return f"LoRA, rate {float(rate):g}" if how.startswith("lora") else {"strength": "strength rising"}.get(how, how)
+
+
+def conversion_taus(data: Data) -> Shown:
+    """Scale-invariant p-RoPE by τ, uncalibrated and calibrated."""
+    variants = {"p-RoPE alone": f"prope-{SHARES[0]}%"}
+    for way, kind in {"prope+scale_invariant": "uncalibrated", "prope+map": "calibrated"}.items():
+        for tau in SWEEP:
+            variants[f"{kind}, τ {tau:g}"] = f"{way}{'' if tau == 10 else f'-tau{tau:g}'}-{SHARES[0]}%"
+    return ways(data, variants)
+
+
+def conversion_normed(data: Data) -> Shown:
+    """With QK-norm and without: the base, p-RoPE and scale-invariant p-RoPE, converted and from scratch."""
+    variants: dict[str, str] = {}
+    for before, label in {"": "", QK: ", QK-norm"}.items():
+        variants[f"unmodified{label}"] = f"{before}{BASE}"
+        variants |= {f"{named(w)}{label}": f"{before}{w}-{SHARES[0]}%" for w in (n.removeprefix(QK) for n in QK_NORMED)}
+        scratch = ("prope", "prope+scale_invariant")
+        variants |= {f"{named(w)}, from scratch{label}": f"{before}{w}-scratch" for w in scratch}
+    return ways(data, variants)
 
 
 def conversion_steps(data: Data) -> Shown:
@@ -456,4 +492,7 @@ SECTIONS: dict[str, Callable[[Data], Shown]] = {
     "conversion-untrained": conversion_untrained,
     "conversion-orders": conversion_orders,
     "conversion-steps": conversion_steps,
+    "conversion-otherwise": conversion_otherwise,
+    "conversion-taus": conversion_taus,
+    "conversion-normed": conversion_normed,
 }
