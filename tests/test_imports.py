@@ -78,7 +78,7 @@ def test_public_names_are_there_for_people_and_for_type_checkers():
         hf_longattn.scale  # noqa: B018
 
 
-COMMANDS = ([], ["extend"], ["eval"], ["inspect"], ["train"], ["push"], ["env"], ["lm-eval"])
+COMMANDS = ([], ["extend"], ["eval"], ["inspect"], ["train"], ["push"], ["doctor"], ["env"], ["lm-eval"])
 
 
 @pytest.mark.parametrize("arguments", [*([*command, "--help"] for command in COMMANDS), ["--version"]], ids=" ".join)

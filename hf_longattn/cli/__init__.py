@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .doctor import doctor
 from .env import env
 from .eval import evaluate
 from .extend import extend
@@ -35,7 +36,7 @@ def main(
     """Long-context attention for Transformers models."""
 
 
-for command in (extend, train, inspect, push, env):
+for command in (extend, train, inspect, push, doctor, env):
     app.command()(command)
 app.command("eval")(evaluate)
 for name, others in (("lm-eval", lm_eval), ("run", run)):

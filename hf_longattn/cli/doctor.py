@@ -1,0 +1,45 @@
+"""`hf-longattn doctor`: what would silently not work."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .common import Device, Dtype, console, refusing
+
+
+def doctor(
+    model: Annotated[str, typer.Argument(help="A model or adapter on the Hub, or a directory.")],
+    weights: Annotated[
+        bool, typer.Option("--weights/--no-weights", help="Load the model too: compare its rotary buffers, read a passage.")
+    ] = True,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Look for what would silently not work: with MODEL, and with what is installed here.
+
+    Versions; rotary settings that transformers ignores or loses, and whether the model rotates as its config asks; a method
+    that is recorded and does not run; kernels that are missing; engines that would drop the method; and the loss of one
+    passage at growing positions. Exit status 1 if there is a problem, 2 if MODEL cannot be read.
+    """
+    from transformers.utils import logging
+
+    from ..checks import check_dtype, check_model, device_of
+    from ..measuring.doctor import examine
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # what it has to say is looked for here
+    with refusing("--device"):
+        device = device_of(device)
+    with refusing("--dtype"):
+        check_dtype(dtype, "auto")
+    problems = 0
+    with refusing("MODEL"):
+        check_model(model)
+        for found in examine(model, dtype, device, weights):
+            problems += found.level == "problem"
+            console.print(f"{found.level:<8}{found.topic:<10} {found.text}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{problems} problem{'s' * (problems != 1)} found." if problems else "No problem found.", highlight=False)
+    if problems:
+        raise typer.Exit(1)
