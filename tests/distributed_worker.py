@@ -12,19 +12,23 @@ import torch
 from cases import CASES
 from helpers import fresh, tokens
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 import hf_longattn
+from hf_longattn.integration.dispatch import attention_forward
+from hf_longattn.integration.engines import ulysses
 
 RANKS = 2
 #: One of each kind: nothing per head, slopes, calibrated and learned factors per head, per key head, windows, constants.
 SPLIT = ("infoscale+cosscale", "mapped+adaptive", "alibi", "calibrated", "logn_learned", "leaky_by_layer", "streaming")
 SPLIT += ("output_standardise",)
+#: Those that run on sequences split over processes, some with sliding layers that are left alone, or softcaps.
+ALL_SPLIT = (*SPLIT, "gemma3/alibi", "gemma2/logn_learned")
 
 
-def made(case: str) -> PreTrainedModel:
-    """The tiny Llama under a case, with learned factors that differ."""
-    m = fresh("llama", CASES[case])
+def made(case: str, family: str = "llama") -> PreTrainedModel:
+    """A tiny model under a case, with learned factors that differ."""
+    m = fresh(family, CASES[case])
     for name, parameter in m.named_parameters():
         if ".longattn." in name:
             parameter.data.copy_(torch.linspace(0.5, 1.5, parameter.numel()))
@@ -63,7 +67,63 @@ def tensor_parallel(out: Path) -> dict[str, Any]:
     return results
 
 
-JOBS = {f.__name__: f for f in (tensor_parallel,)}
+LENGTHS = (9, 4, 11)
+
+
+def packed() -> tuple[Tensor, Tensor]:
+    """Three documents in one row, whose bounds are not those of the processes' parts; and their position_ids."""
+    return tokens(1, sum(LENGTHS), seed=5), torch.cat([torch.arange(n) for n in LENGTHS])[None]
+
+
+def sequences() -> dict[str, tuple[Tensor, Tensor]]:
+    return {"one": (tokens(), torch.arange(24).expand(2, -1)), "packed": packed()}
+
+
+def split_sequence(out: Path) -> dict[str, Any]:
+    return _sequences(lambda m: ulysses.split_sequence(m, torch.distributed.group.WORLD))
+
+
+def deepspeed(out: Path) -> dict[str, Any]:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    def start(m: PreTrainedModel) -> None:
+        name = m.config._attn_implementation
+        AttentionInterface.register(name, attention_forward)  # in place of the last model's
+        state._release_sequence_parallel_groups()
+        UlyssesSPAttentionHF.register_with_transformers(m, name, RANKS, 1, 24, seq_length_is_variable=True)
+
+    import deepspeed
+    import deepspeed.runtime.sequence_parallel.parallel_state_sp as state
+
+    deepspeed.init_distributed("gloo")
+    return _sequences(start, batch=1)
+
+
+def _sequences(start: Any, batch: int | None = None) -> dict[str, Any]:
+    """Each process with its half of every sequence, under each case; gradients are summed over both."""
+    results: dict[str, Any] = {}
+    rank = torch.distributed.get_rank()
+    for case in ALL_SPLIT:
+        family, _, name = case.rpartition("/")
+        for kind, (ids, positions) in sequences().items():
+            m = made(name, family or "llama").train()
+            start(m)
+            here = [x[:batch].chunk(RANKS, 1)[rank] for x in (ids, positions)]
+            logits, _ = step(m, input_ids=here[0], position_ids=here[1])
+            found = gradients(m)
+            for gradient in found.values():
+                torch.distributed.all_reduce(gradient)
+            results[f"{case} {kind}"] = {"logits": logits, "gradients": {k: g / RANKS for k, g in found.items()}}
+    m = made("alibi")
+    start(m)
+    try:
+        m(tokens()[:batch, :12], use_cache=False)
+    except ValueError as error:
+        results["refused"] = str(error)
+    return results
+
+
+JOBS = {f.__name__: f for f in (tensor_parallel, split_sequence, deepspeed)}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from distributed_worker import RANKS, SPLIT, gradients, made, step
+from distributed_worker import ALL_SPLIT, RANKS, SPLIT, gradients, made, sequences, step
 from helpers import close, tokens
 
 HERE = Path(__file__).parent
@@ -53,3 +53,24 @@ def test_tensor_parallel(tmp_path: Path) -> None:
             for name, gradient in expected.items():
                 close(got["gradients"][name], gradient, 1e-5, f"{case} {name}")
     assert all("normalises over all heads" in f["refused"] for f in found)
+
+
+@pytest.mark.parametrize("job", ["split_sequence", "deepspeed"])
+def test_a_sequence_split_over_processes(job: str, tmp_path: Path) -> None:
+    """Ulysses: logits of each half and gradients, of one text and of packed documents."""
+    batch = None
+    if job == "deepspeed":
+        pytest.importorskip("deepspeed")
+        batch = 1
+    found = together(job, tmp_path)
+    for case in ALL_SPLIT:
+        family, _, name = case.rpartition("/")
+        for kind, (ids, positions) in sequences().items():
+            m = made(name, family or "llama").train()
+            logits, _ = step(m, input_ids=ids[:batch], position_ids=positions[:batch])
+            expected = gradients(m)
+            both = torch.cat([f[f"{case} {kind}"]["logits"] for f in found], 1)
+            close(both, logits, 5e-5, f"{case} {kind}")
+            for name_, gradient in expected.items():
+                close(found[0][f"{case} {kind}"]["gradients"][name_], gradient, 1e-5, f"{case} {kind} {name_}")
+    assert all("those of the whole sequence" in f["refused"] for f in found)

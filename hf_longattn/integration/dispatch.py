@@ -16,6 +16,7 @@ from ..attention.geometry import Rows
 from ..attention.reference import dense_attention
 from ..config import LongAttnConfig
 from ..methods.learned import learned_parts
+from .engines import ulysses
 from .engines.heads import of_these_heads
 from .engines.paged import ARGUMENTS, paged_attention
 from .masks import base_implementation, is_carrier, read_mask
@@ -44,6 +45,10 @@ _HARMLESS = frozenset(
         "is_causal",
     }
 )
+
+
+#: What a layer that is left alone computes where no other function knows its rows.
+_LEFT_ALONE = LongAttnConfig()
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +84,9 @@ def attention_forward(
     plan = current_plan(module)
     if kwargs.get("cache") is not None:
         return _paged(plan, module, query, key, value, dropout, scaling, softcap, sliding_window, kwargs), None
+    split = ulysses.group_of(module)
+    if split is not None or (attention_mask is None and ulysses.is_exchanged(module, query, key, kwargs.get("position_ids"))):
+        return _whole_sequence(plan, module, query, key, value, dropout, scaling, softcap, sliding_window, split, kwargs), None
     if plan.config is None:
         extra = {"softcap": softcap} if softcap is not None else {}
         return _base(module, query, key, value, attention_mask, dropout, scaling, sliding_window, **extra, **kwargs)
@@ -109,8 +117,7 @@ def _attend(
     with_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """A layer's method over rows of any geometry: output (batch, q_len, heads, head_dim), and weights if asked for."""
-    assert plan.config is not None
-    config, learned = plan.config, learned_parts(module)
+    config, learned = plan.config or _LEFT_ALONE, learned_parts(module)
     if query.shape[1] != plan.heads and any(m.head_dependent for m in config.methods):
         config, learned = of_these_heads(module, query.shape[1], plan.heads, config, learned)
     options: dict[str, Any] = {
@@ -127,6 +134,35 @@ def _attend(
     if plan.observer is not None:
         plan.observer(Call(query, key, value, config, rows, out, **options))
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _whole_sequence(
+    plan: LayerPlan,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    sliding_window: int | None,
+    split: Any,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """A layer of a sequence that is split over processes: no mask arrives, for layers that are left alone either."""
+    _refuse(plan, sliding_window, kwargs)
+    if kwargs.get("output_attentions") or (plan.windowed and sliding_window is None):
+        raise NotImplementedError("no attention weights, and no windows of unknown size, of a sequence split over processes")
+    here = ulysses.place(module)
+    assert here is not None
+
+    def compute(query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -> Tensor:
+        rows = ulysses.rows_of(position_ids, sliding_window, here[1])
+        return _attend(plan, module, query, key, value, rows, dropout, scaling, softcap)[0]
+
+    if split is None:
+        return compute(query, key, value, kwargs["position_ids"])
+    return ulysses.exchanged(split, query, key, value, kwargs.get("position_ids"), compute)
 
 
 def _paged(

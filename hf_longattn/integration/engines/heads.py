@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...config import LongAttnConfig
 from ...methods.method import Heads
+from . import ulysses
 
 
 def of_these_heads(
@@ -31,6 +32,8 @@ _config: Callable[[LongAttnConfig, Heads], LongAttnConfig] = functools.lru_cache
 
 def _split_by(module: nn.Module, count: int, of: int) -> tuple[int, Any]:
     """This process's place among those that share a layer, and their group where each needs the gradients of all."""
+    if (here := ulysses.place(module)) is not None and here[1] * count == of:
+        return here[0], None  # gradients are summed over processes for every parameter, as tokens are split too
     if torch.distributed.is_available():
         from torch.distributed.tensor import DTensor
 
@@ -42,7 +45,7 @@ def _split_by(module: nn.Module, count: int, of: int) -> tuple[int, Any]:
                     return mesh.get_local_rank(), mesh.get_group()
     raise NotImplementedError(
         f"this layer got {count} of {of} heads, and nothing says which: hf_longattn knows transformers' tensor parallelism "
-        '(tp_plan="auto"), by the sharded weights of its projections'
+        '(tp_plan="auto"), by the sharded weights of its projections, and sequences that are split over processes'
     )
 
 

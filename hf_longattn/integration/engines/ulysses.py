@@ -1,0 +1,137 @@
+"""Long sequences over several processes: each holds all tokens of some heads while it computes attention (Ulysses).
+
+Outside attention every process holds its part of the tokens. The exchange is DeepSpeed's, or, experimental and for users of
+FSDP2 without DeepSpeed, `split_sequence`. Either way no mask survives, and geometry comes from position_ids of the whole
+sequence: a document starts where they do not grow. Padding must be on the right.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_to_all_single  # the one with a gradient
+
+from ...attention.geometry import Columns, Rows
+
+_JUMP = (
+    "position_ids jump forward within a sequence that is split over processes: they say where documents start, by counting from "
+    "0 again, and grow by 1 in between"
+)
+_LOCAL = (
+    "position_ids of every process count from 0: with a sequence split over processes they must be those of the whole sequence, "
+    "so pass each process its part of them"
+)
+_groups: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+def split_sequence(model: nn.Module, group: Any) -> None:
+    """Let each process of a group hold its part of every sequence, in order and of equal size. Experimental.
+
+    Every call then takes the process's own part of input_ids and of the whole sequence's position_ids, with use_cache=False;
+    the loss over all tokens is the sum (or mean) over processes, and so are gradients. The number of processes divides the
+    number of query heads, and that of key heads or the other way round. `group=None` ends it.
+
+    Raises:
+        ValueError: no layer of the model runs a method.
+    """
+    modules = [m for m in model.modules() if "longattn_plan" in m.__dict__]
+    if not modules:
+        raise ValueError("no layer of this model runs an hf_longattn method: apply one first")
+    for module in modules:
+        if group is None:
+            _groups.pop(module, None)
+        else:
+            _groups[module] = group
+
+
+def group_of(module: nn.Module) -> Any:
+    """The group that `split_sequence` gave to an attention module, or None."""
+    return _groups.get(module)
+
+
+def place(module: nn.Module) -> tuple[int, int] | None:
+    """This process's rank among those that share a sequence, and their number; None where none is split."""
+    if (group := group_of(module)) is not None:
+        return torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    deepspeed = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+    if deepspeed is None or deepspeed._SEQUENCE_PARALLEL_GROUP is None:
+        return None
+    return deepspeed.get_sequence_parallel_rank(), deepspeed.get_sequence_parallel_world_size()
+
+
+def is_exchanged(module: Any, query: Tensor, key: Tensor, position_ids: Tensor | None) -> bool:
+    """Whether DeepSpeed's exchange has happened: few heads of all tokens are here."""
+    here, heads = place(module), getattr(module.config, "num_attention_heads", None)
+    if here is None or here[1] == 1 or position_ids is None:
+        return False
+    return here[1] * query.shape[1] == heads and query.shape[2] == key.shape[2] == position_ids.shape[-1]
+
+
+def exchanged(
+    group: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position_ids: Tensor | None,
+    compute: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Attention over a whole sequence from this process's part of it.
+
+    Args:
+        query: (batch, heads, tokens, head_dim) of this process's tokens; key and value likewise.
+        compute: query, key, value of some heads and all tokens, and all position_ids, to (batch, length, heads, head_dim).
+
+    Returns:
+        (batch, tokens, heads, head_dim).
+    """
+    world = torch.distributed.get_world_size(group)
+    if position_ids is None or query.shape[2] != key.shape[2]:
+        raise ValueError("a sequence split over processes needs position_ids in every call, and use_cache=False")
+    if query.shape[1] % world or (key.shape[1] % world and world % key.shape[1]):
+        raise ValueError(f"{query.shape[1]} query and {key.shape[1]} key heads cannot be shared evenly by {world} processes")
+    if (times := world // key.shape[1]) > 1:
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    parts = [torch.empty_like(position_ids) for _ in range(world)]
+    torch.distributed.all_gather(parts, position_ids.contiguous(), group=group)
+    out = compute(*(_swap(x, 1, 2, group) for x in (query, key, value)), torch.cat(parts, -1))
+    return _swap(out, 1, 2, group)
+
+
+def _swap(x: Tensor, split: int, join: int, group: Any) -> Tensor:
+    """x with dimension `split` divided among the processes and their parts joined along `join`."""
+    parts = torch.stack(x.chunk(torch.distributed.get_world_size(group), split))
+    return torch.cat(all_to_all_single(torch.empty_like(parts), parts, group=group).unbind(), join)
+
+
+_last: tuple[Tensor, int | None, Rows] | None = None
+
+
+def rows_of(position_ids: Tensor, window: int | None, world: int) -> Rows:
+    """The rows of whole sequences, one document after the other; the same ones for layers that ask for the same.
+
+    Raises:
+        ValueError: positions jump forward, or are those of parts that know nothing of each other.
+    """
+    global _last
+    known = _last  # DeepSpeed gathers position_ids anew in every layer
+    if known is not None and known[1] == window and torch.equal(known[0], position_ids):
+        return known[2]
+    step = position_ids.diff()
+    if bool((step > 1).any()):
+        raise ValueError(_JUMP)
+    part = torch.arange(position_ids.shape[-1] // world, device=position_ids.device)
+    if world > 1 and torch.equal(position_ids, part.repeat(world).expand_as(position_ids)):
+        raise ValueError(_LOCAL)
+    slot = torch.arange(position_ids.shape[-1], device=position_ids.device).expand_as(position_ids)
+    start = torch.zeros_like(slot)
+    start[:, 1:] = torch.where(step <= 0, slot[:, 1:], 0)
+    start = start.cummax(-1).values
+    low = start if window is None else torch.maximum(start, slot - window + 1)
+    rows = Rows(Columns(slot, torch.zeros_like(slot), start, low, slot).stacked())
+    _last = position_ids, window, rows
+    return rows
