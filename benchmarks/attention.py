@@ -9,8 +9,9 @@ import subprocess
 import sys
 
 import torch
-from model_step import model_rows
-from timing import (
+
+from benchmarks.model_step import model_rows
+from benchmarks.timing import (
     METHODS,
     PEER,
     RESULTS,

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from model_step import model_rows
-from timing import RESULTS, Parts, Rows, Shape, arguments, attention_rows, measure
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_longattn
+from benchmarks.model_step import model_rows
+from benchmarks.timing import RESULTS, Parts, Rows, Shape, arguments, attention_rows, measure
 from hf_longattn import LongAttnConfig, Rotation
 from hf_longattn.attention.kernels import triton as triton_launcher
 from hf_longattn.attention.kernels.triton import Blocks

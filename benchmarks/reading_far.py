@@ -29,11 +29,8 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from longer_on_model import ROOT, Choice, build, by_head, remap, with_map
-
 import hf_longattn
+from benchmarks.longer_on_model import ROOT, Choice, build, by_head, remap, with_map
 from hf_longattn import LongAttnConfig
 from hf_longattn.attention.kernels.precision import fast_dtype
 from hf_longattn.measuring.evaluation import PASSAGE, Copy, copy_losses, with_copies

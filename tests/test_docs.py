@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -44,26 +44,17 @@ def test_every_method_has_a_page_and_a_row_in_both_indices(name: str) -> None:
     assert any(f"docs/methods/{page[1]}" in row for row in rows), f"README.md has no row with a link for {name}"
 
 
-def script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("name", ["methods_on_model", "longer_on_model", "reading_far", "speed"])
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_tables_are_the_result_file(page: Path, name: str) -> None:
-    module, text = script(name), page.read_text(encoding="utf-8")
+    module, text = import_module(f"benchmarks.{name}"), page.read_text(encoding="utf-8")
     rows = module.load() if name == "methods_on_model" else module.load_all()
     assert module.with_tables(text, rows) == text, f"run: python benchmarks/{name}.py --tables"
 
 
 def test_a_segment_over_kept_keys_is_read_as_in_one_pass(tmp_path: Path) -> None:
     """By the way that made the keys; and by another over the first one's keys it is read differently."""
-    far = script("reading_far")
+    far = import_module("benchmarks.reading_far")
     model = AutoModelForCausalLM.from_pretrained(tiny.save(tmp_path)).eval()
     ids = torch.randint(97, (1, 900), generator=torch.Generator().manual_seed(0))
     copies = far.copies_at(900, 520)
@@ -83,7 +74,7 @@ def test_a_segment_over_kept_keys_is_read_as_in_one_pass(tmp_path: Path) -> None
 
 
 def test_memory_grows_linearly_in_the_result_files() -> None:
-    speed = script("speed")
+    speed = import_module("benchmarks.speed")
     measured: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in speed.load_all():
         if row.get("peak_mib") and row["method"] == "scale_invariant" and row["backend"] in ("auto", "triton"):

@@ -9,7 +9,6 @@ import json
 import math
 import random
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +25,7 @@ MODULES = ("run", "experiment", "sets", "length", "needles", "masked", "algorith
 @pytest.fixture(scope="module")
 def the() -> Any:
     """The files of recipes/reproduce by their names."""
-    sys.path.insert(0, str(ROOT / "recipes" / "reproduce"))
-    return SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
+    return SimpleNamespace(**{name: importlib.import_module(f"recipes.reproduce.{name}") for name in MODULES})
 
 
 @pytest.fixture(scope="module")

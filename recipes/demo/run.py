@@ -17,15 +17,12 @@ from pydoc_data.topics import topics
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
-from report import write_plot, write_summary
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, Trainer, TrainingArguments, set_seed
 
 import hf_longattn
-
-sys.path.append(str(Path(__file__).parent.parent))
-
-from models import SMOLLM2, obtain, random_model
+from recipes.demo.report import write_plot, write_summary
+from recipes.models import SMOLLM2, obtain, random_model
 
 PROMPT = "The old lighthouse keeper climbed the stairs every evening, because"
 METHODS = {

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from experiment import Experiment, Run
-from loop import fit, small_llama
 from torch import Tensor, nn
 
 import hf_longattn
 from hf_longattn.training.optim import MuonWithAdam
 from hf_longattn.training.recipe import Muon
+from recipes.reproduce.experiment import Experiment, Run
+from recipes.reproduce.loop import fit, small_llama
 
 
 @dataclass(frozen=True)

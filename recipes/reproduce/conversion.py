@@ -17,8 +17,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from experiment import Experiment, Run
-from loop import fit
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Config
@@ -29,6 +27,8 @@ from hf_longattn.measuring.evaluation import token_losses
 from hf_longattn.training.optim import MuonWithAdam
 from hf_longattn.training.recipe import Muon, Skip
 from hf_longattn.training.skip import skipped
+from recipes.reproduce.experiment import Experiment, Run
+from recipes.reproduce.loop import fit
 
 LETTERS = string.ascii_letters + string.digits
 #: Bytes of a repeated passage, and its first ones, which do not count: a model must notice the repetition.

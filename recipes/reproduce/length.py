@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from experiment import Experiment, Run
 
 from hf_longattn.training import POSITIONS, load_recipe, prepare
 from hf_longattn.training import run as train
+from recipes.reproduce.experiment import Experiment, Run
 
 TAUS = (0.01, 0.1, 1.0, 100.0)  # the default is 10
 #: A position method of `pretrain_small` and its parameters, by variant.

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from experiment import Experiment, Run
-from loop import fit, small_llama
 from torch import Tensor, nn
 from transformers import ByT5Tokenizer
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.training.measure import windows_of
+from recipes.reproduce.experiment import Experiment, Run
+from recipes.reproduce.loop import fit, small_llama
 
 SCALES = (8, 16, 32, 64, 128, 256)
 WARM, WARM_SCALES = "_warm", (16, 64, 128, 256)

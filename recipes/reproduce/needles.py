@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiment import Experiment, Run
-from length import LENGTH, training
-from models import SMOLLM2, obtain, random_model
-
 from hf_longattn.training import POSITIONS, load_recipe, prepare
 from hf_longattn.training import run as train
+from recipes.models import SMOLLM2, obtain, random_model
+from recipes.reproduce.experiment import Experiment, Run
+from recipes.reproduce.length import LENGTH, training
 
 
 @dataclass(frozen=True)

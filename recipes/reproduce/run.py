@@ -20,23 +20,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+import torch
 
-import tables  # noqa: E402
-import torch  # noqa: E402
-from algorithms import ALGORITHMS  # noqa: E402
-from conversion import CONVERSION  # noqa: E402
-from experiment import Experiment, Row, Rows, Run, Texts, refuse_other_settings  # noqa: E402
-from length import LENGTH  # noqa: E402
-from masked import MASKED  # noqa: E402
-from needles import NEEDLES, PRETRAINED  # noqa: E402
-from sets import ARGMAX, DICTIONARY, MAX_RETRIEVAL  # noqa: E402
+from hf_longattn.attention.kernels.precision import fast_dtype
+from hf_longattn.training.run import versions
+from recipes.reproduce import tables
+from recipes.reproduce.algorithms import ALGORITHMS
+from recipes.reproduce.conversion import CONVERSION
+from recipes.reproduce.experiment import Experiment, Row, Rows, Run, Texts, refuse_other_settings
+from recipes.reproduce.length import LENGTH
+from recipes.reproduce.masked import MASKED
+from recipes.reproduce.needles import NEEDLES, PRETRAINED
+from recipes.reproduce.sets import ARGMAX, DICTIONARY, MAX_RETRIEVAL
 
-from hf_longattn.attention.kernels.precision import fast_dtype  # noqa: E402
-from hf_longattn.training.run import versions  # noqa: E402
-
+ROOT = Path(__file__).parents[2]
 ALL = (MAX_RETRIEVAL, ARGMAX, DICTIONARY, LENGTH, NEEDLES, PRETRAINED, MASKED, ALGORITHMS, CONVERSION)
 EXPERIMENTS = {e.name: e for e in ALL}
 RESULTS = ROOT / "benchmarks" / "results" / "reproductions"

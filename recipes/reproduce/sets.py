@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from experiment import Experiment, Run
 from torch import Tensor, nn
 
 from hf_longattn import LongAttnConfig, fit_adaptive_temperature
@@ -21,6 +20,7 @@ from hf_longattn.attention.geometry import Rows
 from hf_longattn.measuring.tasks.sets import dictionary_lookup, max_retrieval
 from hf_longattn.methods import AdaptiveTemperature
 from hf_longattn.methods.method import ModelFacts
+from recipes.reproduce.experiment import Experiment, Run
 
 CLASSES, KEYS, VALUES = 10, 16384, 64
 #: Items in memory at a time when large sets are measured.

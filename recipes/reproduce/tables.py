@@ -11,17 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import paper
-from algorithms import TASKS
-from conversion import BASE, SCRATCH, SHARES, TRAINED, UNTRAINED
-from conversion import TASKS as COPIES
-from experiment import Row, Rows
-from length import TAUS
-from masked import SCORED, TEMPERATURES, WARM
-from needles import METHODS
-
 from hf_longattn.measuring.evaluation.statistics import mean_interval
 from hf_longattn.training import POSITIONS
+from recipes.reproduce import paper
+from recipes.reproduce.algorithms import TASKS
+from recipes.reproduce.conversion import BASE, SCRATCH, SHARES, TRAINED, UNTRAINED
+from recipes.reproduce.conversion import TASKS as COPIES
+from recipes.reproduce.experiment import Row, Rows
+from recipes.reproduce.length import TAUS
+from recipes.reproduce.masked import SCORED, TEMPERATURES, WARM
+from recipes.reproduce.needles import METHODS
 
 #: Of one variant: its values by seed, one for each column.
 Series = dict[int, list[float]]
