@@ -206,7 +206,7 @@ def arguments(description: str | None, result: Path) -> argparse.ArgumentParser:
     return parser
 
 
-def measure(parts: Parts, args: argparse.Namespace, command: str) -> None:
+def run_parts(parts: Parts, args: argparse.Namespace, command: str) -> None:
     """Run the parts, and write the result file after each."""
     start, command = time.perf_counter(), " ".join([command, *sys.argv[1:]])
     stamp = {"versions": versions(), "command": command, "date": datetime.now(UTC).date().isoformat()}

@@ -149,10 +149,10 @@ def test_continue_lora(tiny: Path, tmp_path: Path) -> None:
     assert (got - method).abs().max() > 1e-3  # the adapter is in it
     stored = metrics["measured"]["trained"]["32"]["loss"]
     prepared = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "other", **changes)))
-    from hf_longattn.training.measure import measure
-    from hf_longattn.training.measure import metrics as means
+    from hf_longattn.training.held_out import held_out_sums
+    from hf_longattn.training.held_out import metrics as means
 
-    found = means(measure(again, prepared.recipe, prepared.data, [32]), needles=False)
+    found = means(held_out_sums(again, prepared.recipe, prepared.data, [32]), needles=False)
     assert found[32]["loss"] == pytest.approx(stored, abs=1e-5)
 
 

@@ -153,12 +153,12 @@ def _run(prepared: Prepared) -> dict[str, Any]:
     loss = CausalLoss(model, recipe.distill, base, teacher_positions=recipe.positions != "skip")
     with trained_by(model, loss), interruptible(trainer):
         result = trainer.train(resume_from_checkpoint=prepared.checkpoint)
-    measured = {"trained": trainer.measure(recipe.final_lengths)}
+    measured = {"trained": trainer.held_out_metrics(recipe.final_lengths)}
     found = measured["trained"][recipe.length]
     if recipe.evaluation.compare and recipe.architecture is None:
         if recipe.lora is not None:
             with base():
-                measured["base"] = trainer.measure(recipe.final_lengths)
+                measured["base"] = trainer.held_out_metrics(recipe.final_lengths)
         else:
             measured["base"] = _another(prepared, trainer, prepared.original)
         measured |= _yarn(prepared, trainer)
@@ -252,7 +252,7 @@ def _another(prepared: Prepared, trainer: RecipeTrainer, config: Any) -> dict[in
     """Measurements of the checkpoint that training started from, loaded anew under a config."""
     trained, trainer.causal = trainer.causal, load_model(prepared.recipe, config).to(trainer.accelerator.device)
     try:
-        return trainer.measure(prepared.recipe.final_lengths)
+        return trainer.held_out_metrics(prepared.recipe.final_lengths)
     finally:
         trainer.causal = trained
 

@@ -52,14 +52,14 @@ def main() -> None:
         if parameters is not None:
             hf_longattn.apply(model, "scale_invariant", **parameters)
         heading(f"{name}: {hf_longattn.describe(model).rows[0][1]} in every layer, no training")
-        results[name] = measure(model, held_out, args.window)
+        results[name] = held_out_losses(model, held_out, args.window)
         generated[name] = generate(model, tokenizer)
 
     curves = {}
     for name, implementation in (("control", "sdpa"), ("adapted", "scale_invariant")):
         heading(f"{name}: {args.steps} LoRA steps under {implementation}")
         model, curves[name] = adapt(folder, implementation, training, held_out, args)
-        results[name] = measure(model, held_out, args.window)
+        results[name] = held_out_losses(model, held_out, args.window)
         generated[name] = generate(model, tokenizer)
 
     heading("save, reload, compare")
@@ -119,7 +119,7 @@ def load(folder: Path, **kwargs):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kwargs).eval()
 
 
-def measure(model, held_out: Tensor, window: int) -> dict[str, Tensor]:
+def held_out_losses(model, held_out: Tensor, window: int) -> dict[str, Tensor]:
     """Losses of the held-out text, read as one long window ("long") and in pieces of a training window ("short")."""
     short = torch.stack([token_losses(model, piece, window) for piece in pieces(held_out, window)])
     long = token_losses(model, held_out, window)

@@ -131,7 +131,7 @@ def accuracies(model: Any, settings: Settings, seed: int) -> dict[str, dict[str,
     return out
 
 
-def measure(run: Run) -> dict[str, Any]:
+def run_algorithms(run: Run) -> dict[str, Any]:
     settings: Settings = run.settings
     torch.manual_seed(run.seed)
     model, rng = model_for(run.variant, settings), random.Random(f"train:{run.seed}")
@@ -158,6 +158,6 @@ ALGORITHMS = Experiment(
     minutes=12.0,
     settings=Settings(),
     quick=QUICK,
-    measure=measure,
+    measure=run_algorithms,
     dtype="bfloat16",
 )

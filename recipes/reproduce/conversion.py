@@ -171,7 +171,7 @@ VARIANTS |= {f"{name}-{SHARES[0]}%": (way, SHARES[0], False) for name, way in (S
 VARIANTS |= {f"{name}-scratch": (way, 100, True) for name, way in SCRATCH.items()}
 
 
-def measure(run: Run) -> dict[str, Any]:
+def run_conversion(run: Run) -> dict[str, Any]:
     settings: Settings = run.settings
     way, share, scratch = VARIANTS[run.variant]
     train, heldout = "\n".join(read(p) for p in run.texts.train), read(run.texts.heldout)
@@ -385,7 +385,7 @@ CONVERSION = Experiment(
     minutes=0.5,
     settings=Settings(),
     quick=QUICK,
-    measure=measure,
+    measure=run_conversion,
     text=True,
     dtype="bfloat16",
 )

@@ -39,7 +39,7 @@ class Settings:
 QUICK = Settings(layers=1, width=16, heads=1, length=32, batch=2, steps=3, lengths=(32, 128), measured_tokens=256)
 
 
-def measure(run: Run) -> dict[str, Any]:
+def run_length(run: Run) -> dict[str, Any]:
     settings: Settings = run.settings
     position, parameters = VARIANTS[run.variant]
     overrides = {
@@ -93,7 +93,7 @@ LENGTH = Experiment(
     minutes=3.5,
     settings=Settings(),
     quick=QUICK,
-    measure=measure,
+    measure=run_length,
     text=True,
     dtype="bfloat16",
 )

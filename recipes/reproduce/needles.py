@@ -52,7 +52,7 @@ METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
 DOWNLOADED = Path(__file__).parents[2] / "models"
 
 
-def measure(run: Run) -> dict[str, Any]:
+def run_needles(run: Run) -> dict[str, Any]:
     settings: Settings = run.settings
     model = run.models / LENGTH.name / f"{run.variant}-seed{run.seed}"
     if not (model / "config.json").is_file():
@@ -64,7 +64,7 @@ def measure(run: Run) -> dict[str, Any]:
     return on_needles(run, model, own)
 
 
-def measure_pretrained(run: Run) -> dict[str, Any]:
+def run_pretrained(run: Run) -> dict[str, Any]:
     method, parameters = METHODS[run.variant]
     model = obtain(SMOLLM2, DOWNLOADED) if run.settings.pretrained else random_model(run.models)
     own: dict[str, Any] = {"dtype": run.dtype} if method is None else {"dtype": run.dtype, "method": method}
@@ -104,7 +104,7 @@ NEEDLES = Experiment(
     minutes=11.0,
     settings=Settings(),
     quick=QUICK,
-    measure=measure,
+    measure=run_needles,
     text=True,
     dtype="bfloat16",
     needs=LENGTH.name,
@@ -118,7 +118,7 @@ PRETRAINED = Experiment(
     minutes=12.0,
     settings=Pretrained(),
     quick=QUICK_PRETRAINED,
-    measure=measure_pretrained,
+    measure=run_pretrained,
     text=True,
     dtype="bfloat16",
 )

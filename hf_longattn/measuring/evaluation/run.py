@@ -13,7 +13,7 @@ from .plan import BIN, LOSS, Item, Plan
 from .store import Row, Store
 
 
-def measure(
+def run_plan(
     plan: Plan,
     store: Store,
     device: str = "cpu",
