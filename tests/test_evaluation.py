@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from typer.testing import CliRunner
 
 import hf_longattn
@@ -22,7 +22,15 @@ from hf_longattn.measuring.evaluation import Plan, Results, Store, answer_scores
 from hf_longattn.measuring.evaluation import run as runner
 from hf_longattn.measuring.evaluation.results import over
 from hf_longattn.measuring.evaluation.statistics import mean_interval, wilson
-from hf_longattn.measuring.settings import Setting, check_setting, load_setting, parse_settings, precision_of, read_settings
+from hf_longattn.measuring.settings import (
+    Setting,
+    check_setting,
+    edit_rope,
+    load_setting,
+    parse_settings,
+    precision_of,
+    read_settings,
+)
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +185,8 @@ def test_settings_are_parsed_and_crossed(tmp_path: Path) -> None:
     setting = Setting.parse("infoscale+scale_invariant:tau=100:clamp=false@prope:0.5")
     assert setting.parameters == {"tau": 100, "clamp": False}
     assert setting.rope == "prope:0.5"
+    rotation = edit_rope(LlamaConfig(), "prope:0.25:1e6").rope_parameters
+    assert (rotation["partial_rotary_factor"], rotation["rope_theta"]) == (0.25, 1e6)
     assert setting.config == hf_longattn.LongAttnConfig.preset("infoscale+scale_invariant", tau=100, clamp=False)
     (tmp_path / "adapter").mkdir()
     file = tmp_path / "settings.yaml"

@@ -230,7 +230,8 @@ def test_pretrain_small(tiny: Path, tmp_path: Path, position: str) -> None:
     once = {"trainer__max_steps": 2, "trainer__save_strategy": "no", "trainer__eval_strategy": "no"}
     metrics = trained("pretrain_small", small(tiny, tmp_path / "out", architecture__position=position, **once))
     model = NanoChatForCausalLM.from_pretrained(tmp_path / "out").eval()
-    kind, method = POSITIONS[position]
+    setting = Architecture(position=position).setting
+    kind, method = (setting.rope or "rope").split(":")[0], setting.method
     rope_type = model.config.rope_parameters["rope_type"]
     assert rope_type == {"rope": "default", "ntk": "dynamic"}.get(kind, "proportional")
     rotates = model.model.rotary_emb.inv_freq
