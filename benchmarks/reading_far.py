@@ -177,8 +177,6 @@ def main() -> None:
             row |= {"trained": AutoConfig.from_pretrained(args.model).max_position_embeddings}
             row |= {"config": choice.config and choice.config.to_dict(), "rope": rope_numbers(choice)}
             row |= {"calibration": CALIBRATION} if choice.calibrated else {}
-                {"calibration": CALIBRATION} if choice.calibrated else {}
-            )
             command = f"python benchmarks/reading_far.py --text {args.text.name} --length {length} --dtype {args.dtype}"
             row |= about | {"command": f"{command} --only '^{re.escape(choice.name)}$'" + (" --whole" if args.whole else "")}
             row |= {"cpu_seconds": round(time.process_time() - start, 1), "seconds": round(time.monotonic() - wall, 1)}
