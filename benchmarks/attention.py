@@ -9,8 +9,9 @@ import subprocess
 import sys
 
 import torch
-from model_step import model_rows
-from timing import (
+
+from benchmarks.model_step import model_rows
+from benchmarks.timing import (
     METHODS,
     PEER,
     RESULTS,
@@ -21,8 +22,8 @@ from timing import (
     arguments,
     attention_calls,
     attention_rows,
-    measure,
     peak_of_this_process,
+    run_parts,
 )
 
 DTYPE = torch.float32
@@ -94,7 +95,7 @@ def main() -> None:
         print(peak)
     else:
         chosen = {n: p for n, p in parts().items() if args.only or not n.startswith("long")}
-        measure(chosen, args, "python benchmarks/attention.py")
+        run_parts(chosen, args, "python benchmarks/attention.py")
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from model_step import model_rows
-from timing import RESULTS, Parts, Rows, Shape, arguments, attention_rows, measure
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_longattn
+from benchmarks.model_step import model_rows
+from benchmarks.timing import RESULTS, Parts, Rows, Shape, arguments, attention_rows, run_parts
 from hf_longattn import LongAttnConfig, Rotation
 from hf_longattn.attention.kernels import triton as triton_launcher
 from hf_longattn.attention.kernels.triton import Blocks
@@ -153,7 +153,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.result = Path(tempfile.gettempdir()) / "attention-gpu.json"
-    measure(parts(args.device, args.quick), args, "python benchmarks/gpu.py")
+    run_parts(parts(args.device, args.quick), args, "python benchmarks/gpu.py")
 
 
 if __name__ == "__main__":

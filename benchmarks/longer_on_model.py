@@ -8,26 +8,26 @@ last --calibration tokens of the text, which no pass reads. --adapter evaluates 
 
 import argparse
 import itertools
-import json
 import math
-import platform
 import re
 import sys
 import time
-from dataclasses import dataclass, field
-from importlib.metadata import version
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
-import hf_longattn
-from hf_longattn import LongAttnConfig
+from hf_longattn import calibrate
 from hf_longattn.attention.kernels.precision import fast_dtype
 from hf_longattn.measuring.evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
+from hf_longattn.measuring.report import figures
+from hf_longattn.measuring.report.markdown import Contents, fill_pages, table
+from hf_longattn.measuring.rows import Rows, versions_line
+from hf_longattn.measuring.settings import Setting, load_setting, parse_rope
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "longer-smollm2.json"
@@ -49,19 +49,11 @@ COPIES = [
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A change of position encoding, a method, or both; `slots` and `parameters` as for LongAttnConfig."""
+class Choice(Setting):
+    """A setting, calibrated or not, at some lengths."""
 
-    name: str
-    method: str | None = None
-    parameters: dict[str, Any] = field(default_factory=dict)
-    rope: tuple[Any, ...] = ()  # a function of hf_longattn.rope and its arguments
     calibrated: bool = False
     lengths: tuple[int, ...] = (16384,)  # a shorter pass would be the beginning of a longer one, but under dynamic NTK
-
-    @property
-    def config(self) -> LongAttnConfig | None:
-        return LongAttnConfig.parse(self.method, self.parameters) if self.method else None
 
 
 def remap(name: str, extra: str = "", lengths: tuple[int, ...] = (16384,), **parameters: Any) -> Choice:
@@ -94,7 +86,7 @@ def with_map(base: Choice, **changes: Any) -> Choice:
     config = base.config
     slots = config.to_dict() if config else {}
     name = f"{base.name} + calibrated map{''.join(f' {k} {v}' for k, v in changes.items())}"
-    return Choice(name, "longattn", slots | {"logit_map": MAP | changes, "version": 1}, base.rope, calibrated=True)
+    return Choice(name, slots | {"logit_map": MAP | changes}, rope=base.rope, calibrated=True)
 
 
 FOUR, ALL = (32768,), (16384, 32768)
@@ -102,8 +94,8 @@ FOUR, ALL = (32768,), (16384, 32768)
 GEMMA = (40960,)
 CHOICES = [
     Choice("unmodified", lengths=ALL),
-    Choice("YaRN × 2", rope=("yarn", 2.0)),
-    Choice("YaRN × 4", rope=("yarn", 4.0), lengths=ALL),
+    Choice("YaRN × 2", rope="yarn:2.0"),
+    Choice("YaRN × 4", rope="yarn:4.0", lengths=ALL),
     by_head(4),
     by_head(8, lengths=ALL),
     remap("rerope", lengths=ALL, window=4096),
@@ -111,8 +103,8 @@ CHOICES = [
     remap("leaky_rerope", lengths=FOUR, window=4096, stretch=8),
     remap("self_extend", window=1024, group=4),
     remap("self_extend", lengths=(32768,), window=1024, group=8),
-    Choice("dynamic NTK × 2", rope=("ntk", 2.0), lengths=(8192, 16384)),
-    Choice("dynamic NTK × 4", rope=("ntk", 4.0), lengths=FOUR),
+    Choice("dynamic NTK × 2", rope="ntk:2.0", lengths=(8192, 16384)),
+    Choice("dynamic NTK × 4", rope="ntk:4.0", lengths=FOUR),
     by_head(3),
     by_head(4, window=6144),
     by_head(4, [(layer, head) for layer in range(17, 30) for head in range(3)], "layers 17 to 29"),
@@ -134,9 +126,9 @@ CHOICES = [
     remap("lm_infinite", lengths=(16384, 32768), window=8192),
     remap("streaming", window=4096),
     remap("windowed", window=4096),
-    Choice("linear × 2", rope=("linear", 2.0)),
+    Choice("linear × 2", rope="linear:2.0"),
     Choice("unmodified", lengths=GEMMA),
-    Choice("YaRN × 2", rope=("yarn", 2.0), lengths=GEMMA),
+    Choice("YaRN × 2", rope="yarn:2.0", lengths=GEMMA),
     remap("rerope", lengths=GEMMA, window=16384),
     remap("leaky_rerope", lengths=GEMMA, window=16384, stretch=4),
     Choice(
@@ -162,10 +154,8 @@ def main() -> None:
     parser.add_argument("--tables", action="store_true", help="no measurement: tables and pictures in docs/ from the result")
     args = parser.parse_args()
     if args.tables:
-        rows = load_all()
-        for page in sorted((ROOT / "docs").rglob("*.md")):
-            page.write_text(with_tables(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
-        picture(rows, ROOT / "docs" / "longer.png")
+        fill_pages(ROOT / "docs", contents())
+        picture(load_all(), ROOT / "docs" / "longer.png")
         return
 
     transformers.set_seed(0)
@@ -173,8 +163,7 @@ def main() -> None:
     source = args.model / "SOURCE"
     about = {
         "source": source.read_text().strip() if source.exists() else args.model.name,
-        "versions": ", ".join(f"{p} {version(p)}" for p in ("hf_longattn", "transformers", "torch"))
-        + f", Python {platform.python_version()}, {torch.get_num_threads()} threads",
+        "versions": f"{versions_line('hf_longattn', 'transformers', 'torch')}, {torch.get_num_threads()} threads",
         "command": f"python benchmarks/longer_on_model.py --text {' '.join(t.name for t in args.text)} --length {args.length}"
         + f" --dtype {args.dtype}"
         + (f" --adapter {args.adapter.name}" if args.adapter else "")
@@ -183,16 +172,18 @@ def main() -> None:
     }
     copies = [Copy(d, p) for d, p in COPIES if p + PASSAGE <= args.length]
     chosen = [c for c in CHOICES if args.length in c.lengths and re.search(args.only, c.name)]
+    file = Rows(args.result, protocol=PROTOCOL)
     for choice, text in itertools.product(chosen, args.text):
         tokens = AutoTokenizer.from_pretrained(args.model)(text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"]
         if tokens.shape[1] < args.length + args.calibration:
             sys.exit(f"{text.name} has {tokens.shape[1]} tokens; {args.length + args.calibration} are needed")
         key = {"name": choice.name, "text": text.stem, "length": args.length, "model": args.model.name, "dtype": args.dtype}
         key |= {"adapter": args.adapter.name} if args.adapter else {}
-        if any({k: r.get(k) for k in (*key, "adapter")} == {"adapter": None} | key for r in load(args.result)):
+        if file.find(**{"adapter": None} | key):
             continue
         start = time.process_time()
-        model, config = build(args.model, args.adapter, choice, tokens[:, -args.calibration :], getattr(torch, args.dtype))
+        adapted = replace(choice, adapter=args.adapter and str(args.adapter))
+        model = load_choice(adapted, args.model, args.dtype, tokens[:, -args.calibration :])
         ids, taken = with_copies(tokens[:, : args.length], copies)
         losses = token_losses(model, ids, prefill=args.prefill)
         found = {
@@ -200,48 +191,34 @@ def main() -> None:
             "copying": [round(x, 4) for x in copy_losses(losses, copies)],
             "copies": [[c.distance, c.position] for c in copies],
             "trained": AutoConfig.from_pretrained(args.model).max_position_embeddings,
-            "config": config,
-            "rope": list(choice.rope),
+            "config": choice.config and choice.config.to_dict(),  # numbers that calibration measured left out
+            "rope": rope_numbers(choice),
         }
         row = key | found | ({"calibration": args.calibration} if choice.calibrated else {}) | about
         row["cpu_seconds"] = round(time.process_time() - start, 1)
-        save([*load(args.result), row], args.result)
+        file.put(row)
         print(text.stem, args.length, choice.name, found["prose"], found["copying"], f"{row['cpu_seconds']} s", flush=True)
         del model
 
 
-def build(
-    folder: Path, adapter: Path | None, choice: Choice, calibration: Tensor, dtype: torch.dtype
-) -> tuple[Any, dict[str, Any] | None]:
-    """The model under a choice, and the choice written out (numbers that calibration measured left out)."""
-    config = AutoConfig.from_pretrained(folder)
-    if choice.rope:
-        config = getattr(hf_longattn.rope, choice.rope[0])(config, *choice.rope[1:])
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype).eval()
-    if adapter:
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, adapter).merge_and_unload().eval()
-    if (method := choice.config) is None:
-        return model, None
-    hf_longattn.apply(model, hf_longattn.calibrate(model, [calibration], method) if choice.calibrated else method)
-    return model, method.to_dict()
+def load_choice(choice: Choice, model: Path, dtype: str, calibration: Tensor) -> Any:
+    """The model under a choice, measured on the calibration text (1, tokens) first if the choice wants it."""
+    calibrated = (lambda model, method: calibrate(model, [calibration], method)) if choice.calibrated else None
+    return load_setting(choice, str(model), dtype, calibrated=calibrated)
 
 
-def load(result: Path) -> list[dict[str, Any]]:
-    return json.loads(result.read_text(encoding="utf-8"))["rows"] if result.exists() else []
+def rope_numbers(choice: Choice) -> list[Any]:
+    """A choice's position encoding as rows have it: ["yarn", 2.0]."""
+    if choice.rope is None:
+        return []
+    name, numbers = parse_rope(choice.rope)
+    return [name, *numbers]
 
 
 def load_all() -> list[dict[str, Any]]:
     """Rows of every model, each with its label."""
     files = sorted(RESULT.parent.glob("longer-*.json"))
-    return [r | {"label": r["name"] + (f", {r['adapter']}" if "adapter" in r else "")} for f in files for r in load(f)]
-
-
-def save(rows: list[dict[str, Any]], result: Path) -> None:
-    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    result.parent.mkdir(exist_ok=True)
-    result.write_text(f'{{"protocol": {json.dumps(PROTOCOL)},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    return [r | {"label": r["name"] + (f", {r['adapter']}" if "adapter" in r else "")} for f in files for r in Rows(f)]
 
 
 def summary(row: dict[str, Any]) -> list[float]:
@@ -265,22 +242,24 @@ def summary(row: dict[str, Any]) -> list[float]:
 HEAD = ["", "prose, within", "prose, beyond", "copies, within", "copies, beyond", "copies, farther back"]
 
 
-def with_tables(page: str, rows: list[dict[str, Any]]) -> str:
-    """The page, each `<!-- longer: model text length | label | ... -->` to `<!-- end -->` filled in; no label: every row."""
+def contents() -> Contents:
+    """What stands below `<!-- longer: model text length | label | ... -->`; no label: every row."""
+    rows = load_all()
 
-    def filled(found: re.Match[str]) -> str:
-        first, *names = (part.strip() for part in found[1].split("|"))
+    def content(what: str) -> str:
+        first, *names = (part.strip() for part in what.split("|"))
         model, text, length = first.split()
         here = {r["label"]: r for r in rows if (r["model"], r["text"], r["length"]) == (model, text, int(length))}
-        body = [
-            [f"`{n}`", *(f"{x:.{3 if i < 2 else 2}f}" for i, x in enumerate(summary(here[n])))]
-            for n in names or here
-            if n in here
-        ]
-        table = "\n".join(f"| {' | '.join(cells)} |" for cells in [HEAD, ["---"] * len(HEAD), *body])
-        return f"<!-- longer: {found[1]} -->\n{table}\n<!-- end -->"
+        return table(
+            HEAD,
+            [
+                [f"`{n}`", *(f"{x:.{3 if i < 2 else 2}f}" for i, x in enumerate(summary(here[n])))]
+                for n in names or here
+                if n in here
+            ],
+        )
 
-    return re.sub(r"<!-- longer: (.*?) -->\n.*?<!-- end -->", filled, page, flags=re.DOTALL)
+    return {"longer": content}
 
 
 TRAINED = 8192  # of the model in the picture
@@ -297,15 +276,12 @@ SHOWN = [
 
 def picture(rows: list[dict[str, Any]], path: Path, model: str = "SmolLM2-135M-Instruct", length: int = 16384) -> None:
     """Left, prose loss by position less YaRN's; right, copy loss by distance beyond the trained length. A text a row."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     baseline = "YaRN × 2"
     rows = [r for r in rows if (r["model"], r["length"]) == (model, length)]
     texts = [r["text"] for r in rows if r["label"] == baseline]
-    figure, panels = pyplot.subplots(len(texts), 2, figsize=(11, 3.8 * len(texts)), squeeze=False, constrained_layout=True)
+    figure, panels = figures.pyplot().subplots(
+        len(texts), 2, figsize=(11, 3.8 * len(texts)), squeeze=False, constrained_layout=True
+    )
     for text, (left, right) in zip(texts, panels, strict=True):
         here = {r["label"]: r for r in rows if r["text"] == text}
         for name, colour, marker in SHOWN:
@@ -330,8 +306,7 @@ def picture(rows: list[dict[str, Any]], path: Path, model: str = "SmolLM2-135M-I
             ylim=(0, 4),
         )
     figure.legend(*panels[0][1].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    pyplot.close(figure)
+    path.write_bytes(figures.png(figure))
 
 
 if __name__ == "__main__":

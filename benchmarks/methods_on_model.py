@@ -7,23 +7,21 @@ Every row is written to results/methods-smollm2.json as it is done; --tables wri
 
 import argparse
 import itertools
-import json
-import platform
 import re
 import sys
 import time
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
-from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-import hf_longattn
+from benchmarks.longer_on_model import Choice, load_choice
+from hf_longattn.measuring.evaluation import token_losses
+from hf_longattn.measuring.report.markdown import Contents, fill_pages, table
+from hf_longattn.measuring.rows import Rows, versions_line
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "methods-smollm2.json"
@@ -32,25 +30,22 @@ PROTOCOL = (
     "first `length` tokens of a book; no cache, no training. Calibrated: on the last `calibration` tokens of the same book."
 )
 BUCKETS = {1536: (0, 256, 768, 1536), 4096: (0, 256, 1024, 4096), 16384: (0, 4096, 8192, 12288, 16384)}
-HEAD_ROWS = 512  # rows of logits that exist at a time
 
 
 @dataclass(frozen=True)
-class Row:
-    """One setting: a change of position encoding, a method, or both."""
+class Row(Choice):
+    """A choice that is named by its parameters."""
 
-    method: str | None = None
-    parameters: dict[str, Any] = field(default_factory=dict)
-    rope: tuple[Any, ...] = ()  # a function of hf_longattn.rope and its arguments
-    calibrated: bool = False
+    name: str = field(default="", kw_only=True)
     lengths: tuple[int, ...] = (4096,)
 
-    @property
-    def name(self) -> str:
-        parts = [f"{self.rope[0]}({', '.join(map(str, self.rope[1:]))})"] if self.rope else []
+    def __post_init__(self) -> None:
+        encoding, *numbers = (self.rope or "").split(":")
+        parts = [f"{encoding}({', '.join(numbers)})"] if encoding else []
         if self.method:
             parts.append(f"{self.method}({', '.join(f'{k}={v!r}' for k, v in self.parameters.items())})")
-        return (" + ".join(parts) or "unmodified") + (", calibrated" if self.calibrated else "")
+        object.__setattr__(self, "name", (" + ".join(parts) or "unmodified") + (", calibrated" if self.calibrated else ""))
+        super().__post_init__()
 
 
 BOTH, ALL = (4096, 16384), (1536, 4096, 16384)
@@ -73,8 +68,8 @@ ROWS = [
     Row("cosscale"),
     Row("infoscale+cosscale"),
     Row("alibi"),
-    Row("alibi", rope=("nope",)),
-    Row(rope=("nope",)),
+    Row("alibi", rope="nope"),
+    Row(rope="nope"),
     Row("output_standardise"),
     Row("output_standardise", calibrated=True),
     Row("output_standardise", {"per_head": True}, calibrated=True),
@@ -82,15 +77,15 @@ ROWS = [
     Row("output_layer_norm", calibrated=True),
     Row("scale_invariant+adaptive_temperature"),
     Row("adaptive_temperature+output_standardise", calibrated=True),
-    Row(rope=("yarn", 2.0), lengths=BOTH),
-    Row("infoscale", {"stack": True}, rope=("yarn", 2.0), lengths=BOTH),
-    Row(rope=("ntk", 2.0), lengths=BOTH),
-    Row("infoscale", rope=("ntk", 2.0), lengths=BOTH),
-    Row("logn", rope=("ntk", 2.0), lengths=BOTH),
-    Row("scale_invariant", {"tau": 1000.0, "decay": 0.5}, rope=("yarn", 2.0), calibrated=True, lengths=BOTH),
-    Row(rope=("linear", 2.0), lengths=BOTH),
-    Row(rope=("prope", 0.81)),
-    Row(rope=("prope", 0.5)),
+    Row(rope="yarn:2.0", lengths=BOTH),
+    Row("infoscale", {"stack": True}, rope="yarn:2.0", lengths=BOTH),
+    Row(rope="ntk:2.0", lengths=BOTH),
+    Row("infoscale", rope="ntk:2.0", lengths=BOTH),
+    Row("logn", rope="ntk:2.0", lengths=BOTH),
+    Row("scale_invariant", {"tau": 1000.0, "decay": 0.5}, rope="yarn:2.0", calibrated=True, lengths=BOTH),
+    Row(rope="linear:2.0", lengths=BOTH),
+    Row(rope="prope:0.81"),
+    Row(rope="prope:0.5"),
 ]
 
 
@@ -107,8 +102,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.tables:
-        for page in sorted((ROOT / "docs").rglob("*.md")):
-            page.write_text(with_tables(page.read_text(encoding="utf-8"), load()), encoding="utf-8")
+        fill_pages(ROOT / "docs", contents())
         return
 
     transformers.set_seed(0)
@@ -117,11 +111,11 @@ def main() -> None:
     about = {
         "seed": 0,
         "model": source.read_text().strip() if source.exists() else args.model.name,
-        "versions": ", ".join(f"{p} {version(p)}" for p in ("hf_longattn", "transformers", "torch"))
-        + f", Python {platform.python_version()}, {torch.get_num_threads()} threads",
+        "versions": f"{versions_line('hf_longattn', 'transformers', 'torch')}, {torch.get_num_threads()} threads",
         "command": f"python benchmarks/methods_on_model.py --text {' '.join(t.name for t in args.text)} --length {args.length}"
         + (f" --dtype {args.dtype}" if args.dtype != "float32" else ""),
     }
+    file = Rows(RESULT, protocol=PROTOCOL)
     for text in args.text:
         tokens = AutoTokenizer.from_pretrained(args.model)(text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"]
         if tokens.shape[1] <= args.length + args.calibration:
@@ -130,70 +124,39 @@ def main() -> None:
             if args.length not in row.lengths or not re.search(args.rows, row.name):
                 continue
             key = {"name": row.name, "book": text.stem, "length": args.length, "dtype": args.dtype}
-            if any(key == {k: r[k] for k in key} for r in load()):
+            if file.find(**key):
                 continue
             start = time.monotonic()
-            model = build(args.model, row, tokens[:, -args.calibration :], getattr(torch, args.dtype))
-            losses = token_losses(model, tokens[:, : args.length + 1])
+            model = load_choice(row, args.model, args.dtype, tokens[:, -args.calibration :])
+            losses = token_losses(model, tokens[:, : args.length + 1])[0, 1:]
             found = {f"{a}–{b}": round(losses[a:b].mean().item(), 4) for a, b in itertools.pairwise(BUCKETS[args.length])}
             seconds = round(time.monotonic() - start, 1)
             calibration = {"calibration": args.calibration} if row.calibrated else {}
-            save([*load(), key | {"loss": found} | about | calibration | {"seconds": seconds}])
+            file.put(key | {"loss": found} | about | calibration | {"seconds": seconds})
             print(f"{text.stem} {args.length} {row.name}: {found}, {seconds} s", flush=True)
 
 
-def build(folder: Path, row: Row, calibration: Tensor, dtype: torch.dtype) -> Any:
-    config = AutoConfig.from_pretrained(folder)
-    if row.rope:
-        config = getattr(hf_longattn.rope, row.rope[0])(config, *row.rope[1:])
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype).eval()
-    if row.calibrated:
-        hf_longattn.apply(model, hf_longattn.calibrate(model, [calibration], row.method, **row.parameters))
-    elif row.method:
-        hf_longattn.apply(model, row.method, **row.parameters)
-    return model
+def contents() -> Contents:
+    """What stands below `<!-- table: book length ... | row | ... -->`."""
+    rows = Rows(RESULT).all
 
-
-@torch.no_grad()
-def token_losses(model: Any, tokens: Tensor) -> Tensor:
-    """The loss at every position but the last, few logits at a time; for models with nothing but a head after their body."""
-    hidden = model.base_model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state[0]
-    head, losses = model.get_output_embeddings(), []
-    for rows, targets in zip(hidden.split(HEAD_ROWS), tokens[0, 1:].split(HEAD_ROWS), strict=True):
-        losses.append(cross_entropy(head(rows).float(), targets, reduction="none"))
-    return torch.cat(losses)
-
-
-def load() -> list[dict[str, Any]]:
-    return json.loads(RESULT.read_text(encoding="utf-8"))["rows"] if RESULT.exists() else []
-
-
-def save(rows: list[dict[str, Any]]) -> None:
-    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(f'{{"protocol": {json.dumps(PROTOCOL)},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
-
-
-def with_tables(page: str, rows: list[dict[str, Any]]) -> str:
-    """The page, each `<!-- table: book length ... | row | ... -->` to `<!-- end -->` filled in from the result file."""
-
-    def filled(found: re.Match[str]) -> str:
-        first, *names = (part.strip() for part in found[1].split("|"))
+    def content(what: str) -> str:
+        first, *names = (part.strip() for part in what.split("|"))
         book, *lengths = first.split()
-        return f"<!-- table: {found[1]} -->\n{table(rows, book, [int(n) for n in lengths], names)}\n<!-- end -->"
+        return buckets(rows, book, [int(n) for n in lengths], names)
 
-    return re.sub(r"<!-- table: (.*?) -->\n.*?<!-- end -->", filled, page, flags=re.DOTALL)
+    return {"table": content}
 
 
-def table(rows: list[dict[str, Any]], book: str, lengths: list[int], names: list[str]) -> str:
+def buckets(rows: list[dict[str, Any]], book: str, lengths: list[int], names: list[str]) -> str:
     head, body = [""], [[f"`{name}`"] for name in names]
     for length in lengths:
-        buckets = [f"{a}–{b}" for a, b in itertools.pairwise(BUCKETS[length])]
-        head += [f"{length} tokens: {buckets[0]}", *buckets[1:]]
+        spans = [f"{a}–{b}" for a, b in itertools.pairwise(BUCKETS[length])]
+        head += [f"{length} tokens: {spans[0]}", *spans[1:]]
         for cells, name in zip(body, names, strict=True):
             loss = next((r["loss"] for r in rows if (r["name"], r["book"], r["length"]) == (name, book, length)), {})
-            cells += [f"{loss[b]:.3f}" if b in loss else "" for b in buckets]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *body])
+            cells += [f"{loss[b]:.3f}" if b in loss else "" for b in spans]
+    return table(head, body)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Calls, Rows, compare
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, logging
 
 import hf_longattn
+from benchmarks.timing import Calls, Rows, compare
 
 logging.disable_progress_bar()
 WEIGHTS = Path(__file__).parent.parent / "models" / "SmolLM2-135M-Instruct"

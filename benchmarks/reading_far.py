@@ -14,13 +14,10 @@ Rows that the result file has are not run again. --tables writes the tables of d
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import re
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +26,14 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from longer_on_model import ROOT, Choice, build, by_head, remap, with_map
-
 import hf_longattn
+from benchmarks.longer_on_model import ROOT, Choice, by_head, load_choice, remap, rope_numbers, with_map
 from hf_longattn import LongAttnConfig
 from hf_longattn.attention.kernels.precision import fast_dtype
 from hf_longattn.measuring.evaluation import PASSAGE, Copy, copy_losses, with_copies
 from hf_longattn.measuring.evaluation.statistics import mean_interval
+from hf_longattn.measuring.report.markdown import Contents, fill_pages, table
+from hf_longattn.measuring.rows import Rows, versions_line
 
 RESULT = ROOT / "benchmarks" / "results" / "reading-smollm2.json"
 PROTOCOL = (
@@ -70,7 +66,7 @@ def stretched(length: int) -> list[Choice]:
         remap("streaming", window=4096),
         remap("lm_infinite", window=8192),
         Choice("unmodified"),
-        *(Choice(f"YaRN × {n}", rope=("yarn", float(n))) for n in (factor // 2, factor)),
+        *(Choice(f"YaRN × {n}", rope=f"yarn:{float(n)}") for n in (factor // 2, factor)),
         by_head(factor),
         remap("dual_chunk"),
         *(remap("rerope", t, window=4096) for t in ("yarn_temperature", "log_length")),
@@ -132,8 +128,7 @@ def main() -> None:
     parser.add_argument("--tables", action="store_true", help="no measurement: tables in docs/ from the result")
     args = parser.parse_args()
     if args.tables:
-        for page in sorted((ROOT / "docs").rglob("*.md")):
-            page.write_text(with_tables(page.read_text(encoding="utf-8"), load_all()), encoding="utf-8")
+        fill_pages(ROOT / "docs", contents())
         return
 
     transformers.set_seed(0)
@@ -157,19 +152,19 @@ def main() -> None:
     source = args.model / "SOURCE"
     about = {
         "source": source.read_text().strip() if source.exists() else args.model.name,
-        "versions": ", ".join(f"{p} {version(p)}" for p in ("hf_longattn", "transformers", "torch"))
-        + f", Python {platform.python_version()}, {torch.get_num_threads()} threads",
+        "versions": f"{versions_line('hf_longattn', 'transformers', 'torch')}, {torch.get_num_threads()} threads",
     }
+    file = Rows(args.result, protocol=PROTOCOL)
     for length in args.length:
         copies = copies_at(length)
         ids, _ = with_copies(tokens[:, :length], copies)
         for choice in [c for c in stretched(length) if re.search(args.only, c.name)]:
             key = {"name": choice.name, "text": args.text.stem, "length": length, "whole": args.whole}
             key |= {"model": args.model.name, "dtype": args.dtype}
-            if any({k: r[k] for k in key} == key for r in load(args.result)):
+            if file.find(**key):
                 continue
             start, wall = time.process_time(), time.monotonic()
-            model, config = build(args.model, None, choice, tokens[:, -CALIBRATION:], dtype)
+            model = load_choice(choice, args.model, args.dtype, tokens[:, -CALIBRATION:])
             if args.whole:
                 before = keys_of(model, ids[:, :-SEGMENT])
             elif choice.rope:  # keys of its own, read by itself over distances that it knows
@@ -180,29 +175,14 @@ def main() -> None:
             found = measured(read(model, ids, before, SEGMENT), copies)
             row = key | found | {"copies": [[c.distance, c.position] for c in copies], "segment": SEGMENT}
             row |= {"trained": AutoConfig.from_pretrained(args.model).max_position_embeddings}
-            row |= {"config": config, "rope": list(choice.rope)} | ({"calibration": CALIBRATION} if choice.calibrated else {})
+            row |= {"config": choice.config and choice.config.to_dict(), "rope": rope_numbers(choice)}
+            row |= {"calibration": CALIBRATION} if choice.calibrated else {}
             command = f"python benchmarks/reading_far.py --text {args.text.name} --length {length} --dtype {args.dtype}"
             row |= about | {"command": f"{command} --only '^{re.escape(choice.name)}$'" + (" --whole" if args.whole else "")}
             row |= {"cpu_seconds": round(time.process_time() - start, 1), "seconds": round(time.monotonic() - wall, 1)}
-            save([*load(args.result), row], args.result)
+            file.put(row)
             print(length, choice.name, found["prose"], found["copying"], f"{row['cpu_seconds']} s", flush=True)
             del model, before
-
-
-def load(result: Path) -> list[dict[str, Any]]:
-    return json.loads(result.read_text(encoding="utf-8"))["rows"] if result.exists() else []
-
-
-def load_all() -> list[dict[str, Any]]:
-    return load(RESULT)
-
-
-def save(rows: list[dict[str, Any]], result: Path) -> None:
-    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    result.parent.mkdir(exist_ok=True)
-    partial = result.with_suffix(".partial")
-    partial.write_text(f'{{"protocol": {json.dumps(PROTOCOL)},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
-    partial.replace(result)
 
 
 HEAD = ["", "prose", "copies from up to 8,192 back", "copies from farther back"]
@@ -214,19 +194,19 @@ def kept(row: dict[str, Any]) -> tuple[list[float], list[float], list[float]]:
     return row["prose"], [x for d, x in copies if d <= row["trained"]], [x for d, x in copies if d > row["trained"]]
 
 
-def with_tables(page: str, rows: list[dict[str, Any]]) -> str:
-    """The page, each `<!-- reading: text length [whole] -->` and `<!-- reading-less: text length -->` filled in."""
+def contents() -> Contents:
+    """What stands below `<!-- reading: text length [whole] -->` and `<!-- reading-less: text length -->`."""
+    rows = Rows(RESULT).all
 
-    def filled(found: re.Match[str]) -> str:
-        text, length, *whole = found[2].split()
-        here = {r["name"]: r for r in rows if (r["text"], r["length"], r["whole"]) == (text, int(length), bool(whole))}
-        head, body = (
-            (HEAD, shown(here)) if found[1] == "reading" else (["", "Δ prose", "Δ all copies", f"Δ {HEAD[-1]}"], less(here))
-        )
-        table = "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *body])
-        return f"<!-- {found[1]}: {found[2]} -->\n{table}\n<!-- end -->"
+    def here(what: str) -> dict[str, dict[str, Any]]:
+        text, length, *whole = what.split()
+        return {r["name"]: r for r in rows if (r["text"], r["length"], r["whole"]) == (text, int(length), bool(whole))}
 
-    return re.sub(r"<!-- (reading|reading-less): (.*?) -->\n.*?<!-- end -->", filled, page, flags=re.DOTALL)
+    differences = ["", "Δ prose", "Δ all copies", f"Δ {HEAD[-1]}"]
+    return {
+        "reading": lambda what: table(HEAD, shown(here(what))),
+        "reading-less": lambda what: table(differences, less(here(what))),
+    }
 
 
 def shown(rows: dict[str, dict[str, Any]]) -> list[list[str]]:

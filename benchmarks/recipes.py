@@ -3,7 +3,7 @@
     python benchmarks/recipes.py --model models/SmolLM2-135M-Instruct --text emma.txt --held-out pride-and-prejudice.txt
 
 Each run is `hf-longattn train` with the settings below; its metrics go to benchmarks/results/recipes-NAME.json. A run whose
-file is there is not repeated. --collect NAME takes the metrics of a run made by hand; --table prints what the files hold.
+file is there is not repeated. --collect NAME takes the metrics of a run made by hand. benchmarks/tables.py shows them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_longattn.attention.kernels.precision import fast_dtype
+from hf_longattn.measuring.report.markdown import Contents, table
 
 RESULTS = Path(__file__).parent / "results"
 #: bfloat16 where the CPU multiplies it fast; each result's settings say which.
@@ -33,6 +34,12 @@ RUNS: dict[str, list[str]] = {
     "continue-calibrated": ["continue_lora", *SHORT, *ALONE, "calibrate=2048"],
     "needle256": ["needle_lora", *NEEDLE],
 }
+LABELS = {
+    "continue": "`continue_lora`, scale-invariant, τ = 10",
+    "continue-calibrated": "the same, [calibrated](calibration.md) on 2,048 tokens first: `calibrate=2048`",
+    "distill": "`convert_distill`, the same, weight 0.5",
+    "control": "the same with `method=null`: the control",
+}
 
 
 def main() -> None:
@@ -42,12 +49,10 @@ def main() -> None:
     parser.add_argument("--held-out", default="pride-and-prejudice.txt", help="a plain text to measure on")
     parser.add_argument("--only", nargs="*", choices=RUNS, default=list(RUNS))
     parser.add_argument("--collect", nargs=2, metavar=("NAME", "METRICS"), action="append", default=[])
-    parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     for name, path in args.collect:
         write(name, json.loads(Path(path).read_text()))
-    if args.table or args.collect:
-        print(table())
+    if args.collect:
         return
     for name in args.only:
         if (RESULTS / f"recipes-{name}.json").exists():
@@ -57,24 +62,51 @@ def main() -> None:
             changes += [f"model={args.model}", f"data={args.text}", f"heldout={args.held_out}", f"output={folder}/out"]
             subprocess.run([sys.executable, "-m", "hf_longattn.cli", "train", recipe, *changes], check=True)
             write(name, json.loads(Path(folder, "out/metrics.json").read_text()))
-    print(table())
 
 
 def write(name: str, metrics: dict[str, Any]) -> None:
     (RESULTS / f"recipes-{name}.json").write_text(json.dumps(metrics, indent=1) + "\n")
 
 
-def table() -> str:
-    """Loss (and needle accuracy) by length of every result."""
-    rows = []
-    for path in sorted(RESULTS.glob("recipes-*.json")):
-        metrics = json.loads(path.read_text())
-        for what, by_length in metrics["measured"].items():
-            cells = []
-            for length, m in by_length.items():
-                cells.append(f"{length}: {m['loss']:.3f}" + (f", accuracy {m['accuracy']:.2f}" if "accuracy" in m else ""))
-            rows.append(f"| {path.stem.removeprefix('recipes-')} | {what} | {metrics['steps']} | {'; '.join(cells)} |")
-    return "\n".join(["| run | model | steps | loss at length |", "|---|---|---|---|", *rows])
+def metrics_of(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"recipes-{name}.json").read_text(encoding="utf-8"))
+
+
+def link(name: str) -> str:
+    return f"([file](../benchmarks/results/recipes-{name}.json))"
+
+
+def losses(names: str) -> str:
+    """Loss at the lengths of the first run, of the base and of every run."""
+    runs = {name: metrics_of(name) for name in names.split()}
+    first = next(iter(runs.values()))
+    lengths = list(first["measured"]["trained"])
+
+    def cells(by_length: dict[str, Any]) -> list[str]:
+        return [f"{by_length[n]['loss']:.3f}" for n in lengths]
+
+    body = [["base, unadapted", "–", *cells(first["measured"]["base"]), "–"]]
+    for name, m in runs.items():
+        told = [f"{LABELS[name]} {link(name)}", str(m["steps"]), *cells(m["measured"]["trained"])]
+        body.append([*told, f"{m['cpu_seconds'] / 60:.0f} min"])
+    head = ["run", "steps", *(f"at {int(n):,}" for n in lengths), "CPU time, one thread with bfloat16 units"]
+    return table(head, body)
+
+
+def needles(name: str) -> str:
+    """Accuracy and loss of the answer by length; the first is the trained one."""
+    trained = metrics_of(name)["measured"]["trained"]
+    first, *others = (f"{int(n):,}" for n in trained)
+    accuracy = ["accuracy", *(f"{m['accuracy']:.2f}" for m in trained.values())]
+    return table(
+        ["length", f"{first} (trained)", *others],
+        [accuracy, ["loss of the answer", *(f"{m['loss']:.3f}" for m in trained.values())]],
+    )
+
+
+def contents() -> Contents:
+    """What stands below `<!-- runs: NAME ... -->` and `<!-- needle run: NAME -->`."""
+    return {"runs": losses, "needle run": needles}
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """docs/speed.md and its pictures from the result files of `make bench` and `make gpu`."""
 
 import argparse
-import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from hf_longattn.measuring import rows as store
+from hf_longattn.measuring.report import figures, markdown
 
 ROOT = Path(__file__).parent.parent
 FILES = {"cpu": "attention-cpu.json", "gpu": "attention-gpu.json"}
@@ -39,8 +40,7 @@ def load_all() -> Rows:
     """The rows of both files, each with "where"."""
     found: Rows = []
     for where, name in FILES.items():
-        file = ROOT / "benchmarks" / "results" / name
-        rows = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.exists() else []
+        rows = store.Rows(ROOT / "benchmarks" / "results" / name)
         found += [r | {"where": where} for r in rows if not r["part"].startswith(("exactness", "tiles"))]
     return found
 
@@ -62,13 +62,12 @@ MODES = ("forward", "forward+backward", "decode")
 def by_length(rows: Rows, cell: Callable[[dict[str, Any]], str], extra: Callable[[Rows], str] | None = None) -> str:
     """A line for each method and backend, a column for each length."""
     lengths = sorted({r["length"] for r in rows})
-    lines = [["", *(f"{n:,}" for n in lengths), *(["exponent"] if extra else [])]]
-    lines.append(["---"] * len(lines[0]))
+    head, lines = ["", *(f"{n:,}" for n in lengths), *(["exponent"] if extra else [])], []
     for key in dict.fromkeys((r["method"], r["backend"]) for r in rows):
         own = [r for r in rows if (r["method"], r["backend"]) == key]
         cells = {r["length"]: cell(r) for r in own}
         lines.append([name_of(own[0]), *(cells.get(n, "–") for n in lengths), *([extra(own)] if extra else [])])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown.table(head, lines)
 
 
 def ratio(row: dict[str, Any]) -> str:
@@ -85,7 +84,7 @@ def exponent(rows: Rows) -> float:
 
 
 def targets(rows: Rows, where: str) -> str:
-    lines = ["| what | mode | length | against | target | measured |", "|---|---|---|---|---|---|"]
+    lines = []
     for what, here, mode, length, most, key, peer in TARGETS:
         if here != where:
             continue
@@ -95,8 +94,8 @@ def targets(rows: Rows, where: str) -> str:
             value = found[key]["ratio"] / found[peer]["ratio"]
             shown = f"{value:.2f}" if value < most + 0.005 else f"**{value:.2f}**"
         against = "sdpa" if peer == SDPA else "compiled FlexAttention"
-        lines.append(f"| {what} | {mode} | {length:,} | {against} | ≤ {most:g} | {shown} |")
-    return "\n".join(lines)
+        lines.append([what, mode, f"{length:,}", against, f"≤ {most:g}", shown])
+    return markdown.table(["what", "mode", "length", "against", "target", "measured"], lines)
 
 
 def table(rows: Rows, words: list[str]) -> str:
@@ -117,27 +116,15 @@ def table(rows: Rows, words: list[str]) -> str:
     return by_length([r for r in rows if (r["method"], r["backend"]) != SDPA], ratio)
 
 
-def with_tables(page: str, rows: Rows) -> str:
-    """The page, each `<!-- speed: WHERE WHAT ... -->` to `<!-- end -->` filled in (see `table`)."""
-
-    def filled(found: re.Match[str]) -> str:
-        return f"<!-- speed: {found[1]} -->\n{table(rows, found[1].split())}\n<!-- end -->"
-
-    return re.sub(r"<!-- speed: (.*?) -->\n.*?<!-- end -->", filled, page, flags=re.DOTALL)
-
-
-#: Okabe and Ito's colours, told apart by the colour-blind.
-COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
+def contents() -> markdown.Contents:
+    """What stands below `<!-- speed: WHERE WHAT ... -->` (see `table`)."""
+    rows = load_all()
+    return {"speed": lambda what: table(rows, what.split())}
 
 
 def picture(rows: Rows, where: str, path: Path) -> None:
     """Ratio to sdpa against length, for each mode, and memory against length."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(2, 2, figsize=(11, 8), constrained_layout=True)
+    figure, panels = figures.pyplot().subplots(2, 2, figsize=(11, 8), constrained_layout=True)
     names = list(dict.fromkeys((r["method"], r["backend"]) for r in rows if r["where"] == where and r["mode"] in MODES))
     for panel, mode, what in zip(panels.flat, (*MODES, "forward"), ("ratio",) * 3 + ("peak_mib",), strict=True):
         here = chosen(rows, where, mode, what)
@@ -145,8 +132,8 @@ def picture(rows: Rows, where: str, path: Path) -> None:
             own = sorted((r for r in here if (r["method"], r["backend"]) == name), key=lambda r: r["length"])
             if own:
                 style: dict[str, Any] = {
-                    "color": COLOURS[number % 8],
-                    "marker": "osv^D"[number // 8],
+                    "color": figures.COLOURS[number % 8],
+                    "marker": figures.MARKERS[number // 8],
                     "label": ", ".join(name),
                 }
                 panel.plot([r["length"] for r in own], [r[what] for r in own], linewidth=1.5, markersize=5, **style)
@@ -169,14 +156,12 @@ def picture(rows: Rows, where: str, path: Path) -> None:
     for panel in panels.flat:
         labels |= dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
     figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=3, fontsize=9)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
+    path.write_bytes(figures.png(figure))
 
 
 def write() -> None:
     rows = load_all()
-    for page in sorted((ROOT / "docs").rglob("*.md")):
-        page.write_text(with_tables(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    markdown.fill_pages(ROOT / "docs", contents())
     for where in FILES:
         if any(r["where"] == where for r in rows):
             picture(rows, where, ROOT / "docs" / f"speed-{where}.png")

@@ -22,6 +22,7 @@ from hf_longattn.attention.attend import Call, attend
 from hf_longattn.attention.geometry import Columns, Rows
 from hf_longattn.measuring.diagnostics import Diagnostics
 from hf_longattn.measuring.diagnostics.sums import Options, Sums, collect
+from hf_longattn.measuring.report.figures import COLOURS, MARKERS, png, pyplot
 
 TAU, DELTAS, HEADS, BATCH, WIDTH = 10.0, (2, 5, 10), 8, 4, 8
 SCHEMES = {
@@ -189,14 +190,7 @@ def _slope(curve: dict[str, list[float]], letter: str) -> float:
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """Six panels, legible at the width of a page."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    from hf_longattn.measuring.report.figures import COLOURS, MARKERS
-
-    figure, panels = pyplot.subplots(2, 3, figsize=(12, 7.4), layout="constrained")
+    figure, panels = pyplot().subplots(2, 3, figsize=(12, 7.4), layout="constrained")
     schemes = result["schemes"]
 
     def lines(axes: Any, curves: dict[str, tuple[Sequence[float], Sequence[float]]], **labels: Any) -> None:
@@ -258,8 +252,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         yscale="log",
         **length,
     )
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
+    path.write_bytes(png(figure))
 
 
 def main() -> int:

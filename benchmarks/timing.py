@@ -7,7 +7,6 @@ benchmark that measured them; a part measured again replaces its rows.
 """
 
 import argparse
-import json
 import platform
 import re
 import statistics
@@ -17,7 +16,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation
 from hf_longattn.attention.lowering import distance_tables
+from hf_longattn.measuring import rows as store
+from hf_longattn.measuring.rows import versions_line
 
 torch._dynamo.config.recompile_limit = 64
 torch._dynamo.config.fail_on_recompile_limit_hit = True  # FlexAttention would go on uncompiled
@@ -206,12 +206,13 @@ def arguments(description: str | None, result: Path) -> argparse.ArgumentParser:
     return parser
 
 
-def measure(parts: Parts, args: argparse.Namespace, command: str) -> None:
+def run_parts(parts: Parts, args: argparse.Namespace, command: str) -> None:
     """Run the parts, and write the result file after each."""
     start, command = time.perf_counter(), " ".join([command, *sys.argv[1:]])
-    stamp = {"versions": versions(), "command": command, "date": datetime.now(UTC).date().isoformat()}
+    stamp = {"versions": machine(), "command": command, "date": datetime.now(UTC).date().isoformat()}
+    file = store.Rows(args.result)
     for name, part in parts.items():
-        if not re.search(args.only, name) or (args.resume and any(r["part"] == name for r in load(args.result))):
+        if not re.search(args.only, name) or (args.resume and file.find(part=name)):
             continue
         if args.list:
             print(name)
@@ -224,28 +225,11 @@ def measure(parts: Parts, args: argparse.Namespace, command: str) -> None:
         except Exception:  # the other parts are worth having
             traceback.print_exc()
             continue
-        kept = [r for r in load(args.result) if r["part"] != name]
-        save([*kept, *({"part": name} | row | stamp for row in measured)], args.result)
+        file.put(*({"part": name} | row | stamp for row in measured), instead_of={"part": name})
     print(f"{time.perf_counter() - start:.0f} s")
 
 
-def versions() -> str:
-    known = []
-    for package in ("torch", "transformers", "triton"):
-        try:
-            known.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    known += [f"Python {platform.python_version()}", f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"]
+def machine() -> str:
+    known = [f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"]
     known += [torch.cuda.get_device_name()] if torch.cuda.is_available() else [f"{torch.get_num_threads()} threads"]
-    return ", ".join([f"hf_longattn {hf_longattn.__version__}", *known])
-
-
-def load(path: Path) -> Rows:
-    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-
-
-def save(rows: Rows, path: Path) -> None:
-    path.parent.mkdir(exist_ok=True)
-    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    path.write_text(f'{{"rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    return ", ".join([versions_line("hf_longattn", "torch", "transformers", "triton"), *known])

@@ -12,7 +12,7 @@ from cases import CASES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MEAN, VARIANCE
 
 from hf_longattn import LongAttnConfig
 from hf_longattn.config import BACKENDS
-from hf_longattn.methods import ScaleInvariant
+from hf_longattn.methods import CosScale, ScaleInvariant
 from hf_longattn.methods.method import SLOTS, Method, ModelFacts
 from hf_longattn.methods.registry import method_class, method_names, register
 
@@ -68,6 +68,8 @@ def test_methods_join_by_plus() -> None:
     assert config.name == "cosscale+scale_invariant"
     assert config.logit_map == ScaleInvariant(tau=3.0)
     assert preset("scale_invariant+cosscale", tau=3.0) == config
+    for name in ("softmax_plus", "log_length"):  # names that set logn's scale: a scale is the other's
+        assert preset(f"cosscale+{name}", scale=16.0) == dataclasses.replace(preset(name), score=CosScale(scale=16.0))
 
 
 def test_a_slot_may_be_given_as_dict() -> None:

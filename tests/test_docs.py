@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -15,7 +14,9 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 import hf_longattn
+from benchmarks import reading_far, speed, tables
 from hf_longattn.measuring.evaluation import copy_losses, token_losses, with_copies
+from hf_longattn.measuring.report.markdown import filled
 from hf_longattn.methods.registry import method_names
 
 ROOT = Path(__file__).parent.parent
@@ -44,46 +45,39 @@ def test_every_method_has_a_page_and_a_row_in_both_indices(name: str) -> None:
     assert any(f"docs/methods/{page[1]}" in row for row in rows), f"README.md has no row with a link for {name}"
 
 
-def script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="module")
+def contents() -> Any:
+    return tables.contents()
 
 
-@pytest.mark.parametrize("name", ["methods_on_model", "longer_on_model", "reading_far", "speed"])
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_tables_are_the_result_file(page: Path, name: str) -> None:
-    module, text = script(name), page.read_text(encoding="utf-8")
-    rows = module.load() if name == "methods_on_model" else module.load_all()
-    assert module.with_tables(text, rows) == text, f"run: python benchmarks/{name}.py --tables"
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_tables_are_the_result_files(page: Path, contents: Any) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert set(re.findall(r"<!-- ([\w -]+?):", text)) <= set(contents)
+    assert filled(text, contents) == text, "run: python benchmarks/tables.py"
 
 
 def test_a_segment_over_kept_keys_is_read_as_in_one_pass(tmp_path: Path) -> None:
     """By the way that made the keys; and by another over the first one's keys it is read differently."""
-    far = script("reading_far")
     model = AutoModelForCausalLM.from_pretrained(tiny.save(tmp_path)).eval()
     ids = torch.randint(97, (1, 900), generator=torch.Generator().manual_seed(0))
-    copies = far.copies_at(900, 520)
+    copies = reading_far.copies_at(900, 520)
     assert [(c.distance, c.position) for c in copies] == [(489, 508), (574, 764)]
     ids, taken = with_copies(ids, copies)
     assert int(taken.sum()) == 128 * len(copies)
     hf_longattn.apply(model, "rerope", window=64)
-    whole, before = token_losses(model, ids), far.keys_of(model, ids[:, :-520], chunk=100)
-    read = far.read(model, ids, before, 520)
+    whole, before = token_losses(model, ids), reading_far.keys_of(model, ids[:, :-520], chunk=100)
+    read = reading_far.read(model, ids, before, 520)
     assert torch.isnan(read[:, :381]).all()
     torch.testing.assert_close(read[:, 381:], whole[:, 381:], atol=1e-4, rtol=0)
-    found = far.measured(read, copies)
+    found = reading_far.measured(read, copies)
     assert found["copying"] == pytest.approx(copy_losses(whole, copies), abs=2e-4)
     assert found["prose"][-1] == pytest.approx(float(whole[:, 636:764].mean()), abs=2e-4)
     hf_longattn.apply(model, "rerope+logn", window=64, train_length=64)
-    assert (far.read(model, ids, before, 520) - read)[:, 381:].abs().max() > 1e-2
+    assert (reading_far.read(model, ids, before, 520) - read)[:, 381:].abs().max() > 1e-2
 
 
 def test_memory_grows_linearly_in_the_result_files() -> None:
-    speed = script("speed")
     measured: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in speed.load_all():
         if row.get("peak_mib") and row["method"] == "scale_invariant" and row["backend"] in ("auto", "triton"):
@@ -119,51 +113,18 @@ def test_what_a_public_host_reads_is_yaml_and_names_this_version() -> None:
     assert {".ci/run", "make release-check"} <= set(steps)
 
 
-def test_the_table_of_extend_is_its_file() -> None:
-    page = (ROOT / "docs" / "longer.md").read_text(encoding="utf-8")
-    name, table = re.search(r"<!-- extend: (\w+) -->\n(.*?)\n<!-- end -->", page, re.DOTALL).groups()  # type: ignore[union-attr]
-    scores = json.loads((ROOT / "benchmarks" / "results" / f"extend-{name}.json").read_text(encoding="utf-8"))["scores"]
-    rows = [[n, *(f"{s[k]:.3f}" for k in ("within", "beyond")), *(f"{x:.2f}" for x in s["copies"])] for n, s in scores.items()]
-    assert table.splitlines()[2:] == [f"| {' | '.join(row)} |" for row in rows]
-
-
-def report_table(folder: Path) -> str:
-    """The first table of a committed report, as Markdown."""
-    data = json.loads((folder / "report.json").read_text(encoding="utf-8"))["sections"][0]["tables"][0]
-    rows = [data["columns"], ["---"] * len(data["columns"])]
-    rows += [[r[0], *("–" if c is None else f"{c:.3f}" for c in r[1:])] for r in data["rows"]]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
 def test_the_committed_reports_are_their_rows_and_what_the_page_says() -> None:
     page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
     shown = re.findall(r"<!-- report: (\S+) -->\n(.*?)\n<!-- end -->", page, re.DOTALL)
     assert shown
     for name, table in shown:
         folder = ROOT / "docs" / name
-        assert table == report_table(folder)
         rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
         for row in rows:
             if row["task"] == "loss":
                 line = next(x for x in table.splitlines() if x.startswith(f"| {row['setting']} |"))
                 column = table.splitlines()[0].split("|").index(f" {row['length']:,} ")
                 assert float(line.split("|")[column]) == pytest.approx(row["loss"], abs=6e-4)  # one document each
-
-
-def test_the_likelihoods_of_answers_on_the_page_are_those_of_the_report() -> None:
-    page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
-    name, table = re.search(r"<!-- answers: (\S+) -->\n(.*?)\n *<!-- end -->", page, re.DOTALL).groups()  # type: ignore[union-attr]
-    sections = json.loads((ROOT / "docs" / name / "report.json").read_text(encoding="utf-8"))["sections"]
-    found: dict[str, list[float]] = {}
-    for title in ("Pass key", "Three needles"):
-        tables = next(s["tables"] for s in sections if s["title"] == title)
-        for setting, *values in next(t["rows"] for t in tables if t["title"].startswith("Log-likelihood")):
-            found.setdefault(setting, []).extend(values)
-    for line in table.splitlines()[2:]:
-        settings, *shown = (cell.strip() for cell in line.strip(" |").split("|"))
-        for setting in settings.split(", ") if settings not in found else [settings]:
-            assert [x.replace("−", "-") for x in shown] == [f"{x:.2f}" for x in found.pop(setting)]
-    assert not found
 
 
 def test_the_order_said_of_length_generalisation_is_that_of_its_rows() -> None:

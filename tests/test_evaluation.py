@@ -11,18 +11,26 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.attention.kernels import precision as cpu
 from hf_longattn.cli import app
-from hf_longattn.measuring.evaluation import Plan, Results, Store, answer_scores, measure, token_losses
+from hf_longattn.measuring.evaluation import Plan, Results, Store, answer_scores, run_plan, token_losses
 from hf_longattn.measuring.evaluation import run as runner
 from hf_longattn.measuring.evaluation.results import over
 from hf_longattn.measuring.evaluation.statistics import mean_interval, wilson
-from hf_longattn.measuring.settings import Setting, check_setting, load_setting, parse_settings, precision_of, read_settings
+from hf_longattn.measuring.settings import (
+    Setting,
+    check_setting,
+    edit_rope,
+    load_setting,
+    parse_settings,
+    precision_of,
+    read_settings,
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +70,7 @@ def results(plan: Plan, store: Store) -> Results:
 def test_losses_are_those_of_plain_forward_passes_over_the_same_targets(folder: Path, tmp_path: Path, model: str) -> None:
     this = plan(folder, model)
     store = this.open(tmp_path / "out")
-    measure(this, store)
+    run_plan(this, store)
     found = results(this, store)
 
     start = [0] if model == "with_bos" else []
@@ -177,6 +185,8 @@ def test_settings_are_parsed_and_crossed(tmp_path: Path) -> None:
     setting = Setting.parse("infoscale+scale_invariant:tau=100:clamp=false@prope:0.5")
     assert setting.parameters == {"tau": 100, "clamp": False}
     assert setting.rope == "prope:0.5"
+    rotation = edit_rope(LlamaConfig(), "prope:0.25:1e6").rope_parameters
+    assert (rotation["partial_rotary_factor"], rotation["rope_theta"]) == (0.25, 1e6)
     assert setting.config == hf_longattn.LongAttnConfig.preset("infoscale+scale_invariant", tau=100, clamp=False)
     (tmp_path / "adapter").mkdir()
     file = tmp_path / "settings.yaml"
@@ -266,7 +276,7 @@ def test_interrupted_runs_keep_their_rows_and_go_on(folder: Path, tmp_path: Path
 
     monkeypatch.setattr(runner, "_loss", stops)
     with pytest.raises(KeyboardInterrupt):
-        measure(this, this.open(out))
+        run_plan(this, this.open(out))
     first = (out / "rows.jsonl").read_text()
     assert first.count("\n") == 5
     (out / "rows.jsonl").write_text(first + '{"key": "cut o')
@@ -274,7 +284,7 @@ def test_interrupted_runs_keep_their_rows_and_go_on(folder: Path, tmp_path: Path
     store = this.open(out)
     assert len(store.rows) == 5
     told: list[bool] = []
-    measure(this, store, done=lambda item, new: told.append(new))
+    run_plan(this, store, done=lambda item, new: told.append(new))
     assert told == [False] * 5 + [True] * 13
     text = (out / "rows.jsonl").read_text()
     assert text.startswith(first)
@@ -291,7 +301,7 @@ def test_shortest_first_gives_the_same_rows_in_another_order(folder: Path) -> No
 def test_rows_of_another_protocol_are_refused_and_not_mixed(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     this = plan(folder, settings=[Setting("unmodified")], lengths=[128, 512])
-    measure(this, this.open(out))
+    run_plan(this, this.open(out))
     before = (out / "rows.jsonl").read_text()
     for changes, message in (
         ({"targets": 32}, "targets: 64 there, 32 now"),
@@ -311,7 +321,7 @@ def test_rows_of_another_protocol_are_refused_and_not_mixed(folder: Path, tmp_pa
 def test_a_setting_that_changed_under_its_name_is_refused(folder: Path, tmp_path: Path) -> None:
     first = [Setting("unmodified"), Setting("mine", "scale_invariant", {"tau": 3.0})]
     this = plan(folder, settings=first, lengths=[128])
-    measure(this, this.open(tmp_path / "out"))
+    run_plan(this, this.open(tmp_path / "out"))
     second = [Setting("unmodified"), Setting("mine", "scale_invariant", {"tau": 4.0})]
     with pytest.raises(ValueError, match=r"row 'mine \| loss \| 128 \| a.txt' of another setting"):
         plan(folder, settings=second, lengths=[128]).open(tmp_path / "out")

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 import hf_longattn
 from hf_longattn.attention.kernels import precision
 from hf_longattn.cli import app
-from hf_longattn.cli.extend import BY_HEAD
 from hf_longattn.measuring.evaluation import Copy, copy_losses, loss_by_position, token_losses, with_copies
 from hf_longattn.measuring.extension import Scores, best, candidates, plan_copies, score
 
@@ -118,7 +117,8 @@ def test_extend_refuses_what_makes_no_sense() -> None:
 
 @pytest.mark.parametrize(("trained", "to"), [(8192, 16384), (8192, 65536), (512, 1024)])
 def test_candidates_reach(trained: int, to: int) -> None:
-    for config in candidates(trained, to).values():
+    for config in (setting.config for setting in candidates(trained, to) if setting.method):
+        assert config is not None
         assert config.positions is not None
         reach = config.positions.reach(trained)
         assert reach is None or reach >= to
@@ -169,7 +169,7 @@ def test_command_tries_saves_and_reloads(saved: tuple[Path, Path], tmp_path: Pat
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     record = json.loads((out / "extend.json").read_text())
-    assert set(record["scores"]) == {"unmodified", "YaRN", "rerope", "leaky_rerope", "self_extend", BY_HEAD}
+    assert set(record["scores"]) == {"unmodified", "YaRN", "rerope", "leaky_rerope", "self_extend", "leaky_rerope by head"}
     assert (out / "extend.png").stat().st_size > 10_000
     reloaded = AutoModelForCausalLM.from_pretrained(out).eval()
     assert (record["choice"] == "YaRN") == (reloaded.config._attn_implementation == "sdpa")

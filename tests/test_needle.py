@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import ByT5Tokenizer
 
-from hf_longattn.measuring.tasks import NeedleTask, hits, hits_in_text
+from hf_longattn.measuring.tasks import NeedleTask
 from hf_longattn.measuring.tasks.needle import IGNORE
 
 HAY = "abcdefghij" * 200  # no capital, no digit: whatever has one is a needle or the answer
@@ -54,17 +54,6 @@ def test_samples_depend_on_seed_and_index_alone(task: NeedleTask) -> None:
     assert torch.equal(task.sample(3, 400).input_ids, again.sample(3, 400).input_ids)
     assert not torch.equal(task.sample(3, 400).input_ids, task.sample(4, 400).input_ids)
     assert not torch.equal(task.sample(3, 400).input_ids, NeedleTask(task.tokenizer, HAY, seed=1).sample(3, 400).input_ids)
-
-
-def test_each_needle_counts_for_itself(task: NeedleTask) -> None:
-    sample = task.sample(0, 400)
-    predicted = sample.input_ids.clone()
-    assert hits(predicted, sample) == [True] * 3
-    predicted[sample.spans[1][1] - 1] += 1  # the last digit of the second
-    assert hits(predicted, sample) == [True, False, True]
-    a, b, c = (n.answer for n in sample.needles)
-    assert hits_in_text(f"{c}; {a}", sample) == [True, False, True]
-    assert hits_in_text(f"{a[:-1]};{b}7;{c}", sample) == [False, False, True]
 
 
 def test_no_room_is_refused(task: NeedleTask) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import re
@@ -20,12 +19,9 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def theory() -> Any:
-    spec = importlib.util.spec_from_file_location("theory", ROOT / "benchmarks" / "theory.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    from benchmarks import theory
+
+    return theory
 
 
 @pytest.fixture(scope="module")

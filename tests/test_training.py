@@ -149,10 +149,10 @@ def test_continue_lora(tiny: Path, tmp_path: Path) -> None:
     assert (got - method).abs().max() > 1e-3  # the adapter is in it
     stored = metrics["measured"]["trained"]["32"]["loss"]
     prepared = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "other", **changes)))
-    from hf_longattn.training.measure import measure
-    from hf_longattn.training.measure import metrics as means
+    from hf_longattn.training.held_out import held_out_sums
+    from hf_longattn.training.held_out import metrics as means
 
-    found = means(measure(again, prepared.recipe, prepared.data, [32]), needles=False)
+    found = means(held_out_sums(again, prepared.recipe, prepared.data, [32]), needles=False)
     assert found[32]["loss"] == pytest.approx(stored, abs=1e-5)
 
 
@@ -230,7 +230,8 @@ def test_pretrain_small(tiny: Path, tmp_path: Path, position: str) -> None:
     once = {"trainer__max_steps": 2, "trainer__save_strategy": "no", "trainer__eval_strategy": "no"}
     metrics = trained("pretrain_small", small(tiny, tmp_path / "out", architecture__position=position, **once))
     model = NanoChatForCausalLM.from_pretrained(tmp_path / "out").eval()
-    kind, method = POSITIONS[position]
+    setting = Architecture(position=position).setting
+    kind, method = (setting.rope or "rope").split(":")[0], setting.method
     rope_type = model.config.rope_parameters["rope_type"]
     assert rope_type == {"rope": "default", "ntk": "dynamic"}.get(kind, "proportional")
     rotates = model.model.rotary_emb.inv_freq

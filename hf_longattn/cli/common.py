@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -34,18 +34,6 @@ def tokens(text: str) -> int:
     """A number of tokens; "32k" is 32 * 1024."""
     with refusing():
         return length_of(text)
-
-
-def load(model: str, dtype: str, device: str, yarn: float | None = None) -> Any:
-    """A causal language model for inference, with YaRN for `yarn` times its trained length if given."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from ..integration import rope
-
-    config = AutoConfig.from_pretrained(model)
-    if yarn is not None:
-        rope.yarn(config, yarn)
-    return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=dtype).to(device).eval()
 
 
 def precision(model: str, dtype: str, device: str) -> str:

@@ -96,7 +96,7 @@ def evaluate(
         )
         store = plan.open(out)
 
-    interrupted = not page_only and _measure(plan, store, device, command_line(context))
+    interrupted = not page_only and _run_with_progress(plan, store, device, command_line(context))
     results = _write(plan, store, out, title)
     console.print(_table(results))
     console.print(results.summary(), highlight=False)
@@ -106,11 +106,11 @@ def evaluate(
         raise typer.Exit(130)
 
 
-def _measure(plan: Plan, store: Store, device: str, command: str) -> bool:
+def _run_with_progress(plan: Plan, store: Store, device: str, command: str) -> bool:
     """With a progress bar; returns whether it was interrupted."""
     from transformers.utils import logging
 
-    from ..measuring.evaluation import measure
+    from ..measuring.evaluation import run_plan
 
     logging.disable_progress_bar()  # ours is enough
     items = list(plan.items())
@@ -127,7 +127,7 @@ def _measure(plan: Plan, store: Store, device: str, command: str) -> bool:
                 console.print(f"{escape(item.key)}: {_told(store, item)}", highlight=False)
 
         try:
-            measure(plan, store, device, done, command)
+            run_plan(plan, store, device, done, command)
         except KeyboardInterrupt:
             return True
     return False

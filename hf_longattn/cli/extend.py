@@ -10,12 +10,10 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from .common import Device, Dtype, console, load, precision, refusing, tokens
+from .common import Device, Dtype, console, precision, refusing, tokens
 
 if TYPE_CHECKING:
     from ..measuring.extension import Scores
-
-UNMODIFIED, YARN, BY_HEAD = "unmodified", "YaRN", "leaky_rerope by head"
 
 
 def extend(
@@ -37,10 +35,9 @@ def extend(
     from transformers import AutoTokenizer
 
     from ..checks import check_output, device_of, read_text
-    from ..config import LongAttnConfig
     from ..integration import apply, describe, rope
-    from ..measuring.extension import best, by_head, candidates, plan_copies, score
-    from ..measuring.settings import Setting, check_setting
+    from ..measuring.extension import YARN, best, by_head, candidates, plan_copies, score
+    from ..measuring.settings import UNMODIFIED, Setting, check_setting, load_setting, own_precision
 
     length = tokens(to)
     if out is not None:
@@ -63,17 +60,17 @@ def extend(
     if ids.shape[1] < length:
         raise typer.BadParameter(f"{text} has {ids.shape[1]} tokens, {length} are needed", param_hint="--text")
     chosen = precision(model, dtype, device)
-    loaded = load(model, chosen, device)
+    loaded = load_setting(Setting(UNMODIFIED), model, chosen, device)
 
-    remaps = candidates(trained, length)
-    tried: dict[str, LongAttnConfig | None] = {UNMODIFIED: None, YARN: None, **remaps}
+    tried = {s.name: s for s in candidates(trained, length)}
     if trained >= 2048:
-        tried[BY_HEAD] = by_head(loaded, ids.to(loaded.device), remaps["leaky_rerope"], trained)
+        capped = by_head(loaded, ids.to(loaded.device), tried["leaky_rerope"], trained)
+        tried[capped.name] = capped
     scores = {}
-    for name, config in track(tried.items(), description=f"Reading {length} tokens", console=console, total=len(tried)):
-        this = load(model, chosen, device, yarn=length / trained) if name == YARN else loaded
-        if config is not None:
-            apply(this, config)
+    for name, setting in track(tried.items(), description=f"Reading {length} tokens", console=console, total=len(tried)):
+        this = loaded if setting.rope is None else load_setting(setting, model, chosen, device)
+        if setting.config is not None:
+            apply(this, setting.config)
         scores[name] = s = score(this, ids.to(this.device), trained, copies)
         console.print(f"{name}: prose {s.within:.3f} within, {s.beyond:.3f} beyond; copies {s.copying:.2f}", highlight=False)
     console.print(table(scores, trained, length, [c.distance for c in copies]))
@@ -89,17 +86,19 @@ def extend(
     if out is None:
         return
     out.mkdir(parents=True, exist_ok=True)
-    saved_as_read = choice != YARN and chosen == dtype  # what was read in float32 is saved in the precision it came in
-    winner = loaded if saved_as_read else load(model, dtype, "cpu", yarn=length / trained if choice == YARN else None)
-    if (config := tried[choice]) is not None:
-        rope.lengthen(apply(winner, config).config, trained, length)
+    read_in = str(loaded.dtype).removeprefix("torch.")
+    del loaded, this
+    # what was read in float32 is saved in the precision it came in
+    winner = load_setting(tried[choice], model, dtype if chosen == dtype else own_precision(model), "cpu")
+    if tried[choice].config is not None:
+        rope.lengthen(winner.config, trained, length)
         console.print(str(describe(winner)).splitlines()[0])
     winner.save_pretrained(out)
     tokenizer.save_pretrained(out)
     record = {name: vars(s) | {"copying": s.copying} for name, s in scores.items()}
     summary = {
         "model": model,
-        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "dtype": read_in,
         "to": length,
         "trained": trained,
         "text": text.name,
@@ -121,12 +120,9 @@ def table(scores: dict[str, Scores], trained: int, length: int, distances: list[
 
 
 def plot(scores: dict[str, Scores], distances: list[int], path: Path) -> None:
-    import matplotlib
+    from ..measuring.report import figures
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
+    figure, (left, right) = figures.pyplot().subplots(1, 2, figsize=(10, 4), constrained_layout=True)
     for name, s in scores.items():
         left.plot(["within", "beyond"], [s.within, s.beyond], marker="o", label=name)
         pairs = sorted(zip(distances, s.copies, strict=True))
@@ -136,5 +132,4 @@ def plot(scores: dict[str, Scores], distances: list[int], path: Path) -> None:
         title="A passage repeated from far back", xlabel="distance (tokens)", ylabel="loss (nats per token)", xscale="log"
     )
     right.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    path.write_bytes(figures.png(figure))

@@ -17,8 +17,10 @@ from ..integration.model import bound_config, methods_of
 from ..methods.string import String
 from .calibration import calibrate
 from .evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
+from .settings import UNMODIFIED, Setting
 
 Model = TypeVar("Model", bound=nn.Module)
+YARN = "YaRN"
 
 
 def extend(model: Model, to: int | str, method: str | LongAttnConfig | None = None, **parameters: Any) -> Model:
@@ -69,23 +71,27 @@ def extend(model: Model, to: int | str, method: str | LongAttnConfig | None = No
     return model
 
 
-def candidates(train_length: int, to: int) -> dict[str, LongAttnConfig]:
-    """The short list that `hf-longattn extend` tries: one of each kind of remap, with just enough reach for `to`."""
+def candidates(train_length: int, to: int) -> list[Setting]:
+    """The short list that `hf-longattn extend` tries: YaRN, and one of each kind of remap with just enough reach for `to`."""
 
     def needed(window: int) -> int:
         return max(2, math.ceil((to - window) / (train_length - window)))
 
     half, eighth = train_length // 2, max(train_length // 8, 1)
-    return {
-        "rerope": LongAttnConfig.preset("rerope", window=half),
-        "leaky_rerope": LongAttnConfig.preset("leaky_rerope", window=half, stretch=float(needed(half))),
-        "self_extend": LongAttnConfig.preset("self_extend", window=eighth, group=needed(eighth)),
-    }
+    return [
+        Setting(UNMODIFIED),
+        Setting(YARN, rope=f"yarn:{to / train_length}"),
+        Setting("rerope", "rerope", {"window": half}),
+        Setting("leaky_rerope", "leaky_rerope", {"window": half, "stretch": float(needed(half))}),
+        Setting("self_extend", "self_extend", {"window": eighth, "group": needed(eighth)}),
+    ]
 
 
-def by_head(model: nn.Module, input_ids: Tensor, config: LongAttnConfig, train_length: int) -> LongAttnConfig:
+def by_head(model: nn.Module, input_ids: Tensor, leaky: Setting, train_length: int) -> Setting:
     """A leaky_rerope that caps the far keys of heads that copy, as measured at the beginning of a text (1, length)."""
-    return calibrate(model, [input_ids[:, : min(train_length // 2, 4096)]], config)
+    assert leaky.config is not None
+    method = calibrate(model, [input_ids[:, : min(train_length // 2, 4096)]], leaky.config)
+    return Setting(f"{leaky.name} by head", method.to_dict())
 
 
 @dataclass(frozen=True)

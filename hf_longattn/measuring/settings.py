@@ -18,7 +18,7 @@ import dataclasses
 import difflib
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ from ..integration.names import RECORD, is_ours
 from ..methods.method import ModelFacts
 
 UNMODIFIED = "unmodified"
-#: Position encodings by name, and whether they take a number.
-ROPES = {"yarn": rope.yarn, "ntk": rope.ntk, "linear": rope.linear, "prope": rope.prope, "nope": rope.nope}
+#: Position encodings by name, and the fewest and most numbers they take.
+ROPES = {"yarn": (1, 1), "ntk": (1, 1), "linear": (1, 1), "prope": (1, 2), "nope": (0, 0)}
 PLAIN = "plain"
 
 
@@ -47,7 +47,7 @@ class Setting:
     Args:
         name: what tables and files call it.
         method: a preset's name, with `parameters`; or the slots written out, as in a saved `longattn` section; None for none.
-        rope: "yarn:2" and the like; None for the model's own.
+        rope: "yarn:2" and the like ("prope:0.5", with a new base "prope:0.5:1e6"); None for the model's own.
         adapter: a directory with a LoRA adapter, which brings the attention that it records, or that a config.json in its
             directory names.
         model: another checkpoint in place of the command's, for weights that were trained under the method.
@@ -71,7 +71,7 @@ class Setting:
             raise ValueError(f"setting {self.name!r} has parameters but no method")
         self.config  # noqa: B018  it raises
         if self.rope is not None:
-            _rope(self.rope)
+            parse_rope(self.rope)
         if self.adapter is not None and not Path(self.adapter).is_dir():
             raise ValueError(f"setting {self.name!r}: the adapter {self.adapter!r} is not a directory")
 
@@ -176,18 +176,30 @@ def precision_of(model: str, dtype: str = "auto", device: str = "cpu") -> str:
     slowly. Quantised checkpoints stay "auto".
     """
     check_dtype(dtype, "auto")
-    config = AutoConfig.from_pretrained(model)
-    own = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
+    config, own = AutoConfig.from_pretrained(model), own_precision(model)
     half = own in ("bfloat16", "float16") and not getattr(config, "quantization_config", None)
     slow = half and torch.device(device).type == "cpu" and own != fast_dtype()
     return "float32" if dtype == "auto" and slow else dtype
 
 
-def load_setting(setting: Setting, model: str, dtype: str = "auto", device: str = "cpu") -> Any:
+def own_precision(model: str) -> str:
+    """What a checkpoint's config says that its weights are in."""
+    config = AutoConfig.from_pretrained(model)
+    return str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
+
+
+def load_setting(
+    setting: Setting,
+    model: str,
+    dtype: str = "auto",
+    device: str = "cpu",
+    calibrated: Callable[[Any, LongAttnConfig], LongAttnConfig] | None = None,
+) -> Any:
     """A causal language model under a setting, for inference: weights loaded, rope edited, adapter merged, method applied.
 
     Args:
         dtype: see `precision_of`.
+        calibrated: from the loaded model and the setting's method to the one that is applied; None for the method itself.
     """
     source = setting.model or model
     config = _edited_config(setting, source)
@@ -196,7 +208,7 @@ def load_setting(setting: Setting, model: str, dtype: str = "auto", device: str 
         loaded = _with_adapter(loaded, setting.adapter).merge_and_unload()
     if setting.config is not None:
         with knowing():
-            apply(loaded, setting.config)
+            apply(loaded, calibrated(loaded, setting.config) if calibrated else setting.config)
     return loaded.to(device).eval()
 
 
@@ -256,8 +268,7 @@ def _edited_config(setting: Setting, source: str) -> Any:
         source = setting.adapter
     config = AutoConfig.from_pretrained(source)
     if setting.rope is not None:
-        function, arguments = _rope(setting.rope)
-        function(config, *arguments)
+        edit_rope(config, setting.rope)
     return config
 
 
@@ -279,20 +290,27 @@ def _adapters_method(setting: Setting, config: Any) -> LongAttnConfig | None:
     return None
 
 
-def _rope(text: str) -> tuple[Any, list[float]]:
+def edit_rope(config: Any, encoding: str) -> Any:
+    """A model's config with its position encoding changed, in place: "yarn:2" and the like (see `hf_longattn.rope`)."""
+    name, numbers = parse_rope(encoding)
+    return getattr(rope, name)(config, *numbers)
+
+
+def parse_rope(text: str) -> tuple[str, list[float]]:
+    """The name of a position encoding and its numbers; ValueError if there is none of that name or with so many."""
     name, *numbers = text.split(":")
     if name not in ROPES:
         near = difflib.get_close_matches(name, ROPES, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"unknown position encoding {text!r}{hint} Known: {PLAIN}, {', '.join(ROPES)}")
-    wanted = 0 if name == "nope" else 1
+    fewest, most = ROPES[name]
     try:
         values = [float(n) for n in numbers]
     except ValueError:
         values = []
-    if len(values) != wanted or len(numbers) != wanted:
-        raise ValueError(f"{text!r}: {name} takes {'no number' if not wanted else f'one number, as in {name}:2'}")
-    return ROPES[name], values
+    if not fewest <= len(values) <= most or len(values) < len(numbers):
+        raise ValueError(f"{text!r}: {name} takes {'no number' if not most else f'one number, as in {name}:2'}")
+    return name, values
 
 
 def _value(text: str) -> Any:

@@ -30,7 +30,7 @@ class CausalLoss:
         model: a causal language model (inside PEFT's wrapper, if any).
         distill: how the teacher counts; None for no teacher.
         teacher: opens the context in which `model` is the teacher.
-        teacher_skips: whether the teacher is given positions too; if not, it reads every row as a plain text.
+        teacher_positions: whether the teacher is given position_ids too; if not, it reads every row as a plain text.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,41 +15,14 @@ from ..checks import check_dtype
 from ..config import LongAttnConfig
 from ..integration import apply, rope
 from ..integration.model import knowing
+from ..measuring.settings import edit_rope
 from .recipe import Architecture, Lora, Recipe
-
-#: Every position method of the scale-invariant-attention paper's Table 1 and App. I.3: an encoding and a method.
-POSITIONS: dict[str, tuple[str, str | None]] = {
-    "rope": ("rope", None),
-    "prope": ("prope", None),
-    "nope": ("nope", None),
-    "rope_ntk": ("ntk", None),
-    "logn_rope": ("rope", "logn"),
-    "logn_prope": ("prope", "logn"),
-    "logn_ntk": ("ntk", "logn"),
-    "alibi": ("nope", "alibi"),
-    "scale_invariant_prope": ("prope", "scale_invariant"),
-    "scale_invariant_rope": ("rope", "scale_invariant"),
-    "scale_invariant_nope": ("nope", "scale_invariant"),
-}
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
     if recipe.tokenizer == "bytes":
         return ByT5Tokenizer(extra_ids=0)
     return AutoTokenizer.from_pretrained(recipe.tokenizer or recipe.model)
-
-
-def attention_of(recipe: Recipe) -> LongAttnConfig | None:
-    """The recipe's method; that of `architecture.position` with the recipe's parameters for a model from scratch."""
-    if recipe.architecture is None:
-        return recipe.attention
-    _, method = _position(recipe.architecture)
-    if method is None:
-        if recipe.parameters:
-            raise ValueError(f"parameters are given, and position {recipe.architecture.position} has no method to take them")
-        return None
-    trained: dict[str, Any] = {"learned": True, "clamp": False} if method == "logn" else {}  # as published
-    return LongAttnConfig.preset(method, **trained | recipe.parameters)
 
 
 def load_config(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
@@ -59,14 +32,8 @@ def load_config(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
         return config, config
     original = AutoConfig.from_pretrained(recipe.model)
     config = copy.deepcopy(original)
-    if (change := recipe.rope) is not None:
-        if change.kind == "prope":
-            rope.prope(config, change.fraction, change.theta)
-        elif change.kind == "nope":
-            rope.nope(config)
-        else:
-            scale: Callable[..., Any] = getattr(rope, change.kind)
-            scale(config, change.factor)
+    if recipe.setting.rope is not None:
+        edit_rope(config, recipe.setting.rope)
     return config, original
 
 
@@ -131,7 +98,6 @@ def unadapted(wrapped: Any, original: Any) -> Iterator[None]:
 def from_scratch(architecture: Architecture, length: int, vocabulary: int) -> NanoChatConfig:
     """modded-nanogpt's shape through transformers' NanoChat: RMSNorm without weights (also on the embedding), squared ReLU,
     QK-norm, untied head, no biases, no softcap."""
-    encoding, _ = _position(architecture)
     if architecture.width % architecture.heads:
         raise ValueError(f"width {architecture.width} does not divide into {architecture.heads} heads")
     config = NanoChatConfig(
@@ -147,19 +113,4 @@ def from_scratch(architecture: Architecture, length: int, vocabulary: int) -> Na
         bos_token_id=None,
         pad_token_id=None,
     )
-    if encoding == "prope":
-        rope.prope(config, architecture.prope_fraction, architecture.prope_theta)
-    elif encoding == "nope":
-        rope.nope(config)
-    elif encoding == "ntk":
-        rope.ntk(config, 1.0)  # θ (n / L)^{d/(d-2)} beyond the training length L, plain RoPE within
-    return config
-
-
-def _position(architecture: Architecture) -> tuple[str, str | None]:
-    try:
-        return POSITIONS[architecture.position]
-    except KeyError:
-        raise ValueError(
-            f"unknown architecture.position {architecture.position!r}; choose one of {', '.join(POSITIONS)}"
-        ) from None
+    return config if (encoding := architecture.setting.rope) is None else edit_rope(config, encoding)

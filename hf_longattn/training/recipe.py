@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..checks import read_text
-from ..config import LongAttnConfig
+from ..measuring.settings import UNMODIFIED, Setting
 
 #: Numbers that an optimiser refuses below zero, long after the start.
 NOT_NEGATIVE = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")
@@ -36,6 +36,10 @@ class Rope:
     fraction: float = 0.5  # prope: share of the pairs that still rotate, highest frequencies first
     theta: float | None = None  # prope: a new base
     factor: float = 2.0  # ntk, linear, yarn: how many times longer
+
+    def __str__(self) -> str:
+        numbers = {"prope": (self.fraction, self.theta), "nope": ()}.get(self.kind, (self.factor,))
+        return ":".join([self.kind, *(str(n) for n in numbers if n is not None)])
 
 
 @dataclass
@@ -79,6 +83,24 @@ class Needles:
     haystack_tokens: int = 1_000_000  # how much of a streamed corpus is kept
 
 
+_LOGN, _PROPE = "logn:learned=true:clamp=false", "@prope:{prope_fraction}:{prope_theta}"  # LogN as published
+#: Every position method of the scale-invariant-attention paper's Table 1 and App. I.3, as a setting. NTK at a factor of 1 is
+#: θ (n / L)^{d/(d-2)} beyond the training length L, plain RoPE within.
+POSITIONS: dict[str, str] = {
+    "rope": UNMODIFIED,
+    "prope": _PROPE,
+    "nope": "@nope",
+    "rope_ntk": "@ntk:1",
+    "logn_rope": _LOGN,
+    "logn_prope": _LOGN + _PROPE,
+    "logn_ntk": _LOGN + "@ntk:1",
+    "alibi": "alibi@nope",
+    "scale_invariant_prope": "scale_invariant" + _PROPE,
+    "scale_invariant_rope": "scale_invariant",
+    "scale_invariant_nope": "scale_invariant@nope",
+}
+
+
 @dataclass
 class Architecture:
     """A model to train from scratch: GPT-2-like, of the scale-invariant-attention paper's App. G."""
@@ -91,6 +113,13 @@ class Architecture:
     rope_theta: float = 10_000.0  # RoPE's base
     prope_theta: float = 1024.0**2  # p-RoPE's base; with a share of 1/2 its square root is the paper's "effective base"
     prope_fraction: float = 0.5
+
+    @property
+    def setting(self) -> Setting:
+        """Of `position`; ValueError if there is none of that name."""
+        if self.position not in POSITIONS:
+            raise ValueError(f"unknown architecture.position {self.position!r}; choose one of {', '.join(POSITIONS)}")
+        return Setting.parse(POSITIONS[self.position].format(**vars(self)))
 
 
 @dataclass
@@ -156,8 +185,16 @@ class Recipe:
     trainer: dict[str, Any] = field(default_factory=dict)  # any of transformers' TrainingArguments
 
     @property
-    def attention(self) -> LongAttnConfig | None:
-        return None if self.method is None else LongAttnConfig.preset(self.method, **self.parameters)
+    def setting(self) -> Setting:
+        """Method and position encoding of the model that is trained; an architecture brings its own.
+
+        Raises:
+            ValueError: unknown method, parameter or position, or parameters without a method.
+        """
+        if self.architecture is None:
+            return Setting(self.name, self.method, self.parameters, None if self.rope is None else str(self.rope))
+        own = self.architecture.setting
+        return dataclasses.replace(own, parameters={**own.parameters, **self.parameters})
 
     @property
     def lengths(self) -> list[int]:
@@ -253,9 +290,7 @@ def check(recipe: Recipe) -> None:
         raise ValueError("length and evaluation lengths must be at least 2 tokens")
     if recipe.hub.streaming and recipe.heldout is None and recipe.needle is None:
         raise ValueError("a streamed data set has no last part to hold out: give heldout")
-    attention = recipe.attention  # raises for an unknown method or parameter
-    if recipe.parameters and attention is None and recipe.architecture is None:
-        raise ValueError("parameters are given without a method")
+    attention = recipe.setting.config
     if recipe.strength is not None:
         if attention is None or not hasattr(attention.logit_map, "strength"):
             raise ValueError(f"a strength schedule needs a method with a strength (scale_invariant), not {recipe.method}")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import json
 import os
-import platform
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +20,11 @@ from ..checks import check_model, check_output
 from ..config import LongAttnConfig
 from ..integration import describe, rope
 from ..measuring.calibration import calibrate
+from ..measuring.rows import versions, write_whole
 from ..sharing.hub import save
 from .data import Data
 from .loss import CHUNK, CausalLoss, trained_by
-from .models import attention_of, load_config, load_model, load_tokenizer, put_adapter, put_method, unadapted
+from .models import load_config, load_model, load_tokenizer, put_adapter, put_method, unadapted
 from .recipe import Recipe, dump
 from .trainer import RecipeTrainer, arguments, interruptible
 
@@ -61,7 +59,7 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
     check_output(output)
     if recipe.model is not None:
         check_model(recipe.model)
-    attention = attention_of(recipe)
+    attention = recipe.setting.config
     tokenizer = load_tokenizer(recipe)
     data = Data(recipe, tokenizer)
     config, original = load_config(recipe, tokenizer)
@@ -147,18 +145,17 @@ def _run(prepared: Prepared) -> dict[str, Any]:
     trainer = RecipeTrainer(recipe, data, wrapped, model, args, prepared.tokenizer)
     first = trainer.is_world_process_zero()
     if first:
-        output.mkdir(parents=True, exist_ok=True)
-        _write(output / RECIPE_FILE, dump(recipe))
+        write_whole(output / RECIPE_FILE, dump(recipe))
     base = functools.partial(unadapted, wrapped, prepared.original)
     loss = CausalLoss(model, recipe.distill, base, teacher_positions=recipe.positions != "skip")
     with trained_by(model, loss), interruptible(trainer):
         result = trainer.train(resume_from_checkpoint=prepared.checkpoint)
-    measured = {"trained": trainer.measure(recipe.final_lengths)}
+    measured = {"trained": trainer.held_out_metrics(recipe.final_lengths)}
     found = measured["trained"][recipe.length]
     if recipe.evaluation.compare and recipe.architecture is None:
         if recipe.lora is not None:
             with base():
-                measured["base"] = trainer.measure(recipe.final_lengths)
+                measured["base"] = trainer.held_out_metrics(recipe.final_lengths)
         else:
             measured["base"] = _another(prepared, trainer, prepared.original)
         measured |= _yarn(prepared, trainer)
@@ -194,16 +191,8 @@ def _run(prepared: Prepared) -> dict[str, Any]:
         "log": trainer.state.log_history,
     }
     if first:
-        _write(output / METRICS_FILE, json.dumps(metrics, indent=1) + "\n")
+        write_whole(output / METRICS_FILE, json.dumps(metrics, indent=1) + "\n")
     return metrics
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("hf_longattn", "transformers", "torch", "peft", "accelerate"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
@@ -252,7 +241,7 @@ def _another(prepared: Prepared, trainer: RecipeTrainer, config: Any) -> dict[in
     """Measurements of the checkpoint that training started from, loaded anew under a config."""
     trained, trainer.causal = trainer.causal, load_model(prepared.recipe, config).to(trainer.accelerator.device)
     try:
-        return trainer.measure(prepared.recipe.final_lengths)
+        return trainer.held_out_metrics(prepared.recipe.final_lengths)
     finally:
         trainer.causal = trained
 
@@ -277,10 +266,3 @@ def _names(sources: Any) -> str:
     """What held-out text is called in a model card: no folders of this machine."""
     names = sources if isinstance(sources, list) else [sources]
     return ", ".join(Path(name).name if Path(name).exists() or "*" in name else name for name in names)
-
-
-def _write(path: Path, text: str) -> None:
-    """All or nothing."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

@@ -15,8 +15,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, default_da
 
 from ..integration import update
 from .data import Data
+from .held_out import held_out_sums, metrics
 from .loss import PARTS
-from .measure import measure, metrics
 from .optim import MuonWithAdam
 from .recipe import Recipe, Strength
 
@@ -76,7 +76,7 @@ class RecipeTrainer(Trainer):
 
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
         """Held-out loss (and needle accuracy) at every length of the recipe; `eval_loss` is that at the training length."""
-        found = self.measure(self.recipe.lengths)
+        found = self.held_out_metrics(self.recipe.lengths)
         out = {f"{metric_key_prefix}_{k}_{n}": m[k] for n, m in found.items() for k in ("loss", "accuracy") if k in m}
         at = self.recipe.length if self.recipe.length in found else min(found)
         out[f"{metric_key_prefix}_loss"] = found[at]["loss"]
@@ -85,9 +85,9 @@ class RecipeTrainer(Trainer):
         self.model.train()
         return out
 
-    def measure(self, lengths: list[int]) -> dict[int, dict[str, Any]]:
+    def held_out_metrics(self, lengths: list[int]) -> dict[int, dict[str, Any]]:
         share = (self.accelerator.process_index, self.accelerator.num_processes)
-        sums = measure(self.causal, self.recipe, self.data, lengths, share)
+        sums = held_out_sums(self.causal, self.recipe, self.data, lengths, share)
         device = self.accelerator.device
         wide = torch.float32 if device.type == "mps" else torch.float64
         sums = {n: self.accelerator.reduce(s.to(device, wide), "sum").cpu() for n, s in sums.items()}

@@ -4,11 +4,10 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from torch import Tensor
+
+from hf_longattn.measuring.report.figures import png, pyplot
+from hf_longattn.measuring.report.markdown import table
 
 Results = dict[str, dict[str, Tensor]]
 LABELS = {
@@ -34,7 +33,7 @@ def ranges(long: int) -> list[tuple[int, int]]:
 
 
 def write_plot(path: Path, results: Results, curves: dict[str, list[tuple[int, float]]], facts: dict[str, Any]) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.4), layout="constrained")
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(12, 5.4), layout="constrained")
     for name, losses in results.items():
         means = [losses["long"][a:b].mean().item() for a, b in ranges(facts["long"])]
         left.plot(range(len(means)), means, marker="o", label=LABELS[name], **STYLE[name])
@@ -53,13 +52,12 @@ def write_plot(path: Path, results: Results, curves: dict[str, list[tuple[int, f
         axes.grid(alpha=0.3)
     handles = [*left.get_lines(), right.get_lines()[-1]]
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    path.write_bytes(png(figure))
 
 
 def write_summary(path: Path, results: Results, generated: dict[str, str], facts: dict[str, Any]) -> None:
     short = {name: r["short"].mean().item() for name, r in results.items()}
-    rows = [["", f"windows of {facts['window']}", *(f"{a}–{b}" for a, b in ranges(facts["long"]))], ["---"] * 6]
+    head, rows = ["", f"windows of {facts['window']}", *(f"{a}–{b}" for a, b in ranges(facts["long"]))], []
     for name, r in results.items():
         long = [f"{r['long'][a:b].mean():.3f}" for a, b in ranges(facts["long"])]
         rows.append([LABELS[name], f"{short[name]:.3f}", *long])
@@ -67,7 +65,6 @@ def write_summary(path: Path, results: Results, generated: dict[str, str], facts
     def delta(name: str, other: str) -> str:
         return f"{short[name] - short[other]:+.3f}"
 
-    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     text = f"""\
 # Scale-invariant attention in a pretrained model
 
@@ -77,7 +74,7 @@ def write_summary(path: Path, results: Results, generated: dict[str, str], facts
 Loss in nats per token, in float32. The first column reads the text in separate windows of {facts["window"]} tokens (every
 second one), the others by position in one window of {facts["long"]}.
 
-{table}
+{table(head, rows)}
 
 - **Switched on without training**, the method changes the loss in short windows by {delta("scale_invariant", "unmodified")}:
   the model was pretrained with other attention, and until it is adapted the method harms it. The mild form changes

@@ -6,26 +6,23 @@ Leaves plot.png, summary.md and the adapter in --out.
 """
 
 import argparse
-import platform
 import sys
 import time
 import warnings
-from importlib.metadata import version
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
-from report import write_plot, write_summary
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, Trainer, TrainingArguments, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, set_seed
 
 import hf_longattn
-
-sys.path.append(str(Path(__file__).parent.parent))
-
-from models import SMOLLM2, obtain, random_model
+from hf_longattn.measuring.evaluation import token_losses
+from hf_longattn.measuring.rows import versions_line
+from recipes.demo.report import write_plot, write_summary
+from recipes.models import SMOLLM2, obtain, random_model
 
 PROMPT = "The old lighthouse keeper climbed the stairs every evening, because"
 METHODS = {
@@ -55,14 +52,14 @@ def main() -> None:
         if parameters is not None:
             hf_longattn.apply(model, "scale_invariant", **parameters)
         heading(f"{name}: {hf_longattn.describe(model).rows[0][1]} in every layer, no training")
-        results[name] = measure(model, held_out, args.window)
+        results[name] = held_out_losses(model, held_out, args.window)
         generated[name] = generate(model, tokenizer)
 
     curves = {}
     for name, implementation in (("control", "sdpa"), ("adapted", "scale_invariant")):
         heading(f"{name}: {args.steps} LoRA steps under {implementation}")
         model, curves[name] = adapt(folder, implementation, training, held_out, args)
-        results[name] = measure(model, held_out, args.window)
+        results[name] = held_out_losses(model, held_out, args.window)
         generated[name] = generate(model, tokenizer)
 
     heading("save, reload, compare")
@@ -78,8 +75,7 @@ def main() -> None:
         "window": args.window,
         "long": args.long,
         "difference": difference,
-        "versions": ", ".join(f"{p} {version(p)}" for p in ("hf_longattn", "transformers", "torch", "peft"))
-        + f", Python {platform.python_version()}",
+        "versions": versions_line("hf_longattn", "transformers", "torch", "peft"),
         "minutes": (time.monotonic() - start) / 60,
         "cpu_minutes": time.process_time() / 60,
     }
@@ -122,27 +118,17 @@ def load(folder: Path, **kwargs):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kwargs).eval()
 
 
-def measure(model, held_out: Tensor, window: int) -> dict[str, Tensor]:
+def held_out_losses(model, held_out: Tensor, window: int) -> dict[str, Tensor]:
     """Losses of the held-out text, read as one long window ("long") and in pieces of a training window ("short")."""
-    short = torch.stack([token_losses(model, piece, window) for piece in pieces(held_out, window)])
-    long = token_losses(model, held_out, window)
+    model, held_out = getattr(model, "get_base_model", lambda: model)(), held_out.to(model.device)
+    short = torch.stack([token_losses(model, piece[None])[0, 1:].cpu() for piece in pieces(held_out, window)])
+    long = token_losses(model, held_out[None], prefill=window)[0, 1:].cpu()
     print(f"loss: {short.mean():.3f} in windows of {window}, {long.mean():.3f} in one window of {len(held_out)}")
     return {"short": short, "long": long}
 
 
 def pieces(tokens: Tensor, window: int) -> list[Tensor]:
     return list(tokens.split(window)[::2])  # every second one: half the time
-
-
-@torch.no_grad()
-def token_losses(model, tokens: Tensor, chunk: int) -> Tensor:
-    """The loss of every token after the first, read chunk by chunk through the cache: never all logits at once."""
-    tokens = tokens.to(model.device)
-    cache, losses = DynamicCache(), []
-    for inputs, targets in zip(tokens[:-1].split(chunk), tokens[1:].split(chunk), strict=True):
-        logits = model(input_ids=inputs[None], past_key_values=cache).logits[0]
-        losses.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
-    return torch.cat(losses).cpu()
 
 
 def generate(model, tokenizer) -> str:

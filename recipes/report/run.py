@@ -7,19 +7,15 @@ Rows that docs/reports/ holds are not run again; take another --out to measure a
 
 import argparse
 import json
-import sys
 from os.path import relpath
 from pathlib import Path
 
 from hf_longattn.attention.kernels.precision import fast_dtype
 from hf_longattn.cli import app
+from recipes.models import GEMMA, SMOLLM2, obtain
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent))
-
-from models import GEMMA, SMOLLM2, obtain  # noqa: E402
-
 #: Of each model: where it comes from, the page's title, the tokens scored, and the lengths of losses and of tasks.
 REPORTS = {
     "smollm2": (SMOLLM2, "SmolLM2-135M beyond its trained length", "1024", "2k,4k,8k,16k", "2k,4k"),

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from experiment import Experiment, Run
-from loop import fit, small_llama
 from torch import Tensor, nn
 
 import hf_longattn
 from hf_longattn.training.optim import MuonWithAdam
 from hf_longattn.training.recipe import Muon
+from recipes.reproduce.experiment import Experiment, Run
+from recipes.reproduce.loop import fit, small_llama
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def accuracies(model: Any, settings: Settings, seed: int) -> dict[str, dict[str,
     return out
 
 
-def measure(run: Run) -> dict[str, Any]:
+def run_algorithms(run: Run) -> dict[str, Any]:
     settings: Settings = run.settings
     torch.manual_seed(run.seed)
     model, rng = model_for(run.variant, settings), random.Random(f"train:{run.seed}")
@@ -158,6 +158,6 @@ ALGORITHMS = Experiment(
     minutes=12.0,
     settings=Settings(),
     quick=QUICK,
-    measure=measure,
+    measure=run_algorithms,
     dtype="bfloat16",
 )

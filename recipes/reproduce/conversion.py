@@ -17,18 +17,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from experiment import Experiment, Run
-from loop import fit
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 import hf_longattn
-from hf_longattn import LongAttnConfig, rope
+from hf_longattn import LongAttnConfig
 from hf_longattn.measuring.evaluation import token_losses
+from hf_longattn.measuring.settings import Setting, edit_rope
 from hf_longattn.training.optim import MuonWithAdam
 from hf_longattn.training.recipe import Muon, Skip
 from hf_longattn.training.skip import skipped
+from recipes.reproduce.experiment import Experiment, Run
+from recipes.reproduce.loop import fit
 
 LETTERS = string.ascii_letters + string.digits
 #: Bytes of a repeated passage, and its first ones, which do not count: a model must notice the repetition.
@@ -59,12 +60,10 @@ QUICK = Settings(1, 16, 1, batch=2, first_steps=3, steps=20, calibration_windows
 
 
 @dataclass(frozen=True)
-class Way:
-    """What is done to a model, and how it is trained.
+class Way(Setting):
+    """A setting, and how a model is trained under it.
 
     Args:
-        method, parameters: a method by name.
-        rope: a position encoding of `hf_longattn.rope` and its arguments.
         calibrated: scale-invariant attention is calibrated first.
         skip: positions skip in training (PoSE).
         strength: the method's strength rises from 0 to 1 over the first half of the steps.
@@ -74,9 +73,7 @@ class Way:
         qk_norm: on a base that normalises queries and keys (Qwen3 in place of Llama).
     """
 
-    method: str | None = None
-    parameters: dict[str, Any] = field(default_factory=dict)
-    rope: tuple[Any, ...] = ()
+    name: str = field(default="", kw_only=True)
     calibrated: bool = False
     skip: bool = False
     strength: bool = False
@@ -102,7 +99,7 @@ LORA_RATE = 3e-3
 LEARNED = {"learned": True, "clamp": False}  # LogN as published
 UNTRAINED: dict[str, Way] = {"control": Way()}
 UNTRAINED |= {"windowed": Way("windowed", {"window": 128}), "streaming": Way("streaming", {"window": 124, "sinks": 4})}
-UNTRAINED |= {f"yarn{factor}": Way(rope=("yarn", factor)) for factor in (16, 64)}
+UNTRAINED |= {f"yarn{factor}": Way(rope=f"yarn:{factor}") for factor in (16, 64)}
 UNTRAINED |= {"infoscale": Way("infoscale"), "logn": Way("logn"), "map": Way("scale_invariant", MAP, calibrated=True)}
 for name, given in REMAPS.items():
     UNTRAINED[name] = Way(name, given)
@@ -126,21 +123,21 @@ TRAINED: dict[str, Way] = {
     "rerope+cosscale16+infoscale": Way("rerope+cosscale+infoscale", {"window": WINDOW, "scale": 16.0}),
     "rerope+cosscale128": Way("rerope+cosscale", {"window": WINDOW, "scale": 128.0}),
     "pose": Way(skip=True),
-    "pose+yarn64": Way(rope=("yarn", 64), skip=True),
+    "pose+yarn64": Way(rope="yarn:64", skip=True),
     "pose+rerope": Way("rerope", {"window": WINDOW}, skip=True),
     "pose+rerope+logn": Way("rerope+logn", {"window": WINDOW}, skip=True),
 }
-for encoding, arguments in {"prope": ("prope", 0.5), "nope": ("nope",)}.items():
-    TRAINED[encoding] = Way(rope=arguments)
-    TRAINED[f"{encoding}+logn"] = Way("logn", LEARNED, arguments)
-    TRAINED[f"{encoding}+infoscale"] = Way("infoscale", rope=arguments)
-    TRAINED[f"{encoding}+scale_invariant"] = Way("scale_invariant", rope=arguments)
-    TRAINED[f"{encoding}+map"] = Way("scale_invariant", MAP, arguments, calibrated=True)
-TRAINED["alibi"] = Way("alibi", rope=("nope",))
-TRAINED["alibi+logn"] = Way("alibi+logn", LEARNED, ("nope",))
-TRAINED["alibi+infoscale"] = Way("alibi+infoscale", rope=("nope",))
+for name, encoding in {"prope": "prope:0.5", "nope": "nope"}.items():
+    TRAINED[name] = Way(rope=encoding)
+    TRAINED[f"{name}+logn"] = Way("logn", LEARNED, encoding)
+    TRAINED[f"{name}+infoscale"] = Way("infoscale", rope=encoding)
+    TRAINED[f"{name}+scale_invariant"] = Way("scale_invariant", rope=encoding)
+    TRAINED[f"{name}+map"] = Way("scale_invariant", MAP, encoding, calibrated=True)
+TRAINED["alibi"] = Way("alibi", rope="nope")
+TRAINED["alibi+logn"] = Way("alibi+logn", LEARNED, "nope")
+TRAINED["alibi+infoscale"] = Way("alibi+infoscale", rope="nope")
 for name, kind in {"adaptive_temperature": ("adaptive_temperature", {}), "cosscale16": ("cosscale", {"scale": 16.0})}.items():
-    TRAINED[f"prope+{name}"] = Way(*kind, ("prope", 0.5))
+    TRAINED[f"prope+{name}"] = Way(*kind, "prope:0.5")
 #: The same ways trained otherwise: an adapter in place of all weights, the base as teacher, a strength that rises.
 OTHERWISE: dict[str, Way] = {}
 for name in ("control", "yarn64", "rerope+logn", "pose+rerope+logn", "prope+map"):
@@ -173,7 +170,7 @@ VARIANTS |= {f"{name}-{SHARES[0]}%": (way, SHARES[0], False) for name, way in (S
 VARIANTS |= {f"{name}-scratch": (way, 100, True) for name, way in SCRATCH.items()}
 
 
-def measure(run: Run) -> dict[str, Any]:
+def run_conversion(run: Run) -> dict[str, Any]:
     settings: Settings = run.settings
     way, share, scratch = VARIANTS[run.variant]
     train, heldout = "\n".join(read(p) for p in run.texts.train), read(run.texts.heldout)
@@ -219,12 +216,11 @@ def model_of(run: Run, way: Way, scratch: bool, data: Iterator[Tensor]) -> Any:
         )
     config = small(settings, way.qk_norm) if scratch else AutoConfig.from_pretrained(base)
     if way.rope:
-        getattr(rope, way.rope[0])(config, *way.rope[1:])
+        edit_rope(config, way.rope)
     model = AutoModelForCausalLM.from_config(config) if scratch else AutoModelForCausalLM.from_pretrained(base, config=config)
     model.eval()
-    if way.method is None:
+    if (method := way.config) is None:
         return model
-    method = LongAttnConfig.preset(way.method, **way.parameters)
     if way.calibrated:
         windows = [x for _ in range(settings.calibration_windows // settings.batch) for x in next(data).split(1)]
         found = hf_longattn.calibrate(model, windows, LongAttnConfig(logit_map=method.logit_map))
@@ -387,7 +383,7 @@ CONVERSION = Experiment(
     minutes=0.5,
     settings=Settings(),
     quick=QUICK,
-    measure=measure,
+    measure=run_conversion,
     text=True,
     dtype="bfloat16",
 )

@@ -1,16 +1,15 @@
-"""What the front knows of an experiment, and the file in which its finished runs are kept."""
+"""What the front knows of an experiment, and what tells its runs apart."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+from hf_longattn.measuring.rows import Row
 
 
 @dataclass(frozen=True)
@@ -69,38 +68,6 @@ class Experiment:
     def runs(self) -> list[tuple[str, int]]:
         """Every variant of one seed before the next seed, so that what is there after an interruption compares."""
         return [(variant, seed) for seed in self.seeds for variant in self.variants]
-
-
-class Rows:
-    """The rows of one experiment: JSON lines, one for each finished run.
-
-    Raises:
-        ValueError: the file holds a line that is no row.
-    """
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self.path = folder / f"{name}.jsonl"
-        self.all = self._read()
-
-    def _read(self) -> list[Row]:
-        if not self.path.exists():
-            return []
-        lines = self.path.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last line end was cut off
-        try:
-            return [json.loads(line) for line in lines]
-        except json.JSONDecodeError:
-            raise ValueError(f"{self.path} holds a line that is no row: remove it") from None
-
-    def find(self, variant: str, seed: int) -> Row | None:
-        return next((row for row in self.all if (row["variant"], row["seed"]) == (variant, seed)), None)
-
-    def put(self, row: Row) -> None:
-        """Add a row, in place of the one of the same variant and seed; all or nothing."""
-        self.all = [r for r in self._read() if (r["variant"], r["seed"]) != (row["variant"], row["seed"])] + [row]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text("".join(json.dumps(r) + "\n" for r in self.all), encoding="utf-8")
-        os.replace(partial, self.path)
 
 
 def refuse_other_settings(

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from experiment import Experiment, Run
 
 from hf_longattn.training import POSITIONS, load_recipe, prepare
 from hf_longattn.training import run as train
+from recipes.reproduce.experiment import Experiment, Run
 
 TAUS = (0.01, 0.1, 1.0, 100.0)  # the default is 10
 #: A position method of `pretrain_small` and its parameters, by variant.
@@ -39,7 +39,7 @@ class Settings:
 QUICK = Settings(layers=1, width=16, heads=1, length=32, batch=2, steps=3, lengths=(32, 128), measured_tokens=256)
 
 
-def measure(run: Run) -> dict[str, Any]:
+def run_length(run: Run) -> dict[str, Any]:
     settings: Settings = run.settings
     position, parameters = VARIANTS[run.variant]
     overrides = {
@@ -93,7 +93,7 @@ LENGTH = Experiment(
     minutes=3.5,
     settings=Settings(),
     quick=QUICK,
-    measure=measure,
+    measure=run_length,
     text=True,
     dtype="bfloat16",
 )

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from experiment import Experiment, Run
-from loop import fit, small_llama
 from torch import Tensor, nn
 from transformers import ByT5Tokenizer
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
-from hf_longattn.training.measure import windows_of
+from hf_longattn.training.held_out import windows_of
+from recipes.reproduce.experiment import Experiment, Run
+from recipes.reproduce.loop import fit, small_llama
 
 SCALES = (8, 16, 32, 64, 128, 256)
 WARM, WARM_SCALES = "_warm", (16, 64, 128, 256)
@@ -132,7 +132,7 @@ def peaks(model: Any, ids: Tensor, scale: float) -> dict[str, Any]:
     }
 
 
-def measure(run: Run) -> dict[str, Any]:
+def run_masked(run: Run) -> dict[str, Any]:
     settings: Settings = run.settings
     tokenizer = ByT5Tokenizer(extra_ids=0)
     text, heldout = (
@@ -177,7 +177,7 @@ MASKED = Experiment(
     minutes=6.0,
     settings=Settings(),
     quick=QUICK,
-    measure=measure,
+    measure=run_masked,
     text=True,
     dtype="bfloat16",
 )

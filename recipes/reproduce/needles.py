@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiment import Experiment, Run
-from length import LENGTH, training
-from models import SMOLLM2, obtain, random_model
-
 from hf_longattn.training import POSITIONS, load_recipe, prepare
 from hf_longattn.training import run as train
+from recipes.models import SMOLLM2, obtain, random_model
+from recipes.reproduce.experiment import Experiment, Run
+from recipes.reproduce.length import LENGTH, training
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
 DOWNLOADED = Path(__file__).parents[2] / "models"
 
 
-def measure(run: Run) -> dict[str, Any]:
+def run_needles(run: Run) -> dict[str, Any]:
     settings: Settings = run.settings
     model = run.models / LENGTH.name / f"{run.variant}-seed{run.seed}"
     if not (model / "config.json").is_file():
@@ -65,7 +64,7 @@ def measure(run: Run) -> dict[str, Any]:
     return on_needles(run, model, own)
 
 
-def measure_pretrained(run: Run) -> dict[str, Any]:
+def run_pretrained(run: Run) -> dict[str, Any]:
     method, parameters = METHODS[run.variant]
     model = obtain(SMOLLM2, DOWNLOADED) if run.settings.pretrained else random_model(run.models)
     own: dict[str, Any] = {"dtype": run.dtype} if method is None else {"dtype": run.dtype, "method": method}
@@ -105,7 +104,7 @@ NEEDLES = Experiment(
     minutes=11.0,
     settings=Settings(),
     quick=QUICK,
-    measure=measure,
+    measure=run_needles,
     text=True,
     dtype="bfloat16",
     needs=LENGTH.name,
@@ -119,7 +118,7 @@ PRETRAINED = Experiment(
     minutes=12.0,
     settings=Pretrained(),
     quick=QUICK_PRETRAINED,
-    measure=measure_pretrained,
+    measure=run_pretrained,
     text=True,
     dtype="bfloat16",
 )

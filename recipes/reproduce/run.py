@@ -20,23 +20,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+import torch
 
-import tables  # noqa: E402
-import torch  # noqa: E402
-from algorithms import ALGORITHMS  # noqa: E402
-from conversion import CONVERSION  # noqa: E402
-from experiment import Experiment, Row, Rows, Run, Texts, refuse_other_settings  # noqa: E402
-from length import LENGTH  # noqa: E402
-from masked import MASKED  # noqa: E402
-from needles import NEEDLES, PRETRAINED  # noqa: E402
-from sets import ARGMAX, DICTIONARY, MAX_RETRIEVAL  # noqa: E402
+from hf_longattn.attention.kernels.precision import fast_dtype
+from hf_longattn.measuring.rows import Row, Rows, versions
+from recipes.reproduce import tables
+from recipes.reproduce.algorithms import ALGORITHMS
+from recipes.reproduce.conversion import CONVERSION
+from recipes.reproduce.experiment import Experiment, Run, Texts, refuse_other_settings
+from recipes.reproduce.length import LENGTH
+from recipes.reproduce.masked import MASKED
+from recipes.reproduce.needles import NEEDLES, PRETRAINED
+from recipes.reproduce.sets import ARGMAX, DICTIONARY, MAX_RETRIEVAL
 
-from hf_longattn.attention.kernels.precision import fast_dtype  # noqa: E402
-from hf_longattn.training.run import versions  # noqa: E402
-
+ROOT = Path(__file__).parents[2]
 ALL = (MAX_RETRIEVAL, ARGMAX, DICTIONARY, LENGTH, NEEDLES, PRETRAINED, MASKED, ALGORITHMS, CONVERSION)
 EXPERIMENTS = {e.name: e for e in ALL}
 RESULTS = ROOT / "benchmarks" / "results" / "reproductions"
@@ -102,15 +99,15 @@ def perform(experiment: Experiment, args: argparse.Namespace, results: Path, tex
     Raises:
         ValueError: rows of other settings or texts are there, or a model of another experiment is not.
     """
-    rows = Rows(results, experiment.name)
+    rows = Rows(results / f"{experiment.name}.jsonl")
     settings = experiment.quick if args.quick else experiment.settings
     seeds = experiment.seeds if args.seeds is None else tuple(args.seeds)
     runs = [(v, s) for v, s in dataclasses.replace(experiment, seeds=seeds).runs() if re.search(args.only, v)]
-    kept = [r for r in rows.all if not (args.again and (r["variant"], r["seed"]) in runs)]
+    kept = [r for r in rows if not (args.again and (r["variant"], r["seed"]) in runs)]
     dtype = "float32" if experiment.dtype == "float32" else args.dtype
     refuse_other_settings(kept, settings, texts.named(), rows.path, dtype, experiment.dtype)
     for variant, seed in runs:
-        if rows.find(variant, seed) is not None and not args.again:
+        if rows.find(variant=variant, seed=seed) is not None and not args.again:
             print(f"{experiment.name} {variant} seed {seed}: there")
             continue
         folder = args.models / experiment.name / f"{variant}-seed{seed}"
@@ -131,7 +128,7 @@ def perform(experiment: Experiment, args: argparse.Namespace, results: Path, tex
             "threads": torch.get_num_threads(),
             "versions": versions(),
         }
-        rows.put(row)
+        rows.put(row, instead_of={"variant": variant, "seed": seed})
         print(f"{experiment.name} {variant} seed {seed}: {row['cpu_seconds'] / 60:.1f} CPU minutes, {dtype}", flush=True)
 
 
@@ -148,7 +145,7 @@ def listed(results: Path) -> str:
     """Every experiment with its cost: CPU minutes of a run (of the rows that are there, else as noted), done, to do."""
     lines = [("experiment", "a run", "done", "to do", "left", "")]
     for experiment in EXPERIMENTS.values():
-        rows = Rows(results, experiment.name).all
+        rows = Rows(results / f"{experiment.name}.jsonl").all
         spent = [row["cpu_seconds"] / 60 for row in rows]
         minutes = sum(spent) / len(spent) if spent else experiment.minutes
         done = {(row["variant"], row["seed"]) for row in rows}

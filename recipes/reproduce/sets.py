@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from experiment import Experiment, Run
 from torch import Tensor, nn
 
 from hf_longattn import LongAttnConfig, fit_adaptive_temperature
@@ -21,6 +20,7 @@ from hf_longattn.attention.geometry import Rows
 from hf_longattn.measuring.tasks.sets import dictionary_lookup, max_retrieval
 from hf_longattn.methods import AdaptiveTemperature
 from hf_longattn.methods.method import ModelFacts
+from recipes.reproduce.experiment import Experiment, Run
 
 CLASSES, KEYS, VALUES = 10, 16384, 64
 #: Items in memory at a time when large sets are measured.
@@ -201,7 +201,7 @@ def _batches(sets: int, size: int) -> list[int]:
     return [min(most, sets - first) for first in range(0, sets, most)]
 
 
-def measure(make: Callable[[str, Settings], tuple[SetModel, Draw]], run: Run) -> dict[str, Any]:
+def run_sets(make: Callable[[str, Settings], tuple[SetModel, Draw]], run: Run) -> dict[str, Any]:
     settings: Settings = run.settings
     torch.manual_seed(run.seed)
     model, draw = make(run.variant, settings)
@@ -224,7 +224,7 @@ MAX_RETRIEVAL = Experiment(
     minutes=2.5,
     settings=Settings(),
     quick=QUICK,
-    measure=functools.partial(measure, argmax_model),
+    measure=functools.partial(run_sets, argmax_model),
 )
 ARGMAX = Experiment(
     name="argmax-retrieval",
@@ -234,7 +234,7 @@ ARGMAX = Experiment(
     minutes=2.5,
     settings=Settings(),
     quick=QUICK,
-    measure=functools.partial(measure, argmax_model),
+    measure=functools.partial(run_sets, argmax_model),
 )
 DICTIONARY = Experiment(
     name="dictionary-lookup",
@@ -244,5 +244,5 @@ DICTIONARY = Experiment(
     minutes=3.5,
     settings=Settings(),
     quick=replace(QUICK, steps=30),
-    measure=functools.partial(measure, dictionary_model),
+    measure=functools.partial(run_sets, dictionary_model),
 )

@@ -1,27 +1,24 @@
-"""The tables and pictures of docs/reproductions, from the rows, with the papers' numbers beside ours.
-
-A page holds `<!-- reproduction: NAME -->` ... `<!-- end -->`; what stands between is one of `SECTIONS`.
-"""
+"""The tables and pictures of docs/reproductions, from the rows, with the papers' numbers beside ours."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import paper
-from algorithms import TASKS
-from conversion import BASE, LORA_RATE, OTHERWISE, QK, QK_NORMED, SCRATCH, SHARES, SWEEP, TRAINED, UNTRAINED
-from conversion import TASKS as COPIES
-from experiment import Row, Rows
-from length import TAUS
-from masked import SCORED, TEMPERATURES, WARM
-from needles import METHODS
-
 from hf_longattn.measuring.evaluation.statistics import mean_interval
+from hf_longattn.measuring.report.figures import curves
+from hf_longattn.measuring.report.markdown import Contents, fill_pages, table
+from hf_longattn.measuring.rows import Row, Rows
 from hf_longattn.training import POSITIONS
+from recipes.reproduce import paper
+from recipes.reproduce.algorithms import TASKS
+from recipes.reproduce.conversion import BASE, LORA_RATE, OTHERWISE, QK, QK_NORMED, SCRATCH, SHARES, SWEEP, TRAINED, UNTRAINED
+from recipes.reproduce.conversion import TASKS as COPIES
+from recipes.reproduce.length import TAUS
+from recipes.reproduce.masked import SCORED, TEMPERATURES, WARM
+from recipes.reproduce.needles import METHODS
 
 #: Of one variant: its values by seed, one for each column.
 Series = dict[int, list[float]]
@@ -38,33 +35,20 @@ class Shown:
 
 def write(results: Path, docs: Path) -> None:
     """Fill in every page, and draw the pictures."""
-    from hf_longattn.measuring.report.figures import curves
-
     data = load(results)
-    for page in sorted(docs.glob("*.md")):
-        page.write_text(with_tables(page.read_text(encoding="utf-8"), data), encoding="utf-8")
+    fill_pages(docs, contents(data))
     for section in SECTIONS.values():
         for name, arguments in section(data).pictures.items():
             (docs / name).write_bytes(curves(**arguments))
 
 
 def load(results: Path) -> Data:
-    return {path.stem: Rows(results, path.stem).all for path in sorted(results.glob("*.jsonl"))}
+    return {path.stem: Rows(path).all for path in sorted(results.glob("*.jsonl"))}
 
 
-def with_tables(page: str, data: Data) -> str:
-    """The page with every section filled in.
-
-    Raises:
-        ValueError: it names a section that there is not.
-    """
-
-    def filled(found: re.Match[str]) -> str:
-        if found[1] not in SECTIONS:
-            raise ValueError(f"there is no section {found[1]!r}; there are {', '.join(SECTIONS)}")
-        return f"<!-- reproduction: {found[1]} -->\n{SECTIONS[found[1]](data).text}\n<!-- end -->"
-
-    return re.sub(r"<!-- reproduction: (.*?) -->\n.*?<!-- end -->", filled, page, flags=re.DOTALL)
+def contents(data: Data) -> Contents:
+    """What stands below `<!-- reproduction: NAME -->`: one of `SECTIONS`."""
+    return {"reproduction": lambda name: SECTIONS[name](data).text}
 
 
 # pieces ---------------------------------------------------------------------------------------------------------------
@@ -91,11 +75,6 @@ def gains(values: Series, base: Series) -> list[tuple[float, float]]:
     both = sorted(values.keys() & base.keys())
     differences = [[a - b for a, b in zip(values[s], base[s], strict=True)] for s in both]
     return [mean_interval(column) for column in zip(*differences, strict=True)]
-
-
-def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    rows = [head, ["---"] * len(head), *body]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def missing(name: str) -> Shown:

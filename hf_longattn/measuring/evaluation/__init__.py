@@ -6,7 +6,7 @@ from .heads import copying_heads
 from .losses import loss_by_position, token_losses
 from .plan import Plan
 from .results import Results
-from .run import measure
+from .run import run_plan
 from .store import Store
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "copy_losses",
     "copying_heads",
     "loss_by_position",
-    "measure",
+    "run_plan",
     "token_losses",
     "with_copies",
 ]

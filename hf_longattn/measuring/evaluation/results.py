@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from ..report import Figure, Section, Table
 from ..report.figures import curves, heat_map, tokens_shown
+from ..rows import Row
 from ..settings import UNMODIFIED
 from .plan import BIN, LOSS
 from .statistics import mean_interval, wilson
-from .store import Row
 
 NATS = "loss (nats per token)"
 AS_ABOVE = "As under “Loss by length”."

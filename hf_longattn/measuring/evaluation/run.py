@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ..rows import Row
 from ..settings import load_setting
 from .answers import answer_scores
 from .losses import loss_by_position, token_losses
 from .plan import BIN, LOSS, Item, Plan
-from .store import Row, Store
+from .store import Store
 
 
-def measure(
+def run_plan(
     plan: Plan,
     store: Store,
     device: str = "cpu",

@@ -1,4 +1,4 @@
-"""Finished rows on disk: JSON lines, so that an interrupted run keeps what it has and goes on."""
+"""The folder of an evaluation: its rows, and the protocol that all of them obey."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+from ..rows import Row, Rows, write_whole
+
 ROWS, PROTOCOL = "rows.jsonl", "protocol.json"
 #: What another command that adds to the same report may have left in the folder.
 REPORT = {"index.html", "report.json", "report-head.json", "sections", "figures"}
@@ -42,22 +43,8 @@ class Store:
                 )
             protocol = old | dict(protocol)
         self.protocol = dict(protocol)
-        self.rows = {row["key"]: row for row in self._read()}
-
-    def _read(self) -> list[Row]:
-        path, rows = self.folder / ROWS, []
-        if not path.exists():
-            return []
-        lines = path.read_text(encoding="utf-8").split("\n")
-        for number, line in enumerate(lines, 1):
-            if not line:
-                continue
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                if number < len(lines):
-                    raise ValueError(f"{path}, line {number}, is no row: remove it, or choose another folder") from None
-        return rows  # a last line without its end was cut off by an interruption, and is measured again
+        self._file = Rows(folder / ROWS)
+        self.rows = {row["key"]: row for row in self._file}
 
     def check(self, keys: Iterable[tuple[str, str]]) -> None:
         """Raise ValueError if one of these (key, digest) is there under another digest."""
@@ -70,12 +57,7 @@ class Store:
 
     def add(self, row: Row) -> None:
         """Keep a finished row."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        protocol, path = self.folder / PROTOCOL, self.folder / ROWS
-        if not protocol.exists() or json.loads(protocol.read_text(encoding="utf-8")) != self.protocol:
-            protocol.write_text(json.dumps(self.protocol, indent=1) + "\n", encoding="utf-8")
-        if path.exists() and (text := path.read_bytes()) and not text.endswith(b"\n"):
-            path.write_bytes(text[: text.rfind(b"\n") + 1])
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        if not (file := self.folder / PROTOCOL).exists() or json.loads(file.read_text(encoding="utf-8")) != self.protocol:
+            write_whole(file, json.dumps(self.protocol, indent=1) + "\n")
+        self._file.put(row)
         self.rows[row["key"]] = row

@@ -12,7 +12,8 @@ MARKERS = "osD^vPX*"
 LINES = ("-", "--", "-.", ":")
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """matplotlib's pyplot, drawing into files alone."""
     try:
         import matplotlib
     except ImportError:
@@ -21,6 +22,17 @@ def _pyplot() -> Any:
     from matplotlib import pyplot
 
     return pyplot
+
+
+def png(figure: Any) -> bytes:
+    """A figure of `pyplot`, which is then closed, as a PNG with a palette: a third of the bytes, and looks the same."""
+    from PIL import Image
+
+    drawn, out = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=120)
+    pyplot().close(figure)
+    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(out, "png", optimize=True)
+    return out.getvalue()
 
 
 def curves(
@@ -40,10 +52,9 @@ def curves(
         limits: of the y axis; from the data if None.
         errors: half-widths of intervals around each line's points; NaN for none.
     """
-    pyplot = _pyplot()
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
-    figure, axes = pyplot.subplots(figsize=(4.8, 4.2), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(4.8, 4.2), layout="constrained")
     for i, (name, points) in enumerate(lines.items()):
         xs, ys = [p[0] for p in points], [p[1] for p in points]
         style = {
@@ -88,7 +99,7 @@ def curves(
     axes.grid(alpha=0.3)
     if len(lines) > 1:
         figure.legend(loc="outside lower center", ncols=2, fontsize=8)
-    return _png(pyplot, figure)
+    return png(figure)
 
 
 def heat_map(
@@ -103,9 +114,8 @@ def heat_map(
     digits: int = 2,
 ) -> bytes:
     """A PNG of a grid whose cells carry their numbers; `limits` are the ends of the colour scale, `unit` its label."""
-    pyplot = _pyplot()
     grid = [[float("nan") if v is None else v for v in row] for row in values]
-    figure, axes = pyplot.subplots(figsize=(4.8, 1.6 + 0.36 * len(rows)), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(4.8, 1.6 + 0.36 * len(rows)), layout="constrained")
     image = axes.imshow(grid, cmap="cividis", vmin=limits[0], vmax=limits[1], aspect="auto")
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
@@ -119,16 +129,9 @@ def heat_map(
                     ink = "black" if value > middle else "white"
                     axes.text(x, y, f"{value:.{digits}f}", ha="center", va="center", color=ink, fontsize=8)
     figure.colorbar(image, label=unit, fraction=0.05)
-    return _png(pyplot, figure)
+    return png(figure)
 
 
 def tokens_shown(n: float) -> str:
     """A length as people say it: 16k for 16,384, 300 for 300."""
     return f"{int(n) // 1024}k" if n >= 1024 and n % 1024 == 0 else f"{int(n)}"
-
-
-def _png(pyplot: Any, figure: Any) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
-    pyplot.close(figure)
-    return buffer.getvalue()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..rows import write_whole
 from .page import html
 from .section import Section
 
@@ -43,7 +43,7 @@ def write_report(
     """
     folder.mkdir(parents=True, exist_ok=True)
     head = {"title": title, "summary": summary, "facts": dict(facts)}
-    _write(folder / HEAD, json.dumps(head, indent=1, ensure_ascii=False))
+    write_whole(folder / HEAD, json.dumps(head, indent=1, ensure_ascii=False))
     for order, section in sections:
         _keep(folder, section, order)
     return render(folder)
@@ -67,8 +67,8 @@ def render(folder: Path) -> Path:
     for section in data["sections"]:
         for f in section["figures"]:
             f["png"] = f"figures/{f['name']}.png"
-    _write(folder / "report.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-    _write(folder / "index.html", html(head, sections))
+    write_whole(folder / "report.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+    write_whole(folder / "index.html", html(head, sections))
     return folder / "index.html"
 
 
@@ -78,10 +78,4 @@ def _keep(folder: Path, section: Section, order: int) -> None:
     for old in where.glob(f"*-{section.slug}.json"):
         if old.name.partition("-")[2] == f"{section.slug}.json":
             old.unlink()
-    _write(where / f"{order:02d}-{section.slug}.json", json.dumps(section.to_dict()))
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    write_whole(where / f"{order:02d}-{section.slug}.json", json.dumps(section.to_dict()))

@@ -1,6 +1,6 @@
 """Tasks with a known answer: text and a tokenizer in, token ids and labels out. No model, no training."""
 
-from .needle import Needle, NeedleSample, NeedleTask, hits, hits_in_text
+from .needle import Needle, NeedleSample, NeedleTask
 from .registry import TASK_NAMES, canonical, make_task
 from .sample import Encoder, Sample, Task, TextSample
 
@@ -14,7 +14,5 @@ __all__ = [
     "Task",
     "TextSample",
     "canonical",
-    "hits",
-    "hits_in_text",
     "make_task",
 ]

@@ -170,19 +170,3 @@ class NeedleTask:
 
     def _adds_start(self) -> bool:
         return list(self.tokenizer("a")["input_ids"])[:1] == [self.tokenizer.bos_token_id]
-
-
-def hits(predicted: Tensor, sample: NeedleSample) -> list[bool]:
-    """Of each needle, whether city and number are both right, from a forward pass over the whole sample.
-
-    Args:
-        predicted: int64 (length,); at each position the token that the model holds most likely there, given those before it
-            (logits.argmax(-1) shifted by one). The answer's earlier tokens are the true ones.
-    """
-    return [bool((predicted[a:b] == sample.input_ids[a:b]).all()) for a, b in sample.spans]
-
-
-def hits_in_text(answer: str, sample: NeedleSample) -> list[bool]:
-    """The same from a generated answer: "city=number" entries, separated by semicolons, in any order."""
-    given = {part.strip() for part in answer.split(";")}
-    return [needle.answer in given for needle in sample.needles]

@@ -13,7 +13,9 @@ from .data import Data
 from .recipe import Recipe
 
 
-def measure(model: Any, recipe: Recipe, data: Data, lengths: list[int], share: tuple[int, int] = (0, 1)) -> dict[int, Tensor]:
+def held_out_sums(
+    model: Any, recipe: Recipe, data: Data, lengths: list[int], share: tuple[int, int] = (0, 1)
+) -> dict[int, Tensor]:
     """Sums per length, float64, so that processes can add theirs up; `share` is (this process, processes).
 
     Text: summed loss and tokens of each doubling range of positions (see `edges`), shape (ranges, 2). Needles: summed loss of

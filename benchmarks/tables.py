@@ -1,0 +1,72 @@
+"""Every table of README and docs/ that is filled from rows: `python benchmarks/tables.py` makes all of them anew.
+
+A page holds `<!-- MARK: WHAT -->` ... `<!-- end -->`. Most marks are made where the rows are measured, whose `--tables` draws
+their pictures too; here are those of committed reports and of `hf-longattn extend`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks import longer_on_model, methods_on_model, reading_far, recipes, speed
+from hf_longattn.measuring.report.markdown import Contents, fill_pages, filled, table
+from hf_longattn.measuring.report.page import shown
+from recipes.reproduce import run as reproductions
+from recipes.reproduce import tables as reproduced
+
+ROOT = Path(__file__).parents[1]
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def report(name: str) -> str:
+    """The first table of a committed report."""
+    first = read(ROOT / "docs" / name / "report.json")["sections"][0]["tables"][0]
+    return table(first["columns"], [[shown(cell, first["digits"]) for cell in row] for row in first["rows"]])
+
+
+def answers(name: str) -> str:
+    """The log-likelihoods of a committed report's answers; settings that agree share a line."""
+    sections = {s["title"]: s["tables"] for s in read(ROOT / "docs" / name / "report.json")["sections"]}
+    head, found = [""], {}
+    for title, label in (("Pass key", "pass key"), ("Three needles", "needles")):
+        likelihood = next(t for t in sections[title] if t["title"].startswith("Log-likelihood"))
+        first, *others = likelihood["columns"][1:]
+        head += [f"{label}, {first}", *others]
+        for setting, *values in likelihood["rows"]:
+            found.setdefault(setting, []).extend(shown(x, 2) for x in values)
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for setting, cells in found.items():
+        lines.setdefault(tuple(cells), []).append(setting)
+    return table(head, [[", ".join(settings), *cells] for cells, settings in lines.items()])
+
+
+def extended(name: str) -> str:
+    """What `hf-longattn extend` found, from a copy of its extend.json."""
+    result = read(ROOT / "benchmarks" / "results" / f"extend-{name}.json")
+    trained = result["trained"]
+    head = ["", f"prose to {trained}", "prose beyond", *(f"copy {distance} back" for distance, _ in result["copies"])]
+    return table(
+        head,
+        [
+            [setting, *(f"{s[k]:.3f}" for k in ("within", "beyond")), *(f"{x:.2f}" for x in s["copies"])]
+            for setting, s in result["scores"].items()
+        ],
+    )
+
+
+def contents() -> Contents:
+    """What stands below every mark."""
+    own = {"report": report, "answers": answers, "extend": extended}
+    measured = (longer_on_model, methods_on_model, reading_far, recipes, speed)
+    for other in (reproduced.contents(reproduced.load(reproductions.RESULTS)), *(m.contents() for m in measured)):
+        own |= other
+    return own
+
+
+if __name__ == "__main__":
+    fill_pages(ROOT / "docs", contents())
+    readme = ROOT / "README.md"
+    readme.write_text(filled(readme.read_text(encoding="utf-8"), contents()), encoding="utf-8")

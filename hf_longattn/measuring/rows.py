@@ -1,0 +1,84 @@
+"""Finished rows in a file, so that an interrupted run keeps what it has and goes on; files written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, all or nothing; its folder is made if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+class Rows:
+    """The rows of a file, one a line: JSON lines, or in a .json file the list "rows" behind what `head` says of all.
+
+    Raises:
+        ValueError: the file holds a line that is no row. A last line that was cut off is left out, to be measured again.
+    """
+
+    def __init__(self, path: Path, **head: Any) -> None:
+        self.path, self.head = path, head
+        self.all = self._read()
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.all)
+
+    def find(self, **values: Any) -> Row | None:
+        """The first row with these values; None stands for a key that it lacks."""
+        return next((row for row in self.all if _has(row, values)), None)
+
+    def put(self, *rows: Row, instead_of: Mapping[str, Any] | None = None) -> None:
+        """Add rows, in place of those with the values `instead_of`; what others have added to the file meanwhile stays."""
+        self.all = [row for row in self._read() if not (instead_of and _has(row, instead_of))] + list(rows)
+        if self.path.suffix == ".jsonl":
+            text = "".join(json.dumps(row) + "\n" for row in self.all)
+        else:
+            lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in self.all)
+            text = "".join(f"{json.dumps(k)}: {json.dumps(v)},\n" for k, v in self.head.items()) + f'"rows": [\n{lines}\n]'
+            text = f"{{{text}}}\n"
+        write_whole(self.path, text)
+
+    def _read(self) -> list[Row]:
+        if not self.path.exists():
+            return []
+        text = self.path.read_text(encoding="utf-8")
+        if self.path.suffix != ".jsonl":
+            return list(json.loads(text)["rows"])
+        lines, rows = text.split("\n"), []
+        for number, line in enumerate(lines, 1):
+            try:
+                rows += [json.loads(line)] if line else []
+            except json.JSONDecodeError:
+                if number < len(lines):
+                    raise ValueError(f"{self.path}, line {number}, is no row: remove it, or choose another folder") from None
+        return rows
+
+
+def _has(row: Row, values: Mapping[str, Any]) -> bool:
+    return all(row.get(k) == v for k, v in values.items())
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Python's, and of these packages those that are installed."""
+    found = {"python": platform.python_version()}
+    for name in packages or ("hf_longattn", "transformers", "torch", "peft", "accelerate"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def versions_line(*packages: str) -> str:
+    return ", ".join(f"{name} {found}" for name, found in versions(*packages).items())
