@@ -81,6 +81,7 @@ def attend(
     rotation: Rotation | None = None,
     backend: str = "auto",
     tables: TableCache | None = None,
+    strength: Tensor | None = None,
 ) -> Tensor:
     """`attention` for rows of any geometry.
 
@@ -89,6 +90,7 @@ def attend(
         learned: the trained parts of methods by slot; without it they are what they start as.
         rotation: how query and key are rotated; needed where the config remaps rotary distances.
         tables: where tables are kept for the next call, a model's own; default a cache that all calls without one share.
+        strength: the logit map's, in place of the config's: a number that a compiled graph reads when it runs.
     """
     asked = config.backend if backend == "auto" else backend
     backend = choose_backend(config, query, rows, softcap, dropout, asked)
@@ -98,7 +100,8 @@ def attend(
     tiled = backend == "tiled"
     folds = config.score is not None or config.temperature is not None
     cpu = query.device.type == "cpu"
-    call = lower(config, query, key, rows, wide=tiled and folds, rotate_reading=tiled and cpu, tables=tables, **model)
+    folding: dict[str, Any] = {"wide": tiled and folds, "rotate_reading": tiled and cpu}
+    call = lower(config, query, key, rows, tables=tables, strength=strength, **folding, **model)
     if isinstance(config.temperature, EntropyTemperature):
         call = call.scaled(config.temperature.factor(_entropy(call, backend)))
         plain = config.logit_map is None and not softcap and len(call.segments) == 1 and rows.plain is not None

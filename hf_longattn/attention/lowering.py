@@ -126,6 +126,7 @@ def lower(
     wide: bool = False,
     rotate_reading: bool = False,
     tables: TableCache | None = None,
+    strength: Tensor | None = None,
 ) -> LoweredAttention:
     """Every stage of `config` but an entropy temperature, which needs a first pass (`LoweredAttention.scaled`).
 
@@ -133,6 +134,7 @@ def lower(
         wide: fold into query and key in float32 at least, for kernels that compute so anyway.
         rotate_reading: the kernel re-rotates keys as it reads them, where a call has few queries.
         tables: where gain, bias and angles are kept for the next call; default a cache that all calls without one share.
+        strength: the logit map's, in place of the config's.
     """
     tables = SHARED if tables is None else tables
     kv_len = key.shape[2]
@@ -145,7 +147,7 @@ def lower(
             segments[n] = segment._replace(query=q, key=k)
     spec = LogitSpec(scaling=scaling, softcap=softcap)
     if config.logit_map is not None:
-        gain, bias = distance_tables(config.logit_map, query.shape[1], table_length(rows, kv_len), query, tables)
+        gain, bias = distance_tables(config.logit_map, query.shape[1], table_length(rows, kv_len), query, tables, strength)
         spec = dataclasses.replace(spec, gain=gain, bias=bias, sinks=config.logit_map.sink_tokens)
     call = LoweredAttention(config, rows, tuple(segments), spec, learned)
     visible = functools.reduce(torch.add, (s.rows.count(kv_len) for s in segments))
@@ -230,17 +232,23 @@ def table_length(rows: Rows, kv_len: int) -> int:
 
 
 def distance_tables(
-    logit_map: LogitMap, heads: int, length: int, like: Tensor, tables: TableCache = SHARED
+    logit_map: LogitMap,
+    heads: int,
+    length: int,
+    like: Tensor,
+    tables: TableCache = SHARED,
+    strength: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The map's gain and bias by distance, built in float64, in the dtype of the logits."""
     dtype, device = torch.float64 if like.dtype == torch.float64 else torch.float32, like.device
 
     def build() -> tuple[Tensor, Tensor]:
         with torch.inference_mode(False), torch.no_grad():  # a cached tensor must serve training too
-            gain, bias = logit_map.tables(heads, length, device)
+            blend = () if strength is None or not logit_map.blends else (strength,)
+            gain, bias = logit_map.tables(heads, length, device, *blend)
             return gain.to(dtype), bias.to(dtype)
 
-    if not keepable(like):
+    if strength is not None or not keepable(like):
         return build()
     gain, bias = tables.get((logit_map, heads, length, device, dtype), build)
     return gain, bias

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +12,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..attention.attend import Call, attend
 from ..attention.geometry import Rows
 from ..attention.reference import dense_attention
-from ..config import LongAttnConfig
 from ..methods.learned import learned_parts
 from .masks import base_implementation, is_carrier, read_mask
 from .positions import ranks, refuse_unknown_start, with_positions
-from .rotation import RotarySource
+from .state import LayerPlan, plan_of
 
 #: Arguments that reach an attention function and say nothing about which logits it should compute.
 _HARMLESS = frozenset(
@@ -42,19 +39,6 @@ _HARMLESS = frozenset(
         "is_causal",
     }
 )
-
-
-@dataclass(frozen=True, eq=False)
-class LayerPlan:
-    """What one attention module does, decided when the method was put into the model."""
-
-    section: dict[str, Any]  # the longattn section it was made from, by identity
-    config: LongAttnConfig | None  # this layer's, or None if it is left alone
-    reason: str = ""  # why it is left alone
-    windowed: bool = False
-    heads: int = 0
-    rotary: RotarySource | None = None  # how the layer rotates, where its config remaps that
-    observer: Callable[[Call], None] | None = None  # sees every call of this layer: see `observe`
 
 
 def attention_forward(
@@ -97,21 +81,24 @@ def attention_forward(
         "learned": learned_parts(module),
         "rotation": None if plan.rotary is None else plan.rotary.rotation(query),
     }
+    tables = plan.state.tables
     weights = None
     if kwargs.get("output_attentions"):
         out, weights = dense_attention(query, key, value, plan.config, rows, dropout=dropout, **options)
     else:
-        out = attend(query, key, value, plan.config, rows, dropout=dropout, **options)
+        # a graph reads the strength when it runs; it would be compiled anew for each number
+        strength = plan.state.strength if torch.compiler.is_compiling() and not torch.compiler.is_exporting() else None
+        out = attend(query, key, value, plan.config, rows, dropout=dropout, tables=tables, strength=strength, **options)
     if plan.observer is not None:
-        plan.observer(Call(query, key, value, plan.config, rows, out, **options))
+        plan.observer(Call(query, key, value, plan.config, rows, out, tables=tables, **options))
     return out.transpose(1, 2).contiguous(), weights
 
 
 def current_plan(module: Any) -> LayerPlan:
     """The module's plan; ValueError if it has none, or if config.longattn was replaced behind its back."""
-    plan: LayerPlan | None = module.__dict__.get("longattn_plan")
-    name = module.config._attn_implementation
+    plan = plan_of(module)
     if plan is None:
+        name = module.config._attn_implementation
         raise ValueError(
             f"attention {name!r} applies to 0 layers here: {type(module).__name__} was never prepared for it. Put it "
             "into the model with hf_longattn.apply(model, ...), or with attn_implementation= on a causal language model"
