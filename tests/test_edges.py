@@ -277,6 +277,29 @@ def test_methods_compile(case: str) -> None:
     close(compiled(ids, use_cache=False).logits, m(ids, use_cache=False).logits)
 
 
+@pytest.mark.parametrize("case", ["scale_invariant", "rerope+scale_invariant"])
+@torch.no_grad()
+def test_a_strength_compiles_nothing_anew(case: str) -> None:
+    window = {"window": 7} if case.startswith("rerope") else {}
+    m, ids = fresh("llama", LongAttnConfig.preset(case, strength=0.25, **window)), tokens(length=17)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(m, fullgraph=True, backend=backend)
+    before = []
+    for strength in (0.25, 0.5, 1.0, 0.0, 0.75):
+        hf_longattn.update(m, strength=strength)
+        got, want = (f(ids, use_cache=False).logits for f in (compiled, m))
+        close(got, want)
+        assert all((got - x).abs().max() > 1e-3 for x in before)
+        before.append(got)
+    assert len(graphs) == 1
+
+
 # half precision ---------------------------------------------------------------------------------------------------------
 
 #: By which factor the error may exceed sdpa's where that is more than 2: queries and keys are rounded once more after a

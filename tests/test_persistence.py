@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import json
 import pickle
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -444,6 +446,61 @@ def test_a_failed_change_changes_nothing(what: str, method: str | None, tmp_path
     assert m.config.to_dict() == config
 
 
+def attention(m: Any) -> list[Any]:
+    return [x.self_attn for x in m.model.layers]
+
+
+def everything(m: Any) -> list[Any]:
+    """All that a change could touch, by identity where a copy would not do."""
+    hooks = [(*x._forward_pre_hooks.values(), *x._forward_hooks.values()) for x in m.modules()]
+    parts = [(name, id(x), x.training, id(x.__dict__.get("longattn_plan"))) for name, x in m.named_modules()]
+    entries = sorted((name, id(value)) for name, value in m.config.__dict__.items())
+    return [hooks, parts, entries, [id(p) for p in m.parameters()], str(hf_longattn.describe(m))]
+
+
+#: What runs, and a change that an unknown rotation or a warning which is an error refuses.
+REFUSED: dict[str, tuple[LongAttnConfig | None, Any]] = {
+    "apply": (CASES["output_layer_norm"], lambda m: hf_longattn.apply(m, "rerope", window=7)),
+    "apply first": (None, lambda m: hf_longattn.apply(m, "rerope", window=7)),
+    "name": (CASES["output_layer_norm"], lambda m: m.set_attn_implementation("rerope")),
+    "name first": (None, lambda m: m.set_attn_implementation("rerope")),
+    "warning": (None, lambda m: hf_longattn.apply(m, "scale_invariant")),
+    "warning of a name": (CASES["logn"], lambda m: m.set_attn_implementation("cosscale")),
+    "warning of a strength": (CASES[DEFAULT].replace(strength=0.0), lambda m: hf_longattn.update(m, strength=0.5)),
+    "trained parameters": (CASES["output_layer_norm"], hf_longattn.remove),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_refused_change_leaves_the_same_objects(what: str) -> None:
+    """Trained parts, plans, hooks, flags and the config's entries are those before."""
+    config, change = REFUSED[what]
+    m = stock("llama") if config is None else fresh("llama", config)
+    m.__dict__["name_or_path"] = "somewhere"
+    inner = m.model.rotary_emb.forward
+    m.model.rotary_emb.forward = lambda x, position_ids: tuple(y.flip(-1) for y in inner(x, position_ids))
+    for name, p in m.named_parameters():
+        if "longattn" in name:
+            torch.nn.init.normal_(p)
+    if "name" in what:
+        m.config.longattn = None
+    m.model.layers[1].train()
+    before = everything(m)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises((ValueError, UserWarning), match=r"does not give what|not trained|dropping the trained"):
+            change(m)
+    assert everything(m) == before
+
+
+def test_verification_leaves_every_modules_mode(base: Path) -> None:
+    m = AutoModelForCausalLM.from_pretrained(base, attn_implementation="rerope", longattn={"window": 7}).train()
+    m.model.layers[1].eval()
+    before = [x.training for x in m.modules()]
+    m(tokens())
+    assert [x.training for x in m.modules()] == before
+
+
 # applying, removing, describing -------------------------------------------------------------------------------------
 
 
@@ -486,6 +543,76 @@ def test_update_during_training() -> None:
     close(logits(hf_longattn.update(m, strength=0.0)), logits(stock("llama")))
     with pytest.raises(ValueError, match="not an hf_longattn method"):
         hf_longattn.update(stock("llama"), strength=0.5)
+
+
+def test_a_strength_needs_no_forward_pass_and_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LongAttnConfig.preset("rerope+scale_invariant", window=7, strength=0.1)
+    m, path = fresh("llama", config), "hf_longattn.integration"
+    calls: list[str] = []
+    m.register_forward_pre_hook(lambda *_: calls.append("forward"))
+    m.model.register_forward_pre_hook(lambda *_: calls.append("inner forward"))
+    for name in ("planning._plan", "planning.verify_rotations"):
+        monkeypatch.setattr(f"{path}.{name}", lambda *_, name=name, **__: calls.append(name))
+    for strength in (0.5, 0.75):
+        hf_longattn.update(m, strength=strength)
+        assert f"strength={strength}" in str(hf_longattn.describe(m))
+        assert m.config.to_dict()["longattn"]["logit_map"]["strength"] == strength
+    assert calls == []
+    monkeypatch.undo()
+    assert torch.equal(logits(m), logits(hf_longattn.apply(stock("llama"), config.replace(strength=0.75))))
+    calls.clear()
+    hf_longattn.update(m, window=5)  # plans anew, and knows the rotation
+    assert calls == []
+
+
+def test_a_strength_belongs_to_one_model() -> None:
+    config = CASES[DEFAULT].replace(strength=0.2)
+    m = fresh("llama", config)
+    copied = copy.deepcopy(m)
+    hf_longattn.update(copied, strength=0.9)
+    assert torch.equal(logits(m), logits(fresh("llama", config)))
+    other = LlamaForCausalLM(m.config)  # they share the config, so only the last to change it may run
+    hf_longattn.update(other, strength=0.4)
+    with pytest.raises(ValueError, match=r"config\.longattn was changed"):
+        logits(m)
+    hf_longattn.update(m, strength=0.4)
+    assert torch.equal(logits(m), logits(fresh("llama", config.replace(strength=0.4))))
+
+
+def test_inner_and_outer_model_have_one_state() -> None:
+    m = fresh("llama", CASES[DEFAULT].replace(strength=0.2))
+    hf_longattn.update(m.model, strength=0.7)
+    close(logits(m), expected("llama", CASES[DEFAULT].replace(strength=0.7), tokens()))
+    states = {id(x.longattn_plan.state) for x in attention(m)}
+    assert len(states) == 1
+    hf_longattn.remove(m.model)
+    assert torch.equal(logits(m), logits(stock("llama")))
+    assert not any("longattn" in key for x in m.modules() for key in x.__dict__)
+
+
+def test_tables_are_freed_with_the_model() -> None:
+    m = fresh("llama", CASES["sinks"])
+    logits(m)
+    tables = attention(m)[0].longattn_plan.state.tables
+    assert 0 < tables.nbytes <= tables.max_bytes
+    assert attention(copy.deepcopy(m))[0].longattn_plan.state.tables.nbytes == 0
+    gain = weakref.ref(next(iter(tables._kept.values()))[0])
+    del m, tables
+    gc.collect()
+    assert gain() is None
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_a_pickled_model(called: bool, base: Path, tmp_path: Path) -> None:
+    """Before its first call, too, when its rotations are still to be verified."""
+    m = AutoModelForCausalLM.from_pretrained(base, attn_implementation="rerope", longattn={"window": 7})
+    if called:
+        logits(m)
+    torch.save(m, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(logits(again), logits(m))
+    assert torch.equal(logits(hf_longattn.remove(again)), logits(stock("llama")))
+    assert not any(x._forward_pre_hooks for x in again.modules())
 
 
 def test_two_models_do_not_meet() -> None:

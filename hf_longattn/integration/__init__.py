@@ -1,11 +1,13 @@
 """The only package that imports transformers: names, masks, dispatch, models, and the few seams."""
 
 from . import rope
+from .dispatch import attention_forward
+from .masks import carrier_mask
 from .model import Description, UntrainedWarning, apply, config_of, describe, remove, update
 from .names import register_names
 from .seams import install
 
-register_names()
+register_names(attention_forward, carrier_mask)
 install()
 
 __all__ = ["Description", "UntrainedWarning", "apply", "config_of", "describe", "remove", "rope", "update"]

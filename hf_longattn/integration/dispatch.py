@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from .engines.heads import of_these_heads
 from .engines.paged import ARGUMENTS, paged_attention
 from .masks import base_implementation, is_carrier, read_mask
 from .positions import ranks, refuse_unknown_start, with_positions
-from .rotation import RotarySource
+from .state import LayerPlan, plan_of
 
 #: Arguments that reach an attention function and say nothing about which logits it should compute.
 _HARMLESS = frozenset(
@@ -49,19 +47,6 @@ _HARMLESS = frozenset(
 
 #: What a layer that is left alone computes where no other function knows its rows.
 _LEFT_ALONE = LongAttnConfig()
-
-
-@dataclass(frozen=True, eq=False)
-class LayerPlan:
-    """What one attention module does, decided when the method was put into the model."""
-
-    section: dict[str, Any]  # the longattn section it was made from, by identity
-    config: LongAttnConfig | None  # this layer's, or None if it is left alone
-    reason: str = ""  # why it is left alone
-    windowed: bool = False
-    heads: int = 0
-    rotary: RotarySource | None = None  # how the layer rotates, where its config remaps that
-    observer: Callable[[Call], None] | None = None  # sees every call of this layer: see `observe`
 
 
 def attention_forward(
@@ -126,13 +111,16 @@ def _attend(
         "learned": learned,
         "rotation": None if plan.rotary is None else plan.rotary.rotation(query),
     }
+    tables = plan.state.tables
     weights = None
     if with_weights:
         out, weights = dense_attention(query, key, value, config, rows, dropout=dropout, **options)
     else:
-        out = attend(query, key, value, config, rows, dropout=dropout, **options)
+        # a graph reads the strength when it runs; it would be compiled anew for each number
+        strength = plan.state.strength if torch.compiler.is_compiling() and not torch.compiler.is_exporting() else None
+        out = attend(query, key, value, config, rows, dropout=dropout, tables=tables, strength=strength, **options)
     if plan.observer is not None:
-        plan.observer(Call(query, key, value, config, rows, out, **options))
+        plan.observer(Call(query, key, value, config, rows, out, tables=tables, **options))
     return out.transpose(1, 2).contiguous(), weights
 
 
@@ -192,9 +180,9 @@ def _paged(
 
 def current_plan(module: Any) -> LayerPlan:
     """The module's plan; ValueError if it has none, or if config.longattn was replaced behind its back."""
-    plan: LayerPlan | None = module.__dict__.get("longattn_plan")
-    name = module.config._attn_implementation
+    plan = plan_of(module)
     if plan is None:
+        name = module.config._attn_implementation
         raise ValueError(
             f"attention {name!r} applies to 0 layers here: {type(module).__name__} was never prepared for it. Put it "
             "into the model with hf_longattn.apply(model, ...), or with attn_implementation= on a causal language model"

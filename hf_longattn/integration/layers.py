@@ -1,4 +1,4 @@
-"""Finding a model's attention: its modules, what kind each is, their configs, and the facts a method binds to."""
+"""Finding a model's attention: its modules, what kind each is, and their configs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-
-from ..methods.method import ModelFacts
-from .rotation import find_rotary
 
 #: What the types in a config's layer_types say: all keys before the query are seen, or a window of them.
 _KINDS = {
@@ -136,33 +133,3 @@ def language_config(config: PreTrainedConfig) -> PreTrainedConfig:
         return config.get_text_config()
     except ValueError:  # a text encoder beside a decoder (MusicGen): only the decoder is causal
         return getattr(config, "decoder", config)
-
-
-def facts_of(model: nn.Module, layers: list[Layer]) -> ModelFacts:
-    """What a method may ask about a model, of these layers of it."""
-    config = layers[0].module.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    if isinstance(rope.get("full_attention"), dict):
-        rope = rope["full_attention"]
-    trained = (getattr(config, n, None) for n in ("original_max_position_embeddings", "max_position_embeddings"))
-    train = rope.get("original_max_position_embeddings") or next(filter(None, trained), None)
-    head_dim = int(getattr(layers[0].module, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    return ModelFacts(
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=head_dim,
-        value_dim=getattr(config, "v_head_dim", None) or head_dim,
-        train_length=train,
-        own_temperature=_own_temperature(config, rope),
-        rope_type=rope.get("rope_type", "default") if find_rotary(model, config, layers[0].type) else None,
-    )
-
-
-def _own_temperature(config: Any, rope: dict[str, Any]) -> str | None:
-    """The temperature that a model already applies to its scores, in words, or None."""
-    if rope.get("rope_type") in ("yarn", "longrope") and rope.get("attention_factor") != 1.0:
-        return f"{rope['rope_type']}'s attention factor"
-    if getattr(config, "attn_temperature_tuning", False) or rope.get("llama_4_scaling_beta"):
-        return "Llama 4's scaling of queries by position"
-    return None

@@ -7,14 +7,13 @@ that names it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..config import CUSTOM
 from ..methods.registry import did_you_mean, method_names
-from .dispatch import attention_forward
-from .masks import carrier_mask
 
 PREFIX = "hf_longattn."
 #: Before the class names in a strict checkpoint's config, which every other engine dispatches on and then refuses.
@@ -35,12 +34,12 @@ def aliases() -> tuple[str, ...]:
     return (CUSTOM, *method_names(), *COMBINATIONS)
 
 
-def register_names() -> None:
+def register_names(attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
     """Register the attention and the mask function under every name; both or neither, or padding is lost in silence."""
     for alias in aliases():
         for name in (alias, PREFIX + alias):
-            AttentionInterface.register(name, attention_forward)
-            AttentionMaskInterface.register(name, carrier_mask)
+            AttentionInterface.register(name, attention)
+            AttentionMaskInterface.register(name, mask)
 
 
 def hint(name: Any) -> str:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
 from ..attention.attend import Call
 from ..config import CUSTOM, LongAttnConfig
-from .dispatch import LayerPlan
 from .layers import Layer, candidates_of, layers_of, pretrained
-from .model import remember
 from .names import is_ours
+from .state import CALLS, AttentionState, LayerPlan, Snapshot, plan_of, remember, set_plan, state_of
 
 #: Called after every attention call of an observed layer.
 Observer = Callable[[Layer, Call], None]
@@ -34,52 +35,31 @@ def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None =
         ValueError: `layers` names one that is not there or is left alone.
     """
     base = pretrained(model)
-    config = next((x.module.config for x in candidates_of(base)), None)
-    implementation, section = getattr(config, "_attn_implementation", None), getattr(config, "longattn", None)
-    attention = [x for x in layers_of(base) if x.module.config is config]
-    before = {id(layer.module): layer.module.__dict__.get("longattn_plan") for layer in attention}
-    wanted = None if layers is None else set(layers)
+    config: Any = next((x.module.config for x in candidates_of(base)), None)
+    named = None if layers is None else set(layers)
     observed = []
     left_alone: dict[int, str] = {}
+    before, state = Snapshot(base), state_of(base) or AttentionState()
     try:
-        if config is not None and not is_ours(implementation):
-            remember(base, config, implementation)
+        if config is not None and not is_ours(config._attn_implementation):
+            remember(base, config, config._attn_implementation)
             config._attn_implementation_internal = CUSTOM
             config.longattn = LongAttnConfig().to_dict()
-        for layer in attention:
-            plan: LayerPlan | None = before[id(layer.module)]
-            if plan is None or plan.section is not layer.module.config.longattn:
-                unchanged = layer.why_not
-                plan = LayerPlan(
-                    layer.module.config.longattn,
-                    None if unchanged else LongAttnConfig(),
-                    unchanged or "",
-                    layer.windowed,
-                    layer.module.config.num_attention_heads,
-                )
-            if plan.config is None and not layer.why_not:
+        for layer in [x for x in layers_of(base) if x.module.config is config]:
+            plan, unchanged = plan_of(layer.module), layer.why_not
+            if plan is None or plan.section is not config.longattn:
+                plan = LayerPlan(state, config.longattn, None, unchanged or "", layer.windowed, config.num_attention_heads)
+            if plan.config is None and not unchanged:
                 plan = dataclasses.replace(plan, config=LongAttnConfig())  # not in the method's `layers`: plain attention
-            if layer.why_never:
-                pass
-            elif plan.config is None:
+            if plan.config is None and not layer.why_never:
                 left_alone[layer.index] = plan.reason
-            elif wanted is None or layer.index in wanted:
+            elif plan.config is not None and (named is None or layer.index in named):
                 observed.append(layer)
-                plan = dataclasses.replace(plan, observer=_bound(observer, layer))
-            layer.module.longattn_plan = plan
-        if missing := sorted((wanted or set()) - {x.index for x in observed}):
+                plan = dataclasses.replace(plan, observer=functools.partial(observer, layer))
+            set_plan(layer.module, plan)
+        if missing := sorted((named or set()) - {x.index for x in observed}):
             why = ", ".join(f"{i} ({left_alone.get(i, 'not in this model')})" for i in missing)
             raise ValueError(f"these layers cannot be observed: {why}")
         yield observed
     finally:
-        if config is not None:
-            config._attn_implementation_internal = implementation
-            config.longattn = section
-        for layer in attention:
-            layer.module.__dict__.pop("longattn_plan", None)
-            if (plan := before[id(layer.module)]) is not None:
-                layer.module.longattn_plan = plan
-
-
-def _bound(observer: Observer, layer: Layer) -> Callable[[Call], None]:
-    return lambda call: observer(layer, call)
+        before.restore(CALLS)

@@ -32,19 +32,10 @@ from ..config import LongAttnConfig
 from ..methods.method import SLOTS
 from .engines import paged
 from .layers import all_configs, language_config
-from .model import (
-    forget,
-    methods_of,
-    prepare,
-    refuse_name,
-    refuse_while_suspended,
-    remember,
-    tell_adapters,
-    warn_of_lost_softcap,
-    warn_untrained,
-)
+from .model import change, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, hint, is_ours, short
-from .proof import prove_rotations
+from .planning import prepare, refuse_name
+from .state import remember
 
 
 def install() -> None:
@@ -234,28 +225,16 @@ def _is_part(model: PreTrainedModel) -> bool:
 def _set_attn_implementation(
     original: Callable[..., None], self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any
 ) -> None:
-    refuse_while_suspended(self)
-    before = [(c, c._attn_implementation) for c in all_configs(self)]
-    known = methods_of(self)
-    original(self, attn_implementation, *args, **kwargs)
-    for c, implementation in before:
-        if is_ours(c._attn_implementation) and not is_ours(implementation):
-            remember(self, c, implementation)
-    try:
+    with change(self, stacklevel=6):
+        before = [(c, c._attn_implementation) for c in all_configs(self)]
+        original(self, attn_implementation, *args, **kwargs)
+        for c, implementation in before:
+            if is_ours(c._attn_implementation) and not is_ours(implementation):
+                remember(self, c, implementation)
         if (name := _ours_in(attn_implementation)) and not any(is_ours(c._attn_implementation) for c, _ in before):
             refuse_name(self, name, self.config.longattn)  # transformers logs that it stays with what it runs
         warn_of_lost_softcap(self)
-        forget(self)
-        prepare(self)
-        prove_rotations(self)
-        tell_adapters(self)
-        warn_untrained(self, known)
-    except Exception:
-        for c, implementation in before:
-            c._attn_implementation_internal = implementation
-        forget(self)
-        prepare(self)
-        raise
+        prepare(self, verify=True)
 
 
 def _load_adapter(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ..attention.attend import Call
 from ..config import LongAttnConfig
 from ..integration.layers import Layer
-from ..integration.model import bound_config
 from ..integration.observe import observe
+from ..integration.planning import bound_config
 from ..methods import LeakyReRope, OutputLayerNorm, OutputStandardise, ScaleInvariant
 from .diagnostics.blocks import blocks
 from .evaluation import copying_heads

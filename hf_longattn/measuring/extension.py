@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ..config import LongAttnConfig, length_of
 from ..integration import apply, rope
-from ..integration.model import bound_config, methods_of
+from ..integration.model import methods_of
+from ..integration.planning import bound_config
 from ..methods.string import String
 from .calibration import calibrate
 from .evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies

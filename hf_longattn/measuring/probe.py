@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..config import LongAttnConfig
-from ..integration.model import bound_config
+from ..integration.planning import bound_config
 from .evaluation.copying import PASSAGE, SKIP
 from .evaluation.losses import logits_of
 from .evaluation.statistics import mean_interval

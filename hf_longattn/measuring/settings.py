@@ -30,8 +30,9 @@ from ..attention.kernels.precision import fast_dtype
 from ..checks import check_dtype, check_model, read_text
 from ..config import LongAttnConfig
 from ..integration import apply, rope
-from ..integration.model import bound_config, knowing
+from ..integration.model import knowing
 from ..integration.names import RECORD, is_ours
+from ..integration.planning import bound_config
 from ..methods.method import ModelFacts
 
 UNMODIFIED = "unmodified"

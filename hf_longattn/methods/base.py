@@ -156,6 +156,8 @@ class LogitMap(Method, ABC):
 
     sink_tokens: int = 0
     """The first keys of each sequence that the map leaves alone."""
+    blends: ClassVar[bool] = False
+    """Whether the map has a strength, and `tables` takes another one as its last argument: a float64 tensor, no dimension."""
 
     @property
     def needs_training(self) -> bool:

@@ -38,6 +38,7 @@ class ScaleInvariant(LogitMap):
     """
 
     name: ClassVar[str] = "scale_invariant"
+    blends: ClassVar[bool] = True
     paper: ClassVar[str] = "Anson, Wang & Aitchison 2025, Scale-invariant attention, arXiv:2505.17083"
 
     tau: float = 10.0
@@ -96,7 +97,7 @@ class ScaleInvariant(LogitMap):
         )
         return dataclasses.replace(self, logit_mean=mean, logit_variance=variance)
 
-    def tables(self, heads: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def tables(self, heads: int, length: int, device: torch.device, strength: Tensor | None = None) -> tuple[Tensor, Tensor]:
         t = (torch.arange(length, dtype=torch.float64, device=device) - self.offset).clamp(min=0)
         log = torch.log1p(t / self.tau)[None]
         if self.calibrated:
@@ -111,4 +112,5 @@ class ScaleInvariant(LogitMap):
             alpha, beta = self.alpha or math.exp(0.5), self.beta or math.exp(0.5)
             square = 2 * (log - math.log(alpha) + beta / alpha)
             gain, bias = torch.sqrt(square), beta / alpha - square
-        return 1 + self.strength * (gain - 1), self.strength * bias
+        share = self.strength if strength is None else strength
+        return 1 + share * (gain - 1), share * bias

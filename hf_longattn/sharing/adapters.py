@@ -31,10 +31,10 @@ from transformers import PreTrainedModel
 
 from ..config import LongAttnConfig
 from ..integration import apply, config_of, rope
-from ..integration.model import knowing
+from ..integration.model import knowing, running
 from ..integration.names import PREFIX, RECORD, is_ours
 from ..integration.seams import wrap
-from ..integration.suspend import is_suspended, resume, suspend
+from ..integration.state import disable, enable, transaction
 from ..methods.learned import learned_parts
 
 
@@ -93,12 +93,11 @@ class LongAttnLoraModel(LoraModel):
         config = self.peft_config[adapter_name]
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"LongAttnLoraConfig adapts transformers models, not {type(model).__name__}: use peft.LoraConfig")
-        if is_suspended(model):
-            raise RuntimeError("the adapter is switched off: switch it on before adding another")
-        if config.longattn is None:
-            record(config, model)
-        else:
-            restore(config, model)
+        with transaction(model):
+            if config.longattn is None:
+                record(config, model)
+            else:
+                restore(config, model)
         if any(learned_parts(m) for m in model.modules()):
             config.modules_to_save = sorted({*(config.modules_to_save or ()), "longattn"})
         super().inject_adapter(model, adapter_name, *args, **kwargs)
@@ -108,15 +107,15 @@ class LongAttnLoraModel(LoraModel):
         super().disable_adapter_layers()
         config = next(iter(self.peft_config.values()))
         if not config.base_has_method:
-            suspend(self.model, config.base_rope_parameters)
+            disable(self.model, config.base_rope_parameters)
 
     def enable_adapter_layers(self) -> None:
         """Switch the adapters and the method on again."""
-        resume(self.model)
+        enable(self.model)
         super().enable_adapter_layers()
 
     def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
-        resume(self.model)
+        enable(self.model)
         return super()._unload_and_optionally_merge(*args, **kwargs)
 
 
@@ -146,15 +145,12 @@ def restore(config: Any, model: PreTrainedModel) -> None:
     Raises:
         ValueError: the model runs another method, or rotary settings that are neither the adapter's nor its base's.
     """
-    wanted = LongAttnConfig.from_dict(cast("dict[str, Any]", config.longattn))
-    try:
-        running = config_of(model)
-    except ValueError:
-        running = None
-    if running is not None and running.replace(backend="auto") != wanted.replace(backend="auto"):
+    target = LongAttnConfig.from_dict(cast("dict[str, Any]", config.longattn))
+    now = running(model)
+    if now is not None and now.replace(backend="auto") != target.replace(backend="auto"):
         raise ValueError(
-            f"the adapter was trained under {wanted.name}, with parameters {config.longattn}, but the model runs "
-            f"{running.name} with {running.to_dict()}: load the base model without a method, or with the adapter's"
+            f"the adapter was trained under {target.name}, with parameters {config.longattn}, but the model runs "
+            f"{now.name} with {now.to_dict()}: load the base model without a method, or with the adapter's"
         )
     settings = rope.settings_of(model)
     turned = config.rope_parameters is not None and config.rope_parameters != settings
@@ -165,13 +161,13 @@ def restore(config: Any, model: PreTrainedModel) -> None:
                 "base model with the adapter's (config.rope_parameters = ...)"
             )
         rope.exchange(model, rope.build(model, cast("dict[str, Any]", config.rope_parameters)))
-    if running is None or turned:
+    if now is None or turned:
         try:
             with knowing():
-                apply(model, running or wanted)
+                apply(model, now or target)
         except NotImplementedError as error:  # PEFT makes every parameter without memory then
             raise NotImplementedError(
-                f"{wanted.name} brings learned parameters, which low_cpu_mem_usage=True cannot add to a model: leave it out"
+                f"{target.name} brings learned parameters, which low_cpu_mem_usage=True cannot add to a model: leave it out"
             ) from error
 
 
@@ -198,19 +194,19 @@ def note(config: Any, model: nn.Module) -> None:
     base = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if base is None or isinstance(config, LongAttnLoraConfig):
         return
-    running = _running(base)
+    now = running(base)
     if config.__dict__.pop("longattn_loaded", False):
         restore(config, base)
-        if running is None:
+        if now is None:
             warnings.warn(
-                f"the adapter was trained under {_running(base)}, as its {CONFIG_NAME} says, so the model runs that now; "
-                "hf_longattn.remove(model) takes it out",
+                f"the adapter was trained under {config_of(base).name}, as its {CONFIG_NAME} says, so the model runs that "
+                "now; hf_longattn.remove(model) takes it out",
                 stacklevel=4,
             )
-    elif running is not None:
+    elif now is not None:
         record(config, base)
         warnings.warn(
-            f"{type(config).__name__} does not know that the model runs {running}: {_INCOMPLETE}",
+            f"{type(config).__name__} does not know that the model runs {now.name}: {_INCOMPLETE}",
             stacklevel=4,
         )
     else:
@@ -222,13 +218,6 @@ _INCOMPLETE = (
     "disable_adapter() leaves the method on, and its learned parameters are neither trained nor saved. Use "
     "hf_longattn.LongAttnLoraConfig, or save the merged model"
 )
-
-
-def _running(model: PreTrainedModel) -> str | None:
-    try:
-        return config_of(model).name
-    except ValueError:
-        return None
 
 
 def _inject_adapter(original: Any, self: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
@@ -245,11 +234,11 @@ def _add_adapter(original: Any, self: PeftModel, adapter_name: str, peft_config:
 def _save_pretrained(original: Any, self: PeftModel, *args: Any, **kwargs: Any) -> None:
     """The method may have come, or changed, after the adapter."""
     base = self.get_base_model()
-    if isinstance(base, PreTrainedModel) and (running := _running(base)) is not None:
+    if isinstance(base, PreTrainedModel) and (now := running(base)) is not None:
         for name, config in self.peft_config.items():
             if not isinstance(config, LongAttnLoraConfig):
                 record(config, base)
-                warnings.warn(f"the adapter {name} does not know that its model runs {running}: {_INCOMPLETE}", stacklevel=3)
+                warnings.warn(f"the adapter {name} does not know that its model runs {now.name}: {_INCOMPLETE}", stacklevel=3)
     original(self, *args, **kwargs)
 
 

@@ -1,0 +1,240 @@
+"""Deciding what every attention module of a model does: its plan, its learned parts, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..attention.tracing import readable
+from ..config import CUSTOM, LongAttnConfig
+from ..methods.learned import LearnedParts, learned_parts
+from ..methods.method import ModelFacts
+from .layers import Layer, all_configs, candidates_of, layers_of, pretrained
+from .names import is_ours, short
+from .rotation import find_rotary, rotation_of, verify_at_first_call, verify_rotations
+from .state import AttentionState, LayerPlan, set_plan, state_of
+
+
+def prepare(model: PreTrainedModel, verify: bool = False) -> None:
+    """Plan every attention module of a model by what its configs name and describe; one without our names stays as it is.
+
+    Rotations are verified now, or where the model is being built and has no weights, at its first call. ValueError: nothing
+    in the model can run the method, or the config does not fit.
+    """
+    if (named := next((c for c in all_configs(model) if is_ours(c._attn_implementation)), None)) is None:
+        return
+    target = next((x.module.config for x in candidates_of(model)), None)
+    if target is None or not is_ours(target._attn_implementation):
+        refuse_name(model, named._attn_implementation, named.longattn)
+    config = LongAttnConfig.parse(short(target._attn_implementation), target.longattn)
+    state = state_of(model) or AttentionState()
+    target.longattn, plans, facts = _plan(model, config, state)
+    show_section(model, target)
+    for layer in layers_of(model):
+        c = layer.module.config
+        if (plan := plans.get(layer.module)) is None and is_ours(c._attn_implementation):
+            # vision towers and other parts under the same name are left alone, by a plan that says so
+            plan = LayerPlan(state, c.longattn, None, layer.why_never or "not the language model")
+        set_plan(layer.module, plan)
+    if verify:
+        verify_rotations(model)
+    for module, plan in plans.items():
+        methods = plan.config.methods if plan.config is not None else ()
+        attach(module, {m.slot: part for m in methods if hasattr(m, "module") and (part := m.module(facts)) is not None})
+    _guard_positions(model, state)
+    verify_at_first_call(model, state)
+
+
+def show_section(model: PreTrainedModel, target: Any) -> None:
+    """A composite model's own config shows the section of its language model."""
+    if model.config is not target:
+        object.__setattr__(model.config, "_longattn", target.longattn)
+
+
+def _plan(
+    model: PreTrainedModel, config: LongAttnConfig, state: AttentionState
+) -> tuple[dict[str, Any], dict[Any, LayerPlan], ModelFacts]:
+    """The longattn section, the plan of every attention module of the language model, and the facts they were bound to."""
+    candidates, target = candidates_of(model), candidates_of(model)[0].module.config
+    kind, named = (config.layers, ()) if isinstance(config.layers, str) else ("", config.layers)
+    chosen = [x for x in candidates if kind == "all" or (kind and not x.why_not) or x.index in named]
+    facts = facts_of(model, chosen or candidates)
+    bound = config.bind(facts)
+    if missing := set(named) - {x.index for x in candidates}:
+        raise ValueError(f"layers names {sorted(missing)}, which have no causal softmax attention in this model")
+    _refuse_layers(model, config, candidates, chosen)
+    if not chosen or not config.methods:
+        raise ValueError(no_layer(model, config, candidates))
+    if (config.positions or config.visibility) and (windowed := [x.index for x in chosen if x.windowed]):
+        raise ValueError(
+            f"{config.name} restricts or remaps far keys; the sliding-window layers {windowed} have none: leave them out of "
+            "`layers`"
+        )
+    remaps = config.positions is not None or (config.visibility is not None and config.visibility.remaps)
+    types = dict.fromkeys(x.type for x in chosen) if remaps else {}
+    rotary = {t: rotation_of(model, target, [x for x in chosen if x.type == t]) for t in types}
+    section, plans = bound.to_dict(), {}
+    for layer in (x for x in layers_of(model) if x.module.config is target):
+        own = bound.for_layer(layer.index) if layer in chosen else None
+        reason = "" if own else layer.why_not or "not in `layers`"
+        source = rotary.get(layer.type) if own else None
+        plans[layer.module] = LayerPlan(state, section, own, reason, layer.windowed, facts.num_heads, source)
+    state.set_strength(bound)
+    return section, plans, facts
+
+
+def _refuse_layers(model: nn.Module, config: LongAttnConfig, candidates: list[Layer], chosen: list[Layer]) -> None:
+    """Raise for layers whose attention does more than the interface says."""
+    name = type(model).__name__
+    if any(x.own_mask for x in candidates):  # also where they are left alone: all layers get one mask
+        raise ValueError(
+            f"{config.name} cannot go into {name}: its attention makes a mask of its own from transformers' mask, and could "
+            "not read the one that we put in its place"
+        )
+    if refused := {x.index: x.refusal for x in chosen or candidates if x.refusal}:
+        free = [x.index for x in candidates if not x.refusal]
+        reasons = ", ".join(dict.fromkeys(refused.values()))  # type: ignore[arg-type]
+        raise ValueError(
+            f"{config.name} cannot go into the layers {list(refused)} of {name}: {reasons}, and no"
+            f" method computes that. {f'Pass layers={free}, which do not' if free else 'All layers of this model do so'}"
+        )
+
+
+def bound_config(model: nn.Module, config: LongAttnConfig) -> tuple[LongAttnConfig, ModelFacts]:
+    """The config with all defaults that depend on the model filled in, and those facts; the model is not changed."""
+    base = pretrained(model)
+    layers = candidates_of(base)
+    if not layers:
+        raise ValueError(no_layer(base, config, []))
+    facts = facts_of(base, [x for x in layers if not x.why_not] or layers)
+    return config.bind(facts), facts
+
+
+def facts_of(model: nn.Module, layers: list[Layer]) -> ModelFacts:
+    """What a method may ask about a model, of these layers of it."""
+    config = layers[0].module.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    if isinstance(rope.get("full_attention"), dict):
+        rope = rope["full_attention"]
+    trained = (getattr(config, n, None) for n in ("original_max_position_embeddings", "max_position_embeddings"))
+    train = rope.get("original_max_position_embeddings") or next(filter(None, trained), None)
+    head_dim = int(getattr(layers[0].module, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return ModelFacts(
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=head_dim,
+        value_dim=getattr(config, "v_head_dim", None) or head_dim,
+        train_length=train,
+        own_temperature=_own_temperature(config, rope),
+        rope_type=rope.get("rope_type", "default") if find_rotary(model, config, layers[0].type) else None,
+    )
+
+
+def _own_temperature(config: Any, rope: dict[str, Any]) -> str | None:
+    """The temperature that a model already applies to its scores, in words, or None."""
+    if rope.get("rope_type") in ("yarn", "longrope") and rope.get("attention_factor") != 1.0:
+        return f"{rope['rope_type']}'s attention factor"
+    if getattr(config, "attn_temperature_tuning", False) or rope.get("llama_4_scaling_beta"):
+        return "Llama 4's scaling of queries by position"
+    return None
+
+
+def attach(module: Any, learned: dict[str, nn.Module]) -> None:
+    """Give an attention module these learned parts as `module.longattn`, keeping those that it has already.
+
+    Warns if parameters are dropped that training has changed.
+    """
+    present = learned_parts(module)
+    for slot, part in learned.items():
+        if slot in present and _shapes(present[slot]) == _shapes(part):
+            learned[slot] = present[slot]
+        else:
+            like = next(module.parameters())
+            dtype = like.dtype if like.is_floating_point() else None  # not a quantised one's
+            if any(p.device != like.device or p.dtype != (dtype or p.dtype) for p in part.parameters()):
+                part.to(device=like.device, dtype=dtype)
+    if learned == present:  # then PEFT's wrapper around them stays, too
+        return
+    dropped = {slot: part for slot, part in present.items() if learned.get(slot) is not part}
+    parameters = {f"{slot}.{name}": p for slot, part in dropped.items() for name, p in part.named_parameters()}
+    start = {"weight": 1.0, "bias": 0.0}
+    if any(bool((p != start[name.rpartition(".")[2]]).any()) for name, p in parameters.items()):
+        warnings.warn(
+            f"dropping the trained parameters {', '.join(parameters)} of layer {module.layer_idx}: "
+            "they belong to the method that is being replaced",
+            stacklevel=4,
+        )
+    if present:
+        del module.longattn
+    if learned:
+        module.longattn = LearnedParts(learned)
+
+
+def _shapes(part: nn.Module) -> dict[str, torch.Size]:
+    return {name: p.shape for name, p in part.named_parameters()}
+
+
+def refuse_name(model: PreTrainedModel, name: str, section: dict[str, Any] | None = None) -> NoReturn:
+    """Raise what `apply` raises for a model that has no layer for a method."""
+    raise ValueError(no_layer(model, LongAttnConfig.parse(short(name), section), []))
+
+
+def no_layer(model: PreTrainedModel, config: LongAttnConfig, candidates: list[Layer]) -> str:
+    if not config.methods:
+        return (
+            f"attn_implementation={CUSTOM!r} takes its method from the longattn section, and that fills no slot: pass "
+            'longattn={"preset": ...} or the slots written out'
+        )
+    if candidates:
+        return (
+            f"{config.name} applies to 0 layers of {type(model).__name__}: all {len(candidates)} causal attention layers have "
+            'a sliding window. Pass longattn={"layers": "all"} to change them anyway, or unset the window in the config'
+        )
+    why = "it has no causal attention that goes through transformers' attention interface"
+    if parts := dict.fromkeys(type(x.module.config).__name__ for x in layers_of(model) if not x.why_never):
+        why = (
+            f"its causal attention is in several parts ({', '.join(parts)}), of which none is the language model by its config"
+        )
+    if runs := next((x.module.config._attn_implementation for x in candidates_of(model)), None):
+        why = f"transformers left its language model under {runs!r}. Use hf_longattn.apply(model, ...)"
+    return f"{config.name} applies to 0 layers of {type(model).__name__}: {why}"
+
+
+def _guard_positions(model: PreTrainedModel, state: AttentionState) -> None:
+    """Refuse positions beyond a learned position table, with the reason instead of an index error."""
+    size = getattr(candidates_of(model)[0].module.config, "max_position_embeddings", None)
+    for module in () if state.guards else model.modules():
+        if isinstance(module, nn.Embedding) and _entries(module) == size and module is not model.get_input_embeddings():
+            state.guards += (module.register_forward_pre_hook(_check_learned_positions, with_kwargs=True),)
+
+
+def _check_learned_positions(table: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    call = inspect.signature(type(table).forward).bind(table, *args, **kwargs).arguments
+    positions = call.get("position_ids", call.get("input"))
+    if positions is None and "attention_mask" in call:  # OPT and BioGPT count
+        positions = call["attention_mask"].cumsum(1) - 1
+    if isinstance(positions, Tensor) and not readable(positions):
+        return
+    if positions is not None:
+        last = int(positions.max())
+    else:  # others take tokens or their shape (batch, q_len), and how many came before
+        last = getattr(args[0], "shape", args[0])[1] + call.get("past_key_values_length", 0) - 1
+    size = _entries(table)
+    if last >= size:
+        raise ValueError(
+            f"position {last} lies beyond this model's position table of {size} entries. No attention method can extend a "
+            "table: shorten the text, or use a model with rotary positions"
+        )
+
+
+def _entries(table: Any) -> int:
+    """How many positions a table has; Bart's and its like keep a few rows before the first (`offset`)."""
+    return int(table.num_embeddings) - getattr(table, "offset", 0)

@@ -1,0 +1,180 @@
+"""The attention state of a model: all that is kept about it, and how it is put back.
+
+    module.longattn_plan      of each attention module: its `LayerPlan`, which leads to the model's `AttentionState`
+    module.longattn           its learned parts; state_dicts say so
+    config._longattn          what `config.longattn` shows
+    config._longattn_before   what ran before (`masks.Before`), where mask functions can see it
+
+There is nothing else. Copies and pickles of a model take it along; models that share their attention modules share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from ..attention.attend import Call
+from ..attention.tables import TableCache
+from ..config import LongAttnConfig
+from .layers import all_configs, layers_of, pretrained
+from .masks import Before, before
+from .names import is_ours
+from .rope import Tables, build, exchange
+
+if TYPE_CHECKING:
+    from .rotation import RotarySource
+
+#: What a model's tables may take: those of 32 layers with 32 heads each, for 128k tokens.
+TABLE_BYTES = 2 << 30
+
+
+@dataclass(eq=False)
+class AttentionState:
+    """What belongs to a model as a whole; its layers' plans lead here."""
+
+    tables: TableCache = field(default_factory=lambda: TableCache(TABLE_BYTES))
+    strength: Tensor | None = None  # of the logit map once it is other than 1: compiled graphs read it when they run
+    guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse positions beyond a learned table
+    verification: RemovableHandle | None = None  # the hook that verifies rotations at the first call
+    disabled: tuple[list[tuple[Any, str]], Tables | None] | None = None  # what `enable` puts back: implementations, rotations
+
+    def set_strength(self, config: LongAttnConfig) -> None:
+        """Let compiled graphs run under this config's strength."""
+        value = getattr(config.logit_map, "strength", 1.0)
+        if value != 1 or self.strength is not None:
+            self.strength = torch.tensor(value, dtype=torch.float64, device="cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPlan:
+    """What one attention module does, decided when the method was put into the model."""
+
+    state: AttentionState
+    section: dict[str, Any] | None  # the longattn section it was made from, by identity
+    config: LongAttnConfig | None  # this layer's, or None if it is left alone
+    reason: str = ""  # why it is left alone
+    windowed: bool = False
+    heads: int = 0
+    rotary: RotarySource | None = None  # how the layer rotates, where its config remaps that
+    observer: Callable[[Call], None] | None = None  # sees every call of this layer: see `observe`
+
+
+def plan_of(module: nn.Module) -> LayerPlan | None:
+    """The plan of an attention module, if it has one."""
+    return module.__dict__.get("longattn_plan")
+
+
+def set_plan(module: nn.Module, plan: LayerPlan | None) -> None:
+    module.__dict__.pop("longattn_plan", None)
+    if plan is not None:
+        module.__dict__["longattn_plan"] = plan
+
+
+def state_of(model: nn.Module) -> AttentionState | None:
+    """The state of a model, or of one that it is a part of; None before any method came."""
+    return next((plan.state for m in model.modules() if (plan := plan_of(m)) is not None), None)
+
+
+def adapters_of(model: nn.Module) -> list[Any]:
+    """The configs of a model's adapters that record their model's attention (`hf_longattn.adapters`)."""
+    return [c for c in (model.__dict__.get("peft_config") or {}).values() if hasattr(c, "longattn")]
+
+
+class Snapshot:
+    """All entries of a model's modules, configs and adapters, and of its state."""
+
+    def __init__(self, model: nn.Module) -> None:
+        owners = (*all_configs(model), *adapters_of(model), *filter(None, [state_of(model)]), *model.modules())
+        inner = ("_modules", "_buffers", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+        entries = [vars(x) for x in owners] + [vars(m)[name] for m in model.modules() for name in inner]
+        self.entries = [(live, dict(live)) for live in entries]
+
+    def restore(self, names: tuple[str, ...] | None = None) -> None:
+        """Put them back; or only those of these names."""
+        for live, kept in self.entries:
+            for name in [*live] if names is None else names:
+                live.pop(name, None)
+            live.update(kept if names is None else {name: kept[name] for name in names if name in kept})
+
+
+#: The entries that decide how calls are computed.
+CALLS = ("_attn_implementation_internal", "_longattn", "_longattn_before", "longattn_plan")
+
+
+@contextmanager
+def transaction(model: nn.Module) -> Iterator[None]:
+    """A change of a model's attention: after an exception the model is as it was. RuntimeError: the method is disabled."""
+    if (state := state_of(model)) is not None and state.disabled is not None:
+        raise RuntimeError("the model's method is disabled (disable_adapter): change it after enabling it again")
+    snapshot = Snapshot(model)
+    try:
+        yield
+    except BaseException:
+        snapshot.restore()
+        raise
+
+
+def release(model: nn.Module) -> None:
+    """Drop the plans of modules that no longer run a method, and with the last plan all guards."""
+    state = state_of(model)
+    for layer in layers_of(model):
+        if not is_ours(layer.module.config._attn_implementation):
+            set_plan(layer.module, None)
+    if state is not None and state_of(model) is None:
+        for handle in filter(None, (*state.guards, state.verification)):
+            handle.remove()
+
+
+def remember(model: PreTrainedModel, config: Any, implementation: str | None = None) -> Before:
+    """Note on a config what it ran before a method came; None: nothing, so what transformers would pick for it.
+
+    Whatever else ran (FlashAttention, FlexAttention, a kernel from the Hub) reads masks that ours cannot be turned into:
+    layers that are left alone run transformers' pick then, and `describe` says so.
+    """
+    owner = next((m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is config), model)
+    pick = owner.get_correct_attn_implementation(None, is_init_check=True)
+    if getattr(config, "attn_logit_softcapping", None):
+        pick = "eager"  # older releases pick sdpa, which drops the cap
+    config.__dict__["_longattn_before"] = Before(implementation or pick, "eager" if implementation == "eager" else pick)
+    return config.__dict__["_longattn_before"]  # type: ignore[no-any-return]
+
+
+def without_method(model: PreTrainedModel) -> list[tuple[Any, str]]:
+    """The config objects that run a method, each with the implementation that it ran before."""
+    running = [c for c in all_configs(model) if is_ours(c._attn_implementation)]
+    return [(c, (before(c) or remember(model, c)).implementation) for c in running]
+
+
+def disable(model: nn.Module, rope_parameters: dict[str, Any] | None = None) -> None:
+    """Let the model compute what it did before its method, until `enable`; plans and learned parts stay.
+
+    Args:
+        rope_parameters: settings of the rotary encoding to use meanwhile; None leaves it as it is.
+    """
+    base = pretrained(model)
+    state, running = state_of(base), without_method(base)
+    if state is None or state.disabled is not None or not running:
+        return
+    tables = None if rope_parameters is None else exchange(base, build(base, rope_parameters))
+    state.disabled = [(c, c._attn_implementation) for c, _ in running], tables
+    for config, implementation in running:  # not by the property, which would switch a vision tower too
+        config._attn_implementation_internal = implementation
+
+
+def enable(model: nn.Module) -> None:
+    """Undo `disable`, if the method is disabled."""
+    if (state := state_of(base := pretrained(model))) is None or state.disabled is None:
+        return
+    implementations, tables = state.disabled
+    state.disabled = None
+    for config, implementation in implementations:
+        config._attn_implementation_internal = implementation
+    if tables is not None:
+        exchange(base, tables)
