@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_longattn
 from hf_longattn import reference_attention
+from hf_longattn.attention.attend import attend
 from hf_longattn.attention.geometry import Rows
 from hf_longattn.attention.kernels import flex, precision, tiled
 from hf_longattn.attention.kernels.spec import LogitSpec
 from hf_longattn.attention.rotary import Rotation
+from hf_longattn.attention.tables import SHARED, TableCache
 
 #: From one block for everything to one of the fewest rows.
 BLOCKS = [1 << 21, 3000, 64]
@@ -610,3 +614,39 @@ def test_tables_that_are_too_short() -> None:
     gain, bias = tables(1, length=18)
     with pytest.raises(ValueError, match="beyond the tables"):
         tiled_attention(query, key, value, GEOMETRIES["causal"][2], scaling=1.0, gain=gain, bias=bias)
+
+
+# tables that calls share ---------------------------------------------------------------------------------------------
+
+
+def test_tables_stay_within_their_bytes() -> None:
+    """The table used longest ago goes first; one that is too large goes by without taking the others along."""
+    cache, built = TableCache(max_bytes=8 * 100), []
+
+    def table(name: str, length: int) -> Tensor:
+        return cache.get(name, lambda: (built.append(name), torch.zeros(length, dtype=torch.float64))[1:])[0]  # type: ignore[func-returns-value]
+
+    for name, length in (("a", 40), ("b", 40), ("a", 40), ("c", 40), ("large", 101), ("a", 40), ("c", 40)):
+        assert table(name, length).numel() == length
+    assert built == ["a", "b", "c", "large"]
+    assert (len(cache), cache.nbytes) == (2, 8 * 80)
+    table("b", 40)
+    assert built[4:] == ["b"]
+    assert len(copy.deepcopy(cache)) == 0
+    assert copy.deepcopy(cache).max_bytes == cache.max_bytes
+
+
+@pytest.mark.parametrize("case", ["scale_invariant", "rerope"])
+def test_tables_belong_to_whom_the_call_names(case: str) -> None:
+    """A call's tables are kept where it says, nowhere else, and freed with that."""
+    x, rotation = torch.randn(1, 2, 8, 8), Rotation(torch.tensor([1.0, 0.1]))
+    rows, cache = Rows.causal(8, 8, None, 0, x.device), TableCache()
+    SHARED.clear()
+    first = attend(x, x, x, CASES[case], rows, scaling=1.0, rotation=rotation, tables=cache)
+    assert (len(SHARED), len(cache) > 0) == (0, True)
+    kept = [weakref.ref(t) for tables in cache._kept.values() for t in tables]
+    assert torch.equal(attend(x, x, x, CASES[case], rows, scaling=1.0, rotation=rotation, tables=cache), first)
+    assert {id(t()) for t in kept} == {id(t) for tables in cache._kept.values() for t in tables}
+    assert torch.equal(attend(x, x, x, CASES[case], rows, scaling=1.0, rotation=rotation, tables=TableCache(0)), first)
+    del cache
+    assert all(t() is None for t in kept)

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 import hf_longattn
-from hf_longattn import Rotation, attention, lowering, reference_attention
+from hf_longattn import Rotation, attention, reference_attention
+from hf_longattn.attention.tables import SHARED
 from hf_longattn.attention.tracing import keepable, readable
 
 WITHOUT_VALUES = {"meta": lambda: torch.device("meta"), "fake": FakeTensorMode}
@@ -56,7 +57,7 @@ def test_shapes_pass_through(family: str, case: str, where: str) -> None:
 @pytest.mark.parametrize("case", ["sinks", "rerope"])
 def test_shapes_leave_nothing_behind(case: str, tmp_path: Path) -> None:
     """The same model, with its tables and its proof, then computes as if nothing had been."""
-    lowering._cached_tables.cache_clear()
+    SHARED.clear()
     stock("llama").save_pretrained(tmp_path)
     section = CASES[case].to_dict()
     m = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=CASES[case].name, longattn=section)
@@ -83,7 +84,7 @@ def test_weights_that_come_later_are_proven_then(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", [*KINDS, "rerope", "output_layer_norm"])
 def test_gradients_of_functions(case: str) -> None:
     """torch.func.grad of a model as a function of its parameters; what is kept from within must serve calls outside."""
-    lowering._cached_tables.cache_clear()
+    SHARED.clear()
     m, ids = hf_longattn.apply(stock("llama"), CASES[case]).double(), tokens()
     parameters = {name: p.detach() for name, p in m.named_parameters()}
 
@@ -107,6 +108,7 @@ def raw() -> tuple[Tensor, Tensor, Tensor]:
 
 def test_gradients_of_the_function() -> None:
     query, key, value = raw()
+    SHARED.clear()
     for config in (CASES["sinks"], CASES["rerope"]):
         rotation = Rotation(torch.tensor([1.0, 0.1], dtype=torch.float64))
         got, want = (
@@ -114,7 +116,7 @@ def test_gradients_of_the_function() -> None:
             for f in (attention, reference_attention)
         )
         close(got, want, 1e-12)
-        assert not any(torch._C._functorch.is_functorch_wrapped_tensor(x) for pair in rotation._cache.values() for x in pair)
+    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(x) for kept in SHARED._kept.values() for x in kept)
 
 
 def test_second_derivatives_are_refused_by_the_kernel_and_given_by_the_reference() -> None:

@@ -20,6 +20,7 @@ from .kernels.triton import triton_attention, why_not_triton
 from .lowering import KVSegment, LoweredAttention, lower
 from .reference import dense_attention
 from .rotary import Rotation
+from .tables import TableCache
 
 
 def attention(
@@ -79,6 +80,7 @@ def attend(
     learned: Mapping[str, nn.Module] | None = None,
     rotation: Rotation | None = None,
     backend: str = "auto",
+    tables: TableCache | None = None,
 ) -> Tensor:
     """`attention` for rows of any geometry.
 
@@ -86,6 +88,7 @@ def attend(
         softcap: the model's own cap on its score; it acts before every method but the score's.
         learned: the trained parts of methods by slot; without it they are what they start as.
         rotation: how query and key are rotated; needed where the config remaps rotary distances.
+        tables: where tables are kept for the next call, a model's own; default a cache that all calls without one share.
     """
     asked = config.backend if backend == "auto" else backend
     backend = choose_backend(config, query, rows, softcap, dropout, asked)
@@ -95,7 +98,7 @@ def attend(
     tiled = backend == "tiled"
     folds = config.score is not None or config.temperature is not None
     cpu = query.device.type == "cpu"
-    call = lower(config, query, key, rows, wide=tiled and folds, rotate_reading=tiled and cpu, **model)
+    call = lower(config, query, key, rows, wide=tiled and folds, rotate_reading=tiled and cpu, tables=tables, **model)
     if isinstance(config.temperature, EntropyTemperature):
         call = call.scaled(config.temperature.factor(_entropy(call, backend)))
         plain = config.logit_map is None and not softcap and len(call.segments) == 1 and rows.plain is not None
@@ -123,6 +126,7 @@ class Call:
     softcap: float | None = None
     learned: Mapping[str, nn.Module] | None = None
     rotation: Rotation | None = None
+    tables: TableCache | None = None
 
 
 def _run(

@@ -26,6 +26,7 @@ from .kernels.spec import MASK_VALUE, LogitSpec
 from .kernels.triton import MARGIN
 from .reference import finish, length_factor, require_rotation
 from .rotary import Rotation
+from .tables import SHARED, TableCache
 from .tracing import keepable, readable
 
 
@@ -124,15 +125,18 @@ def lower(
     rotation: Rotation | None = None,
     wide: bool = False,
     rotate_reading: bool = False,
+    tables: TableCache | None = None,
 ) -> LoweredAttention:
     """Every stage of `config` but an entropy temperature, which needs a first pass (`LoweredAttention.scaled`).
 
     Args:
         wide: fold into query and key in float32 at least, for kernels that compute so anyway.
         rotate_reading: the kernel re-rotates keys as it reads them, where a call has few queries.
+        tables: where gain, bias and angles are kept for the next call; default a cache that all calls without one share.
     """
+    tables = SHARED if tables is None else tables
     kv_len = key.shape[2]
-    segments = _segments(config, query, key, rows, rotation, rotate_reading)
+    segments = _segments(config, query, key, rows, rotation, rotate_reading, tables)
     if wide:
         segments = [s._replace(query=_wide(s.query), key=_wide(s.key)) for s in segments]
     if config.score is not None:
@@ -141,7 +145,7 @@ def lower(
             segments[n] = segment._replace(query=q, key=k)
     spec = LogitSpec(scaling=scaling, softcap=softcap)
     if config.logit_map is not None:
-        gain, bias = distance_tables(config.logit_map, query.shape[1], table_length(rows, kv_len), query)
+        gain, bias = distance_tables(config.logit_map, query.shape[1], table_length(rows, kv_len), query, tables)
         spec = dataclasses.replace(spec, gain=gain, bias=bias, sinks=config.logit_map.sink_tokens)
     call = LoweredAttention(config, rows, tuple(segments), spec, learned)
     visible = functools.reduce(torch.add, (s.rows.count(kv_len) for s in segments))
@@ -154,7 +158,13 @@ FEW_QUERIES = 16
 
 
 def _segments(
-    config: LongAttnConfig, query: Tensor, key: Tensor, rows: Rows, rotation: Rotation | None, rotate_reading: bool
+    config: LongAttnConfig,
+    query: Tensor,
+    key: Tensor,
+    rows: Rows,
+    rotation: Rotation | None,
+    rotate_reading: bool,
+    tables: TableCache,
 ) -> list[KVSegment]:
     """One for every band of keys that the config shows and rotates alike."""
     if config.positions is None and config.visibility is None:
@@ -168,11 +178,12 @@ def _segments(
             q, k, angles = query, key, None
             for method, number, band in ((config.positions, where, positions), (config.visibility, which, seen)):
                 if band.query is not None:
-                    q = require_rotation(rotation).move(query, i, band.query, (method, number, "query"))
+                    q = require_rotation(rotation).move(query, i, band.query, (method, number, "query"), tables)
                 if band.key is not None and reading:
-                    angles = require_rotation(rotation).spread(j, band.key, (method, number, "key"), key.shape[-1])
+                    name = (method, number, "key")
+                    angles = require_rotation(rotation).spread(j, band.key, name, key.shape[-1], tables)
                 elif band.key is not None:
-                    k = require_rotation(rotation).move(key, j, band.key, (method, number, "key"))
+                    k = require_rotation(rotation).move(key, j, band.key, (method, number, "key"), tables)
             shown = rows.once(
                 (config.positions, where, config.visibility, which), functools.partial(_narrowed, rows, positions, seen)
             )
@@ -218,18 +229,18 @@ def table_length(rows: Rows, kv_len: int) -> int:
     return 1 << max(10, (farthest + MARGIN).bit_length())
 
 
-def distance_tables(logit_map: LogitMap, heads: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The map's gain and bias by distance, built in float64, in the dtype of the logits; cached."""
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+def distance_tables(
+    logit_map: LogitMap, heads: int, length: int, like: Tensor, tables: TableCache = SHARED
+) -> tuple[Tensor, Tensor]:
+    """The map's gain and bias by distance, built in float64, in the dtype of the logits."""
+    dtype, device = torch.float64 if like.dtype == torch.float64 else torch.float32, like.device
+
+    def build() -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(False), torch.no_grad():  # a cached tensor must serve training too
+            gain, bias = logit_map.tables(heads, length, device)
+            return gain.to(dtype), bias.to(dtype)
+
     if not keepable(like):
-        return _tables(logit_map, heads, length, like.device, dtype)
-    return _cached_tables(logit_map, heads, length, like.device, dtype)
-
-
-def _tables(logit_map: LogitMap, heads: int, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False), torch.no_grad():  # a cached tensor must serve training too
-        gain, bias = logit_map.tables(heads, length, device)
-        return gain.to(dtype), bias.to(dtype)
-
-
-_cached_tables = functools.lru_cache(maxsize=128)(_tables)
+        return build()
+    gain, bias = tables.get((logit_map, heads, length, device, dtype), build)
+    return gain, bias

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..methods.base import Remap
+from .tables import TableCache
 from .tracing import keepable
 
 
@@ -24,20 +25,19 @@ class Rotation:
 
     inv_freq: Tensor
     interleaved: bool = False
-    _cache: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
-    def move(self, x: Tensor, position: Tensor, remap: Remap, name: Hashable) -> Tensor:
+    def move(self, x: Tensor, position: Tensor, remap: Remap, name: Hashable, tables: TableCache) -> Tensor:
         """Vectors rotated for `position`, rotated for remap(position) instead.
 
         Args:
             x: (batch, heads, n, head_dim).
             position: int64 (batch or 1, n), >= 0.
-            name: identifies the remap, for the cache of angles.
+            name: identifies the remap in `tables`, where its angles are kept.
 
         Returns:
             like x, in float32 at least.
         """
-        return self.turn(x, *self.cached_angles(position, remap, name))
+        return self.turn(x, *self._look_up(position, name, lambda p: self.angles(p, remap), tables))
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x (batch, heads, n, head_dim) turned by angles (batch or 1, n, key heads or 1, pairs), in float32 at least."""
@@ -46,11 +46,9 @@ class Rotation:
         first, second, rest = self.split(x)
         return self.join(first * cos - second * sin, second * cos + first * sin, rest).flatten(1, 2)
 
-    def cached_angles(self, position: Tensor, remap: Remap, name: Hashable) -> tuple[Tensor, Tensor]:
-        """`angles`, looked up in a table of all positions so far."""
-        return self._look_up(position, name, lambda p: self.angles(p, remap))
-
-    def spread(self, position: Tensor, remap: Remap, name: Hashable, head_dim: int) -> tuple[Tensor, Tensor]:
+    def spread(
+        self, position: Tensor, remap: Remap, name: Hashable, head_dim: int, tables: TableCache
+    ) -> tuple[Tensor, Tensor]:
         """cos and sin by feature: q . turned(k) = q . (cos k) + quarter(q) . (sin k).
 
         Both (batch or 1, n, key heads or 1, head_dim).
@@ -61,21 +59,20 @@ class Rotation:
             rest = cos.new_zeros(*cos.shape[:-1], head_dim - 2 * cos.shape[-1])
             return self.join(cos, cos, rest + 1), self.join(sin, sin, rest)
 
-        return self._look_up(position, (name, head_dim), widened)
+        return self._look_up(position, (name, head_dim), widened, tables)
 
     def _look_up(
-        self, position: Tensor, name: Hashable, build: Callable[[Tensor], tuple[Tensor, Tensor]]
+        self, position: Tensor, name: Hashable, build: Callable[[Tensor], tuple[Tensor, Tensor]], tables: TableCache
     ) -> tuple[Tensor, Tensor]:
         if not keepable(position):
             return build(position)
         length = 1 << max(10, int(position.max()).bit_length())
-        key = (name, length, self.inv_freq.device, self.inv_freq._version)
-        if key not in self._cache:
-            if len(self._cache) >= 16:
-                self._cache.clear()
+
+        def build_all() -> tuple[Tensor, Tensor]:
             with torch.inference_mode(False), torch.no_grad():
-                self._cache[key] = build(torch.arange(length, device=position.device))
-        cos, sin = self._cache[key]
+                return build(torch.arange(length, device=position.device))
+
+        cos, sin = tables.get((self, name, length, position.device, self.inv_freq._version), build_all)
         first, n = int(position[0, 0]), position.shape[1]
         if position.shape[0] == 1 and bool((position[0] == torch.arange(first, first + n, device=position.device)).all()):
             return cos[None, first : first + n], sin[None, first : first + n]

@@ -11,13 +11,14 @@ For CUDA, where it has not run yet; tested on the CPU under Triton's interpreter
 
 from __future__ import annotations
 
-import functools
 import math
 import os
+from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..geometry import Columns, Rows
 from .spec import LogitSpec
@@ -140,10 +141,14 @@ def _far_from(gain: Tensor, bias: Tensor) -> Tensor:
     return torch.maximum(_cubic_from(gain), _cubic_from(bias)).clamp(min=_SPAN)
 
 
-@functools.lru_cache(maxsize=128)
+_FAR_OF: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()  # a gain's, and so its bias's; gone with it
+
+
 def _cached_far_from(gain: Tensor, bias: Tensor) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad():  # it must serve training too
-        return _far_from(gain, bias)
+    if gain not in _FAR_OF:
+        with torch.inference_mode(False), torch.no_grad():  # it must serve training too
+            _FAR_OF[gain] = _far_from(gain, bias)
+    return _FAR_OF[gain]
 
 
 def _cubic_from(table: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ def blocks(call: Call, chosen: Tensor | None = None) -> Iterator[Block]:
         "softcap": call.softcap,
         "learned": call.learned,
         "rotation": call.rotation,
+        "tables": call.tables,
     }
     lowered = lower(config, call.query, call.key, rows, wide=True, rotate_reading=True, **model)
     factor = lowered.factor
