@@ -328,18 +328,17 @@ def _plan(model: PreTrainedModel, config: LongAttnConfig) -> tuple[dict[str, Any
     refuse_layers(model, config, candidates, chosen)
     if not chosen or not config.methods:
         raise ValueError(_nothing(model, config, candidates))
-    if (config.positions or config.visibility) and (windowed := [x.index for x in chosen if x.windowed]):
+    if config.key_bands and (windowed := [x.index for x in chosen if x.windowed]):
         raise ValueError(
             f"{config.name} restricts or remaps far keys; the sliding-window layers {windowed} have none: leave them out of "
             "`layers`"
         )
-    remaps = config.positions is not None or (config.visibility is not None and config.visibility.remaps)
     rotary: dict[str | None, RotarySource | None] = {}
     section = bound.to_dict()
     plans = []
     for layer in layers:
         if layer in chosen:
-            if remaps and layer.type not in rotary:
+            if config.remap is not None and layer.type not in rotary:
                 rotary[layer.type] = rotation_of(model, target, [x for x in chosen if x.type == layer.type])
             source = rotary.get(layer.type)
             plan = LayerPlan(
