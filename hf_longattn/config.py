@@ -19,7 +19,7 @@ from .methods.method import SLOTS, Heads, Method, ModelFacts, freeze, thaw
 from .methods.registry import did_you_mean, method, method_class, parameters_of
 
 if TYPE_CHECKING:
-    from .methods.base import LogitMap, OutputNorm, Positions, Score, Temperature, Visibility
+    from .methods.base import KeyBands, LogitMap, OutputNorm, Positions, Score, Temperature, Visibility
 
 BACKENDS = ("auto", "sdpa", "flash", "tiled", "flex", "triton", "reference")
 FORMAT_VERSION = 1
@@ -70,10 +70,8 @@ class LongAttnConfig:
                 raise ValueError(f"{slot} must be a method, its dict form or None, got {value!r}")
             if value is not None and value.slot != slot:
                 raise ValueError(f"{value.name} fills the slot {value.slot!r}, not {slot!r}")
-        if self.positions is not None and self.visibility is not None and self.visibility.remaps:
-            raise ValueError(
-                f"{self.positions.name} and {self.visibility.name} clash: both say at which distance far keys are seen"
-            )
+        if len(remaps := [m.name for m in self.key_bands if m.remaps]) > 1:
+            raise ValueError(f"{' and '.join(remaps)} clash: both say at which distance far keys are seen")
         if not isinstance(self.layers, str):
             if not isinstance(self.layers, Iterable):
                 raise ValueError(f"layers must be 'full_attention', 'all' or a list of indices, got {self.layers!r}")
@@ -90,6 +88,16 @@ class LongAttnConfig:
     def methods(self) -> tuple[Method, ...]:
         """The filled slots, in the order in which they act."""
         return tuple(m for slot in SLOTS if (m := getattr(self, slot)) is not None)
+
+    @property
+    def key_bands(self) -> tuple[KeyBands, ...]:
+        """The methods that split the keys of a row into intervals: remaps and windows."""
+        return tuple(m for m in (self.positions, self.visibility) if m is not None)
+
+    @property
+    def remap(self) -> KeyBands | None:
+        """The one that changes rotary distances."""
+        return next((m for m in self.key_bands if m.remaps), None)
 
     @property
     def name(self) -> str:

@@ -68,7 +68,7 @@ SUBSET = ("llama", "gemma2", "gemma3", "gemma4", "gpt2")
 def families(case: str) -> tuple[str, ...]:
     """Those that a case runs on: remaps need rotary positions."""
     config = CASES[case]
-    if config.positions is None and (config.visibility is None or not config.visibility.remaps):
+    if config.remap is None:
         return SUBSET
     return (*(f for f in SUBSET if f != "gpt2"), "qwen3", "mistral", "nanochat")
 

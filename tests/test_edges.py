@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
-from hf_longattn.attention.kernels import tiled
+from hf_longattn.attention.kernels import tiles
 from hf_longattn.methods import AdaptiveTemperature, Alibi, ScaleInvariant
 from hf_longattn.methods.base import LengthTemperature
 from hf_longattn.methods.method import SLOTS
@@ -253,7 +253,7 @@ def test_random_calls_of_random_methods(call: dict[str, Any]) -> None:
     tensors = [torch.randn(s, generator=g, dtype=torch.float64) for s in shapes]
     results = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiled, "BLOCK_ELEMENTS", call["blocks"])
+        patch.setattr(tiles, "BLOCK_ELEMENTS", call["blocks"])
         for function in (hf_longattn.attention, reference_attention):
             leaves = [x.clone().requires_grad_() for x in tensors]
             out = function(*leaves, call["config"], rotation=turn, **call["options"])

@@ -23,8 +23,8 @@ import hf_longattn
 from hf_longattn import reference_attention
 from hf_longattn.attention.attend import attend
 from hf_longattn.attention.geometry import Rows
-from hf_longattn.attention.kernels import flex, precision, tiled
-from hf_longattn.attention.kernels.spec import LogitSpec
+from hf_longattn.attention.kernels import flex, operators, precision, tiled, tiles
+from hf_longattn.attention.kernels.spec import KernelCall, LogitSpec
 from hf_longattn.attention.rotary import Rotation
 from hf_longattn.attention.tables import SHARED, TableCache
 
@@ -79,7 +79,7 @@ def dense(
     softcap: float | None = None,
     keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, logsumexp and entropy by the definition at the top of kernels/tiled.py, without a single loop or tile."""
+    """Output, logsumexp and entropy by the definition in kernels/spec.py, without a single loop or tile."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     logits = scaling * torch.einsum("bhqd,bhkd->bhqk", query, key)
@@ -215,7 +215,7 @@ def check(kernel: Kernel, geometry: str, options: str, outputs: int, backward: b
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_tiled(geometry: str, options: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "BLOCK_ELEMENTS", blocks)
+    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", blocks)
     everything = {"with_lse": True, "with_entropy": True}
     check(lambda **kw: tiled_attention(**kw, **everything), geometry, options, 3)
     check(tiled_attention, geometry, options, 1)
@@ -226,15 +226,15 @@ def test_tiled(geometry: str, options: str, blocks: int, monkeypatch: pytest.Mon
 def test_tiles_of_columns(geometry: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What texts beyond WHOLE_COLUMNS take, forward and backward."""
     for name, value in (("BLOCK_ELEMENTS", 8), ("TILE_COLUMNS", 3), ("WHOLE_COLUMNS", 2)):
-        monkeypatch.setattr(tiled, name, value)
+        monkeypatch.setattr(tiles, name, value)
     counts = []
 
-    def counted(block: tiled._Block) -> list[tiled._Block]:
-        counts.append(len(found := tiles(block)))
-        return found
+    def counted(block: tiles.Tile) -> list[tiles.Tile]:
+        counts.append(len(result := split(block)))
+        return result
 
-    tiles = tiled._Block.tiles
-    monkeypatch.setattr(tiled._Block, "tiles", counted)
+    split = tiles.Tile.tiles
+    monkeypatch.setattr(tiles.Tile, "tiles", counted)
     check(lambda **kw: tiled_attention(**kw, with_lse=True, with_entropy=True), geometry, options, 3)
     check(tiled_attention, geometry, options, 1)
     assert max(counts) > 1 or geometry == "keys ahead of queries"  # of whose rows one sees one key
@@ -262,7 +262,7 @@ def test_tiled_without_value_gives_lse_and_entropy() -> None:
 
 def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     """By finite differences, for every differentiable input and output at once."""
-    monkeypatch.setattr(tiled, "BLOCK_ELEMENTS", 40)
+    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", 40)
     query, key, value = inputs(b=1, h=2, kv=1, q=6, k=8, d=3)
     fixed = arguments(OPTIONS["everything"] | {"tables": 2}, query)
     row_scale, bias_scale = fixed.pop("row_scale"), fixed.pop("bias_scale")
@@ -277,9 +277,9 @@ def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("blocks", "whole"), [(1 << 21, 1 << 13), (64, 1 << 13), (8, 2)])
 def test_dropout(blocks: int, whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask is read off with the identity as values; with it, output and gradients are the dense ones."""
-    monkeypatch.setattr(tiled, "BLOCK_ELEMENTS", blocks)
-    monkeypatch.setattr(tiled, "WHOLE_COLUMNS", whole)
-    monkeypatch.setattr(tiled, "TILE_COLUMNS", 3)
+    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", blocks)
+    monkeypatch.setattr(tiles, "WHOLE_COLUMNS", whole)
+    monkeypatch.setattr(tiles, "TILE_COLUMNS", 3)
     query, key, value = inputs(kv=4)
     rows, fixed = GEOMETRIES["left padding"][2], arguments(OPTIONS["sinks"], query)
 
@@ -366,7 +366,7 @@ def test_head_dims(head_dim: int, backend: str) -> None:
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 2), (5, 5), (1, 1)])
 def test_grouped_heads(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "BLOCK_ELEMENTS", 500)
+    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", 500)
     query, key, value = inputs(h=heads[0], kv=heads[1])
     config = CASES["sinks"]
     close(hf_longattn.attention(query, key, value, config), reference_attention(query, key, value, config), 1e-12)
@@ -491,7 +491,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("case", CASES)
 def test_no_tensor_of_all_pairs(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """2048 tokens and 4 heads make 16.8 million pairs; no tensor comes near, forward or backward."""
-    monkeypatch.setattr(tiled, "BLOCK_ELEMENTS", 1 << 17)
+    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", 1 << 17)
     n = 2048
     leaves = [x.requires_grad_() for x in inputs(b=1, h=HEADS, q=n, k=n, d=8, dtype=torch.float32)]
     config = CASES[case].for_layer(0)
@@ -533,7 +533,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=150, derandomize=True, deadline=None, database=None)
 @given(calls())
 def test_random_calls(call: dict[str, Any]) -> None:
-    before, tiled.BLOCK_ELEMENTS = tiled.BLOCK_ELEMENTS, call["blocks"]
+    before, tiles.BLOCK_ELEMENTS = tiles.BLOCK_ELEMENTS, call["blocks"]
     try:
         results = []
         for function in (hf_longattn.attention, reference_attention):
@@ -541,7 +541,7 @@ def test_random_calls(call: dict[str, Any]) -> None:
             out = function(*leaves, call["config"], **call["extra"])
             results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
     finally:
-        tiled.BLOCK_ELEMENTS = before
+        tiles.BLOCK_ELEMENTS = before
     for got, want in zip(*results, strict=True):
         close(got, want, 1e-10)
 
@@ -569,9 +569,10 @@ def test_opcheck() -> None:
     row_scale, bias_scale = (fixed[name].requires_grad_() for name in ("row_scale", "bias_scale"))
     ids = torch.arange(query.shape[2])[None] * 2, torch.arange(key.shape[2])[None] * 2
     for outputs, places in (((True, True), (None, None)), ((False, False), ids)):
-        maps = (fixed["gain"], fixed["bias"], row_scale, bias_scale)
-        tensors = (query, key, value, GEOMETRIES["packed"][2].index, None, *places, *maps)
-        torch.library.opcheck(torch.ops.hf_longattn.tiled.default, (*tensors, None, 2, 0.7, 1.1, 0.0, *outputs))
+        rows = Rows(GEOMETRIES["packed"][2].index, None, *places)
+        spec = LogitSpec(0.7, 1.1, fixed["gain"], fixed["bias"], row_scale, bias_scale, 2)
+        call = KernelCall(query, key, value, rows, spec, 0.0, None, *outputs)
+        torch.library.opcheck(torch.ops.hf_longattn.tiled.default, tuple(operators.flatten(call)))
 
 
 @pytest.mark.parametrize(

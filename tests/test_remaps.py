@@ -21,7 +21,7 @@ import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
 from hf_longattn.attention.attend import attend
 from hf_longattn.attention.geometry import Rows
-from hf_longattn.attention.kernels import tiled
+from hf_longattn.attention.kernels import decoding, tiles
 
 METHODS: dict[str, dict[str, Any]] = {
     "rerope": {"window": 7},
@@ -122,7 +122,7 @@ def test_attention_is_the_reference(
     name: str, call: str, interleaved: bool, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Output and all gradients."""
-    monkeypatch.setattr(tiled, "BLOCK_ELEMENTS", blocks)
+    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", blocks)
     options, config = dict(CALLS[call]), CONFIGS[name]
     if name == "leaky_by_head" and options.get("kv") == 1:
         config = config.replace(stretch=[2.5])
@@ -142,7 +142,7 @@ def test_attention_is_the_reference(
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_decoding_with_a_key_head_for_each_query_head(name: str, interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "TURN_ELEMENTS", 128)  # several tiles
+    monkeypatch.setattr(decoding, "KEY_ELEMENTS", 128)  # several tiles
     query, key, value = raw(q=1, k=43, heads=2)
     options: dict[str, Any] = {"rotation": rotation(interleaved)}
     got = hf_longattn.attention(query, key, value, CONFIGS[name], **options)
@@ -185,7 +185,7 @@ def test_packed_texts_count_from_their_own_starts(name: str) -> None:
 def pairs_touched(n: int, config: LongAttnConfig, backward: bool) -> int:
     """Pairs of query and key whose product is computed, by the tiles that are worked off."""
     touched = 0
-    scores = tiled._Block.scores
+    scores = tiles.Tile.scores
 
     def counting(self: Any, *args: Any) -> Tensor:
         nonlocal touched
@@ -195,7 +195,7 @@ def pairs_touched(n: int, config: LongAttnConfig, backward: bool) -> int:
 
     leaves = [x.float().requires_grad_(backward) for x in raw(n, n, heads=2, batch=1)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiled._Block, "scores", counting)
+        patch.setattr(tiles.Tile, "scores", counting)
         out = hf_longattn.attention(*leaves, config, rotation=rotation(), backend="tiled")
         if backward:
             out.sum().backward()
@@ -206,7 +206,7 @@ def pairs_touched(n: int, config: LongAttnConfig, backward: bool) -> int:
 @pytest.mark.parametrize("name", ["windowed", "streaming", "lm_infinite"])
 def test_windows_touch_visible_tiles_only(name: str, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the length, twice the work; and less than a third of full attention's."""
-    monkeypatch.setattr(tiled, "BLOCK_ELEMENTS", 1 << 13)
+    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", 1 << 13)
     config = LongAttnConfig.preset(name, window=32)
 
     half, whole = (pairs_touched(n, config, backward) for n in (512, 1024))

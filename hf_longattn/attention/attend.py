@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..config import BACKENDS, LongAttnConfig
 from ..methods.base import EntropyTemperature
 from .geometry import Rows, check_mask, check_positions, check_shapes
+from .kernels.decoding import decoding_attention
 from .kernels.flex import flex_attention, why_not_flex
 from .kernels.fused import flash_attention, sdpa_attention, why_not_flash
 from .kernels.spec import MASK_VALUE, LogitSpec
@@ -144,8 +145,10 @@ def _run(
     """The output, logsumexp and entropy over one segment, as `kernels.tiled.tiled_attention` defines them."""
     options: dict[str, Any] = {"with_lse": with_lse} | ({"with_entropy": True} if with_entropy else {})
     query, key, rows = segment.query, segment.key, segment.rows
+    if (rotation := segment.rerotation) is not None:
+        return decoding_attention(query, key, value, rows, spec, rotation, dropout=dropout, **options)
     if backend == "tiled":
-        return tiled_attention(query, key, value, rows, spec, dropout=dropout, turn=segment.turn, **options)
+        return tiled_attention(query, key, value, rows, spec, dropout=dropout, **options)
     kernel: Callable[..., tuple[Tensor, Tensor, Tensor]] = triton_attention if backend == "triton" else flex_attention
     half = (key if value is None else value).dtype
     return kernel(query.to(half), key.to(half), value, rows, spec, **options)
@@ -195,7 +198,7 @@ def choose_backend(
     if softcap:
         not_fused: str | None = "the model caps its scores"
     else:
-        in_the_way = [m.name for m in (config.logit_map, config.positions, config.visibility) if m is not None]
+        in_the_way = [m.name for m in (config.logit_map, *config.key_bands) if m is not None]
         in_the_way += [config.temperature.name] if config.temperature is not None and entropy else []
         not_fused = f"{in_the_way[0]} changes more than query and key" if in_the_way else None
     reasons = {"sdpa": not_fused, "flex": why_not_flex(query, dropout)}

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import itertools
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from ..config import LongAttnConfig
-from ..methods.base import Band, LogitMap
+from ..methods.base import Band, KeyBands, LogitMap
 from .geometry import Rows
+from .kernels.decoding import KeyRotation
 from .kernels.spec import MASK_VALUE, LogitSpec
 from .kernels.triton import MARGIN
 from .reference import finish, length_factor, require_rotation
@@ -34,7 +36,7 @@ class KVSegment(NamedTuple):
     """An interval of keys that are rotated alike.
 
     Args:
-        rotation, angles: where keys are to be re-rotated as they are read: cos and sin by feature (see `Rotation.spread`).
+        rotation, angles: where keys are to be re-rotated as they are read: cos and sin by feature (see `Rotation.by_feature`).
     """
 
     query: Tensor
@@ -44,11 +46,11 @@ class KVSegment(NamedTuple):
     angles: tuple[Tensor, Tensor] | None = None
 
     @property
-    def turn(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The further product that re-rotates the keys, as `kernels.tiled.KeyTurn`, or None."""
+    def rerotation(self) -> KeyRotation | None:
+        """How the kernel re-rotates keys as it reads them, None where it does not."""
         if self.rotation is None or self.angles is None:
             return None
-        return self.rotation.quarter(self.query), *self.angles
+        return KeyRotation(self.rotation.rotate_half(self.query), *self.angles)
 
     def scores(self, which: Tensor, keys: int) -> Tensor:
         """q . k of some rows with the first `keys` keys, (batch, heads, n, keys)."""
@@ -56,7 +58,7 @@ class KVSegment(NamedTuple):
         if self.rotation is None or self.angles is None:
             return _product(query, key)
         cos, sin = (x[:, :keys].transpose(1, 2).to(key.dtype) for x in self.angles)
-        return _product(query, cos * key) + _product(self.rotation.quarter(query), sin * key)
+        return _product(query, cos * key) + _product(self.rotation.rotate_half(query), sin * key)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,9 +95,9 @@ class LoweredAttention:
         logits = self.segments[0].query.new_full((batch, heads, len(which), keys), MASK_VALUE)
         visible = torch.zeros(1, dtype=torch.bool, device=logits.device)
         for segment in self.segments:
-            shown = segment.rows.take(which).visible(keys)
-            logits = torch.where(shown, segment.scores(which, keys).mul_(spec.scaling), logits)
-            visible = visible | shown
+            own = segment.rows.take(which).visible(keys)
+            logits = torch.where(own, segment.scores(which, keys).mul_(spec.scaling), logits)
+            visible = visible | own
         if spec.softcap:
             logits = spec.softcap * torch.tanh(logits / spec.softcap)
         if spec.row_scale is not None:
@@ -169,31 +171,31 @@ def _segments(
     tables: TableCache,
 ) -> list[KVSegment]:
     """One for every band of keys that the config shows and rotates alike."""
-    if config.positions is None and config.visibility is None:
+    if not config.key_bands:
         return [KVSegment(query, key, rows)]
     i, j = rows.query_positions(), rows.key_positions(key.shape[2])
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
     reading = rotate_reading and readable(query) and query.shape[2] <= FEW_QUERIES and not grad
     segments = []
-    for where, positions in enumerate(config.positions.bands(i) if config.positions else [Band()]):
-        for which, seen in enumerate(config.visibility.bands(i) if config.visibility else [Band()]):
-            q, k, angles = query, key, None
-            for method, number, band in ((config.positions, where, positions), (config.visibility, which, seen)):
-                if band.query is not None:
-                    q = require_rotation(rotation).move(query, i, band.query, (method, number, "query"), tables)
-                if band.key is not None and reading:
-                    name = (method, number, "key")
-                    angles = require_rotation(rotation).spread(j, band.key, name, key.shape[-1], tables)
-                elif band.key is not None:
-                    k = require_rotation(rotation).move(key, j, band.key, (method, number, "key"), tables)
-            shown = rows.once(
-                (config.positions, where, config.visibility, which), functools.partial(_narrowed, rows, positions, seen)
-            )
-            segments.append(KVSegment(q, k, shown, rotation, angles))
+    for bands in itertools.product(*(_named(method, i) for method in config.key_bands)):
+        q, k, angles = query, key, None
+        for name, band in bands:
+            if band.query is not None:
+                q = require_rotation(rotation).rerotate(query, i, band.query, (name, "query"), tables)
+            if band.key is not None and reading:
+                angles = require_rotation(rotation).by_feature(j, band.key, (name, "key"), key.shape[-1], tables)
+            elif band.key is not None:
+                k = require_rotation(rotation).rerotate(key, j, band.key, (name, "key"), tables)
+        narrowed = rows.once(tuple(name for name, _ in bands), functools.partial(_narrowed, rows, [x for _, x in bands]))
+        segments.append(KVSegment(q, k, narrowed, rotation, angles))
     return segments
 
 
-def _narrowed(rows: Rows, *bands: Band) -> Rows:
+def _named(method: KeyBands, i: Tensor) -> list[tuple[Hashable, Band]]:
+    return [((method, number), band) for number, band in enumerate(method.bands(i))]
+
+
+def _narrowed(rows: Rows, bands: list[Band]) -> Rows:
     for band in bands:
         rows = rows.narrowed(band.first, band.last)
     return rows

@@ -45,7 +45,7 @@ def reference_attention(
         position_ids: int64 (batch or 1, length), growing: distances are then differences of positions.
 
     Returns:
-        (batch, heads, q_len, head_dim) in the dtype of query; rows that see nothing are 0, before any output norm.
+        (batch, heads, q_len, head_dim) in the dtype of query; fully masked rows are 0, before any output norm.
     """
     if backend not in ("auto", "reference"):
         raise ValueError(f"reference_attention is the reference; backend={backend!r} belongs to hf_longattn.attention")
@@ -88,10 +88,10 @@ def dense_attention(
         value.to(compute).repeat_interleave(group, 1),
     )
 
-    rows, seen, moved = _seen(config, rows, kv_len)
+    rows, excess = _banded(config, rows, kv_len)
     if config.score is not None:
         query, key, scaling = config.score.fold(query, key)
-    logits = scaling * (query @ key.transpose(-1, -2) if moved is None else turned_scores(query, key, moved, rotation))
+    logits = scaling * (query @ key.transpose(-1, -2) if excess is None else remapped_scores(query, key, excess, rotation))
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     if (factor := length_factor(config, rows.count(kv_len), query, learned)) is not None:
@@ -102,7 +102,7 @@ def dense_attention(
         gain, bias = (x[:, t].transpose(0, 1).to(compute) for x in config.logit_map.tables(heads, length, t.device))
         sinks = rows.sinks(kv_len, config.logit_map.sink_tokens)[:, None]
         logits = torch.where(sinks, logits, gain * logits + bias)
-    visible = rows.visible(kv_len) if seen is None else rows.visible(kv_len) & seen
+    visible = rows.visible(kv_len)
     weights = _softmax(logits, visible)
     if isinstance(config.temperature, EntropyTemperature):
         entropy = -(weights * torch.where(weights > 0, weights, 1.0).log()).sum(-1)  # xlogy's gradient at 0 is NaN
@@ -111,32 +111,29 @@ def dense_attention(
     return finish(config, weights @ value, learned).to(dtype), weights
 
 
-def _seen(config: LongAttnConfig, rows: Rows, kv_len: int) -> tuple[Rows, Tensor | None, Tensor | None]:
-    """Rows that see what the config shows, the same as a mask, and by how much the distance seen exceeds the true one.
+def _banded(config: LongAttnConfig, rows: Rows, kv_len: int) -> tuple[Rows, Tensor | None]:
+    """Rows that see what the config shows, and by how much the distance shown exceeds the true one, None: not at all.
 
-    The mask (batch or 1, 1, q_len, kv_len), the excess (batch or 1, kv_heads or 1, q_len, kv_len); None: nothing changes.
+    The excess is (batch or 1, kv_heads or 1, q_len, kv_len).
     """
     i, j = rows.query_positions()[:, :, None], rows.key_positions(kv_len)[:, None]
-    seen = moved = None
     if config.visibility is not None:
-        seen = config.visibility.visible(i, j)[:, None]
-        rows = rows.masked(seen)
-    remap = config.positions or (config.visibility if config.visibility and config.visibility.remaps else None)
-    if remap is not None:
-        distance = remap.distance(i, j)
-        distance = distance[..., None] if distance.ndim == 3 else distance
-        moved = (distance - (i - j)[..., None]).movedim(-1, 1)
-    return rows, seen, moved
+        rows = rows.masked(config.visibility.visible(i, j)[:, None])
+    if config.remap is None:
+        return rows, None
+    distance = config.remap.distance(i, j)
+    distance = distance[..., None] if distance.ndim == 3 else distance
+    return rows, (distance - (i - j)[..., None]).movedim(-1, 1)
 
 
-def turned_scores(query: Tensor, key: Tensor, moved: Tensor, rotation: Rotation | None) -> Tensor:
-    """q . k for vectors whose distance is to appear as `moved` more than it is: q^T R_moved k, pair of features by pair."""
-    rotation, moved = require_rotation(rotation), moved.repeat_interleave(query.shape[1] // moved.shape[1], 1)
+def remapped_scores(query: Tensor, key: Tensor, excess: Tensor, rotation: Rotation | None) -> Tensor:
+    """q . k for vectors whose distance is to appear as `excess` more than it is: q^T R k, pair of features by pair."""
+    rotation, excess = require_rotation(rotation), excess.repeat_interleave(query.shape[1] // excess.shape[1], 1)
     q1, q2, q_rest = rotation.split(query)
     k1, k2, k_rest = rotation.split(key)
     scores = q_rest @ k_rest.transpose(-1, -2)
     for f, frequency in enumerate(rotation.inv_freq.double()):
-        cos, sin = (moved * frequency).cos().to(query.dtype), (moved * frequency).sin().to(query.dtype)
+        cos, sin = (excess * frequency).cos().to(query.dtype), (excess * frequency).sin().to(query.dtype)
         (a, b), (c, d) = ((x[..., f, None] for x in pair) for pair in ((q1, q2), (k1, k2)))
         c, d = c.transpose(-1, -2), d.transpose(-1, -2)
         scores = scores + cos * (a * c + b * d) + sin * (a * d - b * c)

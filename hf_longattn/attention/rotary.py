@@ -15,7 +15,7 @@ from .tracing import keepable
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """A model's rotation: the pair f of a vector at position p is turned by the angle p inv_freq[f].
+    """A model's rotation: the pair f of a vector at position p is rotated by the angle p inv_freq[f].
 
     Args:
         inv_freq: float32 (pairs,), radians per position; a zero leaves its pair alone. Features beyond 2 * pairs are not
@@ -26,7 +26,7 @@ class Rotation:
     inv_freq: Tensor
     interleaved: bool = False
 
-    def move(self, x: Tensor, position: Tensor, remap: Remap, name: Hashable, tables: TableCache) -> Tensor:
+    def rerotate(self, x: Tensor, position: Tensor, remap: Remap, name: Hashable, tables: TableCache) -> Tensor:
         """Vectors rotated for `position`, rotated for remap(position) instead.
 
         Args:
@@ -37,19 +37,19 @@ class Rotation:
         Returns:
             like x, in float32 at least.
         """
-        return self.turn(x, *self._look_up(position, name, lambda p: self.angles(p, remap), tables))
+        return self.rotate(x, *self._look_up(position, name, lambda p: self.angles(p, remap), tables))
 
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x (batch, heads, n, head_dim) turned by angles (batch or 1, n, key heads or 1, pairs), in float32 at least."""
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x (batch, heads, n, head_dim) rotated by angles (batch or 1, n, key heads or 1, pairs), in float32 at least."""
         x = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(1, (cos.shape[2], -1))
         cos, sin = (y.to(x.dtype).transpose(1, 2)[:, :, None] for y in (cos, sin))
         first, second, rest = self.split(x)
         return self.join(first * cos - second * sin, second * cos + first * sin, rest).flatten(1, 2)
 
-    def spread(
+    def by_feature(
         self, position: Tensor, remap: Remap, name: Hashable, head_dim: int, tables: TableCache
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin by feature: q . turned(k) = q . (cos k) + quarter(q) . (sin k).
+        """c and s by feature with q . rerotated(k) = q . (c k) + rotate_half(q) . (s k).
 
         Both (batch or 1, n, key heads or 1, head_dim).
         """
@@ -57,7 +57,7 @@ class Rotation:
         def widened(p: Tensor) -> tuple[Tensor, Tensor]:
             cos, sin = self.angles(p, remap)
             rest = cos.new_zeros(*cos.shape[:-1], head_dim - 2 * cos.shape[-1])
-            return self.join(cos, cos, rest + 1), self.join(sin, sin, rest)
+            return self.join(cos, cos, rest + 1), self.join(-sin, -sin, rest)
 
         return self._look_up(position, (name, head_dim), widened, tables)
 
@@ -89,10 +89,10 @@ class Rotation:
         wide = torch.float64 if frequency.dtype == torch.float64 else torch.float32
         return angle.cos().to(wide), angle.sin().to(wide)
 
-    def quarter(self, x: Tensor) -> Tensor:
-        """Every pair (a, b) as (b, -a), a quarter turn back; what is not rotated as 0."""
+    def rotate_half(self, x: Tensor) -> Tensor:
+        """Every pair (a, b) as (-b, a); what is not rotated as 0."""
         first, second, rest = self.split(x)
-        return self.join(second, -first, torch.zeros_like(rest))
+        return self.join(-second, first, torch.zeros_like(rest))
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The first and second features of all pairs, (..., pairs) each, and the features that are not rotated."""

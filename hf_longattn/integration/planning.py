@@ -70,13 +70,12 @@ def _plan(
     _refuse_layers(model, config, candidates, chosen)
     if not chosen or not config.methods:
         raise ValueError(no_layer(model, config, candidates))
-    if (config.positions or config.visibility) and (windowed := [x.index for x in chosen if x.windowed]):
+    if config.key_bands and (windowed := [x.index for x in chosen if x.windowed]):
         raise ValueError(
             f"{config.name} restricts or remaps far keys; the sliding-window layers {windowed} have none: leave them out of "
             "`layers`"
         )
-    remaps = config.positions is not None or (config.visibility is not None and config.visibility.remaps)
-    types = dict.fromkeys(x.type for x in chosen) if remaps else {}
+    types = dict.fromkeys(x.type for x in chosen) if config.remap is not None else {}
     rotary = {t: rotation_of(model, target, [x for x in chosen if x.type == t]) for t in types}
     section, plans = bound.to_dict(), {}
     for layer in (x for x in layers_of(model) if x.module.config is target):

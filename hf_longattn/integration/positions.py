@@ -164,8 +164,7 @@ def _traced(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: in
 def refuse_unknown_start(config: LongAttnConfig, rows: Rows, position_ids: Tensor | None) -> None:
     """Raise where a 4-D mask over a KV cache leaves open whether its first keys are padding or before a window."""
     sinks = config.logit_map is not None and config.logit_map.sink_tokens > 0
-    remaps = config.positions is not None or (config.visibility is not None and config.visibility.remaps)
-    if not (sinks or remaps) or torch.compiler.is_compiling():
+    if not (sinks or config.remap is not None) or torch.compiler.is_compiling():
         return
     slot, start = rows.columns.query, rows.columns.start
     from_cache = (

@@ -213,7 +213,7 @@ def _gives(rotation: Rotation, vectors: Tensor) -> bool:
         return False
     zeros = torch.zeros(1, n, dtype=torch.int64, device=vectors.device)
     cos, sin = rotation.angles(zeros, lambda p: torch.arange(n, device=p.device).expand_as(p))
-    turned = rotation.turn(vectors[:, :, :1].expand(-1, -1, n, -1), cos, sin)
+    turned = rotation.rotate(vectors[:, :, :1].expand(-1, -1, n, -1), cos, sin)
     tolerance = 1e-3 if vectors.dtype in (torch.float32, torch.float64) else 0.05
     return bool((turned - vectors).abs().max() <= tolerance * vectors.abs().max())
 

@@ -45,7 +45,7 @@ def extend(model: Model, to: int | str, method: str | LongAttnConfig | None = No
     config = (
         method.replace(**parameters) if isinstance(method, LongAttnConfig) else LongAttnConfig.preset(method, **parameters)
     )
-    if config.positions is None and config.visibility is None:
+    if not config.key_bands:
         raise ValueError(
             f"{config.name} extends nothing: beyond the trained length a model meets distances that it does not know, "
             'and only position remaps ("rerope", the default, "leaky_rerope", "self_extend", "dual_chunk") and windows change '
@@ -58,7 +58,7 @@ def extend(model: Model, to: int | str, method: str | LongAttnConfig | None = No
         raise ValueError(
             f"the model was trained at {facts.train_length} tokens and reads {length} as it is: nothing to extend"
         )
-    reach = None if bound.positions is None else bound.positions.reach(facts.train_length)
+    reach = None if bound.remap is None else bound.remap.reach(facts.train_length)
     if reach is not None and length > reach:
         raise ValueError(
             f"{bound.name} with these parameters reaches {reach} tokens, not {length}: beyond that it shows distances that "

@@ -32,47 +32,50 @@ class Band:
     key: Remap | None = None
 
 
-class Positions(Method, ABC):
-    """The distance that the rotary encoding shows for a pair, in place of the true one."""
+class KeyBands(Method, ABC):
+    """Which earlier keys a query sees, and at which distances the rotary encoding shows them: both by intervals of keys.
 
-    slot: ClassVar[str] = "positions"
+    Two slots are made of this: `positions` changes distances, `visibility` hides keys and may change distances too.
+    """
+
+    @abstractmethod
+    def bands(self, i: Tensor) -> list[Band]:
+        """The visible keys of query positions i as disjoint intervals, nearest first."""
+
+    def distance(self, i: Tensor, j: Tensor) -> Tensor:
+        """The distance shown between query position i and key position j <= i (int64, broadcast together), float64.
+
+        One dimension more, last, where key heads differ (see `Remap`).
+        """
+        return (i - j).double()
+
+    @property
+    def remaps(self) -> bool:
+        """Whether distances change."""
+        return type(self).distance is not KeyBands.distance
 
     def reach(self, train_length: int) -> int | None:
         """The longest text in which no distance is shown as train_length or more; None where there is no such limit."""
         return None
 
+
+class Positions(KeyBands):
+    """The distance that the rotary encoding shows for a pair, in place of the true one; every key is in one of the bands."""
+
+    slot: ClassVar[str] = "positions"
+
     @abstractmethod
-    def distance(self, i: Tensor, j: Tensor) -> Tensor:
-        """The distance seen between query position i and key position j <= i (int64, broadcast together), float64.
-
-        One dimension more, last, where key heads differ (see `Remap`).
-        """
-
-    @abstractmethod
-    def bands(self, i: Tensor) -> list[Band]:
-        """The same as intervals of keys for query positions i, nearest first; together they cover every key once."""
+    def distance(self, i: Tensor, j: Tensor) -> Tensor: ...
 
 
-class Visibility(Method, ABC):
+class Visibility(KeyBands):
     """Which of the earlier keys a query sees."""
 
     slot: ClassVar[str] = "visibility"
 
-    def distance(self, i: Tensor, j: Tensor) -> Tensor:
-        """As `Positions.distance`, for methods that change it too."""
-        return (i - j).double()
-
-    @property
-    def remaps(self) -> bool:
-        return False
-
     @abstractmethod
     def visible(self, i: Tensor, j: Tensor) -> Tensor:
         """bool, whether the query at position i sees the key at j <= i."""
-
-    @abstractmethod
-    def bands(self, i: Tensor) -> list[Band]:
-        """The visible keys as disjoint intervals."""
 
 
 class Score(Method, ABC):

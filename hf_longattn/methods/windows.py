@@ -73,10 +73,6 @@ class Streaming(Visibility):
             )
         return bound
 
-    @property
-    def remaps(self) -> bool:
-        return True
-
     def cap(self, i: Tensor) -> Tensor:
         """The position of the query as its sinks see it."""
         return i.clamp(max=self.sinks + known(self.window) - 1)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
+
+from ..geometry import Rows
 
 #: The logit of a masked pair: its probability is exactly 0, and no arithmetic on it gives NaN.
 MASK_VALUE = -1e30
@@ -34,3 +37,17 @@ class LogitSpec:
     def __post_init__(self) -> None:
         if (self.gain is None) != (self.bias is None):
             raise ValueError("gain and bias come together")
+
+
+class KernelCall(NamedTuple):
+    """One call of the tiled kernel, see `tiled.tiled_attention`; the seed is dropout's."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    rows: Rows
+    spec: LogitSpec
+    dropout: float
+    seed: Tensor | None
+    with_lse: bool
+    with_entropy: bool

@@ -1,0 +1,471 @@
+"""What the tiled kernel computes at a time, forward and backward, in plain PyTorch: never a q_len x kv_len tensor.
+
+Rows are worked off in blocks, and a block in tiles: itself, or in long texts ranges of its keys, joined by their logsumexps.
+The backward pass computes each tile anew. Inside a block the query rows run backwards: then t = const - (row + column), and a
+strided view of a 1-D table serves a whole tile. Rows with explicit positions look every distance up instead.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from ..geometry import Columns
+from . import precision
+from .spec import MASK_VALUE, KernelCall
+
+#: Logits held at a time (elements, 4 bytes each): about what the caches of a small machine take.
+BLOCK_ELEMENTS = 1 << 21
+#: Columns of a tile where rows see more than WHOLE_COLUMNS: whole rows would leave a block too few of them.
+TILE_COLUMNS, WHOLE_COLUMNS = 1 << 11, 1 << 13
+#: Columns whose products in half precision are summed at a time.
+HALF_COLUMNS = 1 << 11
+
+
+class Blocks:
+    """A call in computing dtype and block order: what all its tiles share."""
+
+    def __init__(self, call: KernelCall, half: bool = False) -> None:
+        self.call, self.spec, rows = call, call.spec, call.rows
+        query, key, value, gain, bias = call.query, call.key, call.value, call.spec.gain, call.spec.bias
+        scales = (call.spec.row_scale, call.spec.bias_scale)
+        self.batch, heads, self.q_len, self.head_dim = query.shape
+        self.kv_heads, self.kv_len = key.shape[1:3]
+        self.group = heads // self.kv_heads
+        self.dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        self.query = self.grouped(query.to(self.dtype))
+        self.key = key.to(self.dtype).contiguous()
+        self.value = None if value is None else value.to(value.dtype if half else self.dtype).contiguous()
+        self.row_scale, self.bias_scale = (None if x is None else self.grouped(x.to(self.dtype)[..., None]) for x in scales)
+        index = rows.index.expand(self.batch, -1, -1)
+        self.columns, self.bounds = Columns(*index.unbind(-1)), index.to("cpu")
+        self.allowed = None if rows.allowed is None else rows.allowed.expand(self.batch, -1, self.q_len, self.kv_len)
+        bounds = Columns(*self.bounds.unbind(-1))
+        self.key_start = int(bounds.key_start[0, 0])
+        self.gain = self.bias = self.ids = None
+        self.hides_future = False
+        if gain is not None and bias is not None and rows.query_ids is not None and rows.key_ids is not None:
+            self.gain, self.bias = gain.to(self.dtype), bias.to(self.dtype)
+            self.ids = rows.query_ids.expand(self.batch, -1), rows.key_ids.expand(self.batch, -1)
+            top, bottom = (torch.maximum(*(x.amax(1) for x in self.ids)), torch.minimum(*(x.amin(1) for x in self.ids)))
+            if (farthest := int((top - bottom).max())) >= gain.shape[-1]:
+                raise ValueError(f"distance {farthest} lies beyond the tables' length {gain.shape[-1]}")
+        elif gain is not None and bias is not None:
+            position = bounds.query
+            self.farthest = max(int(position.max()) - self.key_start, 0)
+            last = int(position.min()) - self.key_start - self.kv_len
+            if (farthest := max(self.farthest, -last - 1)) >= gain.shape[-1]:
+                raise ValueError(f"distance {farthest} lies beyond the tables' length {gain.shape[-1]}")
+            past, future = slice(max(last + 1, 0), self.farthest + 1), slice(1, max(-last, 1))
+            self.gain, self.bias = (torch.cat([x[:, past].flip(1), x[:, future]], 1).to(self.dtype) for x in (gain, bias))
+            # a factor below 1 would weaken MASK_VALUE
+            hides = self.spec.bias_scale is None or bool((self.spec.bias_scale >= 1).all())
+            if hides and not self.spec.sinks and bool((bounds.high == position).all()):
+                self.bias[:, self.farthest + 1 :] = MASK_VALUE  # causality for free
+                self.hides_future = True
+        self.heads_at_once, self.rows_at_once, self.columns_at_once = self.sizes()
+        self.buffers: dict[str, Tensor] = {}
+
+    def sizes(self) -> tuple[int, int, int]:
+        """Heads, rows and columns of a tile."""
+        if self.kv_heads * self.group * self.q_len * self.kv_len <= BLOCK_ELEMENTS:
+            return self.kv_heads, self.q_len, self.kv_len
+        bounds = Columns(*self.bounds.unbind(-1))
+        width = max(min(int((bounds.high - bounds.low).max()) + 1, self.kv_len), 1)
+        columns = TILE_COLUMNS if width > WHOLE_COLUMNS else self.kv_len
+        width = min(width, columns)
+        heads = min(self.kv_heads, 2 if self.group == 1 else 1)
+        rows = BLOCK_ELEMENTS // (heads * self.group * width)
+        return heads, min(max(rows, 16), 256, self.q_len), columns
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """(batch, heads, q_len, d) as (batch, kv_heads, group, q_len, d)."""
+        return x.unflatten(1, (self.kv_heads, self.group))
+
+    def buffer(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        numel = 1
+        for n in shape:
+            numel *= n
+        if name not in self.buffers or self.buffers[name].numel() < numel:
+            self.buffers[name] = self.query.new_empty(numel, dtype=dtype)
+        return self.buffers[name][:numel].view(shape)
+
+    def __iter__(self) -> Iterator[Tile]:
+        number = 0
+        for b in range(self.batch):
+            bounds = [_Bounds.of(rows) for rows in self.bounds[b].split(self.rows_at_once)]
+            for h0 in range(0, self.kv_heads, self.heads_at_once):
+                h = slice(h0, min(h0 + self.heads_at_once, self.kv_heads))
+                for r0, own in zip(range(0, self.q_len, self.rows_at_once), bounds, strict=True):
+                    r1 = min(r0 + self.rows_at_once, self.q_len)
+                    c0 = max(own.least.low - self.key_start, 0)
+                    c1 = min(own.most.high - self.key_start + 1, self.kv_len)
+                    number += 1 + self.kv_len // self.columns_at_once  # one for each of its tiles
+                    if c0 < c1:
+                        yield Tile(self, number, b, h, r0, r1, c0, c1, own)
+
+    def products(self, tile: Tile, out: Tensor) -> None:
+        """S of a tile, (heads, group * rows, columns)."""
+        torch.bmm(tile.query, tile.key.transpose(1, 2), out=out)
+
+    def attend(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Output, logsumexp and entropy, as `tiled.tiled_attention` defines them; the logsumexp also of rows in tiles."""
+        query, value, with_lse, with_entropy = self.call.query, self.value, self.call.with_lse, self.call.with_entropy
+        shape = query.shape[:-1]
+        out = query.new_zeros((0,) if value is None else (*shape, value.shape[-1]))
+        lse = self.query.new_full(shape, float("-inf"))
+        entropy = self.query.new_zeros(shape if with_entropy else (0,))
+        for block in self:
+            tiles = block.tiles()
+            need_lse = with_lse or with_entropy or len(tiles) > 1
+            sums = functools.reduce(_Sums.join, (tile.attend(need_lse, with_entropy) for tile in tiles))
+            if block.fully_masked and sums.lse is not None:
+                nothing = sums.lse <= MASK_VALUE / 2
+                sums.lse.masked_fill_(nothing, float("-inf"))
+                if sums.entropy is not None:
+                    sums.entropy.masked_fill_(nothing, 0.0)
+            if sums.out is not None:
+                block.put(self.grouped(out), sums.out)
+            if sums.lse is not None:
+                block.put(self.grouped(lse[..., None]), sums.lse)
+            if sums.entropy is not None:
+                block.put(self.grouped(entropy[..., None]), sums.entropy)
+        return out, lse, entropy
+
+    def gradients(
+        self,
+        d_out: Tensor,
+        d_lse: Tensor | None,
+        d_entropy: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        entropy: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Those of query, key, value, row scale and bias scale, empty where the call has none."""
+        query, key, value, shape = self.call.query, self.call.key, self.call.value, self.call.query.shape[:3]
+        delta = self.query.new_zeros(shape)
+        if value is not None:
+            delta += (d_out.to(self.dtype) * out.to(self.dtype)).sum(-1)
+        if d_lse is not None:
+            delta -= d_lse.to(self.dtype)
+        lse = lse.masked_fill(lse == float("-inf"), 0.0)  # of a fully masked row: exp(MASK_VALUE) is 0
+        by_row = [delta[..., None], lse[..., None], None if value is None else d_out]
+        by_row += [None, None] if d_entropy is None else [entropy[..., None], d_entropy[..., None]]
+        given = [None if x is None else self.grouped(x.to(self.dtype)) for x in by_row]
+        d_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        d_key = torch.zeros_like(self.key)
+        d_value = self.key.new_zeros(0) if self.value is None else torch.zeros_like(self.value)
+        d_row_scale, d_bias_scale = (
+            self.query.new_zeros(0 if x is None else shape) for x in (self.row_scale, self.bias_scale)
+        )
+        for block in self:
+            own = _Given(*(None if x is None else block.rows(x) for x in given))  # type: ignore[arg-type]
+            tiles = block.tiles()
+            row_sums = (self.query.new_zeros(*block.shape[:3], d) for d in (self.head_dim, 1, 1))
+            into = _Gradients(d_key, d_value, *row_sums)
+            for tile in tiles:
+                tile.gradient(own, len(tiles) == 1, into)
+            block.put(self.grouped(d_query), into.query.mul_(self.spec.scaling))
+            if self.row_scale is not None:
+                block.put(self.grouped(d_row_scale[..., None]), into.row_scale)
+            if self.bias_scale is not None:
+                block.put(self.grouped(d_bias_scale[..., None]), into.bias_scale)
+        return d_query, d_key.to(key.dtype), d_value if value is None else d_value.to(value.dtype), d_row_scale, d_bias_scale
+
+
+class _Bounds(NamedTuple):
+    """Of the rows of a block: least and most of each column of `Rows.index`, the last row's cache index."""
+
+    least: Columns
+    most: Columns
+    last: int
+    fully_masked: bool  # one of them at least
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Self:
+        least, most = rows.aminmax(dim=0)
+        own = Columns(*rows.unbind(-1))
+        return cls(Columns(*least.tolist()), Columns(*most.tolist()), int(own.query[-1]), bool((own.low > own.high).any()))
+
+
+class Tile:
+    """Some heads of one batch row, query rows r0:r1 (in reverse order), key columns c0:c1: a block, or a part of one."""
+
+    def __init__(
+        self, blocks: Blocks, number: int, b: int, h: slice, r0: int, r1: int, c0: int, c1: int, bounds: _Bounds
+    ) -> None:
+        self.blocks, self.number, self.b, self.h = blocks, number, b, h
+        self.r, self.c = slice(r0, r1), slice(c0, c1)
+        self.shape = (h.stop - h.start, blocks.group, r1 - r0, c1 - c0)
+        self.flat = (self.shape[0], self.shape[1] * self.shape[2])
+        self.key = blocks.key[b, h, c0:c1]
+        self.value = None if blocks.value is None else blocks.value[b, h, c0:c1]
+        self.query = self.rows(blocks.query).mul_(blocks.spec.scaling).view(*self.flat, -1)
+        self.bounds = bounds
+
+    def rows(self, x: Tensor) -> Tensor:
+        """This block's rows of a grouped tensor: (heads, group, rows, d), a reversed copy."""
+        return x[self.b, self.h, :, self.r].flip(2).contiguous()
+
+    def put(self, into: Tensor, x: Tensor) -> None:
+        """Store the block's rows, (heads, group, rows, d) or with group and rows flattened, in a grouped tensor."""
+        into[self.b, self.h, :, self.r] = x.view(*self.shape[:3], -1).flip(2)
+
+    def table(self, table: Tensor) -> Tensor:
+        """A table by distance as the block sees it, broadcastable to (heads, group, rows, columns)."""
+        if self.blocks.ids is not None:
+            own, keys = self.blocks.ids
+            t = (own[self.b, self.r].flip(0)[:, None] - keys[self.b, self.c]).abs()
+            own = table if table.shape[0] == 1 else table.unflatten(0, (-1, self.shape[1]))[self.h].flatten(0, 1)
+            return own[:, t].unflatten(0, (-1, 1 if table.shape[0] == 1 else self.shape[1]))
+        first = self.bounds.last - self.blocks.key_start - self.c.start
+        offset = table.storage_offset() + self.blocks.farthest - first
+        shape, strides = self.shape[2:], (1, 1)
+        if table.shape[0] == 1:
+            return table.as_strided((1, 1, *shape), (0, 0, *strides), offset)
+        width, group = table.stride(0), self.shape[1]
+        return table.as_strided(
+            (self.shape[0], group, *shape), (group * width, width, *strides), offset + self.h.start * group * width
+        )
+
+    def sink_columns(self) -> tuple[slice, Tensor] | None:
+        """The columns in which some row has a sink, and which (row, column) pairs those are."""
+        if not (sinks := self.blocks.spec.sinks):
+            return None
+        if self.blocks.ids is not None:  # they need not grow: any column may hold one
+            sink = self.blocks.ids[1][self.b, self.c] < sinks
+            return (slice(None), sink.expand(self.shape[2], -1)) if bool(sink.any()) else None
+        first = self.blocks.key_start + self.c.start
+        c0, c1 = (
+            max(self.bounds.least.start - first, 0),
+            min(self.bounds.most.start - first + sinks, self.shape[3]),
+        )
+        if c0 >= c1:
+            return None
+        start = self.blocks.columns.start[self.b, self.r].flip(0)
+        offset = torch.arange(first + c0, first + c1, device=self.query.device) - start[:, None]
+        return slice(c0, c1), (offset >= 0) & (offset < sinks)
+
+    @property
+    def fully_masked(self) -> bool:
+        """Whether a row of it may see no key at all."""
+        return self.blocks.allowed is not None or self.bounds.fully_masked
+
+    def tiles(self) -> list[Tile]:
+        """The ranges of columns that are held at a time: the block itself, or parts of it."""
+        step, r, c = self.blocks.columns_at_once, self.r, self.c
+        if self.shape[3] <= step:
+            return [self]
+        starts = range(c.start, c.stop, step)
+        part = functools.partial(Tile, self.blocks, b=self.b, h=self.h, r0=r.start, r1=r.stop, bounds=self.bounds)
+        return [part(number=self.number + i, c0=c0, c1=min(c0 + step, c.stop)) for i, c0 in enumerate(starts)]
+
+    def scores(self) -> Tensor:
+        """C(S), (heads, group, rows, columns)."""
+        s, softcap = self.blocks.buffer("logits", *self.flat, self.shape[3]), self.blocks.spec.softcap
+        self.blocks.products(self, s)
+        if softcap:
+            s.div_(softcap).tanh_().mul_(softcap)
+        return s.view(self.shape)
+
+    def logits(self, s: Tensor) -> Tensor:
+        """L from C(S), in place; MASK_VALUE where the row may not see the key."""
+        blocks, sink = self.blocks, self.sink_columns()
+        if blocks.row_scale is not None:
+            s.mul_(self.rows(blocks.row_scale))
+        kept = s[..., sink[0]].clone() if sink else None
+        if blocks.gain is not None and blocks.bias is not None:
+            gain, bias = self.table(blocks.gain), self.table(blocks.bias)
+            if blocks.bias_scale is None:
+                torch.addcmul(bias, s, gain, out=s)
+            else:
+                s.mul_(gain).addcmul_(self.rows(blocks.bias_scale), bias)
+        if sink and kept is not None:
+            torch.where(sink[1], kept, s[..., sink[0]], out=s[..., sink[0]])
+        self.hide(s)
+        return s
+
+    def hide(self, s: Tensor) -> None:
+        """Fill the pairs that are outside the rows' intervals, or not allowed."""
+        blocks, bounds = self.blocks, self.bounds
+        first = blocks.key_start + self.c.start
+        if (width := bounds.most.low - first) > 0:
+            indices = torch.arange(first, first + min(width, self.shape[3]), device=s.device)
+            s[..., :width].masked_fill_(indices < blocks.columns.low[self.b, self.r, None].flip(0), MASK_VALUE)
+        if not blocks.hides_future and (begin := max(bounds.least.high + 1 - first, 0)) < self.shape[3]:
+            indices = torch.arange(first + begin, first + self.shape[3], device=s.device)
+            s[..., begin:].masked_fill_(indices > blocks.columns.high[self.b, self.r, None].flip(0), MASK_VALUE)
+        if (allowed := self.allowed()) is not None:
+            s.masked_fill_(~allowed, MASK_VALUE)
+
+    def allowed(self) -> Tensor | None:
+        if self.blocks.allowed is None:
+            return None
+        mask = self.blocks.allowed[self.b, :, self.r, self.c].flip(1)
+        return mask[:, None] if mask.shape[0] == 1 else mask.unflatten(0, (-1, self.shape[1]))[self.h]
+
+    def softmax(self, logits: Tensor) -> Tensor:
+        """Probabilities in place; 0 in fully masked rows."""
+        nothing = logits.amax(-1, keepdim=True) <= MASK_VALUE / 2 if self.fully_masked else None
+        torch.softmax(logits, -1, out=logits)
+        return logits if nothing is None else logits.masked_fill_(nothing, 0.0)
+
+    def attend(self, with_lse: bool, with_entropy: bool) -> _Sums:
+        """What the rows take from this block's columns alone; the entropy comes with the logsumexp."""
+        out = lse = entropy = None
+        p = logits = self.logits(self.scores())
+        if with_lse:
+            top = logits.amax(-1, keepdim=True)
+            if with_entropy:
+                # with the largest logit at 0, H = ln Z - sum p L adds two terms >= 0: nothing cancels
+                p = torch.softmax(logits.sub_(top), -1, out=self.blocks.buffer("p", *self.shape))
+                entropy = -torch.einsum("hgrc,hgrc->hgr", p, logits)[..., None]
+            else:
+                torch.softmax(logits, -1, out=p)
+            largest = p.amax(-1, keepdim=True).log_()  # the largest probability is exp(top - lse)
+            lse = top - largest
+            entropy = None if entropy is None else entropy.sub_(largest)
+            if self.fully_masked:
+                p.masked_fill_(top <= MASK_VALUE / 2, 0.0)
+        elif self.value is not None:
+            self.softmax(logits)
+        if self.blocks.call.dropout:
+            p.mul_(self.keep())
+        if self.value is not None:
+            out = self.average(p).view(*self.shape[:3], -1)
+        return _Sums(out, lse, entropy)
+
+    def average(self, p: Tensor) -> Tensor:
+        """sum_j P v; probabilities are rounded to a half-precision value's dtype first."""
+        assert self.value is not None
+        p = p.view(*self.flat, -1)
+        if p.dtype == self.value.dtype:
+            return torch.bmm(p, self.value)
+        out = p.new_zeros(*self.flat, self.value.shape[-1])
+        for c in range(0, self.shape[3], HALF_COLUMNS):  # few shapes: oneDNN keeps memory for each one it has met
+            part, value = p[..., c : c + HALF_COLUMNS], self.value[:, c : c + HALF_COLUMNS]
+            rounded = self.blocks.buffer("rounded", *part.shape, dtype=value.dtype).copy_(part)
+            out += torch.bmm(rounded, value)
+        return out
+
+    def keep(self) -> Tensor:
+        """Dropout's factors for this block, the same whenever they are asked for."""
+        assert self.blocks.call.seed is not None
+        generator = torch.Generator(self.query.device).manual_seed(int(self.blocks.call.seed) + self.number)
+        kept = torch.rand(self.shape, generator=generator, device=self.query.device) >= self.blocks.call.dropout
+        return kept.to(self.blocks.dtype) / (1 - self.blocks.call.dropout)
+
+    def gradient(self, given: _Given, whole: bool, into: _Gradients) -> None:
+        """Add what these columns contribute to the gradients of the block's rows, and of keys and values.
+
+        Args:
+            whole: the tile holds all visible keys of its rows.
+        """
+        spec, s = self.blocks.spec, self.scores()
+        capped = None
+        if spec.softcap or spec.row_scale is not None:
+            capped = self.blocks.buffer("scores", *self.shape).copy_(s)
+        d = self._logit_gradient(self.logits(s), given, whole, into)
+        d = self._score_gradient(d, capped, into).view(*self.flat, -1)
+        into.query.view(*self.flat, -1).baddbmm_(d, self.key)
+        into.key[self.b, self.h, self.c].baddbmm_(d.transpose(1, 2), self.query)
+
+    def _logit_gradient(self, logits: Tensor, given: _Given, whole: bool, into: _Gradients) -> Tensor:
+        """dL, in a buffer; the values' gradient on the way."""
+        if whole and given.d_entropy is None:
+            p = self.softmax(logits)
+        else:
+            log_p = logits.sub_(given.lse)
+            p = torch.exp(log_p, out=log_p if given.d_entropy is None else self.blocks.buffer("p", *self.shape))
+        d = self.blocks.buffer("d", *self.flat, self.shape[3])
+        if self.value is None or given.d_out is None:
+            d = d.zero_().view(self.shape)
+        else:
+            d_out = given.d_out.view(*self.flat, -1)
+            torch.bmm(d_out, self.value.transpose(1, 2), out=d)
+            d, dropped = d.view(self.shape), p
+            if self.blocks.call.dropout:
+                kept = self.keep()
+                d.mul_(kept)
+                dropped = p * kept
+            into.value[self.b, self.h, self.c].baddbmm_(dropped.view(*self.flat, -1).transpose(1, 2), d_out)
+        d.sub_(given.delta)
+        if given.entropy is not None and given.d_entropy is not None:
+            d.sub_(log_p.add_(given.entropy).mul_(given.d_entropy))  # dH/dL_j = -P_j (ln P_j + H)
+        return d.mul_(p)
+
+    def _score_gradient(self, d: Tensor, capped: Tensor | None, into: _Gradients) -> Tensor:
+        """d(scaling q . k) from dL, in place; the row factors' gradients on the way. `capped` is C(S)."""
+        blocks, sink = self.blocks, self.sink_columns()
+        if blocks.gain is not None and blocks.bias is not None:
+            kept = d[..., sink[0]].clone() if sink else None
+            if blocks.bias_scale is not None:
+                product = d * self.table(blocks.bias)
+                if sink:
+                    product[..., sink[0]].masked_fill_(sink[1], 0.0)
+                into.bias_scale.add_(product.sum(-1, keepdim=True))
+            d.mul_(self.table(blocks.gain))
+            if sink and kept is not None:
+                torch.where(sink[1], kept, d[..., sink[0]], out=d[..., sink[0]])
+        if blocks.row_scale is not None and capped is not None:
+            into.row_scale.add_((d * capped).sum(-1, keepdim=True))
+            d.mul_(self.rows(blocks.row_scale))
+        if blocks.spec.softcap and capped is not None:
+            d.mul_(capped.div_(blocks.spec.softcap).square_().neg_().add_(1.0))
+        return d
+
+
+class _Given(NamedTuple):
+    """What gradients start from, by row, (heads, group, rows, value_dim or 1); None: not asked for."""
+
+    delta: Tensor  # sum_j P dP, the same for dropped-out P, less what the logsumexp passes on
+    lse: Tensor
+    d_out: Tensor | None
+    entropy: Tensor | None
+    d_entropy: Tensor | None
+
+
+class _Gradients(NamedTuple):
+    """Sums over tiles: of the call's keys and values, of a block's rows (heads, group, rows, head_dim or 1)."""
+
+    key: Tensor
+    value: Tensor
+    query: Tensor
+    row_scale: Tensor
+    bias_scale: Tensor
+
+
+class _Sums(NamedTuple):
+    """Output, logsumexp and entropy of rows, (heads, group, rows, value_dim or 1); None: not asked for."""
+
+    out: Tensor | None
+    lse: Tensor | None
+    entropy: Tensor | None
+
+    def join(self, other: _Sums) -> _Sums:
+        """Of both ranges of keys together: exp(lse) adds up, and H = sum_i w_i (H_i - ln w_i) with w_i = exp(lse_i - lse)."""
+        assert self.lse is not None
+        assert other.lse is not None
+        lse = torch.logaddexp(self.lse, other.lse)
+        far, near = lse - self.lse, lse - other.lse
+        out = entropy = None
+        if self.entropy is not None and other.entropy is not None:
+            entropy = (self.entropy + far) * (-far).exp_() + (other.entropy + near) * (-near).exp_()
+        if self.out is not None and other.out is not None:
+            out = other.out.mul_(near.neg_().exp_()).addcmul_(self.out, far.neg_().exp_())
+        return _Sums(out, lse, entropy)
+
+
+def halves_are_fast(value: Tensor | None) -> bool:
+    """Whether products of half-precision factors, summed in float32, beat those in float32."""
+    if value is None or value.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return value.device.type != "cpu" or (value.dtype == torch.bfloat16 and precision.cpu_multiplies_bfloat16())
+
+
+def dropout_seed(dropout: float) -> Tensor | None:
+    return torch.randint(1 << 62, ()) if dropout else None
