@@ -45,8 +45,8 @@ def main() -> None:
         torch.save(now, args.file)
         return
     before = torch.load(args.file)
-    if before.keys() != now.keys():
-        raise SystemExit(f"not the same results: {sorted(before.keys() ^ now.keys())[:5]}")
+    if lost := before.keys() - now.keys():
+        raise SystemExit(f"results that are gone: {sorted(lost)[:5]}")
     scale = {name: max(float(x.abs().max()), 1.0) for name, x in before.items()}
     worst = sorted(((float((now[n] - x).abs().max()) / scale[n], n) for n, x in before.items()), reverse=True)
     same = sum(torch.equal(now[n], x) for n, x in before.items())
