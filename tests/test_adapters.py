@@ -275,6 +275,23 @@ def test_rotary_settings_that_fit_neither(bases: dict[str, Path], tmp_path: Path
         peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases["llama"], config=other), tmp_path)
 
 
+def test_an_adapter_that_is_refused_leaves_the_rotary_encoding(
+    bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its settings fit, its method does not: neither stays."""
+    edited = hf_longattn.rope.prope(AutoConfig.from_pretrained(bases["llama"]), 0.5)
+    base = AutoModelForCausalLM.from_pretrained(bases["llama"], config=edited)
+    peft.get_peft_model(hf_longattn.apply(base, METHODS["rerope"]), lora()).save_pretrained(tmp_path)
+    m = AutoModelForCausalLM.from_pretrained(bases["llama"])
+    rotary, settings = m.model.rotary_emb, m.config.rope_parameters
+    inner = type(rotary).forward
+    monkeypatch.setattr(type(rotary), "forward", lambda *x, **y: tuple(z.flip(-1) for z in inner(*x, **y)))
+    with pytest.raises(ValueError, match="does not give what"):
+        peft.PeftModel.from_pretrained(m, tmp_path)
+    assert m.model.rotary_emb is rotary
+    assert m.config.rope_parameters is settings
+
+
 def test_without_a_checkpoint_the_settings_are_recorded_as_they_are(tmp_path: Path) -> None:
     m = peft.get_peft_model(hf_longattn.apply(stock("llama"), PLAIN), lora())
     recorded = m.peft_config["default"]

@@ -94,10 +94,7 @@ class LongAttnLoraModel(LoraModel):
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"LongAttnLoraConfig adapts transformers models, not {type(model).__name__}: use peft.LoraConfig")
         with transaction(model):
-            if config.longattn is None:
-                record(config, model)
-            else:
-                restore(config, model)
+            (record if config.longattn is None else restore)(config, model)
         if any(learned_parts(m) for m in model.modules()):
             config.modules_to_save = sorted({*(config.modules_to_save or ()), "longattn"})
         super().inject_adapter(model, adapter_name, *args, **kwargs)
@@ -196,7 +193,8 @@ def note(config: Any, model: nn.Module) -> None:
         return
     now = running(base)
     if config.__dict__.pop("longattn_loaded", False):
-        restore(config, base)
+        with transaction(base):
+            restore(config, base)
         if now is None:
             warnings.warn(
                 f"the adapter was trained under {config_of(base).name}, as its {CONFIG_NAME} says, so the model runs that "
