@@ -44,7 +44,7 @@ def attention(
         key, value: (batch, kv_heads, kv_len, head_dim); kv_heads divides heads.
         config: parameters per layer already reduced (`config.for_layer(i)`).
         scaling: factor on q . k, default head_dim ** -0.5.
-        attention_mask: bool, broadcastable to (batch, heads, q_len, kv_len), True = may be seen, on top of causality.
+        attention_mask: bool, broadcastable to (batch, heads, q_len, kv_len), True = visible, on top of causality.
         query_start: position of the first query, default key_start + kv_len - q_len.
         key_start: position of the first key.
         rotation: how query and key are rotated; needed where the config remaps rotary distances.
@@ -53,7 +53,7 @@ def attention(
             else the tiled kernel; any other name insists.
 
     Returns:
-        (batch, heads, q_len, head_dim) in the dtype of query; rows that see nothing are 0, before any output norm.
+        (batch, heads, q_len, head_dim) in the dtype of query; fully masked rows are 0, before any output norm.
 
     Raises:
         ValueError: shapes or mask do not fit, or the backend named cannot compute this exactly.
@@ -179,8 +179,8 @@ def _entropy(call: LoweredAttention, backend: str) -> Tensor:
     shares = _log_shares([lse for _, lse, _ in results])
     own = torch.stack([entropy for _, _, entropy in results])
     entropy = (shares.exp() * (own - shares)).sum(0)
-    seen = torch.stack([lse for _, lse, _ in results]).amax(0) > MASK_VALUE
-    return torch.where(seen, entropy, 0.0)
+    visible = torch.stack([lse for _, lse, _ in results]).amax(0) > MASK_VALUE
+    return torch.where(visible, entropy, 0.0)
 
 
 def choose_backend(

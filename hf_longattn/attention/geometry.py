@@ -1,8 +1,8 @@
 """Which keys each query may see, and how far away they are: the only thing a kernel knows about positions.
 
-A *slot* is the index of a token in its row of the batch, padding included; the key in column j sits in slot
-`key_start + j`. The distance of two tokens is the difference of their position_ids. Where these count as slots do (the usual
-case, under padding, packing and any cache) slots serve; elsewhere rows carry explicit positions of queries and keys.
+A *cache index* counts the tokens in a row of the batch, padding included; the key in column j has the index `key_start + j`.
+The distance of two tokens is the difference of their position_ids. Where these count as cache indices do (the usual case,
+under padding, packing and any cache) indices serve; elsewhere rows carry explicit positions of queries and keys.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .tracing import readable
 class Columns(NamedTuple):
     """The columns of `Rows.index`, as tensors (batch or 1, q_len), or numbers drawn from them."""
 
-    query: Any  # the row's own slot
-    key_start: Any  # the slot of key 0
+    query: Any  # the row's own cache index
+    key_start: Any  # the cache index of key 0
     start: Any  # where the row's sequence starts
-    low: Any  # the first visible slot
+    low: Any  # the first visible cache index
     high: Any  # and the last
 
     def stacked(self) -> Tensor:
@@ -38,14 +38,14 @@ FAR = 1 << 32
 
 @dataclass(frozen=True)
 class Rows:
-    """For every query row, the interval of key slots that it sees.
+    """For every query row, the interval of cache indices that it sees.
 
     Args:
         index: int64 (batch or 1, q_len, 5), see `Columns`: key_start is the same in every row; high < low: fully masked.
-        allowed: None, or a bool tensor broadcastable to (batch, heads, q_len, kv_len), True = may be seen, on
-            top of the interval.
-        query_ids, key_ids: where positions do not count as slots do, those of queries, int64 (batch or 1, q_len), and of
-            keys, (batch or 1, kv_len), from the start of each one's sequence. Without `allowed` they grow along it.
+        allowed: None, or a bool tensor broadcastable to (batch, heads, q_len, kv_len), True = visible, on top
+            of the interval.
+        query_ids, key_ids: where positions do not count as cache indices do, those of queries, int64 (batch or 1, q_len), and
+            of keys, (batch or 1, kv_len), from the start of each one's sequence. Without `allowed` they grow along it.
     """
 
     index: Tensor
@@ -69,7 +69,7 @@ class Rows:
 
     @classmethod
     def causal(cls, q_len: int, kv_len: int, query_start: int | None, key_start: int, device: torch.device) -> Rows:
-        """Every key up to the query's own slot; query_start defaults to key_start + kv_len - q_len."""
+        """Every key up to the query's own index; query_start defaults to key_start + kv_len - q_len."""
         if query_start is None:
             query_start = key_start + kv_len - q_len
         position = torch.arange(query_start, query_start + q_len, device=device)
@@ -95,7 +95,7 @@ class Rows:
 
     @property
     def plain(self) -> tuple[int, int] | None:
-        """The first and last slot of the keys if the rows are the lower triangle over them (or one row that sees all).
+        """The first and last cache index of the keys if the rows are the lower triangle over them (or one row that sees all).
 
         None for anything else, and where nothing may be read.
         """
@@ -120,10 +120,10 @@ class Rows:
         """Key positions counted likewise, int64 (batch or 1, kv_len)."""
         if self.key_ids is not None:
             return self.key_ids
-        return (self.slots(kv_len)[:, 0] - self.key_starts(kv_len)).clamp(min=0)
+        return (self.key_indices(kv_len)[:, 0] - self.key_starts(kv_len)).clamp(min=0)
 
     def key_starts(self, kv_len: int) -> Tensor:
-        """The slot where each key's sequence starts, (batch or 1, kv_len or 1).
+        """The index where each key's sequence starts, (batch or 1, kv_len or 1).
 
         Rows of one batch entry start together, except in packed text, where queries and keys are the same tokens.
         """
@@ -141,40 +141,40 @@ class Rows:
             return self.masked(functools.reduce(torch.logical_and, inside))
         columns = self.columns
         if first is not None:
-            columns = columns._replace(low=torch.maximum(columns.low, self._slot_of(first)))
+            columns = columns._replace(low=torch.maximum(columns.low, self._index_of(first)))
         if last is not None:
-            columns = columns._replace(high=torch.minimum(columns.high, self._slot_of(last + 1) - 1))
+            columns = columns._replace(high=torch.minimum(columns.high, self._index_of(last + 1) - 1))
         return Rows(columns.stacked(), self.allowed, self.query_ids, self.key_ids)
 
-    def _slot_of(self, position: Tensor) -> Tensor:
-        """The first slot in each row's sequence whose position is at least `position`, both (batch or 1, q_len)."""
+    def _index_of(self, position: Tensor) -> Tensor:
+        """The first cache index in each row's sequence whose position is at least `position`, both (batch or 1, q_len)."""
         start, high = self.columns.start, self.columns.high
         if self.key_ids is None:
             return start + position
         kv_len = self.key_ids.shape[1]
-        slot, first = self.slots(kv_len)[:, 0], self.key_starts(kv_len)
+        index, first = self.key_indices(kv_len)[:, 0], self.key_starts(kv_len)
         high = high if self.index.shape[1] == kv_len else high[:, -1:]
-        own = torch.where(slot < first, -1, torch.where(slot > high, FAR - 1, self.key_ids))
+        own = torch.where(index < first, -1, torch.where(index > high, FAR - 1, self.key_ids))
         own, sought = first * FAR + own, start * FAR + position
         batch = max(own.shape[0], sought.shape[0])
         own, sought = (x.expand(batch, -1).contiguous() for x in (own, sought))
         return self.columns.key_start + torch.searchsorted(own, sought)
 
-    def slots(self, kv_len: int) -> Tensor:
-        """The slots of the keys, (batch or 1, 1, kv_len)."""
+    def key_indices(self, kv_len: int) -> Tensor:
+        """The cache indices of the keys, (batch or 1, 1, kv_len)."""
         return self.columns.key_start[:, :1, None] + torch.arange(kv_len, device=self.index.device)
 
     def visible(self, kv_len: int) -> Tensor:
         """bool (batch or 1, heads or 1, q_len, kv_len), True = the row may see the key, of the first kv_len."""
-        slots = self.slots(kv_len)
-        inside = (slots >= self.columns.low[..., None]) & (slots <= self.columns.high[..., None])
+        index = self.key_indices(kv_len)
+        inside = (index >= self.columns.low[..., None]) & (index <= self.columns.high[..., None])
         return inside[:, None] if self.allowed is None else inside[:, None] & self.allowed[..., :kv_len]
 
     def distance(self, kv_len: int, which: Tensor | slice = slice(None)) -> Tensor:
         """|query position - key position| of the rows `which`; int64 (batch or 1, rows, kv_len)."""
         if self.query_ids is not None and self.key_ids is not None:
             return (self.query_ids[:, which, None] - self.key_ids[:, None, :kv_len]).abs()
-        return (self.columns.query[:, which, None] - self.slots(kv_len)).abs()
+        return (self.columns.query[:, which, None] - self.key_indices(kv_len)).abs()
 
     def tokens(self, kv_len: int) -> Tensor:
         """bool (batch or 1, q_len), False where the row is padding: that does not see itself."""
@@ -196,7 +196,7 @@ class Rows:
         """bool (batch or 1, q_len, kv_len), True for the keys at the first `count` positions of the row's sequence."""
         if self.key_ids is not None:
             return (self.key_ids[:, None, :kv_len] < count).expand(-1, self.index.shape[1], -1)
-        offset = self.slots(kv_len) - self.columns.start[..., None]
+        offset = self.key_indices(kv_len) - self.columns.start[..., None]
         return (offset >= 0) & (offset < count)
 
     def count(self, kv_len: int) -> Tensor:
@@ -226,7 +226,7 @@ def check_mask(attention_mask: Tensor | None, query: Tensor, key: Tensor) -> Ten
         return None
     target = (*query.shape[:3], key.shape[2])
     if attention_mask.dtype != torch.bool:
-        raise ValueError(f"attention_mask must be bool (True = may be seen), got {attention_mask.dtype}")
+        raise ValueError(f"attention_mask must be bool (True = visible), got {attention_mask.dtype}")
     try:
         if torch.broadcast_shapes(attention_mask.shape, target) != torch.Size(target):
             raise RuntimeError

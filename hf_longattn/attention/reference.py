@@ -37,7 +37,7 @@ def reference_attention(
         key, value: (batch, kv_heads, kv_len, head_dim); kv_heads divides heads.
         config: parameters per layer already reduced (`config.for_layer(i)`).
         scaling: factor on q . k, default head_dim ** -0.5.
-        attention_mask: bool, broadcastable to (batch, heads, q_len, kv_len), True = may be seen, on top of causality.
+        attention_mask: bool, broadcastable to (batch, heads, q_len, kv_len), True = visible, on top of causality.
         query_start: position of the first query, default key_start + kv_len - q_len.
         key_start: position of the first key.
         backend: here always the reference.

@@ -70,7 +70,7 @@ class _Call:
         index = index.expand(batch, -1, -1)
         self.slot, _, self.start, _, _ = Columns(*index.unbind(-1))
         self.first = self.slot[:, :1]
-        self.keys = rows.slots(kv_len)[:, 0].expand(batch, -1)
+        self.keys = rows.key_indices(kv_len)[:, 0].expand(batch, -1)
         self.real = rows.tokens(kv_len).expand(batch, -1)  # padding may be at any position
         self.none_real = ~self.real.any(-1, keepdim=True)
         # the first token of the call that is none, and how far its position is from its cache index

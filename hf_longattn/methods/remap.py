@@ -17,7 +17,7 @@ def near(i: Tensor, w: int) -> Band:
 
 
 def capped(last: Tensor, w: int) -> Band:
-    """Keys up to `last`, all of them at distance w: the query turned to w, keys to 0."""
+    """Keys up to `last`, all of them at distance w: the query rotated for w, keys for 0."""
     return Band(last=last, query=lambda i: torch.full_like(i, w).double(), key=lambda j: torch.zeros_like(j).double())
 
 

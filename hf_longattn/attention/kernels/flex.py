@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from ..geometry import Columns, Rows
+from ..geometry import Rows
 from .spec import LogitSpec
 
 
@@ -40,8 +40,8 @@ def flex_attention(
     To be compiled on CUDA; elsewhere PyTorch's own uncompiled form runs, which is dense and serves as a check.
     """
     batch, heads, q_len, kv_len = *query.shape[:3], key.shape[2]
-    index, allowed = rows.index.expand(batch, -1, -1), rows.allowed
-    position, first, start, low, high = Columns(*index.unbind(-1))
+    allowed = rows.allowed
+    position, first, start, low, high = (column.expand(batch, -1) for column in rows.columns)
     softcap, row_scale, bias_scale, sinks = spec.softcap, spec.row_scale, spec.bias_scale, spec.sinks
     gain, bias = spec.gain, spec.bias
     ids = None
@@ -58,18 +58,18 @@ def flex_attention(
             score = score * row_scale[b, h, q]
         if gain is None or bias is None:
             return score
-        slot = first[b, q] + kv
-        t = (position[b, q] - slot if ids is None else ids[0][b, q] - ids[1][b, kv]).abs()
+        index = first[b, q] + kv
+        t = (position[b, q] - index if ids is None else ids[0][b, q] - ids[1][b, kv]).abs()
         added = at(bias, h, t) if bias_scale is None else at(bias, h, t) * bias_scale[b, h, q]
         mapped = at(gain, h, t) * score + added
         if sinks:
-            offset = slot - start[b, q] if ids is None else ids[1][b, kv]
+            offset = index - start[b, q] if ids is None else ids[1][b, kv]
             mapped = torch.where((offset >= 0) & (offset < sinks), score, mapped)
         return mapped
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        slot = first[b, q] + kv
-        inside = (slot >= low[b, q]) & (slot <= high[b, q])
+        index = first[b, q] + kv
+        inside = (index >= low[b, q]) & (index <= high[b, q])
         if allowed is None:
             return inside
         return inside & allowed[b if allowed.shape[0] > 1 else b * 0, h if allowed.shape[1] > 1 else h * 0, q, kv]
@@ -81,6 +81,6 @@ def flex_attention(
         lambda: torch_flex.create_block_mask(mask_mod, batch, mask_heads, q_len, kv_len, device=device),
     )
     run: Any = _compiled() if query.device.type == "cuda" and not torch.compiler.is_compiling() else torch_flex.flex_attention
-    wanted = torch_flex.AuxRequest(lse=with_lse)
-    out, found = run(query, key, value, score_mod, block_mask, spec.scaling, heads != key.shape[1], return_aux=wanted)
-    return out, found.lse if with_lse else out.new_empty(0), out.new_empty(0)
+    asked = torch_flex.AuxRequest(lse=with_lse)
+    out, aux = run(query, key, value, score_mod, block_mask, spec.scaling, heads != key.shape[1], return_aux=asked)
+    return out, aux.lse if with_lse else out.new_empty(0), out.new_empty(0)

@@ -18,7 +18,7 @@ def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, rows: Rows, *, sca
     query, key = query.to(value.dtype), key.to(value.dtype)
     mask, causal = None, False
     if rows.plain is not None:
-        key, value = _seen(key, rows), _seen(value, rows)
+        key, value = _visible(key, rows), _visible(value, rows)
         causal = query.shape[2] > 1
     else:
         mask = rows.visible(key.shape[2])
@@ -29,7 +29,7 @@ def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, rows: Rows, *, sca
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, rows: Rows, *, scaling: float, dropout: float = 0.0) -> Tensor:
     """The same by FlashAttention, for plain rows in float16 or bfloat16 (see `why_not_flash`)."""
-    key, value = _seen(key, rows), _seen(value, rows)
+    key, value = _visible(key, rows), _visible(value, rows)
     q, k, v = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
     options: dict[str, Any] = {"softmax_scale": scaling, "causal": True}
     if dropout:
@@ -56,15 +56,15 @@ def _flash() -> Callable[..., Any]:
     """flash_attn_func of FlashAttention 3, else 2."""
     for package in ("flash_attn_interface", "flash_attn"):
         try:
-            found: Callable[..., Any] = importlib.import_module(package).flash_attn_func
-            return found
+            function: Callable[..., Any] = importlib.import_module(package).flash_attn_func
+            return function
         except ImportError:
             continue
     raise ImportError("neither flash_attn_interface (FlashAttention 3) nor flash_attn is installed: pip install flash-attn")
 
 
-def _seen(x: Tensor, rows: Rows) -> Tensor:
+def _visible(x: Tensor, rows: Rows) -> Tensor:
     """The keys (or values) that plain rows see."""
     assert rows.plain is not None
-    first, last = (int(slot - rows.columns.key_start[0, 0]) for slot in rows.plain)
+    first, last = (int(index - rows.columns.key_start[0, 0]) for index in rows.plain)
     return x[:, :, first : last + 1]

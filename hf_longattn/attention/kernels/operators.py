@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, get_type_hints
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
+#: What the gradients of a call are of.
+DIFFERENTIABLE = ("query", "key", "value", "row_scale", "bias_scale")
 _TYPES: dict[Any, str] = {
     **{Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", float: "float", float | None: "float?", bool: "bool"}
 }
@@ -20,32 +23,92 @@ def schema(kind: type) -> str:
     return ", ".join(f"{_TYPES[t]} {name}" if t in _TYPES else schema(t) for name, t in fields.items())
 
 
+def names(kind: type) -> list[str]:
+    """The arguments' names."""
+    return [name for field, t in _FIELDS[kind].items() for name in ([field] if t in _TYPES else names(t))]
+
+
 def flatten(x: Any) -> list[Any]:
-    """What `schema` of its type lists."""
+    """The arguments that stand for an object."""
     out = []
-    for name, kind in _FIELDS[type(x)].items():
-        out += [getattr(x, name)] if kind in _TYPES else flatten(getattr(x, name))
+    for name, t in _FIELDS[type(x)].items():
+        out += [getattr(x, name)] if t in _TYPES else flatten(getattr(x, name))
     return out
 
 
-def names(kind: type) -> list[str]:
-    """Of what `flatten` gives."""
-    return [leaf for name, t in _FIELDS[kind].items() for leaf in ([name] if t in _TYPES else names(t))]
-
-
-def rebuild(kind: type[T], leaves: Iterator[Any]) -> T:
+def rebuild(kind: type[T], flat: Iterator[Any]) -> T:
     """The inverse of `flatten`."""
-    return kind(**{name: next(leaves) if t in _TYPES else rebuild(t, leaves) for name, t in _FIELDS[kind].items()})
+    return kind(**{name: next(flat) if t in _TYPES else rebuild(t, flat) for name, t in _FIELDS[kind].items()})
+
+
+def attention_operator(
+    name: str,
+    kind: type,
+    forward: Callable[[Any], tuple[Tensor, Tensor, Tensor]],
+    gradients: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]],
+) -> Any:
+    """A kernel as an operator that graphs and autograd know.
+
+    Args:
+        kind: of its call, with at least query, key, value, spec and with_entropy.
+        forward: from a call to output, logsumexp and entropy (empty unless asked for).
+        gradients: from a call, the gradients of those three (None for an entropy not asked for) and the three themselves to
+            those of DIFFERENTIABLE, empty where the call has none.
+    """
+    arguments, results = schema(kind), "(Tensor, Tensor, Tensor)"
+    operator = torch.library.custom_op(
+        f"hf_longattn::{name}",
+        lambda *flat: forward(rebuild(kind, iter(flat))),
+        mutates_args=(),
+        schema=f"({arguments}) -> {results}",
+    )
+
+    @operator.register_fake
+    def _(*flat):  # type: ignore[no-untyped-def]
+        call: Any = rebuild(kind, iter(flat))
+        query, value, shape = call.query, call.value, call.query.shape[:-1]
+        out = query.new_empty((0,) if value is None else (*shape, value.shape[-1]))
+        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        return out, *(query.new_empty(shape if asked else (0,), dtype=dtype) for asked in (True, call.with_entropy))
+
+    @torch.library.custom_op(
+        f"hf_longattn::{name}_backward",
+        mutates_args=(),
+        schema="(Tensor d_out, Tensor? d_lse, Tensor? d_entropy, Tensor out, Tensor lse, Tensor entropy, "
+        f"{arguments}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    )
+    def backward(d_out, d_lse, d_entropy, out, lse, entropy, *flat):  # type: ignore[no-untyped-def]
+        return gradients(rebuild(kind, iter(flat)), d_out, d_lse, d_entropy, out, lse, entropy)
+
+    @backward.register_fake
+    def _(d_out, d_lse, d_entropy, out, lse, entropy, *flat):  # type: ignore[no-untyped-def]
+        call: Any = rebuild(kind, iter(flat))
+        d_query, d_key, d_value = (
+            call.key.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+            for x in (call.query, call.key, call.value)
+        )
+        scales = (call.spec.row_scale, call.spec.bias_scale)
+        return d_query, d_key, d_value, *(lse.new_empty(0 if x is None else lse.shape) for x in scales)
+
+    operator.register_autograd(lambda ctx, *d: differentiate(ctx, kind, backward, *d), setup_context=save)
+    return operator
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Keep a call's flat arguments and what it returned for the backward pass."""
+    """Keep a call's arguments and results for `differentiate`."""
     ctx.numbers = [None if isinstance(x, Tensor) else x for x in inputs]
     ctx.save_for_backward(*output, *(x if isinstance(x, Tensor) else None for x in inputs))
 
 
-def saved(ctx: Any, outputs: int) -> tuple[list[Tensor], list[Any]]:
-    """The outputs and the flat arguments that `save` kept."""
-    tensors = ctx.saved_tensors  # once: gradient checkpointing gives them out once
-    inputs = [n if x is None else x for x, n in zip(tensors[outputs:], ctx.numbers, strict=True)]
-    return list(tensors[:outputs]), inputs
+def differentiate(
+    ctx: Any, kind: type, backward: Callable[..., Any], d_out: Tensor, d_lse: Tensor | None, d_entropy: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradient of every argument, None where there is none."""
+    out, lse, entropy, *tensors = ctx.saved_tensors  # once: gradient checkpointing gives them out once
+    flat = [number if x is None else x for x, number in zip(tensors, ctx.numbers, strict=True)]
+    call = dict(zip(names(kind), flat, strict=True))
+    results = backward(d_out, d_lse, d_entropy if call["with_entropy"] else None, out, lse, entropy, *flat)
+    gradients = {
+        name: d.to(call[name].dtype) for name, d in zip(DIFFERENTIABLE, results, strict=True) if call[name] is not None
+    }
+    return tuple(gradients.get(name) for name in call)

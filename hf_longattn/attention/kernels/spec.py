@@ -1,4 +1,4 @@
-"""What a kernel is told about logits: one object for every backend."""
+"""One call and its logits, as every kernel takes them."""
 
 from __future__ import annotations
 

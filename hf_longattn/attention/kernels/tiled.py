@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -57,69 +56,12 @@ def _attend(call: KernelCall, half: bool = False) -> tuple[Tensor, Tensor, Tenso
         return Blocks(call, half).attend()
 
 
-_SCHEMA = operators.schema(KernelCall)
+def _gradients(call: KernelCall, *outputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
+        return Blocks(call).gradients(*outputs)
 
 
-def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _attend(operators.rebuild(KernelCall, iter(flat)))
-
-
-_tiled = torch.library.custom_op(
-    "hf_longattn::tiled", _forward, mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor, Tensor)"
-)
-
-
-@_tiled.register_fake
-def _(*flat):  # type: ignore[no-untyped-def]
-    call = operators.rebuild(KernelCall, iter(flat))
-    query, value = call.query, call.value
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    out = query.new_empty((0,) if value is None else (*query.shape[:-1], value.shape[-1]))
-    rows = [query.new_empty(query.shape[:-1] if asked else (0,), dtype=dtype) for asked in (True, call.with_entropy)]
-    return out, *rows
-
-
-def _gradients(
-    d_out: Tensor, d_lse: Tensor | None, d_entropy: Tensor | None, out: Tensor, lse: Tensor, entropy: Tensor, *flat: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
-        return Blocks(operators.rebuild(KernelCall, iter(flat))).gradients(d_out, d_lse, d_entropy, out, lse, entropy)
-
-
-_backward = torch.library.custom_op(
-    "hf_longattn::tiled_backward",
-    _gradients,
-    mutates_args=(),
-    schema="(Tensor d_out, Tensor? d_lse, Tensor? d_entropy, Tensor out, Tensor lse, Tensor entropy, "
-    f"{_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-
-
-@_backward.register_fake
-def _(d_out, d_lse, d_entropy, out, lse, entropy, *flat):  # type: ignore[no-untyped-def]
-    call = operators.rebuild(KernelCall, iter(flat))
-    d_query, d_key, d_value = (
-        lse.new_empty(0, dtype=call.key.dtype) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x in (call.query, call.key, call.value)
-    )
-    scales = (call.spec.row_scale, call.spec.bias_scale)
-    return d_query, d_key, d_value, *(lse.new_empty(0 if x is None else lse.shape) for x in scales)
-
-
-def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    operators.save(ctx, inputs, output)
-
-
-def _autograd(ctx, d_out, d_lse, d_entropy, run=_backward):  # type: ignore[no-untyped-def]
-    outputs, flat = operators.saved(ctx, 3)
-    given = dict(zip(operators.names(KernelCall), flat, strict=True))
-    results = run(d_out, d_lse, d_entropy if given["with_entropy"] else None, *outputs, *flat)
-    taken = ("query", "key", "value", "row_scale", "bias_scale")
-    gradients = {n: d.to(given[n].dtype) for n, d in zip(taken, results, strict=True) if given[n] is not None}
-    return tuple(gradients.get(name) for name in given)
-
-
-_tiled.register_autograd(_autograd, setup_context=_setup_context)
+_tiled = operators.attention_operator("tiled", KernelCall, _attend, _gradients)
 
 
 class _TiledBackward(torch.autograd.Function):
@@ -127,7 +69,8 @@ class _TiledBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments):  # type: ignore[no-untyped-def]
-        return _gradients(*arguments)
+        outputs, flat = arguments[:6], arguments[6:]
+        return _gradients(operators.rebuild(KernelCall, iter(flat)), *outputs)
 
     @staticmethod
     def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
@@ -144,8 +87,8 @@ class _Tiled(torch.autograd.Function):
     """`_tiled` outside of graphs, where the transforms of torch.func take gradients of a Function, but not of an operator."""
 
     @staticmethod
-    def forward(*arguments):  # type: ignore[no-untyped-def]
-        return _forward(*arguments)
+    def forward(*flat):  # type: ignore[no-untyped-def]
+        return _attend(operators.rebuild(KernelCall, iter(flat)))
 
     @staticmethod
     def vmap(*arguments):  # type: ignore[no-untyped-def]
@@ -153,5 +96,8 @@ class _Tiled(torch.autograd.Function):
             "the tiled kernel does not go through vmap: give it the batch dimension itself, or use backend='reference'"
         )
 
-    setup_context = staticmethod(_setup_context)
-    backward = staticmethod(functools.partial(_autograd, run=_TiledBackward.apply))
+    @staticmethod
+    def backward(ctx, *d):  # type: ignore[no-untyped-def]
+        return operators.differentiate(ctx, KernelCall, _TiledBackward.apply, *d)
+
+    setup_context = staticmethod(operators.save)

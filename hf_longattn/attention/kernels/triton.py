@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..geometry import Columns, Rows
+from ..geometry import Rows
+from ..tracing import readable
+from . import operators
 from .spec import LogitSpec
 
 try:
@@ -56,7 +58,7 @@ def why_not_triton(query: Tensor, rows: Rows, softcap: float | None = None, drop
     if rows.allowed is not None:
         return "the mask is more than one interval of keys per row"
     if rows.key_ids is not None:
-        return "positions do not count as cache slots do, and the Triton kernels know only these"
+        return "positions do not count as cache indices do, and the Triton kernels know only these"
     return None
 
 
@@ -96,28 +98,26 @@ def triton_attention(
     """
     if (reason := why_not_triton(query, rows, spec.softcap)) is not None:
         raise ValueError(reason)
-    gain, bias, bias_scale = spec.gain, spec.bias, spec.bias_scale
-    far = None
+    gain, bias, far = spec.gain, spec.bias, None
     if gain is not None and bias is not None and gain.shape[-1] >= key.shape[2] + query.shape[2] + MARGIN:
         far = _far_from(gain, bias) if torch.compiler.is_compiling() else _cached_far_from(gain, bias)
-    index = rows.index.to(torch.int32)
-    tensors = (query, key, value, bias_scale)
-    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    out, lse, entropy = _attention(
-        query,
-        key,
-        value,
-        index,
-        gain,
-        bias,
-        bias_scale,
-        far,
-        float(spec.scaling),
-        int(spec.sinks),
-        bool(with_entropy),
-        bool(with_lse or grad),
-    )
+    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, spec.bias_scale))
+    call = _Call(query, key, value, Rows(rows.index.to(torch.int32)), spec, far, with_lse or grad, with_entropy)
+    out, lse, entropy = _triton(*operators.flatten(call)) if grad or not readable(query) else _forward(call)
     return out, lse if with_lse else lse.new_empty(0), entropy
+
+
+class _Call(NamedTuple):
+    """One call; far: the distance from which on a cubic serves, int64 without a dimension, or None."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    rows: Rows
+    spec: LogitSpec
+    far: Tensor | None
+    with_lse: bool
+    with_entropy: bool
 
 
 # Where a cubic is exact enough ---------------------------------------------------------------------------------------
@@ -172,13 +172,14 @@ def _cubic_from(table: Tensor) -> Tensor:
 # Which tiles a block visits ------------------------------------------------------------------------------------------
 
 
-def _column_ranges(index: Tensor, kv_len: int, blocks: Blocks, sinks: int, far: Tensor | int) -> Tensor:
+def _column_ranges(call: _Call, blocks: Blocks) -> Tensor:
     """For each block of rows: columns first, a, b, last; tiles in [a, b) are far and wholly visible.
 
     int32 (batch or 1, row blocks, 4), multiples of `blocks.columns`.
     """
-    n, key_start = blocks.columns, Columns(*index.unbind(-1)).key_start[:, :1]
-    position, _, start, low, high = (_blocked(column, blocks.rows) for column in index.unbind(-1))
+    n, kv_len, sinks, columns = blocks.columns, call.key.shape[2], call.spec.sinks, call.rows.columns
+    key_start, far = columns.key_start[:, :1], _tiles_from(call)
+    position, _, start, low, high = (_blocked(column, blocks.rows) for column in columns)
     kept = low.amax(-1) if not sinks else torch.maximum(low.amax(-1), start.amax(-1) + sinks)
     first = (low.amin(-1) - key_start).clamp(min=0) // n
     last = ((high.amax(-1) - key_start + 1).clamp(0, kv_len) + n - 1) // n
@@ -187,28 +188,28 @@ def _column_ranges(index: Tensor, kv_len: int, blocks: Blocks, sinks: int, far: 
     return _ordered(first, a, b, last) * n
 
 
-def _row_ranges(index: Tensor, kv_len: int, blocks: Blocks, sinks: int, far: Tensor | int) -> Tensor:
+def _row_ranges(call: _Call, blocks: Blocks) -> Tensor:
     """The same with the sides exchanged: for each block of columns the rows that see it, and among them the far ones."""
-    m, n, q_len = blocks.rows, blocks.columns, index.shape[1]
-    rows = Columns(*index.unbind(-1))
+    m, n, (q_len, kv_len), sinks = blocks.rows, blocks.columns, (call.query.shape[2], call.key.shape[2]), call.spec.sinks
+    rows, far = call.rows.columns, _tiles_from(call)
     key_start = rows.key_start[:, :1]
-    slot = key_start + torch.arange(0, kv_len, n, device=index.device, dtype=index.dtype)
-    end = torch.minimum(slot + n - 1, key_start + kv_len - 1)
+    begin = key_start + torch.arange(0, kv_len, n, device=key_start.device, dtype=key_start.dtype)
+    end = torch.minimum(begin + n - 1, key_start + kv_len - 1)
     high = rows.high.cummax(1).values.contiguous()  # of rows in order both grow; these bounds hold in any order
     low = rows.low.flip(1).cummin(1).values.flip(1).contiguous()
-    first = torch.searchsorted(high, slot.contiguous(), out_int32=True) // m
+    first = torch.searchsorted(high, begin.contiguous(), out_int32=True) // m
     last = (torch.searchsorted(low, end.contiguous(), right=True, out_int32=True) + m - 1) // m
     sure = rows.low if not sinks else torch.maximum(rows.low, rows.start + sinks)
     sure_low = sure.cummax(1).values.contiguous()
     sure_high = torch.minimum(rows.high, rows.query - far).flip(1).cummin(1).values.flip(1).contiguous()
     a = (torch.searchsorted(sure_high, end.contiguous(), out_int32=True) + m - 1) // m
-    b = torch.searchsorted(sure_low, slot.contiguous(), right=True, out_int32=True) // m
+    b = torch.searchsorted(sure_low, begin.contiguous(), right=True, out_int32=True) // m
     return _ordered(first, a, torch.minimum(b, b.new_tensor(q_len // m)), last) * m
 
 
-def _tiles_from(far: Tensor | None, gain: Tensor | None) -> Tensor | int:
+def _tiles_from(call: _Call) -> Tensor | int:
     """From which distance on tiles need no table lookups: all without a map, none where no cubic is known."""
-    return far if far is not None else 0 if gain is None else 1 << 30
+    return call.far if call.far is not None else 0 if call.spec.gain is None else 1 << 30
 
 
 def _ordered(first: Tensor, a: Tensor, b: Tensor, last: Tensor) -> Tensor:
@@ -226,29 +227,19 @@ def _blocked(column: Tensor, size: int) -> Tensor:
 # Launching -----------------------------------------------------------------------------------------------------------
 
 
-def _shared(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    index: Tensor,
-    ranges: Tensor,
-    gain: Tensor | None,
-    bias: Tensor | None,
-    bias_scale: Tensor | None,
-    blocks: Blocks,
-    unused: Tensor,
-) -> tuple[list[Any], dict[str, Any]]:
+def _shared(call: _Call, ranges: Tensor, blocks: Blocks, unused: Tensor) -> tuple[list[Any], dict[str, Any]]:
     """What every kernel is given after its inputs and outputs, and its constants; `unused` is where it reads nothing."""
-    tables = (gain, bias, None if bias_scale is None else bias_scale.float().contiguous())
+    query, key, value, index, spec = call.query, call.key, call.value, call.rows.index, call.spec
+    tables = (spec.gain, spec.bias, None if spec.bias_scale is None else spec.bias_scale.float().contiguous())
     strides = [s for x in (query, key, value) for s in ((0, 0, 0) if x is None else x.stride()[:3])]
-    strides += [x.stride(0) if x is not None and x.shape[0] > 1 else 0 for x in (index, ranges, gain, bias)]
+    strides += [x.stride(0) if x is not None and x.shape[0] > 1 else 0 for x in (index, ranges, spec.gain, spec.bias)]
     head_dim, value_dim = query.shape[-1], 16 if value is None else value.shape[-1]
     outer, inner = _nodes(_SPAN)
     constants = {
         "HEADS": query.shape[1],
         "GROUP": query.shape[1] // key.shape[1],
-        "MAP": gain is not None,
-        "HAS_Y": bias_scale is not None and gain is not None,
+        "MAP": spec.gain is not None,
+        "HAS_Y": spec.bias_scale is not None and spec.gain is not None,
         "VALUE": value is not None,
         "ROWS": blocks.rows,
         "COLUMNS": blocks.columns,
@@ -267,24 +258,17 @@ def _shared(
     return [index, ranges, *pointers, *strides, query.shape[2], key.shape[2]], constants
 
 
-def _dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _dense(call: _Call) -> _Call:
+    """The same call with vectors that lie in one piece, and so the index."""
+    query, key, value = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (call.query, call.key, call.value))
+    assert query is not None
+    assert key is not None
+    return call._replace(query=query, key=key, value=value, rows=Rows(call.rows.index.contiguous()))
 
 
-def _run_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    index: Tensor,
-    gain: Tensor | None,
-    bias: Tensor | None,
-    bias_scale: Tensor | None,
-    far: Tensor | None,
-    scaling: float,
-    sinks: int,
-    with_entropy: bool,
-    with_lse: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+    call = _dense(call)
+    query, key, value, spec, with_entropy = call.query, call.key, call.value, call.spec, call.with_entropy
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1:3]
     group = heads // kv_heads
@@ -294,21 +278,17 @@ def _run_forward(
     if packed:
         blocks = blocks._replace(rows=max(16, triton.next_power_of_2(q_len * group)))
         splits = _splits(batch * kv_heads, kv_len, blocks.columns, query.device)
-    query, key = _dense_rows(query), _dense_rows(key)
-    value = None if value is None else _dense_rows(value)
-    index = index.contiguous()
-    of_block = blocks._replace(rows=q_len) if packed else blocks
-    ranges = _column_ranges(index, kv_len, of_block, sinks, _tiles_from(far, gain))
+    ranges = _column_ranges(call, blocks._replace(rows=q_len) if packed else blocks)
     dtype = torch.float32 if splits > 1 else query.dtype
     out = query.new_empty((0,) if value is None else (batch, heads, q_len, splits, value.shape[-1]), dtype=dtype)
     lse = query.new_empty((batch, heads, q_len, splits), dtype=torch.float32)
     entropy = query.new_empty((batch, heads, q_len, splits) if with_entropy else (0,), dtype=torch.float32)
     chunk = triton.cdiv(triton.cdiv(kv_len, splits), blocks.columns) * blocks.columns
     programs = (1 if packed else triton.cdiv(q_len, blocks.rows)) * splits, batch * (kv_heads if packed else heads)
-    shared, constants = _shared(query, key, value, index, ranges, gain, bias, bias_scale, blocks, unused=lse)
+    shared, constants = _shared(call, ranges, blocks, unused=lse)
     with torch.cuda.device_of(query):
         kernels.forward_kernel[programs](
-            query, key, key if value is None else value, out, lse, entropy, *shared, scaling, sinks, chunk,
+            query, key, key if value is None else value, out, lse, entropy, *shared, spec.scaling, spec.sinks, chunk,
             PACKED=packed, SPLITS=splits, ENTROPY=with_entropy, SPAN=q_len if packed else blocks.rows, **constants,
         )  # fmt: skip
     if splits == 1:
@@ -321,114 +301,42 @@ def _run_forward(
 
 
 def _splits(programs: int, kv_len: int, columns: int, device: torch.device) -> int:
-    """In how many parts the keys of a decoding call are read, so that every multiprocessor has work."""
-    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    return max(1, min(triton.cdiv(wanted, programs), triton.cdiv(kv_len, 4 * columns), 128))
+    """Into how many ranges the keys of a decoding call are split, so that every multiprocessor has work."""
+    target = 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return max(1, min(triton.cdiv(target, programs), triton.cdiv(kv_len, 4 * columns), 128))
 
 
-_attention_op = torch.library.custom_op(
-    "hf_longattn::triton",
-    _run_forward,
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor? value, Tensor index, Tensor? gain, Tensor? bias, Tensor? bias_scale, "
-    "Tensor? far, float scaling, int sinks, bool with_entropy, bool with_lse) -> (Tensor, Tensor, Tensor)",
-)
-
-
-def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, with_lse = arguments
-    if with_lse or torch.compiler.is_compiling():
-        result: tuple[Tensor, Tensor, Tensor] = _attention_op(*arguments)
-        return result
-    return _run_forward(*arguments)
-
-
-@_attention_op.register_fake
-def _(query, key, value, index, gain, bias, bias_scale, far, scaling, sinks, with_entropy, with_lse):  # type: ignore[no-untyped-def]
-    out = query.new_empty((0,) if value is None else (*query.shape[:-1], value.shape[-1]))
-    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
-    return out, lse, query.new_empty(query.shape[:-1] if with_entropy else (0,), dtype=torch.float32)
-
-
-@torch.library.custom_op("hf_longattn::triton_backward", mutates_args=())
-def _backward_op(
-    grad: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_entropy: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    index: Tensor,
-    gain: Tensor | None,
-    bias: Tensor | None,
-    bias_scale: Tensor | None,
-    far: Tensor | None,
-    scaling: float,
-    sinks: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _gradients(
+    call: _Call, d_out: Tensor, d_lse: Tensor | None, d_entropy: Tensor | None, out: Tensor, lse: Tensor, entropy: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    call = _dense(call)
+    query, key, value, spec = call.query, call.key, call.value, call.spec
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1:3]
     blocks = _backward_blocks(max(head_dim, 0 if value is None else value.shape[-1]), query.dtype)
-    query, key, index = _dense_rows(query), _dense_rows(key), index.contiguous()
-    value = None if value is None else _dense_rows(value)
     # sum_j P dP, less what the logsumexp passes on
     delta = torch.zeros_like(lse)
-    if value is not None and grad is not None:
-        grad = grad.to(query.dtype).contiguous()
-        delta += (grad.float() * out.float()).sum(-1)
-    if grad_lse is not None:
-        delta -= grad_lse
-    lse = lse.masked_fill(lse.isneginf(), 0.0)  # rows that see nothing are masked, and must not give NaN on the way
-    d_query, d_key = (
-        torch.empty_like(query, memory_format=torch.contiguous_format),
-        torch.empty(key.shape, dtype=key.dtype, device=key.device),
-    )
+    if value is not None:
+        d_out = d_out.to(query.dtype).contiguous()
+        delta += (d_out.float() * out.float()).sum(-1)
+    if d_lse is not None:
+        delta -= d_lse
+    lse = lse.masked_fill(lse.isneginf(), 0.0)  # fully masked rows must not give NaN on the way
+    d_query, d_key = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key))
     d_value = key.new_empty(0) if value is None else torch.empty(value.shape, dtype=value.dtype, device=key.device)
-    d_bias_scale = lse.new_empty(lse.shape if bias_scale is not None else 0)
-    of_rows = (lse, delta, entropy, lse if grad_entropy is None else grad_entropy.float().contiguous())
-    inputs = (query, key, key if value is None else value, query if grad is None else grad)
+    d_bias_scale = lse.new_empty(0 if spec.bias_scale is None else lse.shape)
+    of_rows = (lse, delta, entropy, lse if d_entropy is None else d_entropy.float().contiguous())
+    inputs = (query, key, key if value is None else value, query if value is None else d_out)
     for kernel, outputs, ranges_of, programs in (
         (kernels.query_kernel, (d_query, d_bias_scale), _column_ranges, (triton.cdiv(q_len, blocks.rows), batch * heads)),
         (kernels.key_kernel, (d_key, d_value), _row_ranges, (triton.cdiv(kv_len, blocks.columns), batch * kv_heads)),
     ):
-        ranges = ranges_of(index, kv_len, blocks, sinks, _tiles_from(far, gain))
-        shared, constants = _shared(query, key, value, index, ranges, gain, bias, bias_scale, blocks, unused=lse)
+        shared, constants = _shared(call, ranges_of(call, blocks), blocks, unused=lse)
         with torch.cuda.device_of(query):
             kernel[programs](
-                *inputs, *outputs, *of_rows, *shared, scaling, sinks, ENTROPY=grad_entropy is not None, **constants
+                *inputs, *outputs, *of_rows, *shared, spec.scaling, spec.sinks, ENTROPY=d_entropy is not None, **constants
             )
-    return d_query, d_key, d_value, d_bias_scale
+    return d_query, d_key, d_value, lse.new_empty(0), d_bias_scale
 
 
-@_backward_op.register_fake
-def _(grad, grad_lse, grad_entropy, out, lse, entropy, query, key, value, index, gain, bias, bias_scale, *rest):  # type: ignore[no-untyped-def]
-    d_value = key.new_empty(0) if value is None else value.new_empty(value.shape)
-    return (
-        query.new_empty(query.shape),
-        key.new_empty(key.shape),
-        d_value,
-        lse.new_empty(lse.shape if bias_scale is not None else 0),
-    )
-
-
-def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, scaling, sinks, with_entropy, _ = inputs
-    ctx.save_for_backward(*output, *tensors)
-    ctx.options, ctx.with_entropy = (scaling, sinks), with_entropy
-
-
-def _autograd(ctx, grad, grad_lse, grad_entropy):  # type: ignore[no-untyped-def]
-    out, lse, entropy, *tensors = ctx.saved_tensors
-    grad_entropy = grad_entropy if ctx.with_entropy else None
-    d_query, d_key, d_value, d_bias_scale = _backward_op(
-        grad, grad_lse, grad_entropy, out, lse, entropy, *tensors, *ctx.options
-    )
-    value, bias_scale = tensors[2], tensors[6]
-    d_bias_scale = None if bias_scale is None else d_bias_scale.to(bias_scale.dtype)
-    return d_query, d_key, None if value is None else d_value, None, None, None, d_bias_scale, *[None] * 5
-
-
-_attention_op.register_autograd(_autograd, setup_context=_setup_context)
+_triton = operators.attention_operator("triton", _Call, _forward, _gradients)

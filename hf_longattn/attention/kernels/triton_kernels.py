@@ -12,6 +12,21 @@ which for 128 x 64 is more than an H100 has. Offsets that grow with batch, head 
 import triton
 import triton.language as tl
 
+from ..geometry import Columns
+
+WIDTH = tl.constexpr(len(Columns._fields))
+_AT = {name: tl.constexpr(n) for n, name in enumerate(Columns._fields)}
+QUERY, KEY_START, START, LOW, HIGH = (_AT[name] for name in ("query", "key_start", "start", "low", "high"))
+
+
+@triton.jit
+def _rows(Index, row, there):
+    """Cache index, sequence start, first and last visible cache index of some rows; rows that are not there see nothing."""
+    at = Index + row * WIDTH
+    return (
+        tl.load(at + QUERY, mask=there, other=0), tl.load(at + START, mask=there, other=0),
+        tl.load(at + LOW, mask=there, other=2147483647), tl.load(at + HIGH, mask=there, other=-1),
+    )
 
 @triton.jit
 def _cubic(table, centre, OUTER: tl.constexpr, INNER: tl.constexpr):
@@ -25,38 +40,38 @@ def _cubic(table, centre, OUTER: tl.constexpr, INNER: tl.constexpr):
 
 @triton.jit
 def _logits(
-    s, slot_q, slot_k, low, high, start, gain, bias, y, q0, k0, sinks,
+    s, query_index, key_index, low, high, start, gain, bias, y, q0, k0, sinks,
     MAP: tl.constexpr, Y: tl.constexpr, FAR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     OUTER: tl.constexpr, INNER: tl.constexpr,
 ):
     """Logits of a tile, d logit / d s and d logit / d y.
 
-    slot_q, low, high, start and y are (rows, 1), slot_k is (1, columns); or all of them, and s, transposed.
+    query_index, low, high, start and y are (rows, 1), key_index is (1, columns); or all of them, and s, transposed.
     """
     g, b = 1.0, 0.0
     if MAP:
         if FAR:
             centre = q0 - k0 + (ROWS - COLUMNS) // 2
-            x = (slot_q - slot_k - centre).to(tl.float32)
+            x = (query_index - key_index - centre).to(tl.float32)
             c0, c1, c2, c3 = _cubic(gain, centre, OUTER, INNER)
             g = c0 + x * (c1 + x * (c2 + x * c3))
             c0, c1, c2, c3 = _cubic(bias, centre, OUTER, INNER)
             b = c0 + x * (c1 + x * (c2 + x * c3))
         else:
-            t = tl.abs(slot_q - slot_k)
-            seen = (slot_k >= low) & (slot_k <= high)
-            g, b = tl.load(gain + t, mask=seen, other=1.0), tl.load(bias + t, mask=seen, other=0.0)
-            sink = (slot_k >= start) & (slot_k < start + sinks)
+            t = tl.abs(query_index - key_index)
+            visible = (key_index >= low) & (key_index <= high)
+            g, b = tl.load(gain + t, mask=visible, other=1.0), tl.load(bias + t, mask=visible, other=0.0)
+            sink = (key_index >= start) & (key_index < start + sinks)
             g, b = tl.where(sink, 1.0, g), tl.where(sink, 0.0, b)
         s = s * g + (y * b if Y else b)
     if not FAR:
-        s = tl.where((slot_k >= low) & (slot_k <= high), s, -1e30)
+        s = tl.where((key_index >= low) & (key_index <= high), s, -1e30)
     return s, g, b
 
 @triton.jit
 def _forward_tiles(
     acc, m, total, w, q, K, V, stride_kn, stride_vn, begin, end, a, skip, N, scaling,
-    slot_q, low, high, start, gain, bias, y, q0, key_start, sinks,
+    query_index, low, high, start, gain, bias, y, q0, key_start, sinks,
     MAP: tl.constexpr, Y: tl.constexpr, VALUE: tl.constexpr, ENTROPY: tl.constexpr, FAR: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     E: tl.constexpr, EP: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
@@ -71,15 +86,15 @@ def _forward_tiles(
             mask=(column < N)[None, :] & (d < D)[:, None], other=0.0,
         )
         s = tl.dot(q, k, input_precision=PRECISION) * scaling
-        slot_k = (key_start + column)[None, :]
+        key_index = (key_start + column)[None, :]
         s, _, _ = _logits(
-            s, slot_q, slot_k, low, high, start, gain, bias, y, q0, key_start + c, sinks,
+            s, query_index, key_index, low, high, start, gain, bias, y, q0, key_start + c, sinks,
             MAP, Y, FAR, SPAN, COLUMNS, OUTER, INNER,
         )
         top = tl.maximum(m, tl.max(s, 1))
         p = tl.exp(s - top[:, None])
         if not FAR:
-            p = tl.where((slot_k >= low) & (slot_k <= high), p, 0.0)
+            p = tl.where((key_index >= low) & (key_index <= high), p, 0.0)
         shrink = tl.exp(m - top)
         if ENTROPY:  # Σ e^(L - m) (L - m), kept up to date as m grows
             w = shrink * (w + (m - top) * total) + tl.sum(p * (s - top[:, None]), 1)
@@ -115,13 +130,12 @@ def forward_kernel(
     else:
         head, row, there, kv_head = h + 0 * r, r, r < M, h // GROUP
     d, e = tl.arange(0, DP), tl.arange(0, EP)
-    index = Index + b * stride_ib + row * 5
-    position = tl.load(index, mask=there, other=0)
-    key_start = tl.load(Index + b * stride_ib + 1)
-    start = tl.load(index + 2, mask=there, other=0)[:, None]
-    low = tl.load(index + 3, mask=there, other=2147483647)[:, None]
-    high = tl.minimum(tl.load(index + 4, mask=there, other=-1), key_start + N - 1)[:, None]
-    q0 = tl.load(Index + b * stride_ib + (0 if PACKED else block * ROWS) * 5)
+    Index += b * stride_ib
+    key_start = tl.load(Index + KEY_START)
+    query_index, start, low, high = _rows(Index, row, there)
+    query_index, start, low = query_index[:, None], start[:, None], low[:, None]
+    high = tl.minimum(high, key_start + N - 1)[:, None]
+    q0 = tl.load(Index + (0 if PACKED else block * ROWS) * WIDTH + QUERY)
     q = tl.load(
         Q + b * stride_qb + head[:, None] * stride_qh + row[:, None] * stride_qm + d[None, :],
         mask=there[:, None] & (d < D)[None, :], other=0.0,
@@ -141,22 +155,21 @@ def forward_kernel(
     acc = tl.zeros((ROWS, EP), tl.float32)
     m = tl.full((ROWS,), -1e30, tl.float32)
     total, w = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
-    slot_q = position[:, None]
     for far in tl.static_range(2):
         begin, end, skip = (a, z, 0) if far == 1 else (first, last - (z - a), z - a)
         acc, m, total, w = _forward_tiles(
             acc, m, total, w, q, K, V, stride_kn, stride_vn, begin, end, a, skip, N, scaling,
-            slot_q, low, high, start, gain, bias, y, q0, key_start, sinks,
+            query_index, low, high, start, gain, bias, y, q0, key_start, sinks,
             MAP, HAS_Y, VALUE, ENTROPY, far == 1, ROWS, COLUMNS // 2 if MAP and far == 0 else COLUMNS,
             SPAN, D, DP, E, EP, OUTER, INNER, PRECISION, STAGES,
         )
-    seen = total > 0
-    safe = tl.where(seen, total, 1.0)
+    visible = total > 0
+    safe = tl.where(visible, total, 1.0)
     out_row = flat * SPLITS + split
-    lse = tl.where(seen, m + tl.log(safe), float("-inf"))
+    lse = tl.where(visible, m + tl.log(safe), float("-inf"))
     tl.store(Lse + out_row, lse, mask=there)
     if ENTROPY:
-        tl.store(Entropy + out_row, tl.where(seen, tl.log(safe) - w / safe, 0.0), mask=there)
+        tl.store(Entropy + out_row, tl.where(visible, tl.log(safe) - w / safe, 0.0), mask=there)
     if VALUE:
         out = acc / safe[:, None]
         tl.store(
@@ -165,12 +178,12 @@ def forward_kernel(
 
 @triton.jit
 def _d_logits(
-    s, dp, lse, delta, entropy, d_entropy, seen, ENTROPY: tl.constexpr, VALUE: tl.constexpr, FAR: tl.constexpr
+    s, dp, lse, delta, entropy, d_entropy, visible, ENTROPY: tl.constexpr, VALUE: tl.constexpr, FAR: tl.constexpr
 ):
     """Probabilities and the gradient of the logits; the row's numbers come in the shape that fits s."""
     p = tl.exp(s - lse)
     if not FAR:
-        p = tl.where(seen, p, 0.0)
+        p = tl.where(visible, p, 0.0)
     d = p * (dp - delta) if VALUE else p * (0.0 - delta)
     if ENTROPY:  # dH / dL_j = -p_j (L_j - mean L), and mean L = lse - H
         d -= d_entropy * p * (s - lse + entropy)
@@ -179,7 +192,7 @@ def _d_logits(
 @triton.jit
 def _query_tiles(
     dq, dy, q, do, K, V, stride_kn, stride_vn, begin, end, a, skip, N, scaling, lse, delta, entropy, d_entropy,
-    slot_q, low, high, start, gain, bias, y, q0, key_start, sinks,
+    query_index, low, high, start, gain, bias, y, q0, key_start, sinks,
     MAP: tl.constexpr, HAS_Y: tl.constexpr, VALUE: tl.constexpr, ENTROPY: tl.constexpr, FAR: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
     OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -193,9 +206,9 @@ def _query_tiles(
             mask=(column < N)[:, None] & (d < D)[None, :], other=0.0,
         )
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
-        slot_k = (key_start + column)[None, :]
+        key_index = (key_start + column)[None, :]
         s, g, b = _logits(
-            s, slot_q, slot_k, low, high, start, gain, bias, y, q0, key_start + c, sinks,
+            s, query_index, key_index, low, high, start, gain, bias, y, q0, key_start + c, sinks,
             MAP, HAS_Y, FAR, ROWS, COLUMNS, OUTER, INNER,
         )
         dp = s
@@ -205,8 +218,8 @@ def _query_tiles(
                 mask=(column < N)[:, None] & (e < E)[None, :], other=0.0,
             )
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        seen = (slot_k >= low) & (slot_k <= high)
-        _, ds = _d_logits(s, dp, lse, delta, entropy, d_entropy, seen, ENTROPY, VALUE, FAR)
+        visible = (key_index >= low) & (key_index <= high)
+        _, ds = _d_logits(s, dp, lse, delta, entropy, d_entropy, visible, ENTROPY, VALUE, FAR)
         if HAS_Y:
             dy += tl.sum(ds * b, 1)
         if MAP:
@@ -229,13 +242,12 @@ def query_kernel(
     b, h = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
     row = block * ROWS + tl.arange(0, ROWS)
     there, d, e = row < M, tl.arange(0, DP), tl.arange(0, EP)
-    index = Index + b * stride_ib + row * 5
-    slot_q = tl.load(index, mask=there, other=0)[:, None]
-    key_start = tl.load(Index + b * stride_ib + 1)
-    start = tl.load(index + 2, mask=there, other=0)[:, None]
-    low = tl.load(index + 3, mask=there, other=2147483647)[:, None]
-    high = tl.minimum(tl.load(index + 4, mask=there, other=-1), key_start + N - 1)[:, None]
-    q0 = tl.load(Index + b * stride_ib + block * ROWS * 5)
+    Index += b * stride_ib
+    key_start = tl.load(Index + KEY_START)
+    query_index, start, low, high = _rows(Index, row, there)
+    query_index, start, low = query_index[:, None], start[:, None], low[:, None]
+    high = tl.minimum(high, key_start + N - 1)[:, None]
+    q0 = tl.load(Index + block * ROWS * WIDTH + QUERY)
     inside = there[:, None] & (d < D)[None, :]
     q = tl.load(Q + b * stride_qb + h * stride_qh + row[:, None] * stride_qm + d[None, :], mask=inside, other=0.0)
     flat = (b * HEADS + h) * M + row
@@ -256,7 +268,7 @@ def query_kernel(
         begin, end, skip = (a, z, 0) if far == 1 else (first, last - (z - a), z - a)
         dq, dy = _query_tiles(
             dq, dy, q, do, K, V, stride_kn, stride_vn, begin, end, a, skip, N, scaling, lse, delta, entropy, d_entropy,
-            slot_q, low, high, start, gain, bias, y, q0, key_start, sinks,
+            query_index, low, high, start, gain, bias, y, q0, key_start, sinks,
             MAP, HAS_Y, VALUE, ENTROPY, far == 1, ROWS, COLUMNS // 2 if MAP and far == 0 else COLUMNS,
             D, DP, E, EP, OUTER, INNER, PRECISION, STAGES,
         )
@@ -267,7 +279,7 @@ def query_kernel(
 @triton.jit
 def _key_tiles(
     dk, dv, k, v, Q, DO, Lse, Delta, Entropy, DEntropy, Y, Index, stride_qm, begin, end, a, skip, M, flat0, scaling,
-    slot_k, gain, bias, k0, sinks,
+    key_index, gain, bias, k0, sinks,
     MAP: tl.constexpr, HAS_Y: tl.constexpr, VALUE: tl.constexpr, ENTROPY: tl.constexpr, FAR: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
     OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -282,13 +294,11 @@ def _key_tiles(
             mask=there[:, None] & (d < D)[None, :], other=0.0,
         )
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scaling
-        slot_q = tl.load(Index + row * 5, mask=there, other=0)[None, :]
-        start = tl.load(Index + row * 5 + 2, mask=there, other=0)[None, :]
-        low = tl.load(Index + row * 5 + 3, mask=there, other=2147483647)[None, :]
-        high = tl.load(Index + row * 5 + 4, mask=there, other=-1)[None, :]
+        query_index, start, low, high = _rows(Index, row, there)
+        query_index, start, low, high = query_index[None, :], start[None, :], low[None, :], high[None, :]
         y = tl.load(Y + flat, mask=there, other=1.0)[None, :] if HAS_Y else 1.0
         s, g, _ = _logits(
-            s, slot_q, slot_k, low, high, start, gain, bias, y, tl.load(Index + c * 5), k0, sinks,
+            s, query_index, key_index, low, high, start, gain, bias, y, tl.load(Index + c * WIDTH + QUERY), k0, sinks,
             MAP, HAS_Y, FAR, ROWS, COLUMNS, OUTER, INNER,
         )
         lse = tl.load(Lse + flat, mask=there, other=0.0)[None, :]
@@ -299,8 +309,8 @@ def _key_tiles(
         if VALUE:
             do = tl.load(DO + flat[:, None] * E + e[None, :], mask=there[:, None] & (e < E)[None, :], other=0.0)
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        seen = (slot_k >= low) & (slot_k <= high)
-        p, ds = _d_logits(s, dp, lse, delta, entropy, d_entropy, seen, ENTROPY, VALUE, FAR)
+        visible = (key_index >= low) & (key_index <= high)
+        p, ds = _d_logits(s, dp, lse, delta, entropy, d_entropy, visible, ENTROPY, VALUE, FAR)
         if VALUE:
             dv += tl.dot(p.to(do.dtype), do, input_precision=PRECISION)
         if MAP:
@@ -332,8 +342,8 @@ def key_kernel(
             mask=there[:, None] & (e < E)[None, :], other=0.0,
         )
     Index += b * stride_ib
-    k0 = tl.load(Index + 1) + block * COLUMNS
-    slot_k = (k0 + tl.arange(0, COLUMNS))[:, None]
+    k0 = tl.load(Index + KEY_START) + block * COLUMNS
+    key_index = (k0 + tl.arange(0, COLUMNS))[:, None]
     ranges = Ranges + b * stride_rb + block * 4
     first, a, z, last = tl.load(ranges), tl.load(ranges + 1), tl.load(ranges + 2), tl.load(ranges + 3)
     dk, dv = tl.zeros((COLUMNS, DP), tl.float32), tl.zeros((COLUMNS, EP), tl.float32)
@@ -344,7 +354,7 @@ def key_kernel(
             dk, dv = _key_tiles(
                 dk, dv, k, v, Q + b * stride_qb + h * stride_qh, DO, Lse, Delta, Entropy, DEntropy, Y, Index,
                 stride_qm, begin, end, a, skip, M, (b * HEADS + h) * M, scaling,
-                slot_k, Gain + h * stride_gain, Bias + h * stride_bias, k0, sinks,
+                key_index, Gain + h * stride_gain, Bias + h * stride_bias, k0, sinks,
                 MAP, HAS_Y, VALUE, ENTROPY, far == 1, ROWS // 2 if MAP and far == 0 else ROWS, COLUMNS,
                 D, DP, E, EP, OUTER, INNER, PRECISION, STAGES,
             )
