@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import tempfile
 from pathlib import Path
 
 import torch
+
+from .methods.registry import did_you_mean
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -42,8 +43,7 @@ def check_dtype(name: str, *more: str) -> None:
     """Raise ValueError unless `name` is a floating point dtype, or one of `more`."""
     known = (*more, *DTYPES)
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(name, known)
         raise ValueError(f"{name!r} is no torch dtype that a model can run in; {hint}known: {', '.join(known)}")
 
 

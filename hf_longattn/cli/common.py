@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from ..config import length_of
+
+if TYPE_CHECKING:
+    import torch
 
 console = Console()
 
@@ -45,6 +50,26 @@ def precision(model: str, dtype: str, device: str) -> str:
     if chosen != dtype:
         console.print(f"Read in {chosen}: this CPU multiplies the checkpoint's own precision slowly. --dtype takes another.")
     return chosen
+
+
+def read_tokens(text: Path, tokenizer: Any, length: int) -> torch.Tensor:
+    """The first `length` tokens of a text, (1, length); ValueError if it has fewer."""
+    from ..checks import read_text
+
+    ids: torch.Tensor = tokenizer(read_text(text), return_tensors="pt", verbose=False).input_ids
+    if ids.shape[1] < length:
+        raise ValueError(f"{text} has {ids.shape[1]} tokens, {length} are needed")
+    return ids[:, :length]
+
+
+def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """For the console: names to the left, numbers to the right."""
+    out = Table(title=title)
+    for number, column in enumerate(columns):
+        out.add_column(column, justify="right" if number else "left", no_wrap=not number)
+    for row in rows:
+        out.add_row(*map(escape, row))
+    return out
 
 
 def shown(path: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .common import Device, Dtype, command_line, console, precision, refusing, shown, tokens
+from .common import Device, Dtype, command_line, console, precision, refusing, shown, table, tokens
 
 if TYPE_CHECKING:
     from ..measuring.evaluation import Plan, Results, Store
@@ -146,6 +145,7 @@ def _write(plan: Plan, store: Store, out: Path, title: str | None) -> Results:
 
     from ..measuring.evaluation import Results
     from ..measuring.report import write_report
+    from ..measuring.rows import versions_line
 
     names = [s.name for s in plan.settings]
     names += [s for s in dict.fromkeys(r["setting"] for r in store.rows.values()) if s not in names]
@@ -166,7 +166,7 @@ def _write(plan: Plan, store: Store, out: Path, title: str | None) -> Results:
         "Texts": ", ".join(texts),
         "Precision": ", ".join(dict.fromkeys(r.get("dtype", plan.dtype) for r in store.rows.values())) or plan.dtype,
         "Commands": results.command(),
-        "Versions": ", ".join(f"{p} {version(p)}" for p in ("hf_longattn", "transformers", "torch")),
+        "Versions": versions_line("hf_longattn", "transformers", "torch"),
         "Threads": str(torch.get_num_threads()),
         "Seconds": f"{sum(r['seconds'] for r in store.rows.values()):.0f} for all rows together",
     }
@@ -177,13 +177,7 @@ def _write(plan: Plan, store: Store, out: Path, title: str | None) -> Results:
 
 
 def _table(results: Results) -> Table:
-    shown = Table(title="Loss in nats per token, by context length")
-    for column in ("", *(f"{n:,}" for n in results.lengths)):
-        shown.add_column(column, justify="left" if not column else "right")
-    for name in results.settings:
-        cells = []
-        for n in results.lengths:
-            losses = list(results.losses(name, n).values())
-            cells.append(f"{sum(losses) / len(losses):.3f}" if losses else "–")
-        shown.add_row(escape(name), *cells)
-    return shown
+    losses = {(name, n): list(results.losses(name, n).values()) for name in results.settings for n in results.lengths}
+    cells = {key: f"{sum(found) / len(found):.3f}" if found else "–" for key, found in losses.items()}
+    rows = [[name, *(cells[name, n] for n in results.lengths)] for name in results.settings]
+    return table("Loss in nats per token, by context length", ["", *(f"{n:,}" for n in results.lengths)], rows)

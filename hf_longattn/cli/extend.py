@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import track
-from rich.table import Table
 
-from .common import Device, Dtype, console, precision, refusing, tokens
+from .common import Device, Dtype, console, precision, read_tokens, refusing, table, tokens
 
 if TYPE_CHECKING:
     from ..measuring.extension import Scores
@@ -34,7 +33,7 @@ def extend(
     """
     from transformers import AutoTokenizer
 
-    from ..checks import check_output, device_of, read_text
+    from ..checks import check_output, device_of
     from ..integration import apply, describe, rope
     from ..measuring.extension import YARN, best, by_head, candidates, plan_copies, score
     from ..measuring.settings import UNMODIFIED, Setting, check_setting, load_setting, own_precision
@@ -47,8 +46,6 @@ def extend(
             raise typer.BadParameter(f"{out} is not empty; nothing is overwritten", param_hint="--out")
     with refusing("--device"):
         device = device_of(device)
-    with refusing("--text"):
-        content = read_text(text)
     with refusing("MODEL"):
         trained = check_setting(Setting(UNMODIFIED), model).train_length
         tokenizer = AutoTokenizer.from_pretrained(model)
@@ -56,9 +53,8 @@ def extend(
         raise typer.BadParameter(f"the model was trained at {trained} tokens; nothing to extend", param_hint="--to")
     with refusing("--to"):
         copies = plan_copies(trained, length)
-    ids = tokenizer(content, return_tensors="pt", verbose=False).input_ids[:, :length]
-    if ids.shape[1] < length:
-        raise typer.BadParameter(f"{text} has {ids.shape[1]} tokens, {length} are needed", param_hint="--text")
+    with refusing("--text"):
+        ids = read_tokens(text, tokenizer, length)
     chosen = precision(model, dtype, device)
     loaded = load_setting(Setting(UNMODIFIED), model, chosen, device)
 
@@ -73,7 +69,9 @@ def extend(
             apply(this, setting.config)
         scores[name] = s = score(this, ids.to(this.device), trained, copies)
         console.print(f"{name}: prose {s.within:.3f} within, {s.beyond:.3f} beyond; copies {s.copying:.2f}", highlight=False)
-    console.print(table(scores, trained, length, [c.distance for c in copies]))
+    columns = ["", f"prose to {trained}", "prose beyond", *(f"copy {c.distance} back" for c in copies)]
+    body = [[n, f"{s.within:.3f}", f"{s.beyond:.3f}", *(f"{x:.2f}" for x in s.copies)] for n, s in scores.items()]
+    console.print(table(f"Loss in nats per token; trained at {trained}, read to {length}", columns, body))
 
     try:
         choice = best(scores, UNMODIFIED, tolerance)
@@ -108,15 +106,6 @@ def extend(
     (out / "extend.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     plot(scores, [c.distance for c in copies], out / "extend.png")
     console.print(f"Saved to {out}; load it with: import hf_longattn; AutoModelForCausalLM.from_pretrained({str(out)!r})")
-
-
-def table(scores: dict[str, Scores], trained: int, length: int, distances: list[int]) -> Table:
-    shown = Table(title=f"Loss in nats per token; trained at {trained}, read to {length}")
-    for column in ("", f"prose to {trained}", "prose beyond", *(f"copy {d} back" for d in distances)):
-        shown.add_column(column, justify="left" if not column else "right", no_wrap=not column)
-    for name, s in scores.items():
-        shown.add_row(name, *(f"{x:.3f}" for x in (s.within, s.beyond)), *(f"{x:.2f}" for x in s.copies))
-    return shown
 
 
 def plot(scores: dict[str, Scores], distances: list[int], path: Path) -> None:

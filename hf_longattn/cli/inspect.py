@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table as RichTable
 
 from .. import __version__
-from .common import Device, Dtype, command_line, console, precision, refusing, tokens
+from .common import Device, Dtype, command_line, console, precision, read_tokens, refusing, table, tokens
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +87,7 @@ def inspect(
     with refusing("MODEL"):
         check_model(model)
     with refusing("--text"):
-        ids = _read(text, model, n)
+        ids = read_tokens(text, transformers.AutoTokenizer.from_pretrained(model), n)
     with refusing("--method"):
         check_lengths(model, [n])
         for setting in settings:
@@ -119,7 +118,9 @@ def inspect(
     command = command_line(context)
     names = key_names(options.local, options.sinks)
     parts = sections(results, names, protocol, command)
-    console.print(_shown(parts[0][1].tables[0]))
+    means = parts[0][1].tables[0]
+    cells = [[str(name), *("–" if v is None else f"{v:.3f}" for v in values)] for name, *values in means.rows]
+    console.print(table(means.title, means.columns, cells))
     if out is None:
         return
     facts = {
@@ -174,18 +175,6 @@ def _check_out(out: Path) -> None:
         raise typer.BadParameter(f"{out} is neither empty nor a report; nothing is overwritten", param_hint="--out")
 
 
-def _read(text: Path, model: str, length: int) -> torch.Tensor:
-    from transformers import AutoTokenizer
-
-    from ..checks import read_text
-
-    content = read_text(text)
-    ids: torch.Tensor = AutoTokenizer.from_pretrained(model)(content, return_tensors="pt", verbose=False).input_ids
-    if ids.shape[1] < length:
-        raise ValueError(f"{text} has {ids.shape[1]} tokens, {length} are needed")
-    return ids[:, :length]
-
-
 def _numbers(text: str) -> list[int]:
     found: list[int] = []
     for part in text.split(","):
@@ -207,12 +196,3 @@ def _observed(model: str, layers: list[int] | None) -> int:
         empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
     with capture(empty, layers) as seen:
         return seen.layers
-
-
-def _shown(table: Any) -> RichTable:
-    shown = RichTable(title=table.title)
-    for column in table.columns:
-        shown.add_column(column, justify="right" if column else "left")
-    for name, *values in table.rows:
-        shown.add_row(str(name), *("–" if v is None else f"{v:.3f}" for v in values))
-    return shown

@@ -15,7 +15,6 @@ A YAML file maps names to entries with the fields of `Setting`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +33,7 @@ from ..integration.model import knowing
 from ..integration.names import RECORD, is_ours
 from ..integration.planning import bound_config
 from ..methods.method import ModelFacts
+from ..methods.registry import did_you_mean
 
 UNMODIFIED = "unmodified"
 #: Position encodings by name, and the fewest and most numbers they take.
@@ -301,9 +301,8 @@ def parse_rope(text: str) -> tuple[str, list[float]]:
     """The name of a position encoding and its numbers; ValueError if there is none of that name or with so many."""
     name, *numbers = text.split(":")
     if name not in ROPES:
-        near = difflib.get_close_matches(name, ROPES, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown position encoding {text!r}{hint} Known: {PLAIN}, {', '.join(ROPES)}")
+        hint = did_you_mean(name, ROPES)
+        raise ValueError(f"unknown position encoding {text!r}; {hint}known: {PLAIN}, {', '.join(ROPES)}")
     fewest, most = ROPES[name]
     try:
         values = [float(n) for n in numbers]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import types
 from collections.abc import Sequence
@@ -13,6 +12,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..checks import read_text
 from ..measuring.settings import UNMODIFIED, Setting
+from ..methods.method import require_in
+from ..methods.registry import did_you_mean
 
 #: Numbers that an optimiser refuses below zero, long after the start.
 NOT_NEGATIVE = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")
@@ -214,12 +215,8 @@ def recipe_file(source: str) -> Path:
     if source not in RECIPES:
         if Path(source).is_file():
             return Path(source)
-        close = difflib.get_close_matches(source, RECIPES, 1)
-        raise ValueError(
-            f"there is no recipe {source!r}"
-            + (f"; did you mean {close[0]!r}?" if close else "")
-            + f" Give a YAML file or one of {', '.join(RECIPES)}"
-        )
+        hint = did_you_mean(source, RECIPES)
+        raise ValueError(f"there is no recipe {source!r}; {hint}give a YAML file or one of {', '.join(RECIPES)}")
     package = Path(__file__).parents[1]
     for folder in (package / "recipes", package.parent / "recipes"):  # of a wheel, of a checkout
         if (folder / f"{source}.yaml").is_file():
@@ -294,13 +291,11 @@ def check(recipe: Recipe) -> None:
     if recipe.strength is not None:
         if attention is None or not hasattr(attention.logit_map, "strength"):
             raise ValueError(f"a strength schedule needs a method with a strength (scale_invariant), not {recipe.method}")
-        _in("strength.start", recipe.strength.start)
-        _in("strength.end", recipe.strength.end)
-        _in("strength.share", recipe.strength.share)
+        _require_shares("strength", recipe.strength, "start", "end", "share")
     if recipe.calibrate and attention is None:
         raise ValueError("calibrate measures attention for a method, and none is given")
     if recipe.distill is not None:
-        _in("distill.weight", recipe.distill.weight)
+        _require_shares("distill", recipe.distill, "weight")
         if not recipe.distill.temperature > 0:
             raise ValueError("distill.temperature must be > 0")
         if recipe.lora is None:
@@ -312,14 +307,13 @@ def check(recipe: Recipe) -> None:
     if recipe.positions == "skip":
         if recipe.needle is not None or recipe.packing == "documents":
             raise ValueError("positions: skip works on plain windows of text, not on needles or packed documents")
-        _in("skip.unskipped", recipe.skip.unskipped)
-        _in("skip.repeat", recipe.skip.repeat)
+        _require_shares("skip", recipe.skip, "unskipped", "repeat")
         if not 2 <= recipe.skip.chunks <= recipe.length // 2:
             raise ValueError(f"skip.chunks must lie in [2, {recipe.length // 2}], got {recipe.skip.chunks}")
         if recipe.skip.target_length <= recipe.length:
             raise ValueError(f"skip.target_length must exceed length ({recipe.length}), got {recipe.skip.target_length}")
     if recipe.schedule is not None:
-        _in("schedule.warmup + schedule.cooldown", recipe.schedule.warmup + recipe.schedule.cooldown)
+        require_in("schedule.warmup + schedule.cooldown", recipe.schedule.warmup + recipe.schedule.cooldown, 0.0, 1.0)
         if {"lr_scheduler_type", "warmup_steps", "warmup_ratio", "lr_scheduler_kwargs"} & set(recipe.trainer):
             raise ValueError("schedule and trainer.lr_scheduler_type (or trainer.warmup_*) exclude each other: schedule=null")
     if recipe.trainer.get("max_steps", -1) <= 0:
@@ -332,9 +326,9 @@ def check(recipe: Recipe) -> None:
         )
 
 
-def _in(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must lie in [0, 1], got {value}")
+def _require_shares(section: str, values: Any, *names: str) -> None:
+    for name in names:
+        require_in(f"{section}.{name}", getattr(values, name), 0.0, 1.0)
 
 
 def _no_trainer_keys_outside(given: Any) -> None:
@@ -348,8 +342,7 @@ def _no_trainer_keys_outside(given: Any) -> None:
         raise ValueError(f"trainer must map keys of transformers' TrainingArguments to values, got {trainer!r}")
     for key, value in trainer.items():
         if key not in known:
-            close = difflib.get_close_matches(key, known, 1)
-            hint = "use output" if key == "output_dir" else f"did you mean {close[0]!r}?" if close else "see TrainingArguments"
+            hint = "use output" if key == "output_dir" else did_you_mean(key, known) or "see TrainingArguments"
             raise ValueError(f"trainer.{key} is no key of transformers' TrainingArguments; {hint}")
         if not _fits(value, hints[key]):
             raise ValueError(f"trainer.{key} cannot be {value!r}: it is {_said(hints[key])}")

@@ -33,15 +33,7 @@ class Table:
 
     def to_dict(self) -> dict[str, Any]:
         rows = [[None if isinstance(c, float) and c != c else c for c in row] for row in self.rows]  # JSON knows no NaN
-        shade = None if self.shade is None else list(self.shade)
-        return {
-            "title": self.title,
-            "columns": list(self.columns),
-            "rows": rows,
-            "digits": self.digits,
-            "note": self.note,
-            "shade": shade,
-        }
+        return {**vars(self), "columns": list(self.columns), "rows": rows}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Table:
@@ -63,7 +55,7 @@ class Figure:
             raise ValueError(f"a figure's name is a file name of letters, digits, dots and dashes; got {self.name!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "alt": self.alt, "caption": self.caption, "png": base64.b64encode(self.png).decode()}
+        return {**vars(self), "png": base64.b64encode(self.png).decode()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Figure:
@@ -86,19 +78,9 @@ class Section:
         return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "title": self.title,
-            "text": self.text,
-            "tables": [t.to_dict() for t in self.tables],
-            "figures": [f.to_dict() for f in self.figures],
-            "protocol": self.protocol,
-            "command": self.command,
-        }
+        return {**vars(self), "tables": [t.to_dict() for t in self.tables], "figures": [f.to_dict() for f in self.figures]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Section:
-        parts = {
-            "tables": tuple(Table.from_dict(t) for t in data["tables"]),
-            "figures": tuple(Figure.from_dict(f) for f in data["figures"]),
-        }
-        return cls(**{**data, **parts})
+        tables, figures = map(Table.from_dict, data["tables"]), map(Figure.from_dict, data["figures"])
+        return cls(**{**data, "tables": tuple(tables), "figures": tuple(figures)})

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .sample import Encoder
+
 #: What a label says where there is no loss.
 IGNORE = -100
 
@@ -86,18 +88,17 @@ class NeedleTask:
     ) -> None:
         if not 1 <= needles <= len(CITIES):
             raise ValueError(f"needles must lie in [1, {len(CITIES)}], got {needles}")
-        self.tokenizer, self.needles, self.seed = tokenizer, needles, seed
+        self.tokenizer, self.encode, self.needles, self.seed = tokenizer, Encoder(tokenizer), needles, seed
         if not isinstance(haystack, Tensor):
-            haystack = torch.tensor(self._encode(haystack if isinstance(haystack, str) else "\n\n".join(haystack)))
+            haystack = torch.tensor(self.encode(haystack if isinstance(haystack, str) else "\n\n".join(haystack)))
         self.haystack = haystack
-        self._question = self._encode(question)
-        self._start = [] if tokenizer.bos_token_id is None or not self._adds_start() else [tokenizer.bos_token_id]
+        self._question = self.encode(question)
         self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     @property
     def minimum_length(self) -> int:
         """The shortest length that holds any choice of needles, question and answer, with a token of haystack each."""
-        longest = max(CITIES, key=lambda city: len(self._encode(Needle(city, 8888888).sentence)))
+        longest = max(CITIES, key=lambda city: len(self.encode(Needle(city, 8888888).sentence)))
         needles = (Needle(longest, 8888888),) * self.needles
         pieces, _ = self._answer(needles)
         return self._fixed(needles) + len(pieces) + self.needles
@@ -135,9 +136,9 @@ class NeedleTask:
             places = sorted(round(d * room) for d in depths)
         else:
             raise ValueError(f"depths must be {self.needles} numbers in [0, 1], got {list(depths)}")
-        ids, used = list(self._start), 0
+        ids, used = list(self.encode.start), 0
         for needle, place in zip(needles, places, strict=True):
-            ids += hay[used:place] + self._encode(needle.sentence)
+            ids += hay[used:place] + self.encode(needle.sentence)
             used = place
         ids += hay[used:] + self._question
         labels = torch.tensor([IGNORE] * len(ids) + answer)
@@ -156,17 +157,11 @@ class NeedleTask:
         spans = []
         for needle in needles:
             if ids:
-                ids += self._encode(";")
+                ids += self.encode(";")
             first = len(ids)
-            ids += self._encode(needle.answer)
+            ids += self.encode(needle.answer)
             spans.append((first, len(ids)))
         return ids + self._end, spans
 
     def _fixed(self, needles: Sequence[Needle]) -> int:
-        return len(self._start) + len(self._question) + sum(len(self._encode(n.sentence)) for n in needles)
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    def _adds_start(self) -> bool:
-        return list(self.tokenizer("a")["input_ids"])[:1] == [self.tokenizer.bos_token_id]
+        return len(self.encode.start) + len(self._question) + sum(len(self.encode(n.sentence)) for n in needles)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from torch import Tensor
 
+from ...methods.registry import did_you_mean
 from .needle import NeedleSample, NeedleTask
 from .sample import Task
 from .text import LINE_TASKS, LineTask
@@ -40,9 +40,7 @@ def canonical(name: str) -> str:
     """
     name = ALIASES.get(name, name)
     if name not in TASK_NAMES:
-        near = difflib.get_close_matches(name, TASK_NAMES, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown task {name!r}; {hint}known tasks: {', '.join(TASK_NAMES)}")
+        raise ValueError(f"unknown task {name!r}; {did_you_mean(name, TASK_NAMES)}known tasks: {', '.join(TASK_NAMES)}")
     return name
 
 
