@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_longattn
 from hf_longattn.integration.dispatch import attention_forward
@@ -93,7 +94,7 @@ def deepspeed(out: Path) -> dict[str, Any]:
 
     def start(m: PreTrainedModel) -> None:
         name = m.config._attn_implementation
-        AttentionInterface.register(name, attention_forward)  # in place of the last model's
+        ALL_ATTENTION_FUNCTIONS[name] = attention_forward  # in place of the last model's
         state._release_sequence_parallel_groups()
         UlyssesSPAttentionHF.register_with_transformers(m, name, RANKS, 1, 24, seq_length_is_variable=True)
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from distributed_worker import ALL_SPLIT, RANKS, SHARDED, SPLIT, gradients, made, sequences, step
 from helpers import close, tokens

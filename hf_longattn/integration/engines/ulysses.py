@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_to_all_single  # the one with a gradient
 
 from ...attention.geometry import Columns, Rows
+from ..state import plan_of
 
 _JUMP = (
     "position_ids jump forward within a sequence that is split over processes: they say where documents start, by counting "
@@ -39,7 +40,7 @@ def split_sequence(model: nn.Module, group: Any) -> None:
     Raises:
         ValueError: no layer of the model runs a method.
     """
-    modules = [m for m in model.modules() if "longattn_plan" in m.__dict__]
+    modules = [m for m in model.modules() if plan_of(m) is not None]
     if not modules:
         raise ValueError("no layer of this model runs an hf_longattn method: apply one first")
     for module in modules:

@@ -23,8 +23,9 @@ from ...attention.reference import finish, length_factor
 from ...config import LongAttnConfig
 from ...methods.base import EntropyTemperature
 from ...methods.learned import LearnedParts, learned_parts
-from ..layers import candidates_of, facts_of
+from ..layers import candidates_of
 from ..names import TRIPWIRE, is_ours, short
+from ..planning import facts_of
 
 NAME = "vllm"
 
