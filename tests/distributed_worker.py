@@ -1,8 +1,9 @@
-"""What `test_distributed.py` runs in each of two processes: `python distributed_worker.py JOB RANK STORE OUT`."""
+"""What `test_distributed.py` runs in each of two processes: `python distributed_worker.py JOB,JOB RANK STORE OUT`."""
 
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import sys
 import warnings
 from pathlib import Path
@@ -12,7 +13,11 @@ import torch
 from cases import CASES
 from helpers import fresh, tokens
 from torch import Tensor
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_longattn
 from hf_longattn.integration.dispatch import attention_forward
@@ -24,6 +29,7 @@ SPLIT = ("infoscale+cosscale", "mapped+adaptive", "alibi", "calibrated", "logn_l
 SPLIT += ("output_standardise",)
 #: Those that run on sequences split over processes, some with sliding layers that are left alone, or softcaps.
 ALL_SPLIT = (*SPLIT, "gemma3/alibi", "gemma2/logn_learned")
+SHARDED = ("scale_invariant", "logn_learned", "output_layer_norm", "rerope")
 
 
 def made(case: str, family: str = "llama") -> PreTrainedModel:
@@ -88,13 +94,16 @@ def deepspeed(out: Path) -> dict[str, Any]:
 
     def start(m: PreTrainedModel) -> None:
         name = m.config._attn_implementation
-        AttentionInterface.register(name, attention_forward)  # in place of the last model's
+        ALL_ATTENTION_FUNCTIONS[name] = attention_forward  # in place of the last model's
         state._release_sequence_parallel_groups()
         UlyssesSPAttentionHF.register_with_transformers(m, name, RANKS, 1, 24, seq_length_is_variable=True)
 
     import deepspeed
     import deepspeed.runtime.sequence_parallel.parallel_state_sp as state
 
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: (
+        None
+    )  # it compiles for minutes, behind a lock that a killed run leaves
     deepspeed.init_distributed("gloo")
     return _sequences(start, batch=1)
 
@@ -123,16 +132,51 @@ def _sequences(start: Any, batch: int | None = None) -> dict[str, Any]:
     return results
 
 
-JOBS = {f.__name__: f for f in (tensor_parallel, split_sequence, deepspeed)}
+def fully_sharded(out: Path) -> dict[str, Any]:
+    """Two steps of training with weights sharded by FSDP2, the second also after saving and loading everything."""
+    results: dict[str, Any] = {}
+    mine = tokens().chunk(RANKS)[torch.distributed.get_rank()]
+    for case in SHARDED:
+        m, optimizer = sharded(out / case)
+        _, first = step(m, input_ids=mine)
+        results[case] = {"gradients": gradients(m)}
+        optimizer.step()
+        model_state, optimizer_state = get_state_dict(m, optimizer)
+        checkpoint.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=out / f"{case}.steps")
+        whole = get_model_state_dict(m, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if torch.distributed.get_rank() == 0:
+            m.save_pretrained(out / f"{case}.saved", state_dict=whole)
+        optimizer.zero_grad()
+        _, second = step(m, input_ids=mine)
+
+        m, optimizer = sharded(out / case)
+        model_state, optimizer_state = get_state_dict(m, optimizer)
+        checkpoint.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=out / f"{case}.steps")
+        set_state_dict(m, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        _, resumed = step(m, input_ids=mine)
+        results[case] |= {"losses": [first, second, resumed]}
+    return results
+
+
+def sharded(path: Path) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
+    m = AutoModelForCausalLM.from_pretrained(path).train()
+    for layer in m.model.layers:
+        fully_shard(layer)
+    fully_shard(m)
+    return m, torch.optim.AdamW(m.parameters(), lr=0.01)
+
+
+JOBS = {f.__name__: f for f in (fully_sharded, tensor_parallel, split_sequence, deepspeed)}
 
 
 if __name__ == "__main__":
-    job, rank, store, out = sys.argv[1:]
+    jobs, rank, store, out = sys.argv[1:]
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(100, exit=True)
     warnings.simplefilter("ignore", hf_longattn.UntrainedWarning)
     torch.distributed.init_process_group(
         "gloo", f"file://{store}", rank=int(rank), world_size=RANKS, timeout=datetime.timedelta(seconds=60)
     )
-    found = JOBS[job](Path(out))
-    torch.save(found, Path(out) / f"{job}.{rank}")
+    for job in jobs.split(","):
+        torch.save(JOBS[job](Path(out)), Path(out) / f"{job}.{rank}")
     torch.distributed.destroy_process_group()

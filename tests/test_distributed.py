@@ -5,43 +5,73 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from distributed_worker import ALL_SPLIT, RANKS, SPLIT, gradients, made, sequences, step
+from distributed_worker import ALL_SPLIT, RANKS, SHARDED, SPLIT, gradients, made, sequences, step
 from helpers import close, tokens
+from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
 SECONDS = 150
 
 
-def together(job: str, out: Path) -> list[dict[str, Any]]:
-    """What a job of the worker returns in each process; all are stopped when one fails or time is up."""
-    command = [sys.executable, str(HERE / "distributed_worker.py"), job]
+def together(out: Path, *jobs: str) -> Path:
+    """Runs jobs of the worker, one after the other, in two processes; both are stopped when one fails or time is up."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
     environment |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     running = []
     for rank in range(RANKS):
+        command = [
+            sys.executable,
+            str(HERE / "distributed_worker.py"),
+            ",".join(jobs),
+            str(rank),
+            str(out / "store"),
+            str(out),
+        ]
         own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        arguments = [*command, str(rank), str(out / f"{job}.store"), str(out)]
-        with (out / f"{job}.{rank}.log").open("w") as log:
-            running.append(subprocess.Popen(arguments, env=own, stdout=log, stderr=log))
+        with (out / f"{rank}.log").open("w") as log:
+            running.append(subprocess.Popen(command, env=own, stdout=log, stderr=log))
+
+    def logs() -> str:
+        return "\n".join((out / f"{rank}.log").read_text()[-3000:] for rank in range(RANKS))
+
+    end = time.monotonic() + SECONDS
     try:
-        for rank, process in enumerate(running):
-            assert process.wait(SECONDS) == 0, (out / f"{job}.{rank}.log").read_text()[-4000:]
+        codes: list[int | None] = [None]
+        while None in codes:
+            time.sleep(0.05)
+            codes = [process.poll() for process in running]
+            assert not any(codes), logs()  # one that fails leaves the other waiting
+            assert time.monotonic() < end, logs()
     finally:
         for process in running:
             process.kill()
             process.wait()
+    return out
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of every job but DeepSpeed's, from one start of both processes; and the models they begin with."""
+    path = tmp_path_factory.mktemp("distributed")
+    for case in {*SPLIT, *SHARDED, "output_layer_norm"}:
+        made(case).save_pretrained(path / case)
+    return together(path, "tensor_parallel", "fully_sharded", "split_sequence")
+
+
+def of(out: Path, job: str) -> list[dict[str, Any]]:
+    """What a job returned in each process."""
     return [torch.load(out / f"{job}.{rank}") for rank in range(RANKS)]
 
 
-def test_tensor_parallel(tmp_path: Path) -> None:
+def test_tensor_parallel(out: Path) -> None:
     """tp_plan="auto": slopes, calibration and learned factors per head are those of the heads at hand."""
-    for case in (*SPLIT, "output_layer_norm"):
-        made(case).save_pretrained(tmp_path / case)
-    found = together("tensor_parallel", tmp_path)
+    found = of(out, "tensor_parallel")
     for case in SPLIT:
         m = made(case).train()
         logits, _ = step(m, input_ids=tokens())
@@ -55,22 +85,48 @@ def test_tensor_parallel(tmp_path: Path) -> None:
     assert all("normalises over all heads" in f["refused"] for f in found)
 
 
-@pytest.mark.parametrize("job", ["split_sequence", "deepspeed"])
-def test_a_sequence_split_over_processes(job: str, tmp_path: Path) -> None:
-    """Ulysses: logits of each half and gradients, of one text and of packed documents."""
-    batch = None
-    if job == "deepspeed":
-        pytest.importorskip("deepspeed")
-        batch = 1
-    found = together(job, tmp_path)
+def test_fully_sharded_weights(out: Path) -> None:
+    """FSDP2: gradients and two steps, saving whole and sharded, and going on from a checkpoint."""
+    found = of(out, "fully_sharded")
+    for case in SHARDED:
+        m = AutoModelForCausalLM.from_pretrained(out / case).train()
+        optimizer = torch.optim.AdamW(m.parameters(), lr=0.01)
+        halves = tokens().chunk(RANKS)
+        losses = [[step(m, input_ids=half)[1] for half in halves]]
+        for name, gradient in gradients(m).items():
+            close(found[0][case]["gradients"][name], gradient / RANKS, 1e-5, f"{case} {name}")
+        for parameter in m.parameters():
+            parameter.grad /= RANKS
+        optimizer.step()
+        with torch.no_grad():
+            saved = AutoModelForCausalLM.from_pretrained(out / f"{case}.saved")
+            close(saved(tokens()).logits, m(tokens()).logits, 5e-4, case)
+            losses += [[m(half, use_cache=False).logits.log_softmax(-1)[..., 3].mean() for half in halves]] * 2
+        for rank in range(RANKS):
+            got = torch.stack(found[rank][case]["losses"])
+            close(got, torch.stack([row[rank] for row in losses]), 5e-4, case)
+            assert got[1] == got[2]  # resumed
+
+
+def check_sequences(found: list[dict[str, Any]], batch: int | None = None) -> None:
     for case in ALL_SPLIT:
         family, _, name = case.rpartition("/")
         for kind, (ids, positions) in sequences().items():
             m = made(name, family or "llama").train()
             logits, _ = step(m, input_ids=ids[:batch], position_ids=positions[:batch])
-            expected = gradients(m)
-            both = torch.cat([f[f"{case} {kind}"]["logits"] for f in found], 1)
-            close(both, logits, 5e-5, f"{case} {kind}")
-            for name_, gradient in expected.items():
-                close(found[0][f"{case} {kind}"]["gradients"][name_], gradient, 1e-5, f"{case} {kind} {name_}")
+            got = [f[f"{case} {kind}"] for f in found]
+            close(torch.cat([g["logits"] for g in got], 1), logits, 5e-5, f"{case} {kind}")
+            for parameter, gradient in gradients(m).items():
+                close(got[0]["gradients"][parameter], gradient, 1e-5, f"{case} {kind} {parameter}")
     assert all("those of the whole sequence" in f["refused"] for f in found)
+
+
+def test_a_sequence_split_over_processes(out: Path) -> None:
+    """The exchange of `split_sequence`: logits of each half and gradients, of one text and of packed documents."""
+    check_sequences(of(out, "split_sequence"))
+
+
+def test_a_sequence_split_by_deepspeed(tmp_path: Path) -> None:
+    """The same by DeepSpeed's Ulysses."""
+    pytest.importorskip("deepspeed")
+    check_sequences(of(together(tmp_path, "deepspeed"), "deepspeed"), batch=1)

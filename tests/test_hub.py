@@ -187,10 +187,11 @@ def test_strict_checkpoints_are_for_this_package_alone(tmp_path: Path) -> None:
     hf_longattn.save(m, tmp_path / "strict", strict=True)
     (name,) = json.loads((tmp_path / "strict" / "config.json").read_text())["architectures"]
     assert name == "LongAttnLlamaForCausalLM"
-    assert not hasattr(transformers, name)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "strict")
     assert torch.equal(logits(loaded), logits(m))
-    assert loaded.config.architectures == ["LlamaForCausalLM"]
+    assert getattr(transformers, name) is type(loaded)
+    loaded.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     hf_longattn.save(m, tmp_path / "plain")
     assert json.loads((tmp_path / "plain" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 

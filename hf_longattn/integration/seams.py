@@ -113,7 +113,9 @@ def _from_dict(original: Callable[..., Any], cls: type, config_dict: dict[str, A
     if saved:
         config = out[0] if isinstance(out, tuple) else out
         config.__dict__["_longattn_saved"] = True
-        config.architectures = [name.removeprefix(TRIPWIRE) for name in config.architectures or ()] or None
+        for name in config.architectures or ():  # `transformers serve` looks a strict checkpoint's class up by it
+            if name.startswith(TRIPWIRE):
+                setattr(transformers, name, getattr(transformers, name.removeprefix(TRIPWIRE)))
     return out
 
 

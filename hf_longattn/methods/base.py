@@ -188,9 +188,13 @@ class LogitMapOfHeads(LogitMap):
     def sink_tokens(self) -> int:  # type: ignore[override]
         return self.whole.sink_tokens
 
-    def tables(self, heads: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        gain, bias = (self.part.own(t) if len(t) > 1 else t for t in self.whole.tables(self.part.of, length, device))
-        return gain, bias
+    @property
+    def blends(self) -> bool:  # type: ignore[override]
+        return self.whole.blends
+
+    def tables(self, heads: int, length: int, device: torch.device, *strength: Tensor) -> tuple[Tensor, Tensor]:
+        gain, bias = self.whole.tables(self.part.of, length, device, *strength)
+        return (self.part.own(gain) if len(gain) > 1 else gain), (self.part.own(bias) if len(bias) > 1 else bias)
 
 
 class OutputNorm(Method, ABC):

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_to_all_single  # the one with a gradient
 
 from ...attention.geometry import Columns, Rows
+from ..state import plan_of
 
 _JUMP = (
-    "position_ids jump forward within a sequence that is split over processes: they say where documents start, by counting from "
-    "0 again, and grow by 1 in between"
+    "position_ids jump forward within a sequence that is split over processes: they say where documents start, by counting "
+    "from 0 again, and grow by 1 in between"
 )
 _LOCAL = (
-    "position_ids of every process count from 0: with a sequence split over processes they must be those of the whole sequence, "
-    "so pass each process its part of them"
+    "position_ids of every process count from 0: with a sequence split over processes they must be those of the whole "
+    "sequence, so pass each process its part of them"
 )
 _groups: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
@@ -39,7 +40,7 @@ def split_sequence(model: nn.Module, group: Any) -> None:
     Raises:
         ValueError: no layer of the model runs a method.
     """
-    modules = [m for m in model.modules() if "longattn_plan" in m.__dict__]
+    modules = [m for m in model.modules() if plan_of(m) is not None]
     if not modules:
         raise ValueError("no layer of this model runs an hf_longattn method: apply one first")
     for module in modules:
@@ -98,14 +99,15 @@ def exchanged(
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     parts = [torch.empty_like(position_ids) for _ in range(world)]
     torch.distributed.all_gather(parts, position_ids.contiguous(), group=group)
-    out = compute(*(_swap(x, 1, 2, group) for x in (query, key, value)), torch.cat(parts, -1))
+    query, key, value = (_swap(x, 1, 2, group) for x in (query, key, value))
+    out = compute(query, key, value, torch.cat(parts, -1))
     return _swap(out, 1, 2, group)
 
 
 def _swap(x: Tensor, split: int, join: int, group: Any) -> Tensor:
     """x with dimension `split` divided among the processes and their parts joined along `join`."""
     parts = torch.stack(x.chunk(torch.distributed.get_world_size(group), split))
-    return torch.cat(all_to_all_single(torch.empty_like(parts), parts, group=group).unbind(), join)
+    return torch.cat(all_to_all_single(torch.empty_like(parts), parts, group=group).unbind(), join)  # type: ignore[call-arg]
 
 
 _last: tuple[Tensor, int | None, Rows] | None = None
