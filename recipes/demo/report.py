@@ -37,7 +37,7 @@ def write_summary(path: Path, far: Far, near: dict[str, float], facts: dict[str,
         return float(far[name].rows()[point][which][0])
 
     def price(name: str, which: str) -> str:
-        return f"{of(name, which, 0) - of('unmodified', which, 0):+.3f}"
+        return f"{round(of(name, which, 0) - of('unmodified', which, 0), 3) + 0.0:+.3f}"  # no -0.000
 
     adapted = [[name, f"{x:.3f}", f"{x - near['unmodified']:+.3f}"] for name, x in near.items()]
     text = f"""\
@@ -48,19 +48,19 @@ def write_summary(path: Path, far: Far, near: dict[str, float], facts: dict[str,
 
 ## Farther than trained, without training
 
-`hf_longattn.extend(model, to={2 * facts["trained"]})`. {BEFORE:,} tokens are read, then {AFTER} of other text, then {PASSAGE} that
-repeat the first. The table is the loss on both, in nats per token, with positions that jump behind the first reading: so
+`hf_longattn.extend(model, to={2 * facts["trained"]})`. {BEFORE:,} tokens are read, then {AFTER} of other text, then {PASSAGE}
+that repeat the first. The table is the loss on both, in nats per token, with positions that jump behind the first reading: so
 {TOKENS:,} tokens stand for a text of up to {2 * facts["trained"]:,}. Mean over two passages.
 
 {table(head, rows)}
 
-- **The gain:** {back[-1]:,} tokens back the unmodified model has lost the passage ({of("unmodified", "copy", -1):.2f} nats a token,
-  nearby {of("unmodified", "copy", 0):.2f}) and the text itself ({of("unmodified", "text", -1):.2f}). YaRN has
+- **The gain:** {back[-1]:,} tokens back the unmodified model has lost the passage ({of("unmodified", "copy", -1):.2f} nats a
+  token, nearby {of("unmodified", "copy", 0):.2f}) and the text itself ({of("unmodified", "text", -1):.2f}). YaRN has
   {of("YaRN × 2", "copy", -1):.2f} and {of("YaRN × 2", "text", -1):.2f}, `extend` {of("extend", "copy", -1):.2f} and
   {of("extend", "text", -1):.2f}.
 - **The price** nearby, on the copy and on other text: `extend` {price("extend", "copy")} and {price("extend", "text")}, YaRN
-  {price("YaRN × 2", "copy")} and {price("YaRN × 2", "text")}. Under `extend` far tokens all seem equally far: their order is lost. A
-  real text of this length has more keys to confuse: [longer.md](../longer.md) has whole texts.
+  {price("YaRN × 2", "copy")} and {price("YaRN × 2", "text")}. Under `extend` far tokens all seem equally far: their order is
+  lost. A real text of this length has more keys to confuse: [longer.md](../longer.md) has whole texts.
 
 ![loss by distance, and of scale-invariant attention](plot.png)
 
