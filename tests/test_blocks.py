@@ -83,7 +83,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("block", PYTHON)
-def test_python(block: str, home: Path, tmp_path: Path) -> None:
+def test_python(block: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     code, name = PYTHON[block], str(home / "deep")
     ids = torch.randint(2, 90, (1, 1100), generator=torch.Generator().manual_seed(0))
     config, model = AutoConfig.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name).eval()

@@ -1,99 +1,84 @@
 """The demo's results as one picture and one page."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
+from hf_longattn.measuring.probe import AFTER, BEFORE, PASSAGE, TOKENS, Probe
 from hf_longattn.measuring.report.figures import png, pyplot
 from hf_longattn.measuring.report.markdown import table
 
-Results = dict[str, dict[str, Tensor]]
-LABELS = {
-    "unmodified": "unmodified",
-    "scale_invariant": "scale-invariant (τ = 10), no training",
-    "mild": "mild (τ = 1000, first token exempt), no training",
-    "control": "unmodified, LoRA (control)",
-    "adapted": "scale-invariant (τ = 10), LoRA",
-}
-STYLE = {
-    "unmodified": {"color": "black"},
-    "scale_invariant": {"color": "tab:red"},
-    "mild": {"color": "tab:orange"},
-    "control": {"color": "black", "linestyle": "--"},
-    "adapted": {"color": "tab:blue"},
-}
+Far = dict[str, Probe]
+COLOURS = {"unmodified": "black", "YaRN × 2": "tab:orange", "extend": "tab:blue"}
 
 
-def ranges(long: int) -> list[tuple[int, int]]:
-    """Position ranges that double: up to 1/8, 1/4, 1/2 and the whole of the long window."""
-    ends = [0, long // 8, long // 4, long // 2, long]
-    return list(itertools.pairwise(ends))
-
-
-def write_plot(path: Path, results: Results, curves: dict[str, list[tuple[int, float]]], facts: dict[str, Any]) -> None:
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(12, 5.4), layout="constrained")
-    for name, losses in results.items():
-        means = [losses["long"][a:b].mean().item() for a, b in ranges(facts["long"])]
-        left.plot(range(len(means)), means, marker="o", label=LABELS[name], **STYLE[name])
-    left.set_xticks(range(4), [f"{a}–{b}" for a, b in ranges(facts["long"])])
-    left.set(xlabel="position in the held-out text (tokens)", ylabel="loss (nats per token)")
-    left.set_title(f"One window of {facts['long']} tokens")
-
-    for name, curve in curves.items():
-        right.plot(*zip(*curve, strict=True), marker="o", label=LABELS[name], **STYLE[name])
-    base = results["unmodified"]["short"].mean().item()
-    right.axhline(base, color="grey", linewidth=1, linestyle=":", label="unmodified, before training")
-    right.set(xlabel=f"LoRA step (one window of {facts['window']} tokens each)", ylabel="held-out loss (nats per token)")
-    right.set_title(f"In-window loss while adapting, windows of {facts['window']}")
-
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    handles = [*left.get_lines(), right.get_lines()[-1]]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+def write_plot(path: Path, far: Far, near: dict[str, float], facts: dict[str, Any]) -> None:
+    figure, axes = pyplot().subplots(1, 3, figsize=(13, 4.2), layout="constrained", width_ratios=(3, 3, 2))
+    titles = ("A copy, by how far back the first reading is", "Other text behind the same jump")
+    for panel, which, title in zip(axes[:2], ("copy", "text"), titles, strict=True):
+        for name, found in far.items():
+            panel.plot(found.distances, [r[which][0] for r in found.rows()], marker="o", label=name, color=COLOURS[name])
+        panel.axvline(facts["trained"], color="grey", linewidth=1, linestyle=":", label="trained length")
+        panel.set(xlabel="tokens back", title=title)
+        panel.grid(alpha=0.3)
+    axes[0].set_ylabel("loss (nats per token)")
+    axes[0].legend()
+    axes[2].bar(range(len(near)), list(near.values()), color=["black", "tab:red", "tab:pink", "tab:green"])
+    axes[2].set_xticks(range(len(near)), [n.replace(" and ", "\nand ") for n in near], rotation=30, ha="right")
+    axes[2].set(title=f"Scale-invariant, windows of {facts['window']}", ylim=(min(near.values()) * 0.8, None))
     path.write_bytes(png(figure))
 
 
-def write_summary(path: Path, results: Results, generated: dict[str, str], facts: dict[str, Any]) -> None:
-    short = {name: r["short"].mean().item() for name, r in results.items()}
-    head, rows = ["", f"windows of {facts['window']}", *(f"{a}–{b}" for a, b in ranges(facts["long"]))], []
-    for name, r in results.items():
-        long = [f"{r['long'][a:b].mean():.3f}" for a, b in ranges(facts["long"])]
-        rows.append([LABELS[name], f"{short[name]:.3f}", *long])
+def write_summary(path: Path, far: Far, near: dict[str, float], facts: dict[str, Any]) -> None:
+    back = far["unmodified"].distances
+    head = ["", *(x for n in back for x in (f"copy, {n:,} back", "other text"))]
+    rows = [[name, *(f"{r[x][0]:.3f}" for r in found.rows() for x in ("copy", "text"))] for name, found in far.items()]
 
-    def delta(name: str, other: str) -> str:
-        return f"{short[name] - short[other]:+.3f}"
+    def of(name: str, which: str, point: int) -> float:
+        return float(far[name].rows()[point][which][0])
 
+    def price(name: str, which: str) -> str:
+        return f"{round(of(name, which, 0) - of('unmodified', which, 0), 3) + 0.0:+.3f}"  # no -0.000
+
+    adapted = [[name, f"{x:.3f}", f"{x - near['unmodified']:+.3f}"] for name, x in near.items()]
     text = f"""\
-# Scale-invariant attention in a pretrained model
+# A pretrained model in five minutes
 
-**Model:** {facts["model"]}.
-**Text:** {facts["text"]}; the last {facts["long"]} tokens are held out and everything here is measured on them.
+**Model:** {facts["model"]}. Trained at {facts["trained"]:,} tokens.
+**Text:** {facts["text"]}; nothing is measured on what was trained on.
 
-Loss in nats per token, in float32. The first column reads the text in separate windows of {facts["window"]} tokens (every
-second one), the others by position in one window of {facts["long"]}.
+## Farther than trained, without training
+
+`hf_longattn.extend(model, to={2 * facts["trained"]})`. {BEFORE:,} tokens are read, then {AFTER} of other text, then {PASSAGE}
+that repeat the first. The table is the loss on both, in nats per token, with positions that jump behind the first reading: so
+{TOKENS:,} tokens stand for a text of up to {2 * facts["trained"]:,}. Mean over two passages.
 
 {table(head, rows)}
 
-- **Switched on without training**, the method changes the loss in short windows by {delta("scale_invariant", "unmodified")}:
-  the model was pretrained with other attention, and until it is adapted the method harms it. The mild form changes
-  short windows by {delta("mild", "unmodified")}.
-- **Adapted** by {facts["steps"]} LoRA steps on windows of {facts["window"]} tokens: {delta("adapted", "unmodified")} against
-  the unmodified model, but {delta("adapted", "control")} against the control, which was trained on the same windows in the
-  same order without the method: what the control gains over the unmodified model comes from the text.
-- This run shows that the method runs, trains and survives saving. It does not show a gain on long text: for that, the paper
-  trains from scratch with p-RoPE, and windows this short teach little about long ones.
-- **Saved and reloaded:** adapter and config; largest difference of logits {facts["difference"]:g}. The adapter's folder holds
-  the model's config.json too, because that is what names the attention: the adapter alone would load under the unmodified one.
+- **The gain:** {back[-1]:,} tokens back the unmodified model has lost the passage ({of("unmodified", "copy", -1):.2f} nats a
+  token, nearby {of("unmodified", "copy", 0):.2f}) and the text itself ({of("unmodified", "text", -1):.2f}). YaRN has
+  {of("YaRN × 2", "copy", -1):.2f} and {of("YaRN × 2", "text", -1):.2f}, `extend` {of("extend", "copy", -1):.2f} and
+  {of("extend", "text", -1):.2f}.
+- **The price** nearby, on the copy and on other text: `extend` {price("extend", "copy")} and {price("extend", "text")}, YaRN
+  {price("YaRN × 2", "copy")} and {price("YaRN × 2", "text")}. Under `extend` far tokens all seem equally far: their order is
+  lost. A real text of this length has more keys to confuse: [longer.md](../longer.md) has whole texts.
 
-Greedy continuations of one prompt:
+![loss by distance, and of scale-invariant attention](plot.png)
 
-{chr(10).join(f"- *{LABELS[name]}:* {' '.join(text.split())}" for name, text in generated.items())}
+## A method that wants training
 
-![loss by position, and while adapting](plot.png)
+Scale-invariant attention (τ = 10) on {facts["measured"]:,} held-out tokens in windows of {facts["window"]}:
 
-`{facts["command"]}`, seed {facts["seed"]}, {facts["minutes"]:.1f} minutes ({facts["cpu_minutes"]:.1f} CPU minutes);
-{facts["versions"]}.
+{table(["", "loss", "against the unmodified model"], adapted)}
+
+- **As published it harms** a model that was pretrained with other attention. **Calibrated**, that is with each head's logits
+  [measured](../calibration.md) on 1,024 tokens first, it harms less, and {facts["steps"]} LoRA steps on other windows of the
+  same kind of text adapt the model to it.
+- **The price:** a control that is trained alike without the method gains from the text too, and more
+  ([training.md](../training.md#what-short-runs-gave)). What the method is for, long texts after training from scratch, windows
+  this short cannot show: [length.md](../reproductions/length.md) does.
+- **Saved and reloaded:** one adapter (`LongAttnLoraConfig`) that records the method; largest difference of logits
+  {facts["difference"]:g}.
+
+`make demo`: {facts["minutes"]}; {facts["how"]}.
 """
     path.write_text(text, encoding="utf-8")
