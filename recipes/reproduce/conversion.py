@@ -119,14 +119,16 @@ TRAINED: dict[str, Way] = {
     "rerope+map": UNTRAINED["rerope+map"],
     "rerope+weak_map": UNTRAINED["rerope+weak_map"],
     "rerope+adaptive_temperature": UNTRAINED["rerope+adaptive_temperature"],
-    "rerope+cosscale16": Way("rerope+cosscale", {"window": WINDOW, "scale": 16.0}),
-    "rerope+cosscale16+infoscale": Way("rerope+cosscale+infoscale", {"window": WINDOW, "scale": 16.0}),
-    "rerope+cosscale128": Way("rerope+cosscale", {"window": WINDOW, "scale": 128.0}),
     "pose": Way(skip=True),
     "pose+yarn64": Way(rope="yarn:64", skip=True),
     "pose+rerope": Way("rerope", {"window": WINDOW}, skip=True),
     "pose+rerope+logn": Way("rerope+logn", {"window": WINDOW}, skip=True),
 }
+for scale in (16, 32, 64, 128):  # of CosScale; 128 as published
+    given = {"window": WINDOW, "scale": float(scale)}
+    TRAINED[f"rerope+cosscale{scale}"] = Way("rerope+cosscale", given)
+    TRAINED[f"rerope+cosscale{scale}+infoscale"] = Way("rerope+cosscale+infoscale", given)
+TRAINED["pose+rerope+cosscale128"] = Way("rerope+cosscale", {"window": WINDOW, "scale": 128.0}, skip=True)
 for name, encoding in {"prope": "prope:0.5", "nope": "nope"}.items():
     TRAINED[name] = Way(rope=encoding)
     TRAINED[f"{name}+logn"] = Way("logn", LEARNED, encoding)
@@ -158,7 +160,7 @@ QK_NORMED = {
     QK + n: replace(w, qk_norm=True) for n, w in TRAINED.items() if n in ("prope", "prope+scale_invariant", "prope+map")
 }
 #: From scratch, with as many steps as the base.
-SCRATCH: dict[str, Way] = {n: TRAINED[n] for n in ("prope+scale_invariant", "rerope+logn", "alibi")}
+SCRATCH: dict[str, Way] = {n: TRAINED[n] for n in ("prope+scale_invariant", "rerope+logn", "rerope+cosscale128", "alibi")}
 SCRATCH |= {n: QK_NORMED[n] for n in (f"{QK}prope", f"{QK}prope+scale_invariant")}
 SHARES = (15, 5, 50)
 #: What is made of a way, by variant: (way, per cent of the base's steps, whether from scratch).
