@@ -32,7 +32,7 @@ def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None =
         layers: only these; default all.
 
     Raises:
-        ValueError: `layers` names one that is not there or is left alone.
+        ValueError: `layers` names one that is not there or is left alone, or there is none.
     """
     base = pretrained(model)
     config: Any = next((x.module.config for x in candidates_of(base)), None)
@@ -60,6 +60,8 @@ def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None =
         if missing := sorted((named or set()) - {x.index for x in observed}):
             why = ", ".join(f"{i} ({left_alone.get(i, 'not in this model')})" for i in missing)
             raise ValueError(f"these layers cannot be observed: {why}")
+        if not observed:
+            raise ValueError("this model has no layer to look at: no causal full attention")
         yield observed
     finally:
         before.restore(CALLS)

@@ -55,11 +55,11 @@ class CausalLoss:
             (PARTS,) by position in the window.
         """
         inputs = {name: x for name, x in inputs.items() if name in ("position_ids", "attention_mask") and x is not None}
-        aim = None
+        taught = None
         if self.distill is not None and self.teacher is not None:
             given = inputs if self.teacher_positions else {}
             with torch.no_grad(), self.teacher():
-                aim = self._hidden(input_ids, given)[:, :-1]
+                taught = self._hidden(input_ids, given)[:, :-1]
         hidden, labels = self._hidden(input_ids, inputs)[:, :-1], labels[:, 1:]
         part = torch.arange(labels.shape[1], device=labels.device) * PARTS // labels.shape[1]
         sums = [torch.zeros(PARTS, device=labels.device) for _ in range(2)]
@@ -67,13 +67,17 @@ class CausalLoss:
         for first in range(0, labels.shape[1], CHUNK):
             chunk = slice(first, first + CHUNK)
             losses = checkpoint(
-                self._losses, hidden[:, chunk], None if aim is None else aim[:, chunk], labels[:, chunk], use_reentrant=False
+                self._losses,
+                hidden[:, chunk],
+                None if taught is None else taught[:, chunk],
+                labels[:, chunk],
+                use_reentrant=False,
             )
             for i, loss in enumerate(losses):
                 sums[i].index_add_(0, part[chunk], loss.detach().sum(0))
             weight = 0.0 if self.distill is None else self.distill.weight
             total = total + (1 - weight) * losses[0].sum()
-            if aim is not None:
+            if taught is not None:
                 total = total + weight * losses[1].sum()
         counts = torch.zeros(PARTS, device=labels.device).index_add_(0, part, (labels != IGNORE).sum(0).float())
         items = counts.sum() if num_items_in_batch is None else num_items_in_batch
@@ -83,17 +87,17 @@ class CausalLoss:
         out: Tensor = self.model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
         return out
 
-    def _losses(self, hidden: Tensor, aim: Tensor | None, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _losses(self, hidden: Tensor, taught: Tensor | None, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy and T² KL(teacher ‖ student) of each token, (batch, positions), 0 where there is no loss."""
         logits = logits_of(self.model, hidden)
         flat = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none")
         loss = flat.view_as(labels)
-        if aim is None or self.distill is None:
+        if taught is None or self.distill is None:
             return loss, torch.zeros_like(loss)
         with torch.no_grad():
-            wanted = torch.log_softmax(logits_of(self.model, aim) / self.distill.temperature, -1)
+            target = torch.log_softmax(logits_of(self.model, taught) / self.distill.temperature, -1)
         given = torch.log_softmax(logits / self.distill.temperature, -1)
-        divergence = kl_div(given, wanted, reduction="none", log_target=True).sum(-1)
+        divergence = kl_div(given, target, reduction="none", log_target=True).sum(-1)
         return loss, divergence.masked_fill(labels == IGNORE, 0.0) * self.distill.temperature**2
 
 

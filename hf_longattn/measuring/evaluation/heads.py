@@ -50,8 +50,6 @@ def copying_heads(model: nn.Module, input_ids: Tensor) -> Tensor:
 
     ids, _ = with_copies(input_ids, copies)
     with torch.no_grad(), observe(model, seen) as layers:
-        if not layers:
-            raise ValueError("this model has no layer to measure: no causal full attention")
         config: Any = layers[0].module.config
         getattr(model, "base_model", model)(input_ids=ids, use_cache=False)
     missing = torch.full_like(next(iter(found.values())), torch.nan)
