@@ -524,14 +524,20 @@ def test_a_loaded_config_keeps_its_record(bases: dict[str, Path], tmp_path: Path
     assert LongAttnConfig.from_dict(first["hf_longattn"]["longattn"]) == PLAIN.replace(layers=PLAIN.layers)
 
 
+SAYS = "hf_longattn.LORA: install the package hf_longattn, and import it before loading this adapter"
+
+
 def test_config_round_trip(tmp_path: Path) -> None:
     config = hf_longattn.LongAttnLoraConfig(r=4, longattn=PLAIN.to_dict(), target_modules=["q_proj"])
     config.save_pretrained(str(tmp_path))
     loaded = peft.PeftConfig.from_pretrained(tmp_path)
     assert type(loaded) is hf_longattn.LongAttnLoraConfig
     assert loaded.to_dict() == config.to_dict()
-    assert loaded.peft_type == "hf_longattn.LORA"
-    assert copy.deepcopy(loaded).peft_type.value == "hf_longattn.LORA"
+    assert loaded.peft_type == SAYS
+    assert copy.deepcopy(loaded).peft_type.value == SAYS
+    file = tmp_path / "adapter_config.json"
+    file.write_text(file.read_text().replace(SAYS, "hf_longattn.LORA"))  # as earlier versions wrote it
+    assert peft.PeftConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
 
 
 @pytest.mark.filterwarnings(f"ignore:.*{UNKNOWING}")
@@ -569,7 +575,7 @@ def test_without_the_package_every_loader_fails_and_names_it(bases: dict[str, Pa
         bases["llama"],
         tmp_path,
     )
-    assert result.stdout.splitlines() == ["'hf_longattn.LORA'"] * 3, result.stderr
+    assert result.stdout.splitlines() == [f"'{SAYS}'"] * 3, result.stderr
 
 
 def test_without_peft_the_package_works_and_the_error_names_the_extra() -> None:

@@ -46,8 +46,10 @@ class _PeftType(str):
         return str(self)
 
 
-#: Without this package, PEFT's and transformers' loaders fail with a KeyError on this string.
-PEFT_TYPE = _PeftType(PREFIX + "LORA")
+#: Without this package, PEFT's and transformers' loaders fail with a KeyError on this string: it says what to do.
+PEFT_TYPE = _PeftType(PREFIX + "LORA: install the package hf_longattn, and import it before loading this adapter")
+#: What adapters of earlier versions have there.
+EARLIER_PEFT_TYPE = PREFIX + "LORA"
 #: What `record` writes into an adapter's config: fields of ours, attributes of any other.
 RECORDED = ("longattn", "rope_parameters", "base_rope_parameters", "base_has_method")
 
@@ -261,9 +263,10 @@ def register() -> None:
     """Make the type known to PEFT, and wrap it, once per process however often it is called."""
     if PEFT_TYPE in PEFT_TYPE_TO_CONFIG_MAPPING:
         return
-    PEFT_TYPE_TO_CONFIG_MAPPING[PEFT_TYPE] = LongAttnLoraConfig
-    PEFT_TYPE_TO_TUNER_MAPPING[PEFT_TYPE] = LongAttnLoraModel
-    PEFT_TYPE_TO_PREFIX_MAPPING[PEFT_TYPE] = LongAttnLoraModel.prefix
+    for kind in (PEFT_TYPE, EARLIER_PEFT_TYPE):
+        PEFT_TYPE_TO_CONFIG_MAPPING[kind] = LongAttnLoraConfig
+        PEFT_TYPE_TO_TUNER_MAPPING[kind] = LongAttnLoraModel
+        PEFT_TYPE_TO_PREFIX_MAPPING[kind] = LongAttnLoraModel.prefix
     PeftConfigMixin.longattn = None  # so that every adapter is told of changes (`integration.model.tell_adapters`)
     wrap(BaseTuner, "inject_adapter", _inject_adapter)
     wrap(PeftModel, "add_adapter", _add_adapter)
