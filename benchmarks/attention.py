@@ -40,11 +40,11 @@ def shape(length: int, kv_heads: int = 8) -> Shape:
 
 
 def parts() -> Parts:
-    found: Parts = {}
+    result: Parts = {}
 
     def add(name: str, length: int, chosen: list[tuple[str, str]], rounds: int, kv_heads: int = 8) -> None:
         mode = name.removeprefix("long ").split(",")[0]
-        found[f"{name} {length}"] = lambda: attention_rows(shape(length, kv_heads), mode, DTYPE, "cpu", chosen, rounds)
+        result[f"{name} {length}"] = lambda: attention_rows(shape(length, kv_heads), mode, DTYPE, "cpu", chosen, rounds)
 
     for length, rounds in ((1024, 15), (2048, 15), (4096, 9)):
         add("forward", length, [*FAMILY, WITHOUT, EAGER, FLEX], rounds)
@@ -58,10 +58,10 @@ def parts() -> Parts:
     for name in (PEER, MAP, EAGER):
         for mode in ("forward", "forward+backward"):
             for length in (2048, 4096) if name == EAGER else (4096, 8192, 16384):
-                found[f"memory {' '.join(name)} {mode} {length}"] = lambda a=(name, mode, length): memory_row(*a)
-    found["model forward 2048"] = lambda: model_rows("forward", 2048, DTYPE, "cpu", 3)
-    found["model LoRA step 512"] = lambda: model_rows("LoRA step", 512, DTYPE, "cpu", 3)
-    found["model decode 8192"] = lambda: model_rows("decode", 8192, DTYPE, "cpu", 9)
+                result[f"memory {' '.join(name)} {mode} {length}"] = lambda a=(name, mode, length): memory_row(*a)
+    result["model forward 2048"] = lambda: model_rows("forward", 2048, DTYPE, "cpu", 3)
+    result["model LoRA step 512"] = lambda: model_rows("LoRA step", 512, DTYPE, "cpu", 3)
+    result["model decode 8192"] = lambda: model_rows("decode", 8192, DTYPE, "cpu", 9)
     add("long forward", 16384, [MAP, *FAMILY[2:3], WITHOUT, *BANDED], 3)
     add("long forward", 32768, [MAP, *BANDED[:2]], 2)
     add("long forward", 65536, [MAP, *BANDED[:2]], 1)
@@ -69,8 +69,8 @@ def parts() -> Parts:
     add("long forward+backward", 32768, [MAP], 1)
     for mode, length in (("forward", 32768), ("forward", 65536), ("forward+backward", 32768)):
         for name in (PEER, MAP):
-            found[f"long memory {' '.join(name)} {mode} {length}"] = lambda a=(name, mode, length): memory_row(*a)
-    return found
+            result[f"long memory {' '.join(name)} {mode} {length}"] = lambda a=(name, mode, length): memory_row(*a)
+    return result
 
 
 def memory_row(name: tuple[str, str], mode: str, length: int) -> Rows:

@@ -44,12 +44,12 @@ BACKENDS = ("sdpa", "flash", "triton", "tiled")
 def errors(call: Callable[..., Tensor], tensors: list[Tensor], want: list[Tensor]) -> dict[str, float]:
     """Largest errors of the output and of the three gradients, relative to the largest value of each."""
     fresh = [x.detach().clone().requires_grad_(x.requires_grad) for x in tensors]
-    found = [call(*fresh)]
+    outputs = [call(*fresh)]
     if fresh[0].requires_grad:
-        found[0].backward(torch.ones_like(found[0]))
-        found += [x.grad for x in fresh]
+        outputs[0].backward(torch.ones_like(outputs[0]))
+        outputs += [x.grad for x in fresh]
     names = ("output", "d_query", "d_key", "d_value")
-    return {n: float((a.double() - b).abs().max() / b.abs().max()) for n, a, b in zip(names, found, want, strict=False)}
+    return {n: float((a.double() - b).abs().max() / b.abs().max()) for n, a, b in zip(names, outputs, want, strict=False)}
 
 
 def exactness(name: str, shape: Shape, dtype: torch.dtype, device: str, backends: tuple[str, ...]) -> Rows:
@@ -96,27 +96,29 @@ def tile_rows(mode: str, shape: Shape, dtype: torch.dtype, device: str, rounds: 
     rows: Rows = []
     for (m, n), warps, stages in itertools.product(sizes, (4, 8), (2, 3) if which == "_forward_blocks" else (1, 2)):
         with tiles(which, Blocks(m, n, warps, stages)):
-            found = attention_rows(shape, mode, dtype, device, [("scale_invariant", "triton")], rounds)
-        rows += [r | {"backend": f"triton {m} x {n}, {warps} warps, {stages} stages"} for r in found if r["method"] != "none"]
+            measured = attention_rows(shape, mode, dtype, device, [("scale_invariant", "triton")], rounds)
+        rows += [
+            r | {"backend": f"triton {m} x {n}, {warps} warps, {stages} stages"} for r in measured if r["method"] != "none"
+        ]
     return rows
 
 
 def parts(device: str, quick: bool) -> Parts:
     rounds, heads, dim = (2, 4, 32) if quick else (15, 16, 128)
-    found: Parts = {}
+    parts: Parts = {}
 
     def exact(dtype: torch.dtype, backends: tuple[str, ...] = BACKENDS, what: str = "exactness") -> None:
         shape = Shape(8, 2, 128 if quick else 1024, 64)
         for name in CASES:
-            found[f"{what} {dtype} {name}".replace("torch.", "")] = lambda n=name: exactness(n, shape, dtype, device, backends)
+            parts[f"{what} {dtype} {name}".replace("torch.", "")] = lambda n=name: exactness(n, shape, dtype, device, backends)
 
     def attention(mode: str, length: int, chosen: list[tuple[str, str]], kv_heads: int = heads) -> None:
         shape = Shape(heads, kv_heads, 256 if quick else length, dim)
         name = f"{mode} {length}" + (", grouped" if kv_heads != heads else "")
-        found[name] = lambda: attention_rows(shape, mode, torch.bfloat16, device, chosen, rounds)
+        parts[name] = lambda: attention_rows(shape, mode, torch.bfloat16, device, chosen, rounds)
 
     def model(mode: str, length: int) -> None:
-        found[f"model {mode} {length}"] = lambda: model_rows(mode, 64 if quick else length, torch.bfloat16, device, rounds)
+        parts[f"model {mode} {length}"] = lambda: model_rows(mode, 64 if quick else length, torch.bfloat16, device, rounds)
 
     methods = ("scale_invariant", "infoscale", "cosscale", "adaptive_temperature", "rerope, window 4096")
     family = [(name, backend) for name in methods for backend in ("auto", "triton")]
@@ -141,8 +143,8 @@ def parts(device: str, quick: bool) -> Parts:
     exact(torch.bfloat16, ("flex",), "exactness of flex")  # it compiles anew for every method: slow
     for mode in ("forward", "forward+backward"):
         shape = Shape(heads, heads, 256 if quick else 16384, dim)
-        found[f"tiles {mode}"] = lambda m=mode, s=shape: tile_rows(m, s, torch.bfloat16, device, 5)
-    return found
+        parts[f"tiles {mode}"] = lambda m=mode, s=shape: tile_rows(m, s, torch.bfloat16, device, 5)
+    return parts
 
 
 def main() -> None:

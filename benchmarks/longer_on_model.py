@@ -186,7 +186,7 @@ def main() -> None:
         model = load_choice(adapted, args.model, args.dtype, tokens[:, -args.calibration :])
         ids, taken = with_copies(tokens[:, : args.length], copies)
         losses = token_losses(model, ids, prefill=args.prefill)
-        found = {
+        measured = {
             "prose": [round(x, 4) for x in loss_by_position(losses, [*range(0, args.length, STEP), args.length], taken)],
             "copying": [round(x, 4) for x in copy_losses(losses, copies)],
             "copies": [[c.distance, c.position] for c in copies],
@@ -194,10 +194,12 @@ def main() -> None:
             "config": choice.config and choice.config.to_dict(),  # numbers that calibration measured left out
             "rope": rope_numbers(choice),
         }
-        row = key | found | ({"calibration": args.calibration} if choice.calibrated else {}) | about
+        row = key | measured | ({"calibration": args.calibration} if choice.calibrated else {}) | about
         row["cpu_seconds"] = round(time.process_time() - start, 1)
         file.put(row)
-        print(text.stem, args.length, choice.name, found["prose"], found["copying"], f"{row['cpu_seconds']} s", flush=True)
+        print(
+            text.stem, args.length, choice.name, measured["prose"], measured["copying"], f"{row['cpu_seconds']} s", flush=True
+        )
         del model
 
 

@@ -129,11 +129,11 @@ def main() -> None:
             start = time.monotonic()
             model = load_choice(row, args.model, args.dtype, tokens[:, -args.calibration :])
             losses = token_losses(model, tokens[:, : args.length + 1])[0, 1:]
-            found = {f"{a}–{b}": round(losses[a:b].mean().item(), 4) for a, b in itertools.pairwise(BUCKETS[args.length])}
+            result = {f"{a}–{b}": round(losses[a:b].mean().item(), 4) for a, b in itertools.pairwise(BUCKETS[args.length])}
             seconds = round(time.monotonic() - start, 1)
             calibration = {"calibration": args.calibration} if row.calibrated else {}
-            file.put(key | {"loss": found} | about | calibration | {"seconds": seconds})
-            print(f"{text.stem} {args.length} {row.name}: {found}, {seconds} s", flush=True)
+            file.put(key | {"loss": result} | about | calibration | {"seconds": seconds})
+            print(f"{text.stem} {args.length} {row.name}: {result}, {seconds} s", flush=True)
 
 
 def contents() -> Contents:

@@ -87,8 +87,8 @@ def losses(names: str) -> str:
 
     body = [["base, unadapted", "–", *cells(first["measured"]["base"]), "–"]]
     for name, m in runs.items():
-        told = [f"{LABELS[name]} {link(name)}", str(m["steps"]), *cells(m["measured"]["trained"])]
-        body.append([*told, f"{m['cpu_seconds'] / 60:.0f} min"])
+        message = [f"{LABELS[name]} {link(name)}", str(m["steps"]), *cells(m["measured"]["trained"])]
+        body.append([*message, f"{m['cpu_seconds'] / 60:.0f} min"])
     head = ["run", "steps", *(f"at {int(n):,}" for n in lengths), "CPU time, one thread with bfloat16 units"]
     return table(head, body)
 

@@ -38,11 +38,11 @@ TARGETS: list[tuple[str, str, str, int, float, tuple[str, str], tuple[str, str]]
 
 def load_all() -> Rows:
     """The rows of both files, each with "where"."""
-    found: Rows = []
+    result: Rows = []
     for where, name in FILES.items():
         rows = store.Rows(ROOT / "benchmarks" / "results" / name)
-        found += [r | {"where": where} for r in rows if not r["part"].startswith(("exactness", "tiles"))]
-    return found
+        result += [r | {"where": where} for r in rows if not r["part"].startswith(("exactness", "tiles"))]
+    return result
 
 
 def name_of(row: dict[str, Any]) -> str:
@@ -88,10 +88,10 @@ def targets(rows: Rows, where: str) -> str:
     for what, here, mode, length, most, key, peer in TARGETS:
         if here != where:
             continue
-        found = {(r["method"], r["backend"]): r for r in chosen(rows, where, mode, "ratio") if r["length"] == length}
+        result = {(r["method"], r["backend"]): r for r in chosen(rows, where, mode, "ratio") if r["length"] == length}
         shown = "not measured"
-        if key in found and peer in found:
-            value = found[key]["ratio"] / found[peer]["ratio"]
+        if key in result and peer in result:
+            value = result[key]["ratio"] / result[peer]["ratio"]
             shown = f"{value:.2f}" if value < most + 0.005 else f"**{value:.2f}**"
         against = "sdpa" if peer == SDPA else "compiled FlexAttention"
         lines.append([what, mode, f"{length:,}", against, f"≤ {most:g}", shown])

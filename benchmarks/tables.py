@@ -30,15 +30,15 @@ def report(name: str) -> str:
 def answers(name: str) -> str:
     """The log-likelihoods of a committed report's answers; settings that agree share a line."""
     sections = {s["title"]: s["tables"] for s in read(ROOT / "docs" / name / "report.json")["sections"]}
-    head, found = [""], {}
+    head, by_setting = [""], {}
     for title, label in (("Pass key", "pass key"), ("Three needles", "needles")):
         likelihood = next(t for t in sections[title] if t["title"].startswith("Log-likelihood"))
         first, *others = likelihood["columns"][1:]
         head += [f"{label}, {first}", *others]
         for setting, *values in likelihood["rows"]:
-            found.setdefault(setting, []).extend(shown(x, 2) for x in values)
+            by_setting.setdefault(setting, []).extend(shown(x, 2) for x in values)
     lines: dict[tuple[str, ...], list[str]] = {}
-    for setting, cells in found.items():
+    for setting, cells in by_setting.items():
         lines.setdefault(tuple(cells), []).append(setting)
     return table(head, [[", ".join(settings), *cells] for cells, settings in lines.items()])
 

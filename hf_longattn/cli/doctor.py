@@ -37,9 +37,9 @@ def doctor(
     problems = 0
     with refusing("MODEL"):
         check_model(model)
-        for found in examine(model, dtype, device, weights):
-            problems += found.level == "problem"
-            console.print(f"{found.level:<8}{found.topic:<10} {found.text}", markup=False, highlight=False, soft_wrap=True)
+        for result in examine(model, dtype, device, weights):
+            problems += result.level == "problem"
+            console.print(f"{result.level:<8}{result.topic:<10} {result.text}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"{problems} problem{'s' * (problems != 1)} found." if problems else "No problem found.", highlight=False)
     if problems:
         raise typer.Exit(1)

@@ -178,6 +178,6 @@ def _write(plan: Plan, store: Store, out: Path, title: str | None) -> Results:
 
 def _table(results: Results) -> Table:
     losses = {(name, n): list(results.losses(name, n).values()) for name in results.settings for n in results.lengths}
-    cells = {key: f"{sum(found) / len(found):.3f}" if found else "–" for key, found in losses.items()}
+    cells = {key: f"{sum(result) / len(result):.3f}" if result else "–" for key, result in losses.items()}
     rows = [[name, *(cells[name, n] for n in results.lengths)] for name in results.settings]
     return table("Loss in nats per token, by context length", ["", *(f"{n:,}" for n in results.lengths)], rows)

@@ -129,7 +129,7 @@ def inspect(
         "versions": f"hf_longattn {__version__}, transformers {transformers.__version__}, torch {torch.__version__}",
     }
     record = {"model": model, "text": text.name, "length": n, "rows": rows, "command": command, "versions": facts["versions"]}
-    record["settings"] = {name: found.to_dict() for name, found in results.items()}
+    record["settings"] = {name: heads.to_dict() for name, heads in results.items()}
     out.mkdir(parents=True, exist_ok=True)
     (out / RESULT).write_text(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
     if (out / HEAD).exists():
@@ -176,13 +176,13 @@ def _check_out(out: Path) -> None:
 
 
 def _numbers(text: str) -> list[int]:
-    found: list[int] = []
+    layers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
             raise ValueError(f"{text!r} is no list of layers; write 0,5,10-12")
-        found += range(int(first), int(last if dash else first) + 1)
-    return found
+        layers += range(int(first), int(last if dash else first) + 1)
+    return layers
 
 
 def _observed(model: str, layers: list[int] | None) -> int:

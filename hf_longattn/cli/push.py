@@ -44,8 +44,8 @@ def push(
     with refusing("REPO_ID"):
         validate_repo_id(repo_id)
     with refusing():
-        found = hub.files(directory, repo_id, Facts(**card), base_model)
-    for name, content in found.items():
+        result = hub.files(directory, repo_id, Facts(**card), base_model)
+    for name, content in result.items():
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
         console.print(f"{size:>14,}  {name}", highlight=False)
     failed: Any = HfHubHTTPError.__bases__[0]  # what its HTTP client raises, whichever that is

@@ -54,8 +54,8 @@ def train(
     if first:
         for name, by_length in metrics["measured"].items():
             for length, m in by_length.items():
-                found = f", accuracy {m['accuracy']:.3f}" if "accuracy" in m else ""
-                console.print(f"{name} at {length}: loss {m['loss']:.3f}{found}", markup=False, highlight=False)
+                result = f", accuracy {m['accuracy']:.3f}" if "accuracy" in m else ""
+                console.print(f"{name} at {length}: loss {m['loss']:.3f}{result}", markup=False, highlight=False)
         console.print(f"Written: {prepared.output}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -110,8 +110,8 @@ def _passes(module: nn.Module, argument: str) -> bool:
 
 def all_configs(model: nn.Module) -> list[Any]:
     """The distinct config objects in a model: of submodels and of attention modules."""
-    found = (getattr(m, "config", None) for m in model.modules())
-    return list({id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values())
+    result = (getattr(m, "config", None) for m in model.modules())
+    return list({id(c): c for c in result if isinstance(c, PreTrainedConfig)}.values())
 
 
 def candidates_of(model: PreTrainedModel) -> list[Layer]:
@@ -119,10 +119,10 @@ def candidates_of(model: PreTrainedModel) -> list[Layer]:
 
     Other causal parts (speech codecs, talkers) are left alone. Empty where none of several parts is the language model.
     """
-    found = [x for x in layers_of(model) if not x.why_never]
+    result = [x for x in layers_of(model) if not x.why_never]
     text = language_config(model.config)
-    named = [x for x in found if x.module.config is text]
-    return named or (found if len({id(x.module.config) for x in found}) == 1 else [])
+    named = [x for x in result if x.module.config is text]
+    return named or (result if len({id(x.module.config) for x in result}) == 1 else [])
 
 
 def language_config(config: PreTrainedConfig) -> PreTrainedConfig:

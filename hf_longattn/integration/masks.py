@@ -44,8 +44,8 @@ class Before(NamedTuple):
 
 
 def before(config: Any) -> Before | None:
-    found: Before | None = config.__dict__.get("_longattn_before")
-    return found
+    result: Before | None = config.__dict__.get("_longattn_before")
+    return result
 
 
 def base_implementation(config: Any) -> str:

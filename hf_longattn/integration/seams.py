@@ -58,14 +58,14 @@ def install() -> None:
 
 def wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
     """Put wrapper(original, self or class, ...) in place of a method or class method."""
-    found = inspect.getattr_static(owner, name)
-    original = found.__func__ if isinstance(found, classmethod) else found
+    result = inspect.getattr_static(owner, name)
+    original = result.__func__ if isinstance(result, classmethod) else result
 
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         return wrapper(original, self, *args, **kwargs)
 
-    setattr(owner, name, classmethod(wrapped) if isinstance(found, classmethod) else wrapped)
+    setattr(owner, name, classmethod(wrapped) if isinstance(result, classmethod) else wrapped)
 
 
 def _get_section(self: PreTrainedConfig) -> dict[str, Any] | None:

@@ -59,9 +59,9 @@ def measure(model: nn.Module, batches: Iterable[Mapping[str, Any] | Tensor], sin
 
     def seen(layer: Layer, call: Call) -> None:
         real = call.rows.tokens(call.key.shape[2])
-        found = _statistics(call, real, sink_tokens) | _output_statistics(call.output, real)
-        total = sums.setdefault(layer.index, {name: torch.zeros_like(x) for name, x in found.items()})
-        for name, x in found.items():
+        result = _statistics(call, real, sink_tokens) | _output_statistics(call.output, real)
+        total = sums.setdefault(layer.index, {name: torch.zeros_like(x) for name, x in result.items()})
+        for name, x in result.items():
             total[name] += x
 
     with observe(model, seen) as layers:
@@ -125,16 +125,16 @@ def calibrate(
         if changes:
             return dataclasses.replace(config, **changes)
         raise ValueError(f"{config.name} has nothing to calibrate; scale_invariant, leaky_rerope and the output norms have")
-    found = measure(model, batches, max(logit_map.sink_tokens, 1) if isinstance(logit_map, ScaleInvariant) else 1)
+    result = measure(model, batches, max(logit_map.sink_tokens, 1) if isinstance(logit_map, ScaleInvariant) else 1)
     if isinstance(logit_map, ScaleInvariant):
         changes["logit_map"] = dataclasses.replace(
-            logit_map, logit_mean=_nested(found.logit_mean, 0.0), logit_variance=_nested(found.logit_variance, 1.0)
+            logit_map, logit_mean=_nested(result.logit_mean, 0.0), logit_variance=_nested(result.logit_variance, 1.0)
         )
     if isinstance(norm, OutputStandardise):
-        heads = found.output_mean.shape[1]
-        mean, deviation = found.output_mean, found.output_deviation
+        heads = result.output_mean.shape[1]
+        mean, deviation = result.output_mean, result.output_deviation
         if not norm.per_head:
-            mean, deviation = (x[:, None].expand(-1, heads) for x in (found.all_heads_mean, found.all_heads_deviation))
+            mean, deviation = (x[:, None].expand(-1, heads) for x in (result.all_heads_mean, result.all_heads_deviation))
         changes["output_norm"] = dataclasses.replace(norm, deviation=_nested(deviation, 1.0), mean=_nested(mean, 0.0))
     return dataclasses.replace(config, **changes)
 

@@ -83,14 +83,14 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
     if not weights:
         yield from running(recorded, config)
         return
-    with warnings.catch_warnings(record=True) as told, knowing():
+    with warnings.catch_warnings(record=True) as caught, knowing():
         warnings.simplefilter("always", UserWarning)
         try:
             loaded = AutoModelForCausalLM.from_pretrained(model, dtype=precision_of(base, dtype, device))
         except Exception as error:
             yield Finding("loading", f"it does not load: {type(error).__name__}: {error}", PROBLEM)
             return
-    yield from (Finding("loading", str(w.message), NOTE) for w in told if w.category is UserWarning)
+    yield from (Finding("loading", str(w.message), NOTE) for w in caught if w.category is UserWarning)
     loaded = loaded.to(device).eval()
     yield from running(recorded, pretrained(loaded).config)
     yield from rotary_buffers(loaded)
@@ -101,18 +101,18 @@ def versions() -> Iterator[Finding]:
     """What is installed, against what this package asks for."""
     stated, extras = [], []
     for line in requires("hf_longattn") or ():
-        wanted = Requirement(line)
+        target = Requirement(line)
         try:
-            installed = version(wanted.name)
+            installed = version(target.name)
         except PackageNotFoundError:
             continue
-        if wanted.specifier and not wanted.specifier.contains(installed, prereleases=True):
-            text = f"{wanted.name} {installed} is installed, and {wanted.name}{wanted.specifier} is what is tested"
+        if target.specifier and not target.specifier.contains(installed, prereleases=True):
+            text = f"{target.name} {installed} is installed, and {target.name}{target.specifier} is what is tested"
             yield Finding("versions", text, PROBLEM)
-        elif wanted.marker is None:
-            stated.append(f"{wanted.name} {installed}")
-        elif wanted.name not in extras:
-            extras.append(wanted.name)
+        elif target.marker is None:
+            stated.append(f"{target.name} {installed}")
+        elif target.name not in extras:
+            extras.append(target.name)
     yield Finding("versions", ", ".join(stated))
 
 
@@ -134,8 +134,8 @@ def engines(section: Mapping[str, Any] | None) -> Iterator[Finding]:
     """Engines that are installed here and would run a checkpoint with a method without it."""
     if section is None:
         return
-    if found := [name for module, name in ENGINES.items() if find_spec(module)]:
-        text = f"{' and '.join(found)} would run this checkpoint without its method, and say nothing"
+    if result := [name for module, name in ENGINES.items() if find_spec(module)]:
+        text = f"{' and '.join(result)} would run this checkpoint without its method, and say nothing"
         yield Finding("engines", f"{text}: generate with transformers", PROBLEM)
     else:
         yield Finding("engines", "none is installed that would drop the method")
@@ -171,9 +171,9 @@ def lost_rotary_settings(saved: Mapping[str, Any], config: Any) -> Iterator[Find
         if key not in KEYS and (near := difflib.get_close_matches(key, KEYS, 1)):
             yield Finding("rope", f"{where}{key} in config.json is read by nothing: did you mean {near[0]}?", PROBLEM)
         elif value not in (*runs, "default", 1.0) and ("rope" in where or key != TRAINED):
-            told = f"config.json says {where}{key} = {value!r}, and {runs[0] if runs else None!r} is what runs"
+            mismatch = f"config.json says {where}{key} = {value!r}, and {runs[0] if runs else None!r} is what runs"
             way_out = "transformers ignores it: write it into rope_parameters of the text model's config"
-            yield Finding("rope", f"{told}; {way_out}", PROBLEM)
+            yield Finding("rope", f"{mismatch}; {way_out}", PROBLEM)
     for settings in loaded.values():
         kind = settings.get("rope_type", "default")
         if kind == "default" and (settings.get("factor") or 1.0) != 1.0:
@@ -216,9 +216,9 @@ def rotary_buffers(model: nn.Module) -> Iterator[Finding]:
     if not loaded:
         yield Finding("rope", "no rotary positions")
         return
-    found = {name.rpartition(".")[2]: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+    result = {name.rpartition(".")[2]: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
     for kind, settings in by_layer_type(loaded).items():
-        buffer = found.get(f"{kind}_inv_freq" if kind else "inv_freq")
+        buffer = result.get(f"{kind}_inv_freq" if kind else "inv_freq")
         name = settings.get("rope_type", "default") + f" ({kind})" * bool(kind)
         if buffer is None:
             asks = settings.get("rope_type", "default") != "default"
@@ -296,13 +296,13 @@ def positions(model: Any, name: str) -> Iterator[Finding]:
     announced, n = getattr(text, "max_position_embeddings", None) or 8192, ids.shape[1]
     starts = sorted({max(0, int(announced * share) - n) for share in (0, 0.25, 0.5, 0.75, 1)})
     losses = [_loss(model, ids.to(model.device), start) for start in starts]
-    told = ", ".join(f"{loss:.3f} at {start:,}" for start, loss in zip(starts, losses, strict=True))
+    curve = ", ".join(f"{loss:.3f} at {start:,}" for start, loss in zip(starts, losses, strict=True))
     change = max(abs(loss - losses[0]) for loss in losses)
     if change <= TOLERANCE.get(model.dtype, HALF_TOLERANCE):
-        yield Finding("positions", f"one passage has the same loss wherever it stands: {told}")
+        yield Finding("positions", f"one passage has the same loss wherever it stands: {curve}")
     else:
         why = "positions lose precision, or the rope scaling depends on the length of the text"
-        text_ = f"one passage changes its loss by {change:.3f} nats with where it stands: {told}"
+        text_ = f"one passage changes its loss by {change:.3f} nats with where it stands: {curve}"
         yield Finding("positions", f"{text_}; {why}", PROBLEM)
 
 

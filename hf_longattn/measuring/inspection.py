@@ -46,7 +46,7 @@ def sections(results: Results, names: Mapping[str, str], protocol: str, command:
     tables = [_summary(results, names)] + ([_by_distance(results)] if "range_mass" in first.values else [])
     parts = [(50, Section("Attention", _text(results, names), tables, _figures(results), **about))]
     shown = {name: heads for name, heads in results.items() if heads.values.keys() & COLUMNS.keys()}
-    tables = [_by_layer(name, found, names) for name, found in shown.items()]
+    tables = [_by_layer(name, result, names) for name, result in shown.items()]
     if tables:
         parts.append((51, Section("Attention by layer", "Means over heads.", tables, _heads(first), **about)))
     return parts
@@ -60,22 +60,22 @@ def headline(results: Results) -> str:
         ("sink_mass", "Share of attention on the first keys", ""),
     ):
         if quantity in first.values:
-            values = (f"{float(found.overall(quantity).mean()):.2f}{unit} ({name})" for name, found in results.items())
+            values = (f"{float(result.overall(quantity).mean()):.2f}{unit} ({name})" for name, result in results.items())
             return f"{text}: {', '.join(values)}."
     return ""
 
 
 def _text(results: Results, names: Mapping[str, str]) -> str:
     sentences = []
-    for name, found in results.items():
+    for name, result in results.items():
         parts = []
-        if "entropy" in found.values:
-            parts.append(f"entropy {float(found.overall('entropy').mean()):.2f} nats")
-        if "sink_mass" in found.values:
-            sink, local = (float(found.overall(q).mean()) for q in ("sink_mass", "local_mass"))
+        if "entropy" in result.values:
+            parts.append(f"entropy {float(result.overall('entropy').mean()):.2f} nats")
+        if "sink_mass" in result.values:
+            sink, local = (float(result.overall(q).mean()) for q in ("sink_mass", "local_mass"))
             parts.append(f"{sink:.0%} of attention on the first {names['sinks']}, {local:.0%} on the last {names['local']}")
-        if "output_slope" in found.values and not bool(found["output_slope"].isnan().any()):
-            parts.append(f"deviation of outputs like n to the power {float(found['output_slope'].mean()):.2f}")
+        if "output_slope" in result.values and not bool(result["output_slope"].isnan().any()):
+            parts.append(f"deviation of outputs like n to the power {float(result['output_slope'].mean()):.2f}")
         if parts:
             sentences.append(f"{name}: {'; '.join(parts)}.")
     first = next(iter(results.values()))
@@ -84,40 +84,40 @@ def _text(results: Results, names: Mapping[str, str]) -> str:
 
 
 def _summary(results: Results, names: Mapping[str, str]) -> Table:
-    used = [q for q in COLUMNS if any(q in found.values for found in results.values())]
-    rows: list[list[Cell]] = [[COLUMNS[q].format(**names), *(_mean(found, q) for found in results.values())] for q in used]
+    used = [q for q in COLUMNS if any(q in result.values for result in results.values())]
+    rows: list[list[Cell]] = [[COLUMNS[q].format(**names), *(_mean(result, q) for result in results.values())] for q in used]
     return Table("Means", ["", *results], rows)
 
 
 def _by_distance(results: Results) -> Table:
     first = next(iter(results.values()))
-    shares = [dict(_shares(found)) for found in results.values()]
+    shares = [dict(_shares(result)) for result in results.values()]
     rows: list[list[Cell]] = [[_range(r), *(share.get(r, 0.0) for share in shares)] for r in first.ranges]
     note = f"For queries at {_group(first, _typical(first))} tokens; each column adds up to one."
     return Table("Share of attention by distance", ["tokens back", *results], rows, note=note, shade=(0.0, 1.0))
 
 
-def _mean(found: Diagnostics, quantity: str) -> float | None:
-    return float(found.overall(quantity).nanmean()) if quantity in found.values else None
+def _mean(result: Diagnostics, quantity: str) -> float | None:
+    return float(result.overall(quantity).nanmean()) if quantity in result.values else None
 
 
-def _by_layer(name: str, found: Diagnostics, names: Mapping[str, str]) -> Table:
-    used = [q for q in COLUMNS if q in found.values]
+def _by_layer(name: str, result: Diagnostics, names: Mapping[str, str]) -> Table:
+    used = [q for q in COLUMNS if q in result.values]
     columns = ["layer", *(COLUMNS[q].format(**names) for q in used)]
-    by_layer = [found.overall(q).nanmean(1).tolist() for q in used]
-    return Table(name, columns, [[n, *values] for n, *values in zip(map(str, found.layers), *by_layer, strict=True)])
+    by_layer = [result.overall(q).nanmean(1).tolist() for q in used]
+    return Table(name, columns, [[n, *values] for n, *values in zip(map(str, result.layers), *by_layer, strict=True)])
 
 
 def _figures(results: Results) -> list[Figure]:
     first = next(iter(results.values()))
     figures = []
     if "entropy" in first.values:
-        lines = {name: _by_length(found, found["entropy"]) for name, found in results.items()}
+        lines = {name: _by_length(result, result["entropy"]) for name, result in results.items()}
         png = curves(lines, "length of the text so far (tokens)", "entropy (nats)", log_x=True)
         caption = "Entropy of attention. A rising line is attention that spreads as the text grows."
         figures.append(Figure("attention-entropy", png, "Entropy against length under each setting", caption))
     if "range_mass" in first.values:
-        lines = {name: [(r[0], x) for r, x in _shares(found) if r[0]] for name, found in results.items()}
+        lines = {name: [(r[0], x) for r, x in _shares(result) if r[0]] for name, result in results.items()}
         png = curves(lines, "distance, to the next mark (tokens)", "share of attention", log_x=True)
         where = f"for queries at {_group(first, _typical(first))} tokens"
         caption = (
@@ -126,14 +126,14 @@ def _figures(results: Results) -> list[Figure]:
         )
         figures.append(Figure("attention-by-distance", png, "Share of attention in each range of distances", caption))
     if any(
-        float(found["temperature_share"].nan_to_num().max()) > 0 for found in results.values() if "temperature" in found.values
+        float(heads["temperature_share"].nan_to_num().max()) > 0 for heads in results.values() if "temperature" in heads.values
     ):
-        lines = {name: _by_length(found, found["temperature_share"]) for name, found in results.items()}
+        lines = {name: _by_length(result, result["temperature_share"]) for name, result in results.items()}
         png = curves(lines, "length of the text so far (tokens)", "share of rows", log_x=True, limits=(-0.02, 1.02))
         caption = "Share of query rows in which a temperature changes the logits."
         figures.append(Figure("attention-temperature", png, "Share of rows with a temperature against length", caption))
     if "output_deviation" in first.values:
-        lines = {name: _by_length(found, found["output_deviation"].log2()) for name, found in results.items()}
+        lines = {name: _by_length(result, result["output_deviation"].log2()) for name, result in results.items()}
         png = curves(lines, "length of the text so far (tokens)", "log2 of the standard deviation", log_x=True)
         caption = (
             "Deviation of attention outputs, mean of its logarithm. Independent tokens would fall by one half per doubling."
@@ -149,13 +149,13 @@ def _figures(results: Results) -> list[Figure]:
     return figures
 
 
-def _heads(found: Diagnostics) -> list[Figure]:
+def _heads(result: Diagnostics) -> list[Figure]:
     """Layers x heads of the first setting."""
     figures = []
-    columns = [str(i) if i % 5 == 0 or len(found.layers) <= 12 else "" for i in found.layers]
+    columns = [str(i) if i % 5 == 0 or len(result.layers) <= 12 else "" for i in result.layers]
     for quantity, title, limits in (("sink_mass", "Attention on the first token", (0.0, 1.0)), ("entropy", "Entropy", None)):
-        if quantity in found.values:
-            grid = found.overall(quantity).T.tolist()
+        if quantity in result.values:
+            grid = result.overall(quantity).T.tolist()
             ends = limits or (0.0, max(map(max, grid)))
             unit = "share" if limits else "nats"
             png = heat_map(grid, [str(h) for h in range(len(grid))], columns, "layer", "head", title, ends, unit)
@@ -163,30 +163,30 @@ def _heads(found: Diagnostics) -> list[Figure]:
     return figures
 
 
-def _by_length(found: Diagnostics, values: Tensor) -> list[tuple[float, float]]:
+def _by_length(result: Diagnostics, values: Tensor) -> list[tuple[float, float]]:
     """(length, mean over layers and heads) of each group of rows, at its lower end."""
     means = values.mean((0, 1)).tolist()
-    return [(n, x) for n, x in zip(found.lengths, means, strict=True) if x == x and abs(x) != float("inf")]
+    return [(n, x) for n, x in zip(result.lengths, means, strict=True) if x == x and abs(x) != float("inf")]
 
 
-def _some(found: Diagnostics) -> Sequence[int]:
-    last = len(found.layers) - 1
+def _some(result: Diagnostics) -> Sequence[int]:
+    last = len(result.layers) - 1
     return sorted({0, last // 3, 2 * last // 3, last})
 
 
-def _shares(found: Diagnostics) -> list[tuple[tuple[int, int], float]]:
+def _shares(result: Diagnostics) -> list[tuple[tuple[int, int], float]]:
     """Ranges and the share of attention on them in the typical group."""
-    return list(zip(found.ranges, found["range_mass"][:, :, _typical(found)].mean((0, 1)).tolist(), strict=True))
+    return list(zip(result.ranges, result["range_mass"][:, :, _typical(result)].mean((0, 1)).tolist(), strict=True))
 
 
-def _typical(found: Diagnostics) -> int:
+def _typical(result: Diagnostics) -> int:
     """The group with the most rows: the last that the text fills."""
-    return int(found.rows.argmax())
+    return int(result.rows.argmax())
 
 
 def _range(r: tuple[int, int]) -> str:
     return str(r[0]) if r[1] == r[0] + 1 else f"{tokens_shown(r[0])}–{tokens_shown(r[1])}"
 
 
-def _group(found: Diagnostics, k: int) -> str:
-    return f"{found.lengths[k]:,} to {2 * found.lengths[k] - 1:,}"
+def _group(result: Diagnostics, k: int) -> str:
+    return f"{result.lengths[k]:,} to {2 * result.lengths[k] - 1:,}"

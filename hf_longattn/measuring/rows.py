@@ -73,12 +73,12 @@ def _has(row: Row, values: Mapping[str, Any]) -> bool:
 
 def versions(*packages: str) -> dict[str, str]:
     """Python's, and of these packages those that are installed."""
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for name in packages or ("hf_longattn", "transformers", "torch", "peft", "accelerate"):
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            result[name] = version(name)
+    return result
 
 
 def versions_line(*packages: str) -> str:
-    return ", ".join(f"{name} {found}" for name, found in versions(*packages).items())
+    return ", ".join(f"{name} {result}" for name, result in versions(*packages).items())

@@ -141,14 +141,14 @@ def parse_settings(
         if not equals:
             raise ValueError(f"an adapter is given as NAME=DIRECTORY, got {text!r}")
         settings.append(Setting(name, adapter=directory))
-    found = [Setting(UNMODIFIED)]
+    result = [Setting(UNMODIFIED)]
     for setting in settings:
-        if any(setting.to_dict() == other.to_dict() for other in found):
+        if any(setting.to_dict() == other.to_dict() for other in result):
             continue
-        if any(setting.name == other.name for other in found):
+        if any(setting.name == other.name for other in result):
             raise ValueError(f"two different settings are called {setting.name!r}")
-        found.append(setting)
-    return found
+        result.append(setting)
+    return result
 
 
 def read_settings(file: Path) -> list[Setting]:

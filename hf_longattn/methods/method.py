@@ -57,8 +57,8 @@ class Method:
             if getattr(self, f.name) is None and f.default is not None:
                 raise ValueError(f"{self.name}: {f.name} must not be None; leave it out for its default, {f.default!r}")
             if not _has_type(getattr(self, f.name), kinds := str(f.type).split(" | ")):
-                told = " or ".join(_KINDS[kind] for kind in kinds)
-                raise ValueError(f"{self.name}: {f.name} must be {told}, got {getattr(self, f.name)!r}")
+                message = " or ".join(_KINDS[kind] for kind in kinds)
+                raise ValueError(f"{self.name}: {f.name} must be {message}, got {getattr(self, f.name)!r}")
         try:
             self.validate()
         except TypeError as error:  # of a comparison, somewhere in a nest

@@ -246,8 +246,8 @@ def _save_config(original: Any, self: PeftConfigMixin, save_directory: str, **kw
     original(self, save_directory, **kwargs)
     if self.longattn is not None and not isinstance(self, LongAttnLoraConfig):
         path = Path(save_directory) / CONFIG_NAME
-        found = {name: getattr(self, name, None) for name in RECORDED}
-        saved = json.loads(path.read_text(encoding="utf-8")) | {RECORD: {k: v for k, v in found.items() if v}}
+        result = {name: getattr(self, name, None) for name in RECORDED}
+        saved = json.loads(path.read_text(encoding="utf-8")) | {RECORD: {k: v for k, v in result.items() if v}}
         path.write_text(json.dumps(saved, indent=2, sort_keys=True), encoding="utf-8")
 
 

@@ -147,12 +147,12 @@ def push(
 def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = None) -> dict[str, Path | bytes]:
     """What `push` uploads of a folder, by its path in the repository: files, or the bytes that replace them."""
     saved, adapter = contents(directory)
-    found: dict[str, Path | bytes] = {
+    result: dict[str, Path | bytes] = {
         path.relative_to(directory).as_posix(): path
         for path in sorted(directory.rglob("*"))
         if path.is_file() and path.suffix in SUFFIXES and path.name != "trainer_state.json" and not _aside(path, directory)
     }
-    if not any(name.endswith(".safetensors") for name in found):
+    if not any(name.endswith(".safetensors") for name in result):
         raise ValueError(f"{directory} holds no safetensors: save the model with hf_longattn.save or save_pretrained")
     if adapter:
         base = base_model or hub_id(saved.get("base_model_name_or_path"))
@@ -162,16 +162,16 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
                 'Hub does, base_model="user/name"'
             )
         if base_model:
-            found["adapter_config.json"] = _json(saved | {"base_model_name_or_path": base_model})
+            result["adapter_config.json"] = _json(saved | {"base_model_name_or_path": base_model})
     else:
-        found["config.json"] = _json(saved | _tripwire(saved))
+        result["config.json"] = _json(saved | _tripwire(saved))
     readme = directory / "README.md"
     if readme.exists() and "[More Information Needed]" not in readme.read_text(encoding="utf-8"):
         if given := sorted(k for k, v in vars(facts).items() if v and k != "numbers"):
             raise ValueError(f"{readme} is kept as it is; write {', '.join(given)} into it, or remove it")
-        return found
+        return result
     remote_code = "auto_map" in saved
-    return found | {
+    return result | {
         "README.md": str(model_card(directory, repo_id, facts, base_model=base_model, remote_code=remote_code)).encode()
     }
 

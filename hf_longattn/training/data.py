@@ -30,13 +30,13 @@ def find(sources: Any) -> list[str]:
     Raises:
         ValueError: a source looks like a file and is not there.
     """
-    found: list[str] = []
+    result: list[str] = []
     for source in sources if isinstance(sources, list) else [sources]:
         files = sorted(glob.glob(str(Path(source).expanduser()), recursive=True))
         if not files and (Path(source).suffix in {".txt", *BUILDERS} or source.startswith((".", "/", "~")) or "*" in source):
             raise ValueError(f"there is no file {source!r}")
-        found += files or [source]
-    return found
+        result += files or [source]
+    return result
 
 
 def texts(sources: list[str], hub: Hub) -> Iterator[str]:

@@ -68,8 +68,8 @@ def _needle(model: Any, task: NeedleTask, index: int, length: int) -> Tensor:
     sample = task.sample(index, length)
     ids = sample.input_ids[None].to(model.device)
     whole, *each = answer_scores(model, ids, [(sample.prompt_length, length), *sample.spans])
-    found = sum(score.exact for score in each)
-    return torch.tensor([[-whole.log_likelihood, whole.tokens], [found, len(each)]], dtype=torch.float64)
+    result = sum(score.exact for score in each)
+    return torch.tensor([[-whole.log_likelihood, whole.tokens], [result, len(each)]], dtype=torch.float64)
 
 
 def _mine(count: int, share: tuple[int, int]) -> tuple[int, int, int]:

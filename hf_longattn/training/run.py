@@ -151,7 +151,7 @@ def _run(prepared: Prepared) -> dict[str, Any]:
     with trained_by(model, loss), interruptible(trainer):
         result = trainer.train(resume_from_checkpoint=prepared.checkpoint)
     measured = {"trained": trainer.held_out_metrics(recipe.final_lengths)}
-    found = measured["trained"][recipe.length]
+    final = measured["trained"][recipe.length]
     if recipe.evaluation.compare and recipe.architecture is None:
         if recipe.lora is not None:
             with base():
@@ -166,7 +166,7 @@ def _run(prepared: Prepared) -> dict[str, Any]:
     elif first:
         card: dict[str, Any] = {
             "training_lengths": [recipe.length],
-            "metrics": {m: {n: x[m] for n, x in measured["trained"].items()} for m in ("loss", "accuracy") if m in found},
+            "metrics": {m: {n: x[m] for n, x in measured["trained"].items()} for m in ("loss", "accuracy") if m in final},
             "evaluated_on": _names(recipe.heldout or recipe.data),
         }
         save(wrapped, output, tokenizer=prepared.tokenizer, overwrite=True, **card)
@@ -208,16 +208,16 @@ def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
         raise ValueError(f"the run in {output} is finished: there is nothing to resume")
     if (output / RECIPE_FILE).read_text(encoding="utf-8") != dump(recipe):
         raise ValueError(f"{output / RECIPE_FILE} says something else than this recipe: resume with the settings of its start")
-    found = last_checkpoint(output)  # none: from the start
-    return None if found is None else str(found)
+    checkpoint = last_checkpoint(output)  # none: from the start
+    return None if checkpoint is None else str(checkpoint)
 
 
 def _precision(recipe: Recipe, args: TrainingArguments) -> str:
     """What weights are held and multiplied in, and whether this CPU is slow at it."""
     used = "bfloat16" if args.bf16 else "float16" if args.fp16 else recipe.dtype
     slow = args.device.type == "cpu" and used in ("bfloat16", "float16") and used != fast_dtype()
-    told = f"weights in {recipe.dtype}, multiplied in {used}"
-    return told + (", which this CPU does slowly: float32 is faster" if slow else "")
+    message = f"weights in {recipe.dtype}, multiplied in {used}"
+    return message + (", which this CPU does slowly: float32 is faster" if slow else "")
 
 
 def _count(number: int) -> str:

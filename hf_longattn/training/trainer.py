@@ -76,10 +76,10 @@ class RecipeTrainer(Trainer):
 
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
         """Held-out loss (and needle accuracy) at every length of the recipe; `eval_loss` is that at the training length."""
-        found = self.held_out_metrics(self.recipe.lengths)
-        out = {f"{metric_key_prefix}_{k}_{n}": m[k] for n, m in found.items() for k in ("loss", "accuracy") if k in m}
-        at = self.recipe.length if self.recipe.length in found else min(found)
-        out[f"{metric_key_prefix}_loss"] = found[at]["loss"]
+        result = self.held_out_metrics(self.recipe.lengths)
+        out = {f"{metric_key_prefix}_{k}_{n}": m[k] for n, m in result.items() for k in ("loss", "accuracy") if k in m}
+        at = self.recipe.length if self.recipe.length in result else min(result)
+        out[f"{metric_key_prefix}_loss"] = result[at]["loss"]
         self.log(out)
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, out)
         self.model.train()
@@ -97,10 +97,10 @@ class RecipeTrainer(Trainer):
 class StopAtStep(TrainerCallback):  # type: ignore[misc]
     """Ends training after the step in which it is told to, with a checkpoint and a log of what is not logged yet."""
 
-    told = False
+    requested = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.told:
+        if self.requested:
             control.should_log = control.should_save = control.should_training_stop = True
 
 
@@ -117,7 +117,7 @@ def interruptible(trainer: Trainer) -> Iterator[None]:
     trainer.add_callback(stop)
 
     def first(number: int, frame: Any) -> None:
-        stop.told = True
+        stop.requested = True
         signal.signal(number, before)
         print("\nInterrupted: this step is finished and a checkpoint saved. Once more stops at once.", file=sys.stderr)
 
@@ -127,7 +127,7 @@ def interruptible(trainer: Trainer) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
         trainer.remove_callback(stop)
-    if stop.told and trainer.state.global_step < trainer.state.max_steps:
+    if stop.requested and trainer.state.global_step < trainer.state.max_steps:
         raise KeyboardInterrupt
 
 

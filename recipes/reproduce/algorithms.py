@@ -58,8 +58,8 @@ def binary_search(rng: random.Random, size: int) -> tuple[str, str]:
     """Keys in order and a target -> the first key that is not below it."""
     keys = sorted(rng.sample(range(100), size))
     target = rng.randint(0, keys[-1])
-    found = next(k for k in keys if k >= target)
-    return f"binary_search key {_numbers(keys)} target {target:02d} return", f"{found:02d}"
+    result = next(k for k in keys if k >= target)
+    return f"binary_search key {_numbers(keys)} target {target:02d} return", f"{result:02d}"
 
 
 def bfs(rng: random.Random, size: int) -> tuple[str, str]:
@@ -142,12 +142,12 @@ def run_algorithms(run: Run) -> dict[str, Any]:
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, first:].flatten())
 
     optimizer = MuonWithAdam(model, Muon(matrix_lr=settings.matrix_lr))
-    found: dict[str, Any] = {"train_loss": round(fit(model, loss, optimizer, settings.steps, 0.05, run.dtype), 5)}
-    found |= {"sizes": list(settings.sizes), "trained": list(settings.trained)}
-    found["as trained"] = accuracies(model, settings, run.seed)
+    result: dict[str, Any] = {"train_loss": round(fit(model, loss, optimizer, settings.steps, 0.05, run.dtype), 5)}
+    result |= {"sizes": list(settings.sizes), "trained": list(settings.trained)}
+    result["as trained"] = accuracies(model, settings, run.seed)
     if run.variant == "plain":
-        found["adaptive at inference"] = accuracies(hf_longattn.apply(model, "adaptive_temperature"), settings, run.seed)
-    return found
+        result["adaptive at inference"] = accuracies(hf_longattn.apply(model, "adaptive_temperature"), settings, run.seed)
+    return result
 
 
 ALGORITHMS = Experiment(

@@ -59,11 +59,11 @@ def run_length(run: Run) -> dict[str, Any]:
         **training(settings.steps, settings.batch, run.seed, run.dtype),
     } | {f"parameters.{name}": value for name, value in parameters.items()}
     metrics = train(prepare(load_recipe("pretrain_small", [f"{k}={v}" for k, v in overrides.items()])))
-    found = metrics["measured"]["trained"]
+    result = metrics["measured"]["trained"]
     return {
         "lengths": list(settings.lengths),
-        "loss": [round(found[n]["loss"], 5) for n in settings.lengths],
-        "by_position": {str(n): found[n]["by_position"] for n in settings.lengths},
+        "loss": [round(result[n]["loss"], 5) for n in settings.lengths],
+        "by_position": {str(n): result[n]["by_position"] for n in settings.lengths},
         "train_loss": round(metrics["train_loss"], 5),
         "tokens": metrics["tokens"],
     }

@@ -158,15 +158,15 @@ def run_masked(run: Run) -> dict[str, Any]:
     if run.variant.endswith(WARM):
         train()
     put(model, score, "", scale)
-    found: dict[str, Any] = {"train_loss": train(), "lengths": list(settings.lengths)}
+    result: dict[str, Any] = {"train_loss": train(), "lengths": list(settings.lengths)}
     for temperature in TEMPERATURES:
         put(model, score, temperature, scale)
-        found[temperature or "none"] = losses_by_length(model, heldout, settings, run.seed)
+        result[temperature or "none"] = losses_by_length(model, heldout, settings, run.seed)
     if scale is not None:
         put(model, score, "", scale)
         expected = round(expected_peak(scale, settings.width), 4)
-        found["peak"] = {"expected": expected} | peaks(model, heldout[None, : settings.peak_length], scale)
-    return found
+        result["peak"] = {"expected": expected} | peaks(model, heldout[None, : settings.peak_length], scale)
+    return result
 
 
 MASKED = Experiment(

@@ -184,11 +184,11 @@ def by_size(
             for name, temperature in temperatures.items():
                 outputs[name].append(z := model.attend(*projected, temperature))
                 right[name] += int((model.predict(model.out(z)).argmax(-1) == answers).sum())
-        for name, found in out.items():
+        for name, result in out.items():
             z = torch.cat(outputs[name])
-            found["accuracy"].append(round(right[name] / sets, 5))
+            result["accuracy"].append(round(right[name] / sets, 5))
             for what, value in (("deviation", z.std(0).mean()), ("spread", z.std(1, correction=0).mean()), ("mean", z.mean())):
-                found[what].append(round(float(value), 6))
+                result[what].append(round(float(value), 6))
         attention["entropy"].append(round(entropy / sets, 5))
         attention["largest"].append(round(largest / sets, 5))
     if draw is not max_retrieval:
@@ -211,9 +211,9 @@ def run_sets(make: Callable[[str, Settings], tuple[SetModel, Draw]], run: Run) -
     if draw is max_retrieval and run.variant == "baseline":
         fitted = refit(model, settings, run.seed)
         temperatures |= {"refit": fitted}
-    found: dict[str, Any] = {"loss": round(loss, 5), "sizes": list(settings.sizes)}
-    found |= by_size(model, draw, temperatures, settings, run.seed)
-    return found | ({} if fitted is None else {"coefficients": list(fitted.coefficients)})
+    result: dict[str, Any] = {"loss": round(loss, 5), "sizes": list(settings.sizes)}
+    result |= by_size(model, draw, temperatures, settings, run.seed)
+    return result | ({} if fitted is None else {"coefficients": list(fitted.coefficients)})
 
 
 MAX_RETRIEVAL = Experiment(

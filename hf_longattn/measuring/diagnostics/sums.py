@@ -191,28 +191,28 @@ class Sums:
 
     def values(self) -> dict[str, Tensor]:
         """Every quantity of this layer but for its first dimension, with all groups and ranges."""
-        total, found = self.total, {}
+        total, statistics = self.total, {}
         for name, quantity in QUANTITIES.items():
             if quantity.what not in self.options.what:
                 continue
             if name == "range_entropy":
-                found[name] = total[name] / total["range_rows"]
+                statistics[name] = total[name] / total["range_rows"]
             elif name in total:
-                found[name] = total[name] / total["rows"].view(-1, *[1] * (total[name].ndim - 2))
+                statistics[name] = total[name] / total["rows"].view(-1, *[1] * (total[name].ndim - 2))
         if "logits" in self.options.what:
             pairs = total["pairs"].sum(-1)
-            found["logit_mean"] = total["logit"].sum(-1) / pairs
-            found["logit_variance"] = total["square"].sum(-1) / pairs - found["logit_mean"] ** 2
+            statistics["logit_mean"] = total["logit"].sum(-1) / pairs
+            statistics["logit_variance"] = total["square"].sum(-1) / pairs - statistics["logit_mean"] ** 2
         if "qq" in self.options.what:
-            found["qq"] = _quantiles(torch.cat([x for x, _ in self.drawn], 1), torch.cat([w for _, w in self.drawn]))
+            statistics["qq"] = _quantiles(torch.cat([x for x, _ in self.drawn], 1), torch.cat([w for _, w in self.drawn]))
         if "outputs" in self.options.what:
             count = total["output_rows"]
             mean = total["output"] / count[:, None]
             variance = (total["output_square"] / count[:, None] - mean**2).clamp(min=0)
             deviation = torch.where(count > 1, variance.mean(-1).sqrt(), torch.nan)
-            found["output_deviation"] = deviation
-            found["output_slope"] = _slope(total["log_length"] / count, deviation, count)
-        return found
+            statistics["output_deviation"] = deviation
+            statistics["output_slope"] = _slope(total["log_length"] / count, deviation, count)
+        return statistics
 
 
 def collect(sums: dict[int, Sums]) -> Diagnostics:
@@ -258,12 +258,12 @@ def _quantiles(x: Tensor, weight: Tensor) -> Tensor:
     x = (x - mean) / (share * (x - mean) ** 2).sum(-1, keepdim=True).sqrt()
     x, order = x.sort(-1)
     below = share[order].cumsum(-1) - share[order] / 2
-    wanted = torch.special.ndtr(torch.tensor(Z, dtype=torch.float64)).expand(x.shape[0], -1)
-    right = torch.searchsorted(below.contiguous(), wanted.contiguous()).clamp(1, max(x.shape[1] - 1, 1))
+    target = torch.special.ndtr(torch.tensor(Z, dtype=torch.float64)).expand(x.shape[0], -1)
+    right = torch.searchsorted(below.contiguous(), target.contiguous()).clamp(1, max(x.shape[1] - 1, 1))
     right = right.clamp(max=x.shape[1] - 1)
     left = (right - 1).clamp(min=0)
     a, b = below.gather(-1, left), below.gather(-1, right)
-    way = ((wanted - a) / (b - a).clamp(min=1e-300)).clamp(0, 1)
+    way = ((target - a) / (b - a).clamp(min=1e-300)).clamp(0, 1)
     return x.gather(-1, left) * (1 - way) + x.gather(-1, right) * way
 
 

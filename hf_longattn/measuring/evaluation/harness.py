@@ -56,7 +56,7 @@ def register() -> Any:
 def _chosen(setting: str, file: str | None) -> Setting:
     if file is None:
         return Setting.parse(setting)
-    found = {s.name: s for s in read_settings(Path(file))}
-    if setting not in found:
-        raise ValueError(f"{file} has no setting {setting!r}; it has: {', '.join(found)}")
-    return found[setting]
+    result = {s.name: s for s in read_settings(Path(file))}
+    if setting not in result:
+        raise ValueError(f"{file} has no setting {setting!r}; it has: {', '.join(result)}")
+    return result[setting]

@@ -37,7 +37,7 @@ def copying_heads(model: nn.Module, input_ids: Tensor) -> Tensor:
     again = [range(c.position + SKIP, c.position + PASSAGE - 1) for c in copies]
     reading = torch.tensor([i for each in again for i in each])
     expected = torch.tensor([i - c.distance + 1 for c, each in zip(copies, again, strict=True) for i in each])
-    found: dict[int, Tensor] = {}
+    result: dict[int, Tensor] = {}
 
     def seen(layer: Layer, call: Call) -> None:
         total = torch.zeros(call.query.shape[1], dtype=torch.float64, device=call.query.device)
@@ -46,11 +46,11 @@ def copying_heads(model: nn.Module, input_ids: Tensor) -> Tensor:
             here, after = after[: len(block.which)], after[len(block.which) :]
             log_p = block.log_p.gather(-1, here[None, None, :, None].expand(1, len(total), -1, 1))
             total += log_p.exp().double().sum((0, 2, 3))
-        found[layer.index] = total / len(reading)
+        result[layer.index] = total / len(reading)
 
     ids, _ = with_copies(input_ids, copies)
     with torch.no_grad(), observe(model, seen) as layers:
         config: Any = layers[0].module.config
         getattr(model, "base_model", model)(input_ids=ids, use_cache=False)
-    missing = torch.full_like(next(iter(found.values())), torch.nan)
-    return torch.stack([found.get(i, missing) for i in range(config.num_hidden_layers)]).cpu()
+    missing = torch.full_like(next(iter(result.values())), torch.nan)
+    return torch.stack([result.get(i, missing) for i in range(config.num_hidden_layers)]).cpu()

@@ -90,19 +90,19 @@ class Results:
         if not self.lengths:
             return "No losses were measured; what each setting costs on short text is not known from this page."
         longest, others = self.lengths[-1], [s for s in self.settings if s != UNMODIFIED]
-        found = {s: d for s in others if (d := self.difference(s, longest))}
+        result = {s: d for s in others if (d := self.difference(s, longest))}
         sentences = []
-        if not found:
+        if not result:
             sentences.append(f"Only the unmodified model has been measured at {longest:,} tokens yet.")
         else:
-            same = [s for s in found if self._equal(s)]
-            changed = [s for s in found if s not in same]
+            same = [s for s in result if self._equal(s)]
+            changed = [s for s in result if s not in same]
             if changed:
-                best = min(changed, key=lambda s: found[s][0])
-                against = f"{best}, {_signed(found[best])} nats per token against the unmodified model"
+                best = min(changed, key=lambda s: result[s][0])
+                against = f"{best}, {_signed(result[best])} nats per token against the unmodified model"
                 sentences.append(
                     f"At {longest:,} tokens the lowest loss is that of {against}."
-                    if found[best][0] < 0
+                    if result[best][0] < 0
                     else f"At {longest:,} tokens no setting has a lower loss than the unmodified model; nearest is {against}."
                 )
             if same:
@@ -112,8 +112,8 @@ class Results:
                 )
         costs = {s: (d, n) for s in others for n in self.within if (d := self.difference(s, n))}  # the longest there is
         if costs:
-            told = "; ".join(f"{s} {_signed(d)} at {n:,}" for s, (d, n) in costs.items())
-            sentences.append(f"Within the trained length the loss changes by: {told} tokens.")
+            message = "; ".join(f"{s} {_signed(d)} at {n:,}" for s, (d, n) in costs.items())
+            sentences.append(f"Within the trained length the loss changes by: {message} tokens.")
         return " ".join(sentences)
 
     def sections(self) -> list[tuple[int, Section]]:

@@ -37,9 +37,9 @@ class Store:
         if (folder / PROTOCOL).exists():
             old = json.loads((folder / PROTOCOL).read_text(encoding="utf-8"))
             if changed := sorted(k for k in old.keys() & protocol.keys() if old[k] != protocol[k]):
-                told = "; ".join(f"{k}: {old[k]!r} there, {protocol[k]!r} now" for k in changed)
+                message = "; ".join(f"{k}: {old[k]!r} there, {protocol[k]!r} now" for k in changed)
                 raise ValueError(
-                    f"{folder} holds rows of another protocol ({told}); rows are not mixed: choose another folder"
+                    f"{folder} holds rows of another protocol ({message}); rows are not mixed: choose another folder"
                 )
             protocol = old | dict(protocol)
         self.protocol = dict(protocol)
