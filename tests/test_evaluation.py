@@ -179,6 +179,36 @@ def test_summary_says_what_helps_and_what_it_costs() -> None:
 # settings ------------------------------------------------------------------------------------------------------------
 
 
+def test_means_are_over_the_documents_that_all_settings_have_read() -> None:
+    """As after an interruption: the second setting has read one of two documents."""
+    rows = [
+        {"task": "loss", "setting": s, "length": 512, "which": d, "loss": x, "seconds": 1, "bins": [x]}
+        for s, d, x in (("unmodified", "a", 3.0), ("unmodified", "b", 5.0), ("logn", "a", 3.5))
+    ]
+    by_length, _, by_position = (section for _, section in Results(rows, ["unmodified", "logn"], 64, False, 512).sections())
+    assert by_length.tables[0].rows == [["unmodified", 3.0], ["logn", 3.5]]
+    assert "over the documents that all of these have read" in by_length.tables[0].note
+    assert by_position.tables[0].rows == [["unmodified", 3.0], ["logn", 3.5]]
+    whole = Results([*rows, rows[2] | {"which": "b"}], ["unmodified", "logn"], 64, False, 512).sections()[0][1]
+    assert whole.tables[0].rows[0] == ["unmodified", 4.0]
+    assert not whole.tables[0].note
+
+
+def test_a_checkpoints_own_method_stays_beside_what_is_asked_for(folder: Path, tmp_path: Path) -> None:
+    own = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(folder / "model"), "rerope", window=100)
+    own.save_pretrained(tmp_path / "own")
+    tiny.tokenizer().save_pretrained(tmp_path / "own")
+    found = hf_longattn.config_of(load_setting(Setting.parse("infoscale"), str(tmp_path / "own")))
+    assert found.name == "rerope+infoscale"
+    assert found.positions.window == 100
+    assert hf_longattn.config_of(load_setting(Setting.parse("self_extend"), str(tmp_path / "own"))).name == "self_extend"
+    arguments = ["eval", str(tmp_path / "own"), "--text", str(folder / "a.txt"), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, [*arguments, "--lengths", "128", "--targets", "64"])
+    assert result.exit_code == 0, result.output
+    page = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert page["summary"].startswith("The checkpoint itself runs rerope: “unmodified” is the model as it was saved")
+
+
 def test_settings_are_parsed_and_crossed(tmp_path: Path) -> None:
     names = [s.name for s in parse_settings(["unmodified,infoscale", "logn@ntk:2"], ["plain,yarn:2"])]
     assert names == ["unmodified", "infoscale", "logn@ntk:2", "@yarn:2", "infoscale@yarn:2"]
@@ -378,7 +408,8 @@ def test_command_measures_and_writes_the_page(folder: Path, tmp_path: Path) -> N
     table = {r[0]: r[1:] for r in page["sections"][0]["tables"][0]["rows"]}
     assert table["infoscale"][1] == pytest.approx(mean)
     assert len([r for r in rows if r["task"] == "needle"]) == 3 * 2 * 3
-    assert (out / "figures" / "needle-00-accuracy.png").stat().st_size > 5000
+    assert (out / "figures" / "needle-00-log-likelihood.png").stat().st_size > 5000
+    assert not (out / "figures" / "needle-00-accuracy.png").exists()  # random weights: a map of zeros
     command = page["facts"]["Commands"]
     assert page["sections"][0]["command"] == command
     assert "--method infoscale,scale_invariant:tau=3 --lengths 256,1k" in command

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hf_longattn.measuring.report import Figure, Section, Table, add_section, read_sections, write_report
-from hf_longattn.measuring.report.figures import COLOURS, curves, heat_map
+from hf_longattn.measuring.report.figures import COLOURS, curves, heat_map, styles
 from hf_longattn.measuring.report.page import colour, shown
 
 BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), None)
@@ -117,6 +117,25 @@ def test_text_on_shaded_cells_is_legible() -> None:
         ground = luminance(*(int(c) for c in re.findall(r"\d+", style.split(";")[0])))
         ink = 1.0 if style.endswith("#fff") else 0.0
         assert (max(ground, ink) + 0.05) / (min(ground, ink) + 0.05) >= 4.5, i
+
+
+def test_a_setting_has_the_same_colour_in_every_picture() -> None:
+    def colours(*names: str) -> dict[str, str]:
+        return {name: str(style["color"]) for name, style in zip(names, styles(names), strict=True)}
+
+    few = colours("unmodified", "infoscale")
+    many = colours("YaRN", "unmodified", "logn", "rerope", "infoscale", "@yarn:2", "other")
+    assert few.items() <= many.items()
+    assert many["YaRN"] == colours("@yarn:2")["@yarn:2"]
+    assert len(set(many.values())) == 7
+
+
+def test_a_command_is_told_once_and_wide_tables_say_so(tmp_path: Path) -> None:
+    table = Table("Wide", ["a", "b", "c", "d"], [["x", 1, 2, 3]])
+    sections = [(n, Section(f"Part {n}", "", [table], command="hf-longattn eval M")) for n in (1, 2)]
+    page = write_report(tmp_path, "T", "S.", sections, {}).read_text()
+    assert page.count("<code>hf-longattn eval M</code>") == 1
+    assert page.count("4 columns: scroll the table sideways.") == 2
 
 
 def test_lines_differ_in_more_than_colour() -> None:

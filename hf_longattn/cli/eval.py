@@ -146,6 +146,7 @@ def _write(plan: Plan, store: Store, out: Path, title: str | None) -> Results:
     from ..measuring.evaluation import Results
     from ..measuring.report import write_report
     from ..measuring.rows import versions_line
+    from ..measuring.settings import own_method
 
     names = [s.name for s in plan.settings]
     names += [s for s in dict.fromkeys(r["setting"] for r in store.rows.values()) if s not in names]
@@ -159,6 +160,10 @@ def _write(plan: Plan, store: Store, out: Path, title: str | None) -> Results:
     planned = [i.key in store.rows for i in plan.items()]
     source = Path(plan.model) / "SOURCE"
     texts = [f"{name} (SHA-256 {sha256(content.encode()).hexdigest()[:16]})" for name, content in plan.texts]
+    summary = results.summary()
+    if own := own_method(plan.model):
+        runs = f"The checkpoint itself runs {own}: “unmodified” is the model as it was saved"
+        summary = f"{runs}, and other settings keep {own} in the slots that they leave free.\n\n{summary}"
     facts = {
         "Model": source.read_text(encoding="utf-8").strip() if source.is_file() else shown(plan.model),
         "Trained length": "not in its config" if plan.train_length is None else f"{plan.train_length:,} tokens",
@@ -170,9 +175,7 @@ def _write(plan: Plan, store: Store, out: Path, title: str | None) -> Results:
         "Threads": str(torch.get_num_threads()),
         "Seconds": f"{sum(r['seconds'] for r in store.rows.values()):.0f} for all rows together",
     }
-    write_report(
-        out, title or f"{Path(plan.model).name} under attention methods", results.summary(), results.sections(), facts
-    )
+    write_report(out, title or f"{Path(plan.model).name} under attention methods", summary, results.sections(), facts)
     return results
 
 

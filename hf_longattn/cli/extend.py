@@ -112,10 +112,10 @@ def plot(scores: dict[str, Scores], distances: list[int], path: Path) -> None:
     from ..measuring.report import figures
 
     figure, (left, right) = figures.pyplot().subplots(1, 2, figsize=(10, 4), constrained_layout=True)
-    for name, s in scores.items():
-        left.plot(["within", "beyond"], [s.within, s.beyond], marker="o", label=name)
+    for (name, s), style in zip(scores.items(), figures.styles(list(scores)), strict=True):
+        left.plot(["within", "beyond"], [s.within, s.beyond], label=name, **style)
         pairs = sorted(zip(distances, s.copies, strict=True))
-        right.plot([d for d, _ in pairs], [x for _, x in pairs], marker="o", label=name)
+        right.plot([d for d, _ in pairs], [x for _, x in pairs], label=name, **style)
     left.set(title="Prose, by the trained length", ylabel="loss (nats per token)")
     right.set(
         title="A passage repeated from far back", xlabel="distance (tokens)", ylabel="loss (nats per token)", xscale="log"

@@ -84,7 +84,7 @@ def _text(results: Results, names: Mapping[str, str]) -> str:
 
 
 def _summary(results: Results, names: Mapping[str, str]) -> Table:
-    used = [q for q in COLUMNS if any(q in result.values for result in results.values())]
+    used = _used(results)
     rows: list[list[Cell]] = [[COLUMNS[q].format(**names), *(_mean(result, q) for result in results.values())] for q in used]
     return Table("Means", ["", *results], rows)
 
@@ -101,8 +101,16 @@ def _mean(result: Diagnostics, quantity: str) -> float | None:
     return float(result.overall(quantity).nanmean()) if quantity in result.values else None
 
 
+def _used(results: Results) -> list[str]:
+    """The quantities that were measured, but temperatures that are 1 everywhere."""
+    measured = [q for q in COLUMNS if any(q in result.values for result in results.values())]
+    shares = [result["temperature_share"] for result in results.values() if "temperature_share" in result.values]
+    warm = any(float(x.nan_to_num().max()) > 0 for x in shares)
+    return measured if warm else [q for q in measured if not q.startswith("temperature")]
+
+
 def _by_layer(name: str, result: Diagnostics, names: Mapping[str, str]) -> Table:
-    used = [q for q in COLUMNS if q in result.values]
+    used = [q for q in _used({name: result}) if q in result.values]
     columns = ["layer", *(COLUMNS[q].format(**names) for q in used)]
     by_layer = [result.overall(q).nanmean(1).tolist() for q in used]
     return Table(name, columns, [[n, *values] for n, *values in zip(map(str, result.layers), *by_layer, strict=True)])

@@ -28,11 +28,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ..attention.kernels.precision import fast_dtype
 from ..checks import check_dtype, check_model, read_text
 from ..config import LongAttnConfig
-from ..integration import apply, rope
+from ..integration import apply, config_of, rope
 from ..integration.model import knowing
-from ..integration.names import RECORD, is_ours
+from ..integration.names import RECORD, is_ours, short
 from ..integration.planning import bound_config
-from ..methods.method import ModelFacts
+from ..methods.method import SLOTS, ModelFacts
 from ..methods.registry import did_you_mean
 
 UNMODIFIED = "unmodified"
@@ -209,7 +209,7 @@ def load_setting(
         loaded = _with_adapter(loaded, setting.adapter).merge_and_unload()
     if setting.config is not None:
         with knowing():
-            apply(loaded, calibrated(loaded, setting.config) if calibrated else setting.config)
+            apply(loaded, beside_own(loaded, calibrated(loaded, setting.config) if calibrated else setting.config))
     return loaded.to(device).eval()
 
 
@@ -236,10 +236,25 @@ def check_setting(setting: Setting, model: str) -> ModelFacts:
                 warnings.simplefilter("ignore")  # loading says the same
                 _with_adapter(empty, setting.adapter)
         if (method := setting.config or _adapters_method(setting, config)) is not None:
-            apply(empty, method)
+            apply(empty, beside_own(empty, method))
         return bound_config(empty, LongAttnConfig())[1]
     except (ValueError, RuntimeError, KeyError) as error:  # the latter two of PEFT: other shapes, no such kind of adapter
         raise ValueError(f"setting {setting.name!r}: {error}") from None
+
+
+def beside_own(model: Any, asked: LongAttnConfig) -> LongAttnConfig:
+    """What is asked for and, in the slots that this leaves free, what the checkpoint runs itself."""
+    try:
+        own = config_of(model)
+    except ValueError:
+        return asked
+    return dataclasses.replace(asked, **{slot: getattr(own, slot) for slot in SLOTS if getattr(asked, slot) is None})
+
+
+def own_method(model: str) -> str | None:
+    """The method that a checkpoint records in its config, by name."""
+    text = AutoConfig.from_pretrained(model).get_text_config()
+    return short(text._attn_implementation) if is_ours(text._attn_implementation) else None
 
 
 def _with_adapter(model: Any, adapter: str) -> Any:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..report import Figure, Section, Table
 from ..report.figures import curves, heat_map, tokens_shown
@@ -49,6 +50,20 @@ class Results:
 
     def _rows(self, setting: str, task: str, length: int | None = None) -> Iterable[Row]:
         return (r for r in self.rows if r["setting"] == setting and r["task"] == task and length in (None, r["length"]))
+
+    def _of_all(self, length: int, by_document: Mapping[str, Any]) -> list[Any]:
+        """Those of the documents that every setting has read at a length: after an interruption some have read fewer."""
+        read = [set(found) for s in self.settings if (found := self.losses(s, length))]
+        common = set.intersection(*read) if read else set()
+        return [value for document, value in by_document.items() if document in common]
+
+    def _left_out(self) -> str:
+        """Told where means are over fewer documents than some settings have read."""
+        for n in self.lengths:
+            counts = [len(found) for s in self.settings if (found := self.losses(s, n))]
+            if len(set(counts)) > 1:
+                return f"Not all settings are done: means at {n:,} are over the documents that all of these have read."
+        return ""
 
     def difference(self, setting: str, length: int) -> tuple[float, float] | None:
         """Mean over common documents of this setting's loss minus the unmodified model's, and its interval's half-width."""
@@ -135,7 +150,7 @@ class Results:
 
     def _by_length(self) -> Section:
         columns = ["setting", *(f"{n:,}" for n in self.lengths)]
-        mean = {(s, n): _mean(self.losses(s, n).values()) for s in self.settings for n in self.lengths}
+        mean = {(s, n): _mean(self._of_all(n, self.losses(s, n))) for s in self.settings for n in self.lengths}
         losses = [[s, *(mean[s, n] for n in self.lengths)] for s in self.settings]
         perplexities = [
             [s, *(None if (m := mean[s, n]) is None else math.exp(m) for n in self.lengths)] for s in self.settings
@@ -145,8 +160,9 @@ class Results:
             for s in self.settings
             if s != UNMODIFIED
         ]
+        note = self._left_out()
         tables = [
-            Table("Mean loss of the same tokens, nats, by context length", columns, losses),
+            Table("Mean loss of the same tokens, nats, by context length", columns, losses, note=note),
             Table("Difference from the unmodified model, nats, ± 95 % interval", columns, against, note=_note(self.documents)),
             Table("Perplexity of the same tokens", columns, perplexities, digits=2),
         ]
@@ -155,7 +171,7 @@ class Results:
         if len(self.lengths) > 1:
             figures = _pair(
                 lambda limits: curves(
-                    {s: p for s, p in lines.items() if p},
+                    lines,
                     "context (tokens, log scale)",
                     NATS,
                     "Loss of the same tokens by context length",
@@ -200,11 +216,10 @@ class Results:
         rows = []
         lines: dict[str, list[tuple[float, float]]] = {}
         for s in self.settings:
-            bins = list(self.bins(s).values())
+            bins = self._of_all(longest, self.bins(s))
             rows.append([s, *(_mean([over(b, x, y) for b in bins]) for x, y in buckets)])
-            if bins:
-                means = [math.fsum(column) / len(bins) for column in zip(*bins, strict=True)]
-                lines[s] = [(i * BIN + BIN / 2, m) for i, m in enumerate(means)]
+            means = [math.fsum(column) / len(bins) for column in zip(*bins, strict=True)]
+            lines[s] = [(i * BIN + BIN / 2, m) for i, m in enumerate(means)]
         figures = _pair(
             lambda limits: curves(
                 lines, "position (tokens)", NATS, f"Loss by position in windows of {longest:,}", self._mark(), limits=limits
@@ -270,12 +285,15 @@ class Results:
                 grids[s] = cells
         worst = min((a["log_likelihood"] / a["tokens"] for g in grids.values() for c in g.values() for a in c), default=-1.0)
         scale = math.floor(worst) if worst < 0 else -1.0
+        right = any(a["exact"] for g in grids.values() for c in g.values() for a in c)
         for i, (s, cells) in enumerate(grids.items()):
             shapes = (range(len(labels)), range(len(lengths)))
             for kind, value, limits, unit in (
                 ("accuracy", lambda a: float(a["exact"]), (0.0, 1.0), "share of answers right"),
                 ("log-likelihood", lambda a: a["log_likelihood"] / a["tokens"], (float(scale), 0.0), "nats per answer token"),
             ):
+                if kind == "accuracy" and not right:
+                    continue  # a map of zeros says no more than the table
                 grid = [[_mean([value(a) for a in cells.get((y, x), [])]) for x in shapes[1]] for y in shapes[0]]
                 png = heat_map(
                     grid,

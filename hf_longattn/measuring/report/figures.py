@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from typing import Any
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 MARKERS = "osD^vPX*"
 LINES = ("-", "--", "-.", ":")
+#: Settings that keep their colour in every picture, by the beginning of their name.
+OWN_COLOUR = ("unmodified", "rerope", "yarn", "leaky_rerope", "self_extend", "scale", "infoscale", "logn")
 
 
 def pyplot() -> Any:
@@ -35,6 +38,23 @@ def png(figure: Any) -> bytes:
     return out.getvalue()
 
 
+def styles(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Colour, marker and line of each name: its own where it has one that is still free, else the next that is."""
+    own = [next((i for i, x in enumerate(OWN_COLOUR) if name.lower().lstrip("@").startswith(x)), None) for name in names]
+    taken: list[int] = []
+    for wish in own:
+        if wish is not None and wish not in taken:
+            taken.append(wish)
+    free = (i for i in itertools.count() if i not in taken)
+    given, out = set(), []
+    for wish in own:
+        i = next(free) if wish is None or wish in given else wish
+        given.add(i)
+        line = LINES[i // len(COLOURS) % len(LINES)]
+        out.append({"color": COLOURS[i % len(COLOURS)], "linestyle": line, "marker": MARKERS[i % len(MARKERS)]})
+    return out
+
+
 def curves(
     lines: Mapping[str, Sequence[tuple[float, float]]],
     xlabel: str,
@@ -55,12 +75,11 @@ def curves(
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
     figure, axes = pyplot().subplots(figsize=(4.8, 4.2), layout="constrained")
-    for i, (name, points) in enumerate(lines.items()):
+    for i, ((name, points), own) in enumerate(zip(lines.items(), styles(list(lines)), strict=True)):
+        if not points:
+            continue  # a setting that is not measured yet keeps its colour
         xs, ys = [p[0] for p in points], [p[1] for p in points]
-        style = {
-            "color": COLOURS[i % len(COLOURS)],
-            "linestyle": LINES[i // len(COLOURS) % len(LINES)],
-            "marker": MARKERS[i % len(MARKERS)],
+        style = own | {
             "markersize": 4,
             "linewidth": 1.5 if i else 3.5,  # what all are compared with stays visible behind a line that covers it
             "markevery": max(1, len(xs) // 8),
