@@ -211,7 +211,10 @@ def contents() -> Contents:
 
 def shown(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
     return [
-        [f"`{name}`", *(f"{mean_interval(x)[0]:.{digits}f}" for x, digits in zip(kept(row), (3, 2, 2), strict=True))]
+        [
+            f"`{name}`",
+            *(f"{mean_interval(x)[0]:.{digits}f}" if x else "–" for x, digits in zip(kept(row), (3, 2, 2), strict=True)),
+        ]
         for name, row in rows.items()
     ]
 

@@ -128,7 +128,8 @@ for scale in (16, 32, 64, 128):  # of CosScale; 128 as published
     given = {"window": WINDOW, "scale": float(scale)}
     TRAINED[f"rerope+cosscale{scale}"] = Way("rerope+cosscale", given)
     TRAINED[f"rerope+cosscale{scale}+infoscale"] = Way("rerope+cosscale+infoscale", given)
-TRAINED["pose+rerope+cosscale128"] = Way("rerope+cosscale", {"window": WINDOW, "scale": 128.0}, skip=True)
+for name in ("cosscale64+infoscale", "cosscale128"):
+    TRAINED[f"pose+rerope+{name}"] = replace(TRAINED[f"rerope+{name}"], skip=True)
 for name, encoding in {"prope": "prope:0.5", "nope": "nope"}.items():
     TRAINED[name] = Way(rope=encoding)
     TRAINED[f"{name}+logn"] = Way("logn", LEARNED, encoding)
@@ -142,10 +143,12 @@ for name, kind in {"adaptive_temperature": ("adaptive_temperature", {}), "cossca
     TRAINED[f"prope+{name}"] = Way(*kind, "prope:0.5")
 #: The same ways trained otherwise: an adapter in place of all weights, the base as teacher, a strength that rises.
 OTHERWISE: dict[str, Way] = {}
+DISTILLED = ("rerope+logn", "rerope+cosscale64+infoscale", "pose+rerope+logn", "pose+rerope+cosscale64+infoscale")
+DISTILLED += ("pose+yarn64", "prope+map", "nope+map", "alibi")
 for name in ("control", "yarn64", "rerope+logn", "pose+rerope+logn", "prope+map"):
     OTHERWISE[f"{name}-lora"] = replace(TRAINED[name], lora=16, rate=LORA_RATE)
 OTHERWISE |= {f"rerope+logn-lora{rate:g}": replace(TRAINED["rerope+logn"], lora=16, rate=rate) for rate in (1e-3, 1e-2)}
-for name in ("rerope+logn", "pose+rerope+logn", "pose+yarn64", "prope+map", "nope+map", "alibi"):
+for name in DISTILLED:
     OTHERWISE[f"{name}-distilled"] = replace(TRAINED[name], distilled=True)
 for name in ("prope+scale_invariant", "prope+map"):
     OTHERWISE[f"{name}-strength"] = replace(TRAINED[name], strength=True)
@@ -160,7 +163,9 @@ QK_NORMED = {
     QK + n: replace(w, qk_norm=True) for n, w in TRAINED.items() if n in ("prope", "prope+scale_invariant", "prope+map")
 }
 #: From scratch, with as many steps as the base.
-SCRATCH: dict[str, Way] = {n: TRAINED[n] for n in ("prope+scale_invariant", "rerope+logn", "rerope+cosscale128", "alibi")}
+SCRATCH: dict[str, Way] = {
+    n: TRAINED[n] for n in ("prope+scale_invariant", "rerope+logn", "rerope+cosscale64+infoscale", "alibi")
+}
 SCRATCH |= {n: QK_NORMED[n] for n in (f"{QK}prope", f"{QK}prope+scale_invariant")}
 SHARES = (15, 5, 50)
 #: What is made of a way, by variant: (way, per cent of the base's steps, whether from scratch).

@@ -435,6 +435,17 @@ ORDERS = (
     ("prope+logn-15%", "prope-15%"),
     ("prope+map-15%", "prope-15%"),
     ("yarn16-15%", "rerope-15%"),
+    ("pose+yarn64-15%", "rerope-15%"),
+    ("rerope+infoscale-15%", "rerope-15%"),
+    ("rerope+cosscale64-15%", "rerope-15%"),
+    ("rerope+cosscale32+infoscale-15%", "rerope-15%"),
+    ("rerope+cosscale32+infoscale-15%", "rerope+logn-15%"),
+    ("rerope+cosscale64+infoscale-15%", "rerope+cosscale64-15%"),
+    ("rerope+cosscale64+infoscale-15%", "rerope+logn-15%"),
+    ("rerope+logn-lora-15%", "rerope+logn-15%"),
+    ("rerope+logn-distilled-15%", "rerope+logn-15%"),
+    ("pose+rerope+logn-distilled-15%", "pose+rerope+logn-15%"),
+    ("rerope+logn-50%", "rerope+logn-15%"),
 )
 
 
