@@ -1,11 +1,11 @@
-# make demo | test | check | docs | bench | report | theory | gpu | conformance | coverage-models | test-oldest | release-check | clean
+# make demo | test | check | docs | bench | report | theory | gpu | engines | conformance | coverage-models | test-oldest | release-check | clean
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test check lint docs bench report theory reproduce gpu conformance coverage-models test-oldest wheel release-check clean
+.PHONY: demo test check lint docs bench report theory reproduce gpu engines conformance coverage-models test-oldest wheel release-check clean
 .PRECIOUS: %/bin/pip
 
 demo: $(VENV)/.demo  ## a real model under the method: run, measure, adapt, save, reload (ARGS="--help" for options)
@@ -44,6 +44,9 @@ reproduce: $(VENV)/.dev  ## the papers' experiments: the list with its cost (ARG
 
 gpu:  ## on a machine with a CUDA GPU and its own torch: exactness and timings in under ten minutes
 	PYTHONPATH=. python3 benchmarks/gpu.py $(ARGS)
+
+engines: $(VENV)/.engines  ## the tests of other engines; rewrites the table of docs/engines.md
+	OMP_NUM_THREADS=1 $(BIN)/python tests/engines_table.py $(ARGS)
 
 conformance: $(VENV)/.conformance  ## transformers' own tests with our names as the default attention; rewrites docs/conformance.md
 	$(BIN)/python tests/conformance/run.py $(ARGS)

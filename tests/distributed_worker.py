@@ -6,6 +6,7 @@ import datetime
 import faulthandler
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,15 @@ from hf_longattn.integration.dispatch import attention_forward
 from hf_longattn.integration.engines import ulysses
 
 RANKS = 2
-#: One of each kind: nothing per head, slopes, calibrated and learned factors per head, per key head, windows, constants.
-SPLIT = ("infoscale+cosscale", "mapped+adaptive", "alibi", "calibrated", "logn_learned", "leaky_by_layer", "streaming")
-SPLIT += ("output_standardise",)
+#: One case of each method, those with parameters per head where there is one.
+SPLIT = ("scale_invariant", "calibrated", "mapped+adaptive", "alibi", "infoscale+cosscale", "logn_learned", "log_length")
+SPLIT += ("softmax_plus", "yarn_temperature", "output_standardise", "rerope", "leaky_by_layer", "self_extend", "dual_chunk")
+SPLIT += ("windowed", "streaming", "lm_infinite")
+#: The norm over all heads of a token.
+WHOLE = ("output_layer_norm",)
 #: Those that run on sequences split over processes, some with sliding layers that are left alone, or softcaps.
 ALL_SPLIT = (*SPLIT, "gemma3/alibi", "gemma2/logn_learned")
+#: Those whose weights are saved and loaded again while they are sharded.
 SHARDED = ("scale_invariant", "logn_learned", "output_layer_norm", "rerope")
 
 
@@ -65,12 +70,18 @@ def tensor_parallel(out: Path) -> dict[str, Any]:
         m = AutoModelForCausalLM.from_pretrained(out / case, tp_plan="auto").train()
         logits, _ = step(m, input_ids=tokens())
         results[case] = {"logits": logits, "gradients": gradients(m)}
-    try:
-        m = AutoModelForCausalLM.from_pretrained(out / "output_layer_norm", tp_plan="auto")
-        m(tokens())
-    except NotImplementedError as error:
-        results["refused"] = str(error)
+    m = AutoModelForCausalLM.from_pretrained(out / WHOLE[0], tp_plan="auto")
+    results["refused"] = refusal(lambda: m(tokens()))
     return results
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """What a call is refused with."""
+    try:
+        call()
+    except (NotImplementedError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 LENGTHS = (9, 4, 11)
@@ -81,8 +92,8 @@ def packed() -> tuple[Tensor, Tensor]:
     return tokens(1, sum(LENGTHS), seed=5), torch.cat([torch.arange(n) for n in LENGTHS])[None]
 
 
-def sequences() -> dict[str, tuple[Tensor, Tensor]]:
-    return {"one": (tokens(), torch.arange(24).expand(2, -1)), "packed": packed()}
+def sequences(case: str) -> dict[str, tuple[Tensor, Tensor]]:
+    return {"packed": packed()} | ({"one": (tokens(), torch.arange(24).expand(2, -1))} if case == "alibi" else {})
 
 
 def split_sequence(out: Path) -> dict[str, Any]:
@@ -114,7 +125,7 @@ def _sequences(start: Any, batch: int | None = None) -> dict[str, Any]:
     rank = torch.distributed.get_rank()
     for case in ALL_SPLIT:
         family, _, name = case.rpartition("/")
-        for kind, (ids, positions) in sequences().items():
+        for kind, (ids, positions) in sequences(case).items():
             m = made(name, family or "llama").train()
             start(m)
             here = [x[:batch].chunk(RANKS, 1)[rank] for x in (ids, positions)]
@@ -123,12 +134,13 @@ def _sequences(start: Any, batch: int | None = None) -> dict[str, Any]:
             for gradient in found.values():
                 torch.distributed.all_reduce(gradient)
             results[f"{case} {kind}"] = {"logits": logits, "gradients": {k: g / RANKS for k, g in found.items()}}
-    m = made("alibi")
+    m, half = made("alibi"), slice(12 * rank, 12 * rank + 12)
     start(m)
-    try:
-        m(tokens()[:batch, :12], use_cache=False)
-    except ValueError as error:
-        results["refused"] = str(error)
+    results["local"] = refusal(lambda: m(tokens()[:batch, half], use_cache=False))
+    m = made(WHOLE[0])
+    start(m)
+    arguments = {"position_ids": torch.arange(24)[None, half], "use_cache": False}
+    results["refused"] = refusal(lambda: m(tokens()[:1, half], **arguments))
     return results
 
 
@@ -136,10 +148,12 @@ def fully_sharded(out: Path) -> dict[str, Any]:
     """Two steps of training with weights sharded by FSDP2, the second also after saving and loading everything."""
     results: dict[str, Any] = {}
     mine = tokens().chunk(RANKS)[torch.distributed.get_rank()]
-    for case in SHARDED:
+    for case in (*SPLIT, *WHOLE):
         m, optimizer = sharded(out / case)
         _, first = step(m, input_ids=mine)
         results[case] = {"gradients": gradients(m)}
+        if case not in SHARDED:
+            continue
         optimizer.step()
         model_state, optimizer_state = get_state_dict(m, optimizer)
         checkpoint.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=out / f"{case}.steps")
@@ -172,10 +186,10 @@ JOBS = {f.__name__: f for f in (fully_sharded, tensor_parallel, split_sequence, 
 if __name__ == "__main__":
     jobs, rank, store, out = sys.argv[1:]
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(100, exit=True)
+    faulthandler.dump_traceback_later(390, exit=True)
     warnings.simplefilter("ignore", hf_longattn.UntrainedWarning)
     torch.distributed.init_process_group(
-        "gloo", f"file://{store}", rank=int(rank), world_size=RANKS, timeout=datetime.timedelta(seconds=60)
+        "gloo", f"file://{store}", rank=int(rank), world_size=RANKS, timeout=datetime.timedelta(seconds=120)
     )
     for job in jobs.split(","):
         torch.save(JOBS[job](Path(out)), Path(out) / f"{job}.{rank}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -81,10 +82,13 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 @batching
 @pytest.mark.parametrize("case", CASES)
-def test_continuous_batching(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continuous_batching(
+    case: str, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
     """Prompts longer than a step in chunks, others beside them, and decoding of several at once."""
     counts = check_batching(fresh("llama", CASES[case]), prompts(5, 21, 5, 2), monkeypatch, new=3)
     assert counts["chunks"] >= 1
+    record_property("continuous batching", case)
 
 
 @batching

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,9 @@ def test_a_python_without_this_package_says_so(tmp_path: Path) -> None:
     assert "has no hf_longattn" in done.stdout
 
 
-def test_transformers_serve_answers_as_generate_does(checkpoint: Path, tmp_path: Path) -> None:
+def test_transformers_serve_answers_as_generate_does(
+    checkpoint: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     """Continuous batching behind HTTP: two requests at once, one of them streamed."""
     openai = pytest.importorskip("openai")
     pytest.importorskip("uvicorn")
@@ -144,6 +147,7 @@ def test_transformers_serve_answers_as_generate_does(checkpoint: Path, tmp_path:
         finally:
             server.terminate()
     assert [whole, streamed] == expected
+    record_property("transformers serve", "logn")
 
 
 def test_trl_trains_and_saves_under_the_method_of_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:

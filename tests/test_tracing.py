@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, model_config
-from helpers import close, stock, tokens
+from helpers import close, fresh, stock, tokens
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
@@ -233,3 +233,26 @@ def test_what_a_graph_cannot_hold_is_refused(tmp_path: Path) -> None:
     m = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="rerope", longattn={"window": 7})
     with pytest.raises(RuntimeError, match=r"call the model once before torch\.compile or torch\.export"):
         torch.export.export(Logits(m), (tokens(),), strict=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["alibi", "infoscale+cosscale"])
+def test_onnx_runs_at_any_length(case: str, tmp_path: Path) -> None:
+    """By the dynamo exporter, with the reference in place of the tiled operator."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = fresh("llama", CASES[case])
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.model(ids, use_cache=False).logits
+
+    m, length = Logits().eval(), torch.export.Dim("length", min=2, max=512)
+    torch.onnx.export(m, (tokens(),), tmp_path / "m.onnx", dynamo=True, dynamic_shapes={"ids": {1: length}}, verbose=False)
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+    for n in (24, 40):
+        ids = tokens(2, n, seed=n)
+        close(torch.from_numpy(session.run(None, {"ids": ids.numpy()})[0]), m(ids), 5e-5, f"{case} {n}")

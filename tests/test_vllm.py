@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,9 @@ FOLDED += ("infoscale+cosscale", "output_standardise", "output_layer_norm")
 @torch.no_grad()
 @pytest.mark.parametrize("case", FOLDED)
 @pytest.mark.parametrize("strict", [True, False])
-def test_methods_that_fold_are_exact_in_vllm(case: str, strict: bool, engine: Any, tmp_path: Path) -> None:
+def test_methods_that_fold_are_exact_in_vllm(
+    case: str, strict: bool, engine: Any, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     m = fresh("llama", CASES[case])
     for name, parameter in m.named_parameters():
         if ".longattn." in name:
@@ -130,13 +133,21 @@ def test_methods_that_fold_are_exact_in_vllm(case: str, strict: bool, engine: An
         out.append(served(ids[0, first : first + size], torch.arange(first, first + size)))
         first += size
     close(torch.cat(out), m.model(ids, use_cache=False).last_hidden_state[0], 5e-5, case)
+    record_property("vLLM (stand-in)", case)
 
 
-@pytest.mark.parametrize("case", [DEFAULT, "alibi", "rerope", "streaming", "adaptive_temperature"])
-def test_all_others_are_refused_by_name(case: str, engine: Any, tmp_path: Path) -> None:
+REFUSED = (DEFAULT, "alibi", "adaptive_temperature", "rerope", "leaky_rerope", "self_extend", "dual_chunk")
+REFUSED += ("windowed", "streaming", "lm_infinite")
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_all_others_are_refused_by_name(
+    case: str, engine: Any, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     hf_longattn.save(fresh("llama", CASES[case]), tmp_path / "m")
-    with pytest.raises(NotImplementedError, match=f"{CASES[case].name} cannot run in vLLM.*transformers serve"):
+    with pytest.raises(NotImplementedError, match=f"{CASES[case].name} cannot run in vLLM.*transformers serve") as error:
         engine(tmp_path / "m")
+    record_property("vLLM (stand-in)", f"{case}: {error.value}")
 
 
 def test_a_model_that_vllm_built_by_itself_is_refused(engine: Any, tmp_path: Path) -> None:

@@ -207,6 +207,8 @@ def choose_backend(
     if backend == "flash":
         reasons["flash"] = not_fused or why_not_flash(query, rows)
     if backend == "auto":
+        if torch.onnx.is_in_onnx_export():
+            return "reference"  # ONNX has no translation of our operator
         if reasons["sdpa"] is None and rows.plain is not None:
             return "sdpa"
         return "flex" if query.device.type == "cuda" and reasons["flex"] is None and not entropy else "tiled"

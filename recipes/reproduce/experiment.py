@@ -82,7 +82,7 @@ def refuse_other_settings(
         if changed := {k: v for k, v in now.items() if then.get(k) != v}:
             changes = ", ".join(f"{k}: {then.get(k)!r} there, {v!r} now" for k, v in changed.items())
             raise ValueError(
-                f"{path} holds a run of {row['variant']!r}, seed {row['seed']}, with other settings ({changes}): they would not "
-                "compare. Choose another folder with --results, or run them anew with --again"
+                f"{path} holds a run of {row['variant']!r}, seed {row['seed']}, with other settings ({changes}): they would "
+                "not compare. Choose another folder with --results, or run them anew with --again"
                 + (f"; or --dtype {then['dtype']}, however slow" if "dtype" in changed else "")
             )

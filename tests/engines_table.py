@@ -1,0 +1,90 @@
+"""`make engines`: runs the tests of engines, and writes what they recorded into the table of docs/engines.md.
+
+A test records each cell that it has shown, `record_property(engine, case)`, or what it was refused with, "case: message". A
+cell is exact only if every case of that method was; where tests are skipped, for want of an engine, it says "not run".
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+from cases import CASES
+
+from hf_longattn.methods.registry import method_names
+
+PAGE = Path(__file__).parents[1] / "docs" / "engines.md"
+FILES = ("test_engines.py", "test_distributed.py", "test_run.py", "test_vllm.py")
+ENGINES = (
+    "continuous batching",
+    "tensor parallel",
+    "FSDP2",
+    "Ulysses (DeepSpeed)",
+    "split_sequence",
+    "vLLM (stand-in)",
+)
+BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+Cells = dict[tuple[str, str], tuple[str, str]]
+
+
+def recorded(report: Path) -> Cells:
+    """By engine and method: the test that showed it, and "exact" or the message."""
+    cells: Cells = {}
+    for test in ElementTree.parse(report).iter("testcase"):
+        passed = not any(test.find(tag) is not None for tag in ("failure", "error", "skipped"))
+        for entry in test.iter("property"):
+            engine, (case, _, message) = entry.get("name", ""), (entry.get("value") or "").partition(": ")
+            for method in CASES[case].methods:
+                name = re.sub(r"\[.*", "", test.get("name", ""))
+                outcome = message if passed and message else "exact" if passed else "FAILED"
+                if cells.get((engine, method.name), ("", "exact"))[1] in ("exact", outcome):
+                    cells[engine, method.name] = name, outcome
+    return cells
+
+
+def table(cells: Cells) -> str:
+    """One row a method, one column an engine; below it the tests and the messages."""
+    tests: dict[str, set[str]] = {}
+    messages: list[str] = []
+    rows = []
+    for method in method_names():
+        row = []
+        for engine in ENGINES:
+            test, outcome = cells.get((engine, method), ("", "not run"))
+            if test:
+                tests.setdefault(engine, set()).add(test)
+            if outcome not in ("exact", "not run", "FAILED"):
+                kind = re.sub(rf"\b{re.escape(method)}\b", "...", outcome)
+                messages += [] if kind in messages else [kind]
+                outcome = f"refused ({messages.index(kind) + 1})"
+            row.append(outcome)
+        if any(cell != "not run" for cell in row):
+            rows.append(f"| `{method}` | {' | '.join(row)} |")
+    head = [f"| | {' | '.join(ENGINES)} |", "|---" * (len(ENGINES) + 1) + "|", *rows, ""]
+    head += ["Shown by:", "", *(f"- {e}: {', '.join(f'`{t}`' for t in sorted(tests[e]))}" for e in ENGINES if e in tests), ""]
+    return "\n".join([*head, "Messages:", "", *(f"{n}. {text}" for n, text in enumerate(messages, 1))])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--report", type=Path, help="a junit report of an earlier run, in place of a run")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        report = arguments.report or Path(folder) / "report.xml"
+        if arguments.report is None:
+            files = [str(Path(__file__).with_name(name)) for name in FILES]
+            options = ["-q", "-o", "junit_family=xunit1", f"--junitxml={report}"]
+            if (status := subprocess.run([sys.executable, "-m", "pytest", *options, *files]).returncode) != 0:
+                raise SystemExit(status)
+        text = PAGE.read_text(encoding="utf-8")
+        before, _, rest = text.partition(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n{table(recorded(report))}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
