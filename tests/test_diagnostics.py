@@ -19,6 +19,7 @@ import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.attention.attend import Call
 from hf_longattn.attention.geometry import Rows
+from hf_longattn.attention.reference import dense_attention
 from hf_longattn.integration.observe import observe
 from hf_longattn.measuring.diagnostics import QUANTITIES, WHAT, Diagnostics, blocks
 from hf_longattn.measuring.diagnostics.sums import Options, Sums, collect
@@ -409,3 +410,16 @@ def test_wrong_input_is_refused() -> None:
     assert gemma.config._attn_implementation == "sdpa"
     with hf_longattn.capture(gemma) as seen, pytest.raises(ValueError, match="nothing was captured"):
         seen.result()
+
+
+@pytest.mark.parametrize("case", ["scale_invariant", "mapped+adaptive"])
+def test_learned_sinks_take_their_share(case: str) -> None:
+    """Weights that add up to less than 1, as the dense pass has them."""
+    g = torch.Generator().manual_seed(4)
+    query, key, value = (torch.randn(1, 4, 19, 8, generator=g, dtype=torch.float64) for _ in range(3))
+    rows, sinks = Rows.causal(19, 19, None, 0, query.device), torch.tensor([-1.0, 0.0, 1.0, 3.0])
+    out, want = dense_attention(query, key, value, CASES[case], rows, scaling=0.7, sink_logits=sinks)
+    call = Call(query, key, value, CASES[case], rows, out, 0.7, sink_logits=sinks)
+    assert 0 < want.sum(-1).min() < want.sum(-1).max() < 1
+    for block in blocks.blocks(call):
+        same(block.log_p.exp(), want[:, :, block.which, : block.log_p.shape[-1]])

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from cases import CASES, HEADS
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_longattn
 from hf_longattn import reference_attention
-from hf_longattn.attention.attend import attend
+from hf_longattn.attention.attend import attend, merge_entropies
 from hf_longattn.attention.geometry import Rows
 from hf_longattn.attention.kernels import flex, operators, precision, tiled, tiles
 from hf_longattn.attention.kernels.spec import KernelCall, LogitSpec
@@ -615,6 +616,83 @@ def test_tables_that_are_too_short() -> None:
     gain, bias = tables(1, length=18)
     with pytest.raises(ValueError, match="beyond the tables"):
         tiled_attention(query, key, value, GEOMETRIES["causal"][2], scaling=1.0, gain=gain, bias=bias)
+
+
+# learned sinks ------------------------------------------------------------------------------------------------------
+
+SINKS = torch.tensor([-1.0, 0.5, 2.0, 4.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled", "flex"])
+@pytest.mark.parametrize("case", ["none", "scale_invariant"])
+def test_a_sink_is_a_term_in_the_denominator(case: str, backend: str) -> None:
+    """Written out in NumPy, pair by pair, with rows that see no key."""
+    query, key, value = inputs()
+    mask = mask_of(2, 1, 19, 19)
+    mask[:, :, [0, 7, 18]] = False
+    config = hf_longattn.LongAttnConfig() if case == "none" else hf_longattn.LongAttnConfig.preset(case, tau=3.0)
+    got = hf_longattn.attention(query, key, value, config, 0.7, mask, backend=backend, sink_logits=SINKS)
+    q, k, v, s = (x.numpy() for x in (query, key, value, SINKS))
+    want = numpy.zeros(q.shape)
+    for b, h, i in numpy.ndindex(q.shape[:3]):
+        seen = [j for j in range(i + 1) if mask[b, 0, i, j]]
+        logits = numpy.array([0.7 * q[b, h, i] @ k[b, h // 2, j] for j in seen])
+        if case == "scale_invariant":
+            a2 = numpy.array([1 + 2 * numpy.log(1 + (i - j) / 3.0) for j in seen])
+            logits = numpy.sqrt(a2) * logits + 1 - a2
+        if seen:
+            weights = numpy.exp(logits) / (numpy.exp(logits).sum() + numpy.exp(s[h]))
+            want[b, h, i] = sum(w * v[b, h // 2, j] for w, j in zip(weights, seen, strict=True))
+    close(got, torch.from_numpy(want), 1e-12)
+    if backend == "tiled":
+        sinks = SINKS.clone().requires_grad_()
+        leaves = [sinks, *(x.requires_grad_() for x in (query, key, value))]
+        out = hf_longattn.attention(query, key, value, config, 0.7, mask, backend=backend, sink_logits=sinks)
+        assert all(g.isfinite().all() for g in torch.autograd.grad(out.square().sum(), leaves))
+
+
+@pytest.mark.parametrize("q_len", [13, 1])
+@pytest.mark.parametrize("case", CASES)
+def test_sinks_under_every_method(case: str, q_len: int) -> None:
+    """Output and all gradients, the sink's own too; and decoding, which has none."""
+    config = CASES[case].for_layer(0)
+    results = []
+    for function in (hf_longattn.attention, reference_attention):
+        leaves = [x.requires_grad_(q_len > 1) for x in (*inputs(h=HEADS, q=q_len, k=29), SINKS.clone())]
+        out = function(*leaves[:3], config, rotation=ROTATION, sink_logits=leaves[3])
+        results.append([out, *(torch.autograd.grad(out.sin().sum(), leaves) if q_len > 1 else ())])
+    for got, want in zip(*results, strict=True):
+        close(got, want, 1e-10)
+    without = reference_attention(*inputs(h=HEADS, q=q_len, k=29), config, rotation=ROTATION)
+    assert config.output_norm is not None or (results[0][0] - without).abs().max() > 0.01
+    close(hf_longattn.attention(*inputs(h=HEADS, q=q_len, k=29), config, rotation=ROTATION, sink_logits=SINKS - 99), without)
+
+
+def test_entropy_with_and_without_the_sinks_share() -> None:
+    query, key, value = inputs()
+    rows = GEOMETRIES["nothing visible"][2]
+    segments = [rows.narrowed(None, torch.tensor([[6]])), rows.narrowed(torch.tensor([[7]]), None)]
+    options = {"scaling": 0.7, "with_lse": True, "with_entropy": True}
+    results = [tiled_attention(query, key, value, r, **options) for r in segments]
+    logits = 0.7 * query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT
+    logits, some = logits.masked_fill(~rows.visible(19), -math.inf), rows.visible(19).any(-1)
+    for sink in (None, SINKS):
+        terms = logits if sink is None else torch.cat([logits, sink[:, None, None].expand(2, -1, 19, 1)], -1)
+        p = numpy.exp(terms.numpy())
+        p = p / numpy.maximum(p.sum(-1, keepdims=True), 1e-300)
+        want = torch.from_numpy(-(p * numpy.log(numpy.where(p > 0, p, 1.0))).sum(-1))
+        close(merge_entropies(results, sink), want.masked_fill(~some, 0.0), 1e-12)
+
+
+def test_sinks_and_backends() -> None:
+    """What cannot compute them says so, and "auto" goes by; halves stay halves."""
+    query, key, value = inputs(dtype=torch.bfloat16)
+    plain = hf_longattn.LongAttnConfig()
+    with pytest.raises(ValueError, match="'sdpa' cannot compute this call: the model has learned sinks"):
+        hf_longattn.attention(query, key, value, plain, backend="sdpa", sink_logits=SINKS)
+    out = hf_longattn.attention(query, key, value, plain, sink_logits=SINKS)
+    assert out.dtype == torch.bfloat16
+    close(out.double(), reference_attention(*(x.double() for x in (query, key, value)), plain, sink_logits=SINKS), 2e-2)
 
 
 # tables that calls share ---------------------------------------------------------------------------------------------

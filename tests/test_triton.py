@@ -15,7 +15,7 @@ from test_kernels import by_options, dense, geometries, inputs, tables
 from torch import Tensor
 
 import hf_longattn
-from hf_longattn import LongAttnConfig
+from hf_longattn import LongAttnConfig, Rotation
 from hf_longattn.attention.geometry import Rows
 from hf_longattn.attention.kernels import triton
 from hf_longattn.attention.kernels.triton import Blocks, why_not_triton
@@ -141,6 +141,18 @@ def test_float16() -> None:
 def test_in_a_model(case: str) -> None:
     ids = tokens(2, 20)
     close(model("llama", CASES[case], "triton")(ids).logits, model("llama", CASES[case], "reference")(ids).logits)
+
+
+def test_learned_sinks() -> None:
+    """Rows of a window and its far keys, forward and backward."""
+    results = []
+    for backend in ("triton", "reference"):
+        leaves = [x.requires_grad_() for x in (*inputs(b=1, q=20, k=20, d=16, dtype=torch.float32), torch.arange(4.0) - 1)]
+        config, rotation = CASES["streaming"], Rotation(torch.tensor([1.0, 0.1]))
+        out = hf_longattn.attention(*leaves[:3], config, backend=backend, rotation=rotation, sink_logits=leaves[3])
+        results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    for got, want in zip(*results, strict=True):
+        close(got, want, 2e-5)
 
 
 def test_training_and_compile() -> None:

@@ -36,6 +36,7 @@ def attention(
     backend: str = "auto",
     rotation: Rotation | None = None,
     position_ids: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Causal attention under `config`, on the fastest exact kernel.
 
@@ -49,6 +50,8 @@ def attention(
         key_start: position of the first key.
         rotation: how query and key are rotated; needed where the config remaps rotary distances.
         position_ids: int64 (batch or 1, length), growing: distances are then differences of positions (skip-wise training).
+        sink_logits: (heads,), the model's learned sinks: exp(sink) is one more term in the denominator of every softmax; no
+            method acts on it.
         backend: "auto" takes `config.backend`, and then sdpa where it is exact, FlexAttention on CUDA (not run there yet),
             else the tiled kernel; any other name insists.
 
@@ -65,7 +68,9 @@ def attention(
         ids = check_positions(position_ids, query, key)
         rows = rows.at(ids, ids)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(query, key, value, config, rows, scaling=scaling, backend=backend, rotation=rotation)
+    return attend(
+        query, key, value, config, rows, scaling=scaling, backend=backend, rotation=rotation, sink_logits=sink_logits
+    )
 
 
 def attend(
@@ -80,6 +85,7 @@ def attend(
     dropout: float = 0.0,
     learned: Mapping[str, nn.Module] | None = None,
     rotation: Rotation | None = None,
+    sink_logits: Tensor | None = None,
     backend: str = "auto",
     tables: TableCache | None = None,
     strength: Tensor | None = None,
@@ -90,12 +96,20 @@ def attend(
         softcap: the model's own cap on its score; it acts before every method but the score's.
         learned: the trained parts of methods by slot; without it they are what they start as.
         rotation: how query and key are rotated; needed where the config remaps rotary distances.
+        sink_logits: (heads,), the model's learned sinks: exp(sink) is one more term in the denominator of every softmax; no
+            method acts on it.
         tables: where tables are kept for the next call, a model's own; default a cache that all calls without one share.
         strength: the logit map's, in place of the config's: a number that a compiled graph reads when it runs.
     """
     asked = config.backend if backend == "auto" else backend
-    backend = choose_backend(config, query, rows, softcap, dropout, asked)
-    model: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "learned": learned, "rotation": rotation}
+    backend = choose_backend(config, query, rows, softcap, dropout, asked, sink_logits is not None)
+    model: dict[str, Any] = {
+        "scaling": scaling,
+        "softcap": softcap,
+        "learned": learned,
+        "rotation": rotation,
+        "sink_logits": sink_logits,
+    }
     if backend == "reference":
         return dense_attention(query, key, value, config, rows, dropout=dropout, **model)[0]
     tiled = backend == "tiled"
@@ -106,13 +120,16 @@ def attend(
     if isinstance(config.temperature, EntropyTemperature):
         call = call.scaled(config.temperature.factor(_entropy(call, backend)))
         plain = config.logit_map is None and not softcap and len(call.segments) == 1 and rows.plain is not None
+        plain = plain and sink_logits is None
         if asked == "auto" and plain:
             backend = "sdpa"  # what is left is plain attention
     if backend in ("sdpa", "flash"):
         fused, segment = sdpa_attention if backend == "sdpa" else flash_attention, call.segments[0]
         out = fused(segment.query, segment.key, value, segment.rows, scaling=call.spec.scaling, dropout=dropout)
     else:
-        out = merge([_run(backend, segment, value, call.spec, dropout, len(call.segments) > 1) for segment in call.segments])
+        several = len(call.segments) > 1 or sink_logits is not None
+        results = [_run(backend, segment, value, call.spec, dropout, several) for segment in call.segments]
+        out = merge_outputs(results, sink_logits)
     return call.finish(out).to(query.dtype)
 
 
@@ -130,7 +147,11 @@ class Call:
     softcap: float | None = None
     learned: Mapping[str, nn.Module] | None = None
     rotation: Rotation | None = None
+    sink_logits: Tensor | None = None
     tables: TableCache | None = None
+
+
+Result = tuple[Tensor, Tensor, Tensor]
 
 
 def _run(
@@ -154,33 +175,40 @@ def _run(
     return kernel(query.to(half), key.to(half), value, rows, spec, **options)
 
 
-def _log_shares(lse: list[Tensor]) -> Tensor:
-    """The logarithm of each segment's share of a row's probability, (segments, batch, heads, q_len), finite.
+def _log_shares(results: list[Result], sink_logits: Tensor | None) -> Tensor:
+    """The logarithm of each segment's share of a row's probability, last the sink's: (segments, batch, heads, q_len), finite.
 
-    Fully masked rows share evenly.
+    Fully masked rows without a sink share evenly.
     """
+    lse = [lse for _, lse, _ in results]
+    if sink_logits is not None:
+        lse.append(sink_logits.to(lse[0])[:, None].expand_as(lse[0]))
     return torch.log_softmax(torch.stack(lse).clamp(min=MASK_VALUE), 0)
 
 
-def merge(results: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-    """The output over all segments from those over each, by their logsumexps: out = Σ share out_segment."""
-    if len(results) == 1:
+def merge_outputs(results: list[Result], sink_logits: Tensor | None = None) -> Tensor:
+    """The output over all segments from those over each, by their logsumexps: out = Σ share out_segment; a sink's is 0."""
+    if len(results) == 1 and sink_logits is None:
         return results[0][0]
-    shares = _log_shares([lse for _, lse, _ in results]).exp()
-    return sum(share[..., None] * out for share, (out, _, _) in zip(shares, results, strict=True))  # type: ignore[return-value]
+    shares = _log_shares(results, sink_logits).exp()
+    return sum(share[..., None] * out for share, (out, _, _) in zip(shares, results, strict=False))  # type: ignore[return-value]
+
+
+def merge_entropies(results: list[Result], sink_logits: Tensor | None = None) -> Tensor:
+    """The entropy over all segments, H = Σ share (H_segment - ln share); with a sink, its own share is one of them."""
+    if len(results) == 1 and sink_logits is None:
+        return results[0][2]
+    shares, own = _log_shares(results, sink_logits), [entropy for _, _, entropy in results]
+    own += [] if sink_logits is None else [torch.zeros_like(own[0])]
+    entropy = (shares.exp() * (torch.stack(own) - shares)).sum(0)
+    visible = torch.stack([lse for _, lse, _ in results]).amax(0) > MASK_VALUE
+    return torch.where(visible, entropy, 0.0)
 
 
 def _entropy(call: LoweredAttention, backend: str) -> Tensor:
-    """The entropy of every row; over several segments H = Σ share (H_segment - ln share)."""
+    """The entropy of every row over its keys; a sink is none."""
     kernel, several = "triton" if backend == "triton" else "tiled", len(call.segments) > 1
-    results = [_run(kernel, segment, None, call.spec, 0.0, several, True) for segment in call.segments]
-    if not several:
-        return results[0][2]
-    shares = _log_shares([lse for _, lse, _ in results])
-    own = torch.stack([entropy for _, _, entropy in results])
-    entropy = (shares.exp() * (own - shares)).sum(0)
-    visible = torch.stack([lse for _, lse, _ in results]).amax(0) > MASK_VALUE
-    return torch.where(visible, entropy, 0.0)
+    return merge_entropies([_run(kernel, segment, None, call.spec, 0.0, several, True) for segment in call.segments])
 
 
 def choose_backend(
@@ -190,13 +218,15 @@ def choose_backend(
     softcap: float | None = None,
     dropout: float = 0.0,
     backend: str = "auto",
+    sink: bool = False,
 ) -> str:
     """The backend that "auto" means for this call, or the one named; ValueError where that one cannot be exact."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}")
     entropy = isinstance(config.temperature, EntropyTemperature)
-    if softcap:
-        not_fused: str | None = "the model caps its scores"
+    not_fused: str | None
+    if softcap or sink:
+        not_fused = "the model caps its scores" if softcap else "the model has learned sinks"
     else:
         in_the_way = [m.name for m in (config.logit_map, *config.key_bands) if m is not None]
         in_the_way += [config.temperature.name] if config.temperature is not None and entropy else []

@@ -67,6 +67,7 @@ class LoweredAttention:
 
     Args:
         rows: the call's, over all segments.
+        sink_logits: (heads,), a term in the denominator of every softmax, which joins when segments are merged.
         factor: the temperature by length, (batch or 1, heads or 1, q_len), which spec and segments contain; None without one.
     """
 
@@ -75,6 +76,7 @@ class LoweredAttention:
     segments: tuple[KVSegment, ...]
     spec: LogitSpec
     learned: Mapping[str, nn.Module] | None = None
+    sink_logits: Tensor | None = None
     factor: Tensor | None = None
 
     def scaled(self, factor: Tensor) -> LoweredAttention:
@@ -110,6 +112,13 @@ class LoweredAttention:
             logits = torch.where(sinks, logits, gain * logits + bias)
         return logits.masked_fill(~visible, MASK_VALUE), visible
 
+    def log_weights(self, logits: Tensor) -> Tensor:
+        """The logarithm of the attention weights, (batch, heads, n, keys); with sinks they add up to less than 1."""
+        if self.sink_logits is None:
+            return torch.log_softmax(logits, -1)
+        sink = self.sink_logits.to(logits)[:, None, None]
+        return logits - torch.logaddexp(logits.logsumexp(-1, keepdim=True), sink)
+
     def finish(self, output: Tensor) -> Tensor:
         """The stages after the weighted sum of values."""
         return finish(self.config, output, self.learned)
@@ -125,6 +134,7 @@ def lower(
     softcap: float | None = None,
     learned: Mapping[str, nn.Module] | None = None,
     rotation: Rotation | None = None,
+    sink_logits: Tensor | None = None,
     wide: bool = False,
     rotate_reading: bool = False,
     tables: TableCache | None = None,
@@ -151,7 +161,7 @@ def lower(
     if config.logit_map is not None:
         gain, bias = distance_tables(config.logit_map, query.shape[1], table_length(rows, kv_len), query, tables, strength)
         spec = dataclasses.replace(spec, gain=gain, bias=bias, sinks=config.logit_map.sink_tokens)
-    call = LoweredAttention(config, rows, tuple(segments), spec, learned)
+    call = LoweredAttention(config, rows, tuple(segments), spec, learned, sink_logits)
     visible = functools.reduce(torch.add, (s.rows.count(kv_len) for s in segments))
     factor = length_factor(config, visible, query, learned)
     return call if factor is None else dataclasses.replace(_scaled(call, factor), factor=factor)

@@ -29,6 +29,7 @@ def reference_attention(
     backend: str = "reference",
     rotation: Rotation | None = None,
     position_ids: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Causal attention under `config`, by its definition; the signature of `hf_longattn.attention`.
 
@@ -43,6 +44,8 @@ def reference_attention(
         backend: here always the reference.
         rotation: how query and key are rotated; needed where the config remaps rotary distances.
         position_ids: int64 (batch or 1, length), growing: distances are then differences of positions.
+        sink_logits: (heads,), the model's learned sinks: exp(sink) is one more term in the denominator of every softmax; no
+            method acts on it.
 
     Returns:
         (batch, heads, q_len, head_dim) in the dtype of query; fully masked rows are 0, before any output norm.
@@ -56,7 +59,7 @@ def reference_attention(
         ids = check_positions(position_ids, query, key)
         rows = rows.at(ids, ids)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return dense_attention(query, key, value, config, rows, scaling=scaling, rotation=rotation)[0]
+    return dense_attention(query, key, value, config, rows, scaling=scaling, rotation=rotation, sink_logits=sink_logits)[0]
 
 
 def dense_attention(
@@ -71,12 +74,13 @@ def dense_attention(
     dropout: float = 0.0,
     learned: Mapping[str, nn.Module] | None = None,
     rotation: Rotation | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output (batch, heads, q_len, head_dim) and attention weights (batch, heads, q_len, kv_len).
 
     Order of the stages: positions, score, the model's own softcap, temperature by length, logit map, visibility,
-    temperature by entropy, softmax, dropout, output norm. Computes in float32 for half precisions. `learned` holds the
-    trained parts of methods by slot; without it they are what they start as.
+    temperature by entropy (of the keys alone), softmax with the model's learned sinks, dropout, output norm. Computes in
+    float32 for half precisions. `learned` holds the trained parts of methods by slot; without it they are what they start as.
     """
     dtype = query.dtype
     compute = torch.promote_types(dtype, torch.float32)
@@ -103,11 +107,11 @@ def dense_attention(
         sinks = rows.sinks(kv_len, config.logit_map.sink_tokens)[:, None]
         logits = torch.where(sinks, logits, gain * logits + bias)
     visible = rows.visible(kv_len)
-    weights = _softmax(logits, visible)
     if isinstance(config.temperature, EntropyTemperature):
+        weights = _softmax(logits, visible)
         entropy = -(weights * torch.where(weights > 0, weights, 1.0).log()).sum(-1)  # xlogy's gradient at 0 is NaN
-        weights = _softmax(config.temperature.factor(entropy)[..., None] * logits, visible)
-    weights = torch.nn.functional.dropout(weights, dropout)
+        logits = config.temperature.factor(entropy)[..., None] * logits
+    weights = torch.nn.functional.dropout(_softmax(logits, visible, sink_logits), dropout)
     return finish(config, weights @ value, learned).to(dtype), weights
 
 
@@ -166,6 +170,10 @@ def finish(config: LongAttnConfig, output: Tensor, learned: Mapping[str, nn.Modu
     return config.output_norm.normalise(output, affine)
 
 
-def _softmax(logits: Tensor, visible: Tensor) -> Tensor:
-    weights = torch.softmax(logits.masked_fill(~visible, float("-inf")), dim=-1)
+def _softmax(logits: Tensor, visible: Tensor, sink_logits: Tensor | None = None) -> Tensor:
+    logits = logits.masked_fill(~visible, float("-inf"))
+    if sink_logits is not None:
+        sink = sink_logits.to(logits)[:, None, None].expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sink], -1)
+    weights = torch.softmax(logits, dim=-1)[..., : visible.shape[-1]]
     return weights.masked_fill(~visible.any(-1, keepdim=True), 0.0)  # softmax over nothing is NaN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, get_type_hints
 
@@ -23,6 +24,7 @@ def schema(kind: type) -> str:
     return ", ".join(f"{_TYPES[t]} {name}" if t in _TYPES else schema(t) for name, t in fields.items())
 
 
+@functools.cache
 def names(kind: type) -> list[str]:
     """The arguments' names."""
     return [name for field, t in _FIELDS[kind].items() for name in ([field] if t in _TYPES else names(t))]

@@ -54,6 +54,7 @@ def blocks(call: Call, chosen: Tensor | None = None) -> Iterator[Block]:
         "softcap": call.softcap,
         "learned": call.learned,
         "rotation": call.rotation,
+        "sink_logits": call.sink_logits,
         "tables": call.tables,
     }
     lowered = lower(config, call.query, call.key, rows, wide=True, rotate_reading=True, **model)
@@ -65,11 +66,10 @@ def blocks(call: Call, chosen: Tensor | None = None) -> Iterator[Block]:
         keys = max(1, int(block.columns.high.max() - block.columns.key_start[0, 0]) + 1)
         logits, visible = lowered.logits(which, keys)
         temperature = logits.new_ones(()) if factor is None else factor.expand(batch, heads, -1)[:, :, which]
-        log_p = torch.log_softmax(logits, -1)
         if isinstance(config.temperature, EntropyTemperature):
-            temperature = config.temperature.factor(entropy(log_p))
+            temperature = config.temperature.factor(entropy(torch.log_softmax(logits, -1)))
             logits = (temperature[..., None] * logits).masked_fill(~visible, MASK_VALUE)
-            log_p = torch.log_softmax(logits, -1)
+        log_p = lowered.log_weights(logits)
         yield Block(which, block, logits, visible, log_p, temperature.expand(batch, heads, len(which)))
 
 
