@@ -10,7 +10,7 @@ PreTrainedModel.get_correct_attn_implementation  a typing mistake in one of our 
 PreTrainedModel.post_init                  check and plan while a model is built, not at its first step
 PreTrainedModel.set_attn_implementation    the same when the attention is switched
 PreTrainedModel.load_adapter               older releases drop an adapter's learned parameters with a log line
-ContinuousBatchingManager                  would replace the method by flash attention with a log line, and capture CUDA graphs
+ContinuousBatchingManager.__init__         would replace the method by flash attention with a log line, and capture CUDA graphs
 """
 
 from __future__ import annotations
