@@ -225,12 +225,12 @@ def _rows(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Rows, Tensor | None
     if is_carrier(mask):
         return read_mask(mask, kv_len)
     if mask.dtype != torch.bool:
-        seen, hidden = mask == 0, mask <= torch.finfo(mask.dtype).min / 2
-        if not bool((seen | hidden).all()):
+        visible, hidden = mask == 0, mask <= torch.finfo(mask.dtype).min / 2
+        if not bool((visible | hidden).all()):
             raise ValueError(
-                "a 4-D float mask must hold 0 (may be seen) and the dtype's minimum or -inf; biases are not supported"
+                "a 4-D float mask must hold 0 (visible) and the dtype's minimum or -inf; biases are not supported"
             )
-        mask = seen
+        mask = visible
     mask = mask[..., :kv_len]
     visible = mask.any(1)
     # The user's own 4-D mask says nothing about cache indices: the call's tokens must be the last keys.

@@ -110,12 +110,12 @@ def carrier_mask(
 
     sdpa = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     visible = sdpa(**shared, **kwargs).expand(batch_size, -1, -1, -1)[:, 0]
-    slots = torch.arange(kv_length, device=device) + kv_offset
+    cache_index = torch.arange(kv_length, device=device) + kv_offset
     if attention_mask is None:
         start = visible.int().argmax(-1) + key_start
-        counted = slots.expand(batch_size, -1)
+        counted = cache_index.expand(batch_size, -1)
     else:
-        counted = (padding.cumsum(-1) - 1)[:, slots.clamp(max=padding.shape[-1] - 1)]
+        counted = (padding.cumsum(-1) - 1)[:, cache_index.clamp(max=padding.shape[-1] - 1)]
     index = torch.stack([position.expand_as(start), key_start, start, key_start, key_start + kv_length - 1], dim=-1)
     return torch.cat([index.int(), visible.int() * (1 + counted.int())[:, None]], dim=-1)[:, None]
 
@@ -169,14 +169,14 @@ def recognise(mask_function: Callable[..., Any]) -> Interval | None:
         return Interval(window=int(cells["sliding_window"].cell_contents))
     if name == "packed_sequence_mask_function":
         return Interval(sequence_ids=cells["packed_sequence_mask"].cell_contents)
-    if name == "remap_positions_for_packed_sequence":  # inside one document positions differ as slots do
+    if name == "remap_positions_for_packed_sequence":  # inside one document positions differ as cache indices do
         return recognise(cells["mask_function"].cell_contents)
     return None
 
 
 def _sequence_starts(ids: Tensor) -> Tensor:
-    """For each slot of a packed row, (batch, length), the slot where its document starts."""
-    slots = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
+    """For each cache index of a packed row, (batch, length), the one where its document starts."""
+    cache_index = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
     new = torch.ones_like(ids, dtype=torch.bool)
     new[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    return torch.where(new, slots, 0).cummax(-1).values
+    return torch.where(new, cache_index, 0).cummax(-1).values

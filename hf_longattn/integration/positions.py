@@ -60,7 +60,7 @@ def with_positions(rows: Rows, counted: Tensor | None, mask: Tensor, position_id
 
 
 class _Call:
-    """What position_ids say about the rows of a call, as tensors: p, slot and start (batch, q_len), keys (batch, kv_len)."""
+    """What position_ids say about a call, as tensors: p, cache_index and start (batch, q_len), keys (batch, kv_len)."""
 
     def __init__(self, rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> None:
         index = rows.index
@@ -68,19 +68,19 @@ class _Call:
         batch = max(index.shape[0], p.shape[0])
         self.rows, self.counted, self.p = rows, counted, p.expand(batch, -1)
         index = index.expand(batch, -1, -1)
-        self.slot, _, self.start, _, _ = Columns(*index.unbind(-1))
-        self.first = self.slot[:, :1]
+        self.cache_index, _, self.start, _, _ = Columns(*index.unbind(-1))
+        self.first = self.cache_index[:, :1]
         self.keys = rows.key_indices(kv_len)[:, 0].expand(batch, -1)
         self.real = rows.tokens(kv_len).expand(batch, -1)  # padding may be at any position
         self.none_real = ~self.real.any(-1, keepdim=True)
         # the first token of the call that is none, and how far its position is from its cache index
         which = self.real.int().argmax(-1, keepdim=True)
-        self.off = (self.p - self.slot).gather(1, which)
+        self.off = (self.p - self.cache_index).gather(1, which)
         self.lead = self.start.gather(1, which)
         self.by_index, self.by_start = self.off == 0, self.off == -self.lead
         self.by_count = torch.zeros_like(self.by_index)
         if counted is not None:
-            column = (self.slot.gather(1, which) - self.keys[:, :1]).clamp(0, kv_len - 1)
+            column = (self.cache_index.gather(1, which) - self.keys[:, :1]).clamp(0, kv_len - 1)
             self.by_count = counted.expand(batch, -1).gather(1, column) == self.p.gather(1, which)
         self.sees_cache, self.origin = self._sees_cache(), self._origin()
 
@@ -100,7 +100,7 @@ class _Call:
     @property
     def regular(self) -> Tensor:
         """Whether all positions differ as cache indices do, (batch, 1)."""
-        even = ((self.p - self.origin == self.slot - self.start) | ~self.real).all(-1, keepdim=True)
+        even = ((self.p - self.origin == self.cache_index - self.start) | ~self.real).all(-1, keepdim=True)
         return self.none_real | (even & (self.by_index | self.by_start | ~self.sees_cache))
 
     def _origin(self) -> Tensor:
@@ -113,7 +113,7 @@ class _Call:
         """The rows with positions written out, counted from the start of each sequence."""
         counted = self.keys if self.counted is None else self.counted
         cached = torch.where(self.by_index, self.keys, torch.where(self.by_start, self.keys - self.lead, counted))
-        own = (self.keys >= self.first) & (self.keys <= self.slot[:, -1:])
+        own = (self.keys >= self.first) & (self.keys <= self.cache_index[:, -1:])
         column = (self.keys - self.first).clamp(0, self.p.shape[1] - 1)
         keys = torch.where(own, self.p.gather(1, column), cached)
         start = torch.where(own, self.origin.gather(1, column), self.origin[:, :1])
@@ -123,9 +123,9 @@ class _Call:
 def _resolve(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> Rows:
     index = rows.index
     if index.shape[1] == 1 and rows.allowed is None and not _several_processes():  # decoding: the usual answer in few steps
-        slot, _, start, low, high = rows.columns
-        off = position_ids[:, -1:].to(index.device) - slot
-        if bool(((off == 0) | (off == -start) | (low == slot) | (low > high)).all()):
+        cache_index, _, start, low, high = rows.columns
+        off = position_ids[:, -1:].to(index.device) - cache_index
+        if bool(((off == 0) | (off == -start) | (low == cache_index) | (low > high)).all()):
             return rows
     call = _Call(rows, counted, position_ids, kv_len)
     step, pair = call.p.diff(), call.real[:, 1:] & call.real[:, :-1]
@@ -146,7 +146,7 @@ def _resolve(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: i
     else:
         assert out.query_ids is not None
         assert out.key_ids is not None
-        earlier = rows.visible(kv_len).any(1) & (call.keys[:, None] < call.slot[..., None]) & call.real[..., None]
+        earlier = rows.visible(kv_len).any(1) & (call.keys[:, None] < call.cache_index[..., None]) & call.real[..., None]
         goes_back = earlier & (out.key_ids[:, None] >= out.query_ids[..., None])
     if bool(goes_back.any()):
         raise ValueError(_RESET)
@@ -166,12 +166,14 @@ def refuse_unknown_start(config: LongAttnConfig, rows: Rows, position_ids: Tenso
     sinks = config.logit_map is not None and config.logit_map.sink_tokens > 0
     if not (sinks or config.remap is not None) or torch.compiler.is_compiling():
         return
-    slot, start = rows.columns.query, rows.columns.start
+    cache_index, start = rows.columns.query, rows.columns.start
     from_cache = (
-        torch.ones_like(start, dtype=torch.bool) if position_ids is None else position_ids[:, -slot.shape[1] :] == slot
+        torch.ones_like(start, dtype=torch.bool)
+        if position_ids is None
+        else position_ids[:, -cache_index.shape[1] :] == cache_index
     )
-    late = from_cache & (start > 0) & rows.tokens(int(slot.max()) + 1)
-    moves = (start != start[:, -1:]) | (slot.shape[1] == 1)  # padding stays where it is, a window goes on
+    late = from_cache & (start > 0) & rows.tokens(int(cache_index.max()) + 1)
+    moves = (start != start[:, -1:]) | (cache_index.shape[1] == 1)  # padding stays where it is, a window goes on
     if bool((late & moves).any()):
         raise ValueError(
             f"{config.name} counts from the start of a text, and this 4-D mask over a KV cache does not show it: its first "

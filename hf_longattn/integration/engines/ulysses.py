@@ -129,11 +129,11 @@ def rows_of(position_ids: Tensor, window: int | None, world: int) -> Rows:
     part = torch.arange(position_ids.shape[-1] // world, device=position_ids.device)
     if world > 1 and torch.equal(position_ids, part.repeat(world).expand_as(position_ids)):
         raise ValueError(_LOCAL)
-    slot = torch.arange(position_ids.shape[-1], device=position_ids.device).expand_as(position_ids)
-    start = torch.zeros_like(slot)
-    start[:, 1:] = torch.where(step <= 0, slot[:, 1:], 0)
+    index = torch.arange(position_ids.shape[-1], device=position_ids.device).expand_as(position_ids)
+    start = torch.zeros_like(index)
+    start[:, 1:] = torch.where(step <= 0, index[:, 1:], 0)
     start = start.cummax(-1).values
-    low = start if window is None else torch.maximum(start, slot - window + 1)
-    rows = Rows(Columns(slot, torch.zeros_like(slot), start, low, slot).stacked())
+    low = start if window is None else torch.maximum(start, index - window + 1)
+    rows = Rows(Columns(index, torch.zeros_like(index), start, low, index).stacked())
     _last = position_ids, window, rows
     return rows
