@@ -32,10 +32,10 @@ BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 Cells = dict[tuple[str, str], tuple[str, str]]
 
 
-def recorded(report: Path) -> Cells:
+def recorded(reports: list[Path]) -> Cells:
     """By engine and method: the test that showed it, and "exact" or the message."""
     cells: Cells = {}
-    for test in ElementTree.parse(report).iter("testcase"):
+    for test in (test for report in reports for test in ElementTree.parse(report).iter("testcase")):
         passed = not any(test.find(tag) is not None for tag in ("failure", "error", "skipped"))
         for entry in test.iter("property"):
             engine, (case, _, message) = entry.get("name", ""), (entry.get("value") or "").partition(": ")
@@ -72,10 +72,10 @@ def table(cells: Cells) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--report", type=Path, help="a junit report of an earlier run, in place of a run")
+    parser.add_argument("--report", type=Path, nargs="+", help="junit reports of earlier runs, in place of a run")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        report = arguments.report or Path(folder) / "report.xml"
+        report = Path(folder) / "report.xml"
         if arguments.report is None:
             files = [str(Path(__file__).with_name(name)) for name in FILES]
             options = ["-q", "-o", "junit_family=xunit1", f"--junitxml={report}"]
@@ -83,7 +83,10 @@ def main() -> None:
                 raise SystemExit(status)
         text = PAGE.read_text(encoding="utf-8")
         before, _, rest = text.partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{table(recorded(report))}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        PAGE.write_text(
+            f"{before}{BEGIN}\n{table(recorded(arguments.report or [report]))}\n{END}{rest.partition(END)[2]}",
+            encoding="utf-8",
+        )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,46 @@
+"""Adapters on bases that are kept in 4 or 8 bit: a step of training, saving, and equal logits after loading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from cases import CASES, model_config
+from helpers import close, tokens
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+
+import hf_longattn
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
+
+
+def settings(kind: str) -> Any:
+    if kind == "torchao int8":
+        quantization = pytest.importorskip("torchao.quantization")
+        return TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    pytest.importorskip("bitsandbytes")
+    return BitsAndBytesConfig(load_in_8bit=True) if kind.endswith("8") else BitsAndBytesConfig(load_in_4bit=True)
+
+
+@pytest.mark.parametrize("case", ["logn_learned", "rerope"])
+@pytest.mark.parametrize("kind", ["bitsandbytes 8", "bitsandbytes 4", "torchao int8"])
+def test_an_adapter_on_a_quantised_base_reloads(kind: str, case: str, tmp_path: Path) -> None:
+    quantised = {"quantization_config": settings(kind), "dtype": torch.float32, "device_map": "cpu"}
+    wide = model_config("llama", hidden_size=64, intermediate_size=64, head_dim=16)  # blocks of 64 share a scale
+    AutoModelForCausalLM.from_config(wide).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", **quantised)
+    config = hf_longattn.LongAttnLoraConfig(target_modules=["q_proj", "v_proj"], r=2)
+    m = peft.get_peft_model(hf_longattn.apply(base, CASES[case]), config)
+    optimizer = torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.05)
+    m(tokens(), labels=tokens(), use_cache=False).loss.backward()
+    optimizer.step()
+    m.eval().save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        logits = m(tokens()).logits
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "base", **quantised)
+        close(peft.PeftModel.from_pretrained(again, tmp_path / "adapter").eval()(tokens()).logits, logits, 1e-6, kind)
+        with m.disable_adapter():
+            assert (m(tokens()).logits - logits).abs().max() > 1e-3
