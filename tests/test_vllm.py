@@ -136,7 +136,7 @@ def test_methods_that_fold_are_exact_in_vllm(
     record_property("vLLM (stand-in)", case)
 
 
-REFUSED = (DEFAULT, "alibi", "adaptive_temperature", "rerope", "leaky_rerope", "self_extend", "dual_chunk")
+REFUSED = (DEFAULT, "alibi", "adaptive_temperature", "rerope", "leaky_rerope", "self_extend", "dual_chunk", "string")
 REFUSED += ("windowed", "streaming", "lm_infinite")
 
 
