@@ -177,13 +177,16 @@ def test_versions_kernels_and_engines(sound: Path, tmp_path: Path, monkeypatch: 
     hf_longattn.apply(AutoModelForCausalLM.from_pretrained(sound), config).save_pretrained(tmp_path)
     installed = {"transformers": "4.57.6"}
     monkeypatch.setattr(doctor, "version", lambda name: installed.get(name, "99.0"))
-    monkeypatch.setattr(doctor, "find_spec", lambda name: ModuleSpec(name, None) if name == "vllm" else None)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: ModuleSpec(name, None) if name in ("vllm", "sglang") else None)
+    monkeypatch.setenv("VLLM_PLUGINS", "others")  # which leaves ours out
     code, text = told(tmp_path, "--no-weights")
     assert code == 1, text
     assert "transformers 4.57.6 is installed, and transformers<6,>=5.17 is what is tested" in text
     assert "insists on backend 'flash': flash-attn is not installed" in text
-    assert "vLLM would run this checkpoint without its method" in text
+    assert "vLLM and SGLang would run this checkpoint without its method" in text
     assert "3 problems found." in text
+    (strict,) = doctor.engines({}, ["LongAttnLlamaForCausalLM"])
+    assert strict.level == "ok"
 
 
 def test_what_cannot_be_read(sound: Path, tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -73,7 +74,7 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
     if adapter and recorded is None:
         yield Finding("method", "the adapter says nothing of attention: trained under a method, it runs without", NOTE)
     yield from kernels(recorded or {})
-    yield from engines(recorded)
+    yield from engines(recorded, saved.get("architectures") or ())
     try:
         config = AutoConfig.from_pretrained(base)
     except (ValueError, KeyError) as error:
@@ -130,15 +131,24 @@ def kernels(section: Mapping[str, Any]) -> Iterator[Finding]:
     yield Finding("kernels", "; ".join([where, *absent]))
 
 
-def engines(section: Mapping[str, Any] | None) -> Iterator[Finding]:
-    """Engines that are installed here and would run a checkpoint with a method without it."""
+def engines(section: Mapping[str, Any] | None, architectures: Sequence[str] = ()) -> Iterator[Finding]:
+    """Engines that are installed here and would run a checkpoint with a method without it; strict ones they refuse."""
     if section is None:
         return
-    if result := [name for module, name in ENGINES.items() if find_spec(module)]:
+    if any(name.startswith("LongAttn") for name in architectures):
+        yield Finding("engines", "the checkpoint is strict: engines with code of their own refuse it")
+    elif result := [name for module, name in ENGINES.items() if find_spec(module) and not (module == "vllm" and _plugged())]:
         text = f"{' and '.join(result)} would run this checkpoint without its method, and say nothing"
-        yield Finding("engines", f"{text}: generate with transformers", PROBLEM)
+        yield Finding("engines", f"{text}: save it with strict=True, and generate with transformers", PROBLEM)
     else:
         yield Finding("engines", "none is installed that would drop the method")
+
+
+def _plugged() -> bool:
+    """Whether vLLM finds this package's plugin, which runs a method or refuses it by name."""
+    chosen = os.environ.get("VLLM_PLUGINS")
+    plugins = [e.name for e in entry_points(group="vllm.general_plugins") if e.value.startswith("hf_longattn")]
+    return any(chosen is None or name in chosen.split(",") for name in plugins)
 
 
 def running(recorded: Mapping[str, Any] | None, config: Any) -> Iterator[Finding]:

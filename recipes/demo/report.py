@@ -23,8 +23,10 @@ def write_plot(path: Path, far: Far, near: dict[str, float], facts: dict[str, An
     axes[0].set_ylabel("loss (nats per token)")
     axes[0].legend()
     axes[2].bar(range(len(near)), list(near.values()), color=["black", "tab:red", "tab:pink", "tab:green"])
+    for x, value in enumerate(near.values()):
+        axes[2].annotate(f"{value:.2f}", (x, value), ha="center", va="bottom", fontsize=9)
     axes[2].set_xticks(range(len(near)), [n.replace(" and ", "\nand ") for n in near], rotation=30, ha="right")
-    axes[2].set(title=f"Scale-invariant, windows of {facts['window']}", ylim=(min(near.values()) * 0.8, None))
+    axes[2].set(title=f"Scale-invariant, windows of {facts['window']}", ylim=(0, None))
     path.write_bytes(png(figure))
 
 

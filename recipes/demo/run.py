@@ -64,12 +64,14 @@ def main() -> None:
 
     heading("save, reload, compare")
     difference = save_and_reload(model, args.out / "adapter", windows[:1])
+    clock, cpu = (time.monotonic() - start) / 60, time.process_time() / 60
+    busy = " (on a machine that did other work)" if clock > 2 * cpu else ""
     facts = {
         **{"model": (folder / "SOURCE").read_text(), "trained": trained, "steps": args.steps, "window": args.window},
         "text": str(args.text or "the Python language reference (pydoc_data.topics), repeated paragraphs dropped"),
         "measured": windows.numel(),
         "difference": difference,
-        "minutes": f"{(time.monotonic() - start) / 60:.1f} minutes, {time.process_time() / 60:.1f} of CPU time",
+        "minutes": f"{cpu:.1f} minutes of CPU time, {clock:.1f} by the clock{busy}",
         "how": f"seed {args.seed}, {torch.get_num_threads()} threads; "
         + versions_line("hf_longattn", "transformers", "torch", "peft"),
     }
