@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,14 @@ def small(files: Path, out: Path, **more: Any) -> list[str]:
     given |= {"trainer.logging_steps": 1, "trainer.save_steps": 4, "trainer.disable_tqdm": True, "evaluation.compare": False}
     given |= {"trainer.eval_strategy": "no"}
     return ["continue_lora", *(f"{k}={v}" for k, v in (given | more).items())]
+
+
+def test_training_under_a_method_warns_of_nothing(files: Path, tmp_path: Path) -> None:
+    """`UntrainedWarning` is for those who run what was not trained."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", hf_longattn.UntrainedWarning)
+        result = CliRunner().invoke(app, ["train", *small(files, tmp_path / "out")])
+    assert result.exit_code == 0, (result.output, result.exception)
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:

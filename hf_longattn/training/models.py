@@ -43,7 +43,7 @@ def load_model(recipe: Recipe, config: Any, *, weights: bool = True) -> Any:
     dtype = getattr(torch, recipe.dtype)
     if not weights:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # a method is put into that copy
     if recipe.architecture is not None:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
     return AutoModelForCausalLM.from_pretrained(recipe.model, config=config, dtype=dtype)
