@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import hf_longattn
 from benchmarks import reading_far, speed, tables
 from hf_longattn.measuring.evaluation import copy_losses, token_losses, with_copies
+from hf_longattn.measuring.evaluation.statistics import mean_interval
 from hf_longattn.measuring.report.markdown import filled
 from hf_longattn.methods.registry import method_names
 
@@ -190,6 +191,36 @@ def test_the_answers_counted_on_the_page_of_algorithms_are_those_of_its_rows() -
         for a, b in zip(plain["exact"], found["plain", s]["adaptive at inference"][task]["exact"], strict=True)
     ]
     assert f"no cell of either seed by more than {round(max(moved))} answers of 128" in page
+
+
+def test_what_is_said_of_the_best_conversions_is_in_their_rows() -> None:
+    found, page = rows_of("conversion"), prose("docs/reproductions/conversion.md")
+    cosscale, logn, rerope = "rerope+cosscale32+infoscale-15%", "rerope+logn-15%", "rerope-15%"
+    for better, worse, task in [
+        (cosscale, logn, "prose"),
+        (cosscale, rerope, "strings"),
+        ("rerope+logn-untrained", "rerope-untrained", "strings"),
+        ("rerope+logn-distilled-15%", logn, "prose"),
+        ("pose+rerope+logn-distilled-15%", "pose+rerope+logn-15%", "prose"),
+    ]:
+        for length in (2, 3):
+            less = [found[better, seed][task][length] - found[worse, seed][task][length] for seed in (1, 2, 3)]
+            mean, half = mean_interval(less)
+            assert mean < 0
+            assert length == 2 or f"{-mean:.2f} ± {half:.2f}" in page, (better, worse, task)
+
+
+def test_what_a_temperature_buys_at_64k_is_in_the_rows() -> None:
+    read = json.loads((ROOT / "benchmarks" / "results" / "reading-smollm2.json").read_text(encoding="utf-8"))["rows"]
+    rows = {row["name"]: row for row in read if row["length"] == 65536}
+    plain = rows["rerope(window 4096)"]
+    for name, said in {"infoscale": "0.11 ± 0.04 off the copies", "calibrated map offset 4096": "0.25 ± 0.13 worse"}.items():
+        row = rows[f"rerope(window 4096) + {name}"]
+        pairs = zip(row["copies"], row["copying"], plain["copying"], strict=True)
+        mean, half = mean_interval([a - b for (distance, _), a, b in pairs if distance > 8192])
+        assert said.startswith(f"{abs(mean):.2f} ± {half:.2f} ")
+        assert said in prose("docs/longer.md")
+        assert (mean < 0) == (name == "infoscale")
 
 
 def test_the_speed_in_the_readme_is_that_of_the_rows() -> None:
