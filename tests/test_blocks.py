@@ -34,7 +34,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 FIRST_WORDS = ("hf-longattn", "make", "python", "pip", "accelerate", "git", ".ci/run")
-ELSEWHERE = {"adapters.md"}  # its examples are tests/test_training_examples.py
+#: Examples that tests/test_training_examples.py and tests/test_distributed.py run: with data, with several processes.
+ELSEWHERE = {"adapters.md", "engines.md"}
 
 
 def python_blocks() -> dict[str, str]:
