@@ -28,7 +28,7 @@ RANKS = 2
 #: One case of each method, those with parameters per head where there is one.
 SPLIT = ("scale_invariant", "calibrated", "mapped+adaptive", "alibi", "infoscale+cosscale", "logn_learned", "log_length")
 SPLIT += ("softmax_plus", "yarn_temperature", "output_standardise", "rerope", "leaky_by_layer", "self_extend", "dual_chunk")
-SPLIT += ("windowed", "streaming", "lm_infinite", "string")
+SPLIT += ("windowed", "streaming", "lm_infinite", "string", "ssmax")
 #: The norm over all heads of a token.
 WHOLE = ("output_layer_norm",)
 #: Those that run on sequences split over processes, some with sliding layers that are left alone, or softcaps.
@@ -39,8 +39,8 @@ SHARDED = ("scale_invariant", "logn_learned", "output_layer_norm", "rerope")
 
 def made(case: str, family: str = "llama") -> PreTrainedModel:
     """A tiny model under a case, with learned factors that differ."""
-    torch.manual_seed(0)
     m = fresh(family, CASES[case])
+    torch.manual_seed(0)
     m.resize_token_embeddings(98, mean_resizing=False)  # older releases split the vocabulary, evenly
     for name, parameter in m.named_parameters():
         if ".longattn." in name:

@@ -264,3 +264,15 @@ def test_no_page_claims_a_gpu_before_there_are_numbers_of_one() -> None:
     measured = (ROOT / "benchmarks" / "results" / "attention-gpu.json").exists()
     assert ("Nothing here has run on a GPU yet." in prose("README.md")) is not measured
     assert ("Nothing has run on a GPU yet" in prose("docs/speed.md")) is not measured
+
+
+def test_the_table_of_engines_has_every_method_and_names_tests_that_exist() -> None:
+    page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", page, re.MULTILINE))
+    assert set(rows) == set(method_names())
+    cells = {cell.strip() for row in rows.values() for cell in row.split("|")}
+    messages = re.findall(r"^(\d+)\. \.\.\. ", page, re.MULTILINE)
+    assert cells == {"exact", *(f"refused ({n})" for n in messages)}
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
+    for name in set(re.findall(r"`(test_\w+)`", page)):
+        assert f"def {name}(" in sources, name
