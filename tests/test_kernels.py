@@ -353,6 +353,20 @@ def test_rows_that_see_nothing_are_zero(backend: str) -> None:
     assert out[:, :, 6].abs().min() > 0
 
 
+@pytest.mark.parametrize("backend", ["tiled", "flex"])
+@pytest.mark.parametrize(("window", "start"), [(1, 1), (3, 2), (5, 40)])
+def test_windows_that_reach_past_the_keys(window: int, start: int, backend: str) -> None:
+    """They show, and count, the keys that are there; beyond them a row is fully masked."""
+    query, key, value = inputs(q=5, k=6)
+    config = hf_longattn.LongAttnConfig.preset("windowed+infoscale", window=window, train_length=2, clamp=False)
+    got, want = (
+        f(query, key, value, config, query_start=start, **o)
+        for f, o in ((hf_longattn.attention, {"backend": backend}), (reference_attention, {}))
+    )
+    close(got, want, 1e-12)
+    assert (want[:, :, 4] == 0).all() == (start + 4 - window >= 5)
+
+
 @pytest.mark.parametrize("head_dim", [1, 3, 16, 80, 256])
 @pytest.mark.parametrize("backend", ["tiled", "flex"])
 def test_head_dims(head_dim: int, backend: str) -> None:

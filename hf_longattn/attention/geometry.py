@@ -203,7 +203,8 @@ class Rows:
         """n_i, the number of keys that each row sees: int64 (batch or 1, heads or 1, q_len)."""
         if self.allowed is not None:
             return self.visible(kv_len).sum(-1)
-        return (self.columns.high - self.columns.low + 1).clamp(min=0)[:, None]
+        _, first, _, low, high = self.columns
+        return (torch.minimum(high, first + kv_len - 1) - torch.maximum(low, first) + 1).clamp(min=0)[:, None]
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import LongAttnConfig
-from ..methods.base import Band, KeyBands, LogitMap
+from ..methods.base import Band, KeyBands, LengthTemperature, LogitMap
 from .geometry import Rows
 from .kernels.decoding import KeyRotation
 from .kernels.spec import MASK_VALUE, LogitSpec
@@ -157,11 +157,13 @@ def lower(
         for n, segment in enumerate(segments):
             q, k, scaling = config.score.fold(segment.query, segment.key)
             segments[n] = segment._replace(query=q, key=k)
-    spec = LogitSpec(scaling=scaling, softcap=softcap)
+    spec = LogitSpec(scaling=float(scaling), softcap=softcap)
     if config.logit_map is not None:
         gain, bias = distance_tables(config.logit_map, query.shape[1], table_length(rows, kv_len), query, tables, strength)
         spec = dataclasses.replace(spec, gain=gain, bias=bias, sinks=config.logit_map.sink_tokens)
     call = LoweredAttention(config, rows, tuple(segments), spec, learned, sink_logits)
+    if not isinstance(config.temperature, LengthTemperature):
+        return call
     visible = functools.reduce(torch.add, (s.rows.count(kv_len) for s in segments))
     factor = length_factor(config, visible, query, learned)
     return call if factor is None else dataclasses.replace(_scaled(call, factor), factor=factor)

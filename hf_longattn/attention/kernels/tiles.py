@@ -97,7 +97,7 @@ class Blocks:
     def __iter__(self) -> Iterator[Tile]:
         number = 0
         for b in range(self.batch):
-            bounds = [_Bounds.of(rows) for rows in self.bounds[b].split(self.rows_at_once)]
+            bounds = [_Bounds.of(rows, self.kv_len) for rows in self.bounds[b].split(self.rows_at_once)]
             for h0 in range(0, self.kv_heads, self.heads_at_once):
                 h = slice(h0, min(h0 + self.heads_at_once, self.kv_heads))
                 for r0, own in zip(range(0, self.q_len, self.rows_at_once), bounds, strict=True):
@@ -186,10 +186,11 @@ class _Bounds(NamedTuple):
     fully_masked: bool  # one of them at least
 
     @classmethod
-    def of(cls, rows: Tensor) -> Self:
-        least, most = rows.aminmax(dim=0)
+    def of(cls, rows: Tensor, kv_len: int) -> Self:
         own = Columns(*rows.unbind(-1))
-        return cls(Columns(*least.tolist()), Columns(*most.tolist()), int(own.query[-1]), bool((own.low > own.high).any()))
+        least, most = (Columns(*x.tolist()) for x in rows.aminmax(dim=0))
+        fully_masked = own.low.clamp(min=least.key_start) > own.high.clamp(max=least.key_start + kv_len - 1)
+        return cls(least, most, int(own.query[-1]), bool(fully_masked.any()))
 
 
 class Tile:
