@@ -6,6 +6,7 @@ model and a text run too, with tiny ones and short lengths in the places of thei
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import shlex
@@ -34,13 +35,14 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 FIRST_WORDS = ("hf-longattn", "make", "python", "pip", "accelerate", "git", ".ci/run")
-ELSEWHERE = {"adapters.md"}  # its examples are tests/test_training_examples.py
+#: Examples of adapters.md run in tests/test_training_examples.py; those of engines.md want processes and DeepSpeed.
+ELSEWHERE = {"adapters.md", "engines.md"}
 
 
-def python_blocks() -> dict[str, str]:
+def python_blocks(elsewhere: bool = False) -> dict[str, str]:
     found = {}
     for page in PAGES:
-        if page.name not in ELSEWHERE:
+        if (page.name in ELSEWHERE) is elsewhere:
             for n, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)):
                 found[f"{page.relative_to(ROOT)}-{n}"] = code
     return found
@@ -100,6 +102,15 @@ def test_python(block: str, home: Path, tmp_path: Path, monkeypatch: pytest.Monk
     with torch.no_grad():
         exec(compile(code, block, "exec"), given)
         assert given["model"](ids[:, :16]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("block", python_blocks(elsewhere=True))
+def test_python_that_runs_elsewhere_names_what_there_is(block: str) -> None:
+    code = python_blocks(elsewhere=True)[block]
+    compile(code, block, "exec")
+    exec("\n".join(re.findall(r"^(?:from|import) hf_longattn.*$", code, re.MULTILINE)))
+    for path in re.findall(r"\bhf_longattn((?:\.\w+)+)\(", code):
+        assert callable(functools.reduce(getattr, path[1:].split("."), hf_longattn)), path
 
 
 # commands -------------------------------------------------------------------------------------------------------------
@@ -162,7 +173,8 @@ def check_mention(words: list[str]) -> None:
 def test_command_exists_and_reads_its_options(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, *words = COMMANDS.get(line) or SPANS[line]
     if first in ("hf-longattn", "accelerate"):
-        words = words[words.index("hf_longattn.cli") + 1 :] if first == "accelerate" else words
+        if first == "accelerate":
+            words = words[words.index("hf_longattn.cli") + 1 :] if "hf_longattn.cli" in words else ["--version"]
         monkeypatch.chdir(tmp_path)
         (tmp_path / "long-model").mkdir()  # what `push` wants to see
         if not words[0].startswith("--"):
