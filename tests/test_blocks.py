@@ -6,6 +6,7 @@ model and a text run too, with tiny ones and short lengths in the places of thei
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import shlex
@@ -38,10 +39,10 @@ FIRST_WORDS = ("hf-longattn", "make", "python", "pip", "accelerate", "git", ".ci
 ELSEWHERE = {"adapters.md", "engines.md"}
 
 
-def python_blocks() -> dict[str, str]:
+def python_blocks(elsewhere: bool = False) -> dict[str, str]:
     found = {}
     for page in PAGES:
-        if page.name not in ELSEWHERE:
+        if (page.name in ELSEWHERE) is elsewhere:
             for n, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)):
                 found[f"{page.relative_to(ROOT)}-{n}"] = code
     return found
@@ -101,6 +102,15 @@ def test_python(block: str, home: Path, tmp_path: Path, monkeypatch: pytest.Monk
     with torch.no_grad():
         exec(compile(code, block, "exec"), given)
         assert given["model"](ids[:, :16]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("block", python_blocks(elsewhere=True))
+def test_python_that_runs_elsewhere_names_what_there_is(block: str) -> None:
+    code = python_blocks(elsewhere=True)[block]
+    compile(code, block, "exec")
+    exec("\n".join(re.findall(r"^(?:from|import) hf_longattn.*$", code, re.MULTILINE)))
+    for path in re.findall(r"\bhf_longattn((?:\.\w+)+)\(", code):
+        assert callable(functools.reduce(getattr, path[1:].split("."), hf_longattn)), path
 
 
 # commands -------------------------------------------------------------------------------------------------------------

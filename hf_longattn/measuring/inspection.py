@@ -92,7 +92,8 @@ def _summary(results: Results, names: Mapping[str, str]) -> Table:
 def _by_distance(results: Results) -> Table:
     first = next(iter(results.values()))
     shares = [dict(_shares(result)) for result in results.values()]
-    rows: list[list[Cell]] = [[_range(r), *(share.get(r, 0.0) for share in shares)] for r in first.ranges]
+    names = [*map(_range, first.ranges[:-1]), f"{tokens_shown(first.ranges[-1][0])} and farther, first token included"]
+    rows: list[list[Cell]] = [[name, *(s.get(r, 0.0) for s in shares)] for name, r in zip(names, first.ranges, strict=True)]
     note = f"For queries at {_group(first, _typical(first))} tokens; each column adds up to one."
     return Table("Share of attention by distance", ["tokens back", *results], rows, note=note, shade=(0.0, 1.0))
 
