@@ -16,8 +16,9 @@ from ..methods.learned import LearnedParts, learned_parts
 from ..methods.method import ModelFacts
 from .layers import Layer, all_configs, candidates_of, layers_of, pretrained
 from .names import is_ours, short
-from .rotation import find_rotary, rotation_of, verify_at_first_call, verify_rotations
+from .rotation import find_rotary
 from .state import AttentionState, LayerPlan, set_plan, state_of
+from .verify import rotation_of, verify_at_first_call, verify_rotations
 
 
 def prepare(model: PreTrainedModel, verify: bool = False) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,7 @@ from .layers import all_configs, layers_of, pretrained
 from .masks import Before, before
 from .names import is_ours
 from .rope import Tables, build, exchange
-
-if TYPE_CHECKING:
-    from .rotation import RotarySource
+from .rotation import RotarySource
 
 #: What a model's tables may take: those of 32 layers with 32 heads each, for 128k tokens.
 TABLE_BYTES = 2 << 30
