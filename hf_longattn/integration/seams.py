@@ -19,6 +19,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -113,9 +114,10 @@ def _from_dict(original: Callable[..., Any], cls: type, config_dict: dict[str, A
     if saved:
         config = out[0] if isinstance(out, tuple) else out
         config.__dict__["_longattn_saved"] = True
+        package = sys.modules["transformers"]  # which may have put another module in its place since we were imported
         for name in config.architectures or ():  # `transformers serve` looks a strict checkpoint's class up by it
             if name.startswith(TRIPWIRE):
-                setattr(transformers, name, getattr(transformers, name.removeprefix(TRIPWIRE)))
+                setattr(package, name, getattr(package, name.removeprefix(TRIPWIRE)))
     return out
 
 
