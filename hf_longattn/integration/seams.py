@@ -114,10 +114,8 @@ def _from_dict(original: Callable[..., Any], cls: type, config_dict: dict[str, A
     if saved:
         config = out[0] if isinstance(out, tuple) else out
         config.__dict__["_longattn_saved"] = True
-        package = sys.modules["transformers"]  # which may have put another module in its place since we were imported
-        for name in config.architectures or ():  # `transformers serve` looks a strict checkpoint's class up by it
-            if name.startswith(TRIPWIRE):
-                setattr(package, name, getattr(package, name.removeprefix(TRIPWIRE)))
+        if config.architectures and not {"vllm", "sglang"} & sys.modules.keys():  # to them a strict checkpoint stays one
+            config.architectures = [name.removeprefix(TRIPWIRE) for name in config.architectures]
     return out
 
 
