@@ -19,6 +19,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -113,9 +114,8 @@ def _from_dict(original: Callable[..., Any], cls: type, config_dict: dict[str, A
     if saved:
         config = out[0] if isinstance(out, tuple) else out
         config.__dict__["_longattn_saved"] = True
-        for name in config.architectures or ():  # `transformers serve` looks a strict checkpoint's class up by it
-            if name.startswith(TRIPWIRE):
-                setattr(transformers, name, getattr(transformers, name.removeprefix(TRIPWIRE)))
+        if config.architectures and not {"vllm", "sglang"} & sys.modules.keys():  # to them a strict checkpoint stays one
+            config.architectures = [name.removeprefix(TRIPWIRE) for name in config.architectures]
     return out
 
 
