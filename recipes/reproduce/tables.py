@@ -398,6 +398,8 @@ def conversion_taus(data: Data) -> Shown:
 
 def conversion_normed(data: Data) -> Shown:
     """With QK-norm and without: the base, p-RoPE and scale-invariant p-RoPE, converted and from scratch."""
+    if not any(row["variant"].startswith(QK) for row in data.get("conversion", [])):
+        return missing("conversion --only '^qk' --seeds 1 --text FILES --heldout FILE")
     variants: dict[str, str] = {}
     for before, label in {"": "", QK: ", QK-norm"}.items():
         variants[f"unmodified{label}"] = f"{before}{BASE}"
