@@ -160,7 +160,7 @@ def test_switched_off_it_is_the_base_model(family: str, method: str, bases: dict
 
 
 def test_the_first_call_may_come_while_switched_off(bases: dict[str, Path]) -> None:
-    """rerope proves the model's rotation at its first call, which must then be the first with the method on."""
+    """rerope verifies the model's rotation at its first call, which must then be the first with the method on."""
     config = METHODS["rerope"]
     base = AutoModelForCausalLM.from_pretrained(bases["llama"], attn_implementation="rerope", longattn={"window": 6})
     m = peft.get_peft_model(base, lora())

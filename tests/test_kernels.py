@@ -99,10 +99,10 @@ def dense(
     if rows.allowed is not None:
         visible = visible & rows.allowed
     logits = torch.where(visible, logits, -math.inf)
-    blind = ~visible.any(-1, keepdim=True)
-    p = torch.where(blind, 0.0, torch.softmax(torch.where(blind, 0.0, logits), -1))
+    masked = ~visible.any(-1, keepdim=True)
+    p = torch.where(masked, 0.0, torch.softmax(torch.where(masked, 0.0, logits), -1))
     log_p = torch.log(torch.where(p > 0, p, 1.0))
-    lse = torch.where(blind, -math.inf, torch.logsumexp(torch.where(blind, 0.0, logits), -1, keepdim=True))
+    lse = torch.where(masked, -math.inf, torch.logsumexp(torch.where(masked, 0.0, logits), -1, keepdim=True))
     return (p if keep is None else p * keep) @ value, lse[..., 0].expand(p.shape[:-1]), -(p * log_p).sum(-1)
 
 
@@ -114,8 +114,8 @@ def geometries() -> dict[str, tuple[int, int, Rows]]:
     """Name -> q_len, kv_len and rows, for a batch of two."""
     cpu = torch.device("cpu")
     a = torch.arange(19)
-    blind = mask_of(2, 1, 19, 19)
-    blind[:, :, [0, 7, 18]] = False
+    masked = mask_of(2, 1, 19, 19)
+    masked[:, :, [0, 7, 18]] = False
     two = torch.arange(2)[:, None]
     document = torch.tensor([0, 6, 14]).repeat_interleave(torch.tensor([6, 8, 5]))
     causal = Rows.causal(19, 19, None, 0, cpu).index
@@ -138,7 +138,7 @@ def geometries() -> dict[str, tuple[int, int, Rows]]:
         "mask (q, k)": (19, 19, Rows(causal, mask_of(1, 1, 19, 19))),
         "mask (b, 1, q, k)": (19, 19, Rows(causal, mask_of(2, 1, 19, 19))),
         "mask (b, h, q, k)": (19, 19, Rows(causal, mask_of(2, 4, 19, 19))),
-        "mask with blind rows": (19, 19, Rows(causal, blind)),
+        "mask with fully masked rows": (19, 19, Rows(causal, masked)),
         "mask that looks ahead": (
             19,
             19,

@@ -159,7 +159,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_hybrids_take_methods_and_remaps(name: str) -> None:
-    """Layers called "hybrid" are full; recurrent ones tell equal tokens apart, which must not disturb the proof."""
+    """Layers called "hybrid" are full; recurrent ones tell equal tokens apart, which must not disturb the verification."""
     m = build(name, **HYBRIDS[name])
     exact(m)
     hf_longattn.remove(m)
@@ -213,7 +213,7 @@ def test_attention_that_does_not_know_its_number() -> None:
 
 
 def test_cross_attention_that_does_not_say_so() -> None:
-    """Mllama's gets pictures; a text alone never calls it, so no proof may wait for it."""
+    """Mllama's gets pictures; a text alone never calls it, so no verification may wait for it."""
     torch.manual_seed(0)
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     sizes = {k: v for k, v in _SMALL.items() if v is not None and k != "head_dim"}

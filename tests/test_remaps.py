@@ -1,4 +1,4 @@
-"""Positions and visibility: remapped rotary distances, windows and sinks, and the proof that a rotation is understood."""
+"""Positions and visibility: remapped rotary distances, windows and sinks, and verifying that a rotation is understood."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def test_a_model_that_scales_already_is_refused(name: str, kind: str) -> None:
     hf_longattn.apply(m, "windowed", window=7)  # changes no distance
 
 
-# the proof of rotation ------------------------------------------------------------------------------------------------
+# verifying the rotation ------------------------------------------------------------------------------------------------
 
 INTERLEAVED = {
     "CohereConfig": {"logit_scale": 1.0},
@@ -366,7 +366,7 @@ def test_vectors_that_show_no_rotation_prove_none() -> None:
 
 
 def test_a_layer_that_joins_later_is_proven_too() -> None:
-    """Layer 0 does not rotate; a proof over the others does not speak for it."""
+    """Layer 0 does not rotate; verifying the others does not speak for it."""
     m = stock("llama")
     turned = m.model.layers[0].self_attn.forward
     m.model.layers[0].self_attn.forward = lambda *args, position_embeddings, **kwargs: turned(
@@ -383,7 +383,7 @@ class Refuses(Exception):
 
 
 def test_update_keeps_a_proof_and_asks_no_one_elses_forward() -> None:
-    """A trainer that puts its loss in the place of forward; the proof calls the class's own, and once."""
+    """A trainer that puts its loss in the place of forward; verifying calls the class's own, and once."""
 
     def loss(*args: Any, **kwargs: Any) -> None:
         raise Refuses
@@ -430,7 +430,7 @@ def test_a_loaded_model_is_proven_at_its_first_call(base: Path) -> None:
 @pytest.mark.parametrize("where", [{"": "disk"}, {"model.layers.1": "disk"}])
 @pytest.mark.parametrize("applied", [False, True])
 def test_weights_on_disk(base: Path, tmp_path: Path, where: dict[str, str], applied: bool) -> None:
-    """accelerate's hooks fetch them layer by layer, for the proof too."""
+    """accelerate's hooks fetch them layer by layer, for verifying too."""
     pytest.importorskip("accelerate")
     parts = ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", *(f"model.layers.{i}" for i in range(4))]
     places = where if "" in where else dict.fromkeys(parts, "cpu") | where

@@ -56,7 +56,7 @@ def test_shapes_pass_through(family: str, case: str, where: str) -> None:
 
 @pytest.mark.parametrize("case", ["sinks", "rerope"])
 def test_shapes_leave_nothing_behind(case: str, tmp_path: Path) -> None:
-    """The same model, with its tables and its proof, then computes as if nothing had been."""
+    """The same model, with its tables and its verification, then computes as if nothing had been."""
     SHARED.clear()
     stock("llama").save_pretrained(tmp_path)
     section = CASES[case].to_dict()
