@@ -360,20 +360,20 @@ def main() -> int:
             print(
                 json.dumps(row) if args.only else f"{row['status']:9} {row['model_type']}: {row.get('reason', '')}", flush=True
             )
-    if not args.only:
-        done = {r["model_type"] for r in rows}
-        old = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if of > 1 and RESULTS.exists() else []
-        rows = sorted([*rows, *(r for r in old if r["model_type"] not in done)], key=lambda r: r["model_type"])
-        results = {
-            "command": "make coverage-models",
-            "versions": f"transformers {transformers.__version__}, torch {torch.__version__}",
-            "date": datetime.date.today().isoformat(),
-            "minutes": round((time.perf_counter() - began) / 60, 1),
-        }
-        lines = ",\n".join(json.dumps(r) for r in rows)
-        RESULTS.write_text(json.dumps(results)[:-1] + f', "rows": [\n{lines}\n]}}\n', encoding="utf-8")
-        PAGE.write_text(page(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
     print(dict(Counter(r["status"] for r in rows)))
+    done = {r["model_type"] for r in rows}
+    old = json.loads(RESULTS.read_text(encoding="utf-8")) if (args.only or of > 1) and RESULTS.exists() else {"rows": []}
+    rows = sorted([*rows, *(r for r in old.pop("rows") if r["model_type"] not in done)], key=lambda r: r["model_type"])
+    results = {
+        "command": "make coverage-models",
+        "versions": f"transformers {transformers.__version__}, torch {torch.__version__}",
+        "date": datetime.date.today().isoformat(),
+        "minutes": round((time.perf_counter() - began) / 60, 1),
+    }
+    lines = ",\n".join(json.dumps(r) for r in rows)
+    results |= old if args.only else {}  # of the run over all
+    RESULTS.write_text(json.dumps(results)[:-1] + f', "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    PAGE.write_text(page(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
     return int(any(r["status"] == "failed" for r in rows))
 
 

@@ -123,19 +123,44 @@ def test_layers_left_alone_keep_their_sinks() -> None:
     close(outputs_by_layer(m, ids)["model.layers.0.self_attn"], plain, 1e-6)
     m.model.layers[0].self_attn.sinks += 5
     assert (outputs_by_layer(m, ids)["model.layers.0.self_attn"] - plain).abs().max() > 1e-3
-    with pytest.raises(ValueError, match=r"the layers \[0, 2\] of MiMo.*s_aux.*Pass layers=\[1, 3\]"):
-        hf_longattn.apply(m, CONFIG, layers="all")
+    sliding = hf_longattn.update(m, layers="all", strength=0.0)
+    m.model.layers[0].self_attn.sinks -= 5
+    close(sliding(ids).logits, want)
 
 
-@pytest.mark.parametrize("layers", ["full_attention", "all", [0]])
-def test_sinks_are_refused_before_the_first_forward(layers: Any, tmp_path: Path) -> None:
-    m = with_sinks("GptOss")
-    with pytest.raises(ValueError, match=r"learned sinks \(s_aux\).*All layers"):
-        hf_longattn.apply(m, CONFIG, layers=layers)
-    assert m.config._attn_implementation == "eager"
+@pytest.mark.parametrize("name", ["without_cache", "static_chunks", "left_padded_dynamic_chunks", "right_padded"])
+@pytest.mark.parametrize("layers", ["full_attention", "all"])
+@torch.no_grad()
+def test_learned_sinks_join_the_softmax_of_a_method(layers: str, name: str) -> None:
+    """Under a map that changes nothing a model with sinks computes what it did, and a sink that grows takes its share."""
+    m = with_sinks("GptOss", num_experts_per_tok=2)
+    want = SCENARIOS[name](m, tokens())
+    hf_longattn.apply(m, CONFIG, strength=0.0, layers=layers)
+    assert m.config._attn_implementation != "eager"
+    close(SCENARIOS[name](m, tokens()), want)
+    m.model.layers[1].self_attn.sinks += 5
+    assert (SCENARIOS[name](m, tokens()) - want).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("case", ["scale_invariant", "rerope", "streaming", "mapped+adaptive", "infoscale+cosscale"])
+def test_learned_sinks_under_every_kind_of_method(case: str, tmp_path: Path) -> None:
+    """Logits and gradients of the fast path are the reference's; a checkpoint comes back; weights leave the sink its share."""
+    plain = {"rope_type": "default", "rope_theta": 10000.0}  # gpt-oss has YaRN, which remaps refuse
+    m, ids = with_sinks("GptOss", num_experts_per_tok=2, rope_parameters=plain), tokens()
+    hf_longattn.apply(m, CASES[case])
+    sinks = [x.self_attn.sinks for x in m.model.layers]
+    results = []
+    for backend in ("tiled", "reference"):
+        hf_longattn.update(m, backend=backend)
+        logits = m(ids).logits
+        results.append((logits, *torch.autograd.grad(logits.sin().sum(), sinks)))
+    for got, want in zip(*results, strict=True):
+        close(got, want, 5e-5)
+    assert all(x.abs().max() > 1e-6 for x in results[0][1:])
     m.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="learned sinks"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=DEFAULT, longattn={"layers": layers})
+    close(AutoModelForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, results[0][0], 1e-5)
+    weights = m(ids, output_attentions=True).attentions[1]
+    assert (weights.sum(-1) < 0.99).all()
 
 
 def test_attention_with_a_mask_of_its_own_is_refused() -> None:
@@ -314,7 +339,7 @@ def test_arguments_of_the_loss_are_harmless(family: str) -> None:
     close(out.loss, want)
 
 
-@pytest.mark.parametrize("name", ["s_aux", "position_bias", "block_table", "something_new"])
+@pytest.mark.parametrize("name", ["position_bias", "block_table", "something_new"])
 def test_unknown_arguments_raise(name: str) -> None:
     m = model("llama", CONFIG)
     attention = m.model.layers[0].self_attn

@@ -86,7 +86,8 @@ def attention_forward(
     rows = with_positions(rows, counted, attention_mask, positions, key.shape[2])
     if counted is not None and not is_carrier(attention_mask):
         refuse_unknown_start(plan.config, rows, positions)
-    return _attend(plan, module, query, key, value, rows, dropout, scaling, softcap, bool(kwargs.get("output_attentions")))
+    weights, sinks = bool(kwargs.get("output_attentions")), kwargs.get("s_aux")
+    return _attend(plan, module, query, key, value, rows, dropout, scaling, softcap, sinks, weights)
 
 
 def _attend(
@@ -99,17 +100,23 @@ def _attend(
     dropout: float,
     scaling: float | None,
     softcap: float | None,
+    sink_logits: Tensor | None,
     with_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """A layer's method over rows of any geometry: output (batch, q_len, heads, head_dim), and weights if asked for."""
     config, learned = plan.config or _LEFT_ALONE, learned_parts(module)
     if query.shape[1] != plan.heads and any(m.head_dependent for m in config.methods):
         config, learned = of_these_heads(module, query.shape[1], plan.heads, config, learned)
+    if sink_logits is not None and sink_logits.shape[0] != query.shape[1]:
+        raise NotImplementedError(
+            f"{sink_logits.shape[0]} learned sinks (s_aux) arrived for {query.shape[1]} heads: do not split heads"
+        )
     options: dict[str, Any] = {
         "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
         "softcap": softcap,
         "learned": learned,
         "rotation": None if plan.rotary is None else plan.rotary.rotation(query),
+        "sink_logits": sink_logits,
     }
     tables = plan.state.tables
     weights = None
@@ -146,7 +153,7 @@ def _whole_sequence(
 
     def compute(query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -> Tensor:
         rows = ulysses.rows_of(position_ids, sliding_window, here[1])
-        return _attend(plan, module, query, key, value, rows, dropout, scaling, softcap)[0]
+        return _attend(plan, module, query, key, value, rows, dropout, scaling, softcap, kwargs.get("s_aux"))[0]
 
     if split is None:
         return compute(query, key, value, kwargs["position_ids"])
@@ -171,7 +178,7 @@ def _paged(
 
     def compute(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
         if plan.config is not None:
-            return _attend(plan, module, query, key, value, rows, dropout, scaling, softcap)[0]
+            return _attend(plan, module, query, key, value, rows, dropout, scaling, softcap, kwargs.get("s_aux"))[0]
         extra = kwargs if softcap is None else kwargs | {"softcap": softcap}
         return _base(module, query, key, value, rows.visible(key.shape[2]), dropout, scaling, sliding_window, **extra)[0]
 
@@ -205,7 +212,7 @@ def _refuse(plan: LayerPlan, sliding_window: int | None, kwargs: dict[str, Any])
         )
     if sliding_window is not None and not plan.windowed:
         raise ValueError("this layer got a sliding window that its config does not announce: please report the model")
-    unknown = sorted(k for k, v in kwargs.items() if k not in _HARMLESS and v is not None)
+    unknown = sorted(k for k, v in kwargs.items() if k not in {*_HARMLESS, "s_aux"} and v is not None)
     if unknown:
         raise ValueError(
             f"attention got {', '.join(unknown)}, which hf_longattn does not know and will not ignore; drop the argument, "

@@ -53,8 +53,6 @@ class Layer:
         """What its softmax does that no method computes, or None."""
         if _passes(self.module, "position_bias"):
             return "a learned bias (position_bias) joins their logits"
-        if getattr(self.module, "sinks", None) is not None:
-            return "learned sinks (s_aux) join their softmax"
         if self.kind not in ("full", "window"):
             return f"the config calls their attention {self.kind!r}, which is not known to see all keys or a window of them"
         return None
