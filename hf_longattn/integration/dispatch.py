@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,6 +47,8 @@ _HARMLESS = frozenset(
 )
 
 
+#: From query, key, value and rows (or a mask) to output and weights.
+_Attention = Callable[..., tuple[Tensor, Tensor | None]]
 #: What a layer that is left alone computes where no other function knows its rows.
 _LEFT_ALONE = LongAttnConfig()
 
@@ -67,14 +71,18 @@ def attention_forward(
         output (batch, q_len, heads, head_dim), and attention weights if output_attentions asks for them.
     """
     plan = current_plan(module)
+    capped: dict[str, Any] = {"softcap": softcap} if softcap is not None else {}
+    given: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "sink_logits": kwargs.get("s_aux")}
+    alone: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window, **capped}
+    attend_rows: _Attention = functools.partial(_attend, plan, module, **given)
+    base: _Attention = functools.partial(_base, module, **alone)
     if kwargs.get("cache") is not None:
-        return _paged(plan, module, query, key, value, dropout, scaling, softcap, sliding_window, kwargs), None
+        return _paged(plan, module, query, key, value, sliding_window, kwargs, attend_rows, base), None
     split = ulysses.group_of(module)
     if split is not None or (attention_mask is None and ulysses.is_exchanged(module, query, key, kwargs.get("position_ids"))):
-        return _whole_sequence(plan, module, query, key, value, dropout, scaling, softcap, sliding_window, split, kwargs), None
+        return _whole_sequence(plan, module, query, key, value, sliding_window, split, kwargs, attend_rows), None
     if plan.config is None:
-        extra = {"softcap": softcap} if softcap is not None else {}
-        return _base(module, query, key, value, attention_mask, dropout, scaling, sliding_window, **extra, **kwargs)
+        return base(query, key, value, attention_mask, **kwargs)
     _refuse(plan, sliding_window, kwargs)
     if attention_mask is None:
         raise NotImplementedError(
@@ -86,8 +94,7 @@ def attention_forward(
     rows = with_positions(rows, counted, attention_mask, positions, key.shape[2])
     if counted is not None and not is_carrier(attention_mask):
         refuse_unknown_start(plan.config, rows, positions)
-    weights, sinks = bool(kwargs.get("output_attentions")), kwargs.get("s_aux")
-    return _attend(plan, module, query, key, value, rows, dropout, scaling, softcap, sinks, weights)
+    return attend_rows(query, key, value, rows, with_weights=bool(kwargs.get("output_attentions")))
 
 
 def _attend(
@@ -97,6 +104,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     rows: Rows,
+    *,
     dropout: float,
     scaling: float | None,
     softcap: float | None,
@@ -137,12 +145,10 @@ def _whole_sequence(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    dropout: float,
-    scaling: float | None,
-    softcap: float | None,
     sliding_window: int | None,
     split: Any,
     kwargs: dict[str, Any],
+    attend_rows: _Attention,
 ) -> Tensor:
     """A layer of a sequence that is split over processes: no mask arrives, for layers that are left alone either."""
     _refuse(plan, sliding_window, kwargs)
@@ -153,7 +159,7 @@ def _whole_sequence(
 
     def compute(query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -> Tensor:
         rows = ulysses.rows_of(position_ids, sliding_window, here[1])
-        return _attend(plan, module, query, key, value, rows, dropout, scaling, softcap, kwargs.get("s_aux"))[0]
+        return attend_rows(query, key, value, rows)[0]
 
     if split is None:
         return compute(query, key, value, kwargs["position_ids"])
@@ -166,11 +172,10 @@ def _paged(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    dropout: float,
-    scaling: float | None,
-    softcap: float | None,
     sliding_window: int | None,
     kwargs: dict[str, Any],
+    attend_rows: _Attention,
+    base: _Attention,
 ) -> Tensor:
     """A layer under continuous batching, with the method or left alone."""
     if plan.config is not None:
@@ -178,9 +183,8 @@ def _paged(
 
     def compute(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
         if plan.config is not None:
-            return _attend(plan, module, query, key, value, rows, dropout, scaling, softcap, kwargs.get("s_aux"))[0]
-        extra = kwargs if softcap is None else kwargs | {"softcap": softcap}
-        return _base(module, query, key, value, rows.visible(key.shape[2]), dropout, scaling, sliding_window, **extra)[0]
+            return attend_rows(query, key, value, rows)[0]
+        return base(query, key, value, rows.visible(key.shape[2]), **kwargs)[0]
 
     return paged_attention(module, query, key, value, kwargs, compute)
 

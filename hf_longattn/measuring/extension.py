@@ -34,7 +34,7 @@ def extend(model: Model, to: int | str, method: str | LongAttnConfig | None = No
     original_max_position_embeddings keeps the trained length.
 
     Raises:
-        ValueError: `to` is no length, within the trained length or beyond the method's reach, or the method extends nothing.
+        ValueError: `to` is no length, below the trained length or beyond the method's reach, or the method extends nothing.
             The model is then unchanged.
 
     Warns where a method is replaced.
