@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import hf_longattn
+from hf_longattn.attention.geometry import Rows
 from hf_longattn.integration import masks
 
 #: The cases beyond the default, each on a few families.
@@ -224,6 +226,26 @@ def test_compiled_training_step() -> None:
         close(got["_orig_mod." + name], want[name])
 
 
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("case", [DEFAULT, "streaming+adaptive", "leaky_rerope+scale_invariant", "logn_learned"])
+def test_compiled_training_step_with_padding(case: str, holes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may be read while a graph is traced, and still no mask of q_len x kv_len is made."""
+    m, ids = fresh("llama", CASES[case]), tokens()
+    m(ids)  # verifies the rotation
+    mask = torch.ones_like(ids)
+    mask[0, :5] = mask[1, -4:] = 0
+    mask[:, 11:13] = 1 - int(holes)
+    extra = {"attention_mask": mask} | ({"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if holes else {})
+    want = gradients(copy.deepcopy(m), ids, **extra)
+    torch._dynamo.reset()
+    seen = carriers(monkeypatch)
+    monkeypatch.setattr(Rows, "visible", None)
+    got = gradients(torch.compile(m, fullgraph=True, backend="aot_eager"), ids, **extra)
+    assert set(seen) == {"padded"}
+    for name in want:
+        close(got["_orig_mod." + name], want[name], what=name)
+
+
 @torch.no_grad()
 def decode_compiled(m: Any, ids: Tensor) -> tuple[Tensor, int]:
     """The logits of ids: six at once, then one by one through a compiled step; and the number of graphs."""
@@ -266,7 +288,8 @@ def carriers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     read = masks.read_mask
 
     def spy(mask: Tensor, kv_len: int) -> Any:
-        seen.append("compact" if mask.shape[-1] == masks.INDEX_WIDTH else "dense")
+        kinds = {masks.INDEX_WIDTH: "compact", masks.INDEX_WIDTH + 1: "padded", masks.INDEX_WIDTH + kv_len: "dense"}
+        seen.append(kinds[mask.shape[-1]])  # of one key both are the same
         return read(mask, kv_len)
 
     monkeypatch.setattr("hf_longattn.integration.dispatch.read_mask", spy)
@@ -285,9 +308,12 @@ def test_compact_carrier_is_taken(name: str, family: str, monkeypatch: pytest.Mo
 
 
 def test_dense_carrier_is_taken_only_where_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holes, under a cache that holds keys of earlier calls."""
     seen = carriers(monkeypatch)
     SCENARIOS["hole_in_the_padding"](model("llama", CASES[DEFAULT]), tokens())
-    assert set(seen) == {"dense"}
+    assert set(seen) == {"padded"}
+    SCENARIOS["second_turn"](model("llama", CASES[DEFAULT]), tokens())
+    assert set(seen[-4:]) == {"dense"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -42,10 +42,11 @@ class Rows:
 
     Args:
         index: int64 (batch or 1, q_len, 5), see `Columns`: key_start is the same in every row; high < low: fully masked.
-        allowed: None, or a bool tensor broadcastable to (batch, heads, q_len, kv_len), True = visible, on top
+        allowed: None, or a bool tensor (batch or 1, heads or 1, q_len or 1, kv_len), True = visible, on top
             of the interval.
         query_ids, key_ids: where positions do not count as cache indices do, those of queries, int64 (batch or 1, q_len), and
-            of keys, (batch or 1, kv_len), from the start of each one's sequence. Without `allowed` they grow along it.
+            of keys, (batch or 1, kv_len), from the start of each one's sequence. They never fall along it if no key is
+            hidden by `allowed`, or `hides_tokens`.
     """
 
     index: Tensor
@@ -58,6 +59,31 @@ class Rows:
     def columns(self) -> Columns:
         """The columns of `index`, each (batch or 1, q_len)."""
         return Columns(*self.index.unbind(-1))
+
+    @property
+    def hides_tokens(self) -> bool:
+        """Whether queries and keys are the same tokens and `allowed` hides some from all of them."""
+        return self.allowed is not None and self.allowed.shape[-2] == 1 and self.allowed.shape[-1] == self.index.shape[1]
+
+    def simplified(self, kv_len: int) -> Rows:
+        """The same rows without a mask that hides no more than the intervals, and positions that count as indices do.
+
+        For rows that were made where nothing could be read; reads the device.
+        """
+        if not self.hides_tokens:
+            return self
+        simple = Rows(self.index)
+        if not bool((self.count(kv_len) == simple.count(kv_len)).all()):
+            return self
+        if self.query_ids is not None and self.key_ids is not None:
+            _, _, _, low, high = self.columns
+            rows, index = low <= high, self.key_indices(kv_len)[:, 0]
+            first, last = (low.where(rows, FAR).amin(-1, True), high.where(rows, -1).amax(-1, True))
+            queries = (self.query_ids == simple.query_positions()) | ~rows
+            keys = (self.key_ids == simple.key_positions(kv_len)) | (index < first) | (index > last)
+            if not bool(queries.all() & keys.all()):
+                return simple.at(self.query_ids, self.key_ids)
+        return simple
 
     def once(self, name: Hashable, make: Callable[[], Any]) -> Any:
         """make(), kept with the rows: every layer of a forward pass gets the same ones."""
@@ -134,7 +160,7 @@ class Rows:
         """Only the keys at positions first .. last of each row's sequence, both (batch or 1, q_len) or no limit."""
         if first is None and last is None:
             return self
-        if self.key_ids is not None and self.allowed is not None:  # positions need not grow: no interval
+        if self.key_ids is not None and self.allowed is not None and not self.hides_tokens:  # they may fall: no interval
             own = self.key_ids[:, None, None]
             inside = [own >= first[:, None, :, None]] if first is not None else []
             inside += [own <= last[:, None, :, None]] if last is not None else []
@@ -183,13 +209,13 @@ class Rows:
         if self.allowed is not None:
             column = (own - key_start).clamp(0, kv_len - 1)[..., None]
             allowed = self.allowed.any(1)  # which take_along_dim would tie to one length while exporting
-            batch = max(len(allowed), len(column))
-            real = real & allowed.expand(batch, -1, -1).gather(-1, column.expand(batch, -1, -1))[..., 0]
+            batch, q_len = max(len(allowed), len(column)), column.shape[1]
+            real = real & allowed.expand(batch, q_len, -1).gather(-1, column.expand(batch, -1, -1))[..., 0]
         return real
 
     def take(self, rows: Tensor) -> Rows:
         """Some of the rows by their numbers, int64 (n,)."""
-        allowed = None if self.allowed is None else self.allowed[:, :, rows]
+        allowed = self.allowed if self.allowed is None or self.allowed.shape[-2] == 1 else self.allowed[:, :, rows]
         return Rows(self.index[:, rows], allowed, None if self.query_ids is None else self.query_ids[:, rows], self.key_ids)
 
     def sinks(self, kv_len: int, count: int) -> Tensor:
@@ -201,10 +227,19 @@ class Rows:
 
     def count(self, kv_len: int) -> Tensor:
         """n_i, the number of keys that each row sees: int64 (batch or 1, heads or 1, q_len)."""
-        if self.allowed is not None:
+        if self.allowed is not None and not self.hides_tokens:
             return self.visible(kv_len).sum(-1)
         _, first, _, low, high = self.columns
-        return (torch.minimum(high, first + kv_len - 1) - torch.maximum(low, first) + 1).clamp(min=0)[:, None]
+        low, high = torch.maximum(low, first), torch.minimum(high, first + kv_len - 1)
+        if self.allowed is None:
+            return (high - low + 1).clamp(min=0)[:, None]
+        before = torch.nn.functional.pad(self.allowed[:, :, 0].cumsum(-1), (1, 0))  # visible keys before each column
+        batch, heads = max(len(before), len(low)), before.shape[1]
+        below, inside = (
+            before.expand(batch, -1, -1).gather(-1, (x - first).clamp(0, kv_len)[:, None].expand(batch, heads, -1))
+            for x in (low, high + 1)
+        )
+        return (inside - below).clamp(min=0)
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:

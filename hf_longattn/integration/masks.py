@@ -4,11 +4,13 @@ transformers builds a mask once per forward, where it knows cache offsets, paddi
 layer as an opaque tensor. Ours is an integer tensor (bool and float masks are the user's own):
 
     compact  int64 (batch, 1, q_len, 5)            the columns of `geometry.Rows.index`; visibility is that interval
-    dense    int32 (batch, 1, q_len, 5 + kv_len)   the same five columns, then 0 for a masked key, and for a visible one
-                                                   1 + how many tokens of its text lie before it
+    padded   int64 (batch, 1, q_len, 6)            without a cache, where row i and key i are one token: the same, then 0 if
+                                                   that token is hidden from all, else 1 + how many of its text lie before
+    dense    int32 (batch, 1, q_len, 5 + kv_len)   the five columns, then that number for each key that the row may see
 
-Compact needs O(q_len) memory and is chosen wherever the mask function is recognised as an interval; dense is always
-right. A plain tensor survives slicing, `.contiguous()`, device moves and graph inputs, where attributes would not.
+The first two need O(q_len) memory and are chosen wherever the mask function is recognised as an interval; padded, where there
+are holes in it, or nothing can be read because a graph is traced. Dense is always right. A plain tensor survives slicing,
+`.contiguous()`, device moves and graph inputs, where attributes would not.
 """
 
 from __future__ import annotations
@@ -90,23 +92,26 @@ def carrier_mask(
     position = torch.arange(q_length, device=device) + q_offset
     first = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
     high = position.expand(batch_size, -1)
-    interval = recognise(mask_function)
+    interval, whole = recognise(mask_function), True
     if attention_mask is not None:
         padding = attention_mask.to(device=device, dtype=torch.bool)
         some = padding.any(-1, keepdim=True)
         first = padding.int().argmax(-1, keepdim=True)
         last = padding.shape[-1] - 1 - padding.flip(-1).int().argmax(-1, keepdim=True)
         high = torch.where(some, torch.minimum(high, last), -1)
-        whole = interval is not None and not is_tracing(padding) and readable(padding)
-        if not whole or bool((some & (padding.sum(-1, keepdim=True) < last - first + 1)).any()):
-            interval = None  # holes, or nothing may be read while tracing
+        counted = padding.cumsum(-1)
+        whole = not is_tracing(padding) and readable(padding) and bool((counted[:, -1:] == (last - first + 1) * some).all())
+        empty_cache = not (isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor)) and q_offset == kv_offset == 0
+        if not whole and not (empty_cache and q_length == kv_length == padding.shape[-1]):
+            interval = None
     start = first.expand(-1, q_length)
     if interval is not None and interval.sequence_ids is not None:
         start = _sequence_starts(interval.sequence_ids).expand(batch_size, -1)
     key_start = torch.zeros_like(start) + kv_offset
     if interval is not None:
         low = start if interval.window is None else torch.maximum(start, position - interval.window + 1)
-        return torch.stack([position.expand_as(start), key_start, start, low, high], dim=-1)[:, None]
+        columns = [position.expand_as(start), key_start, start, low, high]
+        return torch.stack(columns if whole else [*columns, padding * counted], dim=-1)[:, None]
 
     sdpa = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     visible = sdpa(**shared, **kwargs).expand(batch_size, -1, -1, -1)[:, 0]
@@ -115,7 +120,7 @@ def carrier_mask(
         start = visible.int().argmax(-1) + key_start
         counted = cache_index.expand(batch_size, -1)
     else:
-        counted = (padding.cumsum(-1) - 1)[:, cache_index.clamp(max=padding.shape[-1] - 1)]
+        counted = (counted - 1)[:, cache_index.clamp(max=padding.shape[-1] - 1)]
     index = torch.stack([position.expand_as(start), key_start, start, key_start, key_start + kv_length - 1], dim=-1)
     return torch.cat([index.int(), visible.int() * (1 + counted.int())[:, None]], dim=-1)[:, None]
 
@@ -130,20 +135,26 @@ def read_mask(mask: Tensor, kv_len: int) -> tuple[Rows, Tensor | None]:
 
     Beside them, if the mask has holes, the positions that keys have if they count visible tokens, (batch, kv_len).
     """
-    if mask.shape[-1] not in (INDEX_WIDTH, INDEX_WIDTH + kv_len):
+    if mask.shape[-1] not in (INDEX_WIDTH, INDEX_WIDTH + kv_len) and not _padded(mask, kv_len):
         raise ValueError(f"an integer mask of width {mask.shape[-1]} does not fit {kv_len} keys")
     if torch.compiler.is_compiling():
-        return _read(mask)
+        return _read(mask, kv_len)
     if "longattn_rows" not in mask.__dict__:
-        mask.__dict__["longattn_rows"] = _read(mask)
+        mask.__dict__["longattn_rows"] = _read(mask, kv_len)
     known: tuple[Rows, Tensor | None] = mask.__dict__["longattn_rows"]
     return known
 
 
-def _read(mask: Tensor) -> tuple[Rows, Tensor | None]:
+def _padded(mask: Tensor, kv_len: int) -> bool:
+    return mask.shape[-1] == INDEX_WIDTH + 1 and mask.shape[-2] == kv_len
+
+
+def _read(mask: Tensor, kv_len: int) -> tuple[Rows, Tensor | None]:
     if mask.shape[-1] == INDEX_WIDTH:
         return Rows(mask[:, 0]), None
     counted = mask[:, 0, :, INDEX_WIDTH:]
+    if _padded(mask, kv_len):
+        counted = counted.transpose(1, 2)
     return Rows(mask[:, 0, :, :INDEX_WIDTH].long(), counted[:, None] > 0), counted.amax(1).long() - 1
 
 

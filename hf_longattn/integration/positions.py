@@ -86,7 +86,7 @@ class _Call:
 
     def _sees_cache(self) -> Tensor:
         """Whether a token sees keys of earlier calls, (batch, 1)."""
-        if self.rows.allowed is None:
+        if self.rows.allowed is None or self.rows.hides_tokens:
             low, high = self.rows.columns.low, self.rows.columns.high
             return ((low < self.first) & (low <= high) & self.real).any(-1, keepdim=True)
         earlier = self.rows.visible(self.keys.shape[1]).any(1) & (self.keys < self.first)[:, None]
@@ -117,7 +117,17 @@ class _Call:
         column = (self.keys - self.first).clamp(0, self.p.shape[1] - 1)
         keys = torch.where(own, self.p.gather(1, column), cached)
         start = torch.where(own, self.origin.gather(1, column), self.origin[:, :1])
-        return self.rows.at((self.p - self.origin).clamp(min=0), (keys - start).clamp(min=0))
+        keys = (keys - start).clamp(min=0)
+        if self.rows.hides_tokens:  # hidden ones take the position before theirs: then they never fall
+            keys = keys.where(self.real, 0).cummax(-1).values
+        return self.rows.at((self.p - self.origin).clamp(min=0), keys)
+
+    @property
+    def falls(self) -> Tensor:
+        """Whether a token of a call without a cache is at a position not after all visible ones before it, (batch, q_len)."""
+        p = (self.p - self.origin).where(self.real, -1)
+        before = torch.nn.functional.pad(p.cummax(-1).values, (1, 0), value=-1)[:, : p.shape[1]]
+        return (p <= before) & self.real
 
 
 def _resolve(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> Rows:
@@ -143,6 +153,8 @@ def _resolve(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: i
     out = call.explicit()
     if rows.allowed is None:
         goes_back = (step <= 0) & pair & same
+    elif rows.hides_tokens:
+        goes_back = call.falls
     else:
         assert out.query_ids is not None
         assert out.key_ids is not None
@@ -157,7 +169,7 @@ def _traced(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: in
     """The same where no tensor may be read: explicit positions wherever the mask has holes, and a check while it runs."""
     call = _Call(rows, counted, position_ids, kv_len)
     fits = call.regular if rows.allowed is None else call.known
-    torch._assert_async(fits.all(), _TRACED)
+    torch._assert_async(fits.all() & ~call.falls.any() if rows.hides_tokens else fits.all(), _TRACED)
     return rows if rows.allowed is None else call.explicit()
 
 

@@ -72,7 +72,8 @@ def flex_attention(
         inside = (index >= low[b, q]) & (index <= high[b, q])
         if allowed is None:
             return inside
-        return inside & allowed[b if allowed.shape[0] > 1 else b * 0, h if allowed.shape[1] > 1 else h * 0, q, kv]
+        b, h, q = (i if n > 1 else i * 0 for i, n in zip((b, h, q), allowed.shape, strict=False))
+        return inside & allowed[b, h, q, kv]
 
     mask_heads = heads if allowed is not None and allowed.shape[1] > 1 else None
     device = str(query.device)

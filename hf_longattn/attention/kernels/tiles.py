@@ -30,7 +30,7 @@ class Blocks:
     """A call in computing dtype and block order: what all its tiles share."""
 
     def __init__(self, call: KernelCall, half: bool = False) -> None:
-        self.call, self.spec, rows = call, call.spec, call.rows
+        self.call, self.spec, rows = call, call.spec, call.rows.simplified(call.key.shape[2])
         query, key, value, gain, bias = call.query, call.key, call.value, call.spec.gain, call.spec.bias
         scales = (call.spec.row_scale, call.spec.bias_scale)
         self.batch, heads, self.q_len, self.head_dim = query.shape
