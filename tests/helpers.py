@@ -9,7 +9,8 @@ from typing import Any
 
 import closed_form
 import torch
-from cases import VOCAB, model_config
+import transformers
+from cases import FAMILIES, VOCAB, WINDOW, model_config
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -52,6 +53,19 @@ def model(family: str, config: LongAttnConfig, backend: str | None = None) -> Pr
 
 def fresh(family: str, config: LongAttnConfig) -> PreTrainedModel:
     return copy.deepcopy(model(family, config))
+
+
+SINKS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW, "num_local_experts": 2}
+
+
+def with_sinks(name: str, **changes: Any) -> Any:
+    """A tiny model of transformers whose softmax has learned sinks: in all layers (GptOss), in the sliding ones (MiMo)."""
+    config = getattr(transformers, f"{name}Config")(**FAMILIES["llama"][1] | SINKS | changes)
+    m = AutoModelForCausalLM.from_config(config).eval()
+    for module in m.modules():
+        if getattr(module, "sinks", None) is not None:
+            torch.nn.init.constant_(module.sinks, 2.0)
+    return m
 
 
 def tokens(batch: int = 2, length: int = 24, seed: int = 0) -> Tensor:

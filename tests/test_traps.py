@@ -24,6 +24,7 @@ from helpers import (
     static,
     stock,
     tokens,
+    with_sinks,
 )
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache, GPT2LMHeadModel
@@ -86,19 +87,6 @@ def test_sliding_layers_are_stock(name: str, family: str) -> None:
         seen.append(got)
     visible = slice(7, None) if "left" in name else slice(None)  # what a row of padding attends to is nobody's business
     close(seen[0]["last"][:, visible], seen[1]["last"][:, visible], 1e-6)
-
-
-SINKS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW, "num_local_experts": 2}
-
-
-def with_sinks(name: str, **changes: Any) -> Any:
-    """A tiny model of transformers whose softmax has learned sinks: in all layers (GptOss), in the sliding ones (MiMo)."""
-    config = getattr(transformers, f"{name}Config")(**FAMILIES["llama"][1] | SINKS | changes)
-    m = AutoModelForCausalLM.from_config(config).eval()
-    for module in m.modules():
-        if getattr(module, "sinks", None) is not None:
-            torch.nn.init.constant_(module.sinks, 2.0)
-    return m
 
 
 MIMO = {"moe_intermediate_size": 16, "num_experts": 2, "n_routed_experts": 2, "num_experts_per_tok": 1, "v_head_dim": 8}

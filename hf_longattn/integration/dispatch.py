@@ -113,12 +113,10 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """A layer's method over rows of any geometry: output (batch, q_len, heads, head_dim), and weights if asked for."""
     config, learned = plan.config or _LEFT_ALONE, learned_parts(module)
-    if query.shape[1] != plan.heads and any(m.head_dependent for m in config.methods):
-        config, learned = of_these_heads(module, query.shape[1], plan.heads, config, learned)
-    if sink_logits is not None and sink_logits.shape[0] != query.shape[1]:
-        raise NotImplementedError(
-            f"{sink_logits.shape[0]} learned sinks (s_aux) arrived for {query.shape[1]} heads: do not split heads"
-        )
+    if query.shape[1] != plan.heads and (sink_logits is not None or any(m.head_dependent for m in config.methods)):
+        config, learned, own = of_these_heads(module, query.shape[1], plan.heads, config, learned)
+        if sink_logits is not None and sink_logits.shape[0] == plan.heads:
+            sink_logits = own(sink_logits)
     options: dict[str, Any] = {
         "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
         "softcap": softcap,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -27,11 +27,16 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Heads:
-    """Those of a layer's query heads that this process computes, where heads are split across processes."""
+    """Those of a layer's query heads that this process computes, where heads are split across processes.
+
+    Args:
+        mean: the mean of a tensor over these processes, with its gradient.
+    """
 
     first: int
     count: int
     of: int
+    mean: Callable[[Any], Any]
 
     def own(self, values: Any) -> Any:
         """The part of a sequence or tensor that belongs to these heads; it may hold less than one entry for each head."""

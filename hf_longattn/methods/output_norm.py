@@ -35,6 +35,7 @@ class OutputStandardise(OutputNorm):
     deviation: float | tuple[Any, ...] = 1.0
     mean: float | tuple[Any, ...] = 0.0
     epsilon: float = 1e-5
+    _over_processes: ClassVar[Any] = None  # the mean over those that hold the other heads
 
     def validate(self) -> None:
         require_positive(epsilon=self.epsilon)
@@ -57,18 +58,19 @@ class OutputStandardise(OutputNorm):
         return dataclasses.replace(self, deviation=deviation, mean=mean)
 
     def for_heads(self, heads: Heads) -> Self:
-        if not self.per_head:
-            raise NotImplementedError(
-                f"{self.name} normalises over all heads of a token, which several processes compute here (tensor or sequence "
-                "parallelism): take per_head=True, or do not split heads"
-            )
         deviation, mean = (heads.own(v) if isinstance(v, tuple) else v for v in (self.deviation, self.mean))
-        return dataclasses.replace(self, deviation=deviation, mean=mean)
+        out = dataclasses.replace(self, deviation=deviation, mean=mean)
+        if not self.per_head:
+            object.__setattr__(out, "_over_processes", heads.mean)
+        return out
 
     def normalise(self, output: Tensor, affine: nn.Module | None = None) -> Tensor:
         x = output.to(torch.promote_types(output.dtype, torch.float32))
         over = (-1,) if self.per_head else (1, -1)
         variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
+        if self._over_processes is not None:
+            own, mean = mean, self._over_processes(mean)
+            variance = self._over_processes(variance + (own - mean).square())
         x = (x - mean) * torch.rsqrt(variance + self.epsilon)
         if affine is not None:
             tokens = x.transpose(1, 2)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce  # the one with a gradient
 
 from ...config import LongAttnConfig
 from ...methods.method import Heads
@@ -16,24 +17,30 @@ from . import ulysses
 
 def of_these_heads(
     module: nn.Module, count: int, of: int, config: LongAttnConfig, learned: dict[str, nn.Module]
-) -> tuple[LongAttnConfig, dict[str, Any]]:
-    """A layer's config and learned parts as this process's `count` of `of` heads use them."""
-    rank, group = _split_by(module, count, of)
-    heads = Heads(rank * count, count, of)
+) -> tuple[LongAttnConfig, dict[str, Any], Callable[[Tensor], Tensor]]:
+    """A layer's config and learned parts as this process's `count` of `of` heads use them, and their part of a parameter."""
+    rank, group, alone = _split_by(module, count, of)
+    heads = Heads(rank * count, count, of, _mean_over(group))
 
     def own(parameter: Tensor) -> Tensor:
-        return heads.own(parameter if group is None else _SumGradients.apply(parameter, group))  # type: ignore[no-untyped-call]
+        return heads.own(_SumGradients.apply(parameter, group) if alone else parameter)  # type: ignore[no-untyped-call]
 
-    return _config(config, heads), {slot: functools.partial(part, own=own) for slot, part in learned.items()}
+    return _config(config, heads), {slot: functools.partial(part, own=own) for slot, part in learned.items()}, own
 
 
 _config: Callable[[LongAttnConfig, Heads], LongAttnConfig] = functools.lru_cache(maxsize=1024)(LongAttnConfig.for_heads)
 
 
-def _split_by(module: nn.Module, count: int, of: int) -> tuple[int, Any]:
-    """This process's place among those that share a layer, and their group where each needs the gradients of all."""
+@functools.lru_cache(maxsize=64)  # one function for each group: configs are known by it
+def _mean_over(group: Any) -> Callable[[Tensor], Tensor]:
+    size = torch.distributed.get_world_size(group)
+    return lambda x: all_reduce(x, group=group) / size
+
+
+def _split_by(module: nn.Module, count: int, of: int) -> tuple[int, Any, bool]:
+    """This process's rank among those that share a layer, their group, and whether nobody else sums their gradients."""
     if (here := ulysses.place(module)) is not None and here[1] * count == of:
-        return here[0], None  # gradients are summed over processes for every parameter, as tokens are split too
+        return here[0], ulysses.group_of(module) or ulysses.deepspeed_group(), False  # as tokens are split too
     if torch.distributed.is_available():
         from torch.distributed.tensor import DTensor
 
@@ -42,7 +49,7 @@ def _split_by(module: nn.Module, count: int, of: int) -> tuple[int, Any]:
                 mesh = weight.device_mesh
                 mesh = mesh if mesh.ndim == 1 else mesh["tp"]
                 if mesh.size() * count == of:
-                    return mesh.get_local_rank(), mesh.get_group()
+                    return mesh.get_local_rank(), mesh.get_group(), True
     raise NotImplementedError(
         f"this layer got {count} of {of} heads, and nothing says which: hf_longattn knows transformers' tensor parallelism "
         '(tp_plan="auto"), by the sharded weights of its projections, and sequences that are split over processes'

@@ -59,10 +59,15 @@ def place(module: nn.Module) -> tuple[int, int] | None:
     """This process's rank among those that share a sequence, and their number; None where none is split."""
     if (group := group_of(module)) is not None:
         return torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-    deepspeed = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
-    if deepspeed is None or deepspeed._SEQUENCE_PARALLEL_GROUP is None:
+    if (group := deepspeed_group()) is None:
         return None
-    return deepspeed.get_sequence_parallel_rank(), deepspeed.get_sequence_parallel_world_size()
+    return torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+
+
+def deepspeed_group() -> Any:
+    """The processes among which DeepSpeed splits sequences, or None."""
+    deepspeed = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+    return None if deepspeed is None else deepspeed._SEQUENCE_PARALLEL_GROUP
 
 
 def is_exchanged(module: Any, query: Tensor, key: Tensor, position_ids: Tensor | None) -> bool:
