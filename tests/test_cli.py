@@ -53,6 +53,7 @@ def files(tmp_path_factory: Any) -> Path:
 EVAL = "eval F/model --text F/book.txt --out OUT --lengths 256 --targets 64"
 EXTEND = "extend F/model --to 4k --text F/book.txt --out OUT"
 INSPECT = "inspect F/model --text F/book.txt --out OUT --length 256"
+PROBE = "probe F/model --text F/book.txt --out OUT --passages 2"
 TRAIN = "train continue_lora model=F/model data=F/book.txt output=OUT length=64 trainer.max_steps=2 trainer.use_cpu=true"
 
 #: Command line, and what its one message says.
@@ -95,6 +96,15 @@ REFUSED = {
     INSPECT.replace("F/model", "F/nomodel"): "nomodel holds no model",
     INSPECT.replace("F/model", "F/cut"): "model.safetensors is damaged",
     INSPECT.replace("OUT", "F/file"): "file is a file",
+    PROBE + " --distances 1000": "shows distances from 1280 on, not 1000",
+    PROBE + " --distances far": "is not a length",
+    PROBE + " --passages 9": "9 passages of 1280 tokens need a text of 11520 tokens, not 5000",
+    PROBE + " --method infscale": "did you mean 'infoscale'?",
+    PROBE + " --dtype float33": "did you mean 'float32'?",
+    PROBE + " --device cuda": "no device 'cuda' here",
+    PROBE.replace("book", "latin"): "latin.txt is not UTF-8",
+    PROBE.replace("F/model", "F/cut"): "model.safetensors is damaged",
+    PROBE.replace("OUT", "F/model"): "holds something else (config.json); nothing is overwritten",
     TRAIN + " trainer.learning_rate=abc": "trainer.learning_rate cannot be 'abc': it is float",
     TRAIN + " trainer.learning_rate=-1": "must be a finite number >= 0",
     TRAIN + " trainer.bf16=maybe": "trainer.bf16 cannot be 'maybe'",

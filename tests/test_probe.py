@@ -1,12 +1,22 @@
 """The probe of far distances: a jump in position_ids in place of a long text."""
 
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
+import tiny
 import torch
 from cases import model_config
 from helpers import close, tokens
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from typer.testing import CliRunner
 
 import hf_longattn
+from hf_longattn.cli import app
+from hf_longattn.measuring import probe as probing
 from hf_longattn.measuring.evaluation import token_losses
 from hf_longattn.measuring.evaluation.copying import PASSAGE, SKIP
 from hf_longattn.measuring.probe import AFTER, BEFORE, distances_to, passages, probe
@@ -48,7 +58,10 @@ def test_a_cap_on_distances_shows_as_a_constant() -> None:
 def test_distances_and_passages() -> None:
     assert distances_to(8000, 3) == (1280, 4640, 8000)
     ids = torch.arange(6000)[None]
-    assert passages(ids, 3)[:, 0].tolist() == [0, 2360, 4720]
+    starts = passages(ids, 3)[:, 0].tolist()
+    assert all(2000 * n <= start <= 2000 * (n + 1) - LEAST for n, start in enumerate(starts))
+    assert passages(ids, 3)[:, 0].tolist() == starts != passages(ids, 3, seed=1)[:, 0].tolist()
+    assert torch.equal(passages(ids, 3)[1], torch.arange(starts[1], starts[1] + LEAST))
     with pytest.raises(ValueError, match="need a text of 7680 tokens, not 6000"):
         passages(ids, 6)
     with pytest.raises(ValueError, match="from 1280 on, not 1000"):
@@ -57,3 +70,87 @@ def test_distances_and_passages() -> None:
         probe(fresh(), text(), [1000])
     with pytest.raises(ValueError, match=r"passages must be \(passages, 1280\)"):
         probe(fresh(), text()[:, :100], [2000])
+
+
+# the command ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    path = tmp_path_factory.mktemp("probe")
+    tiny.save(path / "model", trained=2048)
+    for n, name in enumerate(("a", "b")):
+        tiny.text(path / f"{name}.txt", 4000, seed=n)
+    return path
+
+
+def run(folder: Path, *more: str) -> Any:
+    line = ["probe", str(folder / "model"), "--text", f"{folder / 'a.txt'},{folder / 'b.txt'}", "--passages", "2", *more]
+    return CliRunner().invoke(app, line)
+
+
+def test_the_command_probes_every_setting_and_keeps_its_rows(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run(folder, "--method", "rerope:window=600,@yarn:2", "--distances", "1280,3000,4k", "--out", str(out))
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "knows nothing of dilution" in " ".join(result.output.split())
+    data = json.loads((out / "probe.json").read_text())
+    rows = {(r["setting"], r["distance"]): r for r in data["rows"]}
+    assert set(rows) == {(s, d) for s in ("unmodified", "rerope:window=600", "@yarn:2") for d in (1280, 3000, 4096)}
+    assert data["protocol"]["trained"] == 2048
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    ids = torch.cat(
+        [passages(tokenizer((folder / f"{n}.txt").read_text(), return_tensors="pt").input_ids, 2) for n in ("a", "b")]
+    )
+    model = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(folder / "model"), "rerope", window=600)
+    want = probe(model, ids, [3000])
+    assert rows["rerope:window=600", 3000]["copy"] == pytest.approx(want.copies[:, 0].tolist(), abs=1e-4)
+    assert rows["rerope:window=600", 3000]["text"] == pytest.approx(want.text[:, 0].tolist(), abs=1e-4)
+    mean, half = want.rows()[0]["copy"]
+    assert f"{mean:.2f} ± {half:.2f}" in " ".join(result.output.split())
+    assert rows["unmodified", 4096]["copy"] != rows["rerope:window=600", 4096]["copy"]
+    for row in rows.values():
+        assert row["command"].startswith("hf-longattn probe model --text a.txt,b.txt")
+        assert {"versions", "seconds", "cpu_seconds", "seed"} <= row.keys()
+    assert all((out / name).stat().st_size > 5_000 for name in ("probe-copy.png", "probe-text.png"))
+
+
+def test_an_interrupted_probe_goes_on_and_mixes_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    given = ("--method", "rerope", "--distances", "1280,3000")
+    assert run(folder, *given, "--out", str(whole)).exit_code == 0
+    real, calls = probing.probe, []
+
+    def stops(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(probing, "probe", stops)
+    stopped = run(folder, *given, "--out", str(out))
+    assert stopped.exit_code == 130, stopped.output
+    assert "2 rows are kept, and the same command goes on" in " ".join(stopped.output.split())
+    assert run(folder, *given, "--out", str(out)).exit_code == 0
+    assert len(calls) == 5
+    first, second = (json.loads((p / "probe.json").read_text())["rows"] for p in (whole, out))
+    measured = ("setting", "distance", "text", "copy", "what", "digest")
+    assert [[r[k] for k in measured] for r in first] == [[r[k] for k in measured] for r in second]
+    before = (out / "probe.json").read_text()
+    for more, message in (
+        (("--seed", "1"), "rows of another protocol (seed: 0 there, 1 now)"),
+        (("--dtype", "bfloat16"), "rows of another protocol (dtype:"),
+    ):
+        refused = run(folder, *given, "--out", str(out), *more)
+        assert refused.exit_code == 2
+        assert message in " ".join(refused.output.replace("│", " ").split())
+    (tmp_path / "settings.yaml").write_text("rerope: {method: rerope, parameters: {window: 600}}")
+    other = run(folder, "--settings", str(tmp_path / "settings.yaml"), "--distances", "1280", "--out", str(out))
+    assert "rows of another setting 'rerope'" in " ".join(other.output.replace("│", " ").split())
+    assert (out / "probe.json").read_text() == before
+
+
+def test_the_default_distances_are_those_to_twice_the_trained_length(folder: Path) -> None:
+    result = run(folder)
+    assert result.exit_code == 0, result.output
+    assert f"{distances_to(4096)[3]:,}" in result.output

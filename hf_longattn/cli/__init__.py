@@ -14,6 +14,7 @@ from .eval import evaluate
 from .extend import extend
 from .inspect import inspect
 from .lm_eval import lm_eval
+from .probe import probe
 from .push import push
 from .run import run
 from .train import train
@@ -36,7 +37,7 @@ def main(
     """Long-context attention for Transformers models."""
 
 
-for command in (extend, train, inspect, push, doctor, env):
+for command in (extend, train, probe, inspect, push, doctor, env):
     app.command()(command)
 app.command("eval")(evaluate)
 for name, others in (("lm-eval", lm_eval), ("run", run)):

@@ -3,11 +3,14 @@
 A passage is read, then, some positions farther on, other text and a repetition of the passage's first tokens. The loss on the
 text tells whether the model still reads at that position, the loss on the copy whether it still finds what lies so far back.
 Seconds a distance, where reading takes minutes. It knows nothing of dilution: a long text has many more keys between the two.
+Layers with a sliding window of their own count tokens, not positions, and see across the jump.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +21,16 @@ from ..config import LongAttnConfig
 from ..integration.planning import bound_config
 from .evaluation.copying import PASSAGE, SKIP
 from .evaluation.losses import logits_of
+from .evaluation.plan import fingerprint
 from .evaluation.statistics import mean_interval
+from .evaluation.store import digest
+from .rows import Row, Rows
+from .settings import Setting
 
 #: Tokens before the jump, of other text after it, and in all.
 BEFORE, AFTER = 1024, 256
 TOKENS = BEFORE + AFTER + PASSAGE
+LEAST = BEFORE + AFTER
 
 
 @dataclass(frozen=True)
@@ -40,34 +48,33 @@ class Probe:
     copies: Tensor
     trained: int | None
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """Mean and half-width of the 95 % interval over passages, by distance."""
-        out = []
-        for n, distance in enumerate(self.distances):
-            (text, text_width), (copy, copy_width) = (mean_interval(x[:, n].tolist()) for x in (self.text, self.copies))
-            out.append({"distance": distance, "text": [text, text_width], "copy": [copy, copy_width]})
-        return out
+        return [
+            {"distance": d, "text": list(mean_interval(text)), "copy": list(mean_interval(copies))}
+            for d, text, copies in zip(self.distances, self.text.T.tolist(), self.copies.T.tolist(), strict=True)
+        ]
 
 
 def distances_to(to: int, points: int = 8) -> tuple[int, ...]:
     """Distances at equal steps up to `to`, from the least that the probe can show."""
-    least = BEFORE + AFTER
-    if to < least:
-        raise ValueError(f"the probe shows distances from {least} on, not {to}")
-    return tuple(dict.fromkeys(least + (to - least) * n // max(points - 1, 1) for n in range(points)))
+    if to < LEAST:
+        raise ValueError(f"the probe shows distances from {LEAST} on, not {to}")
+    return tuple(dict.fromkeys(LEAST + (to - LEAST) * n // max(points - 1, 1) for n in range(points)))
 
 
-def passages(input_ids: Tensor, count: int = 4) -> Tensor:
-    """Passages from all over a text (1, length), for `probe`: (count, BEFORE + AFTER).
+def passages(input_ids: Tensor, count: int = 4, seed: int = 0) -> Tensor:
+    """Passages of a text (1, length), one from each of `count` equal parts of it: int64 (count, BEFORE + AFTER).
 
     Raises:
         ValueError: the text is too short for so many.
     """
-    size, length = BEFORE + AFTER, input_ids.shape[1]
-    if length < count * size:
-        raise ValueError(f"{count} passages of {size} tokens need a text of {count * size} tokens, not {length}")
-    starts = [n * (length - size) // max(count - 1, 1) for n in range(count)]
-    return torch.cat([input_ids[:, start : start + size] for start in starts])
+    length = input_ids.shape[1]
+    if count < 1 or length < count * LEAST:
+        raise ValueError(f"{count} passages of {LEAST} tokens need a text of {count * LEAST} tokens, not {length}")
+    rng, part = random.Random(seed), length // count
+    starts = [n * part + rng.randint(0, part - LEAST) for n in range(count)]
+    return torch.cat([input_ids[:, start : start + LEAST] for start in starts])
 
 
 @torch.inference_mode()
@@ -76,29 +83,80 @@ def probe(model: Any, input_ids: Tensor, distances: Sequence[int]) -> Probe:
 
     Args:
         model: a causal language model that takes position_ids; with or without a method.
-        input_ids: (passages, BEFORE + AFTER), see `passages`.
+        input_ids: (passages, BEFORE + AFTER), see `passages`; read one by one.
         distances: from the passage's first tokens to their copy, each >= BEFORE + AFTER.
 
     Raises:
         ValueError: a distance is too short, or a passage not of that length.
     """
-    if input_ids.ndim != 2 or input_ids.shape[1] != BEFORE + AFTER:
-        raise ValueError(f"passages must be (passages, {BEFORE + AFTER}), got {tuple(input_ids.shape)}")
-    if not distances or min(distances) < BEFORE + AFTER:
-        raise ValueError(f"the probe shows distances from {BEFORE + AFTER} on, not {list(distances)}")
-    ids = torch.cat([input_ids, input_ids[:, :PASSAGE]], 1).to(model.device)
-    text, copies = [], []
-    for distance in distances:
-        position_ids = torch.arange(TOKENS, device=ids.device)
-        position_ids[BEFORE:] += distance - BEFORE - AFTER
-        hidden = model.base_model(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),  # without a mask a jump would start a new text
-            position_ids=position_ids.expand_as(ids),
-            use_cache=False,
-        ).last_hidden_state[:, BEFORE:-1]
-        losses = torch.nn.functional.cross_entropy(logits_of(model, hidden).mT, ids[:, BEFORE + 1 :], reduction="none").cpu()
-        text.append(losses[:, : AFTER - 1].mean(1))
-        copies.append(losses[:, AFTER - 1 + SKIP :].mean(1))
+    if input_ids.ndim != 2 or input_ids.shape[1] != LEAST or not len(input_ids):
+        raise ValueError(f"passages must be (passages, {LEAST}), got {tuple(input_ids.shape)}")
+    if not distances or min(distances) < LEAST:
+        raise ValueError(f"the probe shows distances from {LEAST} on, not {list(distances)}")
+    read = torch.cat([input_ids, input_ids[:, :PASSAGE]], 1).to(model.device)
+    text, copies = torch.empty(2, len(read), len(distances))
+    for n, distance in enumerate(distances):
+        position_ids = torch.arange(TOKENS, device=read.device)
+        position_ids[BEFORE:] += distance - LEAST
+        for i, ids in enumerate(read.split(1)):
+            hidden = model.base_model(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),  # without a mask a jump would start a new text
+                position_ids=position_ids[None],
+                use_cache=False,
+            ).last_hidden_state[:, BEFORE:-1]
+            losses = torch.nn.functional.cross_entropy(logits_of(model, hidden)[0], ids[0, BEFORE + 1 :], reduction="none")
+            text[i, n] = losses[: AFTER - 1].mean()
+            copies[i, n] = losses[AFTER - 1 + SKIP :].mean()
     trained = bound_config(model, LongAttnConfig())[1].train_length
-    return Probe(tuple(distances), torch.stack(text, 1), torch.stack(copies, 1), trained)
+    return Probe(tuple(distances), text, copies, trained)
+
+
+def check_kept(settings: Sequence[Setting], distances: Sequence[int], rows: Rows) -> None:
+    """Raise ValueError if rows that are kept under the name of one of these settings are another's."""
+    for setting in settings:
+        kept = (rows.find(setting=setting.name, distance=d) for d in distances)
+        if any(row is not None and row["digest"] != _digest(setting) for row in kept):
+            raise ValueError(
+                f"{rows.path} holds rows of another setting {setting.name!r}, or of other weights; rows are not mixed: choose "
+                "another folder, or another name for the setting"
+            )
+
+
+def probe_settings(
+    settings: Sequence[Setting],
+    load: Callable[[Setting], Any],
+    input_ids: Tensor,
+    distances: Sequence[int],
+    rows: Rows,
+    about: Mapping[str, Any] | None = None,
+    done: Callable[[Row, bool], None] = lambda row, new: None,
+) -> None:
+    """`probe` every setting at every distance that `rows` lacks; each row is kept as soon as it is measured.
+
+    Args:
+        load: from a setting to its model.
+        input_ids: as for `probe`.
+        about: put into every row.
+        done: told of every row when it is there, and whether it was measured now.
+    """
+    check_kept(settings, distances, rows)
+    for setting in settings:
+        model: Any = None
+        for distance in distances:
+            if (kept := rows.find(setting=setting.name, distance=distance)) is not None:
+                done(kept, False)
+                continue
+            model = load(setting) if model is None else model
+            wall, cpu = time.monotonic(), time.process_time()
+            result = probe(model, input_ids, [distance])
+            row: Row = {"setting": setting.name, "distance": distance}
+            row |= {k: [round(x, 5) for x in v[:, 0].tolist()] for k, v in (("text", result.text), ("copy", result.copies))}
+            row |= {"what": setting.to_dict(), "digest": _digest(setting), "seed": rows.head.get("protocol", {}).get("seed")}
+            row |= {"seconds": round(time.monotonic() - wall, 1), "cpu_seconds": round(time.process_time() - cpu, 1)}
+            rows.put(row | dict(about or {}))
+            done(row, True)
+
+
+def _digest(setting: Setting) -> str:
+    return digest(setting.to_dict() | {"weights": [fingerprint(p) for p in (setting.adapter, setting.model) if p is not None]})

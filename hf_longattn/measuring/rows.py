@@ -14,6 +14,13 @@ from typing import Any
 Row = dict[str, Any]
 
 
+def refuse_mixing(where: Path | str, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise ValueError, naming what differs, if rows were measured by one protocol and more are to come by another."""
+    if changed := sorted(k for k in there.keys() & now.keys() if there[k] != now[k]):
+        message = "; ".join(f"{k}: {there[k]!r} there, {now[k]!r} now" for k in changed)
+        raise ValueError(f"{where} holds rows of another protocol ({message}); rows are not mixed: choose another folder")
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file, all or nothing; its folder is made if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -25,12 +32,18 @@ def write_whole(path: Path, text: str) -> None:
 class Rows:
     """The rows of a file, one a line: JSON lines, or in a .json file the list "rows" behind what `head` says of all.
 
+    Args:
+        path: None keeps them in memory alone.
+        head: a mapping `protocol` among it must be the file's.
+
     Raises:
-        ValueError: the file holds a line that is no row. A last line that was cut off is left out, to be measured again.
+        ValueError: the file holds no rows, rows of another protocol, or a line that is no row. A last line that was cut off
+            is left out, to be measured again.
     """
 
-    def __init__(self, path: Path, **head: Any) -> None:
+    def __init__(self, path: Path | None, **head: Any) -> None:
         self.path, self.head = path, head
+        self.all: list[Row] = []
         self.all = self._read()
 
     def __iter__(self) -> Iterator[Row]:
@@ -43,6 +56,8 @@ class Rows:
     def put(self, *rows: Row, instead_of: Mapping[str, Any] | None = None) -> None:
         """Add rows, in place of those with the values `instead_of`; what others have added to the file meanwhile stays."""
         self.all = [row for row in self._read() if not (instead_of and _has(row, instead_of))] + list(rows)
+        if self.path is None:
+            return
         if self.path.suffix == ".jsonl":
             text = "".join(json.dumps(row) + "\n" for row in self.all)
         else:
@@ -52,11 +67,16 @@ class Rows:
         write_whole(self.path, text)
 
     def _read(self) -> list[Row]:
-        if not self.path.exists():
-            return []
+        if self.path is None or not self.path.exists():
+            return self.all if self.path is None else []
         text = self.path.read_text(encoding="utf-8")
         if self.path.suffix != ".jsonl":
-            return list(json.loads(text)["rows"])
+            data = json.loads(text)
+            if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
+                raise ValueError(f"{self.path} holds no rows; nothing is overwritten: choose another folder")
+            if isinstance(protocol := self.head.get("protocol"), Mapping):
+                refuse_mixing(self.path, data.get("protocol", {}), protocol)
+            return list(data["rows"])
         lines, rows = text.split("\n"), []
         for number, line in enumerate(lines, 1):
             try:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..rows import Row, Rows, write_whole
+from ..rows import Row, Rows, refuse_mixing, write_whole
 
 ROWS, PROTOCOL = "rows.jsonl", "protocol.json"
 #: What another command that adds to the same report may have left in the folder.
@@ -36,11 +36,7 @@ class Store:
             raise ValueError(f"{folder} is not empty and holds no evaluation; nothing is overwritten: choose another folder")
         if (folder / PROTOCOL).exists():
             old = json.loads((folder / PROTOCOL).read_text(encoding="utf-8"))
-            if changed := sorted(k for k in old.keys() & protocol.keys() if old[k] != protocol[k]):
-                message = "; ".join(f"{k}: {old[k]!r} there, {protocol[k]!r} now" for k in changed)
-                raise ValueError(
-                    f"{folder} holds rows of another protocol ({message}); rows are not mixed: choose another folder"
-                )
+            refuse_mixing(folder, old, protocol)
             protocol = old | dict(protocol)
         self.protocol = dict(protocol)
         self._file = Rows(folder / ROWS)

@@ -1,0 +1,176 @@
+"""`hf-longattn probe`: what settings do to far distances, in seconds a distance."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from .common import Device, Dtype, command_line, console, precision, refusing, table, tokens
+
+if TYPE_CHECKING:
+    from ..measuring.rows import Row, Rows
+
+RESULT = "probe.json"
+SAYS_NOT = (
+    "A probe reads 1,408 tokens whose positions jump. It knows nothing of dilution, the many more keys that a long text has "
+    "between the two: `hf-longattn eval` and `extend` read whole texts."
+)
+
+
+def probe(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A model on the Hub or a directory.")],
+    text: Annotated[list[str], typer.Option(help="Texts, plain UTF-8; several with commas or by repeating the option.")],
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="METHOD[:key=value...][@ROPE[:factor]], several with commas: rerope,string,@yarn:2. "
+            "The unmodified model is always probed."
+        ),
+    ] = None,
+    rope: Annotated[
+        list[str] | None,
+        typer.Option(help="Position encodings to cross every method without an @ with: plain,yarn:2,ntk:2."),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter, with the attention that it records.")
+    ] = None,
+    settings: Annotated[Path | None, typer.Option(help="More settings, in YAML: adapters, other checkpoints, lists.")] = None,
+    distances: Annotated[
+        str | None,
+        typer.Option(help="Tokens back, with commas; 16k is 16,384. Default: eight up to twice the trained length."),
+    ] = None,
+    passages: Annotated[int, typer.Option(help="Passages to take from each text.")] = 4,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for rows and curves; an interrupted run goes on where it stopped.")
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    seed: Annotated[int, typer.Option(help="Of the passages' places.")] = 0,
+) -> None:
+    """Probe how far back MODEL reads, unmodified and under methods, without reading long texts.
+
+    A passage is read, then, so many positions farther on, other text and a repetition of the passage. The loss on that text
+    tells whether the model still reads there, the loss on the copy whether it still finds what lies so far back. Intervals
+    are over passages. Dilution is not part of it: a long text has many more keys in between.
+    """
+    import torch
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    from ..checks import check_model, check_output, device_of, read_text
+    from ..measuring.evaluation.copying import PASSAGE, SKIP
+    from ..measuring.evaluation.plan import fingerprint
+    from ..measuring.probe import AFTER, BEFORE, check_kept, distances_to, probe_settings
+    from ..measuring.probe import passages as take
+    from ..measuring.rows import Rows, versions_line
+    from ..measuring.settings import check_lengths, check_setting, load_setting, parse_settings
+
+    logging.disable_progress_bar()  # ours is enough
+    with refusing("--text"):
+        texts = {Path(t).name: read_text(Path(t)) for part in text for t in part.split(",") if t}
+    if out is not None:
+        with refusing("--out"):
+            check_output(out)
+            if foreign := sorted({p.name for p in out.iterdir()} - {RESULT, *PICTURES} if out.exists() else ()):
+                raise ValueError(f"{out} holds something else ({foreign[0]}); nothing is overwritten: choose another folder")
+    with refusing("--device"):
+        device = device_of(device)
+    with refusing():
+        check_model(model)
+        chosen = parse_settings(method or [], rope or [], settings, adapter or [])
+        trained, *_ = [check_setting(setting, model).train_length for setting in chosen]
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    with refusing("--distances"):
+        if distances is None and trained is None:
+            raise ValueError("the model's config names no trained length: say which distances to probe")
+        far = distances_to(2 * trained) if distances is None else [tokens(d) for d in distances.split(",")]  # type: ignore[operator]
+        far = sorted(set(far))
+        distances_to(far[0])
+        check_lengths(model, [far[-1] + PASSAGE])
+    with refusing("--passages"):
+        encoded = [tokenizer(t, return_tensors="pt", verbose=False).input_ids for t in texts.values()]
+        ids = torch.cat([take(e, passages, seed) for e in encoded])
+    read_in = precision(model, dtype, device)
+    protocol = {
+        "model": fingerprint(model),
+        "trained": trained,
+        "dtype": read_in,
+        "texts": {name: sha256(content.encode()).hexdigest()[:16] for name, content in texts.items()},
+        "passages": passages,
+        "seed": seed,
+        "tokens": {"before": BEFORE, "after": AFTER, "copy": PASSAGE, "of which not counted": SKIP},
+    }
+    with refusing("--out"):
+        rows = Rows(None if out is None else out / RESULT, protocol=protocol)
+        check_kept(chosen, far, rows)
+    about = {"command": command_line(context), "versions": f"{versions_line()}, {torch.get_num_threads()} threads"}
+
+    interrupted = False
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    ) as progress:
+        bar = progress.add_task("Probing", total=len(chosen) * len(far))
+
+        def done(row: Row, new: bool) -> None:
+            progress.advance(bar)
+            progress.update(bar, description=escape(f"{row['setting']}, {row['distance']:,} back"))
+
+        try:
+            probe_settings(chosen, lambda s: load_setting(s, model, read_in, device), ids, far, rows, about, done)
+        except KeyboardInterrupt:
+            interrupted = True
+    names = [s.name for s in chosen if rows.find(setting=s.name)]
+    for what, title in (("text", "Loss on text after the jump"), ("copy", "Loss on a passage read again")):
+        body = [[n, *(_shown(rows, n, d, what) for d in far)] for n in names]
+        head = f"{title}, nats a token, ± 95 % over {len(ids)} passages; trained at {trained}"
+        console.print(table(head, ["tokens back", *(f"{d:,}" for d in far)], body))
+    console.print(SAYS_NOT, highlight=False)
+    if out is not None and names:
+        for name, png in pictures(rows, names, trained).items():
+            (out / name).write_bytes(png)
+        console.print(f"Rows and curves: {out}", highlight=False)
+    if interrupted:
+        console.print(
+            "Interrupted." if out is None else f"Interrupted; {len(rows.all)} rows are kept, and the same command goes on."
+        )
+        raise typer.Exit(130)
+
+
+def _shown(rows: Rows, name: str, distance: int, what: str) -> str:
+    from ..measuring.evaluation.statistics import mean_interval
+
+    if (row := rows.find(setting=name, distance=distance)) is None:
+        return "–"
+    mean, half = mean_interval(row[what])
+    return f"{mean:.2f}" if half != half else f"{mean:.2f} ± {half:.2f}"
+
+
+#: A file, what its curves show, and how it is titled.
+PICTURES = {
+    "probe-copy.png": ("copy", "A passage read again, by how far back"),
+    "probe-text.png": ("text", "Text after a jump, by how far"),
+}
+
+
+def pictures(rows: Rows, names: list[str], trained: int | None) -> dict[str, Any]:
+    """A PNG of each of PICTURES: a curve a setting, the trained length marked."""
+    from ..measuring.evaluation.statistics import mean_interval
+    from ..measuring.report.figures import curves, tokens_shown
+
+    out = {}
+    for file, (what, title) in PICTURES.items():
+        lines, errors = {}, {}
+        for name in names:
+            found = sorted((r for r in rows if r["setting"] == name), key=lambda r: r["distance"])
+            means = [mean_interval(r[what]) for r in found]
+            lines[name] = [(r["distance"], mean) for r, (mean, _) in zip(found, means, strict=True)]
+            errors[name] = [half for _, half in means]
+        mark = {f"trained: {tokens_shown(trained)}": trained} if trained else {}
+        out[file] = curves(lines, "tokens back", "loss (nats per token)", title, mark, errors=errors)
+    return out
