@@ -70,6 +70,8 @@ ROWS = [
     Row("alibi"),
     Row("alibi", rope="nope"),
     Row(rope="nope"),
+    Row("attention_sink"),
+    Row("attention_sink", {"logit": -6.0}),
     Row("output_standardise"),
     Row("output_standardise", calibrated=True),
     Row("output_standardise", {"per_head": True}, calibrated=True),

@@ -1,8 +1,8 @@
 """What to change inside softmax attention, as plain data: no tensors, no models.
 
-A `LongAttnConfig` has six independent slots, applied in this order to every attention call:
+A `LongAttnConfig` has seven independent slots, applied in this order to every attention call:
 
-    positions -> score -> temperature -> logit_map -> visibility -> softmax -> output_norm
+    positions -> score -> temperature -> logit_map -> visibility -> softmax with sink -> output_norm
 
 Each slot holds one `Method` (a frozen dataclass in `hf_longattn.methods`) or None, which leaves that
 stage as the model has it.
@@ -19,7 +19,7 @@ from .methods.method import SLOTS, Heads, Method, ModelFacts, freeze, thaw
 from .methods.registry import did_you_mean, method, method_class, parameters_of
 
 if TYPE_CHECKING:
-    from .methods.base import KeyBands, LogitMap, OutputNorm, Positions, Score, Temperature, Visibility
+    from .methods.base import KeyBands, LogitMap, OutputNorm, Positions, Score, Sink, Temperature, Visibility
 
 BACKENDS = ("auto", "sdpa", "flash", "tiled", "flex", "triton", "reference")
 FORMAT_VERSION = 1
@@ -33,7 +33,7 @@ class LongAttnConfig:
     """A complete description of modified attention. Frozen and hashable; `to_dict` is JSON.
 
     Args:
-        positions, score, temperature, logit_map, visibility, output_norm: a `Method` for that slot, its
+        positions, score, temperature, logit_map, visibility, sink, output_norm: a `Method` for that slot, its
             dict form (`{"name": ..., parameters}`), or None.
         layers: "full_attention" (every causal layer that sees all earlier keys), "all" (sliding-window
             layers too), or a sequence of layer indices.
@@ -48,6 +48,7 @@ class LongAttnConfig:
     temperature: Temperature | None = None
     logit_map: LogitMap | None = None
     visibility: Visibility | None = None
+    sink: Sink | None = None
     output_norm: OutputNorm | None = None
     layers: str | tuple[int, ...] = "full_attention"
     backend: str = "auto"

@@ -40,6 +40,8 @@ CASES: dict[str, LongAttnConfig] = {
     "adaptive_saturated": LongAttnConfig.preset(
         "adaptive_temperature", coefficients=[-1.0, 3.0, 0.5], threshold=0.2, beyond="saturate"
     ),
+    "attention_sink": LongAttnConfig.preset("attention_sink", logit=MEAN),
+    "attention_sink_learned": LongAttnConfig.preset("attention_sink", logit=0.5, learned=True),
     "output_standardise": LongAttnConfig.preset("output_standardise", deviation=VARIANCE, mean=MEAN, per_head=True),
     "output_layer_norm": LongAttnConfig.preset("output_layer_norm", deviation=0.4),
     "infoscale+cosscale": LongAttnConfig.preset("infoscale+cosscale", train_length=4, scale=5.0),
@@ -56,6 +58,7 @@ CASES: dict[str, LongAttnConfig] = {
     "rerope+infoscale+cosscale": LongAttnConfig.preset("rerope+infoscale+cosscale", window=7, train_length=4, scale=5.0),
     "leaky_rerope+scale_invariant": LongAttnConfig.preset("leaky_rerope+scale_invariant", window=7, sink_tokens=1, offset=7),
     "streaming+adaptive": LongAttnConfig.preset("streaming+adaptive_temperature", window=9, sinks=2),
+    "sink+rerope+adaptive": LongAttnConfig.preset("rerope+adaptive_temperature+attention_sink", window=9, logit=0.5),
     "all_slots": LongAttnConfig.preset(
         "scale_invariant+infoscale+cosscale+output_standardise", train_length=4, tau=2.0, scale=5.0, deviation=0.3
     ),

@@ -83,6 +83,12 @@ def adaptive_temperature(p: dict[str, Any], entropy: np.ndarray) -> np.ndarray:
     return np.where(entropy > p["threshold"], np.maximum(np.polyval(p["coefficients"], held), 1), 1)
 
 
+def attention_sink(p: dict[str, Any], layer: int) -> np.ndarray:
+    """(heads or 1, 1, 1); a learned part starts as the identity."""
+    logit = np.asarray(p["logit"], dtype=float)
+    return (logit[layer] if logit.ndim == 2 else logit).reshape(-1, 1, 1)
+
+
 def output_standardise(p: dict[str, Any], layer: int, out: np.ndarray) -> np.ndarray:
     """out (batch, heads, q_len, head_dim); a learned part, where there is one, starts as the identity."""
     over = -1 if p["per_head"] else (1, 3)
@@ -151,13 +157,15 @@ NORMS: dict[str, Formula] = {"output_standardise": output_standardise, "output_l
 
 
 def covers(config: LongAttnConfig) -> bool:
-    known = {"cosscale", "windowed", *REMAPS, *LOGIT_MAPS, *BY_LENGTH, *BY_ENTROPY, *NORMS}
+    known = {"cosscale", "windowed", "attention_sink", *REMAPS, *LOGIT_MAPS, *BY_LENGTH, *BY_ENTROPY, *NORMS}
     return all(m.name in known for m in config.methods)
 
 
-def _softmax(s: np.ndarray) -> np.ndarray:
-    p = np.exp(s - s.max(-1, keepdims=True))
-    return p / p.sum(-1, keepdims=True)
+def _softmax(s: np.ndarray, sink: np.ndarray | float = -np.inf) -> np.ndarray:
+    """With a sink, one more term in the denominator."""
+    most = np.maximum(s.max(-1, keepdims=True), sink)
+    p = np.exp(s - most)
+    return p / (p.sum(-1, keepdims=True) + np.exp(sink - most))
 
 
 def _attention(
@@ -206,11 +214,11 @@ def _attention(
     if "logit_map" in methods:
         s = LOGIT_MAPS[methods["logit_map"]["name"]](methods["logit_map"], layer, s, t, position)
     s = np.where(visible, s, -np.inf)
-    p = _softmax(s)
     if (by_entropy := BY_ENTROPY.get(temperature.get("name", ""))) is not None:
+        p = _softmax(s)
         entropy = -(p * np.log(np.where(p > 0, p, 1))).sum(-1, keepdims=True)
-        p = _softmax(by_entropy(temperature, entropy) * s)
-    out = p @ v
+        s = np.where(visible, by_entropy(temperature, entropy) * np.where(visible, s, 0), -np.inf)
+    out = _softmax(s, attention_sink(methods["sink"], layer) if "sink" in methods else -np.inf) @ v
     if "output_norm" in methods:
         out = NORMS[methods["output_norm"]["name"]](methods["output_norm"], layer, out)
     return torch.from_numpy(out).to(query.dtype).transpose(1, 2).contiguous(), None

@@ -293,6 +293,20 @@ def _too_slow(*_: Any) -> None:
     raise TimeoutError(f"took more than {SECONDS} s")
 
 
+NOTES = """\
+## Sinks, biases and packed documents of a model's own
+
+- Learned sinks (`s_aux`: gpt-oss, granite_swa, granitemoe_swa, flint, mimo_v2_flash) stay a term of the denominator under
+  every method, with gradients in linear memory; [attention_sink](methods/attention_sink.md) adds another term, exactly.
+- A `position_bias` (inkling, inkling2) is refused. It is no table by distance but a tensor of heads x queries x keys that
+  every call makes from its own hidden states, under a temperature of the model's own: no kernel here holds one, forward
+  or backward, and whether a method's temperature scales it is not defined. T5's belongs to encoders and their decoders.
+- Packed documents need a mask that tells them apart, and transformers makes none in models that build their masks without
+  position_ids (gpt-oss, afmoe, granitemoehybrid, opt, Bart and its like): there documents see each other, also under
+  eager attention (logits of a tiny gpt-oss are off by 3). Under a method such a batch raises; give each document a row.
+""".splitlines()
+
+
 # The page --------------------------------------------------------------------------------------------------------------
 
 
@@ -330,6 +344,7 @@ def page(results: dict[str, Any]) -> str:
         lines.append(f"| {row['model_type']} | {row['changed']} | {', '.join(row['left_alone'])} | {remap} | {own} |")
     lines += ["", "Where remaps are refused:", ""]
     lines += _by_reason((r["model_type"], r["remap"]) for r in rows["exact"] if r["remap"] != "exact")
+    lines += ["", *NOTES]
     for status, title in (("refused", "Refused"), ("not built", "Not built")):
         lines += ["", f"## {title}", "", *_by_reason((r["model_type"], r["reason"]) for r in rows[status])]
     return "\n".join([*lines, ""])

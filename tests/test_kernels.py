@@ -682,6 +682,19 @@ def test_sinks_under_every_method(case: str, q_len: int) -> None:
     close(hf_longattn.attention(*inputs(h=HEADS, q=q_len, k=29), config, rotation=ROTATION, sink_logits=SINKS - 99), without)
 
 
+@pytest.mark.parametrize("backend", ["reference", "tiled", "flex"])
+def test_a_method_s_sink_joins_the_model_s(backend: str) -> None:
+    """e^s + e^s', exactly; and far below every logit nothing at all."""
+    own, q_len = SINKS.flip(0) - 0.5, 13
+    config = hf_longattn.LongAttnConfig.preset("attention_sink", logit=own.tolist())
+    tensors = inputs(q=q_len, k=29)
+    both = hf_longattn.attention(*tensors, config, backend=backend, sink_logits=SINKS)
+    plain = hf_longattn.LongAttnConfig()
+    close(both, reference_attention(*tensors, plain, sink_logits=(own.exp() + SINKS.exp()).log()), 1e-12)
+    nothing = config.replace(logit=-300.0)
+    close(hf_longattn.attention(*tensors, nothing, backend=backend), reference_attention(*tensors, plain), 1e-12)
+
+
 def test_entropy_with_and_without_the_sinks_share() -> None:
     query, key, value = inputs()
     rows = GEOMETRIES["nothing visible"][2]
@@ -704,6 +717,9 @@ def test_sinks_and_backends() -> None:
     plain = hf_longattn.LongAttnConfig()
     with pytest.raises(ValueError, match="'sdpa' cannot compute this call: the model has learned sinks"):
         hf_longattn.attention(query, key, value, plain, backend="sdpa", sink_logits=SINKS)
+    for backend in ("sdpa", "flash"):
+        with pytest.raises(ValueError, match=f"{backend!r} cannot compute this call: attention_sink changes more than query"):
+            hf_longattn.attention(query, key, value, CASES["attention_sink_learned"], backend=backend)
     out = hf_longattn.attention(query, key, value, plain, sink_logits=SINKS)
     assert out.dtype == torch.bfloat16
     close(out.double(), reference_attention(*(x.double() for x in (query, key, value)), plain, sink_logits=SINKS), 2e-2)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -128,6 +130,30 @@ def test_learned_sinks_join_the_softmax_of_a_method(layers: str, name: str) -> N
     close(SCENARIOS[name](m, tokens()), want)
     m.model.layers[1].self_attn.sinks += 5
     assert (SCENARIOS[name](m, tokens()) - want).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_packed_documents_of_a_model_whose_masks_do_not_tell_them_apart() -> None:
+    """gpt-oss makes its masks without position_ids: its documents see each other, and a method says so."""
+    m, ids = with_sinks("GptOss", num_experts_per_tok=2), tokens(1, 20)
+    positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    alone = torch.cat([m(part, use_cache=False).logits for part in (ids[:, :8], ids[:, 8:])], 1)
+    assert (m(ids, position_ids=positions, use_cache=False).logits - alone)[:, 8:].abs().max() > 0.1
+    hf_longattn.apply(m, CONFIG, strength=0.0)
+    with pytest.raises(ValueError, match=r"masks without position_ids \(gpt-oss\): give each document a row of its own"):
+        m(ids, position_ids=positions, use_cache=False)
+
+
+@pytest.mark.parametrize("layers", ["full_attention", "all"])
+@torch.no_grad()
+def test_a_sink_beside_the_model_s_own(layers: str) -> None:
+    """Both are terms of the denominator: the model with ln(e^s + e^s') in place of its own."""
+    ids, both = tokens(), with_sinks("GptOss", num_experts_per_tok=2)
+    m = hf_longattn.apply(copy.deepcopy(both), "attention_sink", logit=1.0, layers=layers)
+    for layer in both.model.layers if layers == "all" else both.model.layers[1::2]:
+        layer.self_attn.sinks.data = torch.full_like(layer.self_attn.sinks, float(numpy.logaddexp(1.0, 2.0)))
+    close(m(ids).logits, both(ids).logits)
+    close(feed(m, ids, [9, 1, 14]), both(ids).logits)
 
 
 @pytest.mark.parametrize("case", ["scale_invariant", "rerope", "streaming", "mapped+adaptive", "infoscale+cosscale"])

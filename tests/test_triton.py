@@ -135,6 +135,7 @@ def test_float16() -> None:
         "mapped+adaptive",
         "rerope",
         "streaming+adaptive",
+        "attention_sink_learned",
     ],
 )
 @torch.no_grad()

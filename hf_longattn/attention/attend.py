@@ -50,8 +50,8 @@ def attention(
         key_start: position of the first key.
         rotation: how query and key are rotated; needed where the config remaps rotary distances.
         position_ids: int64 (batch or 1, length), growing: distances are then differences of positions (skip-wise training).
-        sink_logits: (heads,), the model's learned sinks: exp(sink) is one more term in the denominator of every softmax; no
-            method acts on it.
+        sink_logits: (heads,), the model's learned sinks: exp(sink) is one more term in the denominator of every softmax,
+            beside that of a method; no method acts on it.
         backend: "auto" takes `config.backend`, and then sdpa where it is exact, FlexAttention on CUDA (not run there yet),
             else the tiled kernel; any other name insists.
 
@@ -96,8 +96,8 @@ def attend(
         softcap: the model's own cap on its score; it acts before every method but the score's.
         learned: the trained parts of methods by slot; without it they are what they start as.
         rotation: how query and key are rotated; needed where the config remaps rotary distances.
-        sink_logits: (heads,), the model's learned sinks: exp(sink) is one more term in the denominator of every softmax; no
-            method acts on it.
+        sink_logits: (heads,), the model's learned sinks: exp(sink) is one more term in the denominator of every softmax,
+            beside that of a method; no method acts on it.
         tables: where tables are kept for the next call, a model's own; default a cache that all calls without one share.
         strength: the logit map's, in place of the config's: a number that a compiled graph reads when it runs.
     """
@@ -120,16 +120,16 @@ def attend(
     if isinstance(config.temperature, EntropyTemperature):
         call = call.scaled(config.temperature.factor(_entropy(call, backend)))
         plain = config.logit_map is None and not softcap and len(call.segments) == 1 and rows.plain is not None
-        plain = plain and sink_logits is None
+        plain = plain and call.sink_logits is None
         if asked == "auto" and plain:
             backend = "sdpa"  # what is left is plain attention
     if backend in ("sdpa", "flash"):
         fused, segment = sdpa_attention if backend == "sdpa" else flash_attention, call.segments[0]
         out = fused(segment.query, segment.key, value, segment.rows, scaling=call.spec.scaling, dropout=dropout)
     else:
-        several = len(call.segments) > 1 or sink_logits is not None
+        several = len(call.segments) > 1 or call.sink_logits is not None
         results = [_run(backend, segment, value, call.spec, dropout, several) for segment in call.segments]
-        out = merge_outputs(results, sink_logits)
+        out = merge_outputs(results, call.sink_logits)
     return call.finish(out).to(query.dtype)
 
 
@@ -228,7 +228,7 @@ def choose_backend(
     if softcap or sink:
         not_fused = "the model caps its scores" if softcap else "the model has learned sinks"
     else:
-        in_the_way = [m.name for m in (config.logit_map, *config.key_bands) if m is not None]
+        in_the_way = [m.name for m in (config.logit_map, *config.key_bands, config.sink) if m is not None]
         in_the_way += [config.temperature.name] if config.temperature is not None and entropy else []
         not_fused = f"{in_the_way[0]} changes more than query and key" if in_the_way else None
     reasons = {"sdpa": not_fused, "flex": why_not_flex(query, dropout)}

@@ -26,7 +26,7 @@ from .geometry import Rows
 from .kernels.decoding import KeyRotation
 from .kernels.spec import MASK_VALUE, LogitSpec
 from .kernels.triton import MARGIN
-from .reference import finish, length_factor, require_rotation
+from .reference import finish, length_factor, require_rotation, sink_of
 from .rotary import Rotation
 from .tables import SHARED, TableCache
 from .tracing import keepable, readable
@@ -161,7 +161,7 @@ def lower(
     if config.logit_map is not None:
         gain, bias = distance_tables(config.logit_map, query.shape[1], table_length(rows, kv_len), query, tables, strength)
         spec = dataclasses.replace(spec, gain=gain, bias=bias, sinks=config.logit_map.sink_tokens)
-    call = LoweredAttention(config, rows, tuple(segments), spec, learned, sink_logits)
+    call = LoweredAttention(config, rows, tuple(segments), spec, learned, sink_of(config, query, learned, sink_logits))
     if not isinstance(config.temperature, LengthTemperature):
         return call
     visible = functools.reduce(torch.add, (s.rows.count(kv_len) for s in segments))

@@ -111,7 +111,8 @@ def dense_attention(
         weights = _softmax(logits, visible)
         entropy = -(weights * torch.where(weights > 0, weights, 1.0).log()).sum(-1)  # xlogy's gradient at 0 is NaN
         logits = config.temperature.factor(entropy)[..., None] * logits
-    weights = torch.nn.functional.dropout(_softmax(logits, visible, sink_logits), dropout)
+    no_key = sink_of(config, query, learned, sink_logits)
+    weights = torch.nn.functional.dropout(_softmax(logits, visible, no_key), dropout)
     return finish(config, weights @ value, learned).to(dtype), weights
 
 
@@ -160,6 +161,18 @@ def length_factor(
     if learned is not None and "temperature" in learned:
         factor = learned["temperature"](factor)
     return factor.to(torch.promote_types(query.dtype, torch.float32))
+
+
+def sink_of(
+    config: LongAttnConfig, query: Tensor, learned: Mapping[str, nn.Module] | None, sink_logits: Tensor | None
+) -> Tensor | None:
+    """The logarithm of what joins the denominators, (heads,): the config's sink and the model's own, if there are any."""
+    if config.sink is None:
+        return sink_logits
+    own = config.sink.logits(query.shape[1], query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32)))
+    if learned is not None and "sink" in learned:
+        own = learned["sink"](own)
+    return own if sink_logits is None else torch.logaddexp(own, sink_logits.to(own))
 
 
 def finish(config: LongAttnConfig, output: Tensor, learned: Mapping[str, nn.Module] | None) -> Tensor:

@@ -22,6 +22,7 @@ _JUMP = (
 _RESET = (
     "position_ids go back within a sequence, so that a token sees earlier ones at positions not before its own. If these are "
     "packed documents, they see each other: transformers tells them apart only with use_cache=False and no 2-D attention mask"
+    ", and never in models that make their masks without position_ids (gpt-oss): give each document a row of its own there"
 )
 _UNKNOWN = (
     "position_ids do not go on where the KV cache ends: the positions of cached keys are unknown. They are known where they "

@@ -10,6 +10,7 @@ from .registry import METHODS, method_class
 if TYPE_CHECKING:
     from .adaptive_temperature import AdaptiveTemperature as AdaptiveTemperature
     from .alibi import Alibi as Alibi
+    from .attention_sink import AttentionSink as AttentionSink
     from .cosscale import CosScale as CosScale
     from .dual_chunk import DualChunk as DualChunk
     from .infoscale import InfoScale as InfoScale

@@ -197,6 +197,24 @@ class LogitMapOfHeads(LogitMap):
         return (self.part.own(gain) if len(gain) > 1 else gain), (self.part.own(bias) if len(bias) > 1 else bias)
 
 
+class Sink(Method, ABC):
+    """A term in the denominator of every softmax that belongs to no key: weights add up to 1 less its share."""
+
+    slot: ClassVar[str] = "sink"
+
+    @property
+    def head_dependent(self) -> bool:
+        return True
+
+    def module(self, facts: ModelFacts) -> nn.Module | None:
+        """The method's learned parameters, a module from logits to logits, or None."""
+        return None
+
+    @abstractmethod
+    def logits(self, heads: int, like: Tensor) -> Tensor:
+        """The logarithm of the term for each head, (heads,), in the dtype and on the device of `like`."""
+
+
 class OutputNorm(Method, ABC):
     """A normalisation of the attention output over features, before the output projection."""
 

@@ -50,6 +50,17 @@ class HeadScaleLayerNorm(nn.Module):
         return factor * own(self.weight).to(factor.dtype)[:, None]
 
 
+class HeadShiftLayerNorm(nn.Module):
+    """A learned addend per head: (heads,) to the same."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(heads))
+
+    def forward(self, x: Tensor, own: Callable[[Tensor], Tensor] = _all) -> Tensor:
+        return x + own(self.bias).to(x.dtype)
+
+
 class FeatureAffineLayerNorm(nn.Module):
     """A learned weight and bias per feature: (batch, q_len, features) to the same."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 #: The slots of a config, in the order in which they act.
-SLOTS = ("positions", "score", "temperature", "logit_map", "visibility", "output_norm")
+SLOTS = ("positions", "score", "temperature", "logit_map", "visibility", "sink", "output_norm")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from .method import SLOTS, Method
 METHODS: dict[str, str] = {
     "adaptive_temperature": "adaptive_temperature.AdaptiveTemperature",
     "alibi": "alibi.Alibi",
+    "attention_sink": "attention_sink.AttentionSink",
     "cosscale": "cosscale.CosScale",
     "dual_chunk": "dual_chunk.DualChunk",
     "infoscale": "infoscale.InfoScale",

@@ -81,7 +81,9 @@ def attach(model: Any, config: LongAttnConfig) -> None:
         NotImplementedError: the method changes more than query, key and output.
     """
     entropy = config.temperature if isinstance(config.temperature, EntropyTemperature) else None
-    changes_more = [m.name for m in (config.positions, entropy, config.logit_map, config.visibility) if m is not None]
+    changes_more = [
+        m.name for m in (config.positions, entropy, config.logit_map, config.visibility, config.sink) if m is not None
+    ]
     layers = candidates_of(model)
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         changes_more.append("a softcap of the model's own")

@@ -1,0 +1,64 @@
+"""Attention sink: one more term in the softmax's denominator, so that a head may attend to nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from .base import Sink
+from .learned import HeadShiftLayerNorm
+from .method import Heads, ModelFacts, numbers, per_head, require_in
+
+#: Sinks up to this hardly change a pretrained model (docs/methods/attention_sink.md) and still have gradients.
+NEARLY_NOTHING = -6.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSink(Sink):
+    """p_j = exp(L_j) / (exp(s) + Σ exp(L)), so that the output is that of plain attention times σ(lse - s).
+
+    s is neither scaled nor mapped: the other slots act on keys alone. A row without keys stays 0.
+
+    Args:
+        logit: s, a number, or one per (layer, head). 0 is "softmax off by one", to train from scratch; -6 is where to start
+            in a pretrained model; -30 is the identity.
+        learned: a learned addend to it per head, starting at 0.
+
+    OpenAI, gpt-oss (2025), where s is learned; Miller, "Attention Is Off By One" (2023), where it is 0.
+    """
+
+    name: ClassVar[str] = "attention_sink"
+    paper: ClassVar[str] = "OpenAI 2025, gpt-oss-120b & gpt-oss-20b Model Card, arXiv:2508.10925"
+
+    logit: float | tuple[Any, ...] = 0.0
+    learned: bool = False
+
+    def validate(self) -> None:
+        for value in numbers(self.logit):
+            require_in("logit", value, -math.inf, math.inf)
+
+    @property
+    def needs_training(self) -> bool:
+        return any(value > NEARLY_NOTHING for value in numbers(self.logit))
+
+    def bind(self, facts: ModelFacts) -> Self:
+        per_head("logit", self.logit, facts)
+        return self
+
+    def for_layer(self, layer: int) -> Self:
+        nested = isinstance(self.logit, tuple) and isinstance(self.logit[0], tuple)
+        return dataclasses.replace(self, logit=self.logit[layer]) if nested else self  # type: ignore[index]
+
+    def for_heads(self, heads: Heads) -> Self:
+        return dataclasses.replace(self, logit=heads.own(self.logit)) if isinstance(self.logit, tuple) else self
+
+    def module(self, facts: ModelFacts) -> nn.Module | None:
+        return HeadShiftLayerNorm(facts.num_heads) if self.learned else None
+
+    def logits(self, heads: int, like: Tensor) -> Tensor:
+        return torch.as_tensor(self.logit, dtype=like.dtype, device=like.device).expand(heads)
