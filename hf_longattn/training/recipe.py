@@ -72,7 +72,7 @@ class Distill:
 class Skip:
     """PoSE: windows in chunks, with jumps of position between them, so that distances up to target_length are seen."""
 
-    target_length: int = 16384
+    target_length: int | None = None  # none: four times the model's trained length
     chunks: int = 2
     unskipped: float = 0.1  # share of the windows that stay as they are
     repeat: float = 0.0  # share of the windows whose last chunk repeats a piece of the first
@@ -310,8 +310,8 @@ def check(recipe: Recipe) -> None:
         _require_shares("skip", recipe.skip, "unskipped", "repeat")
         if not 2 <= recipe.skip.chunks <= recipe.length // 2:
             raise ValueError(f"skip.chunks must lie in [2, {recipe.length // 2}], got {recipe.skip.chunks}")
-        if recipe.skip.target_length <= recipe.length:
-            raise ValueError(f"skip.target_length must exceed length ({recipe.length}), got {recipe.skip.target_length}")
+        if (target := recipe.skip.target_length) is not None and target <= recipe.length:
+            raise ValueError(f"skip.target_length must exceed length ({recipe.length}), got {target}")
     if recipe.schedule is not None:
         require_in("schedule.warmup + schedule.cooldown", recipe.schedule.warmup + recipe.schedule.cooldown, 0.0, 1.0)
         if {"lr_scheduler_type", "warmup_steps", "warmup_ratio", "lr_scheduler_kwargs"} & set(recipe.trainer):
