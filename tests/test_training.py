@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import os
 import random
 import socket
@@ -278,6 +279,34 @@ def test_pretrain_small(tiny: Path, tmp_path: Path, position: str) -> None:
     assert metrics["measured"]["trained"][32]["loss"] < 7
 
 
+def test_pretrain_small_has_prope_as_published(tiny: Path) -> None:
+    """The lowest of the rotated frequencies is 1/1024 (App. G), unless a base is given."""
+    given = ["data=x.txt", "tokenizer=bytes"]
+    for changes, lowest in (([], 1024), (["architecture.prope_theta=1048576"], 825)):
+        recipe = load_recipe("pretrain_small", [*given, *changes])
+        assert recipe.architecture is not None
+        config = from_scratch(recipe.architecture, 64, 97)
+        with torch.device("meta"):
+            shape = NanoChatForCausalLM(config)
+        rotary = type(shape.model.rotary_emb)(config).inv_freq
+        assert float(1 / rotary[rotary > 0].min()) == pytest.approx(lowest, rel=1e-3)
+
+
+def test_the_304m_model_is_the_papers(tiny: Path, tmp_path: Path) -> None:
+    """Its size, the rate of its matrices, and a cosine from the full rate to zero."""
+    recipe = load_recipe("pretrain_304m", ["data=x.txt", "tokenizer=bytes"])
+    assert recipe.architecture is not None
+    with torch.device("meta"):
+        model = NanoChatForCausalLM(from_scratch(recipe.architecture, recipe.length, 50304))
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(304e6, rel=2e-3)
+    tokens = 4 * recipe.trainer["per_device_train_batch_size"] * recipe.trainer["gradient_accumulation_steps"] * 4096
+    assert tokens * recipe.trainer["max_steps"] == pytest.approx(10e9, rel=0.01)
+    overrides = small(tiny, tmp_path / "out", architecture__layers=1, evaluation__compare=False)
+    metrics = trained("pretrain_304m", [*overrides, "trainer.save_strategy=no", "trainer.eval_strategy=no"])
+    rates = [log["learning_rate"] for log in metrics["log"] if "learning_rate" in log]
+    assert rates == pytest.approx([0.015 * (1 + math.cos(math.pi * n / 6)) / 2 for n in range(6)])
+
+
 def test_dry_run_loads_no_weights(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
     for name, make in (("continue_lora", settings), ("pretrain_small", small)):
@@ -350,7 +379,7 @@ def test_recipes_by_name() -> None:
     listed = (ROOT / "pyproject.toml").read_text()
     for name in RECIPES:
         assert f'"recipes/{name}.yaml" = "hf_longattn/recipes/{name}.yaml"' in listed  # of the wheel
-        given = ["data=x.txt", "tokenizer=bytes"] if name == "pretrain_small" else ["data=x.txt", "model=x"]
+        given = ["data=x.txt", "tokenizer=bytes"] if name.startswith("pretrain") else ["data=x.txt", "model=x"]
         recipe = load_recipe(name, given)
         assert recipe.name == name
         assert recipe.output == f"runs/{name}"
