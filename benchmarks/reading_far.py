@@ -5,6 +5,7 @@ read once, by the unmodified weights under `streaming` (every token sees the fir
 the model knows), and its keys and values are kept. Each way then reads the last SEGMENT tokens over the same keys; a way that
 scales rope reads the text before under its own scaling, likewise. The segment alternates prose and repetitions of passages
 from far back.
+With --adapter the text before is read by the adapted weights, under `streaming` alone.
 What a way does to the keys of the text before is left out; --whole measures it where that can be paid: a row is then one
 pass over everything under the way itself, with the same segment at the end.
 
@@ -14,6 +15,7 @@ Rows that the result file has are not run again. --tables writes the tables of d
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 import time
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoTokenizer, DynamicCache
 
 import hf_longattn
 from benchmarks.longer_on_model import ROOT, Choice, by_head, load_choice, remap, rope_numbers, with_map
@@ -38,11 +40,11 @@ from hf_longattn.measuring.rows import Rows, versions_line
 RESULT = ROOT / "benchmarks" / "results" / "reading-smollm2.json"
 PROTOCOL = (
     "The text before the last `segment` tokens of the first `length` is read once under streaming (window 4096, 4 sinks) by "
-    "the unmodified weights (under a rope scaling of its own by a way that has one); each way reads the segment over those "
-    "keys (whole: a way reads the text before itself). In the segment, passages of 128 tokens that repeat those `distance` "
-    "tokens before (copies: [distance, position]) take turns with 128 tokens of prose. prose, copying: mean loss in nats of "
-    "each piece of prose and of each copy, its first 16 tokens left out. Calibrated: on the last `calibration` tokens of the "
-    "text, which nothing else reads."
+    "the unmodified weights, or with `adapter` by the adapted ones (under a rope scaling of its own by a way that has one); "
+    "each way reads the segment over those keys (whole: a way reads the text before itself). In the segment, passages of 128 "
+    "tokens that repeat those `distance` tokens before (copies: [distance, position]) take turns with 128 tokens of prose. "
+    "prose, copying: mean loss in nats of each piece of prose and of each copy, its first 16 tokens left out. Calibrated: on "
+    "the last `calibration` tokens of the text, which nothing else reads."
 )
 SEGMENT, CALIBRATION = 2048, 1536
 #: Where the repeated passages stand, as shares of the text before the segment; in this order, near and far mixed.
@@ -78,6 +80,16 @@ def copies_at(length: int, segment: int = SEGMENT) -> list[Copy]:
     before = length - segment
     positions = range(before + PASSAGE, length, 2 * PASSAGE)
     return [Copy(p - int(before * share), p) for p, share in zip(positions, SHARES, strict=False)]
+
+
+def load(choice: Choice, model: Path, dtype: str, calibration: Tensor, adapter: Path | None) -> Any:
+    """The model under a choice, with an adapter's weights if there is one: the method that it records gives way."""
+    if adapter is None:
+        return load_choice(choice, model, dtype, calibration)
+    adapted = load_choice(Choice(adapter.name, rope=choice.rope, adapter=str(adapter)), model, dtype, calibration)
+    with contextlib.suppress(ValueError):  # of an adapter that was trained without a method
+        hf_longattn.remove(adapted)
+    return adapted if choice.config is None else hf_longattn.apply(adapted, choice.config)
 
 
 @torch.inference_mode()
@@ -118,6 +130,7 @@ def measured(losses: Tensor, copies: Sequence[Copy]) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct", help="as the demo obtains it")
+    parser.add_argument("--adapter", type=Path, help="a PEFT adapter to put into the model first")
     parser.add_argument("--text", type=Path, help="plain text; the file's name names it in the result")
     parser.add_argument("--length", type=int, nargs="+", default=[16384, 32768, 65536])
     parser.add_argument("--only", default="", help="only ways whose name matches this regular expression")
@@ -133,19 +146,22 @@ def main() -> None:
 
     transformers.set_seed(0)
     transformers.logging.disable_progress_bar()
-    dtype = getattr(torch, args.dtype)
     tokens = AutoTokenizer.from_pretrained(args.model)(args.text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"]
     longest = max(args.length)
     if tokens.shape[1] < longest + CALIBRATION:
         sys.exit(f"{args.text.name} has {tokens.shape[1]} tokens; {longest + CALIBRATION} are needed")
+    adapter: dict[str, Any] = {"adapter": args.adapter.name} if args.adapter else {}
+    if args.keys and args.adapter:  # keys are those of the weights that read
+        args.keys = args.keys.with_stem(f"{args.keys.stem}-{args.adapter.name}")
     before_all: list[tuple[Tensor, Tensor]] = []
     if not args.whole:
         if args.keys and args.keys.exists():
             before_all = torch.load(args.keys)
         if not before_all or before_all[0][0].shape[2] < longest - SEGMENT:
             start = time.process_time()
-            plain = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval()
-            before_all = keys_of(hf_longattn.apply(plain, PREFILL), tokens[:, : longest - SEGMENT])
+            reader = load(Choice("prefill", PREFILL.to_dict()), args.model, args.dtype, tokens, args.adapter)
+            before_all = keys_of(reader, tokens[:, : longest - SEGMENT])
+            del reader
             print(f"the text before: {time.process_time() - start:.0f} s", flush=True)
             if args.keys:
                 torch.save(before_all, args.keys)
@@ -160,11 +176,11 @@ def main() -> None:
         ids, _ = with_copies(tokens[:, :length], copies)
         for choice in [c for c in stretched(length) if re.search(args.only, c.name)]:
             key = {"name": choice.name, "text": args.text.stem, "length": length, "whole": args.whole}
-            key |= {"model": args.model.name, "dtype": args.dtype}
-            if file.find(**key):
+            key |= {"model": args.model.name, "dtype": args.dtype} | adapter
+            if file.find(**{"adapter": None} | key):
                 continue
             start, wall = time.process_time(), time.monotonic()
-            model = load_choice(choice, args.model, args.dtype, tokens[:, -CALIBRATION:])
+            model = load(choice, args.model, args.dtype, tokens[:, -CALIBRATION:], args.adapter)
             if args.whole:
                 before = keys_of(model, ids[:, :-SEGMENT])
             elif choice.rope:  # keys of its own, read by itself over distances that it knows
@@ -178,10 +194,13 @@ def main() -> None:
             row |= {"config": choice.config and choice.config.to_dict(), "rope": rope_numbers(choice)}
             row |= {"calibration": CALIBRATION} if choice.calibrated else {}
             command = f"python benchmarks/reading_far.py --text {args.text.name} --length {length} --dtype {args.dtype}"
+            command += f" --adapter {args.adapter.name}" if args.adapter else ""
             row |= about | {"command": f"{command} --only '^{re.escape(choice.name)}$'" + (" --whole" if args.whole else "")}
             row |= {"cpu_seconds": round(time.process_time() - start, 1), "seconds": round(time.monotonic() - wall, 1)}
             file.put(row)
-            print(length, choice.name, found["prose"], found["copying"], f"{row['cpu_seconds']} s", flush=True)
+            print(
+                length, choice.name, *adapter.values(), found["prose"], found["copying"], f"{row['cpu_seconds']} s", flush=True
+            )
             del model, before
 
 

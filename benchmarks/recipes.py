@@ -22,9 +22,10 @@ from hf_longattn.measuring.report.markdown import Contents, table
 RESULTS = Path(__file__).parent / "results"
 #: bfloat16 where the CPU multiplies it fast; each result's settings say which.
 DTYPE = f"dtype={fast_dtype()}"
-SHORT = [DTYPE, "trainer.max_steps=100", "evaluation.final_lengths=[512,4096]"]
+SHORT = [DTYPE, "trainer.max_steps=100", "trainer.learning_rate=1e-3", "evaluation.final_lengths=[512,4096]"]
+SHORT += ["positions=plain", "method=scale_invariant"]
 ALONE = ["evaluation.compare=false", "trainer.eval_steps=100"]
-NEEDLE = [DTYPE, "length=256", "trainer.max_steps=90", "trainer.per_device_train_batch_size=1"]
+NEEDLE = [DTYPE, "method=null", "length=256", "trainer.max_steps=90", "trainer.per_device_train_batch_size=1"]
 NEEDLE += ["trainer.gradient_accumulation_steps=1", "trainer.eval_steps=45", "trainer.save_steps=30", "evaluation.samples=16"]
 NEEDLE += ["evaluation.final_lengths=[256,512,1024]", "evaluation.compare=false"]
 RUNS: dict[str, list[str]] = {

@@ -52,6 +52,19 @@ def test_the_lowest_frequency_of_prope_is_the_one_on_the_page(head_dim: int, the
     assert f"1/{lowest}" in (Path(__file__).parents[1] / "docs" / name).read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_prope_as_published_reaches_its_effective_base(head_dim: int) -> None:
+    """modded-nanogpt's frequencies: (1/1024)^linspace(0, 1), both ends included, and as many zeros."""
+    config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, intermediate_size=8, num_hidden_layers=1, vocab_size=8)
+    built = build(rope.prope(config, 0.5, effective_base=1024.0)).model.rotary_emb.inv_freq
+    want = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4)
+    close(built, torch.cat([want, torch.zeros(head_dim // 4)]), 1e-6)
+    with pytest.raises(ValueError, match="exclude each other"):
+        rope.prope(short(), theta=100.0, effective_base=10.0)
+    with pytest.raises(ValueError, match="needs 2"):
+        rope.prope(short(), 0.25, effective_base=10.0)
+
+
 @torch.no_grad()
 def test_nope_knows_no_positions() -> None:
     model, plain, ids = build(rope.nope(short())), build(short()), tokens()

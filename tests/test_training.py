@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import os
 import random
 import socket
@@ -125,7 +126,12 @@ def losses(metrics: dict[str, Any]) -> list[dict[str, float]]:
 
 def test_continue_lora(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    changes = {"parameters__tau": 5.0, "evaluation__lengths": "[32,64]", "evaluation__final_lengths": "[512]"}
+    changes = {
+        "method": "scale_invariant",
+        "parameters__tau": 5.0,
+        "evaluation__lengths": "[32,64]",
+        "evaluation__final_lengths": "[512]",
+    }
     result = command("continue_lora", *settings(tiny, out, **changes))
     assert result.exit_code == 0, result.output
     assert "scale_invariant(tau=5.0" in result.output
@@ -157,14 +163,26 @@ def test_continue_lora(tiny: Path, tmp_path: Path) -> None:
 
 
 RESUMED = {
-    "lora, strength, dropout": ("continue_lora", settings, {"strength__share": 0.8, "lora__dropout": 0.2}),
-    "distillation under p-RoPE": ("convert_distill", settings, {"rope__kind": "prope", "parameters__sink_tokens": 1}),
+    "lora, strength, dropout": (
+        "continue_lora",
+        settings,
+        {"method": "scale_invariant", "strength__share": 0.8, "lora__dropout": 0.2},
+    ),
+    "distillation under p-RoPE": (
+        "convert_distill",
+        settings,
+        {"method": "scale_invariant", "rope__kind": "prope", "parameters__sink_tokens": 1},
+    ),
     "skip": (
         "continue_lora",
         settings,
         {"positions": "skip", "skip__target_length": 200, "skip__repeat": 0.5},
     ),
-    "accumulation, several epochs": ("continue_lora", settings, {"length": 512, "trainer__gradient_accumulation_steps": 2}),
+    "accumulation, several epochs": (
+        "continue_lora",
+        settings,
+        {"positions": "plain", "length": 512, "trainer__gradient_accumulation_steps": 2},
+    ),
     "stream": ("continue_lora", settings, {"hub__streaming": True}),
     "needle": ("needle_lora", settings, {"length": 400}),
     "muon": ("pretrain_small", small, {}),
@@ -214,6 +232,27 @@ def test_convert_distill(tiny: Path, tmp_path: Path) -> None:
         assert log["loss"] == pytest.approx(0.25 * log["divergence"] + 0.75 * log["cross_entropy"], rel=1e-4)
 
 
+def test_recipes_for_pretrained_models_ship_what_was_measured_best(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ReRoPE with InfoScale, at positions that skip to four times what the model was trained at."""
+    for name in ("continue_lora", "convert_distill", "needle_lora"):
+        recipe = load_recipe(name, settings(tiny, tmp_path / "out", length=400 if name == "needle_lora" else 32))
+        assert recipe.method == "rerope+infoscale"
+        prepared = prepare(recipe)
+        if name == "needle_lora":
+            continue
+        rows = [prepared.data.train[i] for i in range(64)]
+        far = [int(row["position_ids"][-1]) for row in rows if row["position_ids"][-1] > 31]
+        assert 40 < len(far) < 62  # a fifth is left as it is
+        assert 900 < max(far) < 4 * 256
+    longer = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", length=512)))
+    assert 512 < max(int(longer.data.train[i]["position_ids"][-1]) for i in range(20)) < 4 * 512
+    monkeypatch.setitem(prepare.__globals__, "_trained_length", lambda config: sys.maxsize)  # of a model that does not say
+    with pytest.raises(ValueError, match=r"give skip\.target_length"):
+        prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out")))
+
+
 def test_needle_lora(tiny: Path, tmp_path: Path) -> None:
     overrides = settings(tiny, tmp_path / "out", length=300, evaluation__final_lengths="[300,600]", method="infoscale")
     result = command("needle_lora", *overrides)
@@ -240,6 +279,34 @@ def test_pretrain_small(tiny: Path, tmp_path: Path, position: str) -> None:
     assert metrics["measured"]["trained"][32]["loss"] < 7
 
 
+def test_pretrain_small_has_prope_as_published(tiny: Path) -> None:
+    """The lowest of the rotated frequencies is 1/1024 (App. G), unless a base is given."""
+    given = ["data=x.txt", "tokenizer=bytes"]
+    for changes, lowest in (([], 1024), (["architecture.prope_theta=1048576"], 825)):
+        recipe = load_recipe("pretrain_small", [*given, *changes])
+        assert recipe.architecture is not None
+        config = from_scratch(recipe.architecture, 64, 97)
+        with torch.device("meta"):
+            shape = NanoChatForCausalLM(config)
+        rotary = type(shape.model.rotary_emb)(config).inv_freq
+        assert float(1 / rotary[rotary > 0].min()) == pytest.approx(lowest, rel=1e-3)
+
+
+def test_the_304m_model_is_the_papers(tiny: Path, tmp_path: Path) -> None:
+    """Its size, the rate of its matrices, and a cosine from the full rate to zero."""
+    recipe = load_recipe("pretrain_304m", ["data=x.txt", "tokenizer=bytes"])
+    assert recipe.architecture is not None
+    with torch.device("meta"):
+        model = NanoChatForCausalLM(from_scratch(recipe.architecture, recipe.length, 50304))
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(304e6, rel=2e-3)
+    tokens = 4 * recipe.trainer["per_device_train_batch_size"] * recipe.trainer["gradient_accumulation_steps"] * 4096
+    assert tokens * recipe.trainer["max_steps"] == pytest.approx(10e9, rel=0.01)
+    overrides = small(tiny, tmp_path / "out", architecture__layers=1, evaluation__compare=False)
+    metrics = trained("pretrain_304m", [*overrides, "trainer.save_strategy=no", "trainer.eval_strategy=no"])
+    rates = [log["learning_rate"] for log in metrics["log"] if "learning_rate" in log]
+    assert rates == pytest.approx([0.015 * (1 + math.cos(math.pi * n / 6)) / 2 for n in range(6)])
+
+
 def test_dry_run_loads_no_weights(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
     for name, make in (("continue_lora", settings), ("pretrain_small", small)):
@@ -263,8 +330,8 @@ REFUSED = {
     "trained at 256 tokens; windows of 512": ["length=512", "distill.weight=0.5"],
     "shorter than one window": ["length=100000"],
     "evaluation at length 50000": ["evaluation.lengths=[50000]"],
-    "needle texts|no room for 3 needles": ["needle.needles=3"],
-    "the haystack has": ["needle.needles=3", "length=400", "evaluation.final_lengths=[40000]"],
+    "needle texts|no room for 3 needles": ["needle.needles=3", "positions=plain"],
+    "the haystack has": ["needle.needles=3", "positions=plain", "length=400", "evaluation.final_lengths=[40000]"],
     "target_length must exceed": ["positions=skip", "skip.target_length=32"],
     "it needs lora": ["distill.weight=0.5", "lora=null"],
     "take \\['lm_head'\\] out": ["distill.weight=0.5", "lora.targets=[q_proj,lm_head]"],
@@ -312,7 +379,7 @@ def test_recipes_by_name() -> None:
     listed = (ROOT / "pyproject.toml").read_text()
     for name in RECIPES:
         assert f'"recipes/{name}.yaml" = "hf_longattn/recipes/{name}.yaml"' in listed  # of the wheel
-        given = ["data=x.txt", "tokenizer=bytes"] if name == "pretrain_small" else ["data=x.txt", "model=x"]
+        given = ["data=x.txt", "tokenizer=bytes"] if name.startswith("pretrain") else ["data=x.txt", "model=x"]
         recipe = load_recipe(name, given)
         assert recipe.name == name
         assert recipe.output == f"runs/{name}"
@@ -321,7 +388,7 @@ def test_recipes_by_name() -> None:
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(tiny: Path, tmp_path: Path) -> None:
     """Two windows a step either way, with unequal numbers of answer tokens: the same losses and evaluations."""
-    changes = {"trainer__save_strategy": "no", "packing": "documents", "data": tiny / "table.jsonl"}
+    changes = {"trainer__save_strategy": "no", "positions": "plain", "packing": "documents", "data": tiny / "table.jsonl"}
     one = settings(tiny, tmp_path / "one", **changes)
     two = settings(tiny, tmp_path / "two", trainer__per_device_train_batch_size=1, **changes)
     with socket.socket() as free:
@@ -386,7 +453,7 @@ def test_packed_documents_do_not_see_each_other() -> None:
 def test_packed_documents_of_a_recipe_do_not_see_each_other(tiny: Path, tmp_path: Path) -> None:
     """The first step's loss, before anything is learned, is that of every document alone."""
     changes = {"packing": "documents", "data": tiny / "table.jsonl", "trainer__max_steps": 1, "trainer__save_steps": 1}
-    changes |= {"method": None, "parameters": "{}", "strength": None, "evaluation__compare": False}
+    changes |= {"positions": "plain", "method": None, "parameters": "{}", "strength": None, "evaluation__compare": False}
     overrides = settings(tiny, tmp_path / "out", **changes)
     metrics = trained("continue_lora", overrides)
     prepared = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "again", **changes)))
@@ -576,7 +643,13 @@ def test_variants_train_alike(tiny: Path, tmp_path: Path, change: str) -> None:
 
 
 def test_calibration_and_strength(tiny: Path, tmp_path: Path) -> None:
-    changes = {"calibrate": 64, "strength__start": 0.5, "strength__end": 0.75, "evaluation__compare": False}
+    changes = {
+        "method": "scale_invariant",
+        "calibrate": 64,
+        "strength__start": 0.5,
+        "strength__end": 0.75,
+        "evaluation__compare": False,
+    }
     trained("continue_lora", settings(tiny, tmp_path / "out", **changes))
     found = hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).logit_map
     assert found.strength == 0.75

@@ -20,17 +20,40 @@ from ..methods.method import require_in, require_positive
 Config = TypeVar("Config")
 
 
-def prope(config: Config, fraction: float = 0.5, theta: float | None = None) -> Config:
+def prope(config: Config, fraction: float = 0.5, theta: float | None = None, effective_base: float | None = None) -> Config:
     """p-RoPE: rotate the highest-frequency `fraction` of the pairs, leave the rest unrotated (rope_type "proportional").
 
-    The lowest rotated frequency is theta^(2/d - fraction), d = head_dim. For the paper's models, fraction 1/2 at an "effective
-    base" of 1024, we take theta = 1024²: 1/825 for d = 128. theta=None keeps the model's own, so that the pairs that still
-    rotate do so as before.
+    The lowest rotated frequency is theta^(2/d - fraction), d = head_dim. theta=None keeps the model's own, so that the pairs
+    that still rotate do so as before. effective_base=1024 takes the theta for which it is 1/1024, as in the paper's models.
+
+    Raises:
+        ValueError: theta and effective_base are both given, or fewer than two pairs rotate from 1 to 1/effective_base.
     """
     require_in("fraction", fraction, 0.0, 1.0)
-    require_positive(theta=theta)
+    require_positive(theta=theta, effective_base=effective_base)
+    if effective_base is not None:
+        if theta is not None:
+            raise ValueError("theta and effective_base exclude each other: each says how fast the pairs rotate")
+        theta = theta_of(effective_base, fraction, _head_dim(_text(config)))
     changes: dict[str, Any] = {"rope_type": "proportional", "partial_rotary_factor": fraction}
     return _edit(config, changes if theta is None else changes | {"rope_theta": theta})
+
+
+def theta_of(effective_base: float, fraction: float, head_dim: int) -> float:
+    """The theta at which p-RoPE's rotated pairs go from frequency 1 to 1/effective_base, both included."""
+    pairs = int(fraction * head_dim // 2)  # as transformers counts them
+    if pairs < 2:
+        raise ValueError(
+            f"a fraction of {fraction:g} of {head_dim // 2} pairs leaves {pairs} to rotate; effective_base needs 2"
+        )
+    return float(effective_base ** (head_dim / (2 * (pairs - 1))))
+
+
+def _head_dim(text: Any) -> int:
+    own = isinstance(getattr(text, "rope_parameters", {}).get("full_attention"), dict) and getattr(
+        text, "global_head_dim", None
+    )
+    return int(own or getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 def nope(config: Config) -> Config:

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..checks import read_text
+from ..integration.rope import theta_of
 from ..measuring.settings import UNMODIFIED, Setting
 from ..methods.method import require_in
 from ..methods.registry import did_you_mean
 
 #: Numbers that an optimiser refuses below zero, long after the start.
 NOT_NEGATIVE = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")
-RECIPES = ("continue_lora", "convert_distill", "needle_lora", "pretrain_small")
+RECIPES = ("continue_lora", "convert_distill", "needle_lora", "pretrain_small", "pretrain_304m")
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Distill:
 class Skip:
     """PoSE: windows in chunks, with jumps of position between them, so that distances up to target_length are seen."""
 
-    target_length: int = 16384
+    target_length: int | None = None  # none: four times the model's trained length
     chunks: int = 2
     unskipped: float = 0.1  # share of the windows that stay as they are
     repeat: float = 0.0  # share of the windows whose last chunk repeats a piece of the first
@@ -112,15 +113,19 @@ class Architecture:
     mlp: int = 4  # hidden width of the feed-forward blocks, in widths
     position: str = "scale_invariant_prope"
     rope_theta: float = 10_000.0  # RoPE's base
-    prope_theta: float = 1024.0**2  # p-RoPE's base; with a share of 1/2 its square root is the paper's "effective base"
     prope_fraction: float = 0.5
+    prope_effective_base: float = 1024.0  # p-RoPE's lowest frequency is 1 over it
+    prope_theta: float | None = None  # or p-RoPE's base itself
 
     @property
     def setting(self) -> Setting:
         """Of `position`; ValueError if there is none of that name."""
         if self.position not in POSITIONS:
             raise ValueError(f"unknown architecture.position {self.position!r}; choose one of {', '.join(POSITIONS)}")
-        return Setting.parse(POSITIONS[self.position].format(**vars(self)))
+        theta = self.prope_theta
+        if theta is None and "prope_theta" in POSITIONS[self.position]:
+            theta = theta_of(self.prope_effective_base, self.prope_fraction, self.width // self.heads)
+        return Setting.parse(POSITIONS[self.position].format(**vars(self) | {"prope_theta": theta}))
 
 
 @dataclass
@@ -310,8 +315,8 @@ def check(recipe: Recipe) -> None:
         _require_shares("skip", recipe.skip, "unskipped", "repeat")
         if not 2 <= recipe.skip.chunks <= recipe.length // 2:
             raise ValueError(f"skip.chunks must lie in [2, {recipe.length // 2}], got {recipe.skip.chunks}")
-        if recipe.skip.target_length <= recipe.length:
-            raise ValueError(f"skip.target_length must exceed length ({recipe.length}), got {recipe.skip.target_length}")
+        if (target := recipe.skip.target_length) is not None and target <= recipe.length:
+            raise ValueError(f"skip.target_length must exceed length ({recipe.length}), got {target}")
     if recipe.schedule is not None:
         require_in("schedule.warmup + schedule.cooldown", recipe.schedule.warmup + recipe.schedule.cooldown, 0.0, 1.0)
         if {"lr_scheduler_type", "warmup_steps", "warmup_ratio", "lr_scheduler_kwargs"} & set(recipe.trainer):

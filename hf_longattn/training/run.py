@@ -61,8 +61,8 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
         check_model(recipe.model)
     attention = recipe.setting.config
     tokenizer = load_tokenizer(recipe)
-    data = Data(recipe, tokenizer)
     config, original = load_config(recipe, tokenizer)
+    data = Data(_with_target_length(recipe, original), tokenizer)
     if recipe.distill is not None and recipe.length > (trained := _trained_length(original)):
         raise ValueError(
             f"the teacher was trained at {trained} tokens; windows of {recipe.length} are beyond it: lower length"
@@ -222,6 +222,16 @@ def _precision(recipe: Recipe, args: TrainingArguments) -> str:
 
 def _count(number: int) -> str:
     return f"{number / 1e6:.1f}M" if number >= 1e6 else f"{number / 1e3:.1f}k"
+
+
+def _with_target_length(recipe: Recipe, original: Any) -> Recipe:
+    """The recipe with the length that skipped positions show, which its file may leave to the model."""
+    if recipe.positions != "skip" or recipe.skip.target_length is not None:
+        return recipe
+    if (trained := _trained_length(original)) == sys.maxsize:
+        raise ValueError("the model's config does not say at what length it was trained: give skip.target_length")
+    target_length = 4 * max(trained, recipe.length)
+    return dataclasses.replace(recipe, skip=dataclasses.replace(recipe.skip, target_length=target_length))
 
 
 def _trained_length(config: Any) -> int:

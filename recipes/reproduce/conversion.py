@@ -147,6 +147,13 @@ DISTILLED = ("rerope+logn", "rerope+cosscale64+infoscale", "pose+rerope+logn", "
 DISTILLED += ("pose+yarn64", "prope+map", "nope+map", "alibi")
 for name in ("control", "yarn64", "rerope+logn", "pose+rerope+logn", "prope+map"):
     OTHERWISE[f"{name}-lora"] = replace(TRAINED[name], lora=16, rate=LORA_RATE)
+#: As the recipes train (LoRA, skipped positions), by each method of the papers that a model can be converted to.
+RECIPES = {"pose+rerope+infoscale": replace(TRAINED["rerope+infoscale"], skip=True)}
+RECIPES["pose+rerope+cosscale32+infoscale"] = replace(TRAINED["rerope+cosscale32+infoscale"], skip=True)
+RECIPES["pose+rerope+adaptive_temperature"] = replace(TRAINED["rerope+adaptive_temperature"], skip=True)
+RECIPES["pose+rerope+output_layer_norm"] = Way("rerope+output_layer_norm", {"window": WINDOW}, skip=True, calibrated=True)
+OTHERWISE |= {f"{name}-lora": replace(way, lora=16, rate=LORA_RATE) for name, way in RECIPES.items()}
+OTHERWISE["pose+rerope+infoscale-lora-distilled"] = replace(OTHERWISE["pose+rerope+infoscale-lora"], distilled=True)
 OTHERWISE |= {f"rerope+logn-lora{rate:g}": replace(TRAINED["rerope+logn"], lora=16, rate=rate) for rate in (1e-3, 1e-2)}
 for name in DISTILLED:
     OTHERWISE[f"{name}-distilled"] = replace(TRAINED[name], distilled=True)
@@ -230,8 +237,9 @@ def model_of(run: Run, way: Way, scratch: bool, data: Iterator[Tensor]) -> Any:
         return model
     if way.calibrated:
         windows = [x for _ in range(settings.calibration_windows // settings.batch) for x in next(data).split(1)]
-        found = hf_longattn.calibrate(model, windows, LongAttnConfig(logit_map=method.logit_map))
-        method = replace(method, logit_map=found.logit_map)
+        measurable = {slot: getattr(method, slot) for slot in ("logit_map", "output_norm")}
+        found = hf_longattn.calibrate(model, windows, LongAttnConfig(**measurable))
+        method = replace(method, **{slot: getattr(found, slot) for slot in measurable})
     return hf_longattn.apply(model, method)
 
 

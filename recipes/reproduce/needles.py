@@ -60,14 +60,14 @@ def run_needles(run: Run) -> dict[str, Any]:
             f"{model} holds no model to start from; make it with: {LENGTH.name} --only '^{run.variant}$' --seeds {run.seed} "
             "(and --again, if its row is there and the model is not)"
         )
-    own = {"lora": "null", "optimizer.matrix_lr": settings.matrix_lr, "schedule.warmup": settings.warmup}
+    own = {"method": "null", "lora": "null", "optimizer.matrix_lr": settings.matrix_lr, "schedule.warmup": settings.warmup}
     return on_needles(run, model, own)
 
 
 def run_pretrained(run: Run) -> dict[str, Any]:
     method, parameters = METHODS[run.variant]
     model = obtain(SMOLLM2, DOWNLOADED) if run.settings.pretrained else random_model(run.models)
-    own: dict[str, Any] = {"dtype": run.dtype} if method is None else {"dtype": run.dtype, "method": method}
+    own: dict[str, Any] = {"dtype": run.dtype, "method": method or "null"}
     return on_needles(run, model, own | {f"parameters.{name}": value for name, value in parameters.items()})
 
 

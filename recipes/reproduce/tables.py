@@ -341,18 +341,22 @@ def algorithms(data: Data) -> Shown:
     return Shown(f"{text}\n\n{about(rows)}\n\n![Answers right by size](algorithms.png)", {"algorithms.png": picture})
 
 
-def ways(data: Data, variants: Mapping[str, str]) -> Shown:
-    """Loss on prose, passages and strings at every length, of variants by label, over the seeds that all of them have."""
+def ways(data: Data, variants: Mapping[str, str], last: int = 0) -> Shown:
+    """Loss on prose, passages and strings at every length, of variants by label, over the seeds that all of them have.
+
+    Args:
+        last: only so many of the lengths, the greatest; 0 for all.
+    """
     rows = data.get("conversion", [])
     found = {label: [series(rows, variant, task) for task in COPIES] for label, variant in variants.items()}
     if not (found := {label: values for label, values in found.items() if values[0]}):
         return missing("conversion --text FILES --heldout FILE")
     seeds = set.intersection(*(set(values[0]) for values in found.values()))
     body = [
-        [label, *(f"{x:.2f}" for value in values for x in means({s: value[s] for s in seeds}))]
+        [label, *(f"{x:.2f}" for value in values for x in means({s: value[s] for s in seeds})[-last:])]
         for label, values in found.items()
     ]
-    head = [f"{task} at {size(n)}" for task in COPIES for n in rows[0]["measured"]["lengths"]]
+    head = [f"{task} at {size(n)}" for task in COPIES for n in rows[0]["measured"]["lengths"][-last:]]
     return Shown(f"{table(['', *head], body)}\n\nSeeds {', '.join(map(str, sorted(seeds)))}. {about(rows)}", {})
 
 
@@ -385,6 +389,28 @@ def conversion_otherwise(data: Data) -> Shown:
 def told_apart(how: str) -> str:
     rate = how.removeprefix("lora") if how != "lora" else f"{LORA_RATE:g}"
     return f"LoRA, rate {float(rate):g}" if how.startswith("lora") else {"strength": "strength rising"}.get(how, how)
+
+
+#: What the recipes for pretrained models train, by the changes to `continue_lora` that give it.
+RECIPE_ROWS = {
+    "unmodified": BASE,
+    "`rerope`, untrained": "rerope-untrained",
+    "`rerope+infoscale`, untrained": "rerope+infoscale-untrained",
+    "`method=null positions=plain`: the control": "control-lora-15%",
+    "`continue_lora`": "pose+rerope+infoscale-lora-15%",
+    "`convert_distill`": "pose+rerope+infoscale-lora-distilled-15%",
+    "`method=rerope+cosscale+infoscale parameters.scale=32`": "pose+rerope+cosscale32+infoscale-lora-15%",
+    "`method=rerope+adaptive_temperature`": "pose+rerope+adaptive_temperature-lora-15%",
+    "`method=rerope+output_layer_norm calibrate=1024`": "pose+rerope+output_layer_norm-lora-15%",
+    "`method=rerope+logn`": "pose+rerope+logn-lora-15%",
+    "`method=rerope+logn parameters.learned=true parameters.clamp=false positions=plain`": "rerope+logn-lora-15%",
+    "`method=scale_invariant rope.kind=prope calibrate=1024 positions=plain`": "prope+map-lora-15%",
+}
+
+
+def conversion_recipes(data: Data) -> Shown:
+    """LoRA as the recipes have it, at 16 and 64 times the window."""
+    return ways(data, RECIPE_ROWS, 2)
 
 
 def conversion_taus(data: Data) -> Shown:
@@ -487,4 +513,5 @@ SECTIONS: dict[str, Callable[[Data], Shown]] = {
     "conversion-otherwise": conversion_otherwise,
     "conversion-taus": conversion_taus,
     "conversion-normed": conversion_normed,
+    "conversion-recipes": conversion_recipes,
 }
