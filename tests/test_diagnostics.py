@@ -66,7 +66,7 @@ def oracle(p: np.ndarray, rows: np.ndarray, found: Diagnostics, local: int, sink
         }
         masses, entropies = [], []
         for first, last in found.ranges:
-            inside = p * ((i - j >= first) & (i - j < last))
+            inside = p * ((i - j >= first) & (i - j < last) & (j >= sinks))
             mass = inside.sum(-1)
             q = inside / mass[..., None]
             h = -np.where(q > 0, q * np.log(q), 0).sum(-1)
@@ -110,7 +110,7 @@ def test_an_unmodified_model_is_measured_exactly(family: str) -> None:
     assert found.layers == tuple(i for i, kind in enumerate(types) if kind == "full_attention")
     assert found.lengths == (1, 2, 4, 8, 16, 32)
     assert found.ranges == ((0, 1), (1, 3), (3, 9), (9, 27), (27, 81))
-    same(found["range_mass"].sum(-1), torch.ones(found["entropy"].shape))
+    same(found["range_mass"].sum(-1) + found["sink_mass"], torch.ones(found["entropy"].shape))
     same(found["temperature"], torch.ones(found["entropy"].shape))
     same(found["temperature_share"], torch.zeros(found["entropy"].shape))
 
@@ -201,9 +201,9 @@ def test_overall_is_the_mean_over_rows() -> None:
     found = seen.result()
     same(found.overall("sink_mass")[0], p[..., 0].mean((0, 2)))
     i, j = np.arange(45)[:, None], np.arange(45)
-    far = p * ((i - j >= 16) & (i - j < 64))
+    far = p * ((i - j >= 16) & (i - j < 64) & (j > 0))
     same(found.overall("range_mass")[0, :, 3], far.sum(-1).mean((0, 2)))
-    q = far[:, :, 16:] / far[:, :, 16:].sum(-1, keepdims=True)
+    q = far[:, :, 17:] / far[:, :, 17:].sum(-1, keepdims=True)  # 16 tokens back from the 17th is the first, in no range
     same(found.overall("range_entropy")[0, :, 3], -np.where(q > 0, q * np.log(np.where(q > 0, q, 1)), 0).sum(-1).mean((0, 2)))
     with pytest.raises(ValueError, match="output_slope"):
         found.overall("output_deviation")
@@ -267,10 +267,21 @@ def test_jumping_positions_change_logits_and_not_what_is_counted(case: str) -> N
     check(model("llama", config), ids, position_ids=positions, attention_mask=torch.ones_like(ids))
 
 
+def test_the_first_token_is_in_no_range() -> None:
+    """All attention on it leaves nothing to any distance, near or far, in a text of its own or packed behind another."""
+    call = gaussian(1, 2, 40, 40)
+    call.key[:, :, 0] = 1000.0
+    call.query.abs_()
+    found = collected(call, what=("ranges", "mass"))
+    same(found.overall("sink_mass"), torch.ones(1, 2))
+    same(found.overall("range_mass"), torch.zeros(1, 2, len(found.ranges)))
+    assert found.range_rows[0].sum(0).tolist() == [39, 38, 35, 23]  # of 40 rows those that see another key there
+
+
 def test_pictures_are_read() -> None:
     """Keys ahead of a query, inside a picture, are in no range of distances; everything else counts them."""
     found = measured(multimodal(), picture())
-    mass = found["range_mass"].sum(-1)
+    mass = found["range_mass"].sum(-1) + found["sink_mass"]
     assert mass.min() < 0.999
     assert mass.max() < 1 + 1e-5
 

@@ -43,7 +43,7 @@ def sections(results: Results, names: Mapping[str, str], protocol: str, command:
     """(order, section) of a report on what was found under each setting, the first of them being the one to compare with."""
     about = {"protocol": protocol, "command": command}
     first = next(iter(results.values()))
-    tables = [_summary(results, names)] + ([_by_distance(results)] if "range_mass" in first.values else [])
+    tables = [_summary(results, names)] + ([_by_distance(results, names)] if "range_mass" in first.values else [])
     parts = [(50, Section("Attention", _text(results, names), tables, _figures(results), **about))]
     shown = {name: heads for name, heads in results.items() if heads.values.keys() & COLUMNS.keys()}
     tables = [_by_layer(name, result, names) for name, result in shown.items()]
@@ -89,12 +89,18 @@ def _summary(results: Results, names: Mapping[str, str]) -> Table:
     return Table("Means", ["", *results], rows)
 
 
-def _by_distance(results: Results) -> Table:
+def _by_distance(results: Results, names: Mapping[str, str]) -> Table:
     first = next(iter(results.values()))
     shares = [dict(_shares(result)) for result in results.values()]
-    names = [*map(_range, first.ranges[:-1]), f"{tokens_shown(first.ranges[-1][0])} and farther, first token included"]
-    rows: list[list[Cell]] = [[name, *(s.get(r, 0.0) for s in shares)] for name, r in zip(names, first.ranges, strict=True)]
-    note = f"For queries at {_group(first, _typical(first))} tokens; each column adds up to one."
+    away = [*map(_range, first.ranges[:-1]), f"{tokens_shown(first.ranges[-1][0])} and farther"]
+    rows: list[list[Cell]] = [[name, *(s.get(r, 0.0) for s in shares)] for name, r in zip(away, first.ranges, strict=True)]
+    note = f"For queries at {_group(first, _typical(first))} tokens"
+    if all("sink_mass" in result.values for result in results.values()):
+        sinks = [float(result["sink_mass"][:, :, _typical(result)].mean()) for result in results.values()]
+        rows.append([f"first {names['sinks']}", *sinks])
+        note += "; each column adds up to one."
+    else:
+        note += f", without the first {names['sinks']}."
     return Table("Share of attention by distance", ["tokens back", *results], rows, note=note, shade=(0.0, 1.0))
 
 
@@ -130,8 +136,7 @@ def _figures(results: Results) -> list[Figure]:
         png = curves(lines, "distance, to the next mark (tokens)", "share of attention", log_x=True)
         where = f"for queries at {_group(first, _typical(first))} tokens"
         caption = (
-            f"Attention by distance, {where}. Level is scale-invariant. The last point holds the first token, distance 0 is "
-            "in the table."
+            f"Attention by distance, {where}. Level is scale-invariant. The first token and distance 0 are in the table alone."
         )
         figures.append(Figure("attention-by-distance", png, "Share of attention in each range of distances", caption))
     if any(

@@ -55,7 +55,7 @@ def capture(
         rows: read at most so many query rows of a call, spread evenly over it, instead of all. Keys are never sampled.
         delta: Δ >= 2; ranges of distances are [0, 1), [1, Δ), [Δ, Δ²), ...
         local: how many of the last keys `local_mass` counts, the token itself included.
-        sinks: how many of the first keys are the sink: their mass is measured and their logits are left out.
+        sinks: how many of the first keys are the sink: their mass is measured, and ranges and logits leave them out.
         seed: of the rows, and of the logits drawn for "qq".
         on_layer: called with a layer's number after each of its calls, for a progress bar.
 

@@ -21,9 +21,9 @@ class Quantity(NamedTuple):
 
 _ROW = ("layer", "head", "length")
 QUANTITIES: dict[str, Quantity] = {
-    "range_mass": Quantity("ranges", (*_ROW, "range"), "attention on the keys at the distances of a range"),
+    "range_mass": Quantity("ranges", (*_ROW, "range"), "attention on the keys at the distances of a range, without sink keys"),
     "range_entropy": Quantity(
-        "ranges", (*_ROW, "range"), "entropy of attention within a range, nats, over rows that reach it"
+        "ranges", (*_ROW, "range"), "entropy of attention within a range, nats, without sink keys, over rows that reach it"
     ),
     "entropy": Quantity("entropy", _ROW, "entropy of attention over all keys, nats"),
     "local_mass": Quantity("mass", _ROW, "attention on the last keys (100 unless told), the token itself included"),
@@ -54,7 +54,7 @@ class Diagnostics:
         ranges: along "range": the distances t with first <= t < last.
         z: along "z": quantiles of the standard Gaussian.
         rows: int64 (length,), the rows read; outputs are taken from every row, read or not.
-        range_rows: int64 (layer, length, range), those of them that see a key in the range.
+        range_rows: int64 (layer, length, range), those of them that see a key in the range, sinks apart.
         values: by name of `QUANTITIES`, with the dimensions said there.
     """
 

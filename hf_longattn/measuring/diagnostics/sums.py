@@ -35,7 +35,7 @@ class Options:
         rows: at most so many query rows of a call, spread evenly over it; None reads all. Keys are never sampled.
         delta: Δ >= 2, ranges of distances are [0, 1), [1, Δ), [Δ, Δ²), ...
         local: how many of the last keys `local_mass` counts.
-        sinks: how many of the first keys are the sink.
+        sinks: how many of the first keys are the sink, which is in no range.
         seed: of the rows and of the logits in the QQ plot.
     """
 
@@ -126,7 +126,7 @@ class Sums:
         if "mass" in what:
             sinks = block.rows.sinks(block.logits.shape[-1], self.options.sinks)[:, None]
             self._add_by_row("sink_mass", (block.log_p.exp() * sinks).sum(-1), weight)
-            self._add_by_row("local_mass", self._at(block, 0, self.options.local).exp().sum(-1), weight)
+            self._add_by_row("local_mass", self._at(block, block.log_p, 0, self.options.local).exp().sum(-1), weight)
         if "logits" in what:
             counted = self._counted(block)
             kept = torch.where(counted, block.logits, 0.0)
@@ -140,11 +140,13 @@ class Sums:
             self._add_ranges(block, weight)
 
     def _add_ranges(self, block: Block, weight: Tensor) -> None:
+        sinks = block.rows.sinks(block.logits.shape[-1], self.options.sinks)[:, None]  # attention there is for no distance
+        without = block.log_p.masked_fill(sinks, MASK_VALUE)
         mass, inside, reached = [], [], []
         for first, last in self.options.ranges:
             if first >= block.logits.shape[-1]:
                 break
-            log_p = self._at(block, first, min(last, block.logits.shape[-1]))
+            log_p = self._at(block, without, first, min(last, block.logits.shape[-1]))
             log_mass = torch.logsumexp(log_p, -1)
             seen = log_p.amax(-1) > MASK_VALUE / 2
             mass.append(torch.where(seen, log_mass.exp(), 0.0))
@@ -156,13 +158,13 @@ class Sums:
             self._add_by_row(name, x, weight)
 
     @staticmethod
-    def _at(block: Block, first: int, last: int) -> Tensor:
-        """log_p of the keys first .. last - 1 tokens back, (batch, heads, n, last - first), MASK_VALUE where there is none."""
+    def _at(block: Block, log_p: Tensor, first: int, last: int) -> Tensor:
+        """`log_p` of the keys first .. last - 1 tokens back, (batch, heads, n, last - first), MASK_VALUE where none is."""
         back = torch.arange(first, last, device=block.logits.device)
         column = (block.rows.columns.query - block.rows.columns.key_start)[..., None] - back
         there = (column >= 0) & (column < block.logits.shape[-1])
         at = column.clamp(0, block.logits.shape[-1] - 1)[:, None].expand(*block.logits.shape[:3], -1)
-        return block.log_p.gather(-1, at).masked_fill_(~there[:, None], MASK_VALUE)
+        return log_p.gather(-1, at).masked_fill_(~there[:, None], MASK_VALUE)
 
     def _counted(self, block: Block) -> Tensor:
         """The pairs that logit statistics count: visible, and the key is no sink."""
