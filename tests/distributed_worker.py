@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import shutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn.integration.dispatch import attention_forward
@@ -185,7 +187,56 @@ def sharded(path: Path) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
     return m, torch.optim.AdamW(m.parameters(), lr=0.01)
 
 
-JOBS = {f.__name__: f for f in (fully_sharded, tensor_parallel, split_sequence, deepspeed)}
+#: Recipes: what every process does, and what one alone does to the same windows.
+PARALLEL = {
+    "sequence": ["method=logn", "parameters.learned=true", "packing=documents", "parallel.sequence=2"],
+    "sharded": ["method=rerope", "parameters.window=8", "lora=null", "trainer.max_grad_norm=0.1", "parallel.shard=true"],
+    "both": ["method=output_layer_norm", "parallel.sequence=2", "parallel.shard=true", "lora.r=4"],
+}
+
+
+def overrides(out: Path, kind: str, processes: int) -> list[str]:
+    """Of `continue_lora`, on what the test has put into the folder; every step takes two windows."""
+    each = 2 if processes == 1 or "parallel.sequence=2" in PARALLEL[kind] else 1
+    settings = [f"model={out / 'model'}", f"data={out / 'table.jsonl'}", f"heldout={out / 'text.txt'}", "length=24"]
+    settings += [f"output={out / f'{kind}.{processes}'}", "evaluation.tokens=72", "evaluation.lengths=[24,48]"]
+    settings += [f"trainer.per_device_train_batch_size={each}", "trainer.gradient_accumulation_steps=2"]
+    settings += [f"trainer.{k}" for k in ("max_steps=4", "logging_steps=1", "save_steps=2", "eval_steps=2", "use_cpu=true")]
+    settings += ["trainer.disable_tqdm=true"]
+    return settings + [x for x in PARALLEL[kind] if processes > 1 or "parallel" not in x]
+
+
+def recipes(out: Path) -> dict[str, Any]:
+    """Each recipe, and the one with sharded weights once more from its first checkpoint."""
+    from hf_longattn.training import load_recipe, prepare, run
+
+    results: dict[str, Any] = {}
+    for kind in PARALLEL:
+        recipe = load_recipe("continue_lora", overrides(out, kind, RANKS))
+        results[kind] = run(prepare(recipe))["log"]
+        if kind == "sharded":
+            torch.distributed.barrier()
+            if torch.distributed.get_rank() == 0:
+                shutil.copytree(recipe.output, f"{recipe.output}.whole")
+                (Path(recipe.output) / "metrics.json").unlink()
+                shutil.rmtree(Path(recipe.output) / "checkpoint-4")
+            torch.distributed.barrier()
+            results["resumed"] = run(prepare(recipe, resume=True))["log"]
+    return results
+
+
+def evaluate(out: Path, processes: int = RANKS) -> dict[str, Any]:
+    """`hf-longattn eval` of two settings, its rows in turns."""
+    from hf_longattn.cli import app
+
+    options = {"text": out / "text.txt", "method": "scale_invariant:tau=3", "lengths": "256,384", "targets": "32"}
+    options |= {"out": out / f"report.{processes}", "tasks": "loss,passkey", "samples": "2", "device": "cpu"}
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    result = CliRunner().invoke(app, ["eval", str(out / "model"), *words])
+    return {"status": result.exit_code, "output": result.output, "error": repr(result.exception)}
+
+
+JOBS = {f.__name__: f for f in (fully_sharded, tensor_parallel, split_sequence, recipes, evaluate, deepspeed)}
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-FIRST_WORDS = ("hf-longattn", "make", "python", "pip", "accelerate", "git", ".ci/run")
+FIRST_WORDS = ("hf-longattn", "make", "python", "pip", "accelerate", "torchrun", "git", ".ci/run")
 #: Examples that tests/test_training_examples.py and tests/test_distributed.py run: with data, with several processes.
 ELSEWHERE = {"adapters.md", "engines.md"}
 
@@ -173,7 +173,7 @@ def check_mention(words: list[str]) -> None:
 def test_command_exists_and_reads_its_options(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, *words = COMMANDS.get(line) or SPANS[line]
     if first == "hf-longattn" or "hf_longattn.cli" in words:
-        words = words[words.index("hf_longattn.cli") + 1 :] if first == "accelerate" else words
+        words = words[words.index("hf_longattn.cli") + 1 :] if "hf_longattn.cli" in words else words
         monkeypatch.chdir(tmp_path)
         (tmp_path / "long-model").mkdir()  # what `push` wants to see
         if not words[0].startswith("--"):

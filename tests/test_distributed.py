@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,8 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
-from distributed_worker import ALL_SPLIT, RANKS, SHARDED, SPLIT, gradients, made, sequences, step
+from distributed_worker import (
+    ALL_SPLIT,
+    PARALLEL,
+    RANKS,
+    SHARDED,
+    SPLIT,
+    evaluate,
+    gradients,
+    made,
+    overrides,
+    sequences,
+    step,
+)
 from helpers import close, tokens
 from transformers import AutoModelForCausalLM
 
@@ -63,7 +77,11 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("distributed")
     for case in SPLIT:
         made(case).save_pretrained(path / case)
-    return together(path, "tensor_parallel", "fully_sharded", "split_sequence")
+    tiny.save(path / "model")
+    tiny.text(path / "text.txt", 500)
+    texts = [tiny.text(path / "one.txt", length, length).read_text() for length in range(5, 45)]
+    (path / "table.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return together(path, "tensor_parallel", "fully_sharded", "split_sequence", "recipes", "evaluate")
 
 
 def of(out: Path, job: str) -> list[dict[str, Any]]:
@@ -130,6 +148,54 @@ def check_sequences(found: list[dict[str, Any]], record_property: Record, engine
 def test_a_sequence_split_over_processes(out: Path, record_property: Record) -> None:
     """The exchange of `split_sequence`: logits of each half and gradients, of one text and of packed documents."""
     check_sequences(of(out, "split_sequence"), record_property, "split_sequence")
+
+
+LOGGED = ("loss", "loss_0_6", "loss_6_12", "loss_12_18", "loss_18_24", "eval_loss_24", "eval_loss_48", "grad_norm")
+
+
+def logged(entries: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{k: entry[k] for k in LOGGED if k in entry} for entry in entries if "train_runtime" not in entry]
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_a_recipe_over_processes(kind: str, out: Path) -> None:
+    """Windows in parts, weights in parts, or both: what is logged and saved is what one process logs and saves."""
+    pytest.importorskip("omegaconf")
+    from hf_longattn.training import load_recipe, prepare, run
+
+    found = of(out, "recipes")
+    alone = run(prepare(load_recipe("continue_lora", overrides(out, kind, 1))))
+    want = logged(alone["log"])
+    assert len(want) == 6
+    for log in (f[which] for f in found for which in (kind, "resumed" if kind == "sharded" else kind)):
+        for got, expected in zip(logged(log), want, strict=True):
+            assert got == pytest.approx(expected, abs=2e-5)
+    metrics = json.loads((out / f"{kind}.2" / "metrics.json").read_text())
+    assert metrics["tokens"] == alone["tokens"]
+    for name, measured in alone["measured"].items():
+        for length, values in measured.items():
+            assert metrics["measured"][name][str(length)]["loss"] == pytest.approx(values["loss"], abs=2e-5)
+    one, two = (AutoModelForCausalLM.from_pretrained(out / f"{kind}.{n}").eval() for n in (1, 2))
+    with torch.no_grad():
+        close(two(tokens()).logits, one(tokens()).logits, 1e-4, kind)
+        if kind == "sharded":
+            whole = AutoModelForCausalLM.from_pretrained(out / f"{kind}.2.whole").eval()
+            close(two(tokens()).logits, whole(tokens()).logits, 0, "resumed")
+
+
+def test_an_evaluation_in_turns(out: Path) -> None:
+    """The rows are those of one process, in the same order; the first process alone writes and prints."""
+    found = of(out, "evaluate")
+    assert [f["status"] for f in found] == [0, 0], found
+    assert "Loss in nats" in found[0]["output"]
+    assert found[1]["output"] == ""
+    assert evaluate(out, 1)["status"] == 0
+    rows = [(out / f"report.{n}" / "rows.jsonl").read_text().splitlines() for n in (1, RANKS)]
+    assert len(rows[0]) == 2 * 2 * (1 + 2)
+    for one, two in zip(*rows, strict=True):
+        a, b = ({k: v for k, v in json.loads(row).items() if k not in ("seconds", "command")} for row in (one, two))
+        assert a == b
+    assert (out / "report.2" / "index.html").exists()
 
 
 def test_a_sequence_split_by_deepspeed(tmp_path: Path, record_property: Record) -> None:

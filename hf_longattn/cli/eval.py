@@ -61,12 +61,14 @@ def evaluate(
 
     Loss by length (the same tokens, with ever longer context), by position, within the trained length (what a method costs),
     and tasks. Everything that can be wrong is refused before weights are read. Rows are kept as they are done: the same
-    command goes on after an interruption, and more settings, tasks and texts can join a folder later.
+    command goes on after an interruption, and more settings, tasks and texts can join a folder later. Several processes or
+    GPUs take turns: torchrun --nproc-per-node 8 -m hf_longattn.cli eval ...
     """
     from transformers import AutoTokenizer
 
     from ..checks import check_model, check_output, device_of, read_text
     from ..measuring.evaluation import Plan
+    from ..measuring.processes import own_device, together
     from ..measuring.settings import parse_settings
 
     with refusing("--text"):
@@ -95,7 +97,11 @@ def evaluate(
         )
         store = plan.open(out)
 
-    interrupted = not page_only and _run_with_progress(plan, store, device, command_line(context))
+    with together() as rank:
+        console.quiet = rank > 0
+        interrupted = not page_only and _run_with_progress(plan, store, own_device(device), command_line(context))
+    if rank > 0:
+        raise typer.Exit(130 if interrupted else 0)
     results = _write(plan, store, out, title)
     console.print(_table(results))
     console.print(results.summary(), highlight=False)

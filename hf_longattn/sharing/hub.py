@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def save(
     remote_code: bool = False,
     strict: bool = False,
     overwrite: bool = False,
+    state_dict: Mapping[str, Any] | None = None,
     **card: Any,
 ) -> Path:
     """Save a model (or, of a model with an adapter, the adapter) with its attention and a model card.
@@ -46,6 +48,7 @@ def save(
         remote_code: add the small file that makes loading with trust_remote_code=True import this package.
         strict: name the model's class LongAttn... in its config, so that engines which choose their own code by that name, and
             never read what attention it needs (vLLM, SGLang), refuse it. transformers with this package loads it as ever.
+        state_dict: the weights, where the model's own are sharded (torch's get_model_state_dict gathers them).
         overwrite: into a directory that holds something: weights and configs there are replaced, all else stays.
         card: training_lengths, metrics, evaluated_on, license; see `hf_longattn.card.Facts`.
 
@@ -73,7 +76,7 @@ def save(
             raise FileExistsError(f"{directory} is not empty; pass overwrite=True to replace the model in it")
         for path in (path for pattern in _STALE for path in directory.glob(pattern)):
             path.unlink()
-    model.save_pretrained(directory)  # type: ignore[operator]
+    model.save_pretrained(directory, **({} if state_dict is None else {"state_dict": state_dict}))  # type: ignore[operator]
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
     if adapter and base_model:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
+from transformers import default_data_collator
 
 from ..checks import read_text
 from ..measuring.tasks.needle import IGNORE, NeedleTask
@@ -107,6 +108,22 @@ class Finish:
             return {"input_ids": ids, "labels": ids}
         labels = ids.masked_fill(positions == 0, IGNORE)  # nothing predicts a document's first token
         return {"input_ids": ids, "labels": labels, "position_ids": positions.long()}
+
+
+class Part:
+    """Collates rows to one process's part of each window, with what its tokens are to predict."""
+
+    def __init__(self, rank: int, parts: int) -> None:
+        self.rank, self.parts = rank, parts
+
+    def __call__(self, rows: list[Row]) -> Row:
+        batch: Row = default_data_collator(rows)
+        if self.parts == 1:
+            return batch
+        if "position_ids" not in batch:
+            batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+        batch["shift_labels"] = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORE)[:, 1:]
+        return {name: x.chunk(self.parts, 1)[self.rank] for name, x in batch.items()}
 
 
 class Rows(Dataset[Row]):

@@ -18,6 +18,8 @@ def held_out_sums(
 ) -> dict[int, Tensor]:
     """Sums per length, float64, so that processes can add theirs up; `share` is (this process, processes).
 
+    All make equally many forward passes, as they must where weights are sharded: one that has less to do repeats a text.
+
     Text: summed loss and tokens of each doubling range of positions (see `edges`), shape (ranges, 2). Needles: summed loss of
     the answers and their tokens, then needles found and needles, shape (2, 2).
     """
@@ -25,15 +27,17 @@ def held_out_sums(
     out = {}
     for length in lengths:
         if data.test_task is not None:
-            rows = [_needle(model, data.test_task, i, length) for i in range(*_mine(recipe.evaluation.samples, share))]
-            out[length] = torch.stack(rows).sum(0) if rows else torch.zeros(2, 2, dtype=torch.float64)
+            count = recipe.evaluation.samples
+            rows = [(i < count) * _needle(model, data.test_task, i % count, length) for i in range(*_mine(count, share))]
+            out[length] = torch.stack(rows).sum(0)
             continue
         windows = windows_of(data.held_out, length, recipe.evaluation.tokens)
         total = torch.zeros(len(edges(length)) - 1, 2, dtype=torch.float64)
         for i in range(*_mine(len(windows), share)):
-            losses = token_losses(model, windows[i : i + 1].to(model.device)).cpu()
+            losses = token_losses(model, windows[i % len(windows)][None].to(model.device)).cpu()
             counts = torch.tensor([b - a for a, b in zip(edges(length), edges(length)[1:], strict=False)])
-            total += torch.stack([torch.tensor(loss_by_position(losses, edges(length))) * counts, counts], 1).double()
+            sums = torch.stack([torch.tensor(loss_by_position(losses, edges(length))) * counts, counts], 1)
+            total += (i < len(windows)) * sums.double()
         out[length] = total
     return out
 
@@ -73,4 +77,5 @@ def _needle(model: Any, task: NeedleTask, index: int, length: int) -> Tensor:
 
 
 def _mine(count: int, share: tuple[int, int]) -> tuple[int, int, int]:
-    return share[0], count, share[1]
+    rank, processes = share
+    return rank, -(-count // processes) * processes, processes

@@ -31,6 +31,7 @@ class CausalLoss:
         distill: how the teacher counts; None for no teacher.
         teacher: opens the context in which `model` is the teacher.
         teacher_positions: whether the teacher is given position_ids too; if not, it reads every row as a plain text.
+        part: which part of its windows this process holds, and how many parts there are.
     """
 
     def __init__(
@@ -39,16 +40,24 @@ class CausalLoss:
         distill: Distill | None = None,
         teacher: Callable[[], AbstractContextManager[Any]] | None = None,
         teacher_positions: bool = True,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         self.model, self.distill, self.teacher, self.teacher_positions = model, distill, teacher, teacher_positions
+        self.part = part
 
     def __call__(
-        self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, **inputs: Any
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
+        **inputs: Any,
     ) -> dict[str, Tensor]:
         """The loss per predicted token (of `num_items_in_batch`, if given: a share of an accumulated batch).
 
         Args:
             input_ids, labels: int64 (batch, length); labels as the ids, IGNORE where there is no loss.
+            shift_labels: likewise what each token is to predict, where windows are in parts.
 
         Returns:
             loss, with gradient; cross_entropy and divergence, the sums of each over tokens, and tokens, their number, each
@@ -59,9 +68,12 @@ class CausalLoss:
         if self.distill is not None and self.teacher is not None:
             given = inputs if self.teacher_positions else {}
             with torch.no_grad(), self.teacher():
-                taught = self._hidden(input_ids, given)[:, :-1]
-        hidden, labels = self._hidden(input_ids, inputs)[:, :-1], labels[:, 1:]
-        part = torch.arange(labels.shape[1], device=labels.device) * PARTS // labels.shape[1]
+                taught = self._hidden(input_ids, given)
+        hidden = self._hidden(input_ids, inputs)
+        labels = torch.nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:] if shift_labels is None else shift_labels
+        rank, parts = self.part
+        position = torch.arange(labels.shape[1], device=labels.device) + rank * labels.shape[1]
+        part = (position * PARTS // (parts * labels.shape[1] - 1)).clamp(max=PARTS - 1)
         sums = [torch.zeros(PARTS, device=labels.device) for _ in range(2)]
         total = torch.zeros((), device=labels.device)
         for first in range(0, labels.shape[1], CHUNK):

@@ -158,6 +158,14 @@ class Evaluation:
 
 
 @dataclass
+class Parallel:
+    """What several processes (torchrun, accelerate launch) share beside the batch; see docs/engines.md."""
+
+    sequence: int = 1  # processes that hold a part of each window and compute its attention together
+    shard: bool = False  # weights, gradients and optimiser states in parts, one for each process (FSDP2)
+
+
+@dataclass
 class Recipe:
     """A training run; `hf-longattn train --help` has the keys that most runs set."""
 
@@ -187,6 +195,7 @@ class Recipe:
 
     optimizer: Muon | None = None
     schedule: Schedule | None = None
+    parallel: Parallel = field(default_factory=Parallel)
     evaluation: Evaluation = field(default_factory=Evaluation)
     trainer: dict[str, Any] = field(default_factory=dict)  # any of transformers' TrainingArguments
 
@@ -317,6 +326,7 @@ def check(recipe: Recipe) -> None:
             raise ValueError(f"skip.chunks must lie in [2, {recipe.length // 2}], got {recipe.skip.chunks}")
         if (target := recipe.skip.target_length) is not None and target <= recipe.length:
             raise ValueError(f"skip.target_length must exceed length ({recipe.length}), got {target}")
+    _check_parallel(recipe)
     if recipe.schedule is not None:
         require_in("schedule.warmup + schedule.cooldown", recipe.schedule.warmup + recipe.schedule.cooldown, 0.0, 1.0)
         if {"lr_scheduler_type", "warmup_steps", "warmup_ratio", "lr_scheduler_kwargs"} & set(recipe.trainer):
@@ -329,6 +339,25 @@ def check(recipe: Recipe) -> None:
             f"trainer.save_steps ({saves}) must be a multiple of trainer.logging_steps ({logs}): a resumed run would log "
             "other means"
         )
+
+
+def _check_parallel(recipe: Recipe) -> None:
+    parallel = recipe.parallel
+    if parallel.sequence < 1 or recipe.length % parallel.sequence:
+        raise ValueError(f"parallel.sequence must divide length ({recipe.length}), got {parallel.sequence}")
+    if parallel.sequence > 1:
+        reasons = {
+            "a method, whose attention function does it": recipe.setting.config is None,
+            "positions: plain (they may not jump)": recipe.positions != "plain",
+            "no distill: the teacher is the model without a method": recipe.distill is not None,
+            "data that is not streamed": recipe.hub.streaming,
+        }
+        if missing := [reason for reason, holds in reasons.items() if holds]:
+            raise ValueError(f"parallel.sequence > 1 needs {' and '.join(missing)}")
+    if parallel.shard and recipe.optimizer is not None:
+        raise ValueError("parallel.shard works with the optimisers of transformers' Trainer: optimizer=null")
+    if parallel.shard and (not_sharded := {"fsdp", "deepspeed", "fp16", "load_best_model_at_end"} & set(recipe.trainer)):
+        raise ValueError(f"parallel.shard and trainer.{sorted(not_sharded)[0]} exclude each other")
 
 
 def _require_shares(section: str, values: Any, *names: str) -> None:

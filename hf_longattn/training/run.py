@@ -25,6 +25,8 @@ from ..sharing.hub import save
 from .data import Data
 from .loss import CHUNK, CausalLoss, trained_by
 from .models import load_config, load_model, load_tokenizer, put_adapter, put_method, unadapted
+from .parallel import ShardedTrainer
+from .parallel import check as check_parallel
 from .recipe import Recipe, dump
 from .trainer import RecipeTrainer, arguments, interruptible
 
@@ -68,6 +70,7 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
             f"the teacher was trained at {trained} tokens; windows of {recipe.length} are beyond it: lower length"
         )
     args = arguments(recipe)
+    check_parallel(recipe, args, config.get_text_config())
     return Prepared(recipe, output, checkpoint, tokenizer, data, attention, config, original, args)
 
 
@@ -83,7 +86,7 @@ def plan(run: Prepared) -> str:
     described = describe(model)
     changed = [row for row in described.rows if row[1] != "unchanged"]
     layers = f"{len(changed)} of {len(described.rows)} attention layers"
-    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    rows = _windows(recipe, args)
     tokens = rows * recipe.length * args.max_steps
     have = "streamed" if recipe.hub.streaming else f"{len(run.data.train)} windows"  # type: ignore[arg-type]
     text = run.config.get_text_config()
@@ -142,12 +145,13 @@ def _run(prepared: Prepared) -> dict[str, Any]:
         attention = calibrate(model, data.first_windows(-(-recipe.calibrate // recipe.length)), attention)
     put_method(model, recipe, attention)
     wrapped = model if recipe.lora is None else put_adapter(model, recipe.lora, attention is not None, args.seed)
-    trainer = RecipeTrainer(recipe, data, wrapped, model, args, prepared.tokenizer)
+    kind = ShardedTrainer if recipe.parallel.shard else RecipeTrainer
+    trainer = kind(recipe, data, wrapped, model, args, prepared.tokenizer)
     first = trainer.is_world_process_zero()
     if first:
         write_whole(output / RECIPE_FILE, dump(recipe))
     base = functools.partial(unadapted, wrapped, prepared.original)
-    loss = CausalLoss(model, recipe.distill, base, teacher_positions=recipe.positions != "skip")
+    loss = CausalLoss(model, recipe.distill, base, teacher_positions=recipe.positions != "skip", part=trainer.part)
     with trained_by(model, loss), interruptible(trainer):
         result = trainer.train(resume_from_checkpoint=prepared.checkpoint)
     measured = {"trained": trainer.held_out_metrics(recipe.final_lengths)}
@@ -159,6 +163,7 @@ def _run(prepared: Prepared) -> dict[str, Any]:
         else:
             measured["base"] = _another(prepared, trainer, prepared.original)
         measured |= _yarn(prepared, trainer)
+    weights = trainer.whole()
     if attention is None:
         trainer.save_model(str(output))
         if first and recipe.rope is not None:
@@ -169,17 +174,13 @@ def _run(prepared: Prepared) -> dict[str, Any]:
             "metrics": {m: {n: x[m] for n, x in measured["trained"].items()} for m in ("loss", "accuracy") if m in final},
             "evaluated_on": _names(recipe.heldout or recipe.data),
         }
-        save(wrapped, output, tokenizer=prepared.tokenizer, overwrite=True, **card)
+        save(wrapped, output, tokenizer=prepared.tokenizer, overwrite=True, state_dict=weights, **card)
     metrics = {
         "recipe": recipe.name,
         "measured": measured,
         "train_loss": result.training_loss,
         "steps": trainer.state.global_step,
-        "tokens": trainer.state.global_step
-        * args.per_device_train_batch_size
-        * args.gradient_accumulation_steps
-        * args.world_size
-        * recipe.length,
+        "tokens": trainer.state.global_step * _windows(recipe, args) * recipe.length,
         "seed": args.seed,
         "processes": args.world_size,
         "resumed_from": prepared.checkpoint and Path(prepared.checkpoint).name,
@@ -193,6 +194,12 @@ def _run(prepared: Prepared) -> dict[str, Any]:
     if first:
         write_whole(output / METRICS_FILE, json.dumps(metrics, indent=1) + "\n")
     return metrics
+
+
+def _windows(recipe: Recipe, args: TrainingArguments) -> int:
+    """Windows that a step takes from all processes."""
+    processes = args.world_size // recipe.parallel.sequence
+    return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * processes)
 
 
 def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
@@ -260,7 +267,9 @@ def _memory(recipe: Recipe, args: TrainingArguments, parameters: int, trained: i
     """Bytes: weights, gradients and optimiser states of what is trained, activations kept for the backward pass, logits."""
     width = torch.finfo(getattr(torch, recipe.dtype)).bits // 8
     activation = 2 if args.bf16 or args.fp16 else width
-    tokens = args.per_device_train_batch_size * recipe.length
+    tokens = args.per_device_train_batch_size * recipe.length // recipe.parallel.sequence
+    if recipe.parallel.shard:
+        parameters, trained = parameters // args.world_size, trained // args.world_size
     hidden, inner = text.hidden_size, text.intermediate_size
     per_layer = hidden if args.gradient_checkpointing else 12 * hidden + 4 * inner
     logits = 3 * min(CHUNK, recipe.length) * args.per_device_train_batch_size * text.vocab_size * 4

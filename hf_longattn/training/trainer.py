@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ..integration import update
-from .data import Data
+from ..integration.engines.ulysses import split_sequence, unsplit
+from .data import Data, Part
 from .held_out import held_out_sums, metrics
 from .loss import PARTS
 from .optim import MuonWithAdam
@@ -33,6 +34,12 @@ def arguments(recipe: Recipe) -> TrainingArguments:
     return TrainingArguments(output_dir=recipe.output, **settings | recipe.trainer)
 
 
+def part_of(recipe: Recipe, args: TrainingArguments) -> tuple[int, int]:
+    """Which part of its windows this process trains on, and how many parts there are."""
+    count = recipe.parallel.sequence
+    return args.process_index % count, count
+
+
 class RecipeTrainer(Trainer):
     """Computes the loss that its model's forward gives (see `loss.CausalLoss`) and logs it by position.
 
@@ -42,12 +49,13 @@ class RecipeTrainer(Trainer):
 
     def __init__(self, recipe: Recipe, data: Data, model: Any, causal: Any, args: TrainingArguments, tokenizer: Any) -> None:
         optimizer = None if recipe.optimizer is None else MuonWithAdam(causal, recipe.optimizer)
+        self.part = part_of(recipe, args)
         super().__init__(
             model,
             args,
             train_dataset=data.train,
             eval_dataset=data.train,  # never read: `evaluate` has the held-out text
-            data_collator=default_data_collator,  # a tokenizer's adds a mask, under which packed documents see each other
+            data_collator=Part(*self.part),  # a tokenizer's adds a mask, under which packed documents see each other
             processing_class=tokenizer,
             optimizers=(optimizer, None),
             callbacks=[] if recipe.strength is None else [StrengthSchedule(recipe.strength)],
@@ -55,6 +63,17 @@ class RecipeTrainer(Trainer):
         self.model_accepts_loss_kwargs = True  # the loss is per token of the whole accumulated batch
         self.recipe, self.data, self.causal = recipe, data, causal
         self.seen: torch.Tensor | None = None
+        if self.part[1] > 1:
+            split_sequence(causal, torch.distributed.new_subgroups(self.part[1])[0])
+
+    def get_train_dataloader(self) -> Any:
+        """Processes that share windows get the same ones."""
+        loader = super().get_train_dataloader()
+        if self.part[1] > 1:
+            shard: Any = loader.batch_sampler
+            shard.num_processes //= self.part[1]
+            shard.process_index //= self.part[1]
+        return loader
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
@@ -87,11 +106,19 @@ class RecipeTrainer(Trainer):
 
     def held_out_metrics(self, lengths: list[int]) -> dict[int, dict[str, Any]]:
         share = (self.accelerator.process_index, self.accelerator.num_processes)
-        sums = held_out_sums(self.causal, self.recipe, self.data, lengths, share)
+        with unsplit(self.causal):
+            sums = self._held_out_sums(self.causal, self.recipe, self.data, lengths, share)
         device = self.accelerator.device
         wide = torch.float32 if device.type == "mps" else torch.float64
         sums = {n: self.accelerator.reduce(s.to(device, wide), "sum").cpu() for n, s in sums.items()}
         return metrics(sums, self.data.test_task is not None)
+
+    def whole(self) -> dict[str, Any] | None:
+        """The weights to save in the first process, where the model's own are not whole."""
+        return None
+
+    def _held_out_sums(self, *arguments: Any) -> dict[int, torch.Tensor]:
+        return held_out_sums(*arguments)
 
 
 class StopAtStep(TrainerCallback):  # type: ignore[misc]

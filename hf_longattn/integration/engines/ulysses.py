@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,6 +49,22 @@ def split_sequence(model: nn.Module, group: Any) -> None:
             _groups.pop(module, None)
         else:
             _groups[module] = group
+
+
+def check_heads(heads: int, kv_heads: int, world: int) -> None:
+    """Raise ValueError unless so many processes can share so many heads."""
+    if heads % world or (kv_heads % world and world % kv_heads):
+        raise ValueError(f"{heads} query and {kv_heads} key heads cannot be shared evenly by {world} processes")
+
+
+@contextmanager
+def unsplit(model: nn.Module) -> Iterator[None]:
+    """While open, every process calls the model on whole sequences of its own."""
+    kept = {module: _groups.pop(module) for module in model.modules() if module in _groups}
+    try:
+        yield
+    finally:
+        _groups.update(kept)
 
 
 def group_of(module: nn.Module) -> Any:
@@ -98,8 +115,7 @@ def exchanged(
     world = torch.distributed.get_world_size(group)
     if position_ids is None or query.shape[2] != key.shape[2]:
         raise ValueError("a sequence split over processes needs position_ids in every call, and use_cache=False")
-    if query.shape[1] % world or (key.shape[1] % world and world % key.shape[1]):
-        raise ValueError(f"{query.shape[1]} query and {key.shape[1]} key heads cannot be shared evenly by {world} processes")
+    check_heads(query.shape[1], key.shape[1], world)
     if (times := world // key.shape[1]) > 1:
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     parts = [torch.empty_like(position_ids) for _ in range(world)]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ..processes import gathered, place
 from ..rows import Row
 from ..settings import load_setting
 from .answers import answer_scores
@@ -23,26 +24,39 @@ def run_plan(
 ) -> None:
     """Measure every row that the store does not have; each is kept as soon as it is done.
 
+    Several processes (see `processes.together`) take the next rows in turn, and the first keeps what all have found.
+
     Args:
-        done: told of every item when it is there, and whether it was measured now.
+        done: in the first process, told of every item when it is there, and whether it was measured now.
         command: kept with every row.
     """
     loaded: Any = None
     model: Any = None
+    rank, processes = place()
+    missing = [item for item in plan.items() if item.key not in store.rows]
     for item in plan.items():
         if item.key in store.rows:
             done(item, False)
-            continue
-        if loaded != item.setting:
-            loaded = model = None  # the old one goes before the new one comes
-            model, loaded = load_setting(item.setting, plan.model, plan.dtype, device), item.setting
-        start = time.monotonic()
-        result = _loss(plan, item, model) if item.task == LOSS else _answers(plan, item, model)
-        seconds = round(time.monotonic() - start, 2)
-        about = {"setting": item.setting.name, "task": item.task, "length": item.length, "which": item.which}
-        about["dtype"] = str(model.dtype).removeprefix("torch.")
-        store.add({"key": item.key, "digest": item.digest, **about, **result, "seconds": seconds, "command": command})
-        done(item, True)
+    for first in range(0, len(missing), processes):
+        turn, row = missing[first : first + processes], None
+        if rank < len(turn):
+            item = turn[rank]
+            if loaded != item.setting:
+                loaded = model = None  # the old one goes before the new one comes
+                model, loaded = load_setting(item.setting, plan.model, plan.dtype, device), item.setting
+            row = {"key": item.key, "digest": item.digest, **_row(plan, item, model), "command": command}
+        for item, found in zip(turn, gathered(row), strict=False):
+            if rank == 0:
+                store.add(found)
+                done(item, True)
+
+
+def _row(plan: Plan, item: Item, model: Any) -> Row:
+    start = time.monotonic()
+    result = _loss(plan, item, model) if item.task == LOSS else _answers(plan, item, model)
+    about = {"setting": item.setting.name, "task": item.task, "length": item.length, "which": item.which}
+    about["dtype"] = str(model.dtype).removeprefix("torch.")
+    return {**about, **result, "seconds": round(time.monotonic() - start, 2)}
 
 
 def _loss(plan: Plan, item: Item, model: Any) -> Row:
