@@ -77,7 +77,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(path / "deep")
     tiny.tokenizer().save_pretrained(path / "deep")
-    tiny.text(path / "book.txt", 5000)
+    tiny.text(path / "book.txt", 6000)
     return path
 
 
@@ -93,7 +93,7 @@ def test_python(block: str, home: Path, tmp_path: Path, monkeypatch: pytest.Monk
     given: dict[str, Any] = {"torch": torch, "hf_longattn": hf_longattn, "LongAttnConfig": hf_longattn.LongAttnConfig}
     given |= {"AutoModelForCausalLM": AutoModelForCausalLM, "AutoConfig": AutoConfig}
     given |= {"name": name, "config": config, "model": model, "folder": tmp_path, "rows": [["0", 0.5, 0.25]]}
-    given |= {"input_ids": ids, "tokens": ids, "batches": [ids], "labels": ids}
+    given |= {"input_ids": ids, "tokens": ids.repeat(1, 2), "batches": [ids], "labels": ids}
     given["positions"] = torch.cat([torch.arange(1000), torch.arange(7900, 8000)])[None]
     if "peft" in code:
         peft = given["peft"] = pytest.importorskip("peft")
@@ -158,7 +158,7 @@ def check_ours(words: list[str]) -> None:
     if name == "lm-eval":
         arguments = dict(a.split("=", 1) for a in rest[rest.index("--model_args") + 1].split(","))
         parse_settings([arguments["setting"]], [], None, [])
-    if name in ("eval", "inspect"):
+    if name in ("eval", "inspect", "probe"):
         parse_settings(given["method"] or [], given.get("rope") or [], None, [])
 
 

@@ -66,6 +66,7 @@ REFUSED = {
     EXTEND.replace("F/model", "F/nomodel"): "nomodel holds no model",
     EXTEND.replace("F/model", "F/cut"): "cut/model.safetensors is damaged",
     EXTEND.replace("OUT", "F/file/out"): "file is a file, not a folder",
+    EXTEND + " --for readng": "did you mean 'reading'?",
     EXTEND + " --dtype float33": "did you mean 'float32'?",
     EXTEND + " --device cuda:9": "no device 'cuda:9' here",
     EVAL + " --adapter foo=F/nomodel": "nomodel holds no model",

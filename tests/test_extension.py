@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from typer.testing import CliRunner
 import hf_longattn
 from hf_longattn.attention.kernels import precision
 from hf_longattn.cli import app
+from hf_longattn.measuring import extension
 from hf_longattn.measuring.evaluation import Copy, copy_losses, loss_by_position, token_losses, with_copies
 from hf_longattn.measuring.extension import Scores, best, candidates, plan_copies, score
+from hf_longattn.measuring.rows import Rows
 
 
 def fresh(family: str, **changes: Any) -> Any:
@@ -169,14 +172,19 @@ def test_command_tries_saves_and_reloads(saved: tuple[Path, Path], tmp_path: Pat
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     record = json.loads((out / "extend.json").read_text())
-    assert set(record["scores"]) == {"unmodified", "YaRN", "rerope", "leaky_rerope", "self_extend", "leaky_rerope by head"}
+    probed = {row["setting"] for row in record["rows"] if "distance" in row}
+    assert probed == {s.name for s in candidates(2048, 4096)} | {"leaky_rerope by head"} == set(record["probed"])
+    read = {row["setting"]: row for row in record["rows"] if "read" in row}
+    assert {"unmodified", record["choice"]} <= read.keys()
+    assert len(read) == 3
+    assert read["unmodified"]["beyond"] is None
     assert (out / "extend.png").stat().st_size > 10_000
     reloaded = AutoModelForCausalLM.from_pretrained(out).eval()
     assert (record["choice"] == "YaRN") == (reloaded.config._attn_implementation == "sdpa")
     assert reloaded.config.max_position_embeddings == (2048 if record["choice"] == "YaRN" else 4096)
     ids = PreTrainedTokenizerFast.from_pretrained(out)(text.read_text(), return_tensors="pt").input_ids[:, :4096]
     again = score(reloaded, ids, 2048, plan_copies(2048, 4096))
-    assert again.beyond == pytest.approx(record["scores"][record["choice"]]["beyond"], abs=1e-4)
+    assert again.beyond == pytest.approx(read[record["choice"]]["beyond"], abs=1e-4)
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert "not empty" in " ".join(result.output.replace("│", " ").split())
@@ -194,11 +202,143 @@ def test_command_reads_fast_and_saves_the_checkpoints_own_precision(
     arguments = ["extend", str(half), "--to", "4k", "--text", str(text), "--out", str(out), "--tolerance", "10"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    assert json.loads((out / "extend.json").read_text())["dtype"] == ("bfloat16" if fast else "float32")
+    record = json.loads((out / "extend.json").read_text())
+    assert {row["dtype"] for row in record["rows"] if "read" in row} == {"bfloat16" if fast else "float32"}
     reloaded = AutoModelForCausalLM.from_pretrained(out)
     assert reloaded.dtype == torch.bfloat16
     for name, weight in own.state_dict().items():
         assert torch.equal(reloaded.state_dict()[name], weight), name
+
+
+def test_an_interrupted_command_goes_on_to_the_same_result(
+    saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, text = saved
+
+    def run(out: Path, *more: str) -> Any:
+        line = ["extend", str(model), "--to", "4k", "--text", str(text), "--tolerance", "10", "--out", str(out), *more]
+        return CliRunner().invoke(app, line)
+
+    real, calls = extension.score, []
+
+    def stops(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    assert run(tmp_path / "whole").exit_code == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(extension, "score", stops)
+        stopped = run(tmp_path / "out")
+    assert stopped.exit_code == 130, stopped.output
+    assert "20 rows are kept, and the same command goes on" in " ".join(stopped.output.split())  # 9 x 2 probed, 2 read
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["extend.json"]
+    before = (tmp_path / "out" / "extend.json").read_text()
+    (tmp_path / "other.txt").write_text(text.read_text()[::-1])
+    for more, message in ((("--to", "4500"), "to: 4096 there, 4500 now"), (("--text", str(tmp_path / "other.txt")), "text: ")):
+        refused = run(tmp_path / "out", *more)
+        assert refused.exit_code == 2
+        assert f"rows of another protocol ({message}" in " ".join(refused.output.replace("│", " ").split())
+    assert (tmp_path / "out" / "extend.json").read_text() == before
+    patched = []
+    monkeypatch.setattr(extension, "score", lambda *a: patched.append(a) or real(*a))
+    assert run(tmp_path / "out").exit_code == 0
+    assert len(patched) == 1
+    whole, out = (json.loads((tmp_path / n / "extend.json").read_text()) for n in ("whole", "out"))
+    assert {k: v for k, v in whole.items() if k != "rows"} == {k: v for k, v in out.items() if k != "rows"}
+    unlike = {"seconds", "cpu_seconds", "command"}
+    assert [r.keys() - unlike for r in whole["rows"]] == [r.keys() - unlike for r in out["rows"]]
+    for first, second in zip(whole["rows"], out["rows"], strict=True):
+        assert {k: v for k, v in first.items() if k not in unlike} == {k: v for k, v in second.items() if k not in unlike}
+
+
+def test_a_purpose_weighs_what_is_measured(saved: tuple[Path, Path]) -> None:
+    rows = Rows(None, protocol={})
+    search = extension.Search(torch.zeros(1, 4096, dtype=torch.int64), 2048, rows)
+    assert search.distances == [3072, 3968]
+    losses = {"unmodified": (9, 9), "YaRN": (3.5, 0.9), "rerope:window=1024": (3.6, 0.5), "rerope:window=512": (3.4, 0.8)}
+    losses |= {"leaky_rerope:window=1024:stretch=3.0": (3.3, 2.0), "self_extend:window=256:group=3": (3.45, 0.6)}
+    for name, (text, copying) in losses.items():
+        for distance in search.distances:
+            rows.put({"setting": name, "distance": distance, "text": [text, text], "copy": [copying - 0.1, copying + 0.1]})
+    want = {
+        "both": ["self_extend:window=256:group=3", "rerope:window=1024", "YaRN", "leaky_rerope:window=1024:stretch=3.0"],
+        "reading": ["leaky_rerope:window=1024:stretch=3.0", "rerope:window=512", "self_extend:window=256:group=3", "YaRN"],
+        "retrieval": ["rerope:window=1024", "self_extend:window=256:group=3", "YaRN", "leaky_rerope:window=1024:stretch=3.0"],
+    }
+    for purpose, order in want.items():
+        search.purpose = purpose
+        assert search.ranked() == order
+    assert search.probed()["rerope:window=512"] == pytest.approx(0.8)
+    scores = {
+        "unmodified": Scores(3.0, 5.0, (6.0,)),
+        "fluent": Scores(3.0, 3.0, (2.0,)),
+        "finds": Scores(3.0, 3.4, (0.5,)),
+        "even": Scores(3.0, 3.1, (0.7,)),
+    }
+    found = {purpose: best(scores, "unmodified", 0.02, purpose) for purpose in extension.PURPOSES}
+    assert found == {"both": "even", "reading": "fluent", "retrieval": "finds"}
+
+
+def test_the_next_candidate_reads_where_the_first_cost_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    within = {"YaRN": 3.1, "rerope:window=1024": 3.2, "self_extend:window=256:group=3": 3.0, "unmodified": 3.0}
+    losses = {"YaRN": 0.5, "rerope:window=1024": 0.6, "self_extend:window=256:group=3": 0.7}
+    rows, read = Rows(None, protocol={}), []
+
+    def scored(model: Any, ids: torch.Tensor, edge: int, copies: Any) -> Scores:
+        read.append((model, ids.shape[1], len(copies)))
+        return Scores(within[model.name], 3.0 if ids.shape[1] > edge else torch.nan, (1.0,) * len(copies))
+
+    def probing(settings: Any, load: Any, ids: Any, distances: Any, rows: Rows, *more: Any) -> None:
+        for setting in settings:
+            for distance in distances if rows.find(setting=setting.name) is None else ():
+                rows.put(
+                    {"setting": setting.name, "distance": distance, "text": [4.0], "copy": [losses.get(setting.name, 4.0)]}
+                )
+
+    monkeypatch.setattr(extension, "score", scored)
+    monkeypatch.setattr(extension, "probe_settings", probing)
+    search = extension.Search(torch.zeros(1, 4096, dtype=torch.int64), 2048, rows)
+
+    def load(setting: Any) -> Any:
+        return SimpleNamespace(name=setting.name, device="cpu", dtype=torch.float32)
+
+    assert search.run(load) == "self_extend:window=256:group=3"
+    assert [(m.name, length, copies) for m, length, copies in read] == [
+        ("unmodified", 2048, 1),
+        ("YaRN", 4096, 5),
+        ("rerope:window=1024", 4096, 5),
+        ("self_extend:window=256:group=3", 4096, 5),
+    ]
+
+
+def test_command_reaches_better_inside_the_trained_length(saved: tuple[Path, Path], tmp_path: Path) -> None:
+    model, text = saved
+    line = ["extend", str(model), "--to", "2k", "--text", str(text), "--tolerance", "10", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, line)
+    assert result.exit_code in (0, 1), (result.output, result.exception)
+    record = json.loads((tmp_path / "out" / "extend.json").read_text())
+    assert "string:shift=682" in {row["setting"] for row in record["rows"]}
+    assert not any(row["setting"] == "YaRN" for row in record["rows"])
+    (read,) = (row for row in record["rows"] if "read" in row and row["setting"] == "unmodified")
+    assert read["read"] == 2048
+    assert read["beyond"] is not None
+    if result.exit_code:
+        assert "nothing reads better within the trained length" in " ".join(result.output.split())
+
+
+def test_extend_takes_a_purpose() -> None:
+    model = fresh("llama", max_position_embeddings=24)
+    hf_longattn.extend(model, to=100, purpose="reading")
+    assert hf_longattn.config_of(model).positions == hf_longattn.methods.LeakyReRope(window=12, stretch=8.0)
+    for purpose in ("retrieval", "both"):
+        model = hf_longattn.extend(fresh("llama", max_position_embeddings=24), to=100, purpose=purpose)
+        assert hf_longattn.config_of(model).positions == hf_longattn.methods.ReRope(window=12)
+    with pytest.raises(ValueError, match="did you mean 'reading'"):
+        hf_longattn.extend(model, to=100, purpose="readng")
+    with pytest.raises(ValueError, match="purpose chooses a method and 'rerope' is one"):
+        hf_longattn.extend(model, to=100, method="rerope", purpose="reading")
 
 
 def test_command_refuses_bad_input(saved: tuple[Path, Path]) -> None:

@@ -2,123 +2,191 @@
 
 from __future__ import annotations
 
-import json
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import track
 
-from .common import Device, Dtype, console, precision, read_tokens, refusing, table, tokens
+from .common import Device, Dtype, command_line, console, precision, read_tokens, refusing, table, tokens
 
 if TYPE_CHECKING:
-    from ..measuring.extension import Scores
+    from ..measuring.extension import Search
+    from ..measuring.rows import Row
+
+RESULT = "extend.json"
 
 
 def extend(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="A model on the Hub or a directory.")],
-    to: Annotated[str, typer.Option(help="The length to reach, in tokens; 32k is 32,768.")],
+    to: Annotated[
+        str, typer.Option(help="The length to reach, in tokens; 32k is 32,768. The trained length: better inside it.")
+    ],
     text: Annotated[Path, typer.Option(help="A text of at least that many tokens, of the kind you care about.")],
-    out: Annotated[Path | None, typer.Option(help="Where to save the best model, the table and the plot.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to save the best model, rows and plot; an interrupted run goes on where it stopped."),
+    ] = None,
+    purpose: Annotated[
+        str, typer.Option("--for", help="What counts: reading (prose beyond), retrieval (far copies), or both alike.")
+    ] = "both",
     tolerance: Annotated[
         float, typer.Option(help="What a choice may cost within the trained length, in nats a token.")
     ] = 0.02,
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
-    """Make MODEL longer without training: try a short list of methods on your text, show what each does, keep the best.
+    """Make MODEL longer without training: probe a list of methods, read your text with the best of them, keep the best.
 
-    Every row is one forward pass over the same text, into which passages are copied from far back: prose loss within and
-    beyond the trained length leaves them out, copy loss is theirs alone. Exit status 1 if nothing stays within the tolerance.
+    Every candidate is probed at far positions of short passages, in seconds. The best kinds then read the text in one forward
+    pass each, into which passages are copied from far back: prose loss within and beyond the trained length leaves them out,
+    copy loss is theirs alone. Exit status 1 if nothing stays within the tolerance.
     """
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
     from ..checks import check_output, device_of
     from ..integration import apply, describe, rope
-    from ..measuring.extension import YARN, best, by_head, candidates, plan_copies, score
+    from ..measuring.evaluation.plan import fingerprint
+    from ..measuring.extension import SEED, YARN, Search, by_head, check_purpose, plan_copies
+    from ..measuring.rows import Rows, versions_line
     from ..measuring.settings import UNMODIFIED, Setting, check_setting, load_setting, own_precision
 
+    logging.disable_progress_bar()
     length = tokens(to)
+    with refusing("--for"):
+        check_purpose(purpose)
     if out is not None:
         with refusing("--out"):
             check_output(out)
-        if out.exists() and any(out.iterdir()):
+        if out.exists() and {p.name for p in out.iterdir()} - {RESULT}:
             raise typer.BadParameter(f"{out} is not empty; nothing is overwritten", param_hint="--out")
     with refusing("--device"):
         device = device_of(device)
     with refusing("MODEL"):
         trained = check_setting(Setting(UNMODIFIED), model).train_length
         tokenizer = AutoTokenizer.from_pretrained(model)
-    if trained is None or length <= trained:
+    if trained is None or length < trained:
         raise typer.BadParameter(f"the model was trained at {trained} tokens; nothing to extend", param_hint="--to")
     with refusing("--to"):
-        copies = plan_copies(trained, length)
+        plan_copies(trained if length > trained else trained // 2, length)
     with refusing("--text"):
         ids = read_tokens(text, tokenizer, length)
     chosen = precision(model, dtype, device)
-    loaded = load_setting(Setting(UNMODIFIED), model, chosen, device)
+    protocol = {
+        "model": fingerprint(model),
+        "to": length,
+        "trained": trained,
+        "dtype": chosen,
+        "text": {text.name: sha256(text.read_bytes()).hexdigest()[:16]},
+        "seed": SEED,
+    }
+    with refusing("--out"):
+        rows = Rows(None if out is None else out / RESULT, protocol=protocol)
+    about = {"command": command_line(context), "versions": versions_line()}
+    search = Search(ids, trained, rows, purpose, tolerance, about)
 
-    tried = {s.name: s for s in candidates(trained, length)}
-    if trained >= 2048:
-        capped = by_head(loaded, ids.to(loaded.device), tried["leaky_rerope"], trained)
-        tried[capped.name] = capped
-    scores = {}
-    for name, setting in track(tried.items(), description=f"Reading {length} tokens", console=console, total=len(tried)):
-        this = loaded if setting.rope is None else load_setting(setting, model, chosen, device)
-        if setting.config is not None:
-            apply(this, setting.config)
-        scores[name] = s = score(this, ids.to(this.device), trained, copies)
-        console.print(f"{name}: prose {s.within:.3f} within, {s.beyond:.3f} beyond; copies {s.copying:.2f}", highlight=False)
-    columns = ["", f"prose to {trained}", "prose beyond", *(f"copy {c.distance} back" for c in copies)]
-    body = [[n, f"{s.within:.3f}", f"{s.beyond:.3f}", *(f"{x:.2f}" for x in s.copies)] for n, s in scores.items()]
-    console.print(table(f"Loss in nats per token; trained at {trained}, read to {length}", columns, body))
+    loaded: Any = None
 
+    def load(setting: Setting) -> Any:
+        """One model for all; of its own only what other rotary settings need."""
+        nonlocal loaded
+        if setting.rope is not None:
+            return load_setting(setting, model, chosen, device)
+        if loaded is None:
+            loaded = load_setting(Setting(UNMODIFIED), model, chosen, device)
+        return loaded if setting.config is None else apply(loaded, setting.config)
+
+    def measured(unmodified: Any) -> Setting:
+        leaky = next(s for name, s in search.settings.items() if name.startswith("leaky"))
+        return by_head(unmodified, ids.to(unmodified.device), leaky, trained)
+
+    console.print(f"Probing {len(search.settings)} candidates, then reading {length} tokens with the best.", highlight=False)
     try:
-        choice = best(scores, UNMODIFIED, tolerance)
+        choice = search.run(load, _tell, measured if trained >= 2048 and length > trained else None)
+    except KeyboardInterrupt:
+        kept = (
+            "nothing is kept without --out" if out is None else f"{len(rows.all)} rows are kept, and the same command goes on"
+        )
+        console.print(f"Interrupted; {kept}.")
+        raise typer.Exit(130) from None
     except ValueError as error:
+        _show(search)
         console.print(str(error))
         raise typer.Exit(1) from None
-    console.print(f"Best: {choice}.")
-    if choice != YARN and scores[YARN].total <= scores[choice].total + tolerance:
+    _show(search)
+    scores, probed = search.scores(), search.probed()
+    spent = [sum(row["seconds"] for row in rows if ("distance" in row) is by_probe) for by_probe in (True, False)]
+    console.print(
+        f"Best for {_said(purpose)}: {choice}. Probed in {spent[0]:.0f} s, read in {spent[1]:.0f} s.", highlight=False
+    )
+    if choice != YARN and YARN in scores and scores[YARN].total(purpose) <= scores[choice].total(purpose) + tolerance:
         console.print("Plain YaRN is as good on this text, and needs no plugin.")
     if out is None:
         return
-    out.mkdir(parents=True, exist_ok=True)
-    read_in = str(loaded.dtype).removeprefix("torch.")
-    del loaded, this
+    loaded = None  # it goes before the winner comes
     # what was read in float32 is saved in the precision it came in
-    winner = load_setting(tried[choice], model, dtype if chosen == dtype else own_precision(model), "cpu")
-    if tried[choice].config is not None:
+    winner = load_setting(search.settings[choice], model, dtype if chosen == dtype else own_precision(model), "cpu")
+    if search.settings[choice].config is not None:
         rope.lengthen(winner.config, trained, length)
         console.print(str(describe(winner)).splitlines()[0])
     winner.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    record = {name: vars(s) | {"copying": s.copying} for name, s in scores.items()}
-    summary = {
-        "model": model,
-        "dtype": read_in,
-        "to": length,
-        "trained": trained,
-        "text": text.name,
-        "choice": choice,
-    }
-    summary |= {"copies": [[c.distance, c.position] for c in copies], "scores": record}
-    (out / "extend.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    plot(scores, [c.distance for c in copies], out / "extend.png")
+    rows.head |= {"choice": choice, "for": purpose, "tolerance": tolerance, "probed": probed}
+    rows.head |= {"edge": search.edge, "copies": [[c.distance, c.position] for c in search.copies]}
+    rows.put()
+    plot(search, out / "extend.png")
     console.print(f"Saved to {out}; load it with: import hf_longattn; AutoModelForCausalLM.from_pretrained({str(out)!r})")
 
 
-def plot(scores: dict[str, Scores], distances: list[int], path: Path) -> None:
+def _tell(row: Row, new: bool) -> None:
+    """One line of a row."""
+    if "distance" in row:
+        text, copying = (sum(row[k]) / len(row[k]) for k in ("text", "copy"))
+        what = f"probed {row['distance']} back: text {text:.2f}, copy {copying:.2f}"
+    else:
+        copies = [x for x in row["copies"] if x is not None]
+        what = f"read {row['read']}: prose {row['within']:.3f} within"
+        what += "" if row["beyond"] is None else f", {row['beyond']:.3f} beyond; copies {sum(copies) / len(copies):.2f}"
+    time = f"{row['seconds']:.0f} s" if new else "kept"
+    console.print(f"{row['setting']}: {what} ({time})", highlight=False, markup=False)
+
+
+def _said(purpose: str) -> str:
+    return "reading and retrieval" if purpose == "both" else purpose
+
+
+def _show(search: Search) -> None:
+    columns = ["", f"prose to {search.edge}", "prose beyond", *(f"copy {c.distance} back" for c in search.copies)]
+    body = [
+        [n, *(_cell(x, 3) for x in (s.within, s.beyond)), *(_cell(x, 2) for x in s.copies)] for n, s in search.scores().items()
+    ]
+    console.print(table(f"Loss in nats per token; trained at {search.trained}, read to {search.to}", columns, body))
+
+
+def _cell(x: float, digits: int) -> str:
+    return "–" if x != x else f"{x:.{digits}f}"
+
+
+def plot(search: Search, path: Path) -> None:
+    """What was probed and what was read, as one PNG."""
     from ..measuring.report import figures
 
-    figure, (left, right) = figures.pyplot().subplots(1, 2, figsize=(10, 4), constrained_layout=True)
-    for (name, s), style in zip(scores.items(), figures.styles(list(scores)), strict=True):
-        left.plot(["within", "beyond"], [s.within, s.beyond], label=name, **style)
-        pairs = sorted(zip(distances, s.copies, strict=True))
-        right.plot([d for d, _ in pairs], [x for _, x in pairs], label=name, **style)
-    left.set(title="Prose, by the trained length", ylabel="loss (nats per token)")
-    right.set(
-        title="A passage repeated from far back", xlabel="distance (tokens)", ylabel="loss (nats per token)", xscale="log"
-    )
-    right.legend()
+    scores, probed = search.scores(), search.probed()
+    own = dict(zip(probed, figures.styles(list(probed)), strict=True))
+    figure, (left, right) = figures.pyplot().subplots(1, 2, figsize=(10, 4.6), constrained_layout=True)
+    for name in probed:
+        points = []
+        for row in (search.rows.find(setting=name, distance=d) for d in search.distances):
+            assert row is not None
+            points.append((row["distance"], sum(row["copy"]) / len(row["copy"])))
+        left.plot(*zip(*points, strict=True), label=name, **own[name])
+    for name, s in scores.items():
+        pairs = sorted((c.distance, x) for c, x in zip(search.copies, s.copies, strict=True) if x == x)
+        right.plot(*zip(*pairs, strict=True), **own[name])
+    axes = {"xlabel": "distance (tokens)", "ylabel": "loss (nats per token)"}
+    left.set(title="Probed: a passage read again", **axes)
+    right.set(title="In the text: a passage read again", xscale="log", **axes)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     path.write_bytes(figures.png(figure))

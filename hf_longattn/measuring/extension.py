@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -15,16 +16,31 @@ from ..config import LongAttnConfig, length_of
 from ..integration import apply, rope
 from ..integration.model import methods_of
 from ..integration.planning import bound_config
+from ..methods.registry import did_you_mean
 from ..methods.string import String
 from .calibration import calibrate
 from .evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
+from .probe import LEAST, passages, probe_settings
+from .rows import Row, Rows
 from .settings import UNMODIFIED, Setting
 
 Model = TypeVar("Model", bound=nn.Module)
-YARN = "YaRN"
+YARN, BY_HEAD = "YaRN", "leaky_rerope by head"
+#: What a longer model can be for; the first is the default.
+PURPOSES = ("both", "reading", "retrieval")
+#: How many kinds of candidates, the best by the probe, read the whole text.
+FINALISTS = 2
+#: Of the places of the passages that are probed.
+SEED = 0
 
 
-def extend(model: Model, to: int | str, method: str | LongAttnConfig | None = None, **parameters: Any) -> Model:
+def extend(
+    model: Model,
+    to: int | str,
+    method: str | LongAttnConfig | None = None,
+    purpose: str = "both",
+    **parameters: Any,
+) -> Model:
     """Make a model read texts of `to` tokens (32768 or "32k"), in place and without training; returns the model.
 
     The default keeps every distance below half the trained length exact and caps all others there (ReRoPE): short texts give
@@ -33,15 +49,25 @@ def extend(model: Model, to: int | str, method: str | LongAttnConfig | None = No
     The config's max_position_embeddings becomes `to`, so that harnesses and servers do not cut texts, and
     original_max_position_embeddings keeps the trained length.
 
+    Args:
+        purpose: what the default is for. "retrieval", to find what lies far back, and "both" take ReRoPE; "reading", to
+            predict long texts well, takes Leaky ReRoPE, which keeps order among far tokens.
+
     Raises:
-        ValueError: `to` is no length, below the trained length or beyond the method's reach, or the method extends nothing.
-            The model is then unchanged.
+        ValueError: `to` is no length, below the trained length or beyond the method's reach, or the method extends nothing;
+            an unknown purpose, or one beside a method. The model is then unchanged.
 
     Warns where a method is replaced.
     """
+    check_purpose(purpose)
+    if method is not None and purpose != PURPOSES[0]:
+        raise ValueError(f"purpose chooses a method and {method!r} is one: leave out purpose={purpose!r}, or the method")
     length = length_of(to)
     trained = bound_config(model, LongAttnConfig())[1].train_length
-    method = method or ("string" if length == trained else "rerope")
+    if method is None:
+        method = "string" if length == trained else "leaky_rerope" if purpose == "reading" else "rerope"
+        if method == "leaky_rerope" and trained is not None:
+            parameters = {"stretch": max(4.0, float(needed(trained // 2, trained, length)))} | parameters
     config = (
         method.replace(**parameters) if isinstance(method, LongAttnConfig) else LongAttnConfig.preset(method, **parameters)
     )
@@ -72,32 +98,53 @@ def extend(model: Model, to: int | str, method: str | LongAttnConfig | None = No
     return model
 
 
+def check_purpose(purpose: str) -> None:
+    """Raise ValueError if there is none of that name."""
+    if purpose not in PURPOSES:
+        raise ValueError(f"unknown purpose {purpose!r}; {did_you_mean(purpose, PURPOSES)}known: {', '.join(PURPOSES)}")
+
+
+def needed(window: int, train_length: int, to: int) -> int:
+    """The stretch or group with which a remap of that window reaches `to`, at least 2."""
+    return max(2, math.ceil((to - window) / (train_length - window)))
+
+
 def candidates(train_length: int, to: int) -> list[Setting]:
-    """The short list that `hf-longattn extend` tries: YaRN, and one of each kind of remap with just enough reach for `to`."""
+    """What `hf-longattn extend` probes: the unmodified model, YaRN, and each kind of remap that reaches `to`, two ways.
 
-    def needed(window: int) -> int:
-        return max(2, math.ceil((to - window) / (train_length - window)))
-
-    half, eighth = train_length // 2, max(train_length // 8, 1)
-    return [
-        Setting(UNMODIFIED),
-        Setting(YARN, rope=f"yarn:{to / train_length}"),
-        Setting("rerope", "rerope", {"window": half}),
-        Setting("leaky_rerope", "leaky_rerope", {"window": half, "stretch": float(needed(half))}),
-        Setting("self_extend", "self_extend", {"window": eighth, "group": needed(eighth)}),
+    `to` the trained length: what reads better inside it.
+    """
+    half, quarter, eighth = (max(train_length // n, 1) for n in (2, 4, 8))
+    leaky, coarse, fine = (needed(window, train_length, to) for window in (half, quarter, eighth))
+    remaps = [
+        f"rerope:window={half}",
+        f"rerope:window={quarter}",
+        f"leaky_rerope:window={half}:stretch={leaky}.0",
+        f"leaky_rerope:window={half}:stretch={2 * leaky}.0",
+        f"self_extend:window={eighth}:group={fine}",
+        f"self_extend:window={quarter}:group={coarse}",
     ]
+    if to == train_length:
+        shifts = [f"string:shift={train_length // 3}", f"string:shift={half}"]
+        return [Setting(UNMODIFIED), *map(Setting.parse, shifts + remaps)]
+    return [Setting(UNMODIFIED), Setting(YARN, rope=f"yarn:{to / train_length}"), *map(Setting.parse, remaps)]
+
+
+def kind(name: str) -> str:
+    """What the candidates of one method have in common."""
+    return name.replace(":", " ").split()[0]
 
 
 def by_head(model: nn.Module, input_ids: Tensor, leaky: Setting, train_length: int) -> Setting:
     """A leaky_rerope that caps the far keys of heads that copy, as measured at the beginning of a text (1, length)."""
     assert leaky.config is not None
     method = calibrate(model, [input_ids[:, : min(train_length // 2, 4096)]], leaky.config)
-    return Setting(f"{leaky.name} by head", method.to_dict())
+    return Setting(BY_HEAD, method.to_dict())
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Losses in nats per token: on prose within and beyond the trained length, and on each copy."""
+    """Losses in nats per token: on prose within and beyond the trained length, and on each copy; NaN where none was read."""
 
     within: float
     beyond: float
@@ -107,10 +154,14 @@ class Scores:
     def copying(self) -> float:
         return sum(self.copies) / len(self.copies)
 
-    @property
-    def total(self) -> float:
-        """What is minimised: prose beyond the trained length and far copying, with equal weight."""
-        return (self.beyond + self.copying) / 2
+    def total(self, purpose: str = "both") -> float:
+        """What is minimised: prose beyond the trained length, far copying, or both with equal weight."""
+        return weighed(self.beyond, self.copying, purpose)
+
+
+def weighed(text: float, copying: float, purpose: str) -> float:
+    """A loss on text and one on copies as one number."""
+    return {"reading": text, "retrieval": copying, "both": (text + copying) / 2}[purpose]
 
 
 def plan_copies(train_length: int, to: int) -> list[Copy]:
@@ -142,7 +193,7 @@ def score(model: nn.Module, input_ids: Tensor, train_length: int, copies: Sequen
     return Scores(within, beyond, tuple(copy_losses(losses, copies)))
 
 
-def best(scores: dict[str, Scores], unmodified: str, tolerance: float) -> str:
+def best(scores: Mapping[str, Scores], unmodified: str, tolerance: float, purpose: str = "both") -> str:
     """The name with the lowest total among those that cost at most `tolerance` nats within the trained length.
 
     Raises:
@@ -154,4 +205,134 @@ def best(scores: dict[str, Scores], unmodified: str, tolerance: float) -> str:
             f"every candidate costs more than {tolerance} nats per token within the trained length; raise the tolerance if "
             "that is acceptable"
         )
-    return min((n for n in allowed if n != unmodified), key=lambda n: allowed[n].total)
+    return min((n for n in allowed if n != unmodified), key=lambda n: allowed[n].total(purpose))
+
+
+@dataclass
+class Search:
+    """The best way to make a model longer, for a purpose: every candidate is probed, the best ones read a text.
+
+    Args:
+        input_ids: a text, (1, to).
+        trained: the length that the model was trained at, `to` at most.
+        rows: what is measured is kept here, row by row, and not measured again.
+        tolerance: what a choice may cost within the trained length, in nats a token.
+    """
+
+    input_ids: Tensor
+    trained: int
+    rows: Rows
+    purpose: str = "both"
+    tolerance: float = 0.02
+    about: Mapping[str, Any] = field(default_factory=dict)
+    settings: dict[str, Setting] = field(init=False)
+    copies: list[Copy] = field(init=False)
+
+    def __post_init__(self) -> None:
+        check_purpose(self.purpose)
+        self.settings = {s.name: s for s in candidates(self.trained, self.to)}
+        if (kept := self.rows.find(setting=BY_HEAD)) is not None:
+            self.settings[BY_HEAD] = Setting(BY_HEAD, kept["what"]["method"])
+        self.copies = plan_copies(self.edge, self.to)
+
+    @property
+    def to(self) -> int:
+        return self.input_ids.shape[1]
+
+    @property
+    def edge(self) -> int:
+        """Where "beyond" begins: at the trained length, or within it at its half."""
+        return self.trained if self.to > self.trained else self.trained // 2
+
+    @property
+    def distances(self) -> list[int]:
+        """Two that are probed: halfway beyond the edge, and all the way."""
+        return sorted({max(end, LEAST) for end in ((self.edge + self.to) // 2, self.to - PASSAGE)})
+
+    def probed(self) -> dict[str, float]:
+        """By setting, of those probed at every distance, the loss that `purpose` minimises."""
+        out = {}
+        for name in self.settings:
+            found = [row for d in self.distances if (row := self.rows.find(setting=name, distance=d))]
+            if len(found) == len(self.distances):
+                text, copying = (_mean(x for row in found for x in row[what]) for what in ("text", "copy"))
+                out[name] = weighed(text, copying, self.purpose)
+        return out
+
+    def ranked(self) -> list[str]:
+        """The best setting of each kind by the probe, best first."""
+        best_of: dict[str, str] = {}
+        for _, name in sorted((loss, name) for name, loss in self.probed().items() if name != UNMODIFIED):
+            best_of.setdefault(kind(name), name)
+        return list(best_of.values())
+
+    def scores(self) -> dict[str, Scores]:
+        """By setting, of those that have read the text."""
+        found = {n: row for n in self.settings if (row := self.rows.find(setting=n, distance=None))}
+        return {
+            n: Scores(row["within"], _or_nan(row["beyond"]), tuple(map(_or_nan, row["copies"]))) for n, row in found.items()
+        }
+
+    def run(
+        self,
+        load: Callable[[Setting], Any],
+        done: Callable[[Row, bool], None] = lambda row, new: None,
+        measured: Callable[[Any], Setting] | None = None,
+    ) -> str:
+        """Probe, read and choose; returns the name of the best.
+
+        Args:
+            load: from a setting to its model; of the unmodified one first, before any other.
+            done: told of every row, and whether it was measured now.
+            measured: from the unmodified model to one more candidate, called BY_HEAD.
+
+        Raises:
+            ValueError: nothing stays within the tolerance, or nothing is better than the model as it is.
+        """
+        taken, plain = passages(self.input_ids, min(2, self.to // LEAST), SEED), self.settings[UNMODIFIED]
+        again = measured is not None and BY_HEAD not in self.settings
+        if again or UNMODIFIED not in self.probed() or UNMODIFIED not in self.scores():
+            model = load(plain)
+            probe_settings([plain], lambda _: model, taken, self.distances, self.rows, self.about, done)
+            self._read(plain, lambda _: model, done)
+            if measured is not None and again:
+                self.settings[BY_HEAD] = measured(model)
+        probe_settings(list(self.settings.values()), load, taken, self.distances, self.rows, self.about, done)
+        for n, name in enumerate(self.ranked()):
+            if n < FINALISTS or not self._tolerated():
+                self._read(self.settings[name], load, done)
+        scores = self.scores()
+        choice = best(scores, UNMODIFIED, self.tolerance, self.purpose)
+        if self.to == self.trained and scores[choice].total(self.purpose) >= scores[UNMODIFIED].total(self.purpose):
+            raise ValueError("nothing reads better within the trained length than the model as it is")
+        return choice
+
+    def _tolerated(self) -> bool:
+        """Whether one of those that have read the text costs little enough within the trained length."""
+        scores = self.scores()
+        return any(n != UNMODIFIED and s.within <= scores[UNMODIFIED].within + self.tolerance for n, s in scores.items())
+
+    def _read(self, setting: Setting, load: Callable[[Setting], Any], done: Callable[[Row, bool], None]) -> None:
+        """`score` under a setting; the unmodified model, a baseline within its trained length, reads that far only."""
+        if (kept := self.rows.find(setting=setting.name, distance=None)) is not None:
+            return done(kept, False)
+        model, wall, cpu = load(setting), time.monotonic(), time.process_time()
+        length = self.trained if setting.name == UNMODIFIED else self.to
+        copies = [c for c in self.copies if c.position + PASSAGE <= length]
+        s = score(model, self.input_ids[:, :length].to(model.device), self.edge, copies)
+        beyond = None if math.isnan(s.beyond) else s.beyond
+        row: Row = {"setting": setting.name, "read": length, "dtype": str(model.dtype).removeprefix("torch.")}
+        row |= {"within": s.within, "beyond": beyond}
+        row |= {"copies": [*s.copies, *[None] * (len(self.copies) - len(copies))], "what": setting.to_dict()}
+        row |= {"seconds": round(time.monotonic() - wall, 1), "cpu_seconds": round(time.process_time() - cpu, 1)}
+        self.rows.put(row | dict(self.about))
+        done(self.rows.all[-1], True)
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return math.fsum(listed) / len(listed)
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value

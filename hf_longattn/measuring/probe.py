@@ -63,8 +63,11 @@ def distances_to(to: int, points: int = 8) -> tuple[int, ...]:
     return tuple(dict.fromkeys(LEAST + (to - LEAST) * n // max(points - 1, 1) for n in range(points)))
 
 
-def passages(input_ids: Tensor, count: int = 4, seed: int = 0) -> Tensor:
-    """Passages of a text (1, length), one from each of `count` equal parts of it: int64 (count, BEFORE + AFTER).
+def passages(input_ids: Tensor, count: int = 4, seed: int | None = None) -> Tensor:
+    """Passages from all over a text (1, length), for `probe`: int64 (count, BEFORE + AFTER).
+
+    Args:
+        seed: of random places, one in each of `count` equal parts; None for even steps from the first token to the last.
 
     Raises:
         ValueError: the text is too short for so many.
@@ -72,8 +75,10 @@ def passages(input_ids: Tensor, count: int = 4, seed: int = 0) -> Tensor:
     length = input_ids.shape[1]
     if count < 1 or length < count * LEAST:
         raise ValueError(f"{count} passages of {LEAST} tokens need a text of {count * LEAST} tokens, not {length}")
-    rng, part = random.Random(seed), length // count
-    starts = [n * part + rng.randint(0, part - LEAST) for n in range(count)]
+    starts = [n * (length - LEAST) // max(count - 1, 1) for n in range(count)]
+    if seed is not None:
+        rng, part = random.Random(seed), length // count
+        starts = [n * part + rng.randint(0, part - LEAST) for n in range(count)]
     return torch.cat([input_ids[:, start : start + LEAST] for start in starts])
 
 
