@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoTokenizer
 from hf_longattn import calibrate
 from hf_longattn.attention.kernels.precision import fast_dtype
 from hf_longattn.measuring.evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
+from hf_longattn.measuring.evaluation.statistics import mean_interval
 from hf_longattn.measuring.report import figures
 from hf_longattn.measuring.report.markdown import Contents, fill_pages, table
 from hf_longattn.measuring.rows import Rows, versions_line
@@ -223,6 +224,18 @@ def load_all() -> list[dict[str, Any]]:
     return [r | {"label": r["name"] + (f", {r['adapter']}" if "adapter" in r else "")} for f in files for r in Rows(f)]
 
 
+def groups_of(row: dict[str, Any]) -> list[list[float]]:
+    """Losses on each 1,024 positions within and beyond the trained length, and on each copy: within, beyond, from farther."""
+    edge, copies = row["trained"] // STEP, list(zip(row["copies"], row["copying"], strict=True))
+    return [
+        row["prose"][:edge],
+        row["prose"][edge:],
+        [x for (_, p), x in copies if p + PASSAGE <= row["trained"]],
+        [x for (d, p), x in copies if p + PASSAGE > row["trained"] >= d],
+        [x for (d, _), x in copies if d > row["trained"]],
+    ]
+
+
 def summary(row: dict[str, Any]) -> list[float]:
     """Prose within and beyond the trained length; copies within it, beyond it from known distances, and from farther back."""
     counts = torch.full((len(row["prose"]), STEP), 1.0)
@@ -232,36 +245,43 @@ def summary(row: dict[str, Any]) -> list[float]:
     weights, loss = counts.sum(1), torch.tensor(row["prose"])
     edge = row["trained"] // STEP
     prose = [float((loss[part] * weights[part]).sum() / weights[part].sum()) for part in (slice(edge), slice(edge, None))]
-    copies = list(zip(row["copies"], row["copying"], strict=True))
-    groups = (
-        [x for (_, p), x in copies if p + PASSAGE <= row["trained"]],
-        [x for (d, p), x in copies if p + PASSAGE > row["trained"] >= d],
-        [x for (d, _), x in copies if d > row["trained"]],
-    )
-    return prose + [sum(g) / len(g) if g else math.nan for g in groups]
+    return prose + [sum(g) / len(g) if g else math.nan for g in groups_of(row)[2:]]
 
 
 HEAD = ["", "prose, within", "prose, beyond", "copies, within", "copies, beyond", "copies, farther back"]
 
 
 def contents() -> Contents:
-    """What stands below `<!-- longer: model text length | label | ... -->`; no label: every row."""
+    """What stands below `<!-- longer: model text length | label | ... -->` (no label: every row without an adapter) and
+    `<!-- longer-less: model text length | label | label | ... -->`: the second and further ones less the first."""
     rows = load_all()
 
-    def content(what: str) -> str:
+    def asked(what: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
         first, *names = (part.strip() for part in what.split("|"))
         model, text, length = first.split()
-        here = {r["label"]: r for r in rows if (r["model"], r["text"], r["length"]) == (model, text, int(length))}
+        return {r["label"]: r for r in rows if (r["model"], r["text"], r["length"]) == (model, text, int(length))}, names
+
+    def less(what: str) -> str:
+        here, (first, *names) = asked(what)
+        body = []
+        for name in [n for n in names if n in here]:
+            pairs = zip(groups_of(here[name]), groups_of(here[first]), strict=True)
+            found = [mean_interval([a - b for a, b in zip(*pair, strict=True)]) for pair in pairs]
+            body.append([f"`{name}`", *(f"{mean:+.3f} ± {half:.3f}" for mean, half in found)])
+        return table(["", *(f"Δ {x}" for x in HEAD[1:])], body)
+
+    def content(what: str) -> str:
+        here, names = asked(what)
         return table(
             HEAD,
             [
                 [f"`{n}`", *(f"{x:.{3 if i < 2 else 2}f}" for i, x in enumerate(summary(here[n])))]
-                for n in names or here
+                for n in names or [n for n, r in here.items() if "adapter" not in r]
                 if n in here
             ],
         )
 
-    return {"longer": content}
+    return {"longer": content, "longer-less": less}
 
 
 TRAINED = 8192  # of the model in the picture

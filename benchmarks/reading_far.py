@@ -214,41 +214,49 @@ def kept(row: dict[str, Any]) -> tuple[list[float], list[float], list[float]]:
 
 
 def contents() -> Contents:
-    """What stands below `<!-- reading: text length [whole] -->` and `<!-- reading-less: text length -->`."""
+    """What stands below `<!-- reading: text length [whole] -->`, with `| label | ...` behind it these rows alone, and below
+    `<!-- reading-less: text length -->`, with `| label | label | ...` behind it the further ones less the first."""
     rows = Rows(RESULT).all
 
-    def here(what: str) -> dict[str, dict[str, Any]]:
-        text, length, *whole = what.split()
-        return {r["name"]: r for r in rows if (r["text"], r["length"], r["whole"]) == (text, int(length), bool(whole))}
+    def asked(what: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
+        first, *labels = (part.strip() for part in what.split("|"))
+        text, length, *whole = first.split()
+        there = [r for r in rows if (r["text"], r["length"], r["whole"]) == (text, int(length), bool(whole))]
+        here = {r["name"] + (f", {r['adapter']}" if "adapter" in r else ""): r for r in there}
+        return here, labels or [label for label, r in here.items() if "adapter" not in r]
 
-    differences = ["", "Δ prose", "Δ all copies", f"Δ {HEAD[-1]}"]
     return {
-        "reading": lambda what: table(HEAD, shown(here(what))),
-        "reading-less": lambda what: table(differences, less(here(what))),
+        "reading": lambda what: table(HEAD, shown(*asked(what))),
+        "reading-less": lambda what: table(["", "Δ prose", "Δ all copies", f"Δ {HEAD[-1]}"], less(*asked(what), "|" in what)),
     }
 
 
-def shown(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
+def shown(rows: dict[str, dict[str, Any]], labels: Sequence[str]) -> list[list[str]]:
     return [
         [
-            f"`{name}`",
-            *(f"{mean_interval(x)[0]:.{digits}f}" if x else "–" for x, digits in zip(kept(row), (3, 2, 2), strict=True)),
+            f"`{label}`",
+            *(
+                f"{mean_interval(x)[0]:.{digits}f}" if x else "–"
+                for x, digits in zip(kept(rows[label]), (3, 2, 2), strict=True)
+            ),
         ]
-        for name, row in rows.items()
+        for label in labels
+        if label in rows
     ]
 
 
-def less(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """Each way with a temperature or map less the same without, on prose, all copies and far ones: mean, ± 95 % t interval."""
+def less(rows: dict[str, dict[str, Any]], labels: Sequence[str], first: bool) -> list[list[str]]:
+    """Each way with a temperature or map less the same without, or each less the first, on prose, all copies and far ones:
+    mean, ± 95 % t interval."""
     body = []
-    for name, row in rows.items():
-        base = name.split(" + ")[0]
-        if base != name and base in rows:
+    for label in labels:
+        base = labels[0] if first else label.split(" + ")[0]
+        if base != label and base in rows and label in rows:
             prose, near, far = (
-                [a - b for a, b in zip(*pair, strict=True)] for pair in zip(kept(row), kept(rows[base]), strict=True)
+                [a - b for a, b in zip(*pair, strict=True)] for pair in zip(kept(rows[label]), kept(rows[base]), strict=True)
             )
             found = [mean_interval(x) for x in (prose, near + far, far)]
-            body.append([f"`{name}`", *(f"{mean:+.3f} ± {half:.3f}" for mean, half in found)])
+            body.append([f"`{label}`", *(f"{mean:+.3f} ± {half:.3f}" for mean, half in found)])
     return body
 
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import tiny
 import torch
@@ -14,7 +15,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 import hf_longattn
-from benchmarks import reading_far, speed, tables
+from benchmarks import longer_on_model, reading_far, speed, tables
 from hf_longattn.measuring.evaluation import copy_losses, token_losses, with_copies
 from hf_longattn.measuring.evaluation.statistics import mean_interval
 from hf_longattn.measuring.report.markdown import filled
@@ -76,6 +77,30 @@ def test_a_segment_over_kept_keys_is_read_as_in_one_pass(tmp_path: Path) -> None
     assert found["prose"][-1] == pytest.approx(float(whole[:, 636:764].mean()), abs=2e-4)
     hf_longattn.apply(model, "rerope+logn", window=64, train_length=64)
     assert (reading_far.read(model, ids, before, 520) - read)[:, 381:].abs().max() > 1e-2
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
+def test_an_adapters_weights_are_read_under_the_way_that_is_asked_for(tmp_path: Path) -> None:
+    """Not under the method that it records; its own scale of the adapter stays."""
+    base = AutoModelForCausalLM.from_pretrained(tiny.save(tmp_path / "base"))
+    lora = hf_longattn.LongAttnLoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    torch.manual_seed(1)
+    peft.get_peft_model(hf_longattn.apply(base, "rerope+infoscale", window=64), lora).save_pretrained(tmp_path / "adapter")
+    ids = torch.randint(97, (1, 200), generator=torch.Generator().manual_seed(0))
+    way = longer_on_model.remap("rerope", window=16)
+    read = reading_far.load(way, tmp_path / "base", "float32", ids, tmp_path / "adapter")
+    assert hf_longattn.config_of(read) == way.config
+    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    by_hand = hf_longattn.remove(adapted.merge_and_unload().eval())
+    plain = reading_far.load(longer_on_model.Choice("unmodified"), tmp_path / "base", "float32", ids, tmp_path / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, by_hand(ids).logits, atol=1e-5, rtol=0)
+        want = hf_longattn.apply(by_hand, "rerope", window=16)(ids).logits
+        torch.testing.assert_close(read(ids).logits, want, atol=1e-5, rtol=0)
+        assert (plain(ids).logits - want).abs().max() > 1e-3
+        assert (plain(ids).logits - AutoModelForCausalLM.from_pretrained(tmp_path / "base")(ids).logits).abs().max() > 1e-3
 
 
 def test_memory_grows_linearly_in_the_result_files() -> None:
