@@ -24,13 +24,14 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_longattn
 from benchmarks.longer_on_model import ROOT, Choice, by_head, load_choice, remap, rope_numbers, with_map
 from hf_longattn import LongAttnConfig
 from hf_longattn.attention.kernels.precision import fast_dtype
-from hf_longattn.measuring.evaluation import PASSAGE, Copy, copy_losses, with_copies
+from hf_longattn.measuring.evaluation import PASSAGE, Copy, copy_losses, prefix_of, token_losses, with_copies
+from hf_longattn.measuring.evaluation.losses import Prefix
 from hf_longattn.measuring.evaluation.statistics import mean_interval
 from hf_longattn.measuring.report.markdown import Contents, fill_pages, table
 from hf_longattn.measuring.rows import Rows, versions_line
@@ -48,7 +49,6 @@ SEGMENT, CALIBRATION = 2048, 1536
 #: Where the repeated passages stand, as shares of the text before the segment; in this order, near and far mixed.
 SHARES = (0.05, 0.5, 0.9, 0.02, 0.25, 0.97, 0.12, 0.75)
 PREFILL = LongAttnConfig.preset("streaming", window=4096)
-CHUNK = 2048
 
 
 def stretched(length: int) -> list[Choice]:
@@ -78,32 +78,6 @@ def copies_at(length: int, segment: int = SEGMENT) -> list[Copy]:
     before = length - segment
     positions = range(before + PASSAGE, length, 2 * PASSAGE)
     return [Copy(p - int(before * share), p) for p, share in zip(positions, SHARES, strict=False)]
-
-
-@torch.inference_mode()
-def keys_of(model: Any, ids: Tensor, chunk: int = CHUNK) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of every layer, each (1, kv_heads, length, head_dim), as the model caches them."""
-    cache = DynamicCache(config=model.config)
-    for part in ids.split(chunk, 1):
-        model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
-    return [(layer.keys, layer.values) for layer in cache.layers]
-
-
-@torch.inference_mode()
-def read(model: Any, ids: Tensor, before: list[tuple[Tensor, Tensor]], segment: int) -> Tensor:
-    """Loss of each token, (1, length), NaN up to the segment's first; `before` holds the keys of the text before it."""
-    cache = DynamicCache(config=model.config)
-    for layer, (keys, values) in enumerate(before):
-        cache.update(keys, values, layer)
-    losses = torch.full(ids.shape, torch.nan)
-    last = ids[:, -segment:]
-    logits = model(input_ids=last, past_key_values=cache, use_cache=True).logits[:, :-1]
-    for first in range(0, segment - 1, 512):
-        part = logits[0, first : first + 512].float()
-        target = last[0, first + 1 : first + 1 + len(part)]
-        at = ids.shape[1] - segment + first + 1
-        losses[0, at : at + len(part)] = torch.nn.functional.cross_entropy(part, target, reduction="none")
-    return losses
 
 
 def measured(losses: Tensor, copies: Sequence[Copy]) -> dict[str, list[float]]:
@@ -138,14 +112,14 @@ def main() -> None:
     longest = max(args.length)
     if tokens.shape[1] < longest + CALIBRATION:
         sys.exit(f"{args.text.name} has {tokens.shape[1]} tokens; {longest + CALIBRATION} are needed")
-    before_all: list[tuple[Tensor, Tensor]] = []
+    before_all: Prefix = []
     if not args.whole:
         if args.keys and args.keys.exists():
             before_all = torch.load(args.keys)
         if not before_all or before_all[0][0].shape[2] < longest - SEGMENT:
             start = time.process_time()
             plain = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval()
-            before_all = keys_of(hf_longattn.apply(plain, PREFILL), tokens[:, : longest - SEGMENT])
+            before_all = prefix_of(hf_longattn.apply(plain, PREFILL), tokens[:, : longest - SEGMENT])
             print(f"the text before: {time.process_time() - start:.0f} s", flush=True)
             if args.keys:
                 torch.save(before_all, args.keys)
@@ -166,13 +140,13 @@ def main() -> None:
             start, wall = time.process_time(), time.monotonic()
             model = load_choice(choice, args.model, args.dtype, tokens[:, -CALIBRATION:])
             if args.whole:
-                before = keys_of(model, ids[:, :-SEGMENT])
+                before = prefix_of(model, ids[:, :-SEGMENT])
             elif choice.rope:  # keys of its own, read by itself over distances that it knows
-                before = keys_of(hf_longattn.apply(model, PREFILL, stack=True), ids[:, :-SEGMENT])
+                before = prefix_of(hf_longattn.apply(model, PREFILL, stack=True), ids[:, :-SEGMENT])
                 hf_longattn.remove(model)
             else:
                 before = [(k[:, :, : length - SEGMENT], v[:, :, : length - SEGMENT]) for k, v in before_all]
-            found = measured(read(model, ids, before, SEGMENT), copies)
+            found = measured(token_losses(model, ids, last=SEGMENT - 1, prefix=before), copies)
             row = key | found | {"copies": [[c.distance, c.position] for c in copies], "segment": SEGMENT}
             row |= {"trained": AutoConfig.from_pretrained(args.model).max_position_embeddings}
             row |= {"config": choice.config and choice.config.to_dict(), "rope": rope_numbers(choice)}

@@ -36,8 +36,9 @@ class Store:
             raise ValueError(f"{folder} is not empty and holds no evaluation; nothing is overwritten: choose another folder")
         if (folder / PROTOCOL).exists():
             old = json.loads((folder / PROTOCOL).read_text(encoding="utf-8"))
-            if changed := sorted(k for k in old.keys() & protocol.keys() if old[k] != protocol[k]):
-                message = "; ".join(f"{k}: {old[k]!r} there, {protocol[k]!r} now" for k in changed)
+            there, now = {"prefix": None} | old, {"prefix": None} | dict(protocol)  # without one, texts are read whole
+            if changed := sorted(k for k in there.keys() & now.keys() if there[k] != now[k]):
+                message = "; ".join(f"{k}: {there[k]!r} there, {now[k]!r} now" for k in changed)
                 raise ValueError(
                     f"{folder} holds rows of another protocol ({message}); rows are not mixed: choose another folder"
                 )
