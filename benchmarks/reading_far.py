@@ -26,13 +26,14 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoTokenizer
 
 import hf_longattn
 from benchmarks.longer_on_model import ROOT, Choice, by_head, load_choice, remap, rope_numbers, with_map
 from hf_longattn import LongAttnConfig
 from hf_longattn.attention.kernels.precision import fast_dtype
-from hf_longattn.measuring.evaluation import PASSAGE, Copy, copy_losses, with_copies
+from hf_longattn.measuring.evaluation import PASSAGE, Copy, copy_losses, prefix_of, token_losses, with_copies
+from hf_longattn.measuring.evaluation.losses import Prefix
 from hf_longattn.measuring.evaluation.statistics import mean_interval
 from hf_longattn.measuring.report.markdown import Contents, fill_pages, table
 from hf_longattn.measuring.rows import Rows, versions_line
@@ -50,7 +51,6 @@ SEGMENT, CALIBRATION = 2048, 1536
 #: Where the repeated passages stand, as shares of the text before the segment; in this order, near and far mixed.
 SHARES = (0.05, 0.5, 0.9, 0.02, 0.25, 0.97, 0.12, 0.75)
 PREFILL = LongAttnConfig.preset("streaming", window=4096)
-CHUNK = 2048
 
 
 def stretched(length: int) -> list[Choice]:
@@ -92,32 +92,6 @@ def load(choice: Choice, model: Path, dtype: str, calibration: Tensor, adapter: 
     return adapted if choice.config is None else hf_longattn.apply(adapted, choice.config)
 
 
-@torch.inference_mode()
-def keys_of(model: Any, ids: Tensor, chunk: int = CHUNK) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of every layer, each (1, kv_heads, length, head_dim), as the model caches them."""
-    cache = DynamicCache(config=model.config)
-    for part in ids.split(chunk, 1):
-        model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
-    return [(layer.keys, layer.values) for layer in cache.layers]
-
-
-@torch.inference_mode()
-def read(model: Any, ids: Tensor, before: list[tuple[Tensor, Tensor]], segment: int) -> Tensor:
-    """Loss of each token, (1, length), NaN up to the segment's first; `before` holds the keys of the text before it."""
-    cache = DynamicCache(config=model.config)
-    for layer, (keys, values) in enumerate(before):
-        cache.update(keys, values, layer)
-    losses = torch.full(ids.shape, torch.nan)
-    last = ids[:, -segment:]
-    logits = model(input_ids=last, past_key_values=cache, use_cache=True).logits[:, :-1]
-    for first in range(0, segment - 1, 512):
-        part = logits[0, first : first + 512].float()
-        target = last[0, first + 1 : first + 1 + len(part)]
-        at = ids.shape[1] - segment + first + 1
-        losses[0, at : at + len(part)] = torch.nn.functional.cross_entropy(part, target, reduction="none")
-    return losses
-
-
 def measured(losses: Tensor, copies: Sequence[Copy]) -> dict[str, list[float]]:
     """Mean loss of each piece of prose before a copy, and of each copy."""
     prose = [losses[:, c.position - PASSAGE : c.position].nanmean() for c in copies]
@@ -153,14 +127,14 @@ def main() -> None:
     adapter: dict[str, Any] = {"adapter": args.adapter.name} if args.adapter else {}
     if args.keys and args.adapter:  # keys are those of the weights that read
         args.keys = args.keys.with_stem(f"{args.keys.stem}-{args.adapter.name}")
-    before_all: list[tuple[Tensor, Tensor]] = []
+    before_all: Prefix = []
     if not args.whole:
         if args.keys and args.keys.exists():
             before_all = torch.load(args.keys)
         if not before_all or before_all[0][0].shape[2] < longest - SEGMENT:
             start = time.process_time()
             reader = load(Choice("prefill", PREFILL.to_dict()), args.model, args.dtype, tokens, args.adapter)
-            before_all = keys_of(reader, tokens[:, : longest - SEGMENT])
+            before_all = prefix_of(reader, tokens[:, : longest - SEGMENT])
             del reader
             print(f"the text before: {time.process_time() - start:.0f} s", flush=True)
             if args.keys:
@@ -182,13 +156,13 @@ def main() -> None:
             start, wall = time.process_time(), time.monotonic()
             model = load(choice, args.model, args.dtype, tokens[:, -CALIBRATION:], args.adapter)
             if args.whole:
-                before = keys_of(model, ids[:, :-SEGMENT])
+                before = prefix_of(model, ids[:, :-SEGMENT])
             elif choice.rope:  # keys of its own, read by itself over distances that it knows
-                before = keys_of(hf_longattn.apply(model, PREFILL, stack=True), ids[:, :-SEGMENT])
+                before = prefix_of(hf_longattn.apply(model, PREFILL, stack=True), ids[:, :-SEGMENT])
                 hf_longattn.remove(model)
             else:
                 before = [(k[:, :, : length - SEGMENT], v[:, :, : length - SEGMENT]) for k, v in before_all]
-            found = measured(read(model, ids, before, SEGMENT), copies)
+            found = measured(token_losses(model, ids, last=SEGMENT - 1, prefix=before), copies)
             row = key | found | {"copies": [[c.distance, c.position] for c in copies], "segment": SEGMENT}
             row |= {"trained": AutoConfig.from_pretrained(args.model).max_position_embeddings}
             row |= {"config": choice.config and choice.config.to_dict(), "rope": rope_numbers(choice)}

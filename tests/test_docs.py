@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_longattn
 from benchmarks import longer_on_model, reading_far, speed, tables
-from hf_longattn.measuring.evaluation import copy_losses, token_losses, with_copies
+from hf_longattn.measuring.evaluation import copy_losses, prefix_of, token_losses, with_copies
 from hf_longattn.measuring.evaluation.statistics import mean_interval
 from hf_longattn.measuring.report.markdown import filled
 from hf_longattn.methods.registry import method_names
@@ -68,15 +68,15 @@ def test_a_segment_over_kept_keys_is_read_as_in_one_pass(tmp_path: Path) -> None
     ids, taken = with_copies(ids, copies)
     assert int(taken.sum()) == 128 * len(copies)
     hf_longattn.apply(model, "rerope", window=64)
-    whole, before = token_losses(model, ids), reading_far.keys_of(model, ids[:, :-520], chunk=100)
-    read = reading_far.read(model, ids, before, 520)
+    whole, before = token_losses(model, ids), prefix_of(model, ids[:, :-520], chunk=100)
+    read = token_losses(model, ids, last=519, prefix=before)
     assert torch.isnan(read[:, :381]).all()
     torch.testing.assert_close(read[:, 381:], whole[:, 381:], atol=1e-4, rtol=0)
     found = reading_far.measured(read, copies)
     assert found["copying"] == pytest.approx(copy_losses(whole, copies), abs=2e-4)
     assert found["prose"][-1] == pytest.approx(float(whole[:, 636:764].mean()), abs=2e-4)
     hf_longattn.apply(model, "rerope+logn", window=64, train_length=64)
-    assert (reading_far.read(model, ids, before, 520) - read)[:, 381:].abs().max() > 1e-2
+    assert (token_losses(model, ids, last=519, prefix=before) - read)[:, 381:].abs().max() > 1e-2
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import warnings
@@ -18,9 +19,21 @@ import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.attention.kernels import precision as cpu
 from hf_longattn.cli import app
-from hf_longattn.measuring.evaluation import Plan, Results, Store, answer_scores, run_plan, token_losses
+from hf_longattn.measuring.evaluation import (
+    Plan,
+    Results,
+    Store,
+    answer_scores,
+    copy_losses,
+    far_copies,
+    prefix_of,
+    run_plan,
+    token_losses,
+    with_copies,
+)
 from hf_longattn.measuring.evaluation import run as runner
 from hf_longattn.measuring.evaluation.results import over
+from hf_longattn.measuring.evaluation.run import reading
 from hf_longattn.measuring.evaluation.statistics import mean_interval, wilson
 from hf_longattn.measuring.settings import (
     Setting,
@@ -37,6 +50,7 @@ from hf_longattn.measuring.settings import (
 def folder(tmp_path_factory: Any) -> Path:
     path = tmp_path_factory.mktemp("evaluation")
     tiny.save(path / "model")
+    tiny.save(path / "longer", trained=2600)
     tiny.save(path / "with_bos", bos=True)
     tiny.save_gpt2(path / "gpt2")
     tiny.text(path / "a.txt")
@@ -116,6 +130,75 @@ def test_losses_of_the_last_tokens_alone(folder: Path) -> None:
     assert last[:, :-7].isnan().all()
 
 
+def test_copies_are_the_loss_on_passages_repeated_from_far_back(folder: Path, tmp_path: Path) -> None:
+    this = plan(folder, tasks=("copies",), lengths=[2560, 2816], model="longer", settings=parse_settings(["infoscale"]))
+    copies = far_copies(2560)
+    assert [(c.distance, c.position) for c in copies] == [(1024, 2048), (1945, 2176), (512, 2304), (1536, 2432)]
+    run_plan(this, store := this.open(tmp_path / "out"))
+    row = store.rows["unmodified | copies | 2560 | b.txt"]
+    ids, _ = with_copies(this.context(this.documents[1], 2560), copies)
+    losses = token_losses(AutoModelForCausalLM.from_pretrained(folder / "longer").eval(), ids)
+    found = [-a["log_likelihood"] / a["tokens"] for a in row["answers"]]
+    assert found == pytest.approx(copy_losses(losses, copies), abs=1e-5)
+    assert row["distances"] == [c.distance for c in copies]
+    with pytest.raises(ValueError, match="copies need texts of 2560 tokens or more, not 512"):
+        plan(folder, tasks=("copies",), lengths=[512, 2560])
+
+
+@pytest.mark.parametrize(
+    "asked", ["unmodified", "rerope:window=1000", "rerope+logn:window=1000", "scale_invariant:tau=3", "@yarn:2"]
+)
+def test_a_prefix_is_read_once_and_settings_read_on(folder: Path, tmp_path: Path, asked: str) -> None:
+    """The prefix's window is longer than the text here: what reads it by itself gives what one pass does."""
+    lengths, prefix = [2560, 2816], "streaming:window=2500"
+    this = plan(folder, tasks=("loss", "copies"), lengths=lengths, targets=512, model="longer", prefix=prefix,
+                settings=parse_settings([asked]))  # fmt: skip
+    run_plan(this, store := this.open(tmp_path / "out"))
+    model = load_setting(Setting.parse(asked), str(folder / "longer"))
+    plain = AutoModelForCausalLM.from_pretrained(folder / "longer").eval()
+    for document, length in itertools.product(this.documents, lengths):
+        ids = document.ids[None, :length]
+        (copied, _), copies = with_copies(ids, far_copies(length)), far_copies(length)
+        whole = [token_losses(model, x) for x in (ids, copied)]
+        expected = whole
+        if "rerope" in asked:  # over the unmodified model's keys: not what one pass gives
+            keys = prefix_of(plain, ids[:, :-513])
+            expected = [token_losses(model, x, last=512, prefix=keys) for x in (ids, copied)]
+            assert (expected[0] - whole[0])[:, -512:].abs().max() > 1e-3
+        loss, copy = (store.rows[f"{asked} | {task} | {length} | {document.name}"] for task in ("loss", "copies"))
+        assert loss["loss"] == pytest.approx(float(expected[0][:, -512:].mean()), abs=2e-5)
+        found = [-a["log_likelihood"] / a["tokens"] for a in copy["answers"]]
+        assert found == pytest.approx(copy_losses(expected[1], copies), abs=1e-4)
+        assert "bins" not in loss
+
+
+def test_what_reads_on_from_one_prefix() -> None:
+    def readers(*methods: str) -> int:
+        configs = [LongAttnConfig() if m == "unmodified" else LongAttnConfig.preset(m) for m in methods]
+        return len({repr(reading(c, "streaming:window=64").to_dict()) for c in configs})
+
+    assert readers("unmodified", "rerope", "rerope+infoscale", "string", "logn", "streaming") == 1
+    assert readers("unmodified", "scale_invariant", "adaptive_temperature", "cosscale", "output_standardise") == 5
+
+
+def test_a_prefix_is_part_of_the_protocol_and_checked(folder: Path, tmp_path: Path) -> None:
+    usual = {"settings": parse_settings(["infoscale"]), "lengths": [256, 512]}
+    run_plan(this := plan(folder, **usual), this.open(tmp_path / "out"))
+    with pytest.raises(ValueError, match=r"another protocol \(prefix: None there, 'streaming:window=64' now\)"):
+        plan(folder, prefix="streaming:window=64", **usual).open(tmp_path / "out")
+    for prefix, message in (
+        ("@yarn:2", "under a method of its own"),
+        ("streeming", "did you mean"),
+        ("unmodified", "of its own"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan(folder, prefix=prefix, **usual)
+    with pytest.raises(ValueError, match="with a prefix give as many targets, not 64"):
+        plan(folder, prefix="streaming", tasks=("copies",), model="longer", lengths=[2560])
+    with pytest.raises(ValueError, match="a prefix belongs to the tasks loss and copies"):
+        plan(folder, prefix="streaming", tasks=("passkey",))
+
+
 def test_answers_are_scored_as_generation_would_give_them(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     prompt = torch.randint(2, 90, (1, 20))
@@ -176,6 +259,42 @@ def test_summary_says_what_helps_and_what_it_costs() -> None:
     assert "bad +0.500" in told
 
 
+def test_the_verdict_is_sorted_and_says_what_is_better_than_chance() -> None:
+    """Cost within the trained length, gain beyond it, gain in retrieval, each paired by document."""
+    measured = {  # loss at 512 and 1,024, loss on copies at 1,024; and what the second of three documents adds to the latter
+        "unmodified": (3.0, 5.0, 6.0, 0.0),
+        "chance": (3.0, 4.9, 5.9, 0.5),
+        "costly": (3.5, 3.0, 1.0, 0.0),
+        "good": (3.01, 3.5, 2.0, 0.0),
+        "worse": (3.0, 5.5, 6.5, 0.0),
+    }
+    rows: list[dict[str, Any]] = []
+    for s, (within, beyond, copies, more) in measured.items():
+        for d, shift in (("a", 0.0), ("b", 1.0), ("c", 2.0)):
+            about, extra = {"setting": s, "which": d, "seconds": 1}, more * (d == "b")
+            losses = {512: within + shift, 1024: beyond + shift + extra}
+            rows += [about | {"task": "loss", "length": n, "loss": x} for n, x in losses.items()]
+            answers = [{"log_likelihood": -10 * (copies + extra + y), "tokens": 10, "exact": False} for y in (-1, 1)]
+            rows.append(about | {"task": "copies", "length": 1024, "answers": answers, "distances": [500, 900]})
+    results = Results(rows, list(measured), 64, False, 512)
+    (table,) = results.sections()[0][1].tables
+    assert table.columns == ["setting", "cost at 512", "gain at 1,024", "copies from far back: gain at 1,024"]
+    assert [row[0] for row in table.rows] == ["good", "unmodified", "chance", "worse", "costly"]
+    assert table.rows[0][1:] == ["+0.010 ± 0.000", "+1.500 ± 0.000", "+4.000 ± 0.000"]
+    assert table.rows[2][2] == "−0.067 ± 0.717"
+    assert table.tones == [[0, 0, 1, 1], [0] * 4, [0] * 4, [0, 0, -1, -1], [0, -1, 1, 1]]
+    assert results.headline().startswith("Take good. In nats per token, against the unmodified model: cost at 512 +0.010")
+    copies_table = results.sections()[-1][1].tables[0]
+    assert copies_table.columns == ["setting", "500 back", "900 back", "all"]
+    assert copies_table.rows[3] == ["good", pytest.approx(1.0), pytest.approx(3.0), pytest.approx(2.0)]
+    without = [r for r in rows if r["setting"] not in ("good", "costly")]
+    assert "no setting has a lower loss" in Results(without, ["unmodified", "worse"], 64, False, 512).headline()
+    unfinished = [r for r in rows if r["setting"] != "good" or r["task"] == "loss"]
+    (table,) = Results(unfinished, list(measured), 64, False, 512).sections()[0][1].tables
+    assert [row[0] for row in table.rows] == ["unmodified", "chance", "worse", "costly"]
+    assert "Not measured in full yet: good." in table.note
+
+
 # settings ------------------------------------------------------------------------------------------------------------
 
 
@@ -185,11 +304,11 @@ def test_means_are_over_the_documents_that_all_settings_have_read() -> None:
         {"task": "loss", "setting": s, "length": 512, "which": d, "loss": x, "seconds": 1, "bins": [x]}
         for s, d, x in (("unmodified", "a", 3.0), ("unmodified", "b", 5.0), ("logn", "a", 3.5))
     ]
-    by_length, _, by_position = (section for _, section in Results(rows, ["unmodified", "logn"], 64, False, 512).sections())
+    _, by_length, _, by_position = (section for _, section in Results(rows, ["unmodified", "logn"], 64, False, 512).sections())
     assert by_length.tables[0].rows == [["unmodified", 3.0], ["logn", 3.5]]
     assert "over the documents that all of these have read" in by_length.tables[0].note
     assert by_position.tables[0].rows == [["unmodified", 3.0], ["logn", 3.5]]
-    whole = Results([*rows, rows[2] | {"which": "b"}], ["unmodified", "logn"], 64, False, 512).sections()[0][1]
+    whole = Results([*rows, rows[2] | {"which": "b"}], ["unmodified", "logn"], 64, False, 512).sections()[1][1]
     assert whole.tables[0].rows[0] == ["unmodified", 4.0]
     assert not whole.tables[0].note
 
@@ -398,20 +517,21 @@ def test_command_measures_and_writes_the_page(folder: Path, tmp_path: Path) -> N
     assert result.exit_code == 0, result.output
     page = json.loads((out / "report.json").read_text())
     titles = [s["title"] for s in page["sections"]]
-    assert titles[:3] == ["Loss by length", "Within the trained length", "Loss by position"]
-    assert titles[3:] == ["Needle by length and depth", "Pass key"]
-    regression = {r[0]: r[1:] for r in page["sections"][1]["tables"][0]["rows"]}
+    assert titles[:4] == ["Verdict", "Loss by length", "Within the trained length", "Loss by position"]
+    assert titles[4:] == ["Needle by length and depth", "Pass key"]
+    assert [len(s["tables"]) for s in page["sections"][4:]] == [1, 1]  # random weights: no table of zeros
+    regression = {r[0]: r[1:] for r in page["sections"][2]["tables"][0]["rows"]}
     assert regression["infoscale"][0] == 0.0  # clamped: nothing changes within the trained length
     assert regression["scale_invariant:tau=3"][0] != 0.0
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
     mean = sum(r["loss"] for r in rows if r["setting"] == "infoscale" and r["task"] == "loss" and r["length"] == 1024) / 2
-    table = {r[0]: r[1:] for r in page["sections"][0]["tables"][0]["rows"]}
+    table = {r[0]: r[1:] for r in page["sections"][1]["tables"][0]["rows"]}
     assert table["infoscale"][1] == pytest.approx(mean)
     assert len([r for r in rows if r["task"] == "needle"]) == 3 * 2 * 3
     assert (out / "figures" / "needle-00-log-likelihood.png").stat().st_size > 5000
     assert not (out / "figures" / "needle-00-accuracy.png").exists()  # random weights: a map of zeros
     command = page["facts"]["Commands"]
-    assert page["sections"][0]["command"] == command
+    assert page["sections"][1]["command"] == command
     assert "--method infoscale,scale_invariant:tau=3 --lengths 256,1k" in command
     assert command.endswith("--depths 3 --shortest-first")
     assert str(folder) not in (out / "index.html").read_text()
@@ -453,10 +573,10 @@ def test_auto_is_a_precision_that_the_cpu_multiplies_fast(
 def test_command_writes_the_page_of_an_interrupted_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, real = tmp_path / "out", runner._loss
 
-    def stops(plan: Plan, item: Any, model: Any) -> Any:
+    def stops(plan: Plan, item: Any, *rest: Any) -> Any:
         if item.length > 256:
             raise KeyboardInterrupt
-        return real(plan, item, model)
+        return real(plan, item, *rest)
 
     monkeypatch.setattr(runner, "_loss", stops)
     arguments = ["eval", str(folder / "model"), "--text", str(folder / "a.txt"), "--out", str(out)]

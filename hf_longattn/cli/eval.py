@@ -40,7 +40,9 @@ def evaluate(
     ] = None,
     settings: Annotated[Path | None, typer.Option(help="More settings, in YAML: adapters, other checkpoints, lists.")] = None,
     lengths: Annotated[str, typer.Option(help="Tokens, with commas; 16k is 16,384.")] = "2k,4k,8k",
-    tasks: Annotated[str, typer.Option(help="loss and tasks, with commas: needle, needles, passkey, multi_key, ...")] = "loss",
+    tasks: Annotated[
+        str, typer.Option(help="loss, copies and tasks, with commas: needle, needles, passkey, multi_key, ...")
+    ] = "loss",
     windows: Annotated[int, typer.Option(help="Documents of the longest length to take from each text.")] = 1,
     targets: Annotated[int, typer.Option(help="The last tokens of each document, scored at every length.")] = 512,
     bos: Annotated[str, typer.Option(help="A beginning-of-text token: auto (as the tokenizer does), always, never.")] = "auto",
@@ -55,6 +57,13 @@ def evaluate(
     page_only: Annotated[
         bool, typer.Option("--page-only", help="Measure nothing; write the page from the rows so far.")
     ] = False,
+    prefix: Annotated[
+        str | None,
+        typer.Option(
+            help="METHOD, as streaming:window=4096: the text before the targets is read under it, once for all settings that "
+            "differ in positions or length temperatures alone. Much cheaper; what these do to that text is left out."
+        ),
+    ] = None,
     title: Annotated[str | None, typer.Option(help="The page's title.")] = None,
 ) -> None:
     """Measure MODEL unmodified and under methods, and write a page that shows what each does.
@@ -94,6 +103,7 @@ def evaluate(
             dtype=precision(model, dtype, device),
             seed=seed,
             shortest_first=shortest_first,
+            prefix=prefix,
         )
         store = plan.open(out)
 
@@ -162,11 +172,12 @@ def _write(plan: Plan, store: Store, out: Path, title: str | None) -> Results:
         targets=store.protocol.get("targets", plan.targets),
         bos=store.protocol["bos"],
         train_length=plan.train_length,
+        prefix=store.protocol.get("prefix"),
     )
     planned = [i.key in store.rows for i in plan.items()]
     source = Path(plan.model) / "SOURCE"
     texts = [f"{name} (SHA-256 {sha256(content.encode()).hexdigest()[:16]})" for name, content in plan.texts]
-    summary = results.summary()
+    summary = results.headline()
     if own := own_method(plan.model):
         runs = f"The checkpoint itself runs {own}: “unmodified” is the model as it was saved"
         summary = f"{runs}, and other settings keep {own} in the slots that they leave free.\n\n{summary}"

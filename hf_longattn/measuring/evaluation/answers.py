@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .losses import last_hidden, logits_of
+from .losses import Prefix, last_hidden, logits_of
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,12 @@ class AnswerScore:
 
 
 @torch.inference_mode()
-def answer_scores(model: Any, input_ids: Tensor, spans: Sequence[tuple[int, int]]) -> list[AnswerScore]:
+def answer_scores(
+    model: Any, input_ids: Tensor, spans: Sequence[tuple[int, int]], prefix: Prefix | None = None
+) -> list[AnswerScore]:
     """Score the answers at positions [first, last) of a text (1, length); logits are made for these positions only.
+
+    `prefix` is the KV cache of the first tokens, before the first answer, if they have been read.
 
     Raises:
         ValueError: a span is empty, starts at the first token or ends beyond the text.
@@ -34,7 +38,7 @@ def answer_scores(model: Any, input_ids: Tensor, spans: Sequence[tuple[int, int]
     for first, last in spans:
         if not 1 <= first < last <= input_ids.shape[1]:
             raise ValueError(f"an answer at [{first}, {last}) is none of a text of {input_ids.shape[1]} tokens")
-    hidden, out = last_hidden(model, input_ids), []
+    hidden, out = last_hidden(model, input_ids, prefix=prefix), []
     for first, last in spans:
         logits, target = logits_of(model, hidden[:, first - 1 : last - 1]), input_ids[:, first:last]
         losses = torch.nn.functional.cross_entropy(logits[0], target[0], reduction="none")

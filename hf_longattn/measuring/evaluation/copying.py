@@ -14,6 +14,10 @@ from torch import Tensor
 
 #: Tokens of a repeated passage, and how many of its first ones do not count (a model must notice the repetition).
 PASSAGE, SKIP = 128, 16
+#: From how far back `far_copies` repeats, as shares of the text before; near and far mixed.
+SHARES = (0.5, 0.95, 0.25, 0.75)
+#: The last tokens of a text, which `far_copies` takes.
+TAIL = PASSAGE * len(SHARES)
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,18 @@ def with_copies(input_ids: Tensor, copies: Sequence[Copy]) -> tuple[Tensor, Tens
         ids[:, target] = input_ids[:, source]
         taken[target] = read[source] = True
     return ids, taken.to(ids.device)
+
+
+def far_copies(length: int) -> list[Copy]:
+    """Four copies, the last TAIL tokens of a text, of passages spread over the text before.
+
+    Raises:
+        ValueError: the text is too short for them.
+    """
+    if length < 5 * TAIL:
+        raise ValueError(f"copies need texts of {5 * TAIL} tokens or more, not {length}")
+    before = length - TAIL
+    return [Copy(int(before * share), before + PASSAGE * i) for i, share in enumerate(SHARES)]
 
 
 def copy_losses(losses: Tensor, copies: Sequence[Copy]) -> list[float]:

@@ -10,9 +10,28 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+#: Keys and values of every layer, each (batch, kv_heads, length, head_dim), as the model caches them.
+Prefix = list[tuple[Tensor, Tensor]]
 
-def last_hidden(model: Any, input_ids: Tensor, prefill: int | None = None) -> Tensor:
-    """The hidden states that the head reads, (batch, length, hidden); `prefill` as for `token_losses`."""
+
+@torch.inference_mode()
+def prefix_of(model: Any, input_ids: Tensor, chunk: int = 2048) -> Prefix:
+    """The KV cache of a text (batch, length), read `chunk` tokens at a time, for `token_losses` and `answer_scores`."""
+    cache = DynamicCache(config=model.config)
+    for part in input_ids.split(chunk, 1):
+        model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def last_hidden(model: Any, input_ids: Tensor, prefill: int | None = None, prefix: Prefix | None = None) -> Tensor:
+    """The hidden states that the head reads, (batch, length, hidden), NaN in the prefix; arguments as of `token_losses`."""
+    if prefix is not None:
+        cache = DynamicCache(config=model.config)
+        for layer, (keys, values) in enumerate(prefix):
+            cache.update(keys, values, layer)
+        read = prefix[0][0].shape[2]
+        hidden = model.base_model(input_ids=input_ids[:, read:], past_key_values=cache, use_cache=True).last_hidden_state
+        return torch.nn.functional.pad(hidden, (0, 0, read, 0), value=torch.nan)
     if prefill is None:
         return model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
     cache = DynamicCache(config=model.config)
@@ -32,7 +51,12 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def token_losses(
-    model: Any, input_ids: Tensor, chunk: int = 512, last: int | None = None, prefill: int | None = None
+    model: Any,
+    input_ids: Tensor,
+    chunk: int = 512,
+    last: int | None = None,
+    prefill: int | None = None,
+    prefix: Prefix | None = None,
 ) -> Tensor:
     """The negative log-likelihood (nats) of every token given those before it.
 
@@ -43,11 +67,12 @@ def token_losses(
         last: only these many last tokens; the head, half the work of a small model, is run for no others. None means all.
         prefill: read the text through a cache, this many tokens at a time: the same losses, and layers with a sliding
             window of their own then cost time linear in the length. None means one pass without a cache.
+        prefix: the KV cache of the text's first tokens, which are then not read again; losses behind it only.
 
     Returns:
         float32 (batch, length); the first column, which nothing predicts, is NaN, and so is what `last` leaves out.
     """
-    hidden = last_hidden(model, input_ids, prefill)
+    hidden = last_hidden(model, input_ids, prefill, prefix)
     losses = torch.full(input_ids.shape, torch.nan, dtype=torch.float32, device=input_ids.device)
     begin = 0 if last is None else max(input_ids.shape[1] - 1 - last, 0)
     for first in range(begin, input_ids.shape[1] - 1, chunk):

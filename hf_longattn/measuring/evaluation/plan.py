@@ -13,9 +13,12 @@ from torch import Tensor
 
 from ..settings import UNMODIFIED, Setting, check_lengths, check_setting
 from ..tasks import Encoder, Task, canonical, make_task
+from .copying import SHARES, TAIL, far_copies
 from .store import Store, digest
 
-LOSS = "loss"
+LOSS, COPIES = "loss", "copies"
+#: Tasks that read the documents; all others make texts of their own.
+ON_DOCUMENTS = (LOSS, COPIES)
 #: Positions over which losses are averaged before they are stored.
 BIN = 512
 BOS = ("auto", "always", "never")
@@ -53,13 +56,17 @@ class Plan:
         settings: the unmodified model first.
         lengths: tokens, beginning-of-text token included.
         texts: name and content; each gives `windows` documents of the longest length, one after another from its beginning.
-        tasks: "loss" and names from `hf_longattn.tasks`.
+        tasks: "loss", "copies" and names from `hf_longattn.tasks`.
         targets: the last tokens of every document, scored at every length.
         bos: "auto" does what the tokenizer does, "always" and "never" what they say.
         samples: texts per task and length (`needle`: per depth).
         depths: places of the `needle` task.
         shortest_first: all settings at the shortest length first, and so on: what can be compared is there early, and the
             model is loaded anew for every setting and length.
+        prefix: a method, as a setting's string ("streaming:window=4096"): the text before the targets is read under it, once
+            for all lengths and for all settings that differ in positions and length temperatures alone, which do nothing in
+            its window; each then reads the targets over those keys. Contexts begin where the document does, and rows come
+            document by document.
 
     Raises:
         ValueError: anything that would go wrong later, named.
@@ -79,13 +86,14 @@ class Plan:
     dtype: str = "auto"
     seed: int = 0
     shortest_first: bool = False
+    prefix: str | None = None
     documents: list[Document] = field(init=False, default_factory=list)
     makers: dict[str, Task] = field(init=False, default_factory=dict)
     train_length: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.lengths = sorted(set(self.lengths))
-        self.tasks = list(dict.fromkeys(t if t == LOSS else canonical(t) for t in self.tasks))
+        self.tasks = list(dict.fromkeys(t if t in ON_DOCUMENTS else canonical(t) for t in self.tasks))
         for name in ("windows", "targets", "samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -97,6 +105,10 @@ class Plan:
             raise ValueError(
                 f"{self.targets} targets do not fit into {self.lengths[0]} tokens: lower targets or raise lengths"
             )
+        if COPIES in self.tasks:
+            far_copies(self.lengths[0])
+        if self.prefix is not None:
+            self._check_prefix(self.prefix)
         check_lengths(self.model, self.lengths)
         for setting in self.settings:
             facts = check_setting(setting, self.model)
@@ -109,16 +121,26 @@ class Plan:
             )
         self._start = self._starting()
         encoded = [(n, self._encode(n, t)) for n, t in self.texts]
-        if LOSS in self.tasks:
+        if self._documents:
             self._cut(encoded)
         haystack = torch.cat([ids for _, ids in encoded]) if encoded else None
-        for name in (t for t in self.tasks if t != LOSS):
+        for name in (t for t in self.tasks if t not in ON_DOCUMENTS):
             self.makers[name] = make_task(name, self.tokenizer, haystack, self.depths, self.seed)
             for length in self.lengths:
                 try:
                     self.makers[name].check(length)
                 except ValueError as error:
                     raise ValueError(f"task {name}: {error}") from None
+
+    def _check_prefix(self, prefix: str) -> None:
+        setting = Setting.parse(prefix)
+        if setting.method is None or setting.rope is not None:
+            raise ValueError(f"the prefix is read under a method of its own, as streaming:window=4096, not under {prefix!r}")
+        check_setting(setting, self.model)
+        if not self._documents:
+            raise ValueError(f"a prefix belongs to the tasks {' and '.join(ON_DOCUMENTS)}; the others read whole texts")
+        if COPIES in self.tasks and self.targets < TAIL:
+            raise ValueError(f"copies take the last {TAIL} tokens: with a prefix give as many targets, not {self.targets}")
 
     def _starting(self) -> list[int]:
         bos = self.tokenizer.bos_token_id
@@ -128,12 +150,16 @@ class Plan:
 
     def _encode(self, name: str, text: str) -> Tensor:
         ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
-        if LOSS in self.tasks and len(ids) < self.windows * self.window:
+        if self._documents and len(ids) < self.windows * self.window:
             raise ValueError(
                 f"{name} has {len(ids)} tokens; {self.windows} window{'s' * (self.windows > 1)} of {self.lengths[-1]} need "
                 f"{self.windows * self.window}: give a longer text, or shorter lengths"
             )
         return ids
+
+    @property
+    def _documents(self) -> bool:
+        return any(t in ON_DOCUMENTS for t in self.tasks)
 
     @property
     def window(self) -> int:
@@ -142,7 +168,7 @@ class Plan:
 
     def _cut(self, encoded: Sequence[tuple[str, Tensor]]) -> None:
         if not encoded:
-            raise ValueError("losses need a text")
+            raise ValueError("losses need a text, and so do copies")
         if len({name for name, _ in encoded}) < len(encoded):
             raise ValueError(f"two texts share a file name: {', '.join(n for n, _ in encoded)}")
         for name, ids in encoded:
@@ -154,12 +180,15 @@ class Plan:
     def protocol(self) -> dict[str, Any]:
         """What must be the same for all rows of a folder; settings, tasks, texts and shorter lengths may join later."""
         out = {"model": fingerprint(self.model), "dtype": self.dtype, "seed": self.seed, "bos": bool(self._start)}
-        if LOSS in self.tasks:
+        if self._documents:
             out |= {"longest": self.lengths[-1], "targets": self.targets}
-        return out
+        return out | ({} if self.prefix is None else {"prefix": self.prefix})
 
     def items(self) -> Iterator[Item]:
         """Every row, settings outermost, so that each model is loaded once; within a setting the short ones first."""
+        if self.prefix is not None:
+            names = [d.name for d in self.documents]
+            return iter(sorted(self._items(), key=lambda i: names.index(i.which) if i.which in names else len(names)))
         return iter(sorted(self._items(), key=lambda i: i.length)) if self.shortest_first else self._items()
 
     def _items(self) -> Iterator[Item]:
@@ -170,10 +199,10 @@ class Plan:
             }
             for length in self.lengths:
                 for task in self.tasks:
-                    if task == LOSS:
+                    if task in ON_DOCUMENTS:
                         for document in self.documents:
-                            seen = digest([what, document.ids.tolist()])
-                            yield Item(setting, task, length, document.name, seen)
+                            how = [*filter(None, [self.prefix]), *(SHARES if task == COPIES else ())]
+                            yield Item(setting, task, length, document.name, digest([what, document.ids.tolist(), *how]))
                         continue
                     for index in range(self.samples * (self.depths if task == "needle" else 1)):
                         seen = digest([what, self.depths if task == "needle" else 0, haystack if "needle" in task else ""])
@@ -186,9 +215,12 @@ class Plan:
         return store
 
     def context(self, document: Document, length: int) -> Tensor:
-        """The last `length` tokens of a document, (1, length), behind the beginning-of-text token where there is one."""
+        """The last `length` tokens of a document (with a prefix the first), (1, length), behind the beginning-of-text token
+        where there is one.
+        """
         start = torch.tensor(self._start, dtype=torch.int64)
-        return torch.cat([start, document.ids[len(document.ids) - (length - len(start)) :]])[None]
+        first = 0 if self.prefix else len(document.ids) - (length - len(start))
+        return torch.cat([start, document.ids[first : first + length - len(start)]])[None]
 
 
 def fingerprint(model: str) -> str:

@@ -12,11 +12,17 @@ from ..report import Figure, Section, Table
 from ..report.figures import curves, heat_map, tokens_shown
 from ..rows import Row
 from ..settings import UNMODIFIED
-from .plan import BIN, LOSS
+from .copying import PASSAGE, SKIP
+from .plan import BIN, COPIES, LOSS
 from .statistics import mean_interval, wilson
 
 NATS = "loss (nats per token)"
 AS_ABOVE = "As under “Loss by length”."
+#: Nats per token that a setting may cost within the trained length and still come first, as `hf-longattn extend` has it.
+TOLERANCE = 0.02
+
+#: A mean over documents and the half-width of its interval.
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,7 @@ class Results:
 
     Args:
         settings: names, in the order of tables and curves.
-        targets, bos: of the protocol.
+        targets, bos, prefix: of the protocol.
     """
 
     rows: Sequence[Row]
@@ -33,6 +39,7 @@ class Results:
     targets: int
     bos: bool
     train_length: int | None
+    prefix: str | None = None
     lengths: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,11 +72,14 @@ class Results:
                 return f"Not all settings are done: means at {n:,} are over the documents that all of these have read."
         return ""
 
-    def difference(self, setting: str, length: int) -> tuple[float, float] | None:
+    def difference(self, setting: str, length: int) -> Interval | None:
         """Mean over common documents of this setting's loss minus the unmodified model's, and its interval's half-width."""
-        mine, base = self.losses(setting, length), self.losses(UNMODIFIED, length)
-        common = [mine[d] - base[d] for d in mine if d in base]
-        return mean_interval(common) if common else None
+        return _paired(self.losses(setting, length), self.losses(UNMODIFIED, length))
+
+    def answers(self, setting: str, task: str, length: int) -> dict[str, float]:
+        """Loss on the answers of a task, nats per token, by document or sample."""
+        rows = ((r["which"], r["answers"]) for r in self._rows(setting, task, length))
+        return {which: -math.fsum(a["log_likelihood"] / a["tokens"] for a in found) / len(found) for which, found in rows}
 
     def _equal(self, setting: str) -> bool:
         """Whether a setting's losses are the unmodified model's, to the digits that are shown: mostly so by design."""
@@ -131,18 +141,89 @@ class Results:
             sentences.append(f"Within the trained length the loss changes by: {message} tokens.")
         return " ".join(sentences)
 
+    def headline(self) -> str:
+        """Which setting to take, with its price; the summary where none is better than the unmodified model."""
+        first, *others = self._ranked() or [UNMODIFIED]
+        if first == UNMODIFIED:
+            return self.summary()
+        told = [f"{text} {_signed(found)}" for text, _, found in self._judged(first) if found]
+        after = f" Next: {others[0]}." if others[:1] not in ([], [UNMODIFIED]) else ""
+        return f"Take {first}. In nats per token, against the unmodified model: {'; '.join(told)}.{after}"
+
+    def _judged(self, setting: str) -> list[tuple[str, int, Interval | None]]:
+        """What the verdict is about: its name, the sign of what is good, and the difference from the unmodified model."""
+        out: list[tuple[str, int, Interval | None]] = []
+        if self.within:
+            out.append((f"cost at {self.within[-1]:,}", -1, self.difference(setting, self.within[-1])))
+        if self.lengths and self.lengths[-1] not in self.within:
+            gain = _paired(self.losses(UNMODIFIED, self.lengths[-1]), self.losses(setting, self.lengths[-1]))
+            out.append((f"gain at {self.lengths[-1]:,}", 1, gain))
+        for task in self.tasks:
+            n = max(r["length"] for r in self.rows if r["task"] == task)
+            gain = _paired(self.answers(UNMODIFIED, task, n), self.answers(setting, task, n))
+            out.append((f"{_title(task).lower()}: gain at {n:,}", 1, gain))
+        return out
+
+    def _ranked(self) -> list[str]:
+        """The settings that are measured in all that the verdict is about, best first.
+
+        Those that cost at most TOLERANCE within the trained length come before all others; among them counts the mean of the
+        gains, or the cost where nothing else was measured.
+        """
+
+        def place(judged: list[tuple[str, int, Interval | None]]) -> tuple[bool, float]:
+            means = [(sign, found[0]) for _, sign, found in judged if found]
+            cost = math.fsum(mean for sign, mean in means if sign < 0)
+            gains = [mean for sign, mean in means if sign > 0]
+            return cost > TOLERANCE, cost if not gains else -math.fsum(gains) / len(gains)
+
+        judged = {s: self._judged(s) for s in self.settings}
+        whole = [s for s in self.settings if judged[s] and all(found for _, _, found in judged[s])]
+        return sorted(whole, key=lambda s: place(judged[s]))
+
+    def _verdict(self) -> Section:
+        heads = [text for text, _, _ in self._judged(UNMODIFIED)]
+        rows, tones = [], []
+        for s in self._ranked():
+            judged = self._judged(s)
+            rows.append([s, *("0" if s == UNMODIFIED else _signed(found) for _, _, found in judged if found)])
+            tones.append([0, *(_tone(sign, found) for _, sign, found in judged if found)])
+        open_ = [s for s in self.settings if s not in [row[0] for row in rows]]
+        text = (
+            "Differences from the unmodified model in nats per token, paired by document, ± 95 % interval. A cost above zero "
+            f"is harm, a gain above zero is good. Settings that cost at most {TOLERANCE} within the trained length come "
+            "first, then the others; in both the mean of the gains decides. Neighbours may differ by chance alone."
+        )
+        note = f"Blue is better and orange worse, by more than chance and by more than {TOLERANCE}."
+        note += f" Not measured in full yet: {', '.join(open_)}." if open_ else ""
+        return Section("Verdict", text, [Table("Best first", ["setting", *heads], rows, note=note, tones=tones)])
+
     def sections(self) -> list[tuple[int, Section]]:
         """Each with its order."""
         out = []
+        if len(self._ranked()) > 1:
+            out.append((5, self._verdict()))
         if self.lengths:
-            out += [(10, self._by_length()), (11, self._short()), (12, self._by_position())]
+            out += [(10, self._by_length()), (11, self._short())]
+        if any(self.bins(s) for s in self.settings):
+            out.append((12, self._by_position()))
         return out + [(20 + i, self._task(name)) for i, name in enumerate(self.tasks)]
 
     def _protocol(self) -> str:
         bos = "with a beginning-of-text token first" if self.bos else "without a beginning-of-text token"
-        return (
-            f"Fixed windows, one forward pass each without a cache, {bos}. The same last {self.targets} tokens of each "
-            f"document are scored at every length; only how much of the text before them is read differs. "
+        if self.prefix is None:
+            how = (
+                f"Fixed windows, one forward pass each without a cache, {bos}. The same last {self.targets} tokens of each "
+                "document are scored at every length; only how much of the text before them is read differs. "
+            )
+        else:
+            how = (
+                f"Of each document the first tokens are read, {bos}, and the last {self.targets} of them are scored: other "
+                "words at every length, so compare settings and not lengths. The text before them is read once under "
+                f"{self.prefix}, and settings that differ in positions and length temperatures alone read on over the same KV "
+                "cache: what they do to the text before is left out. Other weights, rope and logit maps read it themselves. "
+            )
+        return how + (
             f"{len(self.documents)} document{'s' * (len(self.documents) != 1)}: {'; '.join(self.documents)}. Intervals are "
             "95 % t intervals of the mean over documents, of differences paired by document; with one document there is none. "
             "Perplexity is the exponential of the mean loss."
@@ -161,10 +242,11 @@ class Results:
             if s != UNMODIFIED
         ]
         note = self._left_out()
+        tokens = "the same tokens" if self.prefix is None else f"the last {self.targets} tokens"
         tables = [
-            Table("Mean loss of the same tokens, nats, by context length", columns, losses, note=note),
+            Table(f"Mean loss of {tokens}, nats, by context length", columns, losses, note=note),
             Table("Difference from the unmodified model, nats, ± 95 % interval", columns, against, note=_note(self.documents)),
-            Table("Perplexity of the same tokens", columns, perplexities, digits=2),
+            Table(f"Perplexity of {tokens}", columns, perplexities, digits=2),
         ]
         lines = {s: [(n, m) for n in self.lengths if (m := mean[s, n]) is not None] for s in self.settings}
         figures = []
@@ -174,21 +256,23 @@ class Results:
                     lines,
                     "context (tokens, log scale)",
                     NATS,
-                    "Loss of the same tokens by context length",
+                    f"Loss of {tokens} by context length",
                     self._mark(self.lengths),
                     log_x=True,
                     limits=limits,
                 ),
                 [y for p in lines.values() for _, y in p],
                 "loss-by-length",
-                "Mean loss of the same tokens against the length of context, one line a setting",
+                f"Mean loss of {tokens} against the length of context, one line a setting",
             )
         return Section("Loss by length", "", tables, figures, self._protocol(), self.command(LOSS))
 
     def _short(self) -> Section:
         within, trained = self.within, self.train_length
         length = "not known from its config" if trained is None else f"{trained:,} tokens"
-        buckets = [(a, b) for a, b in self._buckets() if trained is None or b <= trained]
+        binned = any(self.bins(s) for s in self.settings)
+        by_what = "By length: the same tokens with shorter context. By position: all tokens there, in the longest window."
+        buckets = [(a, b) for a, b in self._buckets() if binned and (trained is None or b <= trained)]
         columns = ["setting", *(f"length {n:,}" for n in within), *(f"positions {a:,}–{b:,}" for a, b in buckets)]
         rows = [
             [
@@ -201,8 +285,7 @@ class Results:
         ]
         text = (
             f"What a setting costs on texts that the model could read before: loss minus the unmodified model's, within the "
-            f"trained length ({length}). Above zero is harm. By length: the same tokens with shorter context. By position: "
-            "all tokens there, in the longest window."
+            f"trained length ({length}). Above zero is harm. {by_what if binned else ''}"
         )
         table = Table("Short-context regression, nats per token", columns, rows)
         return Section("Within the trained length", text, [table], (), AS_ABOVE, self.command(LOSS))
@@ -255,6 +338,10 @@ class Results:
             Table("Accuracy with its 95 % Wilson interval", columns, intervals),
             Table("Log-likelihood of the answer, nats per token (0 is certain)", columns, likelihood),
         ]
+        if name == COPIES:
+            return self._copies(lengths)
+        if not any(a["exact"] for r in self.rows if r["task"] == name for a in r["answers"]):
+            tables = [Table(t.title, t.columns, t.rows, note="No answer is right under any setting.") for t in tables[2:]]
         return Section(
             _title(name),
             "An answer is right if every token of it is the most likely one, given the true tokens before it. The log-"
@@ -264,6 +351,28 @@ class Results:
             f"Task {name} of hf_longattn.tasks at each length, {' or '.join(map(str, counts))} texts per setting and length, "
             "the same texts for every setting; one forward pass over text and answer.",
             self.command(name),
+        )
+
+    def _copies(self, lengths: Sequence[int]) -> Section:
+        tables = []
+        for n in lengths:
+            distances: list[int] = next((r["distances"] for r in self.rows if r["task"] == COPIES and r["length"] == n), [])
+            order = sorted(range(len(distances)), key=lambda i: distances[i])
+            rows: list[list[str | float | None]] = []
+            for s in self.settings:
+                found = [r["answers"] for r in self._rows(s, COPIES, n)]
+                losses = [_mean([-f[i]["log_likelihood"] / f[i]["tokens"] for f in found]) for i in order]
+                rows.append([s, *losses, _mean([x for x in losses if x is not None])])
+            columns = ["setting", *(f"{distances[i]:,} back" for i in order), "all"]
+            tables.append(Table(f"Loss on copies at {n:,} tokens, nats", columns, rows, digits=2))
+        return Section(
+            _title(COPIES),
+            f"The last tokens of a text repeat passages of {PASSAGE} tokens from far back. A model that reaches the first "
+            f"reading predicts the second nearly free; the first {SKIP} tokens of each do not count.",
+            tables,
+            (),
+            AS_ABOVE,
+            self.command(COPIES),
         )
 
     def _maps(self, name: str, lengths: Sequence[int]) -> list[Figure]:
@@ -344,7 +453,20 @@ def _share(hits: Sequence[bool]) -> str | None:
     return f"{sum(hits)}/{len(hits)} ({low:.2f}–{high:.2f})"
 
 
-def _signed(difference: tuple[float, float]) -> str:
+def _paired(values: Mapping[str, float], base: Mapping[str, float]) -> Interval | None:
+    """Of values minus base, over what both have."""
+    common = [values[d] - base[d] for d in values if d in base]
+    return mean_interval(common) if common else None
+
+
+def _tone(sign: int, difference: Interval) -> int:
+    """1 for better and -1 for worse than the unmodified model; 0 for less than chance (if that is known) or TOLERANCE."""
+    mean, half = difference
+    told = abs(mean) > TOLERANCE and not abs(mean) <= half
+    return told * (1 if mean * sign > 0 else -1)
+
+
+def _signed(difference: Interval) -> str:
     mean, half = difference
     text = f"{mean:+.3f}".replace("-", "−")
     return text if math.isnan(half) else f"{text} ± {half:.3f}"
@@ -355,5 +477,10 @@ def _note(documents: Sequence[str]) -> str:
 
 
 def _title(task: str) -> str:
-    titles = {"needle": "Needle by length and depth", "needles": "Three needles", "passkey": "Pass key"}
+    titles = {
+        "needle": "Needle by length and depth",
+        "needles": "Three needles",
+        "passkey": "Pass key",
+        COPIES: "Copies from far back",
+    }
     return titles.get(task, task.replace("_", " ").capitalize())

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
+from ...config import LongAttnConfig
+from ...integration import apply, config_of
+from ...integration.model import knowing, methods_of
+from ...methods.base import LengthTemperature
+from ...methods.method import SLOTS
 from ..processes import gathered, place
 from ..rows import Row
-from ..settings import load_setting
-from .answers import answer_scores
-from .losses import loss_by_position, token_losses
-from .plan import BIN, LOSS, Item, Plan
+from ..settings import Setting, load_setting
+from .answers import AnswerScore, answer_scores
+from .copying import PASSAGE, SHARES, SKIP, far_copies, with_copies
+from .losses import Prefix, loss_by_position, prefix_of, token_losses
+from .plan import BIN, COPIES, LOSS, Item, Plan
 from .store import Store
 
 
@@ -32,6 +40,7 @@ def run_plan(
     """
     loaded: Any = None
     model: Any = None
+    prefixes = _Prefixes(plan, device)
     rank, processes = place()
     missing = [item for item in plan.items() if item.key not in store.rows]
     for item in plan.items():
@@ -44,27 +53,70 @@ def run_plan(
             if loaded != item.setting:
                 loaded = model = None  # the old one goes before the new one comes
                 model, loaded = load_setting(item.setting, plan.model, plan.dtype, device), item.setting
-            row = {"key": item.key, "digest": item.digest, **_row(plan, item, model), "command": command}
+            row = {"key": item.key, "digest": item.digest, **_row(plan, item, model, prefixes), "command": command}
         for item, found in zip(turn, gathered(row), strict=False):
             if rank == 0:
                 store.add(found)
                 done(item, True)
 
 
-def _row(plan: Plan, item: Item, model: Any) -> Row:
+def _row(plan: Plan, item: Item, model: Any, prefixes: _Prefixes) -> Row:
     start = time.monotonic()
-    result = _loss(plan, item, model) if item.task == LOSS else _answers(plan, item, model)
+    measures = {LOSS: _loss, COPIES: _copies}
+    result = measures.get(item.task, _answers)(plan, item, model, prefixes)
     about = {"setting": item.setting.name, "task": item.task, "length": item.length, "which": item.which}
     about["dtype"] = str(model.dtype).removeprefix("torch.")
     return {**about, **result, "seconds": round(time.monotonic() - start, 2)}
 
 
-def _loss(plan: Plan, item: Item, model: Any) -> Row:
-    """Mean loss on the document's last tokens; in the longest window also by position, in bins."""
-    document = next(d for d in plan.documents if d.name == item.which)
-    ids = plan.context(document, item.length).to(model.device)
-    longest = item.length == plan.lengths[-1]
-    losses = token_losses(model, ids, last=None if longest else plan.targets)
+class _Prefixes:
+    """The KV caches of one document's text before its targets, by what has read it."""
+
+    def __init__(self, plan: Plan, device: str) -> None:
+        self.plan, self.device, self.document = plan, device, ""
+        self.kept: dict[Any, Prefix] = {}
+
+    def of(self, item: Item, model: Any) -> Prefix | None:
+        """None where the plan reads whole texts."""
+        plan, setting = self.plan, item.setting
+        if plan.prefix is None:
+            return None
+        if self.document != item.which:
+            self.document, self.kept = item.which, {}
+        method = reading(config_of(model) if methods_of(model) else LongAttnConfig(), plan.prefix)
+        reader = (setting.rope, setting.adapter, setting.model, repr(method.to_dict()))
+        if reader not in self.kept:
+            own = load_setting(setting, plan.model, plan.dtype, self.device)
+            with knowing():
+                apply(own, method, stack=setting.rope is not None)
+            before = _ids(plan, item, plan.lengths[-1])[:, : self._end(plan.lengths[-1])]
+            self.kept[reader] = prefix_of(own, before.to(self.device))
+        end = self._end(item.length)
+        return [(keys[:, :, :end], values[:, :, :end]) for keys, values in self.kept[reader]]
+
+    def _end(self, length: int) -> int:
+        return length - self.plan.targets - 1  # the token before the targets predicts the first of them
+
+
+def reading(own: LongAttnConfig, prefix: str) -> LongAttnConfig:
+    """What reads the text before the targets: a model's own method but for what does nothing in the prefix's window."""
+    method = Setting.parse(prefix).config
+    assert method is not None
+    own = own.replace(positions=None, visibility=None)
+    if isinstance(own.temperature, LengthTemperature):
+        own = own.replace(temperature=None)
+    return own.replace(**{slot: value for slot in SLOTS if (value := getattr(method, slot)) is not None})
+
+
+def _ids(plan: Plan, item: Item, length: int | None = None) -> torch.Tensor:
+    return plan.context(next(d for d in plan.documents if d.name == item.which), length or item.length)
+
+
+def _loss(plan: Plan, item: Item, model: Any, prefixes: _Prefixes) -> Row:
+    """Mean loss on the document's last tokens; in the longest window, if it is read whole, also by position, in bins."""
+    ids = _ids(plan, item).to(model.device)
+    longest = plan.prefix is None and item.length == plan.lengths[-1]
+    losses = token_losses(model, ids, last=None if longest else plan.targets, prefix=prefixes.of(item, model))
     row: Row = {"loss": round(float(losses[:, -plan.targets :].mean()), 5)}
     if longest:
         bins = loss_by_position(losses, [*range(0, item.length, BIN), item.length])
@@ -72,11 +124,27 @@ def _loss(plan: Plan, item: Item, model: Any) -> Row:
     return row
 
 
-def _answers(plan: Plan, item: Item, model: Any) -> Row:
+def _copies(plan: Plan, item: Item, model: Any, prefixes: _Prefixes) -> Row:
+    """The document with passages repeated from far back in its last tokens; each copy is an answer."""
+    copies = far_copies(item.length)
+    ids, _ = with_copies(_ids(plan, item), copies)
+    spans = [(c.position + SKIP, c.position + PASSAGE) for c in copies]
+    scores = answer_scores(model, ids.to(model.device), spans, prefixes.of(item, model))
+    return {
+        "tokens": item.length,
+        "answers": _told([1 - share for share in SHARES], scores),
+        "distances": [c.distance for c in copies],
+    }
+
+
+def _answers(plan: Plan, item: Item, model: Any, prefixes: _Prefixes) -> Row:
     sample = plan.makers[item.task].sample(int(item.which), item.length)
     scores = answer_scores(model, sample.input_ids[None].to(model.device), sample.spans)
-    answers = [
+    return {"tokens": int(sample.input_ids.shape[0]), "answers": _told(sample.depths, scores)}
+
+
+def _told(depths: Sequence[float], scores: Sequence[AnswerScore]) -> list[Row]:
+    return [
         {"depth": round(depth, 4), "log_likelihood": round(s.log_likelihood, 4), "tokens": s.tokens, "exact": s.exact}
-        for depth, s in zip(sample.depths, scores, strict=True)
+        for depth, s in zip(depths, scores, strict=True)
     ]
-    return {"tokens": int(sample.input_ids.shape[0]), "answers": answers}

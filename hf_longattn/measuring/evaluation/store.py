@@ -36,7 +36,8 @@ class Store:
             raise ValueError(f"{folder} is not empty and holds no evaluation; nothing is overwritten: choose another folder")
         if (folder / PROTOCOL).exists():
             old = json.loads((folder / PROTOCOL).read_text(encoding="utf-8"))
-            refuse_mixing(folder, old, protocol)
+            without = {"prefix": None}  # texts are then read whole
+            refuse_mixing(folder, without | old, without | dict(protocol))
             protocol = old | dict(protocol)
         self.protocol = dict(protocol)
         self._file = Rows(folder / ROWS)

@@ -17,6 +17,7 @@ class Table:
 
     Args:
         shade: (low, high) to colour numeric cells between these two values, as a heat map that is also text; None for none.
+        tones: of each cell 1 (better), -1 (worse) or 0, by rows, to colour what is good and what is not; empty for none.
     """
 
     title: str
@@ -25,8 +26,11 @@ class Table:
     digits: int = 3
     note: str = ""
     shade: tuple[float, float] | None = None
+    tones: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
+        if self.tones and [len(t) for t in self.tones] != [len(r) for r in self.rows]:
+            raise ValueError(f"table {self.title!r}: tones are given for every cell or for none")
         for row in self.rows:
             if len(row) != len(self.columns):
                 raise ValueError(f"table {self.title!r}: a row of {len(row)} cells under {len(self.columns)} columns: {row}")
