@@ -118,10 +118,24 @@ def test_the_needle_grid_covers_its_depths() -> None:
         assert decoded(sample.input_ids[slice(*sample.spans[0])].tolist()) == f"{city}={number}"
 
 
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_copy_ends_a_text_with_its_beginning(bos: bool) -> None:
+    task = make_task("copy", tiny.tokenizer(bos), HAYSTACK)
+    ids = task.sample(3, 700).input_ids.tolist()
+    assert len(ids) == 700
+    assert (ids[0] == 0) == bos
+    assert ids[-128:] == ids[bos : 128 + bos]
+    assert decoded(ids[bos:-128]) in HAYSTACK
+    assert task.sample(3, 700).spans == ((588, 700),)
+    assert ids == task.sample(3, 700).input_ids.tolist() != task.sample(4, 700).input_ids.tolist()
+    with pytest.raises(ValueError, match="copies at 20000 need 19872"):
+        task.check(20000)
+
+
 def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(ValueError, match="did you mean 'multi_key'"):
         make_task("multikey", tiny.tokenizer())
-    with pytest.raises(ValueError, match="hides needles in a text"):
+    with pytest.raises(ValueError, match="needle takes a text: give one"):
         make_task("needle", tiny.tokenizer())
     with pytest.raises(ValueError, match="at least 2"):
         make_task("needle", tiny.tokenizer(), HAYSTACK, depths=1)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Tokens of a repeated passage, and how many of its first ones do not count (a model must notice the repetition).
-PASSAGE, SKIP = 128, 16
+from ..tasks.copying import PASSAGE as PASSAGE
+from ..tasks.copying import SKIP as SKIP
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from ..settings import UNMODIFIED, Setting, check_lengths, check_setting
 from ..tasks import Encoder, Task, canonical, make_task
+from ..tasks.registry import HAYSTACK_TASKS
 from .store import Store, digest
 
-LOSS = "loss"
+LOSS, LONG_PPL = "loss", "long_ppl"
+#: What is measured on documents, not on samples of a task.
+ON_TEXT = (LOSS, LONG_PPL)
 #: Positions over which losses are averaged before they are stored.
 BIN = 512
 BOS = ("auto", "always", "never")
@@ -27,6 +31,11 @@ class Document:
 
     name: str
     ids: Tensor
+
+
+def row_key(setting: str, task: str, length: int, which: str) -> str:
+    """What a row is kept under."""
+    return f"{setting} | {task} | {length} | {which}"
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,7 @@ class Item:
 
     @property
     def key(self) -> str:
-        return f"{self.setting.name} | {self.task} | {self.length} | {self.which}"
+        return row_key(self.setting.name, self.task, self.length, self.which)
 
 
 @dataclass
@@ -53,11 +62,13 @@ class Plan:
         settings: the unmodified model first.
         lengths: tokens, beginning-of-text token included.
         texts: name and content; each gives `windows` documents of the longest length, one after another from its beginning.
-        tasks: "loss" and names from `hf_longattn.tasks`.
+        tasks: "loss", "long_ppl" and names from `hf_longattn.tasks`.
         targets: the last tokens of every document, scored at every length.
         bos: "auto" does what the tokenizer does, "always" and "never" what they say.
         samples: texts per task and length (`needle`: per depth).
         depths: places of the `needle` task.
+        near: the context that `long_ppl` takes for short: its key tokens are those that more of it helps with.
+        evaluator: the setting that finds the key tokens, the same for all.
         shortest_first: all settings at the shortest length first, and so on: what can be compared is there early, and the
             model is loaded anew for every setting and length.
 
@@ -78,6 +89,8 @@ class Plan:
     depths: int = 5
     dtype: str = "auto"
     seed: int = 0
+    near: int = 4096
+    evaluator: str = UNMODIFIED
     shortest_first: bool = False
     documents: list[Document] = field(init=False, default_factory=list)
     makers: dict[str, Task] = field(init=False, default_factory=dict)
@@ -85,7 +98,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.lengths = sorted(set(self.lengths))
-        self.tasks = list(dict.fromkeys(t if t == LOSS else canonical(t) for t in self.tasks))
+        self.tasks = list(dict.fromkeys(t if t in ON_TEXT else canonical(t) for t in self.tasks))
         for name in ("windows", "targets", "samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -109,16 +122,42 @@ class Plan:
             )
         self._start = self._starting()
         encoded = [(n, self._encode(n, t)) for n, t in self.texts]
-        if LOSS in self.tasks:
+        if self._reads:
             self._cut(encoded)
+        if LONG_PPL in self.tasks:
+            self._check_long_ppl()
         haystack = torch.cat([ids for _, ids in encoded]) if encoded else None
-        for name in (t for t in self.tasks if t != LOSS):
+        for name in (t for t in self.tasks if t not in ON_TEXT):
             self.makers[name] = make_task(name, self.tokenizer, haystack, self.depths, self.seed)
             for length in self.lengths:
                 try:
                     self.makers[name].check(length)
                 except ValueError as error:
                     raise ValueError(f"task {name}: {error}") from None
+
+    @property
+    def _reads(self) -> bool:
+        """Whether documents are read."""
+        return bool({*ON_TEXT} & {*self.tasks})
+
+    def _check_long_ppl(self) -> None:
+        if self.near < 2 or self.lengths[-1] <= self.near:
+            raise ValueError(
+                f"long_ppl asks what context beyond {self.near} tokens helps with, and no length is longer: raise lengths, or "
+                "lower near"
+            )
+        found = next((s for s in self.settings if s.name == self.evaluator), None)
+        if found is None:
+            raise ValueError(
+                f"the evaluator {self.evaluator!r} is none of the settings: {', '.join(s.name for s in self.settings)}"
+            )
+        if found.model is not None:
+            text = self.texts[0][1][:2000]
+            theirs, ours = (AutoTokenizer.from_pretrained(m)(text).input_ids for m in (found.model, self.model))
+            if theirs != ours:
+                raise ValueError(
+                    f"the evaluator {self.evaluator!r} has another tokenizer: its key tokens are not these tokens"
+                )
 
     def _starting(self) -> list[int]:
         bos = self.tokenizer.bos_token_id
@@ -128,7 +167,7 @@ class Plan:
 
     def _encode(self, name: str, text: str) -> Tensor:
         ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
-        if LOSS in self.tasks and len(ids) < self.windows * self.window:
+        if self._reads and len(ids) < self.windows * self.window:
             raise ValueError(
                 f"{name} has {len(ids)} tokens; {self.windows} window{'s' * (self.windows > 1)} of {self.lengths[-1]} need "
                 f"{self.windows * self.window}: give a longer text, or shorter lengths"
@@ -156,6 +195,8 @@ class Plan:
         out = {"model": fingerprint(self.model), "dtype": self.dtype, "seed": self.seed, "bos": bool(self._start)}
         if LOSS in self.tasks:
             out |= {"longest": self.lengths[-1], "targets": self.targets}
+        if LONG_PPL in self.tasks:
+            out |= {"longest": self.lengths[-1], "near": self.near, "evaluator": self.evaluator}
         return out
 
     def items(self) -> Iterator[Item]:
@@ -163,21 +204,31 @@ class Plan:
         return iter(sorted(self._items(), key=lambda i: i.length)) if self.shortest_first else self._items()
 
     def _items(self) -> Iterator[Item]:
+        if LONG_PPL in self.tasks:  # the others are scored on the key tokens of this one
+            found = next(s for s in self.settings if s.name == self.evaluator)
+            for length in self.lengths:
+                yield from self._of_documents(found, LONG_PPL, length)
         haystack = digest([hashlib.sha256(text.encode()).hexdigest() for _, text in self.texts])
         for setting in self.settings:
-            what = setting.to_dict() | {
-                "weights": [fingerprint(p) for p in (setting.adapter, setting.model) if p is not None],
-            }
+            what = _identity(setting)
             for length in self.lengths:
                 for task in self.tasks:
-                    if task == LOSS:
-                        for document in self.documents:
-                            seen = digest([what, document.ids.tolist()])
-                            yield Item(setting, task, length, document.name, seen)
+                    if task in ON_TEXT:
+                        if (task, setting.name) != (LONG_PPL, self.evaluator):
+                            yield from self._of_documents(setting, task, length)
                         continue
+                    text = haystack if task in HAYSTACK_TASKS else ""
+                    seen = digest([what, self.depths if task == "needle" else 0, text])
                     for index in range(self.samples * (self.depths if task == "needle" else 1)):
-                        seen = digest([what, self.depths if task == "needle" else 0, haystack if "needle" in task else ""])
                         yield Item(setting, task, length, str(index), seen)
+
+    def _of_documents(self, setting: Setting, task: str, length: int) -> Iterator[Item]:
+        if task == LONG_PPL and length <= self.near:
+            return
+        found = next(s for s in self.settings if s.name == self.evaluator)
+        more = [_identity(found)] if task == LONG_PPL else []
+        for document in self.documents:
+            yield Item(setting, task, length, document.name, digest([_identity(setting), document.ids.tolist(), *more]))
 
     def open(self, folder: Path) -> Store:
         """The folder's rows, checked against this plan."""
@@ -189,6 +240,11 @@ class Plan:
         """The last `length` tokens of a document, (1, length), behind the beginning-of-text token where there is one."""
         start = torch.tensor(self._start, dtype=torch.int64)
         return torch.cat([start, document.ids[len(document.ids) - (length - len(start)) :]])[None]
+
+
+def _identity(setting: Setting) -> dict[str, Any]:
+    """What tells settings apart whatever their names: equal ones measure the same."""
+    return setting.to_dict() | {"weights": [fingerprint(p) for p in (setting.adapter, setting.model) if p is not None]}
 
 
 def fingerprint(model: str) -> str:

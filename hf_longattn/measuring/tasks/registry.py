@@ -7,13 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from ...methods.registry import did_you_mean
+from .copying import CopyTask
 from .needle import NeedleSample, NeedleTask
 from .sample import Task
 from .text import LINE_TASKS, LineTask
 
 ALIASES = {"argmax_retrieval": "max_retrieval"}
-#: Tasks that hide something in the user's own text.
-HAYSTACK_TASKS = ("needle", "needles")
+#: Tasks that take the user's own text.
+HAYSTACK_TASKS = ("needle", "needles", "copy")
 TASK_NAMES = (*HAYSTACK_TASKS, *LINE_TASKS)
 
 
@@ -48,13 +49,15 @@ def make_task(name: str, tokenizer: Any, haystack: str | Tensor | None = None, d
     """A text task by name.
 
     Args:
-        haystack: the text for `needle` and `needles`, which need one.
+        haystack: the text for `needle`, `needles` and `copy`, which need one.
         depths: places of `needle`.
     """
     name = canonical(name)
     if name in HAYSTACK_TASKS:
         if haystack is None:
-            raise ValueError(f"{name} hides needles in a text: give one")
+            raise ValueError(f"{name} takes a text: give one")
+        if name == "copy":
+            return CopyTask(tokenizer, haystack, seed)
         if name == "needle":
             return NeedleGrid(tokenizer, haystack, depths, seed)
         return NeedleTask(tokenizer, haystack, seed=seed)
