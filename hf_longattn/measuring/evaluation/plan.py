@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from ..settings import UNMODIFIED, Setting, check_lengths, check_setting
 from ..tasks import Encoder, Task, canonical, make_task
+from ..tasks.registry import HAYSTACK_TASKS
 from .copying import SHARES, TAIL, far_copies
 from .store import Store, digest
 
-LOSS, COPIES = "loss", "copies"
+LOSS, COPIES, LONG_PPL = "loss", "copies", "long_ppl"
 #: Tasks that read the documents; all others make texts of their own.
-ON_DOCUMENTS = (LOSS, COPIES)
+ON_DOCUMENTS = (LOSS, COPIES, LONG_PPL)
 #: Positions over which losses are averaged before they are stored.
 BIN = 512
 BOS = ("auto", "always", "never")
@@ -30,6 +32,11 @@ class Document:
 
     name: str
     ids: Tensor
+
+
+def row_key(setting: str, task: str, length: int, which: str) -> str:
+    """What a row is kept under."""
+    return f"{setting} | {task} | {length} | {which}"
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class Item:
 
     @property
     def key(self) -> str:
-        return f"{self.setting.name} | {self.task} | {self.length} | {self.which}"
+        return row_key(self.setting.name, self.task, self.length, self.which)
 
 
 @dataclass
@@ -56,11 +63,13 @@ class Plan:
         settings: the unmodified model first.
         lengths: tokens, beginning-of-text token included.
         texts: name and content; each gives `windows` documents of the longest length, one after another from its beginning.
-        tasks: "loss", "copies" and names from `hf_longattn.tasks`.
+        tasks: "loss", "copies", "long_ppl" and names from `hf_longattn.tasks`.
         targets: the last tokens of every document, scored at every length.
         bos: "auto" does what the tokenizer does, "always" and "never" what they say.
         samples: texts per task and length (`needle`: per depth).
         depths: places of the `needle` task.
+        near: the context that `long_ppl` takes for short: its key tokens are those that more of it helps with.
+        evaluator: the setting that finds the key tokens, the same for all.
         shortest_first: all settings at the shortest length first, and so on: what can be compared is there early, and the
             model is loaded anew for every setting and length.
         prefix: a method, as a setting's string ("streaming:window=4096"): the text before the targets is read under it, once
@@ -85,6 +94,8 @@ class Plan:
     depths: int = 5
     dtype: str = "auto"
     seed: int = 0
+    near: int = 4096
+    evaluator: str = UNMODIFIED
     shortest_first: bool = False
     prefix: str | None = None
     documents: list[Document] = field(init=False, default_factory=list)
@@ -123,6 +134,8 @@ class Plan:
         encoded = [(n, self._encode(n, t)) for n, t in self.texts]
         if self._documents:
             self._cut(encoded)
+        if LONG_PPL in self.tasks:
+            self._check_long_ppl()
         haystack = torch.cat([ids for _, ids in encoded]) if encoded else None
         for name in (t for t in self.tasks if t not in ON_DOCUMENTS):
             self.makers[name] = make_task(name, self.tokenizer, haystack, self.depths, self.seed)
@@ -138,9 +151,34 @@ class Plan:
             raise ValueError(f"the prefix is read under a method of its own, as streaming:window=4096, not under {prefix!r}")
         check_setting(setting, self.model)
         if not self._documents:
-            raise ValueError(f"a prefix belongs to the tasks {' and '.join(ON_DOCUMENTS)}; the others read whole texts")
+            raise ValueError(f"a prefix belongs to the tasks {' and '.join((LOSS, COPIES))}; the others read whole texts")
         if COPIES in self.tasks and self.targets < TAIL:
             raise ValueError(f"copies take the last {TAIL} tokens: with a prefix give as many targets, not {self.targets}")
+
+    @property
+    def _evaluator(self) -> Setting:
+        return next(s for s in self.settings if s.name == self.evaluator)
+
+    def _check_long_ppl(self) -> None:
+        if self.prefix is not None:
+            raise ValueError("long_ppl reads whole texts: no prefix with it")
+        if self.near < 2 or self.lengths[-1] <= self.near:
+            raise ValueError(
+                f"long_ppl asks what context beyond {self.near} tokens helps with, and no length is longer: raise lengths, or "
+                "lower near"
+            )
+        found = next((s for s in self.settings if s.name == self.evaluator), None)
+        if found is None:
+            raise ValueError(
+                f"the evaluator {self.evaluator!r} is none of the settings: {', '.join(s.name for s in self.settings)}"
+            )
+        if found.model is not None:
+            text = self.texts[0][1][:2000]
+            theirs, ours = (AutoTokenizer.from_pretrained(m)(text).input_ids for m in (found.model, self.model))
+            if theirs != ours:
+                raise ValueError(
+                    f"the evaluator {self.evaluator!r} has another tokenizer: its key tokens are not these tokens"
+                )
 
     def _starting(self) -> list[int]:
         bos = self.tokenizer.bos_token_id
@@ -182,6 +220,8 @@ class Plan:
         out = {"model": fingerprint(self.model), "dtype": self.dtype, "seed": self.seed, "bos": bool(self._start)}
         if self._documents:
             out |= {"longest": self.lengths[-1], "targets": self.targets}
+        if LONG_PPL in self.tasks:
+            out |= {"near": self.near, "evaluator": self.evaluator}
         return out | ({} if self.prefix is None else {"prefix": self.prefix})
 
     def items(self) -> Iterator[Item]:
@@ -192,21 +232,31 @@ class Plan:
         return iter(sorted(self._items(), key=lambda i: i.length)) if self.shortest_first else self._items()
 
     def _items(self) -> Iterator[Item]:
+        if LONG_PPL in self.tasks:  # the others are scored on the key tokens of this one
+            for length in self.lengths:
+                yield from self._of_documents(self._evaluator, LONG_PPL, length)
         haystack = digest([hashlib.sha256(text.encode()).hexdigest() for _, text in self.texts])
         for setting in self.settings:
-            what = setting.to_dict() | {
-                "weights": [fingerprint(p) for p in (setting.adapter, setting.model) if p is not None],
-            }
+            what = _identity(setting)
             for length in self.lengths:
                 for task in self.tasks:
                     if task in ON_DOCUMENTS:
-                        for document in self.documents:
-                            how = [*filter(None, [self.prefix]), *(SHARES if task == COPIES else ())]
-                            yield Item(setting, task, length, document.name, digest([what, document.ids.tolist(), *how]))
+                        if (task, setting.name) != (LONG_PPL, self.evaluator):
+                            yield from self._of_documents(setting, task, length)
                         continue
+                    text = haystack if task in HAYSTACK_TASKS else ""
+                    seen = digest([what, self.depths if task == "needle" else 0, text])
                     for index in range(self.samples * (self.depths if task == "needle" else 1)):
-                        seen = digest([what, self.depths if task == "needle" else 0, haystack if "needle" in task else ""])
                         yield Item(setting, task, length, str(index), seen)
+
+    def _of_documents(self, setting: Setting, task: str, length: int) -> Iterator[Item]:
+        if task == LONG_PPL and length <= self.near:
+            return
+        how: list[Any] = [*filter(None, [self.prefix]), *(SHARES if task == COPIES else ())]
+        if task == LONG_PPL:
+            how.append(_identity(self._evaluator))
+        for document in self.documents:
+            yield Item(setting, task, length, document.name, digest([_identity(setting), document.ids.tolist(), *how]))
 
     def open(self, folder: Path) -> Store:
         """The folder's rows, checked against this plan."""
@@ -221,6 +271,11 @@ class Plan:
         start = torch.tensor(self._start, dtype=torch.int64)
         first = 0 if self.prefix else len(document.ids) - (length - len(start))
         return torch.cat([start, document.ids[first : first + length - len(start)]])[None]
+
+
+def _identity(setting: Setting) -> dict[str, Any]:
+    """What tells settings apart whatever their names: equal ones measure the same."""
+    return setting.to_dict() | {"weights": [fingerprint(p) for p in (setting.adapter, setting.model) if p is not None]}
 
 
 def fingerprint(model: str) -> str:
