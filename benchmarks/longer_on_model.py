@@ -287,12 +287,12 @@ def contents() -> Contents:
 TRAINED = 8192  # of the model in the picture
 #: Name, colour (Okabe and Ito's, told apart by the colour-blind), marker.
 SHOWN = [
-    ("unmodified", "#000000", "x"),
-    ("YaRN × 2", "#E69F00", "s"),
-    ("rerope(window 4096)", "#56B4E9", "^"),
-    ("leaky_rerope(window 4096, stretch 4)", "#009E73", "v"),
-    ("leaky_rerope(window 4096, stretch 4; copying heads capped)", "#D55E00", "o"),
-    ("rerope(window 4096), pose-rerope-half", "#CC79A7", "D"),
+    "unmodified",
+    "YaRN × 2",
+    "rerope(window 4096)",
+    "leaky_rerope(window 4096, stretch 4)",
+    "leaky_rerope(window 4096, stretch 4; copying heads capped)",
+    "rerope(window 4096), pose-rerope-half",
 ]
 
 
@@ -306,10 +306,10 @@ def picture(rows: list[dict[str, Any]], path: Path, model: str = "SmolLM2-135M-I
     )
     for text, (left, right) in zip(texts, panels, strict=True):
         here = {r["label"]: r for r in rows if r["text"] == text}
-        for name, colour, marker in SHOWN:
+        for name, own in zip(SHOWN, figures.styles(SHOWN), strict=True):
             if name not in here:
                 continue
-            style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.5, "label": name}
+            style = own | {"markersize": 5, "linewidth": 1.5, "label": name}
             prose = [a - b for a, b in zip(here[name]["prose"], here[baseline]["prose"], strict=True)]
             left.plot([STEP * (n + 0.5) for n in range(len(prose))], prose, **style)
             beyond = sorted(

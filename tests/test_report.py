@@ -121,13 +121,16 @@ def test_text_on_shaded_cells_is_legible() -> None:
 
 def test_a_setting_has_the_same_colour_in_every_picture() -> None:
     def colours(*names: str) -> dict[str, str]:
-        return {name: str(style["color"]) for name, style in zip(names, styles(names), strict=True)}
+        drawn = styles(names)
+        assert len({(style["color"], style["linestyle"]) for style in drawn}) == len(names)
+        return {name: str(style["color"]) for name, style in zip(names, drawn, strict=True)}
 
     few = colours("unmodified", "infoscale")
     many = colours("YaRN", "unmodified", "logn", "rerope", "infoscale", "@yarn:2", "other")
     assert few.items() <= many.items()
-    assert many["YaRN"] == colours("@yarn:2")["@yarn:2"]
-    assert len(set(many.values())) == 7
+    assert many["YaRN"] == many["@yarn:2"] == colours("@yarn:2")["@yarn:2"]
+    assert len(set(many.values())) == 6
+    assert len(set(colours("rerope", "rerope+infoscale", "rerope+infoscale, trained").values())) == 1
 
 
 def test_a_command_is_told_once_and_wide_tables_say_so(tmp_path: Path) -> None:
@@ -135,7 +138,7 @@ def test_a_command_is_told_once_and_wide_tables_say_so(tmp_path: Path) -> None:
     sections = [(n, Section(f"Part {n}", "", [table], command="hf-longattn eval M")) for n in (1, 2)]
     page = write_report(tmp_path, "T", "S.", sections, {}).read_text()
     assert page.count("<code>hf-longattn eval M</code>") == 1
-    assert page.count("4 columns: scroll the table sideways.") == 2
+    assert page.count("4 columns: scroll sideways where they do not fit.") == 2
 
 
 def test_lines_differ_in_more_than_colour() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +24,8 @@ TOLERANCE = 0.02
 
 #: A mean over documents and the half-width of its interval.
 Interval = tuple[float, float]
+#: From a setting to its values by document.
+Measured = Callable[[str], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,18 @@ class Results:
 
     def _of_all(self, length: int, by_document: Mapping[str, Any]) -> list[Any]:
         """Those of the documents that every setting has read at a length: after an interruption some have read fewer."""
-        read = [set(found) for s in self.settings if (found := self.losses(s, length))]
-        common = set.intersection(*read) if read else set()
+        common = self._common(LOSS, length)
         return [value for document, value in by_document.items() if document in common]
+
+    def _common(self, task: str, length: int) -> set[str]:
+        read = [found for s in self.settings if (found := {r["which"] for r in self._rows(s, task, length)})]
+        return set.intersection(*read) if read else set()
+
+    def _paired(self, task: str, setting: str, length: int, measured: Measured) -> Interval | None:
+        """Of a setting minus the unmodified model, over the documents or samples that every setting has read."""
+        mine, base = measured(setting), measured(UNMODIFIED)
+        differences = [mine[d] - base[d] for d in mine if d in base and d in self._common(task, length)]
+        return mean_interval(differences) if differences else None
 
     def _left_out(self) -> str:
         """Told where means are over fewer documents than some settings have read."""
@@ -79,7 +91,7 @@ class Results:
 
     def difference(self, setting: str, length: int) -> Interval | None:
         """Mean over common documents of this setting's loss minus the unmodified model's, and its interval's half-width."""
-        return _paired(self.losses(setting, length), self.losses(UNMODIFIED, length))
+        return self._paired(LOSS, setting, length, lambda s: self.losses(s, length))
 
     def answers(self, setting: str, task: str, length: int) -> dict[str, float]:
         """Loss on the answers of a task, nats per token, by document or sample."""
@@ -161,12 +173,11 @@ class Results:
         if self.within:
             out.append((f"cost at {self.within[-1]:,}", -1, self.difference(setting, self.within[-1])))
         if self.lengths and self.lengths[-1] not in self.within:
-            gain = _paired(self.losses(UNMODIFIED, self.lengths[-1]), self.losses(setting, self.lengths[-1]))
-            out.append((f"gain at {self.lengths[-1]:,}", 1, gain))
+            out.append((f"gain at {self.lengths[-1]:,}", 1, _negative(self.difference(setting, self.lengths[-1]))))
         for task in self.tasks:
             n = max(r["length"] for r in self.rows if r["task"] == task)
-            gain = _paired(self.answers(UNMODIFIED, task, n), self.answers(setting, task, n))
-            out.append((f"{_title(task).lower()}: gain at {n:,}", 1, gain))
+            found = self._paired(task, setting, n, functools.partial(self.answers, task=task, length=n))
+            out.append((f"{_title(task).lower()}: gain at {n:,}", 1, _negative(found)))
         return out
 
     def _ranked(self) -> list[str]:
@@ -369,7 +380,7 @@ class Results:
             order = sorted(range(len(distances)), key=lambda i: distances[i])
             rows: list[list[str | float | None]] = []
             for s in self.settings:
-                found = [r["answers"] for r in self._rows(s, COPIES, n)]
+                found = [r["answers"] for r in self._rows(s, COPIES, n) if r["which"] in self._common(COPIES, n)]
                 losses = [_mean([-f[i]["log_likelihood"] / f[i]["tokens"] for f in found]) for i in order]
                 rows.append([s, *losses, _mean([x for x in losses if x is not None])])
             columns = ["setting", *(f"{distances[i]:,} back" for i in order), "all"]
@@ -551,10 +562,8 @@ def _share(hits: Sequence[bool]) -> str | None:
     return f"{sum(hits)}/{len(hits)} ({low:.2f}–{high:.2f})"
 
 
-def _paired(values: Mapping[str, float], base: Mapping[str, float]) -> Interval | None:
-    """Of values minus base, over what both have."""
-    common = [values[d] - base[d] for d in values if d in base]
-    return mean_interval(common) if common else None
+def _negative(difference: Interval | None) -> Interval | None:
+    return difference and (-difference[0], difference[1])
 
 
 def _tone(sign: int, difference: Interval) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from typing import Any
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 MARKERS = "osD^vPX*"
 LINES = ("-", "--", "-.", ":")
-#: Settings that keep their colour in every picture, by the beginning of their name.
+#: Methods that keep their colour in every picture, by the beginning of a setting's name.
 OWN_COLOUR = ("unmodified", "rerope", "yarn", "leaky_rerope", "self_extend", "scale", "infoscale", "logn")
 
 
@@ -39,19 +40,16 @@ def png(figure: Any) -> bytes:
 
 
 def styles(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Colour, marker and line of each name: its own where it has one that is still free, else the next that is."""
+    """Colour, marker and line of each name: the colour of its method where that has one, in another line for the next."""
     own = [next((i for i, x in enumerate(OWN_COLOUR) if name.lower().lstrip("@").startswith(x)), None) for name in names]
-    taken: list[int] = []
+    free = (i for i in itertools.count() if i not in own)
+    drawn, out = Counter[int](), []
     for wish in own:
-        if wish is not None and wish not in taken:
-            taken.append(wish)
-    free = (i for i in itertools.count() if i not in taken)
-    given, out = set(), []
-    for wish in own:
-        i = next(free) if wish is None or wish in given else wish
-        given.add(i)
-        line = LINES[i // len(COLOURS) % len(LINES)]
-        out.append({"color": COLOURS[i % len(COLOURS)], "linestyle": line, "marker": MARKERS[i % len(MARKERS)]})
+        i = next(free) if wish is None else wish
+        turn = drawn[i] + i // len(COLOURS)
+        drawn[i] += 1
+        marker = MARKERS[(i + turn) % len(MARKERS)]
+        out.append({"color": COLOURS[i % len(COLOURS)], "linestyle": LINES[turn % len(LINES)], "marker": marker})
     return out
 
 
