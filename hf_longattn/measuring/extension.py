@@ -48,8 +48,8 @@ def extend(model: Model, to: int | str, method: str | LongAttnConfig | None = No
     if not config.key_bands:
         raise ValueError(
             f"{config.name} extends nothing: beyond the trained length a model meets distances that it does not know, "
-            'and only position remaps ("rerope", the default, "leaky_rerope", "self_extend", "dual_chunk") and windows change '
-            "those. Use hf_longattn.apply, beside hf_longattn.rope, if that is what you want"
+            'and only position remaps ("rerope", the default, "leaky_rerope", "self_extend", "dual_chunk", "yarn_beyond") and '
+            "windows change those. Use hf_longattn.apply, beside hf_longattn.rope, if that is what you want"
         )
     bound, facts = bound_config(model, config)
     if facts.train_length is None:
@@ -62,7 +62,7 @@ def extend(model: Model, to: int | str, method: str | LongAttnConfig | None = No
     if reach is not None and length > reach:
         raise ValueError(
             f"{bound.name} with these parameters reaches {reach} tokens, not {length}: beyond that it shows distances that "
-            "the model does not know. Raise stretch or group, lower window, or use rerope, which has no limit"
+            "the model does not know. Raise stretch, group or factor, lower window, or use rerope, which has no limit"
         )
     replaced = "+".join(m.name for m in methods_of(model))
     apply(model, config)
@@ -82,6 +82,7 @@ def candidates(train_length: int, to: int) -> list[Setting]:
     return [
         Setting(UNMODIFIED),
         Setting(YARN, rope=f"yarn:{to / train_length}"),
+        Setting("yarn_beyond", "yarn_beyond", {"factor": to / train_length}),
         Setting("rerope", "rerope", {"window": half}),
         Setting("leaky_rerope", "leaky_rerope", {"window": half, "stretch": float(needed(half))}),
         Setting("self_extend", "self_extend", {"window": eighth, "group": needed(eighth)}),
