@@ -97,6 +97,7 @@ CHOICES = [
     Choice("unmodified", lengths=ALL),
     Choice("YaRN × 2", rope="yarn:2.0"),
     Choice("YaRN × 4", rope="yarn:4.0", lengths=ALL),
+    remap("yarn_beyond", factor=2),
     by_head(4),
     by_head(8, lengths=ALL),
     remap("rerope", lengths=ALL, window=4096),
@@ -130,6 +131,7 @@ CHOICES = [
     Choice("linear × 2", rope="linear:2.0"),
     Choice("unmodified", lengths=GEMMA),
     Choice("YaRN × 2", rope="yarn:2.0", lengths=GEMMA),
+    remap("yarn_beyond", lengths=GEMMA, factor=2),
     remap("rerope", lengths=GEMMA, window=16384),
     remap("leaky_rerope", lengths=GEMMA, window=16384, stretch=4),
     Choice(

@@ -204,6 +204,8 @@ class LongAttnConfig:
         """Fill in what depends on the model and check everything against it."""
         if not isinstance(self.layers, str) and self.layers[-1] >= facts.num_layers:
             raise ValueError(f"layers names layer {self.layers[-1]}, but the model has layers 0 to {facts.num_layers - 1}")
+        own = next((m.own_temperature for m in self.key_bands if m.own_temperature), facts.own_temperature)
+        facts = dataclasses.replace(facts, own_temperature=own)
         return dataclasses.replace(self, **{m.slot: m.bind(facts) for m in self.methods})  # type: ignore[arg-type]
 
     def for_layer(self, layer: int) -> LongAttnConfig:

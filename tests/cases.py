@@ -52,6 +52,7 @@ CASES: dict[str, LongAttnConfig] = {
     "self_extend": LongAttnConfig.preset("self_extend", window=6, group=3),
     "dual_chunk": LongAttnConfig.preset("dual_chunk", chunk=10, local=3),
     "string": LongAttnConfig.preset("string", shift=9, window=4),
+    "yarn_beyond": LongAttnConfig.preset("yarn_beyond", factor=8.0, train_length=9, beta_fast=2.0, beta_slow=0.01),
     "windowed": LongAttnConfig.preset("windowed", window=7),
     "streaming": LongAttnConfig.preset("streaming", window=6, sinks=2),
     "lm_infinite": LongAttnConfig.preset("lm_infinite", window=6, sinks=2),
@@ -69,11 +70,12 @@ SUBSET = ("llama", "gemma2", "gemma3", "gemma4", "gpt2")
 
 
 def families(case: str) -> tuple[str, ...]:
-    """Those that a case runs on: remaps need rotary positions."""
+    """Those that a case runs on: remaps need rotary positions, YaRN those of plain RoPE."""
     config = CASES[case]
     if config.remap is None:
         return SUBSET
-    return (*(f for f in SUBSET if f != "gpt2"), "qwen3", "mistral", "nanochat")
+    without = {"gpt2", "gemma4"} if case == "yarn_beyond" else {"gpt2"}
+    return (*(f for f in SUBSET if f not in without), "qwen3", "mistral", "nanochat")
 
 
 _COMMON = {

@@ -119,6 +119,24 @@ def string(p: dict[str, Any], i: np.ndarray, j: np.ndarray) -> np.ndarray:
     return np.where(i - j < p["shift"], i - j, i - j - p["shift"] + p["window"])
 
 
+def yarn_scores(
+    p: dict[str, Any], q: np.ndarray, k: np.ndarray, t: np.ndarray, inv_freq: np.ndarray, theta: float
+) -> np.ndarray:
+    """q . k of rotated vectors, in rows beyond the trained length as YaRN would have rotated them; pairs are halves."""
+    pairs, length = len(inv_freq), p["train_length"]
+    low, high = (pairs * np.log(length / (turns * 2 * np.pi)) / np.log(theta) for turns in (p["beta_fast"], p["beta_slow"]))
+    low, high = (np.floor(low), np.ceil(high)) if p["truncate"] else (low, high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    ramp = np.clip((np.arange(pairs) - low) / (high - low), 0, 1)
+    new = inv_freq * (1 - ramp) + inv_freq / p["factor"] * ramp
+    scale = 0.1 * np.log(p["factor"]) + 1 if p["attention_factor"] is None else p["attention_factor"]
+    a, b = (x[..., :pairs] + 1j * x[..., pairs : 2 * pairs] for x in (q, k))
+    turn = np.exp(1j * t[..., None] * (new - inv_freq))
+    rest = q[..., 2 * pairs :] @ k[..., 2 * pairs :].swapaxes(-1, -2)
+    late = scale**2 * np.einsum("bhqf,qkf,bhkf->bhqk", a, turn, b.conj()).real + rest
+    return np.where(np.arange(len(t))[:, None] >= length, late, q @ k.swapaxes(-1, -2))
+
+
 def dual_chunk(p: dict[str, Any], i: np.ndarray, j: np.ndarray) -> np.ndarray:
     s, c = p["chunk"], p["chunk"] - p["local"]
     following = np.minimum(i % c + c, s) - j % c
@@ -157,7 +175,7 @@ NORMS: dict[str, Formula] = {"output_standardise": output_standardise, "output_l
 
 
 def covers(config: LongAttnConfig) -> bool:
-    known = {"cosscale", "windowed", "attention_sink", *REMAPS, *LOGIT_MAPS, *BY_LENGTH, *BY_ENTROPY, *NORMS}
+    known = {"cosscale", "windowed", "attention_sink", "yarn_beyond", *REMAPS, *LOGIT_MAPS, *BY_LENGTH, *BY_ENTROPY, *NORMS}
     return all(m.name in known for m in config.methods)
 
 
@@ -200,6 +218,10 @@ def _attention(
     if remap.get("name") in REMAPS:
         seen = REMAPS[remap["name"]](remap, position[:, None], position)
         s = moved_scores(q, k, seen - t, module.closed_form_frequencies[0])
+    if remap.get("name") == "yarn_beyond":
+        rope = module.config.rope_parameters
+        theta = rope.get("full_attention", rope)["rope_theta"]
+        s = yarn_scores(remap, q, k, t, module.closed_form_frequencies[0], theta)
     s = scaling * s
     visible, n_seen = (t >= 0) & (t < (sliding_window or n)), position + 1
     if visibility:

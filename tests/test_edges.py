@@ -183,6 +183,7 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
         st.builds(lambda w, g: {"name": "self_extend", "window": w, "group": g}, st.integers(1, 40), st.integers(1, 9)),
         st.builds(lambda w, s: {"name": "string", "shift": w + s, "window": w}, st.integers(1, 20), st.integers(1, 20)),
         st.builds(lambda s, a: {"name": "dual_chunk", "chunk": s + a, "local": s}, st.integers(1, 9), st.integers(1, 20)),
+        st.builds(lambda n, f: {"name": "yarn_beyond", "train_length": n, "factor": f}, st.integers(1, 40), st.floats(1, 9)),
     ),
     "score": st.builds(lambda c: {"name": "cosscale", "scale": c}, st.floats(0.1, 128)),
     "temperature": st.one_of(

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from cases import FAMILIES, HEAD_DIM, model_config
-from helpers import close, model, static, stock, tokens
+from helpers import SCENARIOS, close, model, static, stock, tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -229,6 +229,92 @@ def test_inside_the_window_nothing_changes(name: str, family: str) -> None:
     close(logits(m), plain, 2e-6)
     longer = tokens(length=60)
     assert (logits(m, longer) - logits(stock(family), longer)).abs().max() > 1e-2
+
+
+# YaRN by row -----------------------------------------------------------------------------------------------------------
+
+
+YARN: dict[str, dict[str, Any]] = {
+    "plain": {"factor": 4.0},
+    "whole pairs not": {"factor": 2.5, "truncate": False, "beta_fast": 4.0, "beta_slow": 0.5},
+    "no temperature": {"factor": 8.0, "attention_factor": 1.0, "beta_fast": 1.5, "beta_slow": 0.02},
+}
+
+
+def yarn_pair(family: str, parameters: dict[str, Any]) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel]:
+    """One layer of random weights, trained at 16 so to say: plain, under transformers' YaRN, under YaRN beyond 16 alone."""
+    plain = {"rope_type": "default", "rope_theta": 100.0}
+    yarn = plain | {"rope_type": "yarn", "original_max_position_embeddings": 16, **parameters}
+    models = []
+    for rope in (plain, yarn):
+        settings = {"full_attention": rope, "sliding_attention": plain} if family == "gemma3" else rope
+        types = {"layer_types": ["full_attention"]} if family in ("gemma2", "gemma3") else {}
+        torch.manual_seed(0)
+        changes = {"num_hidden_layers": 1, "max_position_embeddings": 16, "rope_parameters": settings, **types}
+        models.append(AutoModelForCausalLM.from_config(model_config(family, **changes)).eval())
+    models[1].load_state_dict(models[0].state_dict())
+    return *models, hf_longattn.apply(copy.deepcopy(models[0]), "yarn_beyond", **parameters)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("way", ["without_cache", "with_cache", "static_chunks", "left_padded_dynamic_chunks"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    # transformers reads `truncate` beside the settings of layer types, where it never is
+    [(f, k) for f in ("llama", "gemma3", "qwen3") for k in YARN if f != "gemma3" or "truncate" not in YARN[k]],
+)
+@torch.no_grad()
+def test_rows_beyond_are_stock_yarn_and_the_others_plain(family: str, kind: str, way: str) -> None:
+    """In the one layer whose hidden states are the same; keys of the cache were rotated plainly."""
+    plain, yarn, m = yarn_pair(family, YARN[kind])
+    ids = tokens(length=40)
+    want = torch.cat([plain(ids).logits[:, :16], yarn(ids).logits[:, 16:]], 1)
+    close(SCENARIOS[way](m, ids), want, 3e-6)
+    assert all((want - x(ids).logits).abs().max() > 1e-3 for x in (plain, yarn))
+
+
+@pytest.mark.parametrize("blocks", [1 << 21, 1 << 12])
+@pytest.mark.parametrize("q_len", [300, 40])
+def test_rows_within_are_bit_for_bit_what_they_were(q_len: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the same kernel, in a text that goes on beyond and in one that ends before; also of half precision."""
+    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", blocks)
+    for dtype in (torch.float32, torch.bfloat16):
+        query, key, value = (x.to(dtype) for x in raw(q_len, 300))
+        for train_length, same in ((280, 300 - q_len), (1000, 300 - q_len)):
+            config = LongAttnConfig.preset("yarn_beyond", train_length=train_length)
+            r, kernel = Rotation(rotation().inv_freq.float()), {"backend": "tiled"}
+            got = hf_longattn.attention(query, key, value, config, rotation=r, **kernel)
+            plain = hf_longattn.attention(query, key, value, LongAttnConfig(), rotation=r, **kernel)
+            inside = max(min(train_length, 300) - same, 0)
+            assert torch.equal(got[:, :, :inside], plain[:, :, :inside])
+            assert train_length > 300 or not torch.equal(got[:, :, inside:], plain[:, :, inside:])
+
+
+@pytest.mark.parametrize("name", ["rerope", "leaky_rerope", "string", "yarn_beyond"])
+def test_a_short_text_pays_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bands in which no row sees a key are left out: nothing is re-rotated."""
+    monkeypatch.setattr(Rotation, "rotate", lambda *_: pytest.fail("re-rotated"))
+    config = LongAttnConfig.preset(name, **WIDE.get(name, {"train_length": 30}))
+    query, key, value = raw()
+    got = hf_longattn.attention(query, key, value, config, rotation=rotation(), backend="tiled")
+    assert torch.equal(got, hf_longattn.attention(query, key, value, LongAttnConfig(), backend="tiled"))
+    with pytest.raises(pytest.fail.Exception, match="re-rotated"):
+        hf_longattn.attention(*raw(60, 60), config, rotation=rotation(), backend="tiled")
+
+
+def test_yarn_beyond_refuses_what_it_would_compute_wrongly() -> None:
+    yarn, llama3 = ({"rope_type": kind, "rope_theta": 100.0, **SCALED[kind]} for kind in ("yarn", "llama3"))
+    for rope, message in ((yarn, "scales its rotary positions already"), (llama3, "the frequencies of plain RoPE")):
+        m = AutoModelForCausalLM.from_config(model_config("llama", max_position_embeddings=16, rope_parameters=rope))
+        with pytest.raises(ValueError, match=message):
+            hf_longattn.apply(m, "yarn_beyond")
+    with pytest.raises(ValueError, match="no rotary position encoding"):
+        hf_longattn.apply(stock("gpt2"), "yarn_beyond")
+    with pytest.raises(ValueError, match=r"yarn_beyond's attention factor.*sharpens twice"):
+        hf_longattn.apply(stock("llama"), "yarn_beyond+infoscale")
+    hf_longattn.apply(stock("llama"), "yarn_beyond+infoscale", attention_factor=1.0)
+    for wrong in ({"factor": 0.5}, {"beta_slow": 40.0}, {"train_length": 0}, {"attention_factor": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            LongAttnConfig.preset("yarn_beyond", **wrong)
 
 
 SCALED: dict[str, dict[str, Any]] = {

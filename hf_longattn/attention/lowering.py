@@ -188,17 +188,22 @@ def _segments(
     i, j = rows.query_positions(), rows.key_positions(key.shape[2])
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
     reading = rotate_reading and readable(query) and query.shape[2] <= FEW_QUERIES and not grad
-    segments = []
+    segments: list[KVSegment] = []
     for bands in itertools.product(*(_named(method, i) for method in config.key_bands)):
+        names = tuple(name for name, _ in bands)
+        narrowed = rows.once(names, functools.partial(_narrowed, rows, [x for _, x in bands]))
+        if segments and rows.once((names, "nothing"), functools.partial(_sees_nothing, narrowed)):
+            continue
         q, k, angles = query, key, None
         for name, band in bands:
             if band.query is not None:
-                q = require_rotation(rotation).rerotate(query, i, band.query, (name, "query"), tables)
+                q = require_rotation(rotation).rerotate(query, i, band.query, (name, "query"), tables, band.spectrum)
             if band.key is not None and reading:
-                angles = require_rotation(rotation).by_feature(j, band.key, (name, "key"), key.shape[-1], tables)
+                angles = require_rotation(rotation).by_feature(
+                    j, band.key, (name, "key"), key.shape[-1], tables, band.spectrum
+                )
             elif band.key is not None:
-                k = require_rotation(rotation).rerotate(key, j, band.key, (name, "key"), tables)
-        narrowed = rows.once(tuple(name for name, _ in bands), functools.partial(_narrowed, rows, [x for _, x in bands]))
+                k = require_rotation(rotation).rerotate(key, j, band.key, (name, "key"), tables, band.spectrum)
         segments.append(KVSegment(q, k, narrowed, rotation, angles))
     return segments
 
@@ -211,6 +216,12 @@ def _narrowed(rows: Rows, bands: list[Band]) -> Rows:
     for band in bands:
         rows = rows.narrowed(band.first, band.last)
     return rows
+
+
+def _sees_nothing(rows: Rows) -> bool:
+    """Whether no row sees a key by its interval; False where that may not be read."""
+    low, high = rows.columns.low, rows.columns.high
+    return readable(rows.index) and not bool((low <= high).any())
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import LongAttnConfig
-from ..methods.base import EntropyTemperature, LengthTemperature
+from ..methods.base import EntropyTemperature, KeyBands, LengthTemperature
 from .geometry import Rows, check_mask, check_positions, check_shapes
 from .rotary import Rotation
 from .tracing import readable
@@ -92,10 +92,14 @@ def dense_attention(
         value.to(compute).repeat_interleave(group, 1),
     )
 
-    rows, excess = _banded(config, rows, kv_len)
+    i, j = rows.query_positions()[:, :, None], rows.key_positions(kv_len)[:, None]
+    rows, excess = _banded(config, rows, i, j)
     if config.score is not None:
         query, key, scaling = config.score.fold(query, key)
-    logits = scaling * (query @ key.transpose(-1, -2) if excess is None else remapped_scores(query, key, excess, rotation))
+    if excess is None:
+        logits = scaling * (query @ key.transpose(-1, -2))
+    else:
+        logits = scaling * remapped_scores(query, key, excess, require_rotation(rotation), config.remap, i, j)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     if (factor := length_factor(config, rows.count(kv_len), query, learned)) is not None:
@@ -116,12 +120,11 @@ def dense_attention(
     return finish(config, weights @ value, learned).to(dtype), weights
 
 
-def _banded(config: LongAttnConfig, rows: Rows, kv_len: int) -> tuple[Rows, Tensor | None]:
+def _banded(config: LongAttnConfig, rows: Rows, i: Tensor, j: Tensor) -> tuple[Rows, Tensor | None]:
     """Rows that see what the config shows, and by how much the distance shown exceeds the true one, None: not at all.
 
     The excess is (batch or 1, kv_heads or 1, q_len, kv_len).
     """
-    i, j = rows.query_positions()[:, :, None], rows.key_positions(kv_len)[:, None]
     if config.visibility is not None:
         rows = rows.masked(config.visibility.visible(i, j)[:, None])
     if config.remap is None:
@@ -131,14 +134,27 @@ def _banded(config: LongAttnConfig, rows: Rows, kv_len: int) -> tuple[Rows, Tens
     return rows, (distance - (i - j)[..., None]).movedim(-1, 1)
 
 
-def remapped_scores(query: Tensor, key: Tensor, excess: Tensor, rotation: Rotation | None) -> Tensor:
-    """q . k for vectors whose distance is to appear as `excess` more than it is: q^T R k, pair of features by pair."""
-    rotation, excess = require_rotation(rotation), excess.repeat_interleave(query.shape[1] // excess.shape[1], 1)
+def remapped_scores(
+    query: Tensor, key: Tensor, excess: Tensor, rotation: Rotation, remap: KeyBands | None, i: Tensor, j: Tensor
+) -> Tensor:
+    """q . k for vectors whose distance is to appear as `excess` more than it is: q^T R k, pair of features by pair.
+
+    In the rows that `remap` rescales, pairs are turned by its spectrum, and scaled.
+    """
+    excess = excess.repeat_interleave(query.shape[1] // excess.shape[1], 1)
     q1, q2, q_rest = rotation.split(query)
     k1, k2, k_rest = rotation.split(key)
     scores = q_rest @ k_rest.transpose(-1, -2)
-    for f, frequency in enumerate(rotation.inv_freq.double()):
-        cos, sin = (excess * frequency).cos().to(query.dtype), (excess * frequency).sin().to(query.dtype)
+    frequencies = rotation.inv_freq.double()
+    late = None if remap is None else remap.rescaled(i)
+    shown, factor = (frequencies, 1.0) if remap is None else remap.spectrum(frequencies)
+    for f, frequency in enumerate(frequencies):
+        angle = excess * frequency
+        if late is not None:
+            angle = angle + late[:, None] * (excess + (i - j)[:, None]) * (shown[f] - frequency)
+        cos, sin = angle.cos().to(query.dtype), angle.sin().to(query.dtype)
+        if late is not None:
+            cos, sin = (torch.where(late[:, None], factor**2 * x, x) for x in (cos, sin))
         (a, b), (c, d) = ((x[..., f, None] for x in pair) for pair in ((q1, q2), (k1, k2)))
         c, d = c.transpose(-1, -2), d.transpose(-1, -2)
         scores = scores + cos * (a * c + b * d) + sin * (a * d - b * c)

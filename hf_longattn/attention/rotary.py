@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..methods.base import Remap
+from ..methods.base import Remap, Spectrum
 from .tables import TableCache
 from .tracing import keepable
 
@@ -26,18 +26,26 @@ class Rotation:
     inv_freq: Tensor
     interleaved: bool = False
 
-    def rerotate(self, x: Tensor, position: Tensor, remap: Remap, name: Hashable, tables: TableCache) -> Tensor:
-        """Vectors rotated for `position`, rotated for remap(position) instead.
+    def rerotate(
+        self,
+        x: Tensor,
+        position: Tensor,
+        remap: Remap,
+        name: Hashable,
+        tables: TableCache,
+        spectrum: Spectrum | None = None,
+    ) -> Tensor:
+        """Vectors rotated for `position`, rotated for remap(position) instead, at the frequencies of `spectrum`.
 
         Args:
             x: (batch, heads, n, head_dim).
             position: int64 (batch or 1, n), >= 0.
-            name: identifies the remap in `tables`, where its angles are kept.
+            name: identifies remap and spectrum in `tables`, where their angles are kept.
 
         Returns:
             like x, in float32 at least.
         """
-        return self.rotate(x, *self._look_up(position, name, lambda p: self.angles(p, remap), tables))
+        return self.rotate(x, *self._look_up(position, name, lambda p: self.angles(p, remap, spectrum), tables))
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x (batch, heads, n, head_dim) rotated by angles (batch or 1, n, key heads or 1, pairs), in float32 at least."""
@@ -47,7 +55,13 @@ class Rotation:
         return self.join(first * cos - second * sin, second * cos + first * sin, rest).flatten(1, 2)
 
     def by_feature(
-        self, position: Tensor, remap: Remap, name: Hashable, head_dim: int, tables: TableCache
+        self,
+        position: Tensor,
+        remap: Remap,
+        name: Hashable,
+        head_dim: int,
+        tables: TableCache,
+        spectrum: Spectrum | None = None,
     ) -> tuple[Tensor, Tensor]:
         """c and s by feature with q . rerotated(k) = q . (c k) + rotate_half(q) . (s k).
 
@@ -55,7 +69,7 @@ class Rotation:
         """
 
         def widened(p: Tensor) -> tuple[Tensor, Tensor]:
-            cos, sin = self.angles(p, remap)
+            cos, sin = self.angles(p, remap, spectrum)
             rest = cos.new_zeros(*cos.shape[:-1], head_dim - 2 * cos.shape[-1])
             return self.join(cos, cos, rest + 1), self.join(-sin, -sin, rest)
 
@@ -78,16 +92,23 @@ class Rotation:
             return cos[None, first : first + n], sin[None, first : first + n]
         return cos[position], sin[position]
 
-    def angles(self, position: Tensor, remap: Remap) -> tuple[Tensor, Tensor]:
-        """cos and sin of the angle from position to remap(position): (..., key heads or 1, pairs), in inv_freq's dtype."""
+    def angles(self, position: Tensor, remap: Remap, spectrum: Spectrum | None = None) -> tuple[Tensor, Tensor]:
+        """cos and sin of the angle from position to remap(position): (..., key heads or 1, pairs), in inv_freq's dtype.
+
+        With a spectrum the latter is at its frequencies, and both are multiplied by its factor.
+        """
         frequency = self.inv_freq.to(position.device)
         # The old angle is rounded as the model rounded it, so that undoing it is exact; then nothing more is lost
         old = (position[..., None].to(frequency.dtype) * frequency).double()
         new = remap(position).double()
         new = new[..., None] if new.ndim == position.ndim else new
-        angle = new[..., None] * frequency.double() - old[..., None, :]
         wide = torch.float64 if frequency.dtype == torch.float64 else torch.float32
-        return angle.cos().to(wide), angle.sin().to(wide)
+        if spectrum is None:
+            angle = new[..., None] * frequency.double() - old[..., None, :]
+            return angle.cos().to(wide), angle.sin().to(wide)
+        shown, factor = spectrum(frequency.double())
+        angle = new[..., None] * shown - old[..., None, :]
+        return (factor * angle.cos()).to(wide), (factor * angle.sin()).to(wide)
 
     def rotate_half(self, x: Tensor) -> Tensor:
         """Every pair (a, b) as (-b, a); what is not rotated as 0."""

@@ -74,8 +74,8 @@ def extend(
     if not config.key_bands:
         raise ValueError(
             f"{config.name} extends nothing: beyond the trained length a model meets distances that it does not know, "
-            'and only position remaps ("rerope", the default, "leaky_rerope", "self_extend", "dual_chunk") and windows change '
-            "those. Use hf_longattn.apply, beside hf_longattn.rope, if that is what you want"
+            'and only position remaps ("rerope", the default, "leaky_rerope", "self_extend", "dual_chunk", "yarn_beyond") and '
+            "windows change those. Use hf_longattn.apply, beside hf_longattn.rope, if that is what you want"
         )
     bound, facts = bound_config(model, config)
     if facts.train_length is None:
@@ -88,7 +88,7 @@ def extend(
     if reach is not None and length > reach:
         raise ValueError(
             f"{bound.name} with these parameters reaches {reach} tokens, not {length}: beyond that it shows distances that "
-            "the model does not know. Raise stretch or group, lower window, or use rerope, which has no limit"
+            "the model does not know. Raise stretch, group or factor, lower window, or use rerope, which has no limit"
         )
     replaced = "+".join(m.name for m in methods_of(model))
     apply(model, config)
@@ -127,6 +127,7 @@ def candidates(train_length: int, to: int) -> list[Setting]:
     if to == train_length:
         shifts = [f"string:shift={train_length // 3}", f"string:shift={half}"]
         return [Setting(UNMODIFIED), *map(Setting.parse, shifts + remaps)]
+    remaps.append(f"yarn_beyond:factor={to / train_length}")
     return [Setting(UNMODIFIED), Setting(YARN, rope=f"yarn:{to / train_length}"), *map(Setting.parse, remaps)]
 
 

@@ -16,6 +16,8 @@ from .method import Heads, Method, ModelFacts
 #: From positions (int64, any shape) to the positions that a rotation should show instead (float64): the same shape, or one
 #: dimension more, last, where heads differ; heads that share a key head share its remap.
 Remap = Callable[[Tensor], Tensor]
+#: From a model's frequencies, float64 (pairs,), to those that pairs are turned by instead, and a factor on what is turned.
+Spectrum = Callable[[Tensor], tuple[Tensor, float]]
 
 
 @dataclass(frozen=True)
@@ -23,13 +25,15 @@ class Band:
     """Keys of one row that form an interval and share one way of being rotated.
 
     All positions count from the start of the row's sequence. first, last: the interval, int64 like the query positions they
-    were made from; None is no limit. query, key: remaps of positions (see `Remap`); None leaves a side as it is.
+    were made from; None is no limit. query, key: remaps of positions (see `Remap`); None leaves a side as it is. spectrum: the
+    frequencies that remapped sides are turned by; None: the model's.
     """
 
     first: Tensor | None = None
     last: Tensor | None = None
     query: Remap | None = None
     key: Remap | None = None
+    spectrum: Spectrum | None = None
 
 
 class KeyBands(Method, ABC):
@@ -48,6 +52,19 @@ class KeyBands(Method, ABC):
         One dimension more, last, where key heads differ (see `Remap`).
         """
         return (i - j).double()
+
+    def rescaled(self, i: Tensor) -> Tensor | None:
+        """bool like i, the rows in which query and keys are turned by `spectrum`; None: there are none."""
+        return None
+
+    def spectrum(self, inv_freq: Tensor) -> tuple[Tensor, float]:
+        """See `Spectrum`."""
+        return inv_freq, 1.0
+
+    @property
+    def own_temperature(self) -> str | None:
+        """The temperature that the method brings by itself, in words, or None."""
+        return None
 
     @property
     def remaps(self) -> bool:

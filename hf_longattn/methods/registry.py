@@ -29,6 +29,7 @@ METHODS: dict[str, str] = {
     "streaming": "windows.Streaming",
     "string": "string.String",
     "windowed": "windows.Windowed",
+    "yarn_beyond": "yarn_beyond.YarnBeyond",
     "yarn_temperature": "yarn_temperature.YarnTemperature",
 }
 
