@@ -111,23 +111,97 @@ def split_sequence(out: Path) -> dict[str, Any]:
     return _sequences(lambda m: ulysses.split_sequence(m, torch.distributed.group.WORLD))
 
 
+def start_deepspeed() -> Any:
+    import deepspeed
+
+    # compiled for minutes, behind a lock that a killed run leaves
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    deepspeed.init_distributed("gloo")
+    return deepspeed
+
+
+def forget_exchange(name: str) -> None:
+    """Of an earlier model."""
+    import deepspeed.runtime.sequence_parallel.parallel_state_sp as state
+
+    ALL_ATTENTION_FUNCTIONS[name] = attention_forward
+    state._release_sequence_parallel_groups()
+
+
 def deepspeed(out: Path) -> dict[str, Any]:
+    start_deepspeed()
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     def start(m: PreTrainedModel) -> None:
         name = m.config._attn_implementation
-        ALL_ATTENTION_FUNCTIONS[name] = attention_forward  # in place of the last model's
-        state._release_sequence_parallel_groups()
+        forget_exchange(name)
         UlyssesSPAttentionHF.register_with_transformers(m, name, RANKS, 1, 24, seq_length_is_variable=True)
 
-    import deepspeed
-    import deepspeed.runtime.sequence_parallel.parallel_state_sp as state
-
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: (
-        None
-    )  # it compiles for minutes, behind a lock that a killed run leaves
-    deepspeed.init_distributed("gloo")
     return _sequences(start, batch=1)
+
+
+ZERO3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
+#: torch's own optimiser: DeepSpeed's for the CPU is compiled
+DEEPSPEED = {"zero_optimization": ZERO3, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+
+
+def zero3(out: Path) -> dict[str, Any]:
+    """A step of DeepSpeed's engine, with weights, gradients and optimiser states in parts."""
+    engine = start_deepspeed()
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+
+    results = {}
+    mine = tokens().chunk(RANKS)[torch.distributed.get_rank()]
+    for case in SPLIT:
+        m = made(case).train()
+        optimizer = torch.optim.SGD(m.parameters(), lr=1.0)
+        model, *_ = engine.initialize(model=m, optimizer=optimizer, config=DEEPSPEED | {"train_micro_batch_size_per_gpu": 1})
+        logits = model(mine, use_cache=False).logits
+        model.backward(logits.float().log_softmax(-1)[..., 3].mean())
+        names = dict(model.module.named_parameters())
+        found = {name: safe_get_full_grad(p) for name, p in names.items() if p.requires_grad}
+        model.step()
+        stepped = {name: safe_get_full_fp32_param(p).clone() for name, p in names.items()}
+        results[case] = {"logits": logits.detach(), "gradients": found, "stepped": stepped}
+        model.destroy()
+    return results
+
+
+class Repeated(torch.utils.data.Dataset):
+    """One window, again and again."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = tokens(1)[0]
+        return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(len(ids))}
+
+
+def trainer(out: Path, **settings: Any) -> list[dict[str, float]]:
+    """transformers' Trainer, four steps; what it logs."""
+    from transformers import Trainer, TrainingArguments, default_data_collator
+
+    settings |= {"per_device_train_batch_size": 1, "max_steps": 4, "logging_steps": 1, "save_strategy": "no"}
+    settings |= {"report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False, "learning_rate": 0.01}
+    arguments = TrainingArguments(output_dir=out / "trainer", **settings)
+    run = Trainer(made("logn_learned"), arguments, train_dataset=Repeated(), data_collator=default_data_collator)
+    run.train()
+    return [{k: x[k] for k in ("loss", "grad_norm")} for x in run.state.log_history if "loss" in x]
+
+
+def accelerated(out: Path) -> list[dict[str, float]]:
+    """The same with accelerate's sequence parallelism, under ZeRO-3; as docs/engines.md has it."""
+    start_deepspeed()
+    from accelerate import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    forget_exchange("logn")
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    handler.sp_attn_implementation = made("logn_learned").config._attn_implementation
+    parallelism = ParallelismConfig(sp_backend="deepspeed", sp_size=RANKS, sp_handler=handler)
+    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
+    return trainer(out, parallelism_config=parallelism, deepspeed=DEEPSPEED | auto)
 
 
 def _sequences(start: Any, batch: int | None = None) -> dict[str, Any]:
@@ -236,7 +310,8 @@ def evaluate(out: Path, processes: int = RANKS) -> dict[str, Any]:
     return {"status": result.exit_code, "output": result.output, "error": repr(result.exception)}
 
 
-JOBS = {f.__name__: f for f in (fully_sharded, tensor_parallel, split_sequence, recipes, evaluate, deepspeed)}
+HERE = (fully_sharded, tensor_parallel, split_sequence, recipes, evaluate)
+JOBS = {f.__name__: f for f in (*HERE, zero3, deepspeed, accelerated)}
 
 
 if __name__ == "__main__":

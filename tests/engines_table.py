@@ -24,6 +24,7 @@ ENGINES = (
     "continuous batching",
     "tensor parallel",
     "FSDP2",
+    "ZeRO-3 (DeepSpeed)",
     "Ulysses (DeepSpeed)",
     "split_sequence",
     "vLLM (stand-in)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import closed_form
@@ -83,6 +84,39 @@ def expected(family: str, config: LongAttnConfig, ids: Tensor) -> Tensor:
     if closed_form.covers(config):
         return _closed(family, config)(ids, use_cache=False).logits
     return model(family, config, "reference")(ids, use_cache=False).logits
+
+
+def write_gguf(m: PreTrainedModel, path: Path, quantised: bool = False) -> None:
+    """The weights of a Llama as llama.cpp keeps them, the matrices of its layers in 8 bit if asked for."""
+    import gguf
+
+    c, w = m.config, gguf.GGUFWriter(path, "llama")
+    w.add_block_count(c.num_hidden_layers)
+    w.add_context_length(c.max_position_embeddings)
+    w.add_embedding_length(c.hidden_size)
+    w.add_feed_forward_length(c.intermediate_size)
+    w.add_head_count(c.num_attention_heads)
+    w.add_head_count_kv(c.num_key_value_heads)
+    w.add_layer_norm_rms_eps(c.rms_norm_eps)
+    w.add_rope_dimension_count(c.head_dim)
+    w.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    w.add_vocab_size(c.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.num_hidden_layers)
+    for name, x in m.state_dict().items():
+        for part, heads in (("q_proj", c.num_attention_heads), ("k_proj", c.num_key_value_heads)):
+            if part in name:  # llama.cpp interleaves the halves of a rotation
+                x = x.view(heads, 2, -1, x.shape[1]).transpose(1, 2).reshape(x.shape)
+        if name == "lm_head.weight":
+            continue
+        array, kind = x.contiguous().numpy(), None
+        if quantised and "_proj" in name:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            array = gguf.quants.quantize(array, kind)
+        w.add_tensor(names.get_name(name, try_suffixes=(".weight",)), array, raw_dtype=kind)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
 
 
 Scenario = Callable[[PreTrainedModel, Tensor], Tensor]

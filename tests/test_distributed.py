@@ -26,6 +26,7 @@ from distributed_worker import (
     overrides,
     sequences,
     step,
+    trainer,
 )
 from helpers import close, tokens
 from transformers import AutoModelForCausalLM
@@ -198,7 +199,36 @@ def test_an_evaluation_in_turns(out: Path) -> None:
     assert (out / "report.2" / "index.html").exists()
 
 
-def test_a_sequence_split_by_deepspeed(tmp_path: Path, record_property: Record) -> None:
-    """The same by DeepSpeed's Ulysses."""
+@pytest.fixture(scope="module")
+def under_deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("deepspeed")
-    check_sequences(of(together(tmp_path, "deepspeed"), "deepspeed"), record_property, "Ulysses (DeepSpeed)", batch=1)
+    return together(tmp_path_factory.mktemp("deepspeed"), "zero3", "deepspeed", "accelerated")
+
+
+def test_a_sequence_split_by_deepspeed(under_deepspeed: Path, record_property: Record) -> None:
+    """The same by DeepSpeed's Ulysses."""
+    check_sequences(of(under_deepspeed, "deepspeed"), record_property, "Ulysses (DeepSpeed)", batch=1)
+
+
+def test_weights_sharded_by_deepspeed(under_deepspeed: Path, record_property: Record) -> None:
+    """Its engine under ZeRO-3: logits, gradients and the weights after a step."""
+    found = of(under_deepspeed, "zero3")
+    for case in SPLIT:
+        m = made(case).train()
+        optimizer = torch.optim.SGD(m.parameters(), lr=1.0)
+        logits, _ = step(m, input_ids=tokens())
+        expected = gradients(m)
+        optimizer.step()
+        close(torch.cat([f[case]["logits"] for f in found]), logits, 5e-5, case)
+        for name, parameter in m.named_parameters():
+            close(found[0][case]["gradients"][name], expected[name], 1e-5, f"{case} {name}")
+            close(found[0][case]["stepped"][name], parameter.detach(), 1e-5, f"{case} {name}")
+        record_property("ZeRO-3 (DeepSpeed)", case)
+
+
+def test_trainer_splits_sequences_by_accelerate(under_deepspeed: Path, tmp_path: Path) -> None:
+    """Loss and gradient norm of each step, learned factors among the parameters."""
+    want = trainer(tmp_path, use_cpu=True)
+    for found in of(under_deepspeed, "accelerated"):
+        for got, expected in zip(found, want, strict=True):
+            assert got == pytest.approx(expected, rel=1e-4)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, DEFAULT, FAMILIES, model_config
-from helpers import close, expected, fresh, model, multimodal, picture, stock, tokens
+from helpers import close, expected, fresh, model, multimodal, picture, stock, tokens, write_gguf
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -294,30 +294,8 @@ def test_lora(base: Path, tmp_path: Path) -> None:
 
 def test_gguf(tmp_path: Path) -> None:
     """A GGUF file has no place for our section; the keyword puts the method in."""
-    gguf = pytest.importorskip("gguf")
-    m = stock("llama")
-    c, w = m.config, gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    w.add_block_count(c.num_hidden_layers)
-    w.add_context_length(c.max_position_embeddings)
-    w.add_embedding_length(c.hidden_size)
-    w.add_feed_forward_length(c.intermediate_size)
-    w.add_head_count(c.num_attention_heads)
-    w.add_head_count_kv(c.num_key_value_heads)
-    w.add_layer_norm_rms_eps(c.rms_norm_eps)
-    w.add_rope_dimension_count(c.head_dim)
-    w.add_rope_freq_base(c.rope_parameters["rope_theta"])
-    w.add_vocab_size(c.vocab_size)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.num_hidden_layers)
-    for name, x in m.state_dict().items():
-        for part, heads in (("q_proj", c.num_attention_heads), ("k_proj", c.num_key_value_heads)):
-            if part in name:  # llama.cpp interleaves the halves of a rotation
-                x = x.view(heads, 2, -1, x.shape[1]).transpose(1, 2).reshape(x.shape)
-        if name != "lm_head.weight":
-            w.add_tensor(names.get_name(name, try_suffixes=(".weight",)), x.contiguous().numpy())
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
+    pytest.importorskip("gguf")
+    write_gguf(stock("llama"), tmp_path / "m.gguf")
     loaded = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="m.gguf", attn_implementation="scale_invariant", longattn=SECTION, dtype=torch.float32
     )

@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 from cases import CASES, model_config
-from helpers import close, tokens
+from helpers import close, tokens, write_gguf
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import hf_longattn
@@ -18,6 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is d
 
 
 def settings(kind: str) -> Any:
+    if kind.startswith("gguf"):
+        pytest.importorskip("gguf")
+        return None
     if kind == "torchao int8":
         quantization = pytest.importorskip("torchao.quantization")
         return TorchAoConfig(quantization.Int8WeightOnlyConfig())
@@ -26,11 +29,15 @@ def settings(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("case", ["logn_learned", "rerope"])
-@pytest.mark.parametrize("kind", ["bitsandbytes 8", "bitsandbytes 4", "torchao int8"])
+@pytest.mark.parametrize("kind", ["bitsandbytes 8", "bitsandbytes 4", "torchao int8", "gguf 8"])
 def test_an_adapter_on_a_quantised_base_reloads(kind: str, case: str, tmp_path: Path) -> None:
     quantised = {"quantization_config": settings(kind), "dtype": torch.float32, "device_map": "cpu"}
     wide = model_config("llama", hidden_size=64, intermediate_size=64, head_dim=16)  # blocks of 64 share a scale
-    AutoModelForCausalLM.from_config(wide).save_pretrained(tmp_path / "base")
+    plain = AutoModelForCausalLM.from_config(wide)
+    plain.save_pretrained(tmp_path / "base")
+    if kind == "gguf 8":
+        write_gguf(plain, tmp_path / "base" / "m.gguf", quantised=True)
+        quantised = {"gguf_file": "m.gguf", "dtype": torch.float32}
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", **quantised)
     config = hf_longattn.LongAttnLoraConfig(target_modules=["q_proj", "v_proj"], r=2)
     m = peft.get_peft_model(hf_longattn.apply(base, CASES[case]), config)
