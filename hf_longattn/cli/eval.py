@@ -41,13 +41,20 @@ def evaluate(
     settings: Annotated[Path | None, typer.Option(help="More settings, in YAML: adapters, other checkpoints, lists.")] = None,
     lengths: Annotated[str, typer.Option(help="Tokens, with commas; 16k is 16,384.")] = "2k,4k,8k",
     tasks: Annotated[
-        str, typer.Option(help="loss, copies and tasks, with commas: needle, needles, passkey, multi_key, ...")
+        str, typer.Option(help="loss, copies, long_ppl and tasks, with commas: needle, needles, passkey, multi_key, ...")
     ] = "loss",
     windows: Annotated[int, typer.Option(help="Documents of the longest length to take from each text.")] = 1,
     targets: Annotated[int, typer.Option(help="The last tokens of each document, scored at every length.")] = 512,
     bos: Annotated[str, typer.Option(help="A beginning-of-text token: auto (as the tokenizer does), always, never.")] = "auto",
     samples: Annotated[int, typer.Option(help="Texts per task and length; for needle per depth.")] = 3,
     depths: Annotated[int, typer.Option(help="Places of the needle, from first to last.")] = 5,
+    near: Annotated[str, typer.Option(help="long_ppl: the context that counts as short.")] = "4k",
+    evaluator: Annotated[
+        str, typer.Option(help="long_ppl: the setting that finds the key tokens; of another model by an entry of --settings.")
+    ] = "unmodified",
+    keep: Annotated[
+        float, typer.Option(help="Effective length: the share of its score at the shortest length that a task must keep.")
+    ] = 0.85,
     dtype: Dtype = "auto",
     device: Device = "auto",
     seed: Annotated[int, typer.Option(help="Of the tasks' texts.")] = 0,
@@ -102,6 +109,8 @@ def evaluate(
             depths=depths,
             dtype=precision(model, dtype, device),
             seed=seed,
+            near=tokens(near),
+            evaluator=evaluator,
             shortest_first=shortest_first,
             prefix=prefix,
         )
@@ -112,7 +121,7 @@ def evaluate(
         interrupted = not page_only and _run_with_progress(plan, store, own_device(device), command_line(context))
     if rank > 0:
         raise typer.Exit(130 if interrupted else 0)
-    results = _write(plan, store, out, title)
+    results = _write(plan, store, out, title, keep)
     console.print(_table(results))
     console.print(results.summary(), highlight=False)
     console.print(f"The report: {out / 'index.html'}", highlight=False)
@@ -152,11 +161,14 @@ def _told(store: Store, item: Item) -> str:
     row = store.rows[item.key]
     if "loss" in row:
         return f"{row['loss']:.3f} nats ({row['seconds']:.0f} s)"
+    if "key_tokens" in row:
+        said = "none" if row["key_loss"] is None else f"{row['key_loss']:.3f} nats"
+        return f"{row['key_tokens']} key tokens, {said} ({row['seconds']:.0f} s)"
     right = sum(a["exact"] for a in row["answers"])
     return f"{right} of {len(row['answers'])} right ({row['seconds']:.0f} s)"
 
 
-def _write(plan: Plan, store: Store, out: Path, title: str | None) -> Results:
+def _write(plan: Plan, store: Store, out: Path, title: str | None, keep: float) -> Results:
     import torch
 
     from ..measuring.evaluation import Results
@@ -173,6 +185,9 @@ def _write(plan: Plan, store: Store, out: Path, title: str | None) -> Results:
         bos=store.protocol["bos"],
         train_length=plan.train_length,
         prefix=store.protocol.get("prefix"),
+        near=store.protocol.get("near", plan.near),
+        evaluator=store.protocol.get("evaluator", plan.evaluator),
+        keep=keep,
     )
     planned = [i.key in store.rows for i in plan.items()]
     source = Path(plan.model) / "SOURCE"

@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from ..settings import UNMODIFIED, Setting, check_lengths, check_setting
 from ..tasks import Encoder, Task, canonical, make_task
 from .copying import SHARES, TAIL, far_copies
 from .store import Store, digest
 
-LOSS, COPIES = "loss", "copies"
+LOSS, COPIES, LONG_PPL = "loss", "copies", "long_ppl"
 #: Tasks that read the documents; all others make texts of their own.
-ON_DOCUMENTS = (LOSS, COPIES)
+ON_DOCUMENTS = (LOSS, COPIES, LONG_PPL)
 #: Positions over which losses are averaged before they are stored.
 BIN = 512
 BOS = ("auto", "always", "never")
@@ -30,6 +31,11 @@ class Document:
 
     name: str
     ids: Tensor
+
+
+def row_key(setting: str, task: str, length: int, which: str) -> str:
+    """What a row is kept under."""
+    return f"{setting} | {task} | {length} | {which}"
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Item:
 
     @property
     def key(self) -> str:
-        return f"{self.setting.name} | {self.task} | {self.length} | {self.which}"
+        return row_key(self.setting.name, self.task, self.length, self.which)
 
 
 @dataclass
@@ -56,11 +62,13 @@ class Plan:
         settings: the unmodified model first.
         lengths: tokens, beginning-of-text token included.
         texts: name and content; each gives `windows` documents of the longest length, one after another from its beginning.
-        tasks: "loss", "copies" and names from `hf_longattn.tasks`.
+        tasks: "loss", "copies", "long_ppl" and names from `hf_longattn.tasks`.
         targets: the last tokens of every document, scored at every length.
         bos: "auto" does what the tokenizer does, "always" and "never" what they say.
         samples: texts per task and length (`needle`: per depth).
         depths: places of the `needle` task.
+        near: the context that `long_ppl` takes for short: its key tokens are those that more of it helps with.
+        evaluator: the setting that finds the key tokens, the same for all.
         shortest_first: all settings at the shortest length first, and so on: what can be compared is there early, and the
             model is loaded anew for every setting and length.
         prefix: a method, as a setting's string ("streaming:window=4096"): the text before the targets is read under it, once
@@ -85,6 +93,8 @@ class Plan:
     depths: int = 5
     dtype: str = "auto"
     seed: int = 0
+    near: int = 4096
+    evaluator: str = UNMODIFIED
     shortest_first: bool = False
     prefix: str | None = None
     documents: list[Document] = field(init=False, default_factory=list)
@@ -123,6 +133,8 @@ class Plan:
         encoded = [(n, self._encode(n, t)) for n, t in self.texts]
         if self._documents:
             self._cut(encoded)
+        if LONG_PPL in self.tasks:
+            self._check_long_ppl()
         haystack = torch.cat([ids for _, ids in encoded]) if encoded else None
         for name in (t for t in self.tasks if t not in ON_DOCUMENTS):
             self.makers[name] = make_task(name, self.tokenizer, haystack, self.depths, self.seed)
@@ -139,8 +151,36 @@ class Plan:
         check_setting(setting, self.model)
         if not self._documents:
             raise ValueError(f"a prefix belongs to the tasks {' and '.join(ON_DOCUMENTS)}; the others read whole texts")
+        if LONG_PPL in self.tasks:
+            raise ValueError("long_ppl reads whole documents: measure it without a prefix")
         if COPIES in self.tasks and self.targets < TAIL:
             raise ValueError(f"copies take the last {TAIL} tokens: with a prefix give as many targets, not {self.targets}")
+
+    @property
+    def near_window(self) -> tuple[int, int]:
+        """Tokens that are read at once for a short context, and by how many these windows move."""
+        stride = max(self.near // 4, 1)
+        return self.near + stride, stride
+
+    def _check_long_ppl(self) -> None:
+        if self.near < 2 or self.lengths[-1] <= self.near_window[0]:
+            raise ValueError(
+                f"long_ppl asks what context beyond {self.near} tokens helps with, and no length exceeds "
+                f"{self.near_window[0]}: raise lengths, or lower near"
+            )
+        if (found := self._evaluator).model is not None:
+            text = self.texts[0][1][:2000]
+            theirs, ours = (AutoTokenizer.from_pretrained(m)(text).input_ids for m in (found.model, self.model))
+            if theirs != ours:
+                raise ValueError(f"the evaluator {self.evaluator!r} has another tokenizer: its tokens are not the model's")
+
+    @property
+    def _evaluator(self) -> Setting:
+        for setting in self.settings:
+            if setting.name == self.evaluator:
+                return setting
+        names = ", ".join(s.name for s in self.settings)
+        raise ValueError(f"the evaluator {self.evaluator!r} is none of the settings: {names}")
 
     def _starting(self) -> list[int]:
         bos = self.tokenizer.bos_token_id
@@ -182,10 +222,15 @@ class Plan:
         out = {"model": fingerprint(self.model), "dtype": self.dtype, "seed": self.seed, "bos": bool(self._start)}
         if self._documents:
             out |= {"longest": self.lengths[-1], "targets": self.targets}
+        if LONG_PPL in self.tasks:
+            out |= {"near": self.near, "evaluator": self.evaluator}
         return out | ({} if self.prefix is None else {"prefix": self.prefix})
 
     def items(self) -> Iterator[Item]:
-        """Every row, settings outermost, so that each model is loaded once; within a setting the short ones first."""
+        """Every row, settings outermost, so that each model is loaded once; within a setting the short ones first.
+
+        The evaluator's rows of `long_ppl` stand before those of the other settings, which are scored on its key tokens.
+        """
         if self.prefix is not None:
             names = [d.name for d in self.documents]
             return iter(sorted(self._items(), key=lambda i: names.index(i.which) if i.which in names else len(names)))
@@ -193,12 +238,19 @@ class Plan:
 
     def _items(self) -> Iterator[Item]:
         haystack = digest([hashlib.sha256(text.encode()).hexdigest() for _, text in self.texts])
+        found = []
+        if LONG_PPL in self.tasks:
+            found = [_identity(self._evaluator)]
+            for length in self.lengths:
+                yield from self._long_ppl(self._evaluator, length, found)
         for setting in self.settings:
-            what = setting.to_dict() | {
-                "weights": [fingerprint(p) for p in (setting.adapter, setting.model) if p is not None],
-            }
+            what = _identity(setting)
             for length in self.lengths:
                 for task in self.tasks:
+                    if task == LONG_PPL:
+                        if setting.name != self.evaluator:
+                            yield from self._long_ppl(setting, length, found)
+                        continue
                     if task in ON_DOCUMENTS:
                         for document in self.documents:
                             how = [*filter(None, [self.prefix]), *(SHARES if task == COPIES else ())]
@@ -207,6 +259,12 @@ class Plan:
                     for index in range(self.samples * (self.depths if task == "needle" else 1)):
                         seen = digest([what, self.depths if task == "needle" else 0, haystack if "needle" in task else ""])
                         yield Item(setting, task, length, str(index), seen)
+
+    def _long_ppl(self, setting: Setting, length: int, evaluator: Sequence[Any]) -> Iterator[Item]:
+        """Nothing where a length has no far context."""
+        for document in self.documents if length > self.near_window[0] else ():
+            seen = digest([_identity(setting), document.ids.tolist(), *evaluator])
+            yield Item(setting, LONG_PPL, length, document.name, seen)
 
     def open(self, folder: Path) -> Store:
         """The folder's rows, checked against this plan."""
@@ -221,6 +279,11 @@ class Plan:
         start = torch.tensor(self._start, dtype=torch.int64)
         first = 0 if self.prefix else len(document.ids) - (length - len(start))
         return torch.cat([start, document.ids[first : first + length - len(start)]])[None]
+
+
+def _identity(setting: Setting) -> dict[str, Any]:
+    """What tells settings apart whatever their names: equal ones measure the same."""
+    return setting.to_dict() | {"weights": [fingerprint(p) for p in (setting.adapter, setting.model) if p is not None]}
 
 
 def fingerprint(model: str) -> str:

@@ -13,7 +13,7 @@ from ..report.figures import curves, heat_map, tokens_shown
 from ..rows import Row
 from ..settings import UNMODIFIED
 from .copying import PASSAGE, SKIP
-from .plan import BIN, COPIES, LOSS
+from .plan import BIN, COPIES, LONG_PPL, LOSS
 from .statistics import mean_interval, wilson
 
 NATS = "loss (nats per token)"
@@ -32,6 +32,8 @@ class Results:
     Args:
         settings: names, in the order of tables and curves.
         targets, bos, prefix: of the protocol.
+        near, evaluator: of `long_ppl`.
+        keep: the share of its score near that a task may not fall below, for effective lengths.
     """
 
     rows: Sequence[Row]
@@ -40,6 +42,9 @@ class Results:
     bos: bool
     train_length: int | None
     prefix: str | None = None
+    near: int = 4096
+    evaluator: str = UNMODIFIED
+    keep: float = 0.85
     lengths: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,7 +98,7 @@ class Results:
 
     @property
     def documents(self) -> list[str]:
-        return list(dict.fromkeys(r["which"] for r in self.rows if r["task"] == LOSS))
+        return list(dict.fromkeys(r["which"] for r in self.rows if r["task"] in (LOSS, LONG_PPL)))
 
     def command(self, *tasks: str) -> str:
         """What made the rows of these tasks; of all, if none is named."""
@@ -101,7 +106,7 @@ class Results:
 
     @property
     def tasks(self) -> list[str]:
-        return list(dict.fromkeys(r["task"] for r in self.rows if r["task"] != LOSS))
+        return list(dict.fromkeys(r["task"] for r in self.rows if r["task"] not in (LOSS, LONG_PPL)))
 
     # the page --------------------------------------------------------------------------------------------------------
 
@@ -207,7 +212,11 @@ class Results:
             out += [(10, self._by_length()), (11, self._short())]
         if any(self.bins(s) for s in self.settings):
             out.append((12, self._by_position()))
-        return out + [(20 + i, self._task(name)) for i, name in enumerate(self.tasks)]
+        if any(r["task"] == LONG_PPL for r in self.rows):
+            out.append((15, self._long_ppl()))
+        out += [(20 + i, self._task(name)) for i, name in enumerate(self.tasks)]
+        several = len({r["length"] for r in self.rows if r["task"] in self.tasks}) > 1
+        return out + ([(40, self._effective())] if several else [])
 
     def _protocol(self) -> str:
         bos = "with a beginning-of-text token first" if self.bos else "without a beginning-of-text token"
@@ -375,6 +384,88 @@ class Results:
             self.command(COPIES),
         )
 
+    def _long_ppl(self) -> Section:
+        lengths = sorted({r["length"] for r in self.rows if r["task"] == LONG_PPL})
+        columns = ["setting", *(f"{n:,}" for n in lengths)]
+        found = {(s, n): {r["which"]: r for r in self._rows(s, LONG_PPL, n)} for s in self.settings for n in lengths}
+        for n in lengths:  # after an interruption some have read fewer
+            common = set.intersection(*(set(found[s, n]) for s in self.settings if found[s, n]))
+            for s in self.settings:
+                found[s, n] = {d: r for d, r in found[s, n].items() if d in common and r["key_tokens"]}
+        losses = {at: _pooled(rows.values()) for at, rows in found.items()}
+        rows = [[s, *(losses[s, n] for n in lengths)] for s in self.settings]
+        perplexities = [[s, *(None if (x := losses[s, n]) is None else math.exp(x) for n in lengths)] for s in self.settings]
+        against = []
+        for s in self.settings:
+            cells: list[str | None] = []
+            for n in lengths:
+                base = found[UNMODIFIED, n]
+                paired = [r["key_loss"] - base[d]["key_loss"] for d, r in found[s, n].items() if d in base]
+                cells.append(_signed(mean_interval(paired)) if paired else None)
+            if s != UNMODIFIED:
+                against.append([s, *cells])
+        counts = [sum(r["key_tokens"] for r in found[self.evaluator, n].values()) for n in lengths]
+        tables = [
+            Table("LongPPL: perplexity of the key tokens", columns, perplexities, digits=2),
+            Table("Mean loss of the key tokens, nats", columns, rows),
+            Table("Difference from the unmodified model, nats, ± 95 % interval", columns, against, note=_note(self.documents)),
+            Table("Key tokens", columns, [["all documents", *counts]]),
+        ]
+        text = (
+            f"Most tokens are predicted as well from the last {self.near:,} tokens as from the whole text. The key tokens are "
+            "the others: far context lowers their loss by more than 2 nats, to less than 2 nats. Lengths have key tokens of "
+            "their own: compare settings, not columns."
+        )
+        protocol = (
+            f"Key tokens are found by “{self.evaluator}”, the same for every setting: their loss with the whole text before "
+            f"them against that with the last {self.near:,} tokens or up to a quarter more (Fang et al. 2024). Means "
+            "over all key tokens, intervals over documents."
+        )
+        return Section("LongPPL", text, tables, (), protocol, self.command(LONG_PPL))
+
+    def score(self, setting: str, task: str, length: int) -> float | None:
+        """The probability of an answer's token, its geometric mean over all answers of a task at a length."""
+        found = [a for r in self._rows(setting, task, length) for a in r["answers"]]
+        mean = _mean([a["log_likelihood"] / a["tokens"] for a in found])
+        return None if mean is None else math.exp(mean)
+
+    def effective_length(self, setting: str, task: str) -> int | None:
+        """The longest measured length up to which a task keeps the share `keep` of the unmodified model's score at the
+        shortest length; 0 if already the shortest does not, None if there is nothing to compare with."""
+        lengths = sorted({r["length"] for r in self.rows if r["task"] == task})
+        near = self.score(UNMODIFIED, task, lengths[0]) if lengths else None
+        if near is None or self.score(setting, task, lengths[0]) is None:
+            return None
+        kept = 0
+        for length in lengths:
+            score = self.score(setting, task, length)
+            if score is None or score < self.keep * near:
+                break
+            kept = length
+        return kept
+
+    def _effective(self) -> Section:
+        rows: list[list[Any]] = []
+        for s in self.settings:
+            found = [self.effective_length(s, task) for task in self.tasks]
+            known = [n for n in found if n is not None]
+            rows.append([s, *found, *([min(known) if len(known) == len(found) else None] if len(found) > 1 else [])])
+        measured = {task: sorted({r["length"] for r in self.rows if r["task"] == task}) for task in self.tasks}
+        near = ", ".join(
+            f"{_title(task)} {x:.3f} at {measured[task][0]:,}"
+            for task in self.tasks
+            if (x := self.score(UNMODIFIED, task, measured[task][0])) is not None
+        )
+        text = (
+            f"The longest measured length up to which a setting keeps {self.keep:.0%} of the unmodified model's score at the "
+            f"shortest length. The score is the probability of an answer's token (geometric mean over the answers): {near}. "
+            "0: not even at the shortest. The longest length that was measured means that or more."
+        )
+        columns = ["setting", *(_title(task) for task in self.tasks), *(["all of them"] if len(self.tasks) > 1 else [])]
+        lengths = "; ".join(f"{_title(t)}: {', '.join(f'{n:,}' for n in ns)}" for t, ns in measured.items())
+        table = Table("Effective length, tokens", columns, rows, note=f"Measured at {lengths}.")
+        return Section("Effective length", text, [table], (), "As under each task.", self.command(*self.tasks))
+
     def _maps(self, name: str, lengths: Sequence[int]) -> list[Figure]:
         """Of each setting accuracy and log-likelihood by length and depth."""
         bands = [f"{20 * i}–{20 * i + 20} %" for i in range(5)] if name == "needles" else None
@@ -444,6 +535,13 @@ def _pair(draw: Callable[[tuple[float, float] | None], bytes], values: Sequence[
 def _mean(values: Iterable[float]) -> float | None:
     listed = list(values)
     return math.fsum(listed) / len(listed) if listed else None
+
+
+def _pooled(rows: Iterable[Row]) -> float | None:
+    """The mean loss of all key tokens."""
+    listed = list(rows)
+    total = sum(r["key_tokens"] for r in listed)
+    return math.fsum(r["key_loss"] * r["key_tokens"] for r in listed) / total if total else None
 
 
 def _share(hits: Sequence[bool]) -> str | None:

@@ -18,8 +18,9 @@ from ..rows import Row
 from ..settings import Setting, load_setting
 from .answers import AnswerScore, answer_scores
 from .copying import PASSAGE, SHARES, SKIP, far_copies, with_copies
+from .long_ppl import key_tokens, long_loss, short_losses
 from .losses import Prefix, loss_by_position, prefix_of, token_losses
-from .plan import BIN, COPIES, LOSS, Item, Plan
+from .plan import BIN, COPIES, LONG_PPL, LOSS, Item, Plan, row_key
 from .store import Store
 
 
@@ -46,24 +47,32 @@ def run_plan(
     for item in plan.items():
         if item.key in store.rows:
             done(item, False)
-    for first in range(0, len(missing), processes):
-        turn, row = missing[first : first + processes], None
+    found_first = [item for item in missing if (item.task, item.setting.name) == (LONG_PPL, plan.evaluator)]
+    others = [item for item in missing if item not in found_first]  # are scored on the key tokens of those
+    turns = [part[n : n + processes] for part in (found_first, others) for n in range(0, len(part), processes)]
+    for turn in turns:
+        row = None
         if rank < len(turn):
             item = turn[rank]
             if loaded != item.setting:
                 loaded = model = None  # the old one goes before the new one comes
                 model, loaded = load_setting(item.setting, plan.model, plan.dtype, device), item.setting
-            row = {"key": item.key, "digest": item.digest, **_row(plan, item, model, prefixes), "command": command}
+            row = {"key": item.key, "digest": item.digest, **_row(plan, item, model, prefixes, store), "command": command}
         for item, found in zip(turn, gathered(row), strict=False):
             if rank == 0:
                 store.add(found)
                 done(item, True)
+            else:
+                store.rows[found["key"]] = found
 
 
-def _row(plan: Plan, item: Item, model: Any, prefixes: _Prefixes) -> Row:
+def _row(plan: Plan, item: Item, model: Any, prefixes: _Prefixes, store: Store) -> Row:
     start = time.monotonic()
-    measures = {LOSS: _loss, COPIES: _copies}
-    result = measures.get(item.task, _answers)(plan, item, model, prefixes)
+    if item.task == LONG_PPL:
+        result = _long_ppl(plan, item, model, store)
+    else:
+        measures = {LOSS: _loss, COPIES: _copies}
+        result = measures.get(item.task, _answers)(plan, item, model, prefixes)
     about = {"setting": item.setting.name, "task": item.task, "length": item.length, "which": item.which}
     about["dtype"] = str(model.dtype).removeprefix("torch.")
     return {**about, **result, "seconds": round(time.monotonic() - start, 2)}
@@ -122,6 +131,20 @@ def _loss(plan: Plan, item: Item, model: Any, prefixes: _Prefixes) -> Row:
         bins = loss_by_position(losses, [*range(0, item.length, BIN), item.length])
         row["bins"] = [round(b, 5) for b in bins]
     return row
+
+
+def _long_ppl(plan: Plan, item: Item, model: Any, store: Store) -> Row:
+    """Mean loss on a document's key tokens, by position as the evaluator has found them."""
+    ids = _ids(plan, item).to(model.device)
+    losses = token_losses(model, ids)
+    if item.setting.name == plan.evaluator:
+        keys = key_tokens(losses, short_losses(model, ids, *plan.near_window))
+        positions = {"keys": keys[0].nonzero()[:, 0].tolist()}
+    else:
+        keys, positions = torch.zeros_like(losses, dtype=torch.bool), {}
+        keys[:, store.rows[row_key(plan.evaluator, LONG_PPL, item.length, item.which)]["keys"]] = True
+    loss = long_loss(losses, keys)
+    return {"key_loss": None if loss != loss else round(loss, 5), "key_tokens": int(keys.sum()), **positions}
 
 
 def _copies(plan: Plan, item: Item, model: Any, prefixes: _Prefixes) -> Row:
