@@ -70,6 +70,15 @@ class Distill:
 
 
 @dataclass
+class LongCE:
+    """loss = the mean of w · cross-entropy, w = min(P(token | window) / P(token | its last `near` tokens), most)."""
+
+    near: int = 128  # the context that counts as short, less than length
+    stride: int | None = None  # tokens between the windows that are read for it; none: a quarter of near
+    most: float = 5.0  # of the weight
+
+
+@dataclass
 class Skip:
     """PoSE: windows in chunks, with jumps of position between them, so that distances up to target_length are seen."""
 
@@ -192,6 +201,7 @@ class Recipe:
     calibrate: int = 0  # tokens to measure attention on before training; 0: none
     lora: Lora | None = None
     distill: Distill | None = None
+    long_ce: LongCE | None = None
 
     optimizer: Muon | None = None
     schedule: Schedule | None = None
@@ -318,6 +328,18 @@ def check(recipe: Recipe) -> None:
             raise ValueError(f"teacher and student share embeddings and head: take {sorted(heads)} out of lora.targets")
         if recipe.needle is not None:
             raise ValueError("distill and needle exclude each other: the unmodified model does not know the answer")
+    if recipe.long_ce is not None:
+        near, stride = recipe.long_ce.near, recipe.long_ce.stride
+        if not 2 <= near < recipe.length:
+            raise ValueError(f"long_ce.near must lie in [2, {recipe.length - 1}], below length, got {near}")
+        if stride is not None and not 1 <= stride < near:
+            raise ValueError(f"long_ce.stride must lie in [1, {near - 1}], got {stride}")
+        if not recipe.long_ce.most >= 1:
+            raise ValueError(f"long_ce.most must be >= 1, what a token without far context weighs, not {recipe.long_ce.most}")
+        if recipe.needle is not None or recipe.packing == "documents":
+            raise ValueError("long_ce reads what stands just before a token as a text: no needles, and packing=concat")
+        if recipe.parallel.sequence > 1 or recipe.parallel.shard:
+            raise ValueError("long_ce reads whole windows with whole weights: leave out parallel.sequence and parallel.shard")
     if recipe.positions == "skip":
         if recipe.needle is not None or recipe.packing == "documents":
             raise ValueError("positions: skip works on plain windows of text, not on needles or packed documents")

@@ -151,7 +151,8 @@ def _run(prepared: Prepared) -> dict[str, Any]:
     if first:
         write_whole(output / RECIPE_FILE, dump(recipe))
     base = functools.partial(unadapted, wrapped, prepared.original)
-    loss = CausalLoss(model, recipe.distill, base, teacher_positions=recipe.positions != "skip", part=trainer.part)
+    positions, part = recipe.positions != "skip", trainer.part
+    loss = CausalLoss(model, recipe.distill, base, teacher_positions=positions, part=part, long_ce=recipe.long_ce)
     with trained_by(model, loss), interruptible(trainer):
         result = trainer.train(resume_from_checkpoint=prepared.checkpoint)
     measured = {"trained": trainer.held_out_metrics(recipe.final_lengths)}

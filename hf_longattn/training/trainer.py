@@ -88,8 +88,9 @@ class RecipeTrainer(Trainer):
             length = self.recipe.length
             for i in range(PARTS if self.data.test_task is None else 0):
                 logs[f"loss_{i * length // PARTS}_{(i + 1) * length // PARTS}"] = float(entropy[i] / tokens[i])
-            if self.recipe.distill is not None:
+            if self.recipe.distill is not None or self.recipe.long_ce is not None:
                 logs["cross_entropy"] = float(entropy.sum() / tokens.sum())
+            if self.recipe.distill is not None:
                 logs["divergence"] = float(divergence.sum() / tokens.sum())
         super().log(logs, start_time)
 
