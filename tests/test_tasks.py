@@ -121,7 +121,7 @@ def test_the_needle_grid_covers_its_depths() -> None:
 def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(ValueError, match="did you mean 'multi_key'"):
         make_task("multikey", tiny.tokenizer())
-    with pytest.raises(ValueError, match="needle takes a text: give one"):
+    with pytest.raises(ValueError, match="hides needles in a text"):
         make_task("needle", tiny.tokenizer())
     with pytest.raises(ValueError, match="at least 2"):
         make_task("needle", tiny.tokenizer(), HAYSTACK, depths=1)

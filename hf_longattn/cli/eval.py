@@ -41,7 +41,7 @@ def evaluate(
     settings: Annotated[Path | None, typer.Option(help="More settings, in YAML: adapters, other checkpoints, lists.")] = None,
     lengths: Annotated[str, typer.Option(help="Tokens, with commas; 16k is 16,384.")] = "2k,4k,8k",
     tasks: Annotated[
-        str, typer.Option(help="loss, long_ppl, copies and tasks, with commas: needle, needles, passkey, multi_key, ...")
+        str, typer.Option(help="loss, copies, long_ppl and tasks, with commas: needle, needles, passkey, multi_key, ...")
     ] = "loss",
     windows: Annotated[int, typer.Option(help="Documents of the longest length to take from each text.")] = 1,
     targets: Annotated[int, typer.Option(help="The last tokens of each document, scored at every length.")] = 512,

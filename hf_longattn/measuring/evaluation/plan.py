@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 
 from ..settings import UNMODIFIED, Setting, check_lengths, check_setting
 from ..tasks import Encoder, Task, canonical, make_task
-from ..tasks.registry import HAYSTACK_TASKS
 from .copying import SHARES, TAIL, far_copies
 from .store import Store, digest
 
@@ -151,34 +150,37 @@ class Plan:
             raise ValueError(f"the prefix is read under a method of its own, as streaming:window=4096, not under {prefix!r}")
         check_setting(setting, self.model)
         if not self._documents:
-            raise ValueError(f"a prefix belongs to the tasks {' and '.join((LOSS, COPIES))}; the others read whole texts")
+            raise ValueError(f"a prefix belongs to the tasks {' and '.join(ON_DOCUMENTS)}; the others read whole texts")
+        if LONG_PPL in self.tasks:
+            raise ValueError("long_ppl reads whole documents: measure it without a prefix")
         if COPIES in self.tasks and self.targets < TAIL:
             raise ValueError(f"copies take the last {TAIL} tokens: with a prefix give as many targets, not {self.targets}")
 
     @property
-    def _evaluator(self) -> Setting:
-        return next(s for s in self.settings if s.name == self.evaluator)
+    def near_window(self) -> tuple[int, int]:
+        """Tokens that are read at once for a short context, and by how many these windows move."""
+        stride = max(self.near // 4, 1)
+        return self.near + stride, stride
 
     def _check_long_ppl(self) -> None:
-        if self.prefix is not None:
-            raise ValueError("long_ppl reads whole texts: no prefix with it")
-        if self.near < 2 or self.lengths[-1] <= self.near:
+        if self.near < 2 or self.lengths[-1] <= self.near_window[0]:
             raise ValueError(
-                f"long_ppl asks what context beyond {self.near} tokens helps with, and no length is longer: raise lengths, or "
-                "lower near"
+                f"long_ppl asks what context beyond {self.near} tokens helps with, and no length exceeds "
+                f"{self.near_window[0]}: raise lengths, or lower near"
             )
-        found = next((s for s in self.settings if s.name == self.evaluator), None)
-        if found is None:
-            raise ValueError(
-                f"the evaluator {self.evaluator!r} is none of the settings: {', '.join(s.name for s in self.settings)}"
-            )
-        if found.model is not None:
+        if (found := self._evaluator).model is not None:
             text = self.texts[0][1][:2000]
             theirs, ours = (AutoTokenizer.from_pretrained(m)(text).input_ids for m in (found.model, self.model))
             if theirs != ours:
-                raise ValueError(
-                    f"the evaluator {self.evaluator!r} has another tokenizer: its key tokens are not these tokens"
-                )
+                raise ValueError(f"the evaluator {self.evaluator!r} has another tokenizer: its tokens are not the model's")
+
+    @property
+    def _evaluator(self) -> Setting:
+        for setting in self.settings:
+            if setting.name == self.evaluator:
+                return setting
+        names = ", ".join(s.name for s in self.settings)
+        raise ValueError(f"the evaluator {self.evaluator!r} is none of the settings: {names}")
 
     def _starting(self) -> list[int]:
         bos = self.tokenizer.bos_token_id
@@ -225,38 +227,44 @@ class Plan:
         return out | ({} if self.prefix is None else {"prefix": self.prefix})
 
     def items(self) -> Iterator[Item]:
-        """Every row, settings outermost, so that each model is loaded once; within a setting the short ones first."""
+        """Every row, settings outermost, so that each model is loaded once; within a setting the short ones first.
+
+        The evaluator's rows of `long_ppl` stand before those of the other settings, which are scored on its key tokens.
+        """
         if self.prefix is not None:
             names = [d.name for d in self.documents]
             return iter(sorted(self._items(), key=lambda i: names.index(i.which) if i.which in names else len(names)))
         return iter(sorted(self._items(), key=lambda i: i.length)) if self.shortest_first else self._items()
 
     def _items(self) -> Iterator[Item]:
-        if LONG_PPL in self.tasks:  # the others are scored on the key tokens of this one
-            for length in self.lengths:
-                yield from self._of_documents(self._evaluator, LONG_PPL, length)
         haystack = digest([hashlib.sha256(text.encode()).hexdigest() for _, text in self.texts])
+        found = []
+        if LONG_PPL in self.tasks:
+            found = [_identity(self._evaluator)]
+            for length in self.lengths:
+                yield from self._long_ppl(self._evaluator, length, found)
         for setting in self.settings:
             what = _identity(setting)
             for length in self.lengths:
                 for task in self.tasks:
-                    if task in ON_DOCUMENTS:
-                        if (task, setting.name) != (LONG_PPL, self.evaluator):
-                            yield from self._of_documents(setting, task, length)
+                    if task == LONG_PPL:
+                        if setting.name != self.evaluator:
+                            yield from self._long_ppl(setting, length, found)
                         continue
-                    text = haystack if task in HAYSTACK_TASKS else ""
-                    seen = digest([what, self.depths if task == "needle" else 0, text])
+                    if task in ON_DOCUMENTS:
+                        for document in self.documents:
+                            how = [*filter(None, [self.prefix]), *(SHARES if task == COPIES else ())]
+                            yield Item(setting, task, length, document.name, digest([what, document.ids.tolist(), *how]))
+                        continue
                     for index in range(self.samples * (self.depths if task == "needle" else 1)):
+                        seen = digest([what, self.depths if task == "needle" else 0, haystack if "needle" in task else ""])
                         yield Item(setting, task, length, str(index), seen)
 
-    def _of_documents(self, setting: Setting, task: str, length: int) -> Iterator[Item]:
-        if task == LONG_PPL and length <= self.near:
-            return
-        how: list[Any] = [*filter(None, [self.prefix]), *(SHARES if task == COPIES else ())]
-        if task == LONG_PPL:
-            how.append(_identity(self._evaluator))
-        for document in self.documents:
-            yield Item(setting, task, length, document.name, digest([_identity(setting), document.ids.tolist(), *how]))
+    def _long_ppl(self, setting: Setting, length: int, evaluator: Sequence[Any]) -> Iterator[Item]:
+        """Nothing where a length has no far context."""
+        for document in self.documents if length > self.near_window[0] else ():
+            seen = digest([_identity(setting), document.ids.tolist(), *evaluator])
+            yield Item(setting, LONG_PPL, length, document.name, seen)
 
     def open(self, folder: Path) -> Store:
         """The folder's rows, checked against this plan."""

@@ -429,7 +429,7 @@ class Results:
         )
         protocol = (
             f"Key tokens are found by “{self.evaluator}”, the same for every setting: their loss with the whole text before "
-            f"them against that with {self.near - max(self.near // 4, 1):,} to {self.near:,} tokens (Fang et al. 2024). Means "
+            f"them against that with the last {self.near:,} tokens or up to a quarter more (Fang et al. 2024). Means "
             "over all key tokens, intervals over documents."
         )
         return Section("LongPPL", text, tables, (), protocol, self.command(LONG_PPL))

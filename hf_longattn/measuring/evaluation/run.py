@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,37 +47,29 @@ def run_plan(
     for item in plan.items():
         if item.key in store.rows:
             done(item, False)
-    for turn in _turns(plan, missing, processes):
+    found_first = [item for item in missing if (item.task, item.setting.name) == (LONG_PPL, plan.evaluator)]
+    others = [item for item in missing if item not in found_first]  # are scored on the key tokens of those
+    turns = [part[n : n + processes] for part in (found_first, others) for n in range(0, len(part), processes)]
+    for turn in turns:
         row = None
         if rank < len(turn):
             item = turn[rank]
             if loaded != item.setting:
                 loaded = model = None  # the old one goes before the new one comes
                 model, loaded = load_setting(item.setting, plan.model, plan.dtype, device), item.setting
-            row = {"key": item.key, "digest": item.digest, **_row(plan, item, model, prefixes, store.rows), "command": command}
+            row = {"key": item.key, "digest": item.digest, **_row(plan, item, model, prefixes, store), "command": command}
         for item, found in zip(turn, gathered(row), strict=False):
             if rank == 0:
                 store.add(found)
                 done(item, True)
             else:
-                store.rows[item.key] = found
+                store.rows[found["key"]] = found
 
 
-def _turns(plan: Plan, items: Sequence[Item], processes: int) -> Iterator[Sequence[Item]]:
-    """As many rows as there are processes at a time; key tokens are found before others are scored on them."""
-    finds = [i.task == LONG_PPL and i.setting.name == plan.evaluator for i in items]
-    for first in (True, False):
-        part = [i for i, found in zip(items, finds, strict=True) if found is first]
-        yield from (part[n : n + processes] for n in range(0, len(part), processes))
-
-
-def _row(plan: Plan, item: Item, model: Any, prefixes: _Prefixes, known: Mapping[str, Row]) -> Row:
+def _row(plan: Plan, item: Item, model: Any, prefixes: _Prefixes, store: Store) -> Row:
     start = time.monotonic()
     if item.task == LONG_PPL:
-        keys = None
-        if item.setting.name != plan.evaluator:
-            keys = known[row_key(plan.evaluator, LONG_PPL, item.length, item.which)]["keys"]
-        result = _long_loss(plan, item, model, keys)
+        result = _long_ppl(plan, item, model, store)
     else:
         measures = {LOSS: _loss, COPIES: _copies}
         result = measures.get(item.task, _answers)(plan, item, model, prefixes)
@@ -141,6 +133,20 @@ def _loss(plan: Plan, item: Item, model: Any, prefixes: _Prefixes) -> Row:
     return row
 
 
+def _long_ppl(plan: Plan, item: Item, model: Any, store: Store) -> Row:
+    """Mean loss on a document's key tokens, by position as the evaluator has found them."""
+    ids = _ids(plan, item).to(model.device)
+    losses = token_losses(model, ids)
+    if item.setting.name == plan.evaluator:
+        keys = key_tokens(losses, short_losses(model, ids, *plan.near_window))
+        positions = {"keys": keys[0].nonzero()[:, 0].tolist()}
+    else:
+        keys, positions = torch.zeros_like(losses, dtype=torch.bool), {}
+        keys[:, store.rows[row_key(plan.evaluator, LONG_PPL, item.length, item.which)]["keys"]] = True
+    loss = long_loss(losses, keys)
+    return {"key_loss": None if loss != loss else round(loss, 5), "key_tokens": int(keys.sum()), **positions}
+
+
 def _copies(plan: Plan, item: Item, model: Any, prefixes: _Prefixes) -> Row:
     """The document with passages repeated from far back in its last tokens; each copy is an answer."""
     copies = far_copies(item.length)
@@ -152,23 +158,6 @@ def _copies(plan: Plan, item: Item, model: Any, prefixes: _Prefixes) -> Row:
         "answers": _told([1 - share for share in SHARES], scores),
         "distances": [c.distance for c in copies],
     }
-
-
-def _long_loss(plan: Plan, item: Item, model: Any, keys: list[int] | None) -> Row:
-    """Mean loss on a document's key tokens, by position as the evaluator has found them; None: this is the evaluator."""
-    ids = _ids(plan, item).to(model.device)
-    losses = token_losses(model, ids)
-    if keys is not None:
-        chosen = torch.zeros_like(losses, dtype=torch.bool)
-        chosen[:, keys] = True
-        return {"key_loss": _known(long_loss(losses, chosen)), "key_tokens": len(keys)}
-    found = key_tokens(losses, short_losses(model, ids, plan.near, max(plan.near // 4, 1)))
-    at = found[0].nonzero()[:, 0].tolist()
-    return {"key_loss": _known(long_loss(losses, found)), "key_tokens": len(at), "keys": at}
-
-
-def _known(loss: float) -> float | None:
-    return None if loss != loss else round(loss, 5)
 
 
 def _answers(plan: Plan, item: Item, model: Any, prefixes: _Prefixes) -> Row:

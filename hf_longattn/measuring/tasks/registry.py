@@ -12,7 +12,7 @@ from .sample import Task
 from .text import LINE_TASKS, LineTask
 
 ALIASES = {"argmax_retrieval": "max_retrieval"}
-#: Tasks that take the user's own text.
+#: Tasks that hide something in the user's own text.
 HAYSTACK_TASKS = ("needle", "needles")
 TASK_NAMES = (*HAYSTACK_TASKS, *LINE_TASKS)
 
@@ -54,7 +54,7 @@ def make_task(name: str, tokenizer: Any, haystack: str | Tensor | None = None, d
     name = canonical(name)
     if name in HAYSTACK_TASKS:
         if haystack is None:
-            raise ValueError(f"{name} takes a text: give one")
+            raise ValueError(f"{name} hides needles in a text: give one")
         if name == "needle":
             return NeedleGrid(tokenizer, haystack, depths, seed)
         return NeedleTask(tokenizer, haystack, seed=seed)
