@@ -1,7 +1,7 @@
 """Every table of README and docs/ that is filled from rows: `python benchmarks/tables.py` makes all of them anew.
 
 A page holds `<!-- MARK: WHAT -->` ... `<!-- end -->`. Most marks are made where the rows are measured, whose `--tables` draws
-their pictures too; here are those of committed reports and of `hf-longattn extend`.
+their pictures too; here are those of committed reports, of `hf-longattn extend` and of `hf-longattn probe`.
 """
 
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import longer_on_model, methods_on_model, reading_far, recipes, speed
+from hf_longattn.measuring.evaluation.statistics import mean_interval
 from hf_longattn.measuring.report.markdown import Contents, fill_pages, filled, table
 from hf_longattn.measuring.report.page import shown
 from recipes.reproduce import run as reproductions
@@ -57,9 +58,22 @@ def extended(name: str) -> str:
     )
 
 
+def probed(what: str) -> str:
+    """Losses of `hf-longattn probe` by distance, from a copy of its probe.json: "NAME copy|text [SETTING ...]"."""
+    name, kind, *only = what.split()
+    rows = read(ROOT / "benchmarks" / "results" / f"probe-{name}.json")["rows"]
+    distances = sorted({row["distance"] for row in rows})
+    cells = {(row["setting"], row["distance"]): "{:.2f} ± {:.2f}".format(*mean_interval(row[kind])) for row in rows}
+    settings = only or list(dict.fromkeys(row["setting"] for row in rows))
+    return table(
+        ["tokens back", *(f"{d:,}" for d in distances)],
+        [[f"`{s}`", *(cells.get((s, d), "–") for d in distances)] for s in settings],
+    )
+
+
 def contents() -> Contents:
     """What stands below every mark."""
-    own = {"report": report, "answers": answers, "extend": extended}
+    own = {"report": report, "answers": answers, "extend": extended, "probe": probed}
     measured = (longer_on_model, methods_on_model, reading_far, recipes, speed)
     for other in (reproduced.contents(reproduced.load(reproductions.RESULTS)), *(m.contents() for m in measured)):
         own |= other
