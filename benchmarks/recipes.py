@@ -27,6 +27,7 @@ SHORT += ["positions=plain", "method=scale_invariant"]
 ALONE = ["evaluation.compare=false", "trainer.eval_steps=100"]
 NEEDLE = [DTYPE, "method=null", "length=256", "trainer.max_steps=90", "trainer.per_device_train_batch_size=1"]
 NEEDLE += ["trainer.gradient_accumulation_steps=1", "trainer.eval_steps=45", "trainer.save_steps=30", "evaluation.samples=16"]
+GAINS = ["length=512", "evaluation.samples=12", "trainer.bf16=true", "trainer.use_cpu=true"]
 NEEDLE += ["evaluation.final_lengths=[256,512,1024]", "evaluation.compare=false"]
 RUNS: dict[str, list[str]] = {
     "continue": ["continue_lora", *SHORT, "trainer.eval_steps=50"],
@@ -34,6 +35,7 @@ RUNS: dict[str, list[str]] = {
     "distill": ["convert_distill", *SHORT, *ALONE],
     "continue-calibrated": ["continue_lora", *SHORT, *ALONE, "calibrate=2048"],
     "needle256": ["needle_lora", *NEEDLE],
+    "head-gains": ["head_gains", *GAINS],
 }
 LABELS = {
     "continue": "`continue_lora`, scale-invariant, τ = 10",
@@ -105,9 +107,17 @@ def needles(name: str) -> str:
     )
 
 
+def gains(name: str) -> str:
+    """Accuracy and loss of the answer before and after, at the trained length."""
+    m = metrics_of(name)["measured"]
+    rows = (("unmodified", m["base"]), ("50 steps of gains", m["trained"]))
+    cells = [[n, f"{x['accuracy']:.2f}", f"{x['loss']:.3f}"] for n, x in ((n, next(iter(x.values()))) for n, x in rows)]
+    return table(["", "needles found", "loss of the answer"], cells)
+
+
 def contents() -> Contents:
-    """What stands below `<!-- runs: NAME ... -->` and `<!-- needle run: NAME -->`."""
-    return {"runs": losses, "needle run": needles}
+    """What stands below `<!-- runs: NAME ... -->`, `<!-- needle run: NAME -->` and `<!-- gains: NAME -->`."""
+    return {"runs": losses, "needle run": needles, "gains": gains}
 
 
 if __name__ == "__main__":

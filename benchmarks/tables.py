@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import longer_on_model, methods_on_model, reading_far, recipes, speed
+from benchmarks import head_gains, longer_on_model, methods_on_model, reading_far, recipes, speed
 from hf_longattn.measuring.evaluation.statistics import mean_interval
 from hf_longattn.measuring.report.markdown import Contents, fill_pages, filled, table
 from hf_longattn.measuring.report.page import shown
@@ -74,7 +74,7 @@ def probed(what: str) -> str:
 def contents() -> Contents:
     """What stands below every mark."""
     own = {"report": report, "answers": answers, "extend": extended, "probe": probed}
-    measured = (longer_on_model, methods_on_model, reading_far, recipes, speed)
+    measured = (head_gains, longer_on_model, methods_on_model, reading_far, recipes, speed)
     for other in (reproduced.contents(reproduced.load(reproductions.RESULTS)), *(m.contents() for m in measured)):
         own |= other
     return own

@@ -111,7 +111,17 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     plugin.__dict__.pop("LongAttnForCausalLM", None)
 
 
-FOLDED = ("infoscale", "logn", "ssmax", "logn_learned", "log_length", "softmax_plus", "yarn_temperature", "cosscale")
+FOLDED = (
+    "output_gain",
+    "infoscale",
+    "logn",
+    "ssmax",
+    "logn_learned",
+    "log_length",
+    "softmax_plus",
+    "yarn_temperature",
+    "cosscale",
+)
 FOLDED += ("infoscale+cosscale", "output_standardise", "output_layer_norm")
 
 

@@ -2,6 +2,7 @@
 
 from . import rope
 from .dispatch import attention_forward
+from .folding import fold
 from .masks import carrier_mask
 from .model import Description, UntrainedWarning, apply, config_of, describe, remove, update
 from .names import register_names
@@ -10,4 +11,4 @@ from .seams import install
 register_names(attention_forward, carrier_mask)
 install()
 
-__all__ = ["Description", "UntrainedWarning", "apply", "config_of", "describe", "remove", "rope", "update"]
+__all__ = ["Description", "UntrainedWarning", "apply", "config_of", "describe", "fold", "remove", "rope", "update"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,15 +55,12 @@ def verify_rotations(model: PreTrainedModel) -> None:
     equal = [
         x.module.register_forward_pre_hook(_with_equal_tokens, with_kwargs=True) for x in layers_of(model) if not x.why_never
     ]
-    training = [m for m in model.modules() if m.training]
     try:
-        model.eval()
         device = model.get_input_embeddings().weight.device
         ids = torch.ones(1, PROBE, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
-        type(model).forward(model, input_ids=ids, use_cache=False)  # the instance's may be a trainer's
+        with evaluating(model):
+            type(model).forward(model, input_ids=ids, use_cache=False)  # the instance's may be a trainer's
     finally:
-        for module in training:
-            module.training = True
         for handle in equal:
             handle.remove()
         before.restore(CALLS)
@@ -71,6 +70,18 @@ def verify_rotations(model: PreTrainedModel) -> None:
         if missing := [name for name in names if name not in computed]:
             raise ValueError(f"cannot remap rotary distances here: {missing[0]} takes no part in a forward pass over text")
         settle(source, [(name, vectors) for name in names for vectors in (computed[name].query, computed[name].key)])
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """While open, the model is in evaluation mode; afterwards each of its modules is in the mode that it was in."""
+    training = [m for m in model.modules() if m.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def verify_at_first_call(model: PreTrainedModel, state: AttentionState) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .dual_chunk import DualChunk as DualChunk
     from .infoscale import InfoScale as InfoScale
     from .logn import LogN as LogN
+    from .output_gain import OutputGain as OutputGain
     from .output_norm import OutputLayerNorm as OutputLayerNorm
     from .output_norm import OutputStandardise as OutputStandardise
     from .rerope import LeakyReRope as LeakyReRope

@@ -233,7 +233,7 @@ class Sink(Method, ABC):
 
 
 class OutputNorm(Method, ABC):
-    """A normalisation of the attention output over features, before the output projection."""
+    """What becomes of the attention output before the output projection: a normalisation over features, or a gain."""
 
     slot: ClassVar[str] = "output_norm"
 
@@ -246,7 +246,7 @@ class OutputNorm(Method, ABC):
         return True
 
     def module(self, facts: ModelFacts) -> nn.Module | None:
-        """The method's learned parameters, a module from normalised output to output, or None."""
+        """The method's learned parameters, or None."""
         return None
 
     @abstractmethod

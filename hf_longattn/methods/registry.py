@@ -21,6 +21,7 @@ METHODS: dict[str, str] = {
     "leaky_rerope": "rerope.LeakyReRope",
     "lm_infinite": "windows.LmInfinite",
     "logn": "logn.LogN",
+    "output_gain": "output_gain.OutputGain",
     "output_layer_norm": "output_norm.OutputLayerNorm",
     "output_standardise": "output_norm.OutputStandardise",
     "rerope": "rerope.ReRope",

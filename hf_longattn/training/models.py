@@ -55,7 +55,13 @@ def put_method(model: Any, recipe: Recipe, attention: LongAttnConfig | None) -> 
     if recipe.strength is not None:
         attention = attention.replace(strength=recipe.strength.start)
     with knowing():
-        return apply(model, attention)
+        apply(model, attention)
+    if recipe.freeze:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".longattn." in name)
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ValueError(f"freeze leaves nothing to train: {attention.name} has no learned parameters with these settings")
+    return model
 
 
 def put_adapter(model: Any, lora: Lora, method: bool, seed: int) -> Any:

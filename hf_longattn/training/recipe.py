@@ -18,7 +18,7 @@ from ..methods.registry import did_you_mean
 
 #: Numbers that an optimiser refuses below zero, long after the start.
 NOT_NEGATIVE = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")
-RECIPES = ("continue_lora", "convert_distill", "needle_lora", "pretrain_small", "pretrain_304m")
+RECIPES = ("continue_lora", "convert_distill", "head_gains", "needle_lora", "pretrain_small", "pretrain_304m")
 
 
 @dataclass
@@ -200,6 +200,7 @@ class Recipe:
     strength: Strength | None = None
     calibrate: int = 0  # tokens to measure attention on before training; 0: none
     lora: Lora | None = None
+    freeze: bool = False  # train nothing but the method's learned parameters
     distill: Distill | None = None
     long_ce: LongCE | None = None
 
@@ -318,6 +319,10 @@ def check(recipe: Recipe) -> None:
         _require_shares("strength", recipe.strength, "start", "end", "share")
     if recipe.calibrate and attention is None:
         raise ValueError("calibrate measures attention for a method, and none is given")
+    if recipe.freeze and (attention is None or recipe.lora is not None or recipe.optimizer is not None):
+        raise ValueError(
+            "freeze leaves the method's learned parameters to train: give a method, and neither lora nor optimizer"
+        )
     if recipe.distill is not None:
         _require_shares("distill", recipe.distill, "weight")
         if not recipe.distill.temperature > 0:

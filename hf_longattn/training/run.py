@@ -80,7 +80,7 @@ def plan(run: Prepared) -> str:
     model = load_model(recipe, run.config, weights=False)
     put_method(model, recipe, run.attention)
     parameters = sum(p.numel() for p in model.parameters())
-    trained = parameters
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if recipe.lora is not None:
         trained = put_adapter(model, recipe.lora, run.attention is not None, recipe.seed).get_nb_trainable_parameters()[0]
     described = describe(model)
