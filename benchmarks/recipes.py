@@ -29,7 +29,11 @@ NEEDLE = [DTYPE, "method=null", "length=256", "trainer.max_steps=90", "trainer.p
 NEEDLE += ["trainer.gradient_accumulation_steps=1", "trainer.eval_steps=45", "trainer.save_steps=30", "evaluation.samples=16"]
 GAINS = ["length=512", "evaluation.samples=12", "trainer.bf16=true", "trainer.use_cpu=true"]
 NEEDLE += ["evaluation.final_lengths=[256,512,1024]", "evaluation.compare=false"]
+#: Of five novels in --text, as continue_lora ships; the control reads the same windows as they are.
+LONG = [DTYPE, "evaluation.final_lengths=[512,4096]", "trainer.eval_strategy=no", "trainer.save_steps=30"]
 RUNS: dict[str, list[str]] = {
+    "continue-skipped": ["continue_lora", *LONG, "evaluation.compare=false"],
+    "control-150": ["continue_lora", *LONG, "method=null", "positions=plain"],
     "continue": ["continue_lora", *SHORT, "trainer.eval_steps=50"],
     "control": ["continue_lora", *SHORT, *ALONE, "method=null"],
     "distill": ["convert_distill", *SHORT, *ALONE],
@@ -42,13 +46,15 @@ LABELS = {
     "continue-calibrated": "the same, [calibrated](calibration.md) on 2,048 tokens first: `calibrate=2048`",
     "distill": "`convert_distill`, the same, weight 0.5",
     "control": "the same with `method=null`: the control",
+    "control-150": "`method=null positions=plain`: the control",
+    "continue-skipped": "`continue_lora` as it ships: `rerope+infoscale`, skipped positions",
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
-    parser.add_argument("--text", default="emma.txt", help="a plain text to train on")
+    parser.add_argument("--text", default="emma.txt", help="a plain text to train on, or several: [A.txt,B.txt]")
     parser.add_argument("--held-out", default="pride-and-prejudice.txt", help="a plain text to measure on")
     parser.add_argument("--only", nargs="*", choices=RUNS, default=list(RUNS))
     parser.add_argument("--collect", nargs=2, metavar=("NAME", "METRICS"), action="append", default=[])
