@@ -280,10 +280,10 @@ def test_the_verdict_is_sorted_and_says_what_is_better_than_chance() -> None:
     results = Results(rows, list(measured), 64, False, 512)
     (table,) = results.sections()[0][1].tables
     assert table.columns == ["setting", "cost at 512", "gain at 1,024", "copies from far back: gain at 1,024"]
-    assert [row[0] for row in table.rows] == ["good", "unmodified", "chance", "worse", "costly"]
+    assert [row[0] for row in table.rows] == ["good", "costly", "unmodified", "chance", "worse"]
     assert table.rows[0][1:] == ["+0.010 ± 0.000", "+1.500 ± 0.000", "+4.000 ± 0.000"]
-    assert table.rows[2][2] == "−0.067 ± 0.717"
-    assert table.tones == [[0, 0, 1, 1], [0] * 4, [0] * 4, [0, 0, -1, -1], [0, -1, 1, 1]]
+    assert table.rows[3][2] == "−0.067 ± 0.717"
+    assert table.tones == [[0, 0, 1, 1], [0, -1, 1, 1], [0] * 4, [0] * 4, [0, 0, -1, -1]]
     assert results.headline().startswith("Take good. In nats per token, against the unmodified model: cost at 512 +0.010")
     copies_table = results.sections()[-1][1].tables[0]
     assert copies_table.columns == ["setting", "500 back", "900 back", "all"]
@@ -292,7 +292,7 @@ def test_the_verdict_is_sorted_and_says_what_is_better_than_chance() -> None:
     assert "no setting has a lower loss" in Results(without, ["unmodified", "worse"], 64, False, 512).headline()
     unfinished = [r for r in rows if r["setting"] != "good" or r["task"] == "loss"]
     (table,) = Results(unfinished, list(measured), 64, False, 512).sections()[0][1].tables
-    assert [row[0] for row in table.rows] == ["unmodified", "chance", "worse", "costly"]
+    assert [row[0] for row in table.rows] == ["costly", "unmodified", "chance", "worse"]
     assert "Not measured in full yet: good." in table.note
 
 
