@@ -290,10 +290,13 @@ def test_the_verdict_is_sorted_and_says_what_is_better_than_chance() -> None:
     assert copies_table.rows[3] == ["good", pytest.approx(1.0), pytest.approx(3.0), pytest.approx(2.0)]
     without = [r for r in rows if r["setting"] not in ("good", "costly")]
     assert "no setting has a lower loss" in Results(without, ["unmodified", "worse"], 64, False, 512).headline()
-    unfinished = [r for r in rows if r["setting"] != "good" or r["task"] == "loss"]
-    (table,) = Results(unfinished, list(measured), 64, False, 512).sections()[0][1].tables
+    unfinished = Results([r for r in rows if r["setting"] != "good" or r["which"] != "c"], list(measured), 64, False, 512)
+    table, fewer = unfinished.sections()[0][1].tables
     assert [row[0] for row in table.rows] == ["costly", "unmodified", "chance", "worse"]
-    assert "Not measured in full yet: good." in table.note
+    assert fewer.title == "All settings, on a and b alone"
+    assert fewer.rows[0][:3] == ["good", "+0.010 ± 0.000", "+1.500 ± 0.000"]
+    assert [row[0] for row in unfinished.sections()[1][1].tables[0].rows] == ["unmodified", "chance", "costly", "worse"]
+    assert unfinished.headline().startswith("Take costly. ")
 
 
 # settings ------------------------------------------------------------------------------------------------------------

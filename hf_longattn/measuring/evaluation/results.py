@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -14,7 +15,7 @@ from ..report.figures import curves, heat_map, tokens_shown
 from ..rows import Row
 from ..settings import UNMODIFIED
 from .copying import PASSAGE, SKIP
-from .plan import BIN, COPIES, LONG_PPL, LOSS
+from .plan import BIN, COPIES, LONG_PPL, LOSS, ON_DOCUMENTS
 from .statistics import mean_interval, wilson
 
 NATS = "loss (nats per token)"
@@ -158,8 +159,29 @@ class Results:
             sentences.append(f"Within the trained length the loss changes by: {message} tokens.")
         return " ".join(sentences)
 
+    def complete(self) -> Results:
+        """The settings that have read every document at every length, where these are some and not all."""
+        read = {s: {(r["task"], r["length"], r["which"]) for r in self._rows_of_documents(s)} for s in self.settings}
+        full = [s for s in self.settings if read[s] == set.union(*read.values())]
+        if UNMODIFIED not in full or not 1 < len(full) < len(self.settings):
+            return self
+        return dataclasses.replace(self, rows=[r for r in self.rows if r["setting"] in full], settings=full)
+
+    def _rows_of_documents(self, setting: str) -> Iterable[Row]:
+        return (r for r in self.rows if r["setting"] == setting and r["task"] in ON_DOCUMENTS)
+
+    def _of_fewer(self) -> Table:
+        """The verdict over the documents that all settings have read."""
+        read = [{r["which"] for r in self._rows_of_documents(s)} for s in self.settings]
+        common = set.intersection(*(found for found in read if found))
+        result = dataclasses.replace(self, rows=[r for r in self.rows if r["which"] in common])
+        title = f"All settings, on {' and '.join(d for d in self.documents if d in common)} alone"
+        return dataclasses.replace(result._verdict().tables[0], title=title)
+
     def headline(self) -> str:
         """Which setting to take, with its price; the summary where none is better than the unmodified model."""
+        if (whole := self.complete()) is not self:
+            return whole.headline()
         first, *others = self._ranked() or [UNMODIFIED]
         if first == UNMODIFIED:
             return self.summary()
@@ -218,7 +240,10 @@ class Results:
         return Section("Verdict", text, [Table("Best first", ["setting", *heads], rows, note=note, tones=tones)])
 
     def sections(self) -> list[tuple[int, Section]]:
-        """Each with its order."""
+        """Each with its order; of settings that have read fewer documents than the others only what they have in common."""
+        if (whole := self.complete()) is not self:
+            (order, verdict), *others = whole.sections()
+            return [(order, dataclasses.replace(verdict, tables=[*verdict.tables, self._of_fewer()])), *others]
         out = []
         if len(self._ranked()) > 1:
             out.append((5, self._verdict()))
