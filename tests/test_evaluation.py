@@ -515,7 +515,7 @@ def test_wrong_input_is_refused_before_weights_are_read(
 def test_command_measures_and_writes_the_page(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["eval", str(folder / "model"), "--text", f"{folder / 'a.txt'},{folder / 'b.txt'}", "--out", str(out)]
-    arguments += ["--method", "infoscale,scale_invariant:tau=3", "--lengths", "256,1k", "--targets", "64"]
+    arguments += ["--method", "infoscale", "--method", "scale_invariant:tau=3", "--lengths", "256,1k", "--targets", "64"]
     arguments += ["--tasks", "loss,needle,passkey", "--samples", "1", "--depths", "3", "--shortest-first"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
@@ -536,7 +536,7 @@ def test_command_measures_and_writes_the_page(folder: Path, tmp_path: Path) -> N
     assert not (out / "figures" / "needle-00-accuracy.png").exists()  # random weights: a map of zeros
     command = page["facts"]["Commands"]
     assert page["sections"][1]["command"] == command
-    assert "--method infoscale,scale_invariant:tau=3 --lengths 256,1k" in command
+    assert "--method infoscale --method scale_invariant:tau=3 --lengths 256,1k" in command
     assert command.endswith("--depths 3 --shortest-first")
     assert str(folder) not in (out / "index.html").read_text()
     again = CliRunner().invoke(app, arguments)
