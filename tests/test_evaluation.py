@@ -280,20 +280,23 @@ def test_the_verdict_is_sorted_and_says_what_is_better_than_chance() -> None:
     results = Results(rows, list(measured), 64, False, 512)
     (table,) = results.sections()[0][1].tables
     assert table.columns == ["setting", "cost at 512", "gain at 1,024", "copies from far back: gain at 1,024"]
-    assert [row[0] for row in table.rows] == ["good", "unmodified", "chance", "worse", "costly"]
+    assert [row[0] for row in table.rows] == ["good", "costly", "unmodified", "chance", "worse"]
     assert table.rows[0][1:] == ["+0.010 ± 0.000", "+1.500 ± 0.000", "+4.000 ± 0.000"]
-    assert table.rows[2][2] == "−0.067 ± 0.717"
-    assert table.tones == [[0, 0, 1, 1], [0] * 4, [0] * 4, [0, 0, -1, -1], [0, -1, 1, 1]]
+    assert table.rows[3][2] == "−0.067 ± 0.717"
+    assert table.tones == [[0, 0, 1, 1], [0, -1, 1, 1], [0] * 4, [0] * 4, [0, 0, -1, -1]]
     assert results.headline().startswith("Take good. In nats per token, against the unmodified model: cost at 512 +0.010")
     copies_table = results.sections()[-1][1].tables[0]
     assert copies_table.columns == ["setting", "500 back", "900 back", "all"]
     assert copies_table.rows[3] == ["good", pytest.approx(1.0), pytest.approx(3.0), pytest.approx(2.0)]
     without = [r for r in rows if r["setting"] not in ("good", "costly")]
     assert "no setting has a lower loss" in Results(without, ["unmodified", "worse"], 64, False, 512).headline()
-    unfinished = [r for r in rows if r["setting"] != "good" or r["task"] == "loss"]
-    (table,) = Results(unfinished, list(measured), 64, False, 512).sections()[0][1].tables
-    assert [row[0] for row in table.rows] == ["unmodified", "chance", "worse", "costly"]
-    assert "Not measured in full yet: good." in table.note
+    unfinished = Results([r for r in rows if r["setting"] != "good" or r["which"] != "c"], list(measured), 64, False, 512)
+    table, fewer = unfinished.sections()[0][1].tables
+    assert [row[0] for row in table.rows] == ["costly", "unmodified", "chance", "worse"]
+    assert fewer.title == "All settings, on a and b alone"
+    assert fewer.rows[0][:3] == ["good", "+0.010 ± 0.000", "+1.500 ± 0.000"]
+    assert [row[0] for row in unfinished.sections()[1][1].tables[0].rows] == ["unmodified", "chance", "costly", "worse"]
+    assert unfinished.headline().startswith("Take costly. ")
 
 
 # settings ------------------------------------------------------------------------------------------------------------
@@ -512,7 +515,7 @@ def test_wrong_input_is_refused_before_weights_are_read(
 def test_command_measures_and_writes_the_page(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["eval", str(folder / "model"), "--text", f"{folder / 'a.txt'},{folder / 'b.txt'}", "--out", str(out)]
-    arguments += ["--method", "infoscale,scale_invariant:tau=3", "--lengths", "256,1k", "--targets", "64"]
+    arguments += ["--method", "infoscale", "--method", "scale_invariant:tau=3", "--lengths", "256,1k", "--targets", "64"]
     arguments += ["--tasks", "loss,needle,passkey", "--samples", "1", "--depths", "3", "--shortest-first"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
@@ -533,7 +536,7 @@ def test_command_measures_and_writes_the_page(folder: Path, tmp_path: Path) -> N
     assert not (out / "figures" / "needle-00-accuracy.png").exists()  # random weights: a map of zeros
     command = page["facts"]["Commands"]
     assert page["sections"][1]["command"] == command
-    assert "--method infoscale,scale_invariant:tau=3 --lengths 256,1k" in command
+    assert "--method infoscale --method scale_invariant:tau=3 --lengths 256,1k" in command
     assert command.endswith("--depths 3 --shortest-first")
     assert str(folder) not in (out / "index.html").read_text()
     again = CliRunner().invoke(app, arguments)

@@ -136,8 +136,8 @@ def test_a_setting_has_the_same_colour_in_every_picture() -> None:
 def test_a_command_is_told_once_and_wide_tables_say_so(tmp_path: Path) -> None:
     table = Table("Wide", ["a", "b", "c", "d"], [["x", 1, 2, 3]])
     sections = [(n, Section(f"Part {n}", "", [table], command="hf-longattn eval M")) for n in (1, 2)]
-    page = write_report(tmp_path, "T", "S.", sections, {}).read_text()
-    assert page.count("<code>hf-longattn eval M</code>") == 1
+    page = write_report(tmp_path, "T", "S.", sections, {"Commands": "hf-longattn eval M"}).read_text()
+    assert page.count("hf-longattn eval M") == 1
     assert page.count("4 columns: scroll sideways where they do not fit.") == 2
 
 

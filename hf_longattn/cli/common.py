@@ -88,6 +88,6 @@ def command_line(context: typer.Context) -> str:
             words.append(parameter.opts[0])
             continue
         listed = value if isinstance(value, (list, tuple)) else [value]
-        text = ",".join(shown(p) for v in listed for p in str(v).split(","))
-        words += [text] if parameter.param_type_name == "argument" else [parameter.opts[0], text]
+        for text in (",".join(map(shown, str(v).split(","))) for v in listed):
+            words += [text] if parameter.param_type_name == "argument" else [parameter.opts[0], text]
     return shlex.join(words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -14,7 +15,7 @@ from ..report.figures import curves, heat_map, tokens_shown
 from ..rows import Row
 from ..settings import UNMODIFIED
 from .copying import PASSAGE, SKIP
-from .plan import BIN, COPIES, LONG_PPL, LOSS
+from .plan import BIN, COPIES, LONG_PPL, LOSS, ON_DOCUMENTS
 from .statistics import mean_interval, wilson
 
 NATS = "loss (nats per token)"
@@ -158,8 +159,29 @@ class Results:
             sentences.append(f"Within the trained length the loss changes by: {message} tokens.")
         return " ".join(sentences)
 
+    def complete(self) -> Results:
+        """The settings that have read every document at every length, where these are some and not all."""
+        read = {s: {(r["task"], r["length"], r["which"]) for r in self._rows_of_documents(s)} for s in self.settings}
+        full = [s for s in self.settings if read[s] == set.union(*read.values())]
+        if UNMODIFIED not in full or not 1 < len(full) < len(self.settings):
+            return self
+        return dataclasses.replace(self, rows=[r for r in self.rows if r["setting"] in full], settings=full)
+
+    def _rows_of_documents(self, setting: str) -> Iterable[Row]:
+        return (r for r in self.rows if r["setting"] == setting and r["task"] in ON_DOCUMENTS)
+
+    def _of_fewer(self) -> Table:
+        """The verdict over the documents that all settings have read."""
+        read = [{r["which"] for r in self._rows_of_documents(s)} for s in self.settings]
+        common = set.intersection(*(found for found in read if found))
+        result = dataclasses.replace(self, rows=[r for r in self.rows if r["which"] in common])
+        title = f"All settings, on {' and '.join(d for d in self.documents if d in common)} alone"
+        return dataclasses.replace(result._verdict().tables[0], title=title)
+
     def headline(self) -> str:
         """Which setting to take, with its price; the summary where none is better than the unmodified model."""
+        if (whole := self.complete()) is not self:
+            return whole.headline()
         first, *others = self._ranked() or [UNMODIFIED]
         if first == UNMODIFIED:
             return self.summary()
@@ -183,19 +205,22 @@ class Results:
     def _ranked(self) -> list[str]:
         """The settings that are measured in all that the verdict is about, best first.
 
-        Those that cost at most TOLERANCE within the trained length come before all others; among them counts the mean of the
-        gains, or the cost where nothing else was measured.
+        First what gains and costs at most TOLERANCE within the trained length, then what gains more than it costs, then the
+        unmodified model, then the others; the mean of the gains decides, or the cost where nothing else was measured.
         """
 
-        def place(judged: list[tuple[str, int, Interval | None]]) -> tuple[bool, float]:
-            means = [(sign, found[0]) for _, sign, found in judged if found]
+        def place(setting: str) -> tuple[int, float]:
+            means = [(sign, found[0]) for _, sign, found in judged[setting] if found]
             cost = math.fsum(mean for sign, mean in means if sign < 0)
             gains = [mean for sign, mean in means if sign > 0]
-            return cost > TOLERANCE, cost if not gains else -math.fsum(gains) / len(gains)
+            gain = math.fsum(gains) / len(gains) if gains else -cost
+            if setting == UNMODIFIED:
+                return 2, 0.0
+            return (3 if gain <= max(cost, 0.0) else int(cost > TOLERANCE)), -gain
 
         judged = {s: self._judged(s) for s in self.settings}
         whole = [s for s in self.settings if judged[s] and all(found for _, _, found in judged[s])]
-        return sorted(whole, key=lambda s: place(judged[s]))
+        return sorted(whole, key=place)
 
     def _verdict(self) -> Section:
         heads = [text for text, _, _ in self._judged(UNMODIFIED)]
@@ -207,15 +232,18 @@ class Results:
         open_ = [s for s in self.settings if s not in [row[0] for row in rows]]
         text = (
             "Differences from the unmodified model in nats per token, paired by document, ± 95 % interval. A cost above zero "
-            f"is harm, a gain above zero is good. Settings that cost at most {TOLERANCE} within the trained length come "
-            "first, then the others; in both the mean of the gains decides. Neighbours may differ by chance alone."
+            f"is harm, a gain above zero is good. First comes what gains and costs at most {TOLERANCE}, then what gains more "
+            "than it costs, each by the mean of its gains. Neighbours may differ by chance alone."
         )
         note = f"Blue is better and orange worse, by more than chance and by more than {TOLERANCE}."
         note += f" Not measured in full yet: {', '.join(open_)}." if open_ else ""
         return Section("Verdict", text, [Table("Best first", ["setting", *heads], rows, note=note, tones=tones)])
 
     def sections(self) -> list[tuple[int, Section]]:
-        """Each with its order."""
+        """Each with its order; of settings that have read fewer documents than the others only what they have in common."""
+        if (whole := self.complete()) is not self:
+            (order, verdict), *others = whole.sections()
+            return [(order, dataclasses.replace(verdict, tables=[*verdict.tables, self._of_fewer()])), *others]
         out = []
         if len(self._ranked()) > 1:
             out.append((5, self._verdict()))
@@ -270,7 +298,7 @@ class Results:
         ]
         lines = {s: [(n, m) for n in self.lengths if (m := mean[s, n]) is not None] for s in self.settings}
         figures = []
-        if len(self.lengths) > 1:
+        if len(self.lengths) > 1 and self.prefix is None:  # with one, lengths are of other words: no line through them
             figures = _pair(
                 lambda limits: curves(
                     lines,
@@ -385,12 +413,24 @@ class Results:
                 rows.append([s, *losses, _mean([x for x in losses if x is not None])])
             columns = ["setting", *(f"{distances[i]:,} back" for i in order), "all"]
             tables.append(Table(f"Loss on copies at {n:,} tokens, nats", columns, rows, digits=2))
+            lines = {
+                str(s): [(distances[i], x) for i, x in zip(order, losses, strict=True) if isinstance(x, float)]
+                for s, *losses, _ in rows
+            }
+        figures = _pair(
+            lambda limits: curves(
+                lines, "how far back (tokens)", NATS, tables[-1].title.removesuffix(", nats"), limits=limits
+            ),
+            [y for points in lines.values() for _, y in points],
+            "copies-by-distance",
+            "Mean loss on copies against how far back their first reading is, one line a setting",
+        )
         return Section(
             _title(COPIES),
             f"The last tokens of a text repeat passages of {PASSAGE} tokens from far back. A model that reaches the first "
             f"reading predicts the second nearly free; the first {SKIP} tokens of each do not count.",
             tables,
-            (),
+            figures,
             AS_ABOVE,
             self.command(COPIES),
         )
