@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import faulthandler
 import shutil
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typer.testing import CliRunner
 
@@ -143,6 +144,7 @@ def deepspeed(out: Path) -> dict[str, Any]:
 ZERO3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
 #: torch's own optimiser: DeepSpeed's for the CPU is compiled
 DEEPSPEED = {"zero_optimization": ZERO3, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+DEEPSPEED |= {"gradient_clipping": 0.0}  # to 1 unless told
 
 
 def zero3(out: Path) -> dict[str, Any]:
@@ -180,7 +182,7 @@ class Repeated(torch.utils.data.Dataset):
 
 def trainer(out: Path, **settings: Any) -> list[dict[str, float]]:
     """transformers' Trainer, four steps; what it logs."""
-    from transformers import Trainer, TrainingArguments, default_data_collator
+    from transformers import Trainer, default_data_collator
 
     settings |= {"per_device_train_batch_size": 1, "max_steps": 4, "logging_steps": 1, "save_strategy": "no"}
     settings |= {"report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False, "learning_rate": 0.01}
@@ -261,11 +263,13 @@ def sharded(path: Path) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
     return m, torch.optim.AdamW(m.parameters(), lr=0.01)
 
 
+FIELDS = {f.name for f in dataclasses.fields(TrainingArguments)}
+CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in FIELDS else "gradient_checkpointing"
 #: Recipes: what every process does, and what one alone does to the same windows.
 PARALLEL = {
     "sequence": ["method=logn", "parameters.learned=true", "packing=documents", "parallel.sequence=2"],
     "sharded": ["method=rerope", "parameters.window=8", "lora=null", "trainer.max_grad_norm=0.1", "parallel.shard=true"],
-    "both": ["method=output_layer_norm", "parallel.sequence=2", "parallel.shard=true", "lora.r=4"],
+    "both": ["method=output_layer_norm", "parallel.sequence=2", "parallel.shard=true", f"trainer.{CHECKPOINTING}=true"],
 }
 
 
@@ -276,7 +280,7 @@ def overrides(out: Path, kind: str, processes: int) -> list[str]:
     settings += [f"output={out / f'{kind}.{processes}'}", "evaluation.tokens=72", "evaluation.lengths=[24,48]"]
     settings += [f"trainer.per_device_train_batch_size={each}", "trainer.gradient_accumulation_steps=2"]
     settings += [f"trainer.{k}" for k in ("max_steps=4", "logging_steps=1", "save_steps=2", "eval_steps=2", "use_cpu=true")]
-    settings += ["trainer.disable_tqdm=true"]
+    settings += ["trainer.disable_tqdm=true", "positions=plain"]
     return settings + [x for x in PARALLEL[kind] if processes > 1 or "parallel" not in x]
 
 
