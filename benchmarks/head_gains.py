@@ -1,9 +1,10 @@
-"""Trained head gains folded into a model: what prose pays and what copies gain, in one forward pass of each.
+"""Trained head gains folded into a model, whole and by half: needles, and what prose and copies pay.
 
     hf-longattn train head_gains model=MODEL data=emma.txt output=runs/gains
     python benchmarks/head_gains.py --model MODEL --gains runs/gains --text pride-and-prejudice.txt
 
-The text's first LENGTH tokens, into which passages are copied; benchmarks/tables.py shows the result.
+Prose and copies: the text's first LENGTH tokens, into which passages are copied. Needles: the recipe's held-out ones, at its
+length. Rows that the result file has are not run again; benchmarks/tables.py shows it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ import hf_longattn
 from hf_longattn.measuring.evaluation import Copy, copy_losses, loss_by_position, token_losses, with_copies
 from hf_longattn.measuring.report.markdown import Contents, table
 from hf_longattn.measuring.rows import versions
+from hf_longattn.training import load_recipe, prepare
+from hf_longattn.training.held_out import held_out_sums, metrics
 
 RESULT = Path(__file__).parent / "results" / "head-gains-smollm2.json"
 LENGTH = 3072
+#: How far the gains are moved from 1 towards what was learned; 0: the model without them.
+SHARES = {"unmodified": 0.0, "gains, folded": 1.0, "half of the gains, folded": 0.5}
 COPIES = [Copy(600, 900), Copy(1300, 1500), Copy(1900, 2100), Copy(700, 2500), Copy(2700, 2900)]
 
 
@@ -31,27 +36,38 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--gains", type=Path, required=True, help="the output of the recipe head_gains")
     parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument(
+        "--change", nargs="*", default=[], help="overrides of the run's recipe, as data=FILE on another machine"
+    )
     args = parser.parse_args()
     tokens = AutoTokenizer.from_pretrained(args.model)(args.text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"]
     ids, taken = with_copies(tokens[:, :LENGTH], COPIES)
-    measured: dict[str, Any] = {}
-    for name, source in (("unmodified", args.model), ("gains, folded", args.gains)):
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-        if source == args.gains:
-            learned = [p.detach() for n, p in model.named_parameters() if ".longattn." in n]
-            spread = torch.stack(learned)
+    result: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {"measured": {}}
+    recipe = load_recipe(
+        str(args.gains / "recipe.yaml"), [f"model={args.model}", f"output={args.gains / 'again'}", *args.change]
+    )
+    for name, share in SHARES.items():
+        if name in result["measured"]:
+            continue
+        model = AutoModelForCausalLM.from_pretrained(args.gains if share else args.model, dtype=torch.float32).eval()
+        if share:
+            learned = [p for n, p in model.named_parameters() if ".longattn." in n]
+            with torch.no_grad():
+                for p in learned:
+                    p.copy_(1 + share * (p - 1))
             hf_longattn.fold(model)
         losses = token_losses(model, ids)
-        measured[name] = {
+        found = metrics(held_out_sums(model, recipe, prepare(recipe).data, [recipe.length]), needles=True)[recipe.length]
+        result["measured"][name] = {
+            "needles": found["accuracy"],
+            "answer": round(found["loss"], 4),
             "prose": round(float(loss_by_position(losses, [1, LENGTH], taken)[0]), 4),
             "copies": [round(x, 4) for x in copy_losses(losses, COPIES)],
         }
-    result = {
+    result |= {
         "text": args.text.stem,
         "length": LENGTH,
         "copies": [[c.distance, c.position] for c in COPIES],
-        "measured": measured,
-        "gains": {"least": round(float(spread.min()), 3), "most": round(float(spread.max()), 3)},
         "command": f"python benchmarks/head_gains.py --model {args.model.name} --gains {args.gains.name} "
         f"--text {args.text.name}",
         "versions": versions(),
@@ -61,10 +77,13 @@ def main() -> None:
 
 
 def prices(_: str) -> str:
-    """Loss on prose and on every copy, unmodified and folded."""
+    """Needles, and loss on prose and on every copy."""
     result = json.loads(RESULT.read_text(encoding="utf-8"))
-    head = ["", "prose", *(f"copy {d:,} back" for d, _ in result["copies"])]
-    body = [[n, f"{m['prose']:.3f}", *(f"{x:.2f}" for x in m["copies"])] for n, m in result["measured"].items()]
+    head = ["", "needles found", "loss of the answer", "prose", *(f"copy {d:,} back" for d, _ in result["copies"])]
+    body = []
+    for name, m in result["measured"].items():
+        numbers = [f"{m['needles']:.2f}", f"{m['answer']:.3f}", f"{m['prose']:.3f}", *(f"{x:.2f}" for x in m["copies"])]
+        body.append([name, *numbers])
     return table(head, body)
 
 

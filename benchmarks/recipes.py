@@ -113,17 +113,9 @@ def needles(name: str) -> str:
     )
 
 
-def gains(name: str) -> str:
-    """Accuracy and loss of the answer before and after, at the trained length."""
-    m = metrics_of(name)["measured"]
-    rows = (("unmodified", m["base"]), ("50 steps of gains", m["trained"]))
-    cells = [[n, f"{x['accuracy']:.2f}", f"{x['loss']:.3f}"] for n, x in ((n, next(iter(x.values()))) for n, x in rows)]
-    return table(["", "needles found", "loss of the answer"], cells)
-
-
 def contents() -> Contents:
-    """What stands below `<!-- runs: NAME ... -->`, `<!-- needle run: NAME -->` and `<!-- gains: NAME -->`."""
-    return {"runs": losses, "needle run": needles, "gains": gains}
+    """What stands below `<!-- runs: NAME ... -->` and `<!-- needle run: NAME -->`."""
+    return {"runs": losses, "needle run": needles}
 
 
 if __name__ == "__main__":

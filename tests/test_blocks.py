@@ -195,6 +195,7 @@ SMALL = {
     r"model=\S+": "model=HOME/model",
     r"(?<= )(?:FILE|[\w-]+\.txt)(?= |$)": "HOME/book.txt",
     r"data=('[^']*'|\S+)": "data=HOME/book.txt trainer.max_steps=2 trainer.use_cpu=true length=64 evaluation.tokens=64 "
+    "evaluation.samples=2 "
     "trainer.save_steps=10 trainer.eval_strategy=no trainer.disable_tqdm=true",
     r"heldout=\S+|dtype=bfloat16|trainer.max_steps=100": "",
     r"output=\S+": "output=OUT",
