@@ -384,7 +384,7 @@ REFUSED = {
     "--dry-run|max_steps must": ["trainer.max_steps=0"],
     "a streamed data set has no last part": ["hub.streaming=true", "heldout=null"],
     "parallel.sequence must divide length": ["parallel.sequence=5"],
-    "does not divide the number of processes": ["parallel.sequence=2"],
+    "does not divide the number of processes": ["parallel.sequence=2", "positions=plain"],
     "no distill: the teacher": ["parallel.sequence=2", "distill.weight=0.5"],
     "positions: plain": ["parallel.sequence=2", "positions=skip"],
     "parallel.shard needs several processes": ["parallel.shard=true"],
