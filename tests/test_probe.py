@@ -113,6 +113,7 @@ def test_the_command_probes_every_setting_and_keeps_its_rows(folder: Path, tmp_p
     for row in rows.values():
         assert row["command"].startswith("hf-longattn probe model --text a.txt,b.txt")
         assert {"versions", "seconds", "cpu_seconds", "seed"} <= row.keys()
+        assert row["dtype"] == "float32"
     assert all((out / name).stat().st_size > 5_000 for name in ("probe-copy.png", "probe-text.png"))
 
 

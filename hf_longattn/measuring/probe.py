@@ -155,7 +155,7 @@ def probe_settings(
             model = load(setting) if model is None else model
             wall, cpu = time.monotonic(), time.process_time()
             result = probe(model, input_ids, [distance])
-            row: Row = {"setting": setting.name, "distance": distance}
+            row: Row = {"setting": setting.name, "distance": distance, "dtype": str(model.dtype).removeprefix("torch.")}
             row |= {k: [round(x, 5) for x in v[:, 0].tolist()] for k, v in (("text", result.text), ("copy", result.copies))}
             row |= {"what": setting.to_dict(), "digest": _digest(setting), "seed": rows.head.get("protocol", {}).get("seed")}
             row |= {"seconds": round(time.monotonic() - wall, 1), "cpu_seconds": round(time.process_time() - cpu, 1)}
