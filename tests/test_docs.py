@@ -56,7 +56,7 @@ def contents() -> Any:
 def test_tables_are_the_result_files(page: Path, contents: Any) -> None:
     text = page.read_text(encoding="utf-8")
     assert set(re.findall(r"<!-- ([\w -]+?):", text)) <= set(contents)
-    assert filled(text, contents) == text, "run: python benchmarks/tables.py"
+    assert filled(text, contents) == text, "run: python -m benchmarks.tables"
 
 
 def test_a_segment_over_kept_keys_is_read_as_in_one_pass(tmp_path: Path) -> None:
