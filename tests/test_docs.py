@@ -246,6 +246,10 @@ def test_what_a_temperature_buys_at_64k_is_in_the_rows() -> None:
         assert said.startswith(f"{abs(mean):.2f} ± {half:.2f} ")
         assert said in prose("docs/longer.md")
         assert (mean < 0) == (name == "infoscale")
+    short = {row["name"]: row for row in read if row["length"] == 32768 and "adapter" not in row}
+    pair = (short[f"rerope(window 4096){name}"] for name in (" + infoscale", ""))
+    mean, half = mean_interval([a - b for a, b in zip(*(reading_far.kept(row)[2] for row in pair), strict=True)])
+    assert f"{-mean:.2f} ± {half:.2f} off far copies, prose as it was" in prose("docs/longer.md")
 
 
 def test_the_speed_in_the_readme_is_that_of_the_rows() -> None:
