@@ -1,4 +1,4 @@
-"""Every table of README and docs/ that is filled from rows: `python benchmarks/tables.py` makes all of them anew.
+"""Every table of README and docs/ that is filled from rows: `python -m benchmarks.tables` makes all of them anew.
 
 A page holds `<!-- MARK: WHAT -->` ... `<!-- end -->`. Most marks are made where the rows are measured, whose `--tables` draws
 their pictures too; here are those of committed reports, of `hf-longattn extend` and of `hf-longattn probe`.
