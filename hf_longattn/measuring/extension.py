@@ -128,6 +128,8 @@ def candidates(train_length: int, to: int) -> list[Setting]:
         shifts = [f"string:shift={train_length // 3}", f"string:shift={half}"]
         return [Setting(UNMODIFIED), *map(Setting.parse, shifts + remaps)]
     remaps.append(f"yarn_beyond:factor={to / train_length}")
+    if to >= 8 * train_length:
+        remaps.append(f"rerope+infoscale:window={half}")  # nearer, its factor is too small to show
     return [Setting(UNMODIFIED), Setting(YARN, rope=f"yarn:{to / train_length}"), *map(Setting.parse, remaps)]
 
 
