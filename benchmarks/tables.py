@@ -22,26 +22,11 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def report(name: str) -> str:
-    """The first table of a committed report."""
-    first = read(ROOT / "docs" / name / "report.json")["sections"][0]["tables"][0]
-    return table(first["columns"], [[shown(cell, first["digits"]) for cell in row] for row in first["rows"]])
-
-
-def answers(name: str) -> str:
-    """The log-likelihoods of a committed report's answers; settings that agree share a line."""
+def report(name: str, section: str = "Loss by length", which: int = 0) -> str:
+    """A table of a committed report."""
     sections = {s["title"]: s["tables"] for s in read(ROOT / "docs" / name / "report.json")["sections"]}
-    head, by_setting = [""], {}
-    for title, label in (("Pass key", "pass key"), ("Three needles", "needles")):
-        likelihood = next(t for t in sections[title] if t["title"].startswith("Log-likelihood"))
-        first, *others = likelihood["columns"][1:]
-        head += [f"{label}, {first}", *others]
-        for setting, *values in likelihood["rows"]:
-            by_setting.setdefault(setting, []).extend(shown(x, 2) for x in values)
-    lines: dict[tuple[str, ...], list[str]] = {}
-    for setting, cells in by_setting.items():
-        lines.setdefault(tuple(cells), []).append(setting)
-    return table(head, [[", ".join(settings), *cells] for cells, settings in lines.items()])
+    found = sections[section][which]
+    return table(found["columns"], [[shown(cell, found["digits"]) for cell in row] for row in found["rows"]])
 
 
 def extended(name: str) -> str:
@@ -73,7 +58,14 @@ def probed(what: str) -> str:
 
 def contents() -> Contents:
     """What stands below every mark."""
-    own = {"report": report, "answers": answers, "extend": extended, "probe": probed}
+    own = {
+        "report": report,
+        "verdict": lambda name: report(name, "Verdict"),
+        "verdict-fewer": lambda name: report(name, "Verdict", 1),
+        "copies": lambda name: report(name, "Copies from far back", -1),
+        "extend": extended,
+        "probe": probed,
+    }
     measured = (head_gains, longer_on_model, methods_on_model, reading_far, recipes, speed)
     for other in (reproduced.contents(reproduced.load(reproductions.RESULTS)), *(m.contents() for m in measured)):
         own |= other

@@ -1,6 +1,6 @@
-"""The committed reports, by `hf-longattn eval`: models fetched, losses first, then tasks. Interrupted runs go on.
+"""The committed reports, by `hf-longattn eval`: models fetched, settings beside this file. Interrupted runs go on.
 
-    make report TEXT=pride-and-prejudice.txt
+    make report TEXT=pride-and-prejudice.txt,northanger-abbey.txt,anarchist-faq.txt
 
 Rows that docs/reports/ holds are not run again; take another --out to measure anew.
 """
@@ -16,37 +16,42 @@ from recipes.models import GEMMA, SMOLLM2, obtain
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent
-#: Of each model: where it comes from, the page's title, the tokens scored, and the lengths of losses and of tasks.
+#: Of each model: where it comes from, the page's title, and what `eval` is told.
 REPORTS = {
-    "smollm2": (SMOLLM2, "SmolLM2-135M beyond its trained length", "1024", "2k,4k,8k,16k", "2k,4k"),
-    "gemma": (GEMMA, "Gemma 3 270M within its trained length", "512", "1k,2k,4k", ""),
+    "smollm2": (
+        SMOLLM2,
+        "SmolLM2-135M at twice its trained length",
+        ["--lengths", "8k,16k", "--tasks", "loss,copies", "--targets", "512", "--prefix", "streaming:window=4096"],
+    ),
+    "gemma": (
+        GEMMA,
+        "Gemma 3 270M within its trained length",
+        ["--lengths", "1k,2k,4k", "--targets", "512", "--shortest-first"],
+    ),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True, help="a book; the committed report has Pride and Prejudice")
+    parser.add_argument("--text", required=True, help="plain texts, with commas; Gemma's report reads the first")
     parser.add_argument("--model", choices=[*REPORTS, "all"], default="all")
-    parser.add_argument("--adapter", type=Path, help="SmolLM2 adapted to scale-invariant attention, as a LoRA adapter")
+    parser.add_argument("--adapter", action="append", default=[], help="NAME=DIRECTORY of a LoRA adapter of SmolLM2")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "reports")
     parser.add_argument("--dtype", help="default: that of the rows in --out, else what this CPU multiplies fast")
     parser.add_argument("--page-only", action="store_true", help="measure nothing; write the pages from the rows so far")
-    parser.add_argument("--no-tasks", action="store_true", help="losses alone")
     args = parser.parse_args()
-    for name, (source, title, targets, lengths, task_lengths) in REPORTS.items():
+    for name, (source, title, protocol) in REPORTS.items():
         if args.model not in (name, "all"):
             continue
         model, settings, out = map(relpath, (obtain(source, ROOT / "models"), HERE / f"{name}.yaml", args.out / name))
-        base = ["eval", model, "--settings", settings, "--text", str(args.text), "--out", out]
+        text = args.text if name == "smollm2" else args.text.split(",")[0]
+        command = ["eval", model, "--settings", settings, "--text", text, "--out", out, *protocol]
         dtype = args.dtype or precision_of_rows(args.out / name) or fast_dtype()
         print(f"{name}: in {dtype}")
-        base += ["--dtype", dtype, "--title", title, "--shortest-first"]
-        base += ["--page-only"] * args.page_only
-        if args.adapter and name == "smollm2":
-            base += ["--adapter", f"scale-invariant, adapted={args.adapter}"]
-        app([*base, "--lengths", lengths, "--targets", targets], standalone_mode=False)
-        if task_lengths and not args.no_tasks:
-            app([*base, "--lengths", task_lengths, "--tasks", "needles,passkey", "--samples", "2"], standalone_mode=False)
+        command += ["--dtype", dtype, "--title", title, *["--page-only"] * args.page_only]
+        if name == "smollm2":
+            command += [part for adapter in args.adapter for part in ("--adapter", adapter)]
+        app(command, standalone_mode=False)
 
 
 def precision_of_rows(folder: Path) -> str | None:
