@@ -176,7 +176,8 @@ def test_a_recipe_over_processes(kind: str, out: Path) -> None:
     for name, measured in alone["measured"].items():
         for length, values in measured.items():
             assert metrics["measured"][name][str(length)]["loss"] == pytest.approx(values["loss"], abs=2e-5)
-    one, two = (AutoModelForCausalLM.from_pretrained(out / f"{kind}.{n}").eval() for n in (1, 2))
+    load = AutoModelForCausalLM if kind == "sharded" else pytest.importorskip("peft").AutoPeftModelForCausalLM
+    one, two = (load.from_pretrained(out / f"{kind}.{n}").eval() for n in (1, 2))
     with torch.no_grad():
         close(two(tokens()).logits, one(tokens()).logits, 1e-4, kind)
         if kind == "sharded":
