@@ -193,7 +193,7 @@ def test_command_exists_and_reads_its_options(line: str, tmp_path: Path, monkeyp
 SMALL = {
     r"(?<= )(MODEL|NAME|models/SmolLM2-135M-Instruct)(?= |$)": "HOME/model",
     r"model=\S+": "model=HOME/model",
-    r"(?<= )(?:FILE|[\w-]+\.txt)(?= |$)": "HOME/book.txt",
+    r"(?<= )(?:FILE|[\w-]+\.txt(?:,[\w-]+\.txt)*)(?= |$)": "HOME/book.txt",
     r"data=('[^']*'|\S+)": "data=HOME/book.txt trainer.max_steps=2 trainer.use_cpu=true length=64 evaluation.tokens=64 "
     "evaluation.samples=2 "
     "trainer.save_steps=10 trainer.eval_strategy=no trainer.disable_tqdm=true",

@@ -232,6 +232,8 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
     slots = {slot: draw(OPTIONS[slot]) for slot in SLOTS if draw(st.booleans())}
     if "positions" in slots and slots.get("visibility", {}).get("name") in ("streaming", "lm_infinite"):
         del slots["visibility"]
+    if "score" in slots and slots.get("positions", {}).get("name") == "yarn_beyond":
+        slots["positions"] |= {"attention_factor": 1.0}
     group, kv_heads, q_len, kv_len = draw(st.tuples(*[st.integers(1, 3)] * 2, st.integers(1, 20), st.integers(1, 28)))
     key_start = draw(st.integers(0, 30))
     first = draw(st.none() | st.integers(max(key_start - 5, 0), key_start + 40))

@@ -312,6 +312,9 @@ def test_yarn_beyond_refuses_what_it_would_compute_wrongly() -> None:
     with pytest.raises(ValueError, match=r"yarn_beyond's attention factor.*sharpens twice"):
         hf_longattn.apply(stock("llama"), "yarn_beyond+infoscale")
     hf_longattn.apply(stock("llama"), "yarn_beyond+infoscale", attention_factor=1.0)
+    with pytest.raises(ValueError, match=r"cosscale normalises .* yarn_beyond's attention factor would do nothing"):
+        LongAttnConfig.preset("yarn_beyond+cosscale")
+    LongAttnConfig.preset("yarn_beyond+cosscale", attention_factor=1.0)
     for wrong in ({"factor": 0.5}, {"beta_slow": 40.0}, {"train_length": 0}, {"attention_factor": 0.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             LongAttnConfig.preset("yarn_beyond", **wrong)
