@@ -74,7 +74,9 @@ class LongAttnConfig:
         if len(remaps := [m.name for m in self.key_bands if m.remaps]) > 1:
             raise ValueError(f"{' and '.join(remaps)} clash: both say at which distance far keys are seen")
         if self.score is not None and (own := next((m.own_temperature for m in self.key_bands if m.own_temperature), None)):
-            raise ValueError(f"{self.score.name} normalises queries and keys: {own} would do nothing; give attention_factor=1.0")
+            raise ValueError(
+                f"{self.score.name} normalises queries and keys: {own} would do nothing; give attention_factor=1.0"
+            )
         if not isinstance(self.layers, str):
             if not isinstance(self.layers, Iterable):
                 raise ValueError(f"layers must be 'full_attention', 'all' or a list of indices, got {self.layers!r}")
