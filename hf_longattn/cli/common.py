@@ -66,7 +66,7 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> 
     """For the console: names to the left, numbers to the right."""
     out = Table(title=title)
     for number, column in enumerate(columns):
-        out.add_column(column, justify="right" if number else "left", no_wrap=not number)
+        out.add_column(column, justify="right" if number else "left", overflow="fold")  # nothing is cut off
     for row in rows:
         out.add_row(*map(escape, row))
     return out
@@ -79,7 +79,7 @@ def shown(path: str) -> str:
 
 def command_line(context: typer.Context) -> str:
     """The running command with every option that differs from its default; paths as `shown`."""
-    words = ["hf-longattn", *context.command_path.split()[1:]]
+    words = ["hf-longattn", str(context.info_name)]  # not as it was started, which may be python -m
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
         if value in (None, [], ()) or value == parameter.get_default(context):
