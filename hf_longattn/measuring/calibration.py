@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,17 +73,23 @@ def logit_gaps(model: nn.Module, batches: Iterable[Mapping[str, Any] | Tensor], 
     def seen(layer: Layer, call: Call) -> None:
         sums[layer.index] = sums.get(layer.index, 0) + _gap_sums(call, call.rows.tokens(call.key.shape[2]), sink_tokens)
 
-    with observe(model, seen) as layers:
-        config = layers[0].module.config
-        for batch in batches:
-            inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
-            model(**inputs, use_cache=False)
+    config = _run(model, batches, seen)
     if not sums:
         raise ValueError("no batches to measure")
     missing = torch.full_like(next(iter(sums.values())), torch.nan)
     weight, x, y, xx, xy = torch.stack([sums.get(i, missing) for i in range(config.num_hidden_layers)]).cpu().unbind(1)
     growth = (weight * xy - x * y) / (weight * xx - x * x)
     return LogitGaps(growth, torch.exp((y - growth * x) / weight))
+
+
+def _run(model: nn.Module, batches: Iterable[Mapping[str, Any] | Tensor], seen: Callable[[Layer, Call], None]) -> Any:
+    """The batches through the model, every call of its layers to `seen`; returns the config of those layers."""
+    with observe(model, seen) as layers:
+        config = layers[0].module.config
+        for batch in batches:
+            inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
+            model(**inputs, use_cache=False)
+    return config
 
 
 @torch.no_grad()
@@ -105,11 +111,7 @@ def measure(model: nn.Module, batches: Iterable[Mapping[str, Any] | Tensor], sin
         for name, x in result.items():
             total[name] += x
 
-    with observe(model, seen) as layers:
-        config = layers[0].module.config
-        for batch in batches:
-            inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
-            model(**inputs, use_cache=False)
+    config = _run(model, batches, seen)
     if not sums:
         raise ValueError("no batches to measure")
 
