@@ -23,6 +23,14 @@ console = Console()
 Dtype = Annotated[
     str, typer.Option(help="Precision to load the model in; auto: its own, float32 where the CPU multiplies that slowly.")
 ]
+Ropes = Annotated[
+    list[str] | None,
+    typer.Option(help="Position encodings to cross every method without an @ with: plain,yarn:2,ntk:2."),
+]
+Adapters = Annotated[
+    list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter, with the attention that it records.")
+]
+SettingsFile = Annotated[Path | None, typer.Option(help="More settings, in YAML: adapters, other checkpoints, lists.")]
 Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...; auto: a GPU where there is one.")]
 
 

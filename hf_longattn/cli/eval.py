@@ -12,7 +12,20 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .common import Device, Dtype, command_line, console, precision, refusing, shown, table, tokens
+from .common import (
+    Adapters,
+    Device,
+    Dtype,
+    Ropes,
+    SettingsFile,
+    command_line,
+    console,
+    precision,
+    refusing,
+    shown,
+    table,
+    tokens,
+)
 
 if TYPE_CHECKING:
     from ..measuring.evaluation import Plan, Results, Store
@@ -31,14 +44,9 @@ def evaluate(
             "The unmodified model is always measured."
         ),
     ] = None,
-    rope: Annotated[
-        list[str] | None,
-        typer.Option(help="Position encodings to cross every method without an @ with: plain,yarn:2,ntk:2."),
-    ] = None,
-    adapter: Annotated[
-        list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter, with the attention that it records.")
-    ] = None,
-    settings: Annotated[Path | None, typer.Option(help="More settings, in YAML: adapters, other checkpoints, lists.")] = None,
+    rope: Ropes = None,
+    adapter: Adapters = None,
+    settings: SettingsFile = None,
     lengths: Annotated[str, typer.Option(help="Tokens, with commas; 16k is 16,384.")] = "2k,4k,8k",
     tasks: Annotated[
         str, typer.Option(help="loss, copies, long_ppl and tasks, with commas: needle, needles, passkey, multi_key, ...")

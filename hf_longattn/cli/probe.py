@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .common import Device, Dtype, command_line, console, precision, refusing, table, tokens
+from .common import Adapters, Device, Dtype, Ropes, SettingsFile, command_line, console, precision, refusing, table, tokens
 
 if TYPE_CHECKING:
     from ..measuring.rows import Row, Rows
@@ -33,14 +33,9 @@ def probe(
             "The unmodified model is always probed."
         ),
     ] = None,
-    rope: Annotated[
-        list[str] | None,
-        typer.Option(help="Position encodings to cross every method without an @ with: plain,yarn:2,ntk:2."),
-    ] = None,
-    adapter: Annotated[
-        list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter, with the attention that it records.")
-    ] = None,
-    settings: Annotated[Path | None, typer.Option(help="More settings, in YAML: adapters, other checkpoints, lists.")] = None,
+    rope: Ropes = None,
+    adapter: Adapters = None,
+    settings: SettingsFile = None,
     distances: Annotated[
         str | None,
         typer.Option(help="Tokens back, with commas; 16k is 16,384. Default: eight up to twice the trained length."),
