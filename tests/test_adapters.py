@@ -25,7 +25,6 @@ from hf_longattn import LongAttnConfig
 
 peft = pytest.importorskip("peft")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
 
 FAMILIES = ("llama", "gemma3", "gpt2")
 METHODS = {

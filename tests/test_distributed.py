@@ -158,7 +158,6 @@ def logged(entries: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{k: entry[k] for k in LOGGED if k in entry} for entry in entries if "train_runtime" not in entry]
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
 @pytest.mark.parametrize("kind", PARALLEL)
 def test_a_recipe_over_processes(kind: str, out: Path) -> None:
     """Windows in parts, weights in parts, or both: what is logged and saved is what one process logs and saves."""

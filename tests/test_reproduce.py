@@ -138,14 +138,17 @@ def test_masked(the: Any, tmp_path: Path, texts: list[str]) -> None:
     assert cells(the.tables.peaks(data).text)[2][:2] == ["32", f"{the.masked.expected_peak(32, 16):.3f}"]
 
 
-def test_algorithms(the: Any, tmp_path: Path) -> None:
-    assert quick(the, tmp_path, "algorithms", "--seeds", "0") == 0
-    plain, adaptive = (r["measured"] for r in rows(tmp_path, "algorithms"))
-    assert set(plain["as trained"]) == set(the.algorithms.TASKS)
+@pytest.mark.parametrize("name", ["algorithms", "algorithms-pretrained"])
+def test_algorithms(the: Any, tmp_path: Path, name: str) -> None:
+    assert quick(the, tmp_path, name, "--seeds", "0") == 0
+    plain, adaptive = (r["measured"] for r in rows(tmp_path, name))
+    tasks = the.algorithms.TASKS if name == "algorithms" else the.algorithms.Pretrained().tasks
+    assert set(plain["as trained"]) == set(tasks)
     assert "adaptive at inference" in plain
     assert "adaptive at inference" not in adaptive
     assert plain["train_loss"] != adaptive["train_loss"]
-    labels = [x[0] for x in cells(the.tables.algorithms(the.tables.load(tmp_path)).text)]
+    labels = [x[0] for x in cells(the.tables.SECTIONS[name](the.tables.load(tmp_path)).text)]
+    assert len(labels) == 2 + 3 * (len(tasks) + 1)
     assert labels[-3:] == [f"mean, {x}" for x in ("plain", "adaptive θ in training", "adaptive θ at inference alone")]
 
 
@@ -271,7 +274,6 @@ def test_the_list_names_every_experiment_with_its_cost(the: Any, tmp_path: Path,
         assert (int(done), int(to_do)) == (0, len(experiment.variants) * len(experiment.seeds))
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's own
 def test_conversion(the: Any, tmp_path: Path, texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     variants = ["windowed-untrained", "infoscale-untrained", "rerope+map-untrained", "rerope+logn-15%", "pose+rerope-15%"]
     variants += ["rerope+logn-lora-15%", "control-lora-15%", "pose+yarn64-distilled-15%", "pose+yarn64-15%"]

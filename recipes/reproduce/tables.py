@@ -317,17 +317,18 @@ def peaks(data: Data) -> Shown:
     return Shown(table(head, body), {})
 
 
-def algorithms(data: Data) -> Shown:
-    if not (rows := data.get("algorithms", [])):
-        return missing("algorithms")
+def algorithms(data: Data, name: str = "algorithms") -> Shown:
+    if not (rows := data.get(name, [])):
+        return missing(name)
     sizes, kinds = rows[0]["measured"]["sizes"], {}
     kinds["plain"] = ("plain", "as trained")
     kinds["adaptive θ in training"] = ("adaptive_temperature", "as trained")
     kinds["adaptive θ at inference alone"] = ("plain", "adaptive at inference")
     body, lines = [], {}
-    for task in (*TASKS, "mean"):
+    every = rows[0]["settings"].get("tasks", TASKS)
+    for task in (*every, "mean"):
         for label, (variant, kind) in kinds.items():
-            tasks = TASKS if task == "mean" else (task,)
+            tasks = every if task == "mean" else (task,)
             found = [series(rows, variant, kind, t, "exact") for t in tasks]
             if not found[0]:
                 continue
@@ -338,7 +339,12 @@ def algorithms(data: Data) -> Shown:
     picture = {"lines": lines, "xlabel": "size", "ylabel": "answers right, mean of the tasks", "limits": (0, 1)}
     picture |= {"mark": {"largest trained": max(rows[0]["measured"]["trained"])}}
     text = table(["answers right (%) at size", *map(str, sizes)], body)
-    return Shown(f"{text}\n\n{about(rows)}\n\n![Answers right by size](algorithms.png)", {"algorithms.png": picture})
+    file = f"{name.replace('-', '_')}.png"
+    return Shown(f"{text}\n\n{about(rows)}\n\n![Answers right by size]({file})", {file: picture})
+
+
+def algorithms_pretrained(data: Data) -> Shown:
+    return algorithms(data, "algorithms-pretrained")
 
 
 def ways(data: Data, variants: Mapping[str, str], last: int = 0) -> Shown:
@@ -507,6 +513,7 @@ SECTIONS: dict[str, Callable[[Data], Shown]] = {
     "scales": scales,
     "peaks": peaks,
     "algorithms": algorithms,
+    "algorithms-pretrained": algorithms_pretrained,
     "conversion": conversion,
     "conversion-untrained": conversion_untrained,
     "conversion-orders": conversion_orders,
