@@ -30,6 +30,8 @@ YARN, BY_HEAD = "YaRN", "leaky_rerope by head"
 PURPOSES = ("both", "reading", "retrieval")
 #: How many kinds of candidates, the best by the probe, read the whole text.
 FINALISTS = 2
+#: How many settings of the best kind do: a probe knows nothing of dilution, which is what a window is wide or narrow for.
+WINDOWS = 2
 #: Of the places of the passages that are probed.
 SEED = 0
 
@@ -262,12 +264,12 @@ class Search:
                 out[name] = weighed(text, copying, self.purpose)
         return out
 
-    def ranked(self) -> list[str]:
-        """The best setting of each kind by the probe, best first."""
-        best_of: dict[str, str] = {}
+    def ranked(self) -> list[list[str]]:
+        """The settings of each kind by the probe, best first, and so the kinds."""
+        of: dict[str, list[str]] = {}
         for _, name in sorted((loss, name) for name, loss in self.probed().items() if name != UNMODIFIED):
-            best_of.setdefault(kind(name), name)
-        return list(best_of.values())
+            of.setdefault(kind(name), []).append(name)
+        return list(of.values())
 
     def scores(self) -> dict[str, Scores]:
         """By setting, of those that have read the text."""
@@ -301,9 +303,10 @@ class Search:
             if measured is not None and again:
                 self.settings[BY_HEAD] = measured(model)
         probe_settings(list(self.settings.values()), load, taken, self.distances, self.rows, self.about, done)
-        for n, name in enumerate(self.ranked()):
+        for n, names in enumerate(self.ranked()):
             if n < FINALISTS or not self._tolerated():
-                self._read(self.settings[name], load, done)
+                for name in names[: 1 if n else WINDOWS]:
+                    self._read(self.settings[name], load, done)
         scores = self.scores()
         choice = best(scores, UNMODIFIED, self.tolerance, self.purpose)
         if self.to == self.trained and scores[choice].total(self.purpose) >= scores[UNMODIFIED].total(self.purpose):
