@@ -91,14 +91,19 @@ def test_extend_keeps_short_texts_and_changes_long_ones() -> None:
     assert (after - before)[:, 24:].abs().max() > 1e-3
 
 
-def test_extend_to_the_trained_length_is_better_inside_it() -> None:
+def test_extend_to_the_trained_length_shows_the_farthest_tokens_nearer() -> None:
     model, ids = fresh("llama", max_position_embeddings=30), tokens(1, 30)
     before = model(ids).logits
+    assert hf_longattn.extend(model, to=30).config.max_position_embeddings == 30
+    assert hf_longattn.config_of(model).positions == hf_longattn.methods.ReRope(window=15)
+    after = model(ids).logits
+    close(after[:, :15], before[:, :15])
+    assert (after - before)[:, 16:].abs().max() > 1e-3
+    model = fresh("llama", max_position_embeddings=30)
     with pytest.raises(ValueError, match="reaches 35 tokens, not 36"):
         hf_longattn.extend(model, to=36, method="string", window=5)
-    after = hf_longattn.extend(model, to=30).model.config
+    hf_longattn.extend(model, to=30, method="string")
     assert hf_longattn.config_of(model).positions == hf_longattn.methods.String(shift=10, window=5)
-    assert after.max_position_embeddings == 30
     close(model(ids).logits[:, :10], before[:, :10])
 
 
@@ -106,7 +111,8 @@ def test_extend_refuses_what_makes_no_sense() -> None:
     model = fresh("llama", max_position_embeddings=32)
     for arguments, message in (
         ({"to": 31}, "nothing to extend"),
-        ({"to": 32, "method": "rerope"}, "nothing to extend"),
+        ({"to": 32, "method": "yarn_beyond"}, "nothing to extend"),
+        ({"to": 32, "method": "streaming", "window": 8}, "nothing to extend"),
         ({"to": 200, "method": "self_extend", "window": 8, "group": 2}, "reaches 56 tokens, not 200"),
         ({"to": 200, "method": "leaky_rerope", "window": 40}, "must be below the trained length 32"),
     ):

@@ -17,7 +17,7 @@ from ..integration import apply, rope
 from ..integration.model import methods_of
 from ..integration.planning import bound_config
 from ..methods.registry import did_you_mean
-from ..methods.string import String
+from ..methods.yarn_beyond import YarnBeyond
 from .calibration import calibrate
 from .evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
 from .probe import LEAST, passages, probe_settings
@@ -46,8 +46,8 @@ def extend(
     """Make a model read texts of `to` tokens (32768 or "32k"), in place and without training; returns the model.
 
     The default keeps every distance below half the trained length exact and caps all others there (ReRoPE): short texts give
-    the logits they always gave, and far tokens stay within reach. `to` its trained length, a model reads better inside it:
-    the farthest distances, which it met rarely, are shown nearer (STRING). Other methods and parameters as in `apply`.
+    the logits they always gave, and far tokens stay within reach. `to` its trained length, a model finds better inside it:
+    it met the farthest distances rarely, and sees them no more. Other methods and parameters as in `apply`.
     The config's max_position_embeddings becomes `to`, so that harnesses and servers do not cut texts, and
     original_max_position_embeddings keeps the trained length.
 
@@ -67,7 +67,7 @@ def extend(
     length = length_of(to)
     trained = bound_config(model, LongAttnConfig())[1].train_length
     if method is None:
-        method = "string" if length == trained else "leaky_rerope" if purpose == "reading" else "rerope"
+        method = "leaky_rerope" if purpose == "reading" else "rerope"
         if method == "leaky_rerope" and trained is not None:
             parameters = {"stretch": max(4.0, float(needed(trained // 2, trained, length)))} | parameters
     config = (
@@ -82,7 +82,8 @@ def extend(
     bound, facts = bound_config(model, config)
     if facts.train_length is None:
         raise ValueError("the model's config names no maximum length to extend: use hf_longattn.apply with a window")
-    if length < facts.train_length + (not isinstance(config.positions, String)):
+    changed = config.positions is not None and not isinstance(config.positions, YarnBeyond)  # within the trained length
+    if length < facts.train_length + (not changed):
         raise ValueError(
             f"the model was trained at {facts.train_length} tokens and reads {length} as it is: nothing to extend"
         )
