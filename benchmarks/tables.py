@@ -74,6 +74,7 @@ def contents() -> Contents:
         "verdict": lambda name: report(name, "Verdict"),
         "verdict-fewer": lambda name: report(name, "Verdict", 1),
         "copies": lambda name: report(name, "Copies from far back", -1),
+        "effective": lambda name: report(name, "Effective length"),
         "eval": evaluated,
         "extend": extended,
         "probe": probed,
