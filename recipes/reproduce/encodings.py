@@ -1,6 +1,6 @@
 """InfoScale and CosScale in other encodings: Li et al., "Information Entropy Invariance", Tables 1, 7 and 8, and Theorem 3.5.
 
-The model of masked.py after 500 steps of plain attention, and after as many more: of plain attention (`dot_product_warm`,
+The model of masked.py after 400 steps of plain attention, and after as many more: of plain attention (`dot_product_warm`,
 the control of equal steps), or of cosine attention. Encodings and temperatures are put in when it is measured, untrained.
 """
 
@@ -32,7 +32,8 @@ NEAR = 4
 class Encoded(Settings):
     """texts: of the training length, in which attention by distance is read."""
 
-    steps: int = 500
+    steps: int = 400
+    lengths: tuple[int, ...] = (64, 256, 1024, 4096)
     measured_tokens: int = 8192
     texts: int = 64
 
