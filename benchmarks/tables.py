@@ -8,7 +8,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import head_gains, logit_gaps, longer_on_model, methods_on_model, reading_far, recipes, speed
+from benchmarks import (
+    dispersion_on_model,
+    head_gains,
+    logit_gaps,
+    longer_on_model,
+    methods_on_model,
+    reading_far,
+    recipes,
+    speed,
+)
 from hf_longattn.measuring.evaluation.statistics import mean_interval
 from hf_longattn.measuring.report.markdown import Contents, fill_pages, filled, table
 from hf_longattn.measuring.report.page import shown
@@ -79,7 +88,7 @@ def contents() -> Contents:
         "extend": extended,
         "probe": probed,
     }
-    measured = (head_gains, logit_gaps, longer_on_model, methods_on_model, reading_far, recipes, speed)
+    measured = (dispersion_on_model, head_gains, logit_gaps, longer_on_model, methods_on_model, reading_far, recipes, speed)
     for other in (reproduced.contents(reproduced.load(reproductions.RESULTS)), *(m.contents() for m in measured)):
         own |= other
     return own
