@@ -121,6 +121,7 @@ CHOICES = [
     with_map(by_head(4), offset=4096),
     remap("rerope", "infoscale", window=4096),
     remap("rerope", "logn", window=4096),
+    remap("rerope", "cosscale+infoscale", window=4096, scale=32),
     remap("leaky_rerope", "infoscale", window=4096, stretch=4),
     remap("leaky_rerope", window=4096, stretch=16),
     remap("leaky_rerope", window=2048, stretch=4),

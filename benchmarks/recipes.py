@@ -34,6 +34,7 @@ LONG = [DTYPE, "evaluation.final_lengths=[512,4096]", "trainer.eval_strategy=no"
 RUNS: dict[str, list[str]] = {
     "continue-skipped": ["continue_lora", *LONG, "evaluation.compare=false"],
     "control-150": ["continue_lora", *LONG, "method=null", "positions=plain"],
+    "cosscale": ["continue_lora", *LONG, "evaluation.compare=false", "method=rerope+cosscale+infoscale", "parameters.scale=32"],
     "continue": ["continue_lora", *SHORT, "trainer.eval_steps=50"],
     "control": ["continue_lora", *SHORT, *ALONE, "method=null"],
     "distill": ["convert_distill", *SHORT, *ALONE],
@@ -48,6 +49,7 @@ LABELS = {
     "control": "the same with `method=null`: the control",
     "control-150": "`method=null positions=plain`: the control",
     "continue-skipped": "`continue_lora` as it ships: `rerope+infoscale`, skipped positions",
+    "cosscale": "the same with `method=rerope+cosscale+infoscale parameters.scale=32`",
 }
 
 

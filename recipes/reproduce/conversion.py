@@ -166,9 +166,10 @@ for name, tau in itertools.product(("prope+scale_invariant", "prope+map"), SWEEP
     if tau != 10:
         SWEPT[f"{name}-tau{tau:g}"] = replace(TRAINED[name], parameters=TRAINED[name].parameters | {"tau": tau})
 #: On a base with QK-norm.
-QK_NORMED = {
-    QK + n: replace(w, qk_norm=True) for n, w in TRAINED.items() if n in ("prope", "prope+scale_invariant", "prope+map")
-}
+ON_QK = ("prope", "prope+scale_invariant", "prope+map", "rerope", "rerope+infoscale", "rerope+logn", "rerope+map")
+QK_NORMED = {QK + name: replace(TRAINED[name], qk_norm=True) for name in ON_QK}
+UNTRAINED_QK = {QK + f"rerope{t}": replace(UNTRAINED[f"rerope{t}"], qk_norm=True)
+                for t in ("", "+infoscale", "+logn", "+adaptive_temperature")}  # fmt: skip
 #: From scratch, with as many steps as the base.
 SCRATCH: dict[str, Way] = {
     n: TRAINED[n] for n in ("prope+scale_invariant", "rerope+logn", "rerope+cosscale64+infoscale", "alibi")
@@ -177,7 +178,7 @@ SCRATCH |= {n: QK_NORMED[n] for n in (f"{QK}prope", f"{QK}prope+scale_invariant"
 SHARES = (15, 5, 50)
 #: What is made of a way, by variant: (way, per cent of the base's steps, whether from scratch).
 VARIANTS: dict[str, tuple[Way, int, bool]] = {BASE: (Way(), 100, True), QK + BASE: (Way(qk_norm=True), 100, True)}
-VARIANTS |= {f"{name}-untrained": (way, 0, False) for name, way in UNTRAINED.items() if name != "control"}
+VARIANTS |= {f"{name}-untrained": (way, 0, False) for name, way in (UNTRAINED | UNTRAINED_QK).items() if name != "control"}
 for share in SHARES:
     VARIANTS |= {f"{name}-{share}%": (way, share, False) for name, way in (TRAINED | OTHERWISE).items()}
 VARIANTS |= {f"{name}-{SHARES[0]}%": (way, SHARES[0], False) for name, way in (SWEPT | QK_NORMED).items()}

@@ -14,7 +14,19 @@ from hf_longattn.measuring.rows import Row, Rows
 from hf_longattn.training import POSITIONS
 from recipes.reproduce import paper
 from recipes.reproduce.algorithms import TASKS
-from recipes.reproduce.conversion import BASE, LORA_RATE, OTHERWISE, QK, QK_NORMED, SCRATCH, SHARES, SWEEP, TRAINED, UNTRAINED
+from recipes.reproduce.conversion import (
+    BASE,
+    LORA_RATE,
+    OTHERWISE,
+    QK,
+    QK_NORMED,
+    SCRATCH,
+    SHARES,
+    SWEEP,
+    TRAINED,
+    UNTRAINED,
+    UNTRAINED_QK,
+)
 from recipes.reproduce.conversion import TASKS as COPIES
 from recipes.reproduce.encodings import BASE as PLAIN
 from recipes.reproduce.encodings import ENCODINGS
@@ -546,16 +558,13 @@ def conversion_taus(data: Data) -> Shown:
 
 
 def conversion_normed(data: Data) -> Shown:
-    """With QK-norm and without: the base, p-RoPE and scale-invariant p-RoPE, converted and from scratch."""
+    """On a base with QK-norm: untrained, converted and from scratch."""
     if not any(row["variant"].startswith(QK) for row in data.get("conversion", [])):
         return missing("conversion --only '^qk' --seeds 1 --text FILES --heldout FILE")
-    variants: dict[str, str] = {}
-    for before, label in {"": "", QK: ", QK-norm"}.items():
-        variants[f"unmodified{label}"] = f"{before}{BASE}"
-        variants |= {f"{named(w)}{label}": f"{before}{w}-{SHARES[0]}%" for w in (n.removeprefix(QK) for n in QK_NORMED)}
-        scratch = ("prope", "prope+scale_invariant")
-        variants |= {f"{named(w)}, from scratch{label}": f"{before}{w}-scratch" for w in scratch}
-    return ways(data, variants)
+    label = {way: named(way.removeprefix(QK)) for way in UNTRAINED_QK | QK_NORMED}
+    variants = {"unmodified": f"{QK}{BASE}"} | {f"{label[way]}, untrained": f"{way}-untrained" for way in UNTRAINED_QK}
+    variants |= {label[way]: f"{way}-{SHARES[0]}%" for way in QK_NORMED}
+    return ways(data, variants | {f"{label[way]}, from scratch": f"{way}-scratch" for way in SCRATCH if QK in way})
 
 
 def conversion_steps(data: Data) -> Shown:
@@ -597,6 +606,11 @@ ORDERS = (
     ("rerope+logn-distilled-15%", "rerope+logn-15%"),
     ("pose+rerope+logn-distilled-15%", "pose+rerope+logn-15%"),
     ("rerope+logn-50%", "rerope+logn-15%"),
+    ("qk+rerope+infoscale-untrained", "qk+rerope-untrained"),
+    ("qk+rerope+logn-untrained", "qk+rerope-untrained"),
+    ("qk+rerope+infoscale-15%", "qk+rerope-15%"),
+    ("qk+rerope+logn-15%", "qk+rerope-15%"),
+    ("qk+prope+map-15%", "qk+rerope+logn-15%"),
 )
 
 
