@@ -86,17 +86,15 @@ def test_max_retrieval_learns(the: Any, tmp_path: Path) -> None:
 
 def test_max_retrieval_with_the_l2_term(the: Any, tmp_path: Path) -> None:
     """The term shrinks what it reaches, from torch's small start everything; the spread of logits stays below its bound."""
-    only = ["--only", "^baseline", "--seeds", "0"]
-    assert quick(the, tmp_path, "argmax-retrieval-l2", *only) == 0
+    assert quick(the, tmp_path, "argmax-retrieval-l2", "--only", "^baseline(-torch_start)?$", "--seeds", "0") == 0
     found = {r["variant"]: r["measured"] for r in rows(tmp_path, "argmax-retrieval-l2")}
-    with_term, without, small = (found[v] for v in ("baseline", "baseline-no_l2", "baseline-torch_start"))
+    with_term, small = found["baseline"], found["baseline-torch_start"]
     assert with_term["plain"]["accuracy"][0] > 0.6
     assert small["plain"]["accuracy"][0] < 0.2  # chance is 0.1
-    assert small["weight_norm"] < with_term["weight_norm"] < without["weight_norm"]
+    assert small["weight_norm"] < with_term["weight_norm"]
     for measured in found.values():
-        assert [step for step, _, _ in measured["spread"]] == [0, 100, 150]
+        assert [step for step, _, _ in measured["spread"]] == [0, 100]
         assert all(0 <= spread <= bound for _, spread, bound in measured["spread"])
-    assert with_term["spread"][0] == without["spread"][0]
     assert with_term["spread"][-1][1] > 10 * with_term["spread"][0][1]
     data = the.tables.load(tmp_path)
     lines = {x[0]: x[1:] for x in cells(the.tables.sharpening(data).text)}

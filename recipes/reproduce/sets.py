@@ -312,7 +312,7 @@ IN_LOSS = Experiment(
     seeds=tuple(range(5)),
     minutes=2.5,
     settings=InLoss(),
-    quick=InLoss(**{**vars(QUICK), "weight_decay": 0.0}),
+    quick=InLoss(**vars(QUICK) | {"weight_decay": 0.0, "steps": 100}),
     measure=functools.partial(run_sets, argmax_model),
 )
 DICTIONARY = Experiment(
