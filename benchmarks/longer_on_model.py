@@ -104,6 +104,8 @@ CHOICES = [
     remap("leaky_rerope", window=4096, stretch=4),
     remap("leaky_rerope", lengths=FOUR, window=4096, stretch=8),
     remap("self_extend", window=1024, group=4),
+    remap("self_extend", lengths=(8192,), window=1024, group=2),
+    remap("string", lengths=(8192,)),
     remap("self_extend", lengths=(32768,), window=1024, group=8),
     Choice("dynamic NTK × 2", rope="ntk:2.0", lengths=(8192, 16384)),
     Choice("dynamic NTK × 4", rope="ntk:4.0", lengths=FOUR),
@@ -278,7 +280,7 @@ def contents() -> Contents:
         return table(
             HEAD,
             [
-                [f"`{n}`", *(f"{x:.{3 if i < 2 else 2}f}" for i, x in enumerate(summary(here[n])))]
+                [f"`{n}`", *("–" if x != x else f"{x:.{3 if i < 2 else 2}f}" for i, x in enumerate(summary(here[n])))]
                 for n in names or [n for n, r in here.items() if "adapter" not in r]
                 if n in here
             ],

@@ -8,7 +8,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import head_gains, longer_on_model, methods_on_model, reading_far, recipes, speed
+from benchmarks import (
+    dispersion_on_model,
+    head_gains,
+    logit_gaps,
+    longer_on_model,
+    methods_on_model,
+    reading_far,
+    recipes,
+    speed,
+)
 from hf_longattn.measuring.evaluation.statistics import mean_interval
 from hf_longattn.measuring.report.markdown import Contents, fill_pages, filled, table
 from hf_longattn.measuring.report.page import shown
@@ -24,16 +33,27 @@ def read(path: Path) -> dict[str, Any]:
 
 def report(name: str, section: str = "Loss by length", which: int = 0) -> str:
     """A table of a committed report."""
-    sections = {s["title"]: s["tables"] for s in read(ROOT / "docs" / name / "report.json")["sections"]}
-    found = sections[section][which]
+    return of_report(read(ROOT / "docs" / name / "report.json"), section, which)
+
+
+def evaluated(what: str) -> str:
+    """A table of what `hf-longattn eval` found, from its report and rows in one file: "NAME | SECTION | WHICH"."""
+    name, section, which = (part.strip() for part in what.split("|"))
+    return of_report(read(ROOT / "benchmarks" / "results" / f"eval-{name}.json"), section, int(which))
+
+
+def of_report(result: dict[str, Any], section: str, which: int) -> str:
+    found = next(s["tables"] for s in result["sections"] if s["title"] == section)[which]
     return table(found["columns"], [[shown(cell, found["digits"]) for cell in row] for row in found["rows"]])
 
 
 def extended(name: str) -> str:
     """What `hf-longattn extend` found, from a copy of its extend.json."""
     result = read(ROOT / "benchmarks" / "results" / f"extend-{name}.json")
-    trained = result["trained"]
-    head = ["", f"prose to {trained}", "prose beyond", *(f"copy {distance} back" for distance, _ in result["copies"])]
+    if "rows" in result:
+        result |= {"scores": {row["setting"]: row for row in result["rows"] if "read" in row}}
+    edge = result["edge"] if "rows" in result else result["trained"]
+    head = ["", f"prose to {edge}", "prose beyond", *(f"copy {distance} back" for distance, _ in result["copies"])]
     return table(
         head,
         [
@@ -63,10 +83,12 @@ def contents() -> Contents:
         "verdict": lambda name: report(name, "Verdict"),
         "verdict-fewer": lambda name: report(name, "Verdict", 1),
         "copies": lambda name: report(name, "Copies from far back", -1),
+        "effective": lambda name: report(name, "Effective length"),
+        "eval": evaluated,
         "extend": extended,
         "probe": probed,
     }
-    measured = (head_gains, longer_on_model, methods_on_model, reading_far, recipes, speed)
+    measured = (dispersion_on_model, head_gains, logit_gaps, longer_on_model, methods_on_model, reading_far, recipes, speed)
     for other in (reproduced.contents(reproduced.load(reproductions.RESULTS)), *(m.contents() for m in measured)):
         own |= other
     return own

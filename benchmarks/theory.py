@@ -1,17 +1,19 @@
 """The papers' statements about Gaussian logits, checked on this package's formulas; writes theory.json and theory.png.
 
 Scale-invariant attention (Anson et al. 2025): Fig. 1 (top), 2 and 6, and that total attention and negentropy per range are
-constant. Vanishing variance (Li et al. 2025): Proposition 1. Logits are drawn; the package's attention and the sums behind
+constant. Vanishing variance (Li et al. 2025): Proposition 1. Information entropy invariance (Li et al. 2025): how far
+InfoScale holds the entropy, and Theorem 3.5 on CosScale. Logits are drawn; the package's attention and the sums behind
 `hf_longattn.capture` do the rest. One query per length looks back on independent keys. Exit status 1 if a claim fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from hf_longattn.attention.geometry import Columns, Rows
 from hf_longattn.measuring.diagnostics import Diagnostics
 from hf_longattn.measuring.diagnostics.sums import Options, Sums, collect
 from hf_longattn.measuring.report.figures import COLOURS, MARKERS, png, pyplot
+from hf_longattn.methods import InfoScale
 
 TAU, DELTAS, HEADS, BATCH, WIDTH = 10.0, (2, 5, 10), 8, 4, 8
 SCHEMES = {
@@ -31,6 +34,10 @@ SCHEMES = {
     "scale-invariant, τ = 10": LongAttnConfig.preset("scale_invariant", tau=TAU),
 }
 PLAIN, LOGN, INVARIANT = SCHEMES
+#: InfoScale: variances of the logits, the last one measured in a pretrained model, and the head dimension.
+VARIANCES, HEAD_DIM = (1.0, 4.0, 11.9), 64
+#: Theorem 3.5: scales of cosine attention, keys, and the head dimension and base of its RoPE.
+SCALES, KEYS, COSINE_DIM, BASE = (8, 16, 32, 64, 128, 256), 1024, 128, 10_000.0
 OUT = Path(__file__).parent.parent / "docs" / "theory"
 
 
@@ -96,6 +103,79 @@ def fit(x: Sequence[float], y: Sequence[float]) -> dict[str, float]:
     return {"slope": slope, "intercept": float(b.mean() - slope * a.mean()), "r2": 1 - rest / float(b0.square().sum())}
 
 
+def temperatures(longest: int, samples: int, seed: int = 1) -> dict[str, Any]:
+    """Entropy over n_tr = longest / 8, 2 n_tr and 8 n_tr logits from N(0, σ²), by σ²: plain, under InfoScale as published
+    (ε = 0) and with ε the entropy over n_tr logits. Means over the same rows for all, with their standard errors.
+    """
+    trained, rows = longest // 8, 4 * samples
+    lengths = torch.tensor([trained, 2 * trained, longest])
+    drawn = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, longest, generator=drawn)
+
+    def entropies(scales: Sequence[float]) -> list[list[float]]:
+        found = []
+        for n, scale in zip(lengths.tolist(), scales, strict=True):
+            h = torch.cat([torch.special.entr((scale * part[:, :n]).softmax(-1)).sum(-1) for part in logits.split(64)])
+            found.append([float(h.mean()), float(h.std()) / rows**0.5])
+        return found
+
+    by_variance = {}
+    for variance in VARIANCES:
+        plain = entropies([variance**0.5] * len(lengths))
+        found = {"plain": plain}
+        for name, epsilon in (("published", 0.0), ("own entropy", plain[0][0])):
+            factor = InfoScale(clamp=False, epsilon=epsilon).formula(lengths, HEAD_DIM, trained)
+            found[name] = entropies((variance**0.5 * factor).tolist())
+            found[f"factor, {name}"] = factor.tolist()
+        by_variance[str(variance)] = found
+    return {"lengths": lengths.tolist(), "variances": by_variance}
+
+
+def peak(scale: float) -> float:
+    """η* of Theorem 3.4."""
+    d = COSINE_DIM - 3
+    return (-d + math.sqrt(d * d + 4 * scale * scale)) / (2 * scale)
+
+
+def cosines(samples: int, seed: int = 2) -> dict[str, Any]:
+    """Cosine attention with RoPE of the last query over `KEYS` keys, by its scale c: the share of the variance of a row's
+    scores that distance alone explains, and attention on the last 100 keys.
+
+    "even": directions of keys are independent of the query's, as the paper assumes. "at the peak": before the rotation every
+    key stands at the cosine η*(c) to the query, as its argument for Theorem 3.5 goes, and is else independent.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    distance = torch.arange(KEYS).flip(0)[:, None]
+    angle = distance * BASE ** -(torch.arange(COSINE_DIM // 2) * 2 / COSINE_DIM)
+    cos, sin = angle.cos(), angle.sin()
+    out: dict[str, Any] = {"scale": list(SCALES), "peak": [peak(c) for c in SCALES]}
+    rows = Rows.causal(1, KEYS, None, KEYS - 1, torch.device("cpu"))
+    for name in ("even", "at the peak"):
+        curves: dict[str, list[Any]] = {"share": [], "local_mass": []}
+        for c in SCALES:
+            query, key = (torch.randn(samples // HEADS, HEADS, n, COSINE_DIM, generator=generator) for n in (1, KEYS))
+            query = torch.nn.functional.normalize(query, dim=-1)
+            if name == "at the peak":
+                key = torch.nn.functional.normalize(key - (key * query).sum(-1, keepdim=True) * query, dim=-1)
+                key = peak(c) * query + math.sqrt(1 - peak(c) ** 2) * key
+            first, second = key.chunk(2, -1)
+            key = torch.cat([first * cos + second * sin, second * cos - first * sin], -1)  # turned back by its distance
+            score = torch.nn.functional.cosine_similarity(query, key, dim=-1)
+            explained = score.mean((0, 1)).var(correction=0)
+            rest = score.var((0, 1), correction=1).mean()
+            config = LongAttnConfig.preset("cosscale", scale=float(c))
+            value = torch.zeros(*key.shape[:-1], 1)
+            sums = Sums(Options(what=("mass",)))
+            sums.add(Call(query, key, value, config, rows, value[:, :, :1], COSINE_DIM**-0.5))
+            mass = collect({0: sums})["local_mass"][0, :, -1]
+            # of the mean over samples, a share of the rest is chance
+            explained = (explained - rest / samples).clamp(min=0)
+            curves["share"].append(float(explained / (explained + rest)))
+            curves["local_mass"].append([float(mass.mean()), float(mass.std()) / HEADS**0.5])
+        out[name] = curves
+    return out
+
+
 def run(longest: int, samples: int) -> dict[str, Any]:
     """Everything that the claims and the plots need."""
     schemes = {name: statistics(simulate(config, longest, samples)) for name, config in SCHEMES.items()}
@@ -109,7 +189,8 @@ def run(longest: int, samples: int) -> dict[str, Any]:
         name: {"t": starts, **{"ZN"[n]: [unnormalised(SCHEMES[name], t, 10 * t)[n] for t in starts] for n in (0, 1)}}
         for name in (PLAIN, INVARIANT)
     }
-    return {"longest": longest, "samples": samples, "schemes": schemes, "closed": closed}
+    result = {"longest": longest, "samples": samples, "schemes": schemes, "closed": closed}
+    return result | {"infoscale": temperatures(longest, samples), "cosscale": cosines(samples)}
 
 
 def claims(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -181,7 +262,51 @@ def claims(result: dict[str, Any]) -> list[dict[str, Any]]:
         math.exp(deviation[-1]),
         0.1 * math.sqrt(math.e / longest),
     )
+    _entropy_claims(result["infoscale"], claim, more)
+    _cosine_claims(result["cosscale"], claim, more)
     return out
+
+
+def _entropy_claims(found: dict[str, Any], claim: Callable[..., None], more: Callable[..., None]) -> None:
+    trained, _, longest = found["lengths"]
+
+    def laplace(n: int) -> float:
+        """Entropy of the derivation: ln n + d/2 ln(1 - t), where t = λ² t_tr and the entropy at n_tr is ε = 0."""
+        t = float(InfoScale(clamp=False).formula(torch.tensor([n]), HEAD_DIM, trained)) ** 2 * (1 - trained ** (-2 / HEAD_DIM))
+        return math.log(n) + HEAD_DIM / 2 * math.log1p(-t)
+
+    claim(
+        "InfoScale: the derivation's entropy stays 0 where it was 0 at n_tr (closed form, at 8 n_tr)",
+        0,
+        laplace(longest),
+        1e-6,
+    )
+    curves = found["variances"]["1.0"]
+    text = "InfoScale: N(0, 1) logits: the entropy over 8 n_tr keys is ln n - λ²/2"
+    claim(text, math.log(longest) - curves["factor, published"][-1] ** 2 / 2, curves["published"][-1][0], 0.02)
+    for variance, curves in found["variances"].items():
+        first, plain = curves["plain"][0][0], curves["plain"][-1][0]
+        growth = {name: (curves[name][-1][0] - first) / (plain - first) for name in ("published", "own entropy")}
+        text = f"InfoScale: σ² = {variance}: growth of entropy from n_tr to 8 n_tr"
+        more(f"{text}: slowed by (share)", 0.02, 1 - growth["published"])
+        more(f"{text}: what remains (share)", 0.2, growth["published"])
+        claim(f"{text}: what remains with ε the entropy at n_tr (share)", 0, growth["own entropy"], 0.25)
+
+
+def _cosine_claims(found: dict[str, Any], claim: Callable[..., None], more: Callable[..., None]) -> None:
+    for name, share in zip(("c = 8", "c = 256"), (found["even"]["share"][0], found["even"]["share"][-1]), strict=True):
+        claim(f"Theorem 3.5: directions evenly spread, {name}: distance explains none of a score's variance", 0, share, 0.005)
+    value, error = found["even"]["local_mass"][0]
+    text = f"Theorem 3.5: directions evenly spread, c = 8: the last 100 of {KEYS} keys get 100/n"
+    claim(text, 100 / KEYS, value, 4 * error + 0.01 * 100 / KEYS)
+    at = found["at the peak"]
+    for quantity, values in (
+        ("share of variance by distance", at["share"]),
+        ("last 100 keys", [v for v, _ in at["local_mass"]]),
+    ):
+        least = min(b - a for a, b in itertools.pairwise(values))
+        more(f"Theorem 3.5: cosines at η*(c): {quantity}: grows with every doubling of c (least growth)", 0, least)
+    more("Theorem 3.5: cosines at η*(c): at c = 128 the last 100 keys get nearly all", 0.99, at["local_mass"][4][0])
 
 
 def _slope(curve: dict[str, list[float]], letter: str) -> float:
@@ -189,8 +314,8 @@ def _slope(curve: dict[str, list[float]], letter: str) -> float:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Six panels, legible at the width of a page."""
-    figure, panels = pyplot().subplots(2, 3, figsize=(12, 7.4), layout="constrained")
+    """Eight panels, legible at the width of a page."""
+    figure, panels = pyplot().subplots(2, 4, figsize=(15, 7.4), layout="constrained")
     schemes = result["schemes"]
 
     def lines(axes: Any, curves: dict[str, tuple[Sequence[float], Sequence[float]]], **labels: Any) -> None:
@@ -251,6 +376,33 @@ def plot(result: dict[str, Any], path: Path) -> None:
         ylabel="standard deviation",
         yscale="log",
         **length,
+    )
+    found, labels = result["infoscale"], {"plain": "plain", "published": "InfoScale", "own entropy": "InfoScale, ε = H(n_tr)"}
+    axes = panels[0, 3]
+    for i, (variance, curves) in enumerate(found["variances"].items()):
+        for (key, label), style in zip(labels.items(), ("-", "--", ":"), strict=True):
+            y = [h - curves["plain"][0][0] for h, _ in curves[key]]
+            told = f"σ² = {float(variance):g}, {label}"
+            axes.plot(found["lengths"], y, label=told, color=COLOURS[i], linestyle=style, marker=MARKERS[i], markersize=4)
+    axes.set(title="Growth of entropy under InfoScale", xlabel="length n", ylabel="nats above n_tr's", xscale="log")
+    axes.set_xticks(found["lengths"], [f"{n:,}" for n in found["lengths"]])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=6)
+    found = result["cosscale"]
+    lines(
+        panels[1, 3],
+        {
+            "last 100 keys, cosines at η*(c)": (found["scale"], [v for v, _ in found["at the peak"]["local_mass"]]),
+            "variance by distance, cosines at η*(c)": (found["scale"], found["at the peak"]["share"]),
+            "last 100 keys, evenly spread": (found["scale"], [v for v, _ in found["even"]["local_mass"]]),
+            "variance by distance, evenly spread": (found["scale"], found["even"]["share"]),
+        },
+        title="RoPE under CosScale (Theorem 3.5)",
+        xlabel="c",
+        ylabel="share",
+        xscale="log",
+        ylim=(-0.02, 1.5),
     )
     path.write_bytes(png(figure))
 

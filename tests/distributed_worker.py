@@ -271,6 +271,7 @@ PARALLEL = {
     "sharded": ["method=rerope", "parameters.window=8", "lora=null", "trainer.max_grad_norm=0.1", "parallel.shard=true"],
     "both": ["method=output_layer_norm", "parallel.sequence=2", "parallel.shard=true", f"trainer.{CHECKPOINTING}=true"],
 }
+RESUMED = ("sequence", "sharded")
 
 
 def overrides(out: Path, kind: str, processes: int) -> list[str]:
@@ -285,21 +286,21 @@ def overrides(out: Path, kind: str, processes: int) -> list[str]:
 
 
 def recipes(out: Path) -> dict[str, Any]:
-    """Each recipe, and the one with sharded weights once more from its first checkpoint."""
+    """Each recipe, and those that are `RESUMED` once more from their first checkpoint."""
     from hf_longattn.training import load_recipe, prepare, run
 
     results: dict[str, Any] = {}
     for kind in PARALLEL:
         recipe = load_recipe("continue_lora", overrides(out, kind, RANKS))
         results[kind] = run(prepare(recipe))["log"]
-        if kind == "sharded":
+        if kind in RESUMED:
             torch.distributed.barrier()
             if torch.distributed.get_rank() == 0:
                 shutil.copytree(recipe.output, f"{recipe.output}.whole")
                 (Path(recipe.output) / "metrics.json").unlink()
                 shutil.rmtree(Path(recipe.output) / "checkpoint-4")
             torch.distributed.barrier()
-            results["resumed"] = run(prepare(recipe, resume=True))["log"]
+            results[f"{kind}, resumed"] = run(prepare(recipe, resume=True))["log"]
     return results
 
 

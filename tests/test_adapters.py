@@ -25,7 +25,6 @@ from hf_longattn import LongAttnConfig
 
 peft = pytest.importorskip("peft")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
 
 FAMILIES = ("llama", "gemma3", "gpt2")
 METHODS = {
@@ -33,6 +32,7 @@ METHODS = {
     "cosscale": LongAttnConfig.preset("infoscale+cosscale", train_length=5),
     "rerope": LongAttnConfig.preset("rerope", window=6),
     "learned": LongAttnConfig.preset("logn+output_layer_norm", train_length=5, learned=True, deviation=0.4),
+    "sink": LongAttnConfig.preset("attention_sink", logit=-1.0, learned=True),
 }
 PLAIN = METHODS["scale_invariant"]
 
@@ -374,6 +374,29 @@ def test_trainer_checkpoints(bases: dict[str, Path], tmp_path: Path) -> None:
     close(logits(resumed.model), want, 1e-6)
     names = [n for n, p in first.model.named_parameters() if p.requires_grad]
     assert all("lora_" in n or ".longattn.modules_to_save." in n for n in names)
+
+
+def test_sinks_train_beside_lora_and_come_back(bases: dict[str, Path], tmp_path: Path) -> None:
+    m = peft.get_peft_model(
+        hf_longattn.apply(AutoModelForCausalLM.from_pretrained(bases["llama"]), METHODS["sink"]), lora(init_lora_weights=True)
+    )
+    before, trained = logits(m), [p for p in m.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.5)
+    for _ in range(3):
+        m(input_ids=tokens(), labels=tokens()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sinks = {n: p.detach().clone() for n, p in m.named_parameters() if "sink" in n and p.requires_grad}
+    assert len(sinks) == m.config.num_hidden_layers
+    assert all(p.shape == (m.config.num_attention_heads,) and (p != 0).all() for p in sinks.values())
+    want = logits(m)
+    assert (want - before).abs().max() > 1e-3
+    m.save_pretrained(tmp_path)
+    loaded = LOADERS["PeftModel"](bases["llama"], tmp_path)
+    close(logits(loaded), want, 1e-6)
+    assert all(torch.equal(dict(loaded.named_parameters())[n], p) for n, p in sinks.items())
+    with loaded.disable_adapter():
+        assert torch.equal(logits(loaded), logits(AutoModelForCausalLM.from_pretrained(bases["llama"])))
 
 
 def test_bfloat16(bases: dict[str, Path], tmp_path: Path) -> None:

@@ -26,10 +26,7 @@ from hf_longattn.cli import app
 from hf_longattn.measuring.settings import parse_settings
 from hf_longattn.training import load_recipe
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # PEFT reads it
-    pytest.mark.filterwarnings("ignore::hf_longattn.UntrainedWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::hf_longattn.UntrainedWarning")
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -25,8 +25,6 @@ from hf_longattn.measuring.settings import Setting, read_settings
 from hf_longattn.training import Recipe, load_recipe
 from hf_longattn.training.recipe import check
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT's use of transformers
-
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: Any) -> Path:

@@ -79,7 +79,6 @@ def test_a_segment_over_kept_keys_is_read_as_in_one_pass(tmp_path: Path) -> None
     assert (token_losses(model, ids, last=519, prefix=before) - read)[:, 381:].abs().max() > 1e-2
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
 def test_an_adapters_weights_are_read_under_the_way_that_is_asked_for(tmp_path: Path) -> None:
     """Not under the method that it records; its own scale of the adapter stays."""
     base = AutoModelForCausalLM.from_pretrained(tiny.save(tmp_path / "base"))

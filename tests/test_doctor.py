@@ -21,8 +21,6 @@ import hf_longattn
 from hf_longattn.cli import app
 from hf_longattn.measuring import doctor
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT reads it
-
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -376,7 +376,6 @@ def test_settings_are_checked_against_the_model_without_weights(folder: Path, mo
         check_setting(Setting.parse("rerope"), str(folder / "gpt2"))
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's own
 @pytest.mark.filterwarnings("ignore:.*does not know that .* model runs:UserWarning")
 @pytest.mark.filterwarnings("ignore:the adapter was trained under:UserWarning")
 @pytest.mark.parametrize("kind", ["plain", "beside", "inside"])
@@ -397,7 +396,6 @@ def test_adapter_settings_bring_their_attention(folder: Path, tmp_path: Path, ki
     torch.testing.assert_close(loaded(ids).logits, adapted.eval()(ids).logits, atol=1e-5, rtol=0.0)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's own
 def test_an_adapter_that_says_nothing_of_attention_is_told(folder: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = AutoModelForCausalLM.from_pretrained(folder / "model")

@@ -91,14 +91,19 @@ def test_extend_keeps_short_texts_and_changes_long_ones() -> None:
     assert (after - before)[:, 24:].abs().max() > 1e-3
 
 
-def test_extend_to_the_trained_length_is_better_inside_it() -> None:
+def test_extend_to_the_trained_length_shows_the_farthest_tokens_nearer() -> None:
     model, ids = fresh("llama", max_position_embeddings=30), tokens(1, 30)
     before = model(ids).logits
+    assert hf_longattn.extend(model, to=30).config.max_position_embeddings == 30
+    assert hf_longattn.config_of(model).positions == hf_longattn.methods.ReRope(window=15)
+    after = model(ids).logits
+    close(after[:, :15], before[:, :15])
+    assert (after - before)[:, 16:].abs().max() > 1e-3
+    model = fresh("llama", max_position_embeddings=30)
     with pytest.raises(ValueError, match="reaches 35 tokens, not 36"):
         hf_longattn.extend(model, to=36, method="string", window=5)
-    after = hf_longattn.extend(model, to=30).model.config
+    hf_longattn.extend(model, to=30, method="string")
     assert hf_longattn.config_of(model).positions == hf_longattn.methods.String(shift=10, window=5)
-    assert after.max_position_embeddings == 30
     close(model(ids).logits[:, :10], before[:, :10])
 
 
@@ -106,7 +111,8 @@ def test_extend_refuses_what_makes_no_sense() -> None:
     model = fresh("llama", max_position_embeddings=32)
     for arguments, message in (
         ({"to": 31}, "nothing to extend"),
-        ({"to": 32, "method": "rerope"}, "nothing to extend"),
+        ({"to": 32, "method": "yarn_beyond"}, "nothing to extend"),
+        ({"to": 32, "method": "streaming", "window": 8}, "nothing to extend"),
         ({"to": 200, "method": "self_extend", "window": 8, "group": 2}, "reaches 56 tokens, not 200"),
         ({"to": 200, "method": "leaky_rerope", "window": 40}, "must be below the trained length 32"),
     ):
@@ -176,7 +182,7 @@ def test_command_tries_saves_and_reloads(saved: tuple[Path, Path], tmp_path: Pat
     assert probed == {s.name for s in candidates(2048, 4096)} | {"leaky_rerope by head"} == set(record["probed"])
     read = {row["setting"]: row for row in record["rows"] if "read" in row}
     assert {"unmodified", record["choice"]} <= read.keys()
-    assert len(read) == 3
+    assert len(read) == 4  # beside the unmodified model the best kind with both its windows, and the next
     assert read["unmodified"]["beyond"] is None
     assert (out / "extend.png").stat().st_size > 10_000
     reloaded = AutoModelForCausalLM.from_pretrained(out).eval()
@@ -244,7 +250,7 @@ def test_an_interrupted_command_goes_on_to_the_same_result(
     patched = []
     monkeypatch.setattr(extension, "score", lambda *a: patched.append(a) or real(*a))
     assert run(tmp_path / "out").exit_code == 0
-    assert len(patched) == 1
+    assert len(patched) == 2
     whole, out = (json.loads((tmp_path / n / "extend.json").read_text()) for n in ("whole", "out"))
     assert {k: v for k, v in whole.items() if k != "rows"} == {k: v for k, v in out.items() if k != "rows"}
     unlike = {"seconds", "cpu_seconds", "command"}
@@ -269,7 +275,8 @@ def test_a_purpose_weighs_what_is_measured(saved: tuple[Path, Path]) -> None:
     }
     for purpose, order in want.items():
         search.purpose = purpose
-        assert search.ranked() == order
+        assert [settings[0] for settings in search.ranked()] == order
+    assert ["rerope:window=1024", "rerope:window=512"] in search.ranked()
     assert search.probed()["rerope:window=512"] == pytest.approx(0.8)
     scores = {
         "unmodified": Scores(3.0, 5.0, (6.0,)),
@@ -281,14 +288,16 @@ def test_a_purpose_weighs_what_is_measured(saved: tuple[Path, Path]) -> None:
     assert found == {"both": "even", "reading": "fluent", "retrieval": "finds"}
 
 
-def test_the_next_candidate_reads_where_the_first_cost_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    within = {"YaRN": 3.1, "rerope:window=1024": 3.2, "self_extend:window=256:group=3": 3.0, "unmodified": 3.0}
-    losses = {"YaRN": 0.5, "rerope:window=1024": 0.6, "self_extend:window=256:group=3": 0.7}
+def searched(
+    monkeypatch: pytest.MonkeyPatch, within: dict[str, float], losses: dict[str, float], copies: dict[str, float]
+) -> tuple[str, list[tuple[str, int, int]]]:
+    """What a search that measures these takes, and what read the text: each setting, how much of it, how many copies."""
     rows, read = Rows(None, protocol={}), []
 
-    def scored(model: Any, ids: torch.Tensor, edge: int, copies: Any) -> Scores:
-        read.append((model, ids.shape[1], len(copies)))
-        return Scores(within[model.name], 3.0 if ids.shape[1] > edge else torch.nan, (1.0,) * len(copies))
+    def scored(model: Any, ids: torch.Tensor, edge: int, planned: Any) -> Scores:
+        read.append((model.name, ids.shape[1], len(planned)))
+        beyond = 3.0 if ids.shape[1] > edge else torch.nan
+        return Scores(within.get(model.name, 3.0), beyond, (copies.get(model.name, 1.0),) * len(planned))
 
     def probing(settings: Any, load: Any, ids: Any, distances: Any, rows: Rows, *more: Any) -> None:
         for setting in settings:
@@ -297,20 +306,32 @@ def test_the_next_candidate_reads_where_the_first_cost_too_much(monkeypatch: pyt
                     {"setting": setting.name, "distance": distance, "text": [4.0], "copy": [losses.get(setting.name, 4.0)]}
                 )
 
-    monkeypatch.setattr(extension, "score", scored)
-    monkeypatch.setattr(extension, "probe_settings", probing)
-    search = extension.Search(torch.zeros(1, 4096, dtype=torch.int64), 2048, rows)
-
     def load(setting: Any) -> Any:
         return SimpleNamespace(name=setting.name, device="cpu", dtype=torch.float32)
 
-    assert search.run(load) == "self_extend:window=256:group=3"
-    assert [(m.name, length, copies) for m, length, copies in read] == [
+    monkeypatch.setattr(extension, "score", scored)
+    monkeypatch.setattr(extension, "probe_settings", probing)
+    return extension.Search(torch.zeros(1, 4096, dtype=torch.int64), 2048, rows).run(load), read
+
+
+def test_the_next_candidate_reads_where_the_first_cost_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    within = {"YaRN": 3.1, "rerope:window=1024": 3.2}
+    losses = {"YaRN": 0.5, "rerope:window=1024": 0.6, "self_extend:window=256:group=3": 0.7}
+    choice, read = searched(monkeypatch, within, losses, {})
+    assert choice == "self_extend:window=256:group=3"
+    assert read == [
         ("unmodified", 2048, 1),
         ("YaRN", 4096, 5),
         ("rerope:window=1024", 4096, 5),
         ("self_extend:window=256:group=3", 4096, 5),
     ]
+
+
+def test_the_best_kind_reads_with_both_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = {"rerope:window=512": 0.3, "rerope:window=1024": 0.5, "YaRN": 0.9}
+    choice, read = searched(monkeypatch, {}, losses, {"rerope:window=512": 1.6, "rerope:window=1024": 0.9})
+    assert choice == "rerope:window=1024"
+    assert [name for name, *_ in read] == ["unmodified", "rerope:window=512", "rerope:window=1024", "YaRN"]
 
 
 def test_command_reaches_better_inside_the_trained_length(saved: tuple[Path, Path], tmp_path: Path) -> None:

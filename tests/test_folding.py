@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 import hf_longattn
 from hf_longattn import LongAttnConfig
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT reads it
 GAINS = LongAttnConfig.preset("output_gain", gain=[[1 + 0.1 * x for x in layer] for layer in MEAN])
 
 

@@ -26,7 +26,6 @@ from hf_longattn.sharing import hub
 from hf_longattn.sharing.card import Facts
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
 
 CONFIG = CASES["sinks"]
 METRICS = {"loss": {4096: 2.5, 512: 2.75}, "accuracy": {512: 0.9}}

@@ -213,7 +213,6 @@ def adapter(m: Any) -> Any:
     return peft.get_peft_model(m, config)
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lora_saves_them(family: str, bases: dict[str, Path], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")

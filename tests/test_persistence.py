@@ -271,7 +271,6 @@ def test_composite_load_with_parameters(tmp_path: Path) -> None:
 # adapters -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
 def test_lora(base: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(

@@ -14,8 +14,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import hf_longattn
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
-
 
 def settings(kind: str) -> Any:
     if kind.startswith("gguf"):

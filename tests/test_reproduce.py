@@ -19,7 +19,19 @@ import torch
 from hf_longattn.attention.kernels import precision
 
 ROOT = Path(__file__).parents[1]
-MODULES = ("run", "experiment", "sets", "length", "needles", "masked", "algorithms", "conversion", "tables", "paper")
+MODULES = (
+    "run",
+    "experiment",
+    "sets",
+    "length",
+    "needles",
+    "masked",
+    "encodings",
+    "algorithms",
+    "conversion",
+    "tables",
+    "paper",
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +82,44 @@ def test_max_retrieval_learns(the: Any, tmp_path: Path) -> None:
     (row,) = rows(tmp_path, "argmax-retrieval")
     assert row["measured"]["plain"]["spread"] == pytest.approx([1, 1], abs=1e-2)  # what the norm is for
     assert row["measured"]["plain"]["accuracy"][0] > 0.6
+
+
+def test_max_retrieval_with_the_l2_term(the: Any, tmp_path: Path) -> None:
+    """The term shrinks what it reaches, from torch's small start everything; the spread of logits stays below its bound."""
+    only = ["--only", "^baseline", "--seeds", "0"]
+    assert quick(the, tmp_path, "argmax-retrieval-l2", *only) == 0
+    found = {r["variant"]: r["measured"] for r in rows(tmp_path, "argmax-retrieval-l2")}
+    with_term, without, small = (found[v] for v in ("baseline", "baseline-no_l2", "baseline-torch_start"))
+    assert with_term["plain"]["accuracy"][0] > 0.6
+    assert small["plain"]["accuracy"][0] < 0.2  # chance is 0.1
+    assert small["weight_norm"] < with_term["weight_norm"] < without["weight_norm"]
+    for measured in found.values():
+        assert [step for step, _, _ in measured["spread"]] == [0, 100, 150]
+        assert all(0 <= spread <= bound for _, spread, bound in measured["spread"])
+    assert with_term["spread"][0] == without["spread"][0]
+    assert with_term["spread"][-1][1] > 10 * with_term["spread"][0][1]
+    data = the.tables.load(tmp_path)
+    lines = {x[0]: x[1:] for x in cells(the.tables.sharpening(data).text)}
+    assert lines["baseline, δ"] == [*(f"{s:.1f}" for _, s, _ in with_term["spread"]), f"{with_term['weight_norm']:.0f}"]
+
+
+def test_the_spread_and_its_bound_are_those_of_the_proposition(the: Any) -> None:
+    torch.manual_seed(0)
+    model, draw = the.sets.argmax_model("baseline", the.sets.Settings())
+    the.sets.start_as_flax(model)
+    deviation = torch.stack([m.weight.std() * m.in_features**0.5 for m in model.modules() if hasattr(m, "in_features")])
+    assert float(deviation.detach().mean()) == pytest.approx(1, abs=0.05)
+    with torch.no_grad():
+        model.query.bias.normal_(generator=torch.Generator().manual_seed(1))
+        features, query, _ = draw(16, 32, torch.Generator().manual_seed(0))
+        spread, bound = the.sets.spread_and_bound(model, features, query)
+        x, y = model.item(features), model.ask(query)
+        logits = torch.einsum("bd,bnd->bn", model.query(y), model.key(x)) / math.sqrt(128)
+        assert spread == pytest.approx(float((logits.amax(1) - logits.amin(1)).max()), rel=1e-5)
+        q = torch.linalg.svdvals(torch.cat([model.query.weight, model.query.bias[:, None]], 1))[0]
+        y = torch.cat([y, torch.ones(32, 1)], 1)
+        by_row = 2 * q * torch.linalg.svdvals(model.key.weight)[0] * y.norm(dim=1) * x.norm(dim=2).amax(1) / math.sqrt(128)
+    assert bound == pytest.approx(float(by_row.max()), rel=1e-5)
 
 
 def test_dictionary_lookup(the: Any, tmp_path: Path) -> None:
@@ -138,14 +188,51 @@ def test_masked(the: Any, tmp_path: Path, texts: list[str]) -> None:
     assert cells(the.tables.peaks(data).text)[2][:2] == ["32", f"{the.masked.expected_peak(32, 16):.3f}"]
 
 
-def test_algorithms(the: Any, tmp_path: Path) -> None:
-    assert quick(the, tmp_path, "algorithms", "--seeds", "0") == 0
-    plain, adaptive = (r["measured"] for r in rows(tmp_path, "algorithms"))
-    assert set(plain["as trained"]) == set(the.algorithms.TASKS)
+def test_masked_in_other_encodings(the: Any, tmp_path: Path, texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    name = "infoscale-cosscale-encodings"
+    assert quick(the, tmp_path, name, "--only", "cosscale128", "--seeds", "0", *texts) == 2
+    assert f"{name} --only '^dot_product$' --seeds 0" in capsys.readouterr().err
+    assert quick(the, tmp_path, name, "--only", "^(dot_product|cosscale128_warm)$", "--seeds", "0", *texts) == 0
+    plain, cosine = (r["measured"] for r in rows(tmp_path, name))
+    assert cosine["train_loss"] < plain["train_loss"]  # goes on from it
+    assert set(cosine) - set(plain) == set(the.encodings.ENCODINGS) - {"rope"}
+    for kind in ("infoscale", "infoscale, ε"):
+        assert cosine["rope"][kind]["loss"][0] == pytest.approx(cosine["rope"]["none"]["loss"][0], abs=2e-5)
+    assert len({tuple(cosine[e]["none"]["loss"]) for e in the.encodings.ENCODINGS}) == len(the.encodings.ENCODINGS)
+    lines = {x[0]: x[1:] for x in cells(the.tables.encodings(the.tables.load(tmp_path)).text)}
+    last = cosine["yarn16"]["infoscale"]
+    assert lines["YaRN × 16 + CosScale + InfoScale"][-1].startswith(f"{last['perplexity'][-1]:.2f}/")
+
+
+def test_distance_explains_what_it_decides(the: Any) -> None:
+    """Of scores that position alone decides everything, of those of random vectors next to nothing."""
+    settings = dataclasses.replace(the.masked.QUICK, layers=1, width=32)
+    torch.manual_seed(0)
+    model = the.masked.encoder(settings).eval()
+    ids = torch.randint(3, 259, (20, 16), generator=torch.Generator().manual_seed(1))
+    projections = [model.model.layers[0].self_attn.q_proj, model.model.layers[0].self_attn.k_proj]
+    random_vectors = the.encodings.by_distance(model, ids, None)
+    hooks = [p.register_forward_hook(lambda m, x, out: torch.ones_like(out)) for p in projections]
+    of_position = the.encodings.by_distance(model, ids, 128)
+    for hook in hooks:
+        hook.remove()
+    assert of_position["share"] == pytest.approx(1, abs=1e-4)
+    assert random_vectors["share"] < 0.2
+    assert random_vectors["near"] == pytest.approx(124 / 256, abs=0.01)  # of 16 x 16 pairs, all alike
+    assert of_position["near"] > 0.9
+
+
+@pytest.mark.parametrize("name", ["algorithms", "algorithms-pretrained"])
+def test_algorithms(the: Any, tmp_path: Path, name: str) -> None:
+    assert quick(the, tmp_path, name, "--seeds", "0") == 0
+    plain, adaptive = (r["measured"] for r in rows(tmp_path, name))
+    tasks = the.algorithms.TASKS if name == "algorithms" else the.algorithms.Pretrained().tasks
+    assert set(plain["as trained"]) == set(tasks)
     assert "adaptive at inference" in plain
     assert "adaptive at inference" not in adaptive
     assert plain["train_loss"] != adaptive["train_loss"]
-    labels = [x[0] for x in cells(the.tables.algorithms(the.tables.load(tmp_path)).text)]
+    labels = [x[0] for x in cells(the.tables.SECTIONS[name](the.tables.load(tmp_path)).text)]
+    assert len(labels) == 2 + 3 * (len(tasks) + 1)
     assert labels[-3:] == [f"mean, {x}" for x in ("plain", "adaptive θ in training", "adaptive θ at inference alone")]
 
 
@@ -271,7 +358,6 @@ def test_the_list_names_every_experiment_with_its_cost(the: Any, tmp_path: Path,
         assert (int(done), int(to_do)) == (0, len(experiment.variants) * len(experiment.seeds))
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's own
 def test_conversion(the: Any, tmp_path: Path, texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     variants = ["windowed-untrained", "infoscale-untrained", "rerope+map-untrained", "rerope+logn-15%", "pose+rerope-15%"]
     variants += ["rerope+logn-lora-15%", "control-lora-15%", "pose+yarn64-distilled-15%", "pose+yarn64-15%"]

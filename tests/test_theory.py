@@ -31,7 +31,7 @@ def result(theory: Any) -> dict[str, Any]:
 
 def test_every_claim_holds_on_short_texts(theory: Any, result: dict[str, Any]) -> None:
     found = theory.claims(result)
-    assert len(found) >= 18
+    assert len(found) >= 40
     assert [c for c in found if not c["holds"]] == []
 
 
@@ -118,6 +118,36 @@ def test_infoscale_slows_the_growth_of_entropy_and_does_not_stop_it(variance: fl
     assert before + 0.1 < scaled < plain - 0.03
     if variance == 1:
         assert scaled == pytest.approx(math.log(16384) - float(factor[1]) ** 2 / 2, abs=0.01)
+
+
+def test_infoscale_with_its_own_entropy_holds_it_as_the_page_says() -> None:
+    committed = json.loads((ROOT / "docs" / "theory" / "theory.json").read_text(encoding="utf-8"))["infoscale"]
+    assert committed["lengths"] == [8192, 16384, 65536]
+    curves = committed["variances"]
+    told = page("methods/infoscale.md")
+    for label, name in (("plain", "plain"), ("ε = 0", "published"), ("ε the entropy at 8,192 keys", "own entropy")):
+        growth = [f"{c[name][-1][0] - c[name][0][0]:.2f}" for c in curves.values()]
+        (line,) = re.findall(rf"\| growth, {label}(?: \([^|]*\))? \| ([^|]+) \| ([^|]+) \| ([^|]+) \|", told)
+        assert list(line) == growth
+    factors = [curve["factor, own entropy"][-1] for curve in curves.values()]
+    assert f"(factors {factors[0]:.2f}, {factors[1]:.2f}, {factors[2]:.2f})" in told
+    for curve in curves.values():
+        formula = InfoScale(clamp=False, epsilon=curve["plain"][0][0]).formula(torch.tensor([65536]), 64, 8192)
+        assert float(formula) == pytest.approx(curve["factor, own entropy"][-1])
+    deviation = curves["11.9"]["plain"][0][1] * 1024**0.5
+    assert f"A single row's entropy deviates by {deviation:.1f} nats" in told
+
+
+def test_rope_under_cosscale_is_what_the_rotation_gives() -> None:
+    """Theorem 3.5 under its premise in closed form: cos(q, R_t k) is η m_t, m_t the mean of cos(t θ), and a random rest."""
+    t, i = torch.arange(1024.0)[:, None], torch.arange(64.0)
+    m = torch.cos(t * 10_000.0 ** (-i / 64)).mean(1)
+    found = json.loads((ROOT / "docs" / "theory" / "theory.json").read_text(encoding="utf-8"))["cosscale"]
+    for c, eta, share in zip(found["scale"], found["peak"], found["at the peak"]["share"], strict=True):
+        by_distance, rest = eta**2 * m.var(correction=0), (1 - eta**2) * (1 - m.square().mean()) / 127
+        among_queries = eta**2 * ((1 + torch.cos(2 * t * 10_000.0 ** (-i / 64))).mean(1) / 2 - m**2).mean() / 65
+        assert share == pytest.approx(float(by_distance / (by_distance + rest + among_queries)), rel=0.05, abs=5e-4), c
+    assert max(found["even"]["share"]) < 0.005
 
 
 def test_the_entropy_of_scale_invariant_attention_rises_as_the_page_says() -> None:

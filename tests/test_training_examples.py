@@ -17,10 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import hf_longattn
 
 peft = pytest.importorskip("peft")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft reads it
-    pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning"),  # TRL uses it
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning")  # TRL uses it
 
 PAGE = (Path(__file__).parent.parent / "docs" / "adapters.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

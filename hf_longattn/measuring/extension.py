@@ -17,7 +17,7 @@ from ..integration import apply, rope
 from ..integration.model import methods_of
 from ..integration.planning import bound_config
 from ..methods.registry import did_you_mean
-from ..methods.string import String
+from ..methods.yarn_beyond import YarnBeyond
 from .calibration import calibrate
 from .evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
 from .probe import LEAST, passages, probe_settings
@@ -30,6 +30,8 @@ YARN, BY_HEAD = "YaRN", "leaky_rerope by head"
 PURPOSES = ("both", "reading", "retrieval")
 #: How many kinds of candidates, the best by the probe, read the whole text.
 FINALISTS = 2
+#: How many settings of the best kind do: a probe knows nothing of dilution, which is what a window is wide or narrow for.
+WINDOWS = 2
 #: Of the places of the passages that are probed.
 SEED = 0
 
@@ -44,8 +46,8 @@ def extend(
     """Make a model read texts of `to` tokens (32768 or "32k"), in place and without training; returns the model.
 
     The default keeps every distance below half the trained length exact and caps all others there (ReRoPE): short texts give
-    the logits they always gave, and far tokens stay within reach. `to` its trained length, a model reads better inside it:
-    the farthest distances, which it met rarely, are shown nearer (STRING). Other methods and parameters as in `apply`.
+    the logits they always gave, and far tokens stay within reach. `to` its trained length, a model finds better inside it:
+    it met the farthest distances rarely, and sees them no more. Other methods and parameters as in `apply`.
     The config's max_position_embeddings becomes `to`, so that harnesses and servers do not cut texts, and
     original_max_position_embeddings keeps the trained length.
 
@@ -65,7 +67,7 @@ def extend(
     length = length_of(to)
     trained = bound_config(model, LongAttnConfig())[1].train_length
     if method is None:
-        method = "string" if length == trained else "leaky_rerope" if purpose == "reading" else "rerope"
+        method = "leaky_rerope" if purpose == "reading" else "rerope"
         if method == "leaky_rerope" and trained is not None:
             parameters = {"stretch": max(4.0, float(needed(trained // 2, trained, length)))} | parameters
     config = (
@@ -80,7 +82,8 @@ def extend(
     bound, facts = bound_config(model, config)
     if facts.train_length is None:
         raise ValueError("the model's config names no maximum length to extend: use hf_longattn.apply with a window")
-    if length < facts.train_length + (not isinstance(config.positions, String)):
+    changed = config.positions is not None and not isinstance(config.positions, YarnBeyond)  # within the trained length
+    if length < facts.train_length + (not changed):
         raise ValueError(
             f"the model was trained at {facts.train_length} tokens and reads {length} as it is: nothing to extend"
         )
@@ -262,12 +265,12 @@ class Search:
                 out[name] = weighed(text, copying, self.purpose)
         return out
 
-    def ranked(self) -> list[str]:
-        """The best setting of each kind by the probe, best first."""
-        best_of: dict[str, str] = {}
+    def ranked(self) -> list[list[str]]:
+        """The settings of each kind by the probe, best first, and so the kinds."""
+        of: dict[str, list[str]] = {}
         for _, name in sorted((loss, name) for name, loss in self.probed().items() if name != UNMODIFIED):
-            best_of.setdefault(kind(name), name)
-        return list(best_of.values())
+            of.setdefault(kind(name), []).append(name)
+        return list(of.values())
 
     def scores(self) -> dict[str, Scores]:
         """By setting, of those that have read the text."""
@@ -301,9 +304,10 @@ class Search:
             if measured is not None and again:
                 self.settings[BY_HEAD] = measured(model)
         probe_settings(list(self.settings.values()), load, taken, self.distances, self.rows, self.about, done)
-        for n, name in enumerate(self.ranked()):
+        for n, names in enumerate(self.ranked()):
             if n < FINALISTS or not self._tolerated():
-                self._read(self.settings[name], load, done)
+                for name in names[: 1 if n else WINDOWS]:
+                    self._read(self.settings[name], load, done)
         scores = self.scores()
         choice = best(scores, UNMODIFIED, self.tolerance, self.purpose)
         if self.to == self.trained and scores[choice].total(self.purpose) >= scores[UNMODIFIED].total(self.purpose):

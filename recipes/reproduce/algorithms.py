@@ -1,23 +1,28 @@
 """Adaptive temperature in training, on algorithms written as text: Veličković et al., Section 4.2.
 
-Five tasks after CLRS-Text, made from a seed; ours are final answers without a trace. A word or a number is one token, so that
-all texts of a task and a size have the same length and need no padding. A small Llama is trained from scratch on small sizes
-with Muon, loss on the answers alone, with plain attention or under the method.
+Five tasks after CLRS-Text, made from a seed; ours are final answers without a trace. All texts of a task and a size have the
+same length and need no padding. `algorithms` trains a small Llama from scratch on small sizes with Muon, a word or a number a
+token. `algorithms-pretrained` adapts SmolLM2-135M by LoRA to three of the tasks. Both take the loss on the answers alone, with
+plain attention or under the method.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_longattn
 from hf_longattn.training.optim import MuonWithAdam
 from hf_longattn.training.recipe import Muon
+from recipes.models import SMOLLM2, obtain, random_model
 from recipes.reproduce.experiment import Experiment, Run
 from recipes.reproduce.loop import fit, small_llama
 
@@ -35,7 +40,22 @@ class Settings:
     samples: int = 128
 
 
+@dataclass(frozen=True)
+class Pretrained:
+    pretrained: bool = True  # False: a tiny random model, for QUICK
+    tasks: tuple[str, ...] = ("minimum", "insertion_sort", "binary_search")
+    rank: int = 16
+    batch: int = 8
+    steps: int = 200
+    rate: float = 1e-3
+    trained: tuple[int, ...] = (4, 5, 6, 7, 8)
+    sizes: tuple[int, ...] = (4, 8, 10, 12, 16, 24, 32)
+    samples: int = 64
+
+
 QUICK = Settings(layers=1, width=16, heads=2, batch=4, steps=4, trained=(4, 5), sizes=(4, 6), samples=4)
+QUICK_PRETRAINED = Pretrained(pretrained=False, batch=2, steps=2, trained=(4, 5), sizes=(4, 6), samples=4)
+DOWNLOADED = Path(__file__).parents[2] / "models"
 
 
 def _numbers(values: list[int]) -> str:
@@ -102,11 +122,19 @@ _NAMES = (*TASKS, "key", "min", "pred", "target", "return", "edges", "s", "order
 VOCABULARY = {word: i for i, word in enumerate((*_SIGNS, *_NAMES, *(f"{v:02d}" for v in range(100))))}
 
 
-def batch(task: str, size: int, count: int, rng: random.Random) -> tuple[Tensor, int]:
+#: Prompt and answer -> their token ids, the answer's with an end.
+Encode = Callable[[str, str], tuple[list[int], list[int]]]
+
+
+def words(prompt: str, answer: str) -> tuple[list[int], list[int]]:
+    """A word or a number a token."""
+    return [VOCABULARY[w] for w in prompt.split()], [VOCABULARY[w] for w in f"{answer} end".split()]
+
+
+def batch(task: str, size: int, count: int, rng: random.Random, encode: Encode = words) -> tuple[Tensor, int]:
     """Token ids (count, length), and where the answers begin."""
-    texts = [TASKS[task](rng, size) for _ in range(count)]
-    ids = [[VOCABULARY[word] for word in f"{prompt} {answer} end".split()] for prompt, answer in texts]
-    return torch.tensor(ids), len(texts[0][0].split())
+    texts = [encode(*TASKS[task](rng, size)) for _ in range(count)]
+    return torch.tensor([prompt + answer for prompt, answer in texts]), len(texts[0][0])
 
 
 def model_for(variant: str, settings: Settings) -> Any:
@@ -114,18 +142,28 @@ def model_for(variant: str, settings: Settings) -> Any:
     return model if variant == "plain" else hf_longattn.apply(model, variant)
 
 
+def answered(model: Any, ids: Tensor, first: int) -> Tensor:
+    """Logits of the answers' tokens (count, length - first, vocabulary)."""
+    return model(input_ids=ids, use_cache=False, logits_to_keep=ids.shape[1] - first + 1).logits[:, :-1]
+
+
+def answer_loss(model: Any, ids: Tensor, first: int) -> Tensor:
+    return nn.functional.cross_entropy(answered(model, ids, first).float().flatten(0, 1), ids[:, first:].flatten())
+
+
 @torch.no_grad()
-def accuracies(model: Any, settings: Settings, seed: int) -> dict[str, dict[str, list[float]]]:
+def accuracies(
+    model: Any, settings: Settings | Pretrained, seed: int, tasks: Iterable[str] = TASKS, encode: Encode = words
+) -> dict[str, dict[str, list[float]]]:
     """Of each task, by size: the share of answers that greedy decoding gives exactly, and of tokens given those before."""
     out: dict[str, dict[str, list[float]]] = {}
-    for task in TASKS:
+    for task in tasks:
         out[task] = {"exact": [], "tokens": []}
         for size in settings.sizes:
             rng = random.Random(f"test:{seed}:{task}:{size}")
-            ids, first = batch(task, size, settings.samples, rng)
+            ids, first = batch(task, size, settings.samples, rng, encode)
             # true tokens before each one: the first wrong token is the same as in decoding
-            right = torch.cat([model(part, use_cache=False).logits[:, first - 1 : -1].argmax(-1) == part[:, first:]
-                               for part in ids.split(64)])  # fmt: skip
+            right = torch.cat([answered(model, part, first).argmax(-1) == part[:, first:] for part in ids.split(64)])
             out[task]["exact"].append(round(float(right.all(-1).float().mean()), 5))
             out[task]["tokens"].append(round(float(right.float().mean()), 5))
     return out
@@ -137,9 +175,7 @@ def run_algorithms(run: Run) -> dict[str, Any]:
     model, rng = model_for(run.variant, settings), random.Random(f"train:{run.seed}")
 
     def loss() -> Tensor:
-        ids, first = batch(rng.choice(list(TASKS)), rng.choice(settings.trained), settings.batch, rng)
-        logits = model(ids, use_cache=False).logits[:, first - 1 : -1]
-        return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, first:].flatten())
+        return answer_loss(model, *batch(rng.choice(list(TASKS)), rng.choice(settings.trained), settings.batch, rng))
 
     optimizer = MuonWithAdam(model, Muon(matrix_lr=settings.matrix_lr))
     result: dict[str, Any] = {"train_loss": round(fit(model, loss, optimizer, settings.steps, 0.05, run.dtype), 5)}
@@ -147,6 +183,38 @@ def run_algorithms(run: Run) -> dict[str, Any]:
     result["as trained"] = accuracies(model, settings, run.seed)
     if run.variant == "plain":
         result["adaptive at inference"] = accuracies(hf_longattn.apply(model, "adaptive_temperature"), settings, run.seed)
+    return result
+
+
+def run_pretrained(run: Run) -> dict[str, Any]:
+    settings: Pretrained = run.settings
+    torch.manual_seed(run.seed)
+    source = obtain(SMOLLM2, DOWNLOADED) if settings.pretrained else random_model(run.models)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=run.dtype)
+
+    def encode(prompt: str, answer: str) -> tuple[list[int], list[int]]:
+        asked, given = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, f" {answer}"))
+        return asked, [*given, tokenizer.eos_token_id]
+
+    result: dict[str, Any] = {"sizes": list(settings.sizes), "trained": list(settings.trained)}
+    lora = peft.LoraConfig(
+        r=settings.rank, lora_alpha=2 * settings.rank, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]
+    )
+    model, rng = peft.get_peft_model(model, lora), random.Random(f"train:{run.seed}")
+    if run.variant != "plain":
+        hf_longattn.apply(model, run.variant)
+
+    def loss() -> Tensor:
+        drawn = rng.choice(settings.tasks), rng.choice(settings.trained), settings.batch
+        return answer_loss(model, *batch(*drawn, rng, encode))
+
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=settings.rate, weight_decay=0.0)
+    result["train_loss"] = round(fit(model, loss, optimizer, settings.steps, 0.05, run.dtype), 5)
+    result["as trained"] = accuracies(model, settings, run.seed, settings.tasks, encode)
+    if run.variant == "plain":
+        hf_longattn.apply(model, "adaptive_temperature")
+        result["adaptive at inference"] = accuracies(model, settings, run.seed, settings.tasks, encode)
     return result
 
 
@@ -159,5 +227,17 @@ ALGORITHMS = Experiment(
     settings=Settings(),
     quick=QUICK,
     measure=run_algorithms,
+    dtype="bfloat16",
+)
+
+ALGORITHMS_PRETRAINED = Experiment(
+    name="algorithms-pretrained",
+    about="SmolLM2-135M fine-tuned on three of these, with adaptive temperature and without (Softmax is not Enough, Fig. 8)",
+    variants=("plain", "adaptive_temperature"),
+    seeds=(0, 1, 2),
+    minutes=15.0,
+    settings=Pretrained(),
+    quick=QUICK_PRETRAINED,
+    measure=run_pretrained,
     dtype="bfloat16",
 )

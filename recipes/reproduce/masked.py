@@ -9,6 +9,7 @@ after as many steps of plain attention.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,17 +133,24 @@ def peaks(model: Any, ids: Tensor, scale: float) -> dict[str, Any]:
     }
 
 
-def run_masked(run: Run) -> dict[str, Any]:
-    settings: Settings = run.settings
+def texts_of(run: Run) -> tuple[Tensor, Tensor]:
+    """The bytes to train on and those to measure on."""
     tokenizer = ByT5Tokenizer(extra_ids=0)
     text, heldout = (
         torch.tensor(tokenizer("".join(p.read_text(encoding="utf-8") for p in paths), add_special_tokens=False)["input_ids"])
         for paths in (run.texts.train, [run.texts.heldout])
     )
-    scale = None if run.variant == "dot_product" else int(run.variant.removeprefix("cosscale").removesuffix(WARM))
-    score = None if scale is None else "cosscale"
-    torch.manual_seed(run.seed)
-    model = encoder(settings)
+    return text, heldout
+
+
+def scale_of(variant: str) -> int | None:
+    name = variant.removesuffix(WARM)
+    return None if name == "dot_product" else int(name.removeprefix("cosscale"))
+
+
+def trainer(model: Any, text: Tensor, run: Run) -> Callable[[], float]:
+    """Trains for the settings' steps on what its own generator draws next; returns the loss."""
+    settings: Settings = run.settings
     generator = torch.Generator().manual_seed(run.seed)
 
     def loss() -> Tensor:
@@ -155,6 +163,17 @@ def run_masked(run: Run) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
         return round(fit(model, loss, optimizer, settings.steps, warmup=0.1, dtype=run.dtype), 5)
 
+    return train
+
+
+def run_masked(run: Run) -> dict[str, Any]:
+    settings: Settings = run.settings
+    text, heldout = texts_of(run)
+    scale = scale_of(run.variant)
+    score = None if scale is None else "cosscale"
+    torch.manual_seed(run.seed)
+    model = encoder(settings)
+    train = trainer(model, text, run)
     if run.variant.endswith(WARM):
         train()
     put(model, score, "", scale)

@@ -25,16 +25,20 @@ import torch
 from hf_longattn.attention.kernels.precision import fast_dtype
 from hf_longattn.measuring.rows import Row, Rows, versions
 from recipes.reproduce import tables
-from recipes.reproduce.algorithms import ALGORITHMS
+from recipes.reproduce.algorithms import ALGORITHMS, ALGORITHMS_PRETRAINED
 from recipes.reproduce.conversion import CONVERSION
+from recipes.reproduce.encodings import ENCODED
 from recipes.reproduce.experiment import Experiment, Run, Texts, refuse_other_settings
 from recipes.reproduce.length import LENGTH
 from recipes.reproduce.masked import MASKED
 from recipes.reproduce.needles import NEEDLES, PRETRAINED
-from recipes.reproduce.sets import ARGMAX, DICTIONARY, MAX_RETRIEVAL
+from recipes.reproduce.sets import ARGMAX, DICTIONARY, IN_LOSS, MAX_RETRIEVAL
 
 ROOT = Path(__file__).parents[2]
-ALL = (MAX_RETRIEVAL, ARGMAX, DICTIONARY, LENGTH, NEEDLES, PRETRAINED, MASKED, ALGORITHMS, CONVERSION)
+ALL = (
+    *(MAX_RETRIEVAL, ARGMAX, IN_LOSS, DICTIONARY, LENGTH, NEEDLES, PRETRAINED, MASKED, ENCODED),
+    *(ALGORITHMS, ALGORITHMS_PRETRAINED, CONVERSION),
+)
 EXPERIMENTS = {e.name: e for e in ALL}
 RESULTS = ROOT / "benchmarks" / "results" / "reproductions"
 MODELS = ROOT / "runs" / "reproduce"

@@ -50,7 +50,17 @@ class Settings:
     fitted_up_to: int = 4096
 
 
+@dataclass(frozen=True)
+class InLoss(Settings):
+    """As in the first paper's code: λ/2 |w|² in the loss, which goes through Adam's scaling, and Flax's initial weights."""
+
+    weight_decay: float = 0.0
+    l2: float = 1e-3
+
+
 QUICK = Settings(steps=150, sizes=(16, 64), sets=256, items=1 << 13, fitted=64, fitted_up_to=64)
+#: Steps after which the spread of logits is read beside its bound.
+SPREAD_AT = (0, 100, 300, 1000, 2000, 3000, 5000)
 
 
 class SetModel(nn.Module):
@@ -125,12 +135,39 @@ def dictionary_model(norm: str, settings: Settings) -> tuple[SetModel, Draw]:
     return SetModel(width, width // 2, VALUES, NORMS[norm], width, Entries(width)), dictionary_lookup
 
 
-def train(model: SetModel, draw: Draw, settings: Settings, seed: int) -> float:
-    """AdamW on sets of one random size a step; returns the mean loss of the last tenth of the steps."""
+@torch.no_grad()
+def start_as_flax(model: nn.Module) -> None:
+    """Weights from a normal cut off at two deviations, of variance 1/inputs, and no bias; torch's have a third of that."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            deviation = module.in_features**-0.5 / 0.87962566  # the cut takes that much off the deviation
+            nn.init.trunc_normal_(module.weight, std=deviation, a=-2 * deviation, b=2 * deviation)
+            nn.init.zeros_(module.bias)
+
+
+def train(
+    model: SetModel,
+    draw: Draw,
+    settings: Settings,
+    seed: int,
+    l2: float | None = None,
+    before_step: Callable[[int], None] = lambda step: None,
+) -> float:
+    """AdamW, or with `l2` Adam and an L2 term in the loss, on sets of one random size a step.
+
+    Returns:
+        the mean loss of the last tenth of the steps, without that term.
+    """
     generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
+    rate = settings.learning_rate
+    optimizer: torch.optim.Optimizer
+    if l2 is None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=settings.weight_decay)
+    else:  # Adam's own weight_decay is the gradient of λ/2 |w|²
+        optimizer = torch.optim.Adam(model.parameters(), lr=rate, weight_decay=l2)
     losses = []
-    for _ in range(settings.steps):
+    for step in range(settings.steps):
+        before_step(step)
         items = int(torch.randint(settings.smallest, settings.largest + 1, (), generator=generator))
         *inputs, answers = draw(items, settings.batch, generator)
         loss = nn.functional.cross_entropy(model(*inputs), answers)
@@ -138,7 +175,23 @@ def train(model: SetModel, draw: Draw, settings: Settings, seed: int) -> float:
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
+    before_step(settings.steps)
     return float(torch.stack(losses[-max(len(losses) // 10, 1) :]).mean())
+
+
+@torch.no_grad()
+def spread_and_bound(model: SetModel, *inputs: Tensor) -> tuple[float, float]:
+    """The largest spread δ of a row's logits, and of Veličković et al., Proposition 3.1: 2 σ(Q) σ(K) |y| max |x|, each times
+    the 1/√d of our logits. The bias of the queries counts as one more input, that of the keys is the same for all items.
+    """
+    items, query = inputs if model.embed is None else model.embed(*inputs)
+    x, y = model.item(items), model.ask(query)
+    logits = model.logits(*model.project(*inputs)[:2])
+    spread = (logits.amax(-1) - logits.amin(-1)).max()
+    wide = torch.linalg.matrix_norm(torch.cat([model.query.weight, model.query.bias[:, None]], 1), 2)
+    length = (y.square().sum(-1) + 1).sqrt() * x.norm(dim=-1).amax(-1)
+    bound = 2 * wide * torch.linalg.matrix_norm(model.key.weight, 2) * length.max() * model.width**-0.5
+    return float(spread), float(bound)
 
 
 @torch.no_grad()
@@ -204,14 +257,29 @@ def _batches(sets: int, size: int) -> list[int]:
 def run_sets(make: Callable[[str, Settings], tuple[SetModel, Draw]], run: Run) -> dict[str, Any]:
     settings: Settings = run.settings
     torch.manual_seed(run.seed)
-    model, draw = make(run.variant, settings)
-    loss = train(model, draw, settings, run.seed)
+    norm, _, otherwise = run.variant.partition("-")
+    model, draw = make(norm, settings)
+    l2 = None
+    if isinstance(settings, InLoss):
+        l2 = 0.0 if otherwise == "no_l2" else settings.l2
+        if otherwise != "torch_start":
+            start_as_flax(model)
+    probes = draw(settings.largest, settings.batch, torch.Generator().manual_seed(3_000_000 + run.seed))[:-1]
+    spreads: list[list[float]] = []
+
+    def watch(step: int) -> None:
+        if step in SPREAD_AT or step == settings.steps:
+            spreads.append([step, *(round(x, 4) for x in spread_and_bound(model, *probes))])
+
+    loss = train(model, draw, settings, run.seed, l2, watch)
     temperatures = {"plain": None, "adaptive": AdaptiveTemperature()}
     fitted = None
     if draw is max_retrieval and run.variant == "baseline":
         fitted = refit(model, settings, run.seed)
         temperatures |= {"refit": fitted}
-    result: dict[str, Any] = {"loss": round(loss, 5), "sizes": list(settings.sizes)}
+    squares = sum(float(p.detach().square().sum()) for p in model.parameters())
+    result: dict[str, Any] = {"loss": round(loss, 5), "sizes": list(settings.sizes), "spread": spreads}
+    result["weight_norm"] = round(squares**0.5, 3)
     result |= by_size(model, draw, temperatures, settings, run.seed)
     return result | ({} if fitted is None else {"coefficients": list(fitted.coefficients)})
 
@@ -234,6 +302,17 @@ ARGMAX = Experiment(
     minutes=2.5,
     settings=Settings(),
     quick=QUICK,
+    measure=functools.partial(run_sets, argmax_model),
+)
+IN_LOSS = Experiment(
+    name="argmax-retrieval-l2",
+    about="the two above with the L2 term in the loss and the start of the first paper's code",
+    # and what each of the two does without the other
+    variants=(*NORMS, "baseline-no_l2", "baseline-torch_start"),
+    seeds=tuple(range(5)),
+    minutes=2.5,
+    settings=InLoss(),
+    quick=InLoss(**{**vars(QUICK), "weight_decay": 0.0}),
     measure=functools.partial(run_sets, argmax_model),
 )
 DICTIONARY = Experiment(

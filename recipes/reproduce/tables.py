@@ -28,6 +28,8 @@ from recipes.reproduce.conversion import (
     UNTRAINED_QK,
 )
 from recipes.reproduce.conversion import TASKS as COPIES
+from recipes.reproduce.encodings import BASE as PLAIN
+from recipes.reproduce.encodings import ENCODINGS
 from recipes.reproduce.length import TAUS
 from recipes.reproduce.masked import SCORED, TEMPERATURES, WARM
 from recipes.reproduce.needles import METHODS
@@ -201,6 +203,64 @@ def argmax(data: Data) -> Shown:
     return normed(data, ("max-retrieval", "argmax-retrieval"), paper.ARGMAX, "argmax_retrieval")
 
 
+#: Of the models with the L2 term, in the order of the table.
+DECAYED = {
+    "baseline": "baseline",
+    "baseline-no_l2": "baseline, no L2",
+    "baseline-torch_start": "baseline, torch's start",
+    "layer_norm": "LayerNorm",
+    "standardise": "standardise",
+}
+
+
+def decayed(data: Data) -> Shown:
+    """Accuracy with the L2 term and the start of the paper's code, over the seeds of each; gains over the same seeds."""
+    rows = data.get("argmax-retrieval-l2", [])
+    there = [v for v in DECAYED if any(r["variant"] == v for r in rows)]
+    if not there:
+        return missing("argmax-retrieval-l2")
+    body = []
+    plain = {v: series(rows, v, "plain", "accuracy") for v in there}
+    for variant in there:
+        for kind, suffix in TEMPERED.items():
+            values = series(rows, variant, kind, "accuracy")
+            body.append([f"{DECAYED[variant]}{suffix}", *percent(means(values)), str(len(values))])
+    base = series(data.get("max-retrieval", []), "baseline", "plain", "accuracy")
+    for label, first, second in (
+        ("baseline less that of the table above", plain.get("baseline", {}), base),
+        ("baseline less baseline, no L2", plain.get("baseline", {}), plain.get("baseline-no_l2", {})),
+        ("gain of LayerNorm", plain.get("layer_norm", {}), plain.get("baseline", {})),
+        ("gain of standardise", plain.get("standardise", {}), plain.get("baseline", {})),
+        ("gain of adaptive θ", series(rows, "baseline", "adaptive", "accuracy"), plain.get("baseline", {})),
+    ):
+        if gained := gains(first, second):
+            body.append([label, *signed(gained), str(len(first.keys() & second.keys()))])
+    for variant in there:
+        largest = series(rows, variant, "attention", "largest")
+        body.append(
+            [f"the largest item holds the largest logit, {DECAYED[variant]}", *percent(means(largest)), str(len(largest))]
+        )
+    text = table(["accuracy (%) at items", *map(size, paper.SIZES), "seeds"], body)
+    return Shown(f"{text}\n\n{about(rows)}", {})
+
+
+def sharpening(data: Data) -> Shown:
+    """The spread of logits by steps and Proposition 3.1's bound on it: means over seeds."""
+    rows = data.get("argmax-retrieval-l2", [])
+    there = [v for v in DECAYED if any(r["variant"] == v for r in rows)]
+    if not there:
+        return missing("argmax-retrieval-l2")
+    steps = [int(s) for s, _, _ in rows[0]["measured"]["spread"]]
+    body = []
+    for variant in there:
+        found = [r["measured"] for r in rows if r["variant"] == variant]
+        for what, label in ((1, "δ"), (2, "bound")):
+            values = [mean_interval([m["spread"][n][what] for m in found])[0] for n in range(len(steps))]
+            norm = [f"{mean_interval([m['weight_norm'] for m in found])[0]:.0f}"] if what == 1 else [""]
+            body.append([f"{DECAYED[variant]}, {label}", *(f"{v:.1f}" for v in values), *norm])
+    return Shown(table(["after steps", *map(str, steps), "norm of all weights"], body), {})
+
+
 def dictionary(data: Data) -> Shown:
     return normed(data, ("dictionary-lookup",), paper.DICTIONARY, "dictionary_lookup")
 
@@ -300,6 +360,62 @@ def masked(data: Data) -> Shown:
     )
 
 
+#: Rows of the paper's Table 1 by encoding and what is put into it, at its lengths.
+NAMED = {
+    "rope": "RoPE",
+    "yarn16": "YaRN × 16",
+    "windowed": "windowed",
+    "streaming": "streaming",
+    "lm_infinite": "LM-Infinite",
+}
+
+
+OTHERWISE_SCALED = {"infoscale, ε": "InfoScale, ε the entropy at 64", "softmax_plus 512": "softmax plus, base 512"}
+
+
+def encodings(data: Data) -> Shown:
+    """Every encoding with neither, InfoScale, CosScale and both, the paper's row below each."""
+    if not (rows := data.get("infoscale-cosscale-encodings", [])):
+        return missing("infoscale-cosscale-encodings --text FILES --heldout FILE")
+    lengths, body = rows[0]["measured"]["lengths"], []
+
+    def add(variant: str, encoding: str, kind: str, label: str, theirs: Sequence[str] = ()) -> None:
+        loss, right = (series(rows, variant, encoding, kind, key) for key in ("perplexity", "accuracy"))
+        if loss:
+            cells = zip(means(loss), means(right), strict=True)
+            body.append([label, *(f"{p:.2f}/{a:.2f}".replace("/0.", "/.") for p, a in cells)])
+            if theirs:
+                published = dict(zip(paper.MASKED_LENGTHS, theirs, strict=True))
+                body.append(["paper", *(published.get(n, "–") for n in lengths)])
+
+    add(PLAIN, "rope", "none", "RoPE, half of the steps")
+    plain, cosine = f"{PLAIN}{WARM}", f"cosscale128{WARM}"
+    for encoding in ENCODINGS:
+        name = NAMED[encoding]
+        for variant, added in ((plain, ""), (cosine, "CosScale")):
+            for kind, temperature in (("none", ""), ("infoscale", "InfoScale")):
+                label = " + ".join(filter(None, (name, added, temperature)))
+                add(variant, encoding, kind, label, paper.ENCODED.get((encoding, added, temperature), ()))
+    for kind in OTHERWISE_SCALED:
+        for variant, added in ((plain, ""), (cosine, " + CosScale")):
+            add(variant, "rope", kind, f"RoPE{added} + {OTHERWISE_SCALED[kind]}")
+    return Shown(f"{table(['perplexity/accuracy at', *map(size, lengths)], body)}\n\n{about(rows)}", {})
+
+
+def by_distance(data: Data) -> Shown:
+    rows = data.get("infoscale-cosscale-encodings", [])
+    body = []
+    for variant in dict.fromkeys(r["variant"] for r in rows):
+        found = [r["measured"] for r in rows if r["variant"] == variant]
+        cells = [mean_interval([m["by_distance"][key] for m in found])[0] for key in ("share", "near")]
+        entropy = mean_interval([m["entropy"] for m in found])[0]
+        body.append([labelled(variant), f"{cells[0]:.3f}", f"{cells[1]:.2f}", f"{entropy:.2f}"])
+    if not body:
+        return missing("infoscale-cosscale-encodings --text FILES --heldout FILE")
+    head = ["", "variance of scores by distance", "attention at most 4 bytes away", "entropy (nats)"]
+    return Shown(table(head, body), {})
+
+
 def scale_of(variant: str) -> str:
     return labelled(variant).removeprefix("cosscale")
 
@@ -329,17 +445,18 @@ def peaks(data: Data) -> Shown:
     return Shown(table(head, body), {})
 
 
-def algorithms(data: Data) -> Shown:
-    if not (rows := data.get("algorithms", [])):
-        return missing("algorithms")
+def algorithms(data: Data, name: str = "algorithms") -> Shown:
+    if not (rows := data.get(name, [])):
+        return missing(name)
     sizes, kinds = rows[0]["measured"]["sizes"], {}
     kinds["plain"] = ("plain", "as trained")
     kinds["adaptive θ in training"] = ("adaptive_temperature", "as trained")
     kinds["adaptive θ at inference alone"] = ("plain", "adaptive at inference")
     body, lines = [], {}
-    for task in (*TASKS, "mean"):
+    every = rows[0]["settings"].get("tasks", TASKS)
+    for task in (*every, "mean"):
         for label, (variant, kind) in kinds.items():
-            tasks = TASKS if task == "mean" else (task,)
+            tasks = every if task == "mean" else (task,)
             found = [series(rows, variant, kind, t, "exact") for t in tasks]
             if not found[0]:
                 continue
@@ -350,7 +467,12 @@ def algorithms(data: Data) -> Shown:
     picture = {"lines": lines, "xlabel": "size", "ylabel": "answers right, mean of the tasks", "limits": (0, 1)}
     picture |= {"mark": {"largest trained": max(rows[0]["measured"]["trained"])}}
     text = table(["answers right (%) at size", *map(str, sizes)], body)
-    return Shown(f"{text}\n\n{about(rows)}\n\n![Answers right by size](algorithms.png)", {"algorithms.png": picture})
+    file = f"{name.replace('-', '_')}.png"
+    return Shown(f"{text}\n\n{about(rows)}\n\n![Answers right by size]({file})", {file: picture})
+
+
+def algorithms_pretrained(data: Data) -> Shown:
+    return algorithms(data, "algorithms-pretrained")
 
 
 def ways(data: Data, variants: Mapping[str, str], last: int = 0) -> Shown:
@@ -512,6 +634,8 @@ def conversion_orders(data: Data) -> Shown:
 SECTIONS: dict[str, Callable[[Data], Shown]] = {
     "max-retrieval": max_retrieval,
     "argmax-retrieval": argmax,
+    "decayed": decayed,
+    "sharpening": sharpening,
     "dictionary-lookup": dictionary,
     "length": length,
     "taus": taus,
@@ -520,7 +644,10 @@ SECTIONS: dict[str, Callable[[Data], Shown]] = {
     "infoscale-cosscale": masked,
     "scales": scales,
     "peaks": peaks,
+    "encodings": encodings,
+    "by-distance": by_distance,
     "algorithms": algorithms,
+    "algorithms-pretrained": algorithms_pretrained,
     "conversion": conversion,
     "conversion-untrained": conversion_untrained,
     "conversion-orders": conversion_orders,
