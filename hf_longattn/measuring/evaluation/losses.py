@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 #: The KV cache of a text's first tokens. A layer with a sliding window holds that window alone.
-Prefix = DynamicCache
+Prefix: TypeAlias = DynamicCache
 
 
 @torch.inference_mode()
