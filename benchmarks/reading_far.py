@@ -33,7 +33,7 @@ from benchmarks.longer_on_model import ROOT, Choice, by_head, load_choice, remap
 from hf_longattn import LongAttnConfig
 from hf_longattn.attention.kernels.precision import fast_dtype
 from hf_longattn.measuring.evaluation import PASSAGE, Copy, copy_losses, prefix_of, token_losses, with_copies
-from hf_longattn.measuring.evaluation.losses import Prefix
+from hf_longattn.measuring.evaluation.losses import Prefix, shortened
 from hf_longattn.measuring.evaluation.statistics import mean_interval
 from hf_longattn.measuring.report.markdown import Contents, fill_pages, table
 from hf_longattn.measuring.rows import Rows, versions_line
@@ -53,25 +53,26 @@ SHARES = (0.05, 0.5, 0.9, 0.02, 0.25, 0.97, 0.12, 0.75)
 PREFILL = LongAttnConfig.preset("streaming", window=4096)
 
 
-def stretched(length: int) -> list[Choice]:
-    """The ways whose parameters grow with the length, so that it stays below what the model was trained at (8,192)."""
-    factor = length // 4096
+def stretched(length: int, trained: int = 8192) -> list[Choice]:
+    """The ways whose parameters grow with the length, so that it stays below what the model was trained at."""
+    half = trained // 2
+    factor = length // half
     bases = [
-        remap("rerope", window=4096),
-        remap("self_extend", window=1024, group=factor),
-        remap("leaky_rerope", window=4096, stretch=factor),
+        remap("rerope", window=half),
+        remap("self_extend", window=trained // 8, group=factor),
+        remap("leaky_rerope", window=half, stretch=factor),
     ]
     return [
         *bases,
         *(remap(b.method, t, **b.parameters) for b in bases for t in ("infoscale", "logn") if b.method),
         *(with_map(b, offset=b.parameters["window"]) for b in bases),
         remap("streaming", window=4096),
-        remap("lm_infinite", window=8192),
+        remap("lm_infinite", window=trained),
         Choice("unmodified"),
         *(Choice(f"YaRN × {n}", rope=f"yarn:{float(n)}") for n in (factor // 2, factor)),
         by_head(factor),
         remap("dual_chunk"),
-        *(remap("rerope", t, window=4096) for t in ("yarn_temperature", "log_length")),
+        *(remap("rerope", t, window=half) for t in ("yarn_temperature", "log_length")),
     ]
 
 
@@ -127,11 +128,13 @@ def main() -> None:
     adapter: dict[str, Any] = {"adapter": args.adapter.name} if args.adapter else {}
     if args.keys and args.adapter:  # keys are those of the weights that read
         args.keys = args.keys.with_stem(f"{args.keys.stem}-{args.adapter.name}")
-    before_all: Prefix = []
-    if not args.whole:
+    trained = AutoConfig.from_pretrained(args.model).get_text_config().max_position_embeddings
+    chosen = {n: [c for c in stretched(n, trained) if re.search(args.only, c.name)] for n in args.length}
+    before_all: Prefix | None = None
+    if not args.whole and not all(c.rope for choices in chosen.values() for c in choices):
         if args.keys and args.keys.exists():
-            before_all = torch.load(args.keys)
-        if not before_all or before_all[0][0].shape[2] < longest - SEGMENT:
+            before_all = torch.load(args.keys, weights_only=False)
+        if before_all is None or before_all.get_seq_length() < longest - SEGMENT:
             start = time.process_time()
             reader = load(Choice("prefill", PREFILL.to_dict()), args.model, args.dtype, tokens, args.adapter)
             before_all = prefix_of(reader, tokens[:, : longest - SEGMENT])
@@ -148,7 +151,7 @@ def main() -> None:
     for length in args.length:
         copies = copies_at(length)
         ids, _ = with_copies(tokens[:, :length], copies)
-        for choice in [c for c in stretched(length) if re.search(args.only, c.name)]:
+        for choice in chosen[length]:
             key = {"name": choice.name, "text": args.text.stem, "length": length, "whole": args.whole}
             key |= {"model": args.model.name, "dtype": args.dtype} | adapter
             if file.find(**{"adapter": None} | key):
@@ -161,14 +164,16 @@ def main() -> None:
                 before = prefix_of(hf_longattn.apply(model, PREFILL, stack=True), ids[:, :-SEGMENT])
                 hf_longattn.remove(model)
             else:
-                before = [(k[:, :, : length - SEGMENT], v[:, :, : length - SEGMENT]) for k, v in before_all]
+                assert before_all is not None
+                before = shortened(before_all, length - SEGMENT)
             found = measured(token_losses(model, ids, last=SEGMENT - 1, prefix=before), copies)
             row = key | found | {"copies": [[c.distance, c.position] for c in copies], "segment": SEGMENT}
-            row |= {"trained": AutoConfig.from_pretrained(args.model).max_position_embeddings}
+            row |= {"trained": trained}
             row |= {"config": choice.config and choice.config.to_dict(), "rope": rope_numbers(choice)}
             row |= {"calibration": CALIBRATION} if choice.calibrated else {}
             command = f"python benchmarks/reading_far.py --text {args.text.name} --length {length} --dtype {args.dtype}"
             command += f" --adapter {args.adapter.name}" if args.adapter else ""
+            command += f" --model {args.model.name}" if args.model != parser.get_default("model") else ""
             row |= about | {"command": f"{command} --only '^{re.escape(choice.name)}$'" + (" --whole" if args.whole else "")}
             row |= {"cpu_seconds": round(time.process_time() - start, 1), "seconds": round(time.monotonic() - wall, 1)}
             file.put(row)
@@ -188,14 +193,15 @@ def kept(row: dict[str, Any]) -> tuple[list[float], list[float], list[float]]:
 
 
 def contents() -> Contents:
-    """What stands below `<!-- reading: text length [whole] -->`, with `| label | ...` behind it these rows alone, and below
-    `<!-- reading-less: text length -->`, with `| label | label | ...` behind it the further ones less the first."""
-    rows = Rows(RESULT).all
+    """What stands below `<!-- reading: [model] text length [whole] -->`, with `| label | ...` behind it these rows alone, and
+    below `<!-- reading-less: [model] text length -->`, with `| label | label | ...` the further ones less the first."""
+    rows = [r for file in sorted(RESULT.parent.glob("reading-*.json")) for r in Rows(file)]
 
     def asked(what: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
         first, *labels = (part.strip() for part in what.split("|"))
-        text, length, *whole = first.split()
-        there = [r for r in rows if (r["text"], r["length"], r["whole"]) == (text, int(length), bool(whole))]
+        *model, text, length = first.removesuffix(" whole").split()
+        asked = model[0] if model else "SmolLM2-135M-Instruct", text, int(length), first.endswith(" whole")
+        there = [r for r in rows if (r["model"], r["text"], r["length"], r["whole"]) == asked]
         here = {r["name"] + (f", {r['adapter']}" if "adapter" in r else ""): r for r in there}
         return here, labels or [label for label, r in here.items() if "adapter" not in r]
 

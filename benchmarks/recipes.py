@@ -34,7 +34,13 @@ LONG = [DTYPE, "evaluation.final_lengths=[512,4096]", "trainer.eval_strategy=no"
 RUNS: dict[str, list[str]] = {
     "continue-skipped": ["continue_lora", *LONG, "evaluation.compare=false"],
     "control-150": ["continue_lora", *LONG, "method=null", "positions=plain"],
-    "cosscale": ["continue_lora", *LONG, "evaluation.compare=false", "method=rerope+cosscale+infoscale", "parameters.scale=32"],
+    "cosscale": [
+        "continue_lora",
+        *LONG,
+        "evaluation.compare=false",
+        "method=rerope+cosscale+infoscale",
+        "parameters.scale=32",
+    ],
     "continue": ["continue_lora", *SHORT, "trainer.eval_steps=50"],
     "control": ["continue_lora", *SHORT, *ALONE, "method=null"],
     "distill": ["convert_distill", *SHORT, *ALONE],

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 import hf_longattn
@@ -171,6 +171,25 @@ def test_a_prefix_is_read_once_and_settings_read_on(folder: Path, tmp_path: Path
         found = [-a["log_likelihood"] / a["tokens"] for a in copy["answers"]]
         assert found == pytest.approx(copy_losses(expected[1], copies), abs=1e-4)
         assert "bins" not in loss
+
+
+def test_a_prefix_of_layers_that_slide(folder: Path, tmp_path: Path) -> None:
+    """Such a layer holds its window alone, at each length another."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=len(tiny.CHARACTERS), hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, sliding_window=32, max_position_embeddings=320, initializer_range=0.3,
+    )  # fmt: skip
+    plain = Gemma2ForCausalLM(config).eval()
+    plain.save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    this = plan(folder, model=str(tmp_path / "model"), lengths=[256, 300], prefix="streaming:window=300",
+                settings=[Setting("unmodified")])  # fmt: skip
+    run_plan(this, store := this.open(tmp_path / "out"))
+    for document, length in itertools.product(this.documents, this.lengths):
+        expected = token_losses(plain, document.ids[None, :length])
+        found = store.rows[f"unmodified | loss | {length} | {document.name}"]["loss"]
+        assert found == pytest.approx(float(expected[0, -64:].mean()), abs=2e-5)
 
 
 def test_what_reads_on_from_one_prefix() -> None:

@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-#: Keys and values of every layer, each (batch, kv_heads, length, head_dim), as the model caches them.
-Prefix = list[tuple[Tensor, Tensor]]
+#: The KV cache of a text's first tokens. A layer with a sliding window holds that window alone.
+Prefix: TypeAlias = DynamicCache
 
 
 @torch.inference_mode()
 def prefix_of(model: Any, input_ids: Tensor, chunk: int = 2048) -> Prefix:
-    """The KV cache of a text (batch, length), read `chunk` tokens at a time, for `token_losses` and `answer_scores`."""
+    """The KV cache of a text (batch, length), read `chunk` tokens at a time, for `token_losses` and `answer_scores`, which
+    leave it as it is."""
     cache = DynamicCache(config=model.config)
     for part in input_ids.split(chunk, 1):
         model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
-    return [(layer.keys, layer.values) for layer in cache.layers]
+    return cache
+
+
+def shortened(prefix: Prefix, length: int) -> Prefix:
+    """A copy of its first tokens alone.
+
+    Raises:
+        ValueError: a layer's sliding window has forgotten them.
+    """
+    cache = copy.deepcopy(prefix)
+    if length < (read := cache.get_seq_length()):
+        cache.crop(length - read)
+    return cache
 
 
 def last_hidden(model: Any, input_ids: Tensor, prefill: int | None = None, prefix: Prefix | None = None) -> Tensor:
     """The hidden states that the head reads, (batch, length, hidden), NaN in the prefix; arguments as of `token_losses`."""
     if prefix is not None:
-        cache = DynamicCache(config=model.config)
-        for layer, (keys, values) in enumerate(prefix):
-            cache.update(keys, values, layer)
-        read = prefix[0][0].shape[2]
+        cache, read = copy.deepcopy(prefix), prefix.get_seq_length()
         hidden = model.base_model(input_ids=input_ids[:, read:], past_key_values=cache, use_cache=True).last_hidden_state
         return torch.nn.functional.pad(hidden, (0, 0, read, 0), value=torch.nan)
     if prefill is None:

@@ -19,7 +19,7 @@ from ..settings import Setting, load_setting
 from .answers import AnswerScore, answer_scores
 from .copying import PASSAGE, SHARES, SKIP, far_copies, with_copies
 from .long_ppl import key_tokens, long_loss, short_losses
-from .losses import Prefix, loss_by_position, prefix_of, token_losses
+from .losses import Prefix, loss_by_position, prefix_of, shortened, token_losses
 from .plan import BIN, COPIES, LONG_PPL, LOSS, Item, Plan, row_key
 from .store import Store
 
@@ -93,15 +93,17 @@ class _Prefixes:
         if self.document != item.which:
             self.document, self.kept = item.which, {}
         method = reading(config_of(model) if methods_of(model) else LongAttnConfig(), plan.prefix)
-        reader = (setting.rope, setting.adapter, setting.model, repr(method.to_dict()))
+        slides = "sliding_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
+        end = self._end(item.length)
+        last = end if slides else self._end(plan.lengths[-1])  # what a window has forgotten cannot be cut off again
+        reader = (setting.rope, setting.adapter, setting.model, repr(method.to_dict()), last)
         if reader not in self.kept:
             own = load_setting(setting, plan.model, plan.dtype, self.device)
             with knowing():
                 apply(own, method, stack=setting.rope is not None)
-            before = _ids(plan, item, plan.lengths[-1])[:, : self._end(plan.lengths[-1])]
+            before = _ids(plan, item, plan.lengths[-1])[:, :last]
             self.kept[reader] = prefix_of(own, before.to(self.device))
-        end = self._end(item.length)
-        return [(keys[:, :, :end], values[:, :, :end]) for keys, values in self.kept[reader]]
+        return shortened(self.kept[reader], end)
 
     def _end(self, length: int) -> int:
         return length - self.plan.targets - 1  # the token before the targets predicts the first of them
