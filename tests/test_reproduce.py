@@ -133,7 +133,7 @@ def test_from_scratch_and_needles(the: Any, tmp_path: Path, texts: list[str], ca
     only = ["--only", "^logn_prope$", "--seeds", "0", *texts]
     assert quick(the, tmp_path, "needles", *only) == 2
     assert "length-generalisation --only '^logn_prope$' --seeds 0" in capsys.readouterr().err
-    variants = ["logn_prope", "scale_invariant_prope", "scale_invariant_prope_tau0.1"]
+    variants = ["logn_prope", "scale_invariant_prope", "scale_invariant_prope_endpoint", "scale_invariant_prope_tau0.1"]
     assert quick(the, tmp_path, "length-generalisation", "--only", f"^({'|'.join(variants)})$", *only[2:]) == 0
     found = rows(tmp_path, "length-generalisation")
     assert [r["variant"] for r in found] == variants
@@ -141,6 +141,14 @@ def test_from_scratch_and_needles(the: Any, tmp_path: Path, texts: list[str], ca
     assert set(found[0]["texts"]) == {"train.txt", "test.txt"}
     config = json.loads((tmp_path / "models/length-generalisation/scale_invariant_prope_tau0.1-seed0/config.json").read_text())
     assert config["longattn"]["logit_map"]["tau"] == 0.1
+    thetas = [
+        json.loads((tmp_path / f"models/length-generalisation/{v}-seed0/config.json").read_text())["rope_parameters"][
+            "rope_theta"
+        ]
+        for v in variants
+    ]
+    lowest = [theta ** (-2 * 3 / 16) for theta in thetas]  # of 4 rotated pairs of 8
+    assert lowest == pytest.approx([4096 ** (-6 / 16)] * 2 + [1 / 64] + [4096 ** (-6 / 16)])
     assert quick(the, tmp_path, "needles", *only) == 0
     (row,) = rows(tmp_path, "needles")
     assert row["measured"]["lengths"] == [160, 320]
@@ -153,6 +161,54 @@ def test_from_scratch_and_needles(the: Any, tmp_path: Path, texts: list[str], ca
     line = next(x for x in cells(the.tables.needles(data).text) if x[0] == "`logn_prope`")
     assert line[4:] == [f"{x:.2f}" for x in row["measured"]["accuracy"]]
     assert [x[0] for x in cells(the.tables.taus(data).text)[2:]] == ["0.1", "10"]
+    assert cells(the.tables.length(data).text)[4][:2] == ["`scale_invariant_prope`, end point included", "3.244"]
+
+
+def test_attention_by_length(the: Any, tmp_path: Path, texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("omegaconf")
+    pytest.importorskip("accelerate")
+    only = ["--only", r"^(prope_endpoint|qk\+base)$", "--seeds", "1", *texts]
+    assert quick(the, tmp_path, "attention-by-length", *only) == 2
+    assert r"conversion --only '^qk\+base$' --seeds 1" in capsys.readouterr().err
+    assert quick(the, tmp_path, "conversion", "length-generalisation", *only) == 0
+    assert quick(the, tmp_path, "attention-by-length", *only) == 0
+    copying, row = rows(tmp_path, "attention-by-length")
+    assert copying["measured"]["lengths"] == row["measured"]["lengths"]
+    assert copying["measured"]["entropy"] != row["measured"]["entropy"]
+    found = row["measured"]
+    assert found["lengths"] == [1, 2, 4, 8, 16, 32, 64]
+    assert found["ranges"] == [[0, 1], [1, 10], [10, 100], [100, 1000]]
+    assert found["entropy"][0] == 0  # one byte
+    assert 0 < found["entropy"][-1] < math.log(128)
+    assert sum(found["range_mass"]) + found["sink_mass"][-1] == pytest.approx(1, abs=1e-3)
+    assert found["local_mass"][:3] == pytest.approx([1, 1, 1])  # all of it while there are no more than 10
+    assert found["local_mass"][-1] == pytest.approx(found["range_mass"][0] + found["range_mass"][1], abs=1e-3)
+    lines = {x[0]: x[1:] for x in cells(the.tables.attention(the.tables.load(tmp_path)).text)}
+    assert lines["entropy, `prope`, end point included"] == [f"{x:.2f}" for x in found["entropy"][-2:]]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's own
+def test_needles_beyond(the: Any, tmp_path: Path, texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    scratch = "qk+prope+scale_invariant-scratch"
+    variants = ["plain", "rerope", "rerope+logn", "prope+map", scratch]
+    only = ["--only", f"^({'|'.join(map(re.escape, variants))})$", "--seeds", "1", *texts]
+    assert quick(the, tmp_path, "needles-beyond", *only) == 2
+    assert "conversion --only '^base$' --seeds 1" in capsys.readouterr().err
+    bases = f"^(base|{re.escape(scratch)})$"
+    assert quick(the, tmp_path, "conversion", "--only", bases, *only[2:]) == 0
+    assert quick(the, tmp_path, "needles-beyond", *only) == 0
+    found = {r["variant"]: r["measured"] for r in rows(tmp_path, "needles-beyond")}
+    assert list(found) == variants
+    for stage in ("window", "beyond"):
+        assert len({m[stage]["train_loss"] for m in found.values()}) == 5
+        assert all(0 <= a <= 1 for m in found.values() for a in m[stage]["accuracy"])
+    assert all(m["window"]["loss"] != m["beyond"]["loss"] for m in found.values())
+    text = the.tables.needles_beyond(the.tables.load(tmp_path)).text
+    lines = {x[0]: x[1:] for x in cells(text)}
+    assert lines["`rerope`"][2:] == [f"{x:.2f}" for x in found["rerope"]["beyond"]["loss"]]
+    less = [a - b for a, b in zip(found["rerope+logn"]["window"]["loss"], found["rerope"]["window"]["loss"], strict=True)]
+    assert lines["`rerope+logn` less `rerope`, at the window"] == [*(f"{x:+.2f}" for x in less), "1"]
 
 
 def test_needles_from_a_pretrained_model(the: Any, tmp_path: Path, texts: list[str]) -> None:

@@ -28,7 +28,7 @@ from hf_longattn.measuring.settings import Setting, edit_rope
 from hf_longattn.training.optim import MuonWithAdam
 from hf_longattn.training.recipe import Muon, Skip
 from hf_longattn.training.skip import skipped
-from recipes.reproduce.experiment import Experiment, Run
+from recipes.reproduce.experiment import Experiment, Run, require
 from recipes.reproduce.loop import fit
 
 LETTERS = string.ascii_letters + string.digits
@@ -224,11 +224,8 @@ def model_of(run: Run, way: Way, scratch: bool, data: Iterator[Tensor]) -> Any:
     """The model to train or measure, in float32, under the way."""
     settings: Settings = run.settings
     base = run.models / "conversion" / f"{way.base}-seed{run.seed}"
-    if not scratch and not (base / "config.json").is_file():
-        raise ValueError(
-            f"{base} holds no model to start from; make it with: conversion --only '^{re.escape(way.base)}$' "
-            f"--seeds {run.seed} (and --again, if its row is there and the model is not)"
-        )
+    if not scratch:
+        require(base, f"conversion --only '^{re.escape(way.base)}$' --seeds {run.seed}")
     config = small(settings, way.qk_norm) if scratch else AutoConfig.from_pretrained(base)
     if way.rope:
         edit_rope(config, way.rope)

@@ -29,15 +29,15 @@ from recipes.reproduce.algorithms import ALGORITHMS, ALGORITHMS_PRETRAINED
 from recipes.reproduce.conversion import CONVERSION
 from recipes.reproduce.encodings import ENCODED
 from recipes.reproduce.experiment import Experiment, Run, Texts, refuse_other_settings
-from recipes.reproduce.length import LENGTH
+from recipes.reproduce.length import ATTENTION, LENGTH
 from recipes.reproduce.masked import MASKED
-from recipes.reproduce.needles import NEEDLES, PRETRAINED
+from recipes.reproduce.needles import NEEDLES, NEEDLES_BEYOND, PRETRAINED
 from recipes.reproduce.sets import ARGMAX, DICTIONARY, IN_LOSS, MAX_RETRIEVAL
 
 ROOT = Path(__file__).parents[2]
 ALL = (
-    *(MAX_RETRIEVAL, ARGMAX, IN_LOSS, DICTIONARY, LENGTH, NEEDLES, PRETRAINED, MASKED, ENCODED),
-    *(ALGORITHMS, ALGORITHMS_PRETRAINED, CONVERSION),
+    *(MAX_RETRIEVAL, ARGMAX, IN_LOSS, DICTIONARY, LENGTH, ATTENTION, NEEDLES, PRETRAINED, MASKED, ENCODED),
+    *(ALGORITHMS, ALGORITHMS_PRETRAINED, CONVERSION, NEEDLES_BEYOND),
 )
 EXPERIMENTS = {e.name: e for e in ALL}
 RESULTS = ROOT / "benchmarks" / "results" / "reproductions"

@@ -30,9 +30,9 @@ from recipes.reproduce.conversion import (
 from recipes.reproduce.conversion import TASKS as COPIES
 from recipes.reproduce.encodings import BASE as PLAIN
 from recipes.reproduce.encodings import ENCODINGS
-from recipes.reproduce.length import TAUS
+from recipes.reproduce.length import ATTENTION, ENDPOINT, LENGTH, TAUS
 from recipes.reproduce.masked import SCORED, TEMPERATURES, WARM
-from recipes.reproduce.needles import METHODS
+from recipes.reproduce.needles import BEYOND, METHODS
 
 #: Of one variant: its values by seed, one for each column.
 Series = dict[int, list[float]]
@@ -265,21 +265,26 @@ def dictionary(data: Data) -> Shown:
     return normed(data, ("dictionary-lookup",), paper.DICTIONARY, "dictionary_lookup")
 
 
+def labelled_end(variant: str) -> str:
+    return f"`{variant.removesuffix(ENDPOINT)}`" + (", end point included" if variant.endswith(ENDPOINT) else "")
+
+
 def by_length(
     data: Data, name: str, key: str, published: Mapping[str, Sequence[float]], digits: int, ylabel: str, file: str
 ) -> Shown:
     """The position methods, the paper's three lengths beside ours."""
-    if not (rows := [r for r in data.get(name, []) if r["variant"] in POSITIONS]):
+    variants = [v for p in POSITIONS for v in (p, f"{p}{ENDPOINT}")]
+    if not (rows := [r for r in data.get(name, []) if r["variant"] in variants]):
         return missing(f"{name} --text FILES --heldout FILE")
     lengths = rows[0]["measured"]["lengths"]
     body, lines = [], {}
-    for variant in POSITIONS:
-        theirs = [f"{x:.3f}" for x in published[variant]] if variant in published else ["–"] * len(paper.LENGTHS)
+    for variant in variants:
+        theirs = [f"{x:.3f}" for x in published.get(variant.removesuffix(ENDPOINT), ())] or ["–"] * len(paper.LENGTHS)
         if not (values := series(rows, variant, key)):
             continue
         intervals = [mean_interval(column) for column in zip(*values.values(), strict=True)]
         ours = [f"{m:.{digits}f}" + (f" ± {h:.{digits}f}" if h == h else "") for m, h in intervals]
-        body.append([f"`{variant}`", *theirs, *ours])
+        body.append([labelled_end(variant), *theirs, *ours])
         lines[variant] = list(zip(lengths, means(values), strict=True))
     head = ["", *(f"paper, {n}" for n in paper.LENGTHS), *(f"ours, {n:,}" for n in lengths)]
     picture = {"lines": lines, "xlabel": "length (bytes)", "ylabel": ylabel, "log_x": True}
@@ -312,6 +317,67 @@ def needles_pretrained(data: Data) -> Shown:
     lengths = [f"{n:,}" for n in rows[0]["measured"]["lengths"]]
     head = ["", *(f"accuracy at {n}" for n in lengths), *(f"loss of the answer at {n}" for n in lengths)]
     return Shown(f"{table(head, body)}\n\n{about(rows)}", {})
+
+
+STAGES = {"window": "at the window", "beyond": "then at 4 times the window"}
+#: Of `needles-beyond`: differences of the answer's loss that are shown with their interval.
+BEYOND_ORDERS = [("yarn16", "plain"), ("rerope", "yarn16")]
+BEYOND_ORDERS += [(name, "rerope") for name in BEYOND if name.startswith("rerope+")] + [("prope+map", "rerope")]
+
+
+def needles_beyond(data: Data) -> Shown:
+    """Accuracy and loss after each stage, over the seeds that all variants have; paired differences of the loss."""
+    if not (rows := data.get("needles-beyond", [])):
+        return missing("needles-beyond --text FILES --heldout FILE")
+    lengths, text = rows[0]["measured"]["lengths"], ""
+    there = [v for v in BEYOND if series(rows, v, "window", "loss")]
+    seeds = set.intersection(*(set(series(rows, v, "window", "loss")) for v in there))
+    for stage, when in STAGES.items():
+        body = []
+        for variant in there:
+            right, loss = (series(rows, variant, stage, key) for key in ("accuracy", "loss"))
+            cells = [*means({s: right[s] for s in seeds}), *means({s: loss[s] for s in seeds})]
+            body.append([named(variant), *(f"{x:.2f}" for x in cells)])
+        head = [f"trained {when}", *(f"accuracy at {size(n)}" for n in lengths), *(f"loss at {size(n)}" for n in lengths)]
+        text += table(head, body) + "\n\n"
+    text += f"Seeds {', '.join(map(str, sorted(seeds)))}. {about(rows)}\n\n"
+    body = []
+    for stage, when in STAGES.items():
+        for first, second in BEYOND_ORDERS:
+            a, b = (series(rows, variant, stage, "loss") for variant in (first, second))
+            if found := gains(a, b):
+                cells = [f"{m:+.2f}" + (f" ± {h:.2f}" if h == h else "") for m, h in found]
+                body.append([f"{named(first)} less {named(second)}, {when}", *cells, str(len(a.keys() & b.keys()))])
+    return Shown(text + table(["difference of loss", *(f"at {size(n)}" for n in lengths), "seeds"], body), {})
+
+
+def attention(data: Data) -> Shown:
+    """Entropy and local attention of trained models by the length so far; by distance in the longest doubling."""
+    if not (rows := data.get(ATTENTION.name, [])):
+        return missing(f"{ATTENTION.name} --text FILES --heldout FILE")
+    one = rows[0]["measured"]
+    first = one["lengths"].index(min(LENGTH.settings.length // 2, one["lengths"][-2]))
+    labels = {v: labelled_end(v) for v in ATTENTION.variants if series(rows, v, "entropy")}
+    groups = [f"{a}–{2 * a - 1}" for a in one["lengths"][first:]]
+    body = []
+    for key, what in (("entropy", "entropy"), ("local_mass", "local attention")):
+        for variant, label in labels.items():
+            body.append([f"{what}, {label}", *(f"{x:.2f}" for x in means(series(rows, variant, key))[first:])])
+    text = table(["at length", *groups], body) + "\n\n"
+    body = []
+    for key, what in (("range_entropy", "entropy within"), ("range_mass", "attention")):
+        for variant, label in labels.items():
+            body.append([f"{what}, {label}", *(f"{x:.2f}" for x in means(series(rows, variant, key)))])
+    text += table(["bytes back", *(f"{a}–{b - 1}" if b - a > 1 else str(a) for a, b in one["ranges"])], body)
+    lines = {v: list(zip(one["lengths"], means(series(rows, v, "entropy")), strict=True)) for v in labels}
+    local = {v: list(zip(one["lengths"], means(series(rows, v, "local_mass")), strict=True)) for v in labels}
+    common = {"xlabel": "length so far (bytes)", "log_x": True}
+    pictures = {
+        "attention_entropy.png": common | {"lines": lines, "ylabel": "entropy (nats)"},
+        "attention_local.png": common | {"lines": local, "ylabel": "attention on the last 100 bytes", "limits": (0, 1)},
+    }
+    links = "![Entropy by length](attention_entropy.png)\n![Local attention by length](attention_local.png)"
+    return Shown(f"{text}\n\n{about(rows)}\n\n{links}", pictures)
 
 
 def taus(data: Data) -> Shown:
@@ -495,7 +561,7 @@ def ways(data: Data, variants: Mapping[str, str], last: int = 0) -> Shown:
 
 
 def named(way: str) -> str:
-    return way if way == "control" else f"`{way}`"
+    return way if way in ("control", "plain") else f"`{way}`"
 
 
 def conversion_untrained(data: Data) -> Shown:
@@ -641,6 +707,8 @@ SECTIONS: dict[str, Callable[[Data], Shown]] = {
     "taus": taus,
     "needles": needles,
     "needles-pretrained": needles_pretrained,
+    "needles-beyond": needles_beyond,
+    "attention-by-length": attention,
     "infoscale-cosscale": masked,
     "scales": scales,
     "peaks": peaks,
