@@ -183,7 +183,7 @@ def main() -> None:
             del model, before
 
 
-HEAD = ["", "prose", "copies from up to 8,192 back", "copies from farther back"]
+FAR = "copies from farther back"
 
 
 def kept(row: dict[str, Any]) -> tuple[list[float], list[float], list[float]]:
@@ -206,13 +206,14 @@ def contents() -> Contents:
         return here, labels or [label for label, r in here.items() if "adapter" not in r]
 
     return {
-        "reading": lambda what: table(HEAD, shown(*asked(what))),
-        "reading-less": lambda what: table(["", "Δ prose", "Δ all copies", f"Δ {HEAD[-1]}"], less(*asked(what), "|" in what)),
+        "reading": lambda what: shown(*asked(what)),
+        "reading-less": lambda what: table(["", "Δ prose", "Δ all copies", f"Δ {FAR}"], less(*asked(what), "|" in what)),
     }
 
 
-def shown(rows: dict[str, dict[str, Any]], labels: Sequence[str]) -> list[list[str]]:
-    return [
+def shown(rows: dict[str, dict[str, Any]], labels: Sequence[str]) -> str:
+    trained = next(iter(rows.values()))["trained"]
+    body = [
         [
             f"`{label}`",
             *(
@@ -223,6 +224,7 @@ def shown(rows: dict[str, dict[str, Any]], labels: Sequence[str]) -> list[list[s
         for label in labels
         if label in rows
     ]
+    return table(["", "prose", f"copies from up to {trained:,} back", FAR], body)
 
 
 def less(rows: dict[str, dict[str, Any]], labels: Sequence[str], first: bool) -> list[list[str]]:
