@@ -29,7 +29,7 @@ def shortened(prefix: Prefix, length: int) -> Prefix:
     """A copy of its first tokens alone.
 
     Raises:
-        ValueError: a layer's sliding window has forgotten them.
+        RuntimeError: a layer's sliding window has forgotten them (transformers' own).
     """
     cache = copy.deepcopy(prefix)
     if length < (read := cache.get_seq_length()):

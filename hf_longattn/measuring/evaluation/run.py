@@ -93,9 +93,9 @@ class _Prefixes:
         if self.document != item.which:
             self.document, self.kept = item.which, {}
         method = reading(config_of(model) if methods_of(model) else LongAttnConfig(), plan.prefix)
-        slides = "sliding_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
+        layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         end = self._end(item.length)
-        last = end if slides else self._end(plan.lengths[-1])  # what a window has forgotten cannot be cut off again
+        last = self._end(plan.lengths[-1]) if layers <= {"full_attention"} else end  # others cannot give tokens back
         reader = (setting.rope, setting.adapter, setting.model, repr(method.to_dict()), last)
         if reader not in self.kept:
             own = load_setting(setting, plan.model, plan.dtype, self.device)
