@@ -323,6 +323,8 @@ STAGES = {"window": "at the window", "beyond": "then at 4 times the window"}
 #: Of `needles-beyond`: differences of the answer's loss that are shown with their interval.
 BEYOND_ORDERS = [("yarn16", "plain"), ("rerope", "yarn16")]
 BEYOND_ORDERS += [(name, "rerope") for name in BEYOND if name.startswith("rerope+")] + [("prope+map", "rerope")]
+BEYOND_ORDERS += [(QK + a, QK + b) for a, b in (("rerope", "plain"), ("rerope+logn", "rerope"), ("prope+map", "rerope"))]
+BEYOND_ORDERS += [(f"{QK}prope+scale_invariant-scratch", f"{QK}prope-scratch")]
 
 
 def needles_beyond(data: Data) -> Shown:
