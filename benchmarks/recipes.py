@@ -31,6 +31,9 @@ GAINS = ["length=512", "evaluation.samples=12", "trainer.bf16=true", "trainer.us
 NEEDLE += ["evaluation.final_lengths=[256,512,1024]", "evaluation.compare=false"]
 #: Of five novels in --text, as continue_lora ships; the control reads the same windows as they are.
 LONG = [DTYPE, "evaluation.final_lengths=[512,4096]", "trainer.eval_strategy=no", "trainer.save_steps=30"]
+#: Of one novel in --text: a loss with LongCE's weights, and the plain one.
+FEW = [DTYPE, "evaluation.final_lengths=[512,4096]", "evaluation.compare=false", "trainer.eval_strategy=no", "method=null"]
+FEW += ["positions=plain", "trainer.max_steps=24", "trainer.logging_steps=8", "trainer.save_steps=24"]
 RUNS: dict[str, list[str]] = {
     "continue-skipped": ["continue_lora", *LONG, "evaluation.compare=false"],
     "control-150": ["continue_lora", *LONG, "method=null", "positions=plain"],
@@ -41,6 +44,8 @@ RUNS: dict[str, list[str]] = {
         "method=rerope+cosscale+infoscale",
         "parameters.scale=32",
     ],
+    "longce": ["continue_lora", *FEW, "long_ce.near=128"],
+    "longce-control": ["continue_lora", *FEW],
     "continue": ["continue_lora", *SHORT, "trainer.eval_steps=50"],
     "control": ["continue_lora", *SHORT, *ALONE, "method=null"],
     "distill": ["convert_distill", *SHORT, *ALONE],
