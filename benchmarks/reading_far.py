@@ -53,7 +53,7 @@ SHARES = (0.05, 0.5, 0.9, 0.02, 0.25, 0.97, 0.12, 0.75)
 PREFILL = LongAttnConfig.preset("streaming", window=4096)
 
 
-def stretched(length: int, trained: int = 8192) -> list[Choice]:
+def stretched(length: int, trained: int) -> list[Choice]:
     """The ways whose parameters grow with the length, so that it stays below what the model was trained at."""
     half = trained // 2
     factor = length // half

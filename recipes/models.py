@@ -16,6 +16,9 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, GgufConfig, LlamaConfig, LlamaForCausalLM
 
+#: Where models that were fetched are kept.
+DOWNLOADED = Path(__file__).parents[1] / "models"
+
 
 @dataclass(frozen=True)
 class Source:

@@ -19,6 +19,7 @@ from benchmarks import longer_on_model, reading_far, speed, tables
 from hf_longattn.measuring.evaluation import copy_losses, prefix_of, token_losses, with_copies
 from hf_longattn.measuring.evaluation.statistics import mean_interval
 from hf_longattn.measuring.report.markdown import filled
+from hf_longattn.measuring.rows import Rows
 from hf_longattn.methods.registry import method_names
 
 ROOT = Path(__file__).parent.parent
@@ -297,6 +298,15 @@ def test_the_gains_in_the_readme_are_those_of_the_table() -> None:
     untrained, trained = (dict(fourfold)[x] for x in ("", ", rerope-infoscale-pose"))
     told = f"{copied} nats (at four times the length {trained}, untrained {untrained}), and {less:.2f} less loss"
     assert f"the same passage at {told} within the trained length, {beyond:.2f} less beyond it" in text
+
+
+def test_what_the_readme_says_of_gemma_is_in_the_rows() -> None:
+    rows = {r["name"]: r for r in Rows(ROOT / "benchmarks" / "results" / "reading-gemma.json")}
+    logn, rerope, yarn = (rows[name] for name in ("rerope(window 16384) + logn", "rerope(window 16384)", "YaRN × 4"))
+    far = [sum(x := reading_far.kept(row)[2]) / len(x) for row in (logn, rerope, yarn)]
+    price = mean_interval([a - b for a, b in zip(logn["prose"], rerope["prose"], strict=True)])[0]
+    told = "finds far passages at {:.2f} nats, under `rerope` at {:.2f}, YaRN × 4 at {:.2f}; prose pays {:.2f}"
+    assert told.format(*far, price) in prose("README.md")
 
 
 def test_what_twelve_minutes_of_training_buy_is_in_the_rows() -> None:

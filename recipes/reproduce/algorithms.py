@@ -11,10 +11,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_longattn
 from hf_longattn.training.optim import MuonWithAdam
 from hf_longattn.training.recipe import Muon
-from recipes.models import SMOLLM2, obtain, random_model
+from recipes.models import DOWNLOADED, SMOLLM2, obtain, random_model
+from recipes.reproduce.conversion import Way, adapted
 from recipes.reproduce.experiment import Experiment, Run
 from recipes.reproduce.loop import fit, small_llama
 
@@ -55,7 +54,6 @@ class Pretrained:
 
 QUICK = Settings(layers=1, width=16, heads=2, batch=4, steps=4, trained=(4, 5), sizes=(4, 6), samples=4)
 QUICK_PRETRAINED = Pretrained(pretrained=False, batch=2, steps=2, trained=(4, 5), sizes=(4, 6), samples=4)
-DOWNLOADED = Path(__file__).parents[2] / "models"
 
 
 def _numbers(values: list[int]) -> str:
@@ -198,12 +196,8 @@ def run_pretrained(run: Run) -> dict[str, Any]:
         return asked, [*given, tokenizer.eos_token_id]
 
     result: dict[str, Any] = {"sizes": list(settings.sizes), "trained": list(settings.trained)}
-    lora = peft.LoraConfig(
-        r=settings.rank, lora_alpha=2 * settings.rank, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]
-    )
-    model, rng = peft.get_peft_model(model, lora), random.Random(f"train:{run.seed}")
-    if run.variant != "plain":
-        hf_longattn.apply(model, run.variant)
+    method, rng = None if run.variant == "plain" else run.variant, random.Random(f"train:{run.seed}")
+    model = adapted(hf_longattn.apply(model, method) if method else model, Way(method, lora=settings.rank))
 
     def loss() -> Tensor:
         drawn = rng.choice(settings.tasks), rng.choice(settings.trained), settings.batch

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.methods import CosScale, InfoScale
-from recipes.reproduce.experiment import Experiment, Run
+from recipes.reproduce.experiment import Experiment, Run, require
 from recipes.reproduce.masked import QUICK as MASKED_QUICK
 from recipes.reproduce.masked import WARM, Settings, encoder, losses_by_length, put, scale_of, texts_of, trainer
 
@@ -98,16 +98,12 @@ def run_encodings(run: Run) -> dict[str, Any]:
     settings: Encoded = run.settings
     text, heldout = texts_of(run)
     scale = scale_of(run.variant)
-    start = run.models / ENCODED.name / f"{BASE}-seed{run.seed}" / "weights.pt"
+    start = run.models / ENCODED.name / f"{BASE}-seed{run.seed}"
     torch.manual_seed(run.seed)
     model = encoder(settings)
     if run.variant != BASE:
-        if not start.is_file():
-            raise ValueError(
-                f"{start} is not there; make it with: {ENCODED.name} --only '^{BASE}$' --seeds {run.seed} "
-                "(and --again, if its row is there and the file is not)"
-            )
-        model.load_state_dict(torch.load(start))
+        require(start, f"{ENCODED.name} --only '^{BASE}$' --seeds {run.seed}", "weights.pt")
+        model.load_state_dict(torch.load(start / "weights.pt"))
     put(model, "cosscale" if scale else None, "", scale)
     own = run if run.variant == BASE else dataclasses.replace(run, seed=1_000_000 + run.seed)  # other batches than the start's
     result: dict[str, Any] = {"train_loss": trainer(model, text, own)(), "lengths": list(settings.lengths)}

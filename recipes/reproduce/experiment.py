@@ -70,9 +70,9 @@ class Experiment:
         return [(variant, seed) for seed in self.seeds for variant in self.variants]
 
 
-def require(model: Path, command: str) -> None:
+def require(model: Path, command: str, file: str = "config.json") -> None:
     """Raise ValueError, with the command that makes it, if a model that an experiment starts from is not there."""
-    if not (model / "config.json").is_file():
+    if not (model / file).is_file():
         raise ValueError(
             f"{model} holds no model to start from; make it with: {command} "
             "(and --again, if its row is there and the model is not)"

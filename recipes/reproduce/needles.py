@@ -24,7 +24,7 @@ from hf_longattn.measuring.evaluation import answer_scores
 from hf_longattn.measuring.tasks import NeedleTask
 from hf_longattn.training import POSITIONS, load_recipe, prepare
 from hf_longattn.training import run as train
-from recipes.models import SMOLLM2, obtain, random_model
+from recipes.models import DOWNLOADED, SMOLLM2, obtain, random_model
 from recipes.reproduce import conversion
 from recipes.reproduce.conversion import LORA_RATE, QK, TRAINED, Way
 from recipes.reproduce.experiment import Experiment, Run, require
@@ -91,7 +91,6 @@ FROM_SCRATCH = tuple(f"{QK}{name}-scratch" for name in ("prope", "prope+scale_in
 BEYOND: dict[str, Way] = {n.replace("control", "plain"): TRAINED[n] for n in ON_BASE}
 BEYOND |= {QK + n.replace("control", "plain"): replace(TRAINED[n], qk_norm=True) for n in ON_QK}
 BEYOND |= {n: conversion.SCRATCH[n.removesuffix("-scratch")] for n in FROM_SCRATCH}
-DOWNLOADED = Path(__file__).parents[2] / "models"
 
 
 def run_needles(run: Run) -> dict[str, Any]:
