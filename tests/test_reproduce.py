@@ -101,6 +101,24 @@ def test_max_retrieval_with_the_l2_term(the: Any, tmp_path: Path) -> None:
     assert lines["baseline, δ"] == [*(f"{s:.1f}" for _, s, _ in with_term["spread"]), f"{with_term['weight_norm']:.0f}"]
 
 
+def test_sets_grow_to_the_last_step(the: Any) -> None:
+    growing, fixed = the.sets.Growing(), the.sets.Settings()
+    assert [growing.largest_at(step) for step in (0, 2500, 4999)] == [16, 136, 256]
+    assert {fixed.largest_at(step) for step in range(fixed.steps)} == {16}
+    drawn: list[int] = []
+    settings = the.sets.Growing(steps=40, batch=2, smallest=3, first=4, largest=64)
+    model, draw = the.sets.argmax_model("layer_norm", settings)
+
+    def watched(items: int, *rest: Any) -> Any:
+        drawn.append(items)
+        return draw(items, *rest)
+
+    the.sets.train(model, watched, settings, seed=0)
+    assert all(3 <= n <= settings.largest_at(step) for step, n in enumerate(drawn))
+    assert max(drawn[:10]) < 20
+    assert max(drawn) > 40
+
+
 def test_the_spread_and_its_bound_are_those_of_the_proposition(the: Any) -> None:
     torch.manual_seed(0)
     model, draw = the.sets.argmax_model("baseline", the.sets.Settings())

@@ -49,6 +49,21 @@ class Settings:
     fitted: int = 128
     fitted_up_to: int = 4096
 
+    def largest_at(self, step: int) -> int:
+        """The most items in a set at that step."""
+        return self.largest
+
+
+@dataclass(frozen=True)
+class Growing(Settings):
+    """Sets grow during training, from `first` items at most to `largest`."""
+
+    largest: int = 256
+    first: int = 16
+
+    def largest_at(self, step: int) -> int:
+        return self.first + (self.largest - self.first) * step // max(self.steps - 1, 1)
+
 
 @dataclass(frozen=True)
 class InLoss(Settings):
@@ -168,7 +183,7 @@ def train(
     losses = []
     for step in range(settings.steps):
         before_step(step)
-        items = int(torch.randint(settings.smallest, settings.largest + 1, (), generator=generator))
+        items = int(torch.randint(settings.smallest, settings.largest_at(step) + 1, (), generator=generator))
         *inputs, answers = draw(items, settings.batch, generator)
         loss = nn.functional.cross_entropy(model(*inputs), answers)
         optimizer.zero_grad()
@@ -304,6 +319,26 @@ ARGMAX = Experiment(
     quick=QUICK,
     measure=functools.partial(run_sets, argmax_model),
 )
+LONGER = Experiment(
+    name="argmax-retrieval-100k",
+    about="the two above for as many steps as the papers' (Vanishing Variance, Table 1; Softmax is not Enough, Table 1)",
+    variants=("baseline", "layer_norm", "standardise"),
+    seeds=(0,),
+    minutes=22.0,
+    settings=Settings(steps=100_000),
+    quick=QUICK,
+    measure=functools.partial(run_sets, argmax_model),
+)
+LARGER = Experiment(
+    name="argmax-retrieval-256",
+    about="output norms trained on sets that grow to 256 items (Vanishing Variance, Table 4)",
+    variants=("baseline", "layer_norm"),
+    seeds=tuple(range(3)),
+    minutes=6.0,
+    settings=Growing(),
+    quick=Growing(**vars(QUICK) | {"largest": 32}),
+    measure=functools.partial(run_sets, argmax_model),
+)
 IN_LOSS = Experiment(
     name="argmax-retrieval-l2",
     about="the two above with the L2 term in the loss and the start of the first paper's code",
@@ -323,5 +358,15 @@ DICTIONARY = Experiment(
     minutes=3.5,
     settings=Settings(),
     quick=replace(QUICK, steps=30),
+    measure=functools.partial(run_sets, dictionary_model),
+)
+DICTIONARY_LARGER = Experiment(
+    name="dictionary-lookup-256",
+    about="the same, trained on sets that grow to 256 items (Vanishing Variance, Table 5)",
+    variants=("baseline", "layer_norm"),
+    seeds=tuple(range(3)),
+    minutes=8.0,
+    settings=Growing(),
+    quick=Growing(**vars(QUICK) | {"largest": 32, "steps": 30}),
     measure=functools.partial(run_sets, dictionary_model),
 )

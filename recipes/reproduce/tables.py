@@ -157,8 +157,12 @@ def max_retrieval(data: Data) -> Shown:
     return Shown(f"{text}\n\n{about(rows)}\n\n![Accuracy by size](max_retrieval.png)", {"max_retrieval.png": picture})
 
 
-def normed(data: Data, names: Sequence[str], published: Mapping[tuple[str, str], Sequence[float]], file: str) -> Shown:
-    """Accuracy of every norm with and without adaptive temperature, gains over the baseline, and how outputs spread."""
+Published = Mapping[tuple[str, str], Sequence[float]]
+
+
+def normed(data: Data, names: Sequence[str], published: Published, file: str | None = None) -> Shown:
+    """Accuracy of every norm with and without adaptive temperature, gains over the baseline, and, where there is a `file`
+    for pictures, how outputs spread."""
     rows = [row for name in names for row in data.get(name, [])]
     there = [v for v in NORMED if any(r["variant"] == v for r in rows)]
     if len(there) < 2 or "baseline" not in there:
@@ -174,14 +178,19 @@ def normed(data: Data, names: Sequence[str], published: Mapping[tuple[str, str],
             lines[label] = list(zip(paper.SIZES, [100 * x for x in found], strict=True))
     base = series(rows, "baseline", "plain", "accuracy")
     for variant in there[1:]:
-        if names[0] == "max-retrieval":
+        if published is paper.ARGMAX:
             body.append([f"gain of {NORMED[variant]}, paper", *(f"{x:+.2f}" for x in paper.ARGMAX_GAIN[variant])])
+        elif theirs := published.get((variant, "plain")):
+            differences = (a - b for a, b in zip(theirs, published["baseline", "plain"], strict=True))
+            body.append([f"gain of {NORMED[variant]}, paper", *(f"{x:+.1f}" for x in differences)])
         if gained := gains(series(rows, variant, "plain", "accuracy"), base):
             body.append([f"gain of {NORMED[variant]}, ours", *signed(gained)])
     for variant in there:
         if largest := series(rows, variant, "attention", "largest"):
             body.append([f"the largest item holds the largest logit, {NORMED[variant]}", *percent(means(largest))])
     text = table(["accuracy (%) at items", *map(size, paper.SIZES)], body)
+    if file is None:
+        return Shown(f"{text}\n\n{about(rows)}", {})
     deviation = {
         f"{NORMED[v]}, {what}": means(series(rows, v, "plain", key))
         for v in there
@@ -201,6 +210,14 @@ def normed(data: Data, names: Sequence[str], published: Mapping[tuple[str, str],
 
 def argmax(data: Data) -> Shown:
     return normed(data, ("max-retrieval", "argmax-retrieval"), paper.ARGMAX, "argmax_retrieval")
+
+
+def argmax_100k(data: Data) -> Shown:
+    return normed(data, ("argmax-retrieval-100k",), paper.ARGMAX)
+
+
+def argmax_256(data: Data) -> Shown:
+    return normed(data, ("argmax-retrieval-256",), paper.ARGMAX_256)
 
 
 #: Of the models with the L2 term, in the order of the table.
@@ -263,6 +280,10 @@ def sharpening(data: Data) -> Shown:
 
 def dictionary(data: Data) -> Shown:
     return normed(data, ("dictionary-lookup",), paper.DICTIONARY, "dictionary_lookup")
+
+
+def dictionary_256(data: Data) -> Shown:
+    return normed(data, ("dictionary-lookup-256",), paper.DICTIONARY_256)
 
 
 def labelled_end(variant: str) -> str:
@@ -702,9 +723,12 @@ def conversion_orders(data: Data) -> Shown:
 SECTIONS: dict[str, Callable[[Data], Shown]] = {
     "max-retrieval": max_retrieval,
     "argmax-retrieval": argmax,
+    "argmax-retrieval-100k": argmax_100k,
+    "argmax-retrieval-256": argmax_256,
     "decayed": decayed,
     "sharpening": sharpening,
     "dictionary-lookup": dictionary,
+    "dictionary-lookup-256": dictionary_256,
     "length": length,
     "taus": taus,
     "needles": needles,
