@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import hf_longattn
 from hf_longattn.attention.kernels import precision
 from hf_longattn.cli import app
+from hf_longattn.integration.planning import bound_config
 from hf_longattn.measuring import extension
 from hf_longattn.measuring.evaluation import Copy, copy_losses, loss_by_position, token_losses, with_copies
 from hf_longattn.measuring.extension import Scores, best, candidates, plan_copies, score
@@ -131,6 +132,20 @@ def test_candidates_reach(trained: int, to: int) -> None:
         assert config.positions is not None
         reach = config.positions.reach(trained)
         assert reach is None or reach >= to
+
+
+def test_far_beyond_a_temperature_is_a_candidate_and_with_qk_norm_earlier() -> None:
+    def temperatures(to: int, qk_norm: bool) -> list[str]:
+        return [s.name for s in candidates(8192, to, qk_norm) if extension.tempered(s.name)]
+
+    assert temperatures(16384, False) == temperatures(16384, True) == temperatures(32768, False) == []
+    assert temperatures(65536, False) == ["rerope+infoscale:window=4096"]
+    assert temperatures(32768, True) == temperatures(65536, True) == ["rerope+logn:window=4096"]
+
+
+@pytest.mark.parametrize(("family", "normed"), [("llama", False), ("gpt2", False), ("qwen3", True), ("gemma3", True)])
+def test_qk_norm_is_seen(family: str, normed: bool) -> None:
+    assert bound_config(fresh(family), hf_longattn.LongAttnConfig())[1].qk_norm is normed
 
 
 def test_best_weighs_long_and_short() -> None:
@@ -289,7 +304,12 @@ def test_a_purpose_weighs_what_is_measured(saved: tuple[Path, Path]) -> None:
 
 
 def searched(
-    monkeypatch: pytest.MonkeyPatch, within: dict[str, float], losses: dict[str, float], copies: dict[str, float]
+    monkeypatch: pytest.MonkeyPatch,
+    within: dict[str, float],
+    losses: dict[str, float],
+    copies: dict[str, float],
+    to: int = 4096,
+    **about: Any,
 ) -> tuple[str, list[tuple[str, int, int]]]:
     """What a search that measures these takes, and what read the text: each setting, how much of it, how many copies."""
     rows, read = Rows(None, protocol={}), []
@@ -311,7 +331,22 @@ def searched(
 
     monkeypatch.setattr(extension, "score", scored)
     monkeypatch.setattr(extension, "probe_settings", probing)
-    return extension.Search(torch.zeros(1, 4096, dtype=torch.int64), 2048, rows).run(load), read
+    search = extension.Search(torch.zeros(1, to, dtype=torch.int64), 2048, rows, **about)
+    choice = search.run(load)
+    assert plotted(search) == set(search.probed() | search.scores())
+    return choice, read
+
+
+def plotted(search: extension.Search) -> set[str]:
+    """What the legend of the command's picture names."""
+    pytest.importorskip("matplotlib")
+    from hf_longattn.cli.extend import plot
+
+    drawn: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_longattn.measuring.report.figures.png", lambda figure: drawn.append(figure) or b"")
+        plot(search, Path("/dev/null"))
+    return {text.get_text() for legend in drawn[0].legends for text in legend.get_texts()}
 
 
 def test_the_next_candidate_reads_where_the_first_cost_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,6 +367,18 @@ def test_the_best_kind_reads_with_both_windows(monkeypatch: pytest.MonkeyPatch) 
     choice, read = searched(monkeypatch, {}, losses, {"rerope:window=512": 1.6, "rerope:window=1024": 0.9})
     assert choice == "rerope:window=1024"
     assert [name for name, *_ in read] == ["unmodified", "rerope:window=512", "rerope:window=1024", "YaRN"]
+
+
+def test_a_temperature_is_not_probed_and_reads_beside_its_remap(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, losses = "rerope+logn:window=1024", {"rerope:window=1024": 0.5, "rerope:window=512": 0.6, "YaRN": 0.7}
+    choice, read = searched(monkeypatch, {}, losses | {name: 0.0}, {name: 0.5}, to=8192, qk_norm=True)
+    assert choice == name
+    assert [n for n, *_ in read] == ["unmodified", "rerope:window=1024", "rerope:window=512", name, "YaRN"]
+    for known, to in ((False, 8192), (True, 4096)):
+        _, read = searched(monkeypatch, {}, losses, {}, to=to, qk_norm=known)
+        assert [n for n, *_ in read] == ["unmodified", "rerope:window=1024", "rerope:window=512", "YaRN"]
+    _, read = searched(monkeypatch, {}, losses | {"YaRN": 0.1}, {}, to=8192, qk_norm=True)
+    assert [n for n, *_ in read] == ["unmodified", "YaRN", "rerope:window=1024"]
 
 
 def test_command_reaches_better_inside_the_trained_length(saved: tuple[Path, Path], tmp_path: Path) -> None:

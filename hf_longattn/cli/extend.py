@@ -39,7 +39,7 @@ def extend(
 ) -> None:
     """Make MODEL longer without training: probe a list of methods, read your text with the best of them, keep the best.
 
-    Every candidate is probed at far positions of short passages, in seconds. The best kinds then read the text in one forward
+    Candidates are probed at far positions of short passages, in seconds. The best kinds then read the text in one forward
     pass each, into which passages are copied from far back: prose loss within and beyond the trained length leaves them out,
     copy loss is theirs alone. Exit status 1 if nothing stays within the tolerance.
     """
@@ -49,7 +49,7 @@ def extend(
     from ..checks import check_output, device_of
     from ..integration import apply, describe, rope
     from ..measuring.evaluation.plan import fingerprint
-    from ..measuring.extension import SEED, YARN, Search, by_head, check_purpose, plan_copies
+    from ..measuring.extension import SEED, YARN, Search, by_head, check_purpose, plan_copies, tempered
     from ..measuring.rows import Rows, versions_line
     from ..measuring.settings import UNMODIFIED, Setting, check_setting, load_setting, own_precision
 
@@ -65,8 +65,9 @@ def extend(
     with refusing("--device"):
         device = device_of(device)
     with refusing("MODEL"):
-        trained = check_setting(Setting(UNMODIFIED), model).train_length
+        facts = check_setting(Setting(UNMODIFIED), model)
         tokenizer = AutoTokenizer.from_pretrained(model)
+    trained = facts.train_length
     if trained is None or length < trained:
         raise typer.BadParameter(f"the model was trained at {trained} tokens; nothing to extend", param_hint="--to")
     with refusing("--to"):
@@ -85,7 +86,7 @@ def extend(
     with refusing("--out"):
         rows = Rows(None if out is None else out / RESULT, protocol=protocol)
     about = {"command": command_line(context), "versions": versions_line()}
-    search = Search(ids, trained, rows, purpose, tolerance, about)
+    search = Search(ids, trained, rows, purpose, tolerance, about, facts.qk_norm)
 
     loaded: Any = None
 
@@ -102,7 +103,8 @@ def extend(
         leaky = next(s for name, s in search.settings.items() if name.startswith("leaky"))
         return by_head(unmodified, ids.to(unmodified.device), leaky, trained)
 
-    console.print(f"Probing {len(search.settings)} candidates, then reading {length} tokens with the best.", highlight=False)
+    probes = sum(not tempered(name) for name in search.settings)
+    console.print(f"Probing {probes} candidates, then reading {length} tokens with the best.", highlight=False)
     try:
         choice = search.run(load, _tell, measured if trained >= 2048 and length > trained else None)
     except KeyboardInterrupt:
@@ -174,7 +176,8 @@ def plot(search: Search, path: Path) -> None:
     from ..measuring.report import figures
 
     scores, probed = search.scores(), search.probed()
-    own = dict(zip(probed, figures.styles(list(probed)), strict=True))
+    names = list(probed | scores)  # a temperature is read and not probed
+    own = dict(zip(names, figures.styles(names), strict=True))
     figure, (left, right) = figures.pyplot().subplots(1, 2, figsize=(10, 4.6), constrained_layout=True)
     for name in probed:
         points = []
@@ -184,7 +187,7 @@ def plot(search: Search, path: Path) -> None:
         left.plot(*zip(*points, strict=True), label=name, **own[name])
     for name, s in scores.items():
         pairs = sorted((c.distance, x) for c, x in zip(search.copies, s.copies, strict=True) if x == x)
-        right.plot(*zip(*pairs, strict=True), **own[name])
+        right.plot(*zip(*pairs, strict=True), label=None if name in probed else name, **own[name])
     axes = {"xlabel": "distance (tokens)", "ylabel": "loss (nats per token)"}
     left.set(title="Probed: a passage read again", **axes)
     right.set(title="In the text: a passage read again", xscale="log", **axes)

@@ -20,6 +20,9 @@ from .rotation import find_rotary
 from .state import AttentionState, LayerPlan, set_plan, state_of
 from .verify import rotation_of, verify_at_first_call, verify_rotations
 
+#: What models call the norm of their queries, inside an attention module.
+QUERY_NORMS = ("q_norm", "q_layernorm", "q_layer_norm", "query_layernorm", "qk_norm")
+
 
 def prepare(model: PreTrainedModel, verify: bool = False) -> None:
     """Plan every attention module of a model by what its configs name and describe; one without our names stays as it is.
@@ -133,6 +136,15 @@ def facts_of(model: nn.Module, layers: list[Layer]) -> ModelFacts:
         train_length=train,
         own_temperature=_own_temperature(config, rope),
         rope_type=rope.get("rope_type", "default") if find_rotary(model, config, layers[0].type) else None,
+        qk_norm=any(_normalises(layer.module) for layer in layers),
+    )
+
+
+def _normalises(attention: nn.Module) -> bool:
+    """Whether an attention module has a norm over its queries (and keys), by the names that models give it."""
+    return any(
+        isinstance(part, nn.Module) and not isinstance(part, nn.Identity)
+        for part in (getattr(attention, name, None) for name in QUERY_NORMS)
     )
 
 

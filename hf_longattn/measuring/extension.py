@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -112,8 +113,9 @@ def needed(window: int, train_length: int, to: int) -> int:
     return max(2, math.ceil((to - window) / (train_length - window)))
 
 
-def candidates(train_length: int, to: int) -> list[Setting]:
-    """What `hf-longattn extend` probes: the unmodified model, YaRN, and each kind of remap that reaches `to`, two ways.
+def candidates(train_length: int, to: int, qk_norm: bool = False) -> list[Setting]:
+    """What `hf-longattn extend` tries: the unmodified model, YaRN, each kind of remap that reaches `to`, two ways, and far
+    beyond the trained length ReRoPE with a temperature; earlier with QK-norm, which bounds how sharp a row can be.
 
     `to` the trained length: what reads better inside it.
     """
@@ -131,14 +133,19 @@ def candidates(train_length: int, to: int) -> list[Setting]:
         shifts = [f"string:shift={train_length // 3}", f"string:shift={half}"]
         return [Setting(UNMODIFIED), *map(Setting.parse, shifts + remaps)]
     remaps.append(f"yarn_beyond:factor={to / train_length}")
-    if to >= 8 * train_length:
-        remaps.append(f"rerope+infoscale:window={half}")  # nearer, its factor is too small to show
+    if to >= (4 if qk_norm else 8) * train_length:  # nearer, its factor is too small to show
+        remaps.append(f"rerope+{'logn' if qk_norm else 'infoscale'}:window={half}")
     return [Setting(UNMODIFIED), Setting(YARN, rope=f"yarn:{to / train_length}"), *map(Setting.parse, remaps)]
 
 
 def kind(name: str) -> str:
     """What the candidates of one method have in common."""
-    return name.replace(":", " ").split()[0]
+    return re.split("[:+ ]", name)[0]
+
+
+def tempered(name: str) -> bool:
+    """Whether a candidate has a temperature, which no probe can see: it reads too few keys."""
+    return "+" in name
 
 
 def by_head(model: nn.Module, input_ids: Tensor, leaky: Setting, train_length: int) -> Setting:
@@ -216,11 +223,12 @@ def best(scores: Mapping[str, Scores], unmodified: str, tolerance: float, purpos
 
 @dataclass
 class Search:
-    """The best way to make a model longer, for a purpose: every candidate is probed, the best ones read a text.
+    """The best way to make a model longer, for a purpose: candidates are probed, the best ones read a text.
 
     Args:
         input_ids: a text, (1, to).
         trained: the length that the model was trained at, `to` at most.
+        qk_norm: whether it normalises its queries and keys.
         rows: what is measured is kept here, row by row, and not measured again.
         tolerance: what a choice may cost within the trained length, in nats a token.
     """
@@ -231,12 +239,13 @@ class Search:
     purpose: str = "both"
     tolerance: float = 0.02
     about: Mapping[str, Any] = field(default_factory=dict)
+    qk_norm: bool = False
     settings: dict[str, Setting] = field(init=False)
     copies: list[Copy] = field(init=False)
 
     def __post_init__(self) -> None:
         check_purpose(self.purpose)
-        self.settings = {s.name: s for s in candidates(self.trained, self.to)}
+        self.settings = {s.name: s for s in candidates(self.trained, self.to, self.qk_norm)}
         if (kept := self.rows.find(setting=BY_HEAD)) is not None:
             self.settings[BY_HEAD] = Setting(BY_HEAD, kept["what"]["method"])
         self.copies = plan_copies(self.edge, self.to)
@@ -303,10 +312,12 @@ class Search:
             self._read(plain, lambda _: model, done)
             if measured is not None and again:
                 self.settings[BY_HEAD] = measured(model)
-        probe_settings(list(self.settings.values()), load, taken, self.distances, self.rows, self.about, done)
+        probed = [s for s in self.settings.values() if not tempered(s.name)]
+        probe_settings(probed, load, taken, self.distances, self.rows, self.about, done)
         for n, names in enumerate(self.ranked()):
             if n < FINALISTS or not self._tolerated():
-                for name in names[: 1 if n else WINDOWS]:
+                beside = [name for name in self.settings if tempered(name) and kind(name) == kind(names[0])]
+                for name in names[:1] if n else names[:WINDOWS] + beside:
                     self._read(self.settings[name], load, done)
         scores = self.scores()
         choice = best(scores, UNMODIFIED, self.tolerance, self.purpose)

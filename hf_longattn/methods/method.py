@@ -23,6 +23,7 @@ class ModelFacts:
     train_length: int | None
     own_temperature: str | None = None
     rope_type: str | None = None
+    qk_norm: bool = False
 
 
 @dataclass(frozen=True)
