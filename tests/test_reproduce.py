@@ -431,7 +431,8 @@ def test_the_list_names_every_experiment_with_its_cost(the: Any, tmp_path: Path,
 
 
 def test_conversion(the: Any, tmp_path: Path, texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    variants = ["windowed-untrained", "infoscale-untrained", "rerope+map-untrained", "rerope+logn-15%", "pose+rerope-15%"]
+    variants = ["windowed-untrained", "infoscale-untrained", "rerope+map-untrained", "qk+yarn16+logn-untrained"]
+    variants += ["rerope+logn-15%", "pose+rerope-15%"]
     variants += ["rerope+logn-lora-15%", "control-lora-15%", "pose+yarn64-distilled-15%", "pose+yarn64-15%"]
     variants += ["prope+scale_invariant-strength-15%", "prope+scale_invariant-15%", "qk+prope+map-15%"]
     bases = ["base", "qk+base", "prope+scale_invariant-scratch"]
@@ -449,7 +450,7 @@ def test_conversion(the: Any, tmp_path: Path, texts: list[str], capsys: pytest.C
             [base[task][0] for task in the.conversion.TASKS], abs=2e-5
         )
     assert len({tuple(m["prose"]) for name, m in found.items() if name != "infoscale-untrained"}) == len(found) - 1
-    assert {name for name, m in found.items() if "train_loss" not in m} == set(variants[:3])
+    assert {name for name, m in found.items() if "train_loss" not in m} == set(variants[:4])
     data = the.tables.load(tmp_path)
     line = next(x for x in cells(the.tables.conversion(data).text) if x[0] == "`rerope+logn`")
     assert line[1:] == [f"{x:.2f}" for task in the.conversion.TASKS for x in found["rerope+logn-15%"][task]]

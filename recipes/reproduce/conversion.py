@@ -167,9 +167,10 @@ for name, tau in itertools.product(("prope+scale_invariant", "prope+map"), SWEEP
         SWEPT[f"{name}-tau{tau:g}"] = replace(TRAINED[name], parameters=TRAINED[name].parameters | {"tau": tau})
 #: On a base with QK-norm.
 ON_QK = ("prope", "prope+scale_invariant", "prope+map", "rerope", "rerope+infoscale", "rerope+logn", "rerope+map")
+ON_QK += ("control", "yarn16", "rerope+cosscale32+infoscale", "pose+rerope+logn", "alibi", "alibi+logn")
 QK_NORMED = {QK + name: replace(TRAINED[name], qk_norm=True) for name in ON_QK}
-UNTRAINED_QK = {QK + f"rerope{t}": replace(UNTRAINED[f"rerope{t}"], qk_norm=True)
-                for t in ("", "+infoscale", "+logn", "+adaptive_temperature")}  # fmt: skip
+UNTRAINED_QK = {QK + n: replace(way, qk_norm=True) for n, way in UNTRAINED.items() if n not in ("control", "rerope+weak_map")}
+UNTRAINED_QK[f"{QK}yarn16+logn"] = Way("logn", {"stack": True}, "yarn:16", qk_norm=True)  # beside YaRN's own temperature
 #: From scratch, with as many steps as the base.
 SCRATCH: dict[str, Way] = {
     n: TRAINED[n] for n in ("prope+scale_invariant", "rerope+logn", "rerope+cosscale64+infoscale", "alibi")
