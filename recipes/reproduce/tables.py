@@ -282,6 +282,10 @@ def dictionary(data: Data) -> Shown:
     return normed(data, ("dictionary-lookup",), paper.DICTIONARY, "dictionary_lookup")
 
 
+def dictionary_10k(data: Data) -> Shown:
+    return normed(data, ("dictionary-lookup-10k",), paper.DICTIONARY)
+
+
 def dictionary_256(data: Data) -> Shown:
     return normed(data, ("dictionary-lookup-256",), paper.DICTIONARY_256)
 
@@ -728,6 +732,7 @@ SECTIONS: dict[str, Callable[[Data], Shown]] = {
     "decayed": decayed,
     "sharpening": sharpening,
     "dictionary-lookup": dictionary,
+    "dictionary-lookup-10k": dictionary_10k,
     "dictionary-lookup-256": dictionary_256,
     "length": length,
     "taus": taus,
