@@ -168,12 +168,13 @@ def normed(data: Data, names: Sequence[str], published: Published, file: str | N
     if len(there) < 2 or "baseline" not in there:
         return missing(" ".join(names))
     body, lines = [], {}
-    for kind, suffix in TEMPERED.items():
+    for kind, suffix in (TEMPERED | {"refit": " + adaptive θ refitted"}).items():
         for variant in there:
             label = NORMED[variant] + suffix
             if (variant, kind) in published:
                 body.append([f"{label}, paper", *told(published[variant, kind])])
-            found = means(series(rows, variant, kind, "accuracy"))
+            if not (found := means(series(rows, variant, kind, "accuracy"))):
+                continue
             body.append([f"{label}, ours", *percent(found)])
             lines[label] = list(zip(paper.SIZES, [100 * x for x in found], strict=True))
     base = series(rows, "baseline", "plain", "accuracy")
