@@ -175,7 +175,7 @@ UNTRAINED_QK[f"{QK}yarn16+logn"] = Way("logn", {"stack": True}, "yarn:16", qk_no
 SCRATCH: dict[str, Way] = {
     n: TRAINED[n] for n in ("prope+scale_invariant", "rerope+logn", "rerope+cosscale64+infoscale", "alibi")
 }
-SCRATCH |= {n: QK_NORMED[n] for n in (f"{QK}prope", f"{QK}prope+scale_invariant")}
+SCRATCH |= {QK + n: replace(TRAINED[n], qk_norm=True) for n in ("prope", "prope+logn", "prope+scale_invariant", "alibi")}
 SHARES = (15, 5, 50)
 #: What is made of a way, by variant: (way, per cent of the base's steps, whether from scratch).
 VARIANTS: dict[str, tuple[Way, int, bool]] = {BASE: (Way(), 100, True), QK + BASE: (Way(qk_norm=True), 100, True)}

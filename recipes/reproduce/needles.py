@@ -87,7 +87,7 @@ METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
 #: trained under their method from scratch, as the paper's were.
 ON_BASE = ("control", "yarn16", "rerope", "rerope+infoscale", "rerope+cosscale32+infoscale", "rerope+logn", "prope+map")
 ON_QK = ("control", "prope+logn", "prope+map", "rerope", "rerope+logn")
-FROM_SCRATCH = tuple(f"{QK}{name}-scratch" for name in ("prope", "prope+scale_invariant"))
+FROM_SCRATCH = tuple(f"{QK}{name}-scratch" for name in ("prope", "prope+logn", "prope+scale_invariant", "alibi"))
 BEYOND: dict[str, Way] = {n.replace("control", "plain"): TRAINED[n] for n in ON_BASE}
 BEYOND |= {QK + n.replace("control", "plain"): replace(TRAINED[n], qk_norm=True) for n in ON_QK}
 BEYOND |= {n: conversion.SCRATCH[n.removesuffix("-scratch")] for n in FROM_SCRATCH}

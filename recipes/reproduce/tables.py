@@ -350,7 +350,8 @@ STAGES = {"window": "at the window", "beyond": "then at 4 times the window"}
 BEYOND_ORDERS = [("yarn16", "plain"), ("rerope", "yarn16")]
 BEYOND_ORDERS += [(name, "rerope") for name in BEYOND if name.startswith("rerope+")] + [("prope+map", "rerope")]
 BEYOND_ORDERS += [(QK + a, QK + b) for a, b in (("rerope", "plain"), ("rerope+logn", "rerope"), ("prope+map", "rerope"))]
-BEYOND_ORDERS += [(f"{QK}prope+scale_invariant-scratch", f"{QK}prope-scratch")]
+SCRATCH_ORDERS = [("prope+scale_invariant", "prope"), ("prope+logn", "prope"), ("prope+scale_invariant", "prope+logn")]
+BEYOND_ORDERS += [(f"{QK}{a}-scratch", f"{QK}{b}-scratch") for a, b in SCRATCH_ORDERS]
 
 
 def needles_beyond(data: Data) -> Shown:
@@ -658,7 +659,9 @@ def conversion_normed(data: Data) -> Shown:
     label = {way: named(way.removeprefix(QK)) for way in UNTRAINED_QK | QK_NORMED}
     variants = {"unmodified": f"{QK}{BASE}"} | {f"{label[way]}, untrained": f"{way}-untrained" for way in UNTRAINED_QK}
     variants |= {label[way]: f"{way}-{SHARES[0]}%" for way in QK_NORMED}
-    return ways(data, variants | {f"{label[way]}, from scratch": f"{way}-scratch" for way in SCRATCH if QK in way})
+    return ways(
+        data, variants | {f"{named(way.removeprefix(QK))}, from scratch": f"{way}-scratch" for way in SCRATCH if QK in way}
+    )
 
 
 def conversion_steps(data: Data) -> Shown:
