@@ -452,6 +452,30 @@ def test_own_4d_biases_raise() -> None:
         model("llama", CONFIG)(tokens(), attention_mask=torch.randn(1, 1, 24, 24), use_cache=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+@pytest.mark.parametrize("n", [5, 6, 24])
+@torch.no_grad()
+def test_own_4d_mask_of_integers_raises(n: int, dtype: torch.dtype) -> None:
+    """One of five or six keys is as wide as a mask of ours."""
+    with pytest.raises(ValueError, match=rf"must be bool .* or float .*, got {dtype}"):
+        model("llama", CONFIG)(tokens(1, n), attention_mask=causal(n).to(dtype), use_cache=False)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "positions"])
+@torch.no_grad()
+def test_own_4d_mask_may_be_written_to_between_calls(kind: str) -> None:
+    m, ids, mask, positions = model("llama", CONFIG), tokens(1), causal(24).clone(), torch.arange(24)[None]
+    mask = mask if kind != "float" else torch.zeros(1, 1, 24, 24).masked_fill(~mask, float("-inf"))
+    first = m(ids, attention_mask=mask, position_ids=positions).logits
+    if kind == "positions":
+        positions[:, 9:] += 50
+    else:
+        mask[..., 9:, :6] = False if kind == "bool" else float("-inf")
+    second = m(ids, attention_mask=mask, position_ids=positions).logits
+    assert (second - first).abs().max() > 0.1
+    close(second, m(ids, attention_mask=mask.clone(), position_ids=positions.clone()).logits, 0.0)
+
+
 # what transformers does to masks and queries ------------------------------------------------------------------------
 
 
