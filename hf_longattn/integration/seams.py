@@ -90,7 +90,8 @@ def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) ->
         out.pop(ours, None)
     text = language_config(self)
     if text is self:
-        if is_ours(self._attn_implementation):
+        observed = section == LongAttnConfig().to_dict()  # a model without a method, while something looks on
+        if is_ours(self._attn_implementation) and not observed:
             out |= {"attn_implementation": PREFIX + short(self._attn_implementation)}
             out |= {"longattn": section} if section else {}
         return out

@@ -40,6 +40,7 @@ class AttentionState:
     tables: TableCache = field(default_factory=lambda: TableCache(TABLE_BYTES))
     strength: Tensor | None = None  # of the logit map once it is other than 1: compiled graphs read it when they run
     guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse positions beyond a learned table
+    axes: tuple[RemovableHandle, ...] = ()  # hooks that refuse several positions a token (M-RoPE) under a remap
     verification: RemovableHandle | None = None  # the hook that verifies rotations at the first call
     disabled: tuple[list[tuple[Any, str]], Tables | None] | None = None  # what `enable` puts back: implementations, rotations
 
@@ -126,7 +127,7 @@ def release(model: nn.Module) -> None:
         if not is_ours(layer.module.config._attn_implementation):
             set_plan(layer.module, None)
     if state is not None and state_of(model) is None:
-        for handle in filter(None, (*state.guards, state.verification)):
+        for handle in filter(None, (*state.guards, *state.axes, state.verification)):
             handle.remove()
 
 
