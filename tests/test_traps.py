@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -399,6 +400,27 @@ def test_changed_section_raises() -> None:
     m.config.longattn = {"tau": 3.0}
     with pytest.raises(ValueError, match=r"hf_longattn\.apply\(model, \.\.\.\)"):
         m(tokens())
+
+
+@pytest.mark.parametrize("how", ["applied", "updated", "unpickled"])
+def test_a_section_that_is_written_to_raises(how: str) -> None:
+    """It would be saved, and not run."""
+    m = hf_longattn.apply(stock("llama"), CONFIG)
+    if how == "updated":
+        hf_longattn.update(m, strength=0.5)
+    section = (pickle.loads(pickle.dumps(m)) if how == "unpickled" else m).config.longattn
+    before = copy.deepcopy(section)
+    for write in (
+        lambda: section["logit_map"].update(tau=3.0),
+        lambda: section["logit_map"].__setitem__("tau", 3.0),
+        lambda: section.pop("layers"),
+        lambda: section.setdefault("tau", 3.0),
+    ):
+        with pytest.raises(TypeError, match=r"hf_longattn\.update\(model, \.\.\.\)"):
+            write()
+    assert section == before
+    written = m.config.to_dict()["longattn"]
+    assert type(written) is type(written["logit_map"]) is dict
 
 
 # masks of the user --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ..methods.method import ModelFacts
 from .layers import Layer, all_configs, candidates_of, layers_of, pretrained
 from .names import is_ours, short
 from .rotation import find_rotary
-from .state import AttentionState, LayerPlan, set_plan, state_of
+from .state import AttentionState, LayerPlan, Section, set_plan, state_of
 from .verify import rotation_of, verify_at_first_call, verify_rotations
 
 #: What models call the norm of their queries, inside an attention module.
@@ -83,7 +83,7 @@ def _plan(
         )
     types = dict.fromkeys(x.type for x in chosen) if config.remap is not None else {}
     rotary = {t: rotation_of(model, target, [x for x in chosen if x.type == t]) for t in types}
-    section, plans = bound.to_dict(), {}
+    section, plans = Section(bound.to_dict()), {}
     for layer in (x for x in layers_of(model) if x.module.config is target):
         own = bound.for_layer(layer.index) if layer in chosen else None
         reason = "" if own else layer.why_not or "not in `layers`"

@@ -10,10 +10,11 @@ There is nothing else. Copies and pickles of a model take it along; models that 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,27 @@ from .rotation import RotarySource
 
 #: What a model's tables may take: those of 32 layers with 32 heads each, for 128k tokens.
 TABLE_BYTES = 2 << 30
+
+
+class Section(dict[str, Any]):
+    """The longattn section of a model that runs it: what is written there would be saved, not run. Copies are plain dicts."""
+
+    def __init__(self, section: dict[str, Any]) -> None:
+        super().__init__({k: Section(v) if isinstance(v, dict) else v for k, v in section.items()})
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            "config.longattn was read when the method was put into the model: change it with hf_longattn.update(model, ...), "
+            "or, for a model that is yet to be built, assign a whole dict: config.longattn = {...}"
+        )
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:  # transformers writes to its copies
+        return {k: copy.deepcopy(v, memo) for k, v in self.items()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Section, (dict(self),)
 
 
 @dataclass(eq=False)
