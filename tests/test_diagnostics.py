@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import closed_form
@@ -378,6 +379,16 @@ def test_capture_leaves_no_trace(family: str, fails: bool, case: str) -> None:
         assert torch.equal(during, before[0])
     else:  # eager with a softcap, and sliding layers that get a mask: another kernel
         torch.testing.assert_close(during, before[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("make", [lambda: stock("llama"), multimodal])
+def test_a_plain_model_that_is_saved_meanwhile_is_saved_as_one(make: Any, tmp_path: Path) -> None:
+    m = make()
+    m.save_pretrained(tmp_path / "before")
+    with hf_longattn.capture(m):
+        m.save_pretrained(tmp_path / "meanwhile")
+    before, meanwhile = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("before", "meanwhile"))
+    assert meanwhile == before
 
 
 def test_only_the_named_layers_and_groups_are_measured() -> None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Gemma3ForConditionalGeneration
 
 import hf_longattn
 from hf_longattn.integration.names import is_ours
+from hf_longattn.integration.state import disable, enable
 
 CONFIG = CASES[DEFAULT]
 _SMALL = FAMILIES["llama"][1] | {"num_hidden_layers": 2}
@@ -287,3 +288,45 @@ def test_tables_end_where_they_end(name: str) -> None:
         for call in (lambda x=x: x(tokens(length=25)), lambda x=x, c=cache: x(tokens(length=1), past_key_values=c)):
             with pytest.raises(ValueError, match=r"position 24 lies beyond .* table of 24 entries"):
                 call()
+
+
+def several_positions(kind: str) -> tuple[Any, dict[str, Any]]:
+    """A model with M-RoPE, and a text with a picture of 4 x 4 tokens, which are at the positions 6 to 9 in three axes."""
+    sections = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 2]}
+    text = {k: v for k, v in FAMILIES["llama"][1].items() if k != "head_dim"} | {"rope_parameters": sections}
+    sizes = {"depth": 1, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 1}
+    sizes |= {"embed_dim": 16} if kind == "Qwen2VL" else {"intermediate_size": 16, "out_hidden_size": 32}
+    special = {"image_token_id": 90, "vision_start_token_id": 91, "vision_end_token_id": 92, "video_token_id": 93}
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=sizes, **special)
+    torch.manual_seed(0)
+    m = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    words = tokens(1, 19).clamp(max=89)
+    ids = torch.cat([words[:, :5], torch.tensor([[91, *[90] * 16, 92]]), words[:, 5:]], 1)
+    grid = {"image_grid_thw": torch.tensor([[1, 8, 8]]), "mm_token_type_ids": (ids == 90).int()}
+    return m, {"input_ids": ids, "pixel_values": torch.randn(64, 48), **grid}
+
+
+@pytest.mark.parametrize("kind", ["Qwen2VL", "Qwen2_5_VL"])
+@torch.no_grad()
+def test_several_positions_a_token_are_no_place_for_a_remap(kind: str, tmp_path: Path) -> None:
+    """A remap would turn each key by the number of tokens before it, and show some in the future."""
+    m, with_picture = several_positions(kind)
+    m.save_pretrained(tmp_path)
+    plain, ids = m(**with_picture).logits, tokens(2, 24).clamp(max=89)
+    loaded = type(m).from_pretrained(tmp_path, attn_implementation="rerope", longattn={"window": 7}).eval()
+    hf_longattn.apply(m, "rerope", window=7)
+    want = hf_longattn.update(copy.deepcopy(m), backend="reference")(ids).logits
+    for x in (m, loaded, copy.deepcopy(m)):
+        close(x(ids).logits, want)
+        with pytest.raises(ValueError, match=r"several positions each.*M-RoPE.*text alone"):
+            x(**with_picture)
+    disable(m)
+    close(m(**with_picture).logits, plain, 0.0)
+    enable(m)
+    hf_longattn.apply(m, "scale_invariant")
+    full = m(**with_picture).logits
+    assert (full - plain).abs().max() > 1e-2
+    close(full, hf_longattn.update(m, backend="reference")(**with_picture).logits)
+    hf_longattn.update(m, strength=0.0)
+    close(m(**with_picture).logits, plain)
+    assert not hf_longattn.remove(m).model.language_model.rotary_emb._forward_pre_hooks

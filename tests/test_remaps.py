@@ -357,6 +357,35 @@ def test_every_rope_type(kind: str, name: str, length: int) -> None:
     assert (want - before).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_frequencies_in_half_precision(dtype: torch.dtype) -> None:
+    """model.half() rounds the buffer, and the model multiplies it with positions in float32 all the same."""
+    ids, errors = tokens(1, 300), {}
+    for name, m in {"stock": stock("llama"), "rerope": hf_longattn.apply(stock("llama"), "rerope", window=7)}.items():
+        exact, rough = m, copy.deepcopy(m).to(dtype)
+        assert rough.model.rotary_emb.inv_freq.dtype == dtype
+        exact.load_state_dict({k: v.float() for k, v in rough.state_dict().items()})
+        exact.model.rotary_emb.inv_freq = rough.model.rotary_emb.inv_freq.float()
+        errors[name] = (rough(ids).logits.float() - exact(ids).logits).pow(2).mean().sqrt()
+    assert errors["rerope"] < 2 * errors["stock"]
+
+
+@pytest.mark.parametrize("family", ["llama", "nanochat"])
+def test_frequencies_made_under_inference_mode(family: str) -> None:
+    """By the model, or by us where it rotates backwards; what is made then serves training too."""
+    want = hf_longattn.apply(stock(family), "rerope", window=7)(tokens()).logits.detach()
+    m = hf_longattn.apply(stock(family), "rerope", window=7)
+    with torch.inference_mode():
+        close(m(tokens()).logits, want, 0.0)
+    m(tokens()).logits.sum().backward()
+    with torch.inference_mode():
+        rotary = m.model.rotary_emb
+        rotary.inv_freq = rotary.inv_freq.clone()
+        assert rotary.inv_freq.is_inference()
+        close(m(tokens()).logits, want, 0.0)
+
+
 def test_frequencies_that_change_back() -> None:
     """A long text, then a short one: dynamic and longrope return to the frequencies that they began with."""
     for kind in ("dynamic", "longrope"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -401,6 +402,27 @@ def test_changed_section_raises() -> None:
         m(tokens())
 
 
+@pytest.mark.parametrize("how", ["applied", "updated", "unpickled"])
+def test_a_section_that_is_written_to_raises(how: str) -> None:
+    """It would be saved, and not run."""
+    m = hf_longattn.apply(stock("llama"), CONFIG)
+    if how == "updated":
+        hf_longattn.update(m, strength=0.5)
+    section = (pickle.loads(pickle.dumps(m)) if how == "unpickled" else m).config.longattn
+    before = copy.deepcopy(section)
+    for write in (
+        lambda: section["logit_map"].update(tau=3.0),
+        lambda: section["logit_map"].__setitem__("tau", 3.0),
+        lambda: section.pop("layers"),
+        lambda: section.setdefault("tau", 3.0),
+    ):
+        with pytest.raises(TypeError, match=r"hf_longattn\.update\(model, \.\.\.\)"):
+            write()
+    assert section == before
+    written = m.config.to_dict()["longattn"]
+    assert type(written) is type(written["logit_map"]) is dict
+
+
 # masks of the user --------------------------------------------------------------------------------------------------
 
 
@@ -450,6 +472,30 @@ def test_own_4d_mask_with_static_cache_raises() -> None:
 def test_own_4d_biases_raise() -> None:
     with pytest.raises(ValueError, match="biases are not supported"):
         model("llama", CONFIG)(tokens(), attention_mask=torch.randn(1, 1, 24, 24), use_cache=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+@pytest.mark.parametrize("n", [5, 6, 24])
+@torch.no_grad()
+def test_own_4d_mask_of_integers_raises(n: int, dtype: torch.dtype) -> None:
+    """One of five or six keys is as wide as a mask of ours."""
+    with pytest.raises(ValueError, match=rf"must be bool .* or float .*, got {dtype}"):
+        model("llama", CONFIG)(tokens(1, n), attention_mask=causal(n).to(dtype), use_cache=False)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "positions"])
+@torch.no_grad()
+def test_own_4d_mask_may_be_written_to_between_calls(kind: str) -> None:
+    m, ids, mask, positions = model("llama", CONFIG), tokens(1), causal(24).clone(), torch.arange(24)[None]
+    mask = mask if kind != "float" else torch.zeros(1, 1, 24, 24).masked_fill(~mask, float("-inf"))
+    first = m(ids, attention_mask=mask, position_ids=positions).logits
+    if kind == "positions":
+        positions[:, 9:] += 50
+    else:
+        mask[..., 9:, :6] = False if kind == "bool" else float("-inf")
+    second = m(ids, attention_mask=mask, position_ids=positions).logits
+    assert (second - first).abs().max() > 0.1
+    close(second, m(ids, attention_mask=mask.clone(), position_ids=positions.clone()).logits, 0.0)
 
 
 # what transformers does to masks and queries ------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..methods.base import Remap, Spectrum
 from .tables import TableCache
-from .tracing import keepable
+from .tracing import keepable, version
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class Rotation:
             with torch.inference_mode(False), torch.no_grad():
                 return build(torch.arange(length, device=position.device))
 
-        cos, sin = tables.get((self, name, length, position.device, self.inv_freq._version), build_all)
+        cos, sin = tables.get((self, name, length, position.device, version(self.inv_freq)), build_all)
         first, n = int(position[0, 0]), position.shape[1]
         if position.shape[0] == 1 and bool((position[0] == torch.arange(first, first + n, device=position.device)).all()):
             return cos[None, first : first + n], sin[None, first : first + n]
@@ -97,8 +97,9 @@ class Rotation:
 
         With a spectrum the latter is at its frequencies, and both are multiplied by its factor.
         """
-        frequency = self.inv_freq.to(position.device)
-        # The old angle is rounded as the model rounded it, so that undoing it is exact; then nothing more is lost
+        # The old angle is rounded as the model rounded it, so that undoing it is exact; then nothing more is lost.
+        # Models take frequencies that are in half precision (model.half()) to float32 before they multiply
+        frequency = self.inv_freq.to(position.device, torch.promote_types(self.inv_freq.dtype, torch.float32))
         old = (position[..., None].to(frequency.dtype) * frequency).double()
         new = remap(position).double()
         new = new[..., None] if new.ndim == position.ndim else new

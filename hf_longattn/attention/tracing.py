@@ -42,3 +42,8 @@ def only_a_shape(x: Tensor) -> bool:
 def keepable(x: Tensor) -> bool:
     """Whether what is computed beside x may serve later calls: x is readable, and no transform of torch.func is at work."""
     return readable(x) and torch._C._functorch.peek_interpreter_stack() is None
+
+
+def version(x: Tensor) -> int:
+    """How often x was written to in place; of tensors made under inference_mode, which do not count that, 0."""
+    return 0 if x.is_inference() else x._version

@@ -234,6 +234,10 @@ def _rows(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Rows, Tensor | None
     if is_carrier(mask):
         return read_mask(mask, kv_len)
     if mask.dtype != torch.bool:
+        if not mask.dtype.is_floating_point:
+            raise ValueError(
+                f"a 4-D attention mask must be bool (True: visible) or float (0: visible), got {mask.dtype}: pass mask.bool()"
+            )
         visible, hidden = mask == 0, mask <= torch.finfo(mask.dtype).min / 2
         if not bool((visible | hidden).all()):
             raise ValueError(

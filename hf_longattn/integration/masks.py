@@ -1,12 +1,12 @@
 """The mask function that we register: it carries true positions from transformers to the attention call.
 
 transformers builds a mask once per forward, where it knows cache offsets, padding and packing, and hands it to every
-layer as an opaque tensor. Ours is an integer tensor (bool and float masks are the user's own):
+layer as an opaque tensor. Ours is int32 (bool and float masks are the user's own, and any other is refused):
 
-    compact  int64 (batch, 1, q_len, 5)            the columns of `geometry.Rows.index`; visibility is that interval
-    padded   int64 (batch, 1, q_len, 6)            without a cache, where row i and key i are one token: the same, then 0 if
-                                                   that token is hidden from all, else 1 + how many of its text lie before
-    dense    int32 (batch, 1, q_len, 5 + kv_len)   the five columns, then that number for each key that the row may see
+    compact  (batch, 1, q_len, 5)            the columns of `geometry.Rows.index`; visibility is that interval
+    padded   (batch, 1, q_len, 6)            without a cache, where row i and key i are one token: the same, then 0 if
+                                             that token is hidden from all, else 1 + how many of its text lie before
+    dense    (batch, 1, q_len, 5 + kv_len)   the five columns, then that number for each key that the row may see
 
 The first two need O(q_len) memory and are chosen wherever the mask function is recognised as an interval; padded, where there
 are holes in it, or nothing can be read because a graph is traced. Dense is always right. A plain tensor survives slicing,
@@ -111,7 +111,7 @@ def carrier_mask(
     if interval is not None:
         low = start if interval.window is None else torch.maximum(start, position - interval.window + 1)
         columns = [position.expand_as(start), key_start, start, low, high]
-        return torch.stack(columns if whole else [*columns, padding * counted], dim=-1)[:, None]
+        return torch.stack(columns if whole else [*columns, padding * counted], dim=-1).int()[:, None]
 
     sdpa = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     visible = sdpa(**shared, **kwargs).expand(batch_size, -1, -1, -1)[:, 0]
@@ -127,7 +127,7 @@ def carrier_mask(
 
 def is_carrier(mask: Tensor) -> bool:
     """Whether a mask is one of ours; bool and float masks are the user's own."""
-    return not mask.dtype.is_floating_point and mask.dtype != torch.bool
+    return mask.dtype == torch.int32
 
 
 def read_mask(mask: Tensor, kv_len: int) -> tuple[Rows, Tensor | None]:
@@ -151,7 +151,7 @@ def _padded(mask: Tensor, kv_len: int) -> bool:
 
 def _read(mask: Tensor, kv_len: int) -> tuple[Rows, Tensor | None]:
     if mask.shape[-1] == INDEX_WIDTH:
-        return Rows(mask[:, 0]), None
+        return Rows(mask[:, 0].long()), None
     counted = mask[:, 0, :, INDEX_WIDTH:]
     if _padded(mask, kv_len):
         counted = counted.transpose(1, 2)

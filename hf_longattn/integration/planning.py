@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from typing import Any, NoReturn
@@ -17,7 +18,7 @@ from ..methods.method import ModelFacts
 from .layers import Layer, all_configs, candidates_of, layers_of, pretrained
 from .names import is_ours, short
 from .rotation import find_rotary
-from .state import AttentionState, LayerPlan, set_plan, state_of
+from .state import AttentionState, LayerPlan, Section, set_plan, state_of
 from .verify import rotation_of, verify_at_first_call, verify_rotations
 
 #: What models call the norm of their queries, inside an attention module.
@@ -51,6 +52,7 @@ def prepare(model: PreTrainedModel, verify: bool = False) -> None:
         methods = plan.config.methods if plan.config is not None else ()
         attach(module, {m.slot: part for m in methods if hasattr(m, "module") and (part := m.module(facts)) is not None})
     _guard_positions(model, state)
+    _guard_axes(plans, state)
     verify_at_first_call(model, state)
 
 
@@ -81,7 +83,7 @@ def _plan(
         )
     types = dict.fromkeys(x.type for x in chosen) if config.remap is not None else {}
     rotary = {t: rotation_of(model, target, [x for x in chosen if x.type == t]) for t in types}
-    section, plans = bound.to_dict(), {}
+    section, plans = Section(bound.to_dict()), {}
     for layer in (x for x in layers_of(model) if x.module.config is target):
         own = bound.for_layer(layer.index) if layer in chosen else None
         reason = "" if own else layer.why_not or "not in `layers`"
@@ -224,6 +226,34 @@ def _guard_positions(model: PreTrainedModel, state: AttentionState) -> None:
     for module in () if state.guards else model.modules():
         if isinstance(module, nn.Embedding) and _entries(module) == size and module is not model.get_input_embeddings():
             state.guards += (module.register_forward_pre_hook(_check_learned_positions, with_kwargs=True),)
+
+
+_AXES = (
+    "this call's tokens are at several positions each, as those of pictures are in a model with M-RoPE, and a remap of rotary "
+    "distances knows one: give it text alone, or take a method that leaves the positions as they are"
+)
+
+
+def _guard_axes(plans: dict[Any, LayerPlan], state: AttentionState) -> None:
+    """Refuse tokens at several positions at once under a remap, which would turn each by the number of tokens before it."""
+    for handle in state.axes:
+        handle.remove()
+    rotaries = dict.fromkeys(plan.rotary.module for plan in plans.values() if plan.rotary is not None)
+    check = functools.partial(_check_axes, state)
+    state.axes = tuple(
+        m.register_forward_pre_hook(check, with_kwargs=True) for m in rotaries if getattr(m, "mrope_section", None)
+    )
+
+
+def _check_axes(state: AttentionState, rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
+    if positions is None or positions.ndim < 3 or state.disabled is not None:
+        return
+    one = (positions == positions[:1]).all()
+    if torch.compiler.is_compiling():
+        torch._assert_async(one, _AXES)
+    elif readable(positions) and not bool(one):
+        raise ValueError(_AXES)
 
 
 def _check_learned_positions(table: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

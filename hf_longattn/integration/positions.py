@@ -13,6 +13,7 @@ from torch import Tensor
 from ..attention.geometry import FAR, Columns, Rows
 from ..attention.tracing import readable
 from ..config import LongAttnConfig
+from .masks import is_carrier
 
 _JUMP = (
     "position_ids jump forward, and without a 2-D attention mask or a cache transformers reads that as the start of a new "
@@ -44,7 +45,7 @@ def with_positions(rows: Rows, counted: Tensor | None, mask: Tensor, position_id
 
     Args:
         counted: (batch, kv_len), the positions of keys if they count visible tokens; None if that is as cache indices do.
-        mask: the attention mask that the rows were read from; it carries the answer from layer to layer.
+        mask: the attention mask that the rows were read from; one of ours carries the answer from layer to layer.
         position_ids: (batch or 1, at least q_len), or None: nothing else than cache indices is known.
 
     Raises:
@@ -54,6 +55,8 @@ def with_positions(rows: Rows, counted: Tensor | None, mask: Tensor, position_id
         return rows
     if not readable(rows.index):
         return _traced(rows, counted, position_ids, kv_len)
+    if not is_carrier(mask):  # the user's own, who may write to it, or to position_ids, before the next call
+        return _resolve(rows, counted, position_ids, kv_len)
     kept: tuple[Tensor, Rows] | None = mask.__dict__.get("longattn_positions")
     if kept is None or kept[0] is not position_ids:
         mask.__dict__["longattn_positions"] = kept = position_ids, _resolve(rows, counted, position_ids, kv_len)

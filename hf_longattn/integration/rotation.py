@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.rotary import Rotation
-from ..attention.tracing import keepable, only_a_shape
+from ..attention.tracing import keepable, only_a_shape, version
 
 PROBE = 8
 
@@ -43,10 +43,10 @@ class RotarySource:
             )
         inv_freq: Tensor = getattr(self.module, self.buffer)
         seen = None if torch.compiler.is_compiling() else self._seen
-        if seen is None or seen[0] is not inv_freq or seen[1] != inv_freq._version:
+        if seen is None or seen[0] is not inv_freq or seen[1] != version(inv_freq):
             rotation = self.under(self.interleaved, self.backwards)
             if keepable(rotation.inv_freq):
-                self._seen = inv_freq, inv_freq._version, rotation
+                self._seen = inv_freq, version(inv_freq), rotation
             return rotation
         return seen[2]
 

@@ -36,7 +36,7 @@ from .layers import all_configs, language_config
 from .model import change, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, hint, is_ours, short
 from .planning import prepare, refuse_name
-from .state import remember
+from .state import Section, remember
 
 
 def install() -> None:
@@ -75,7 +75,7 @@ def _get_section(self: PreTrainedConfig) -> dict[str, Any] | None:
 
 def _set_section(self: PreTrainedConfig, value: dict[str, Any] | LongAttnConfig | None) -> None:
     if isinstance(value, LongAttnConfig):
-        value = value.to_dict()  # a config must be JSON at any time
+        value = Section(value.to_dict())  # a config must be JSON at any time
     self.__dict__["_longattn"] = value
     text = language_config(self)
     for key in self.sub_configs:  # as _attn_implementation does, but only towards the language model
@@ -90,7 +90,8 @@ def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) ->
         out.pop(ours, None)
     text = language_config(self)
     if text is self:
-        if is_ours(self._attn_implementation):
+        observed = section == LongAttnConfig().to_dict()  # a model without a method, while something looks on
+        if is_ours(self._attn_implementation) and not observed:
             out |= {"attn_implementation": PREFIX + short(self._attn_implementation)}
             out |= {"longattn": section} if section else {}
         return out

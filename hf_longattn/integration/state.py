@@ -10,10 +10,11 @@ There is nothing else. Copies and pickles of a model take it along; models that 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,27 @@ from .rotation import RotarySource
 TABLE_BYTES = 2 << 30
 
 
+class Section(dict[str, Any]):
+    """The longattn section of a model that runs it: what is written there would be saved, not run. Copies are plain dicts."""
+
+    def __init__(self, section: dict[str, Any]) -> None:
+        super().__init__({k: Section(v) if isinstance(v, dict) else v for k, v in section.items()})
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            "config.longattn was read when the method was put into the model: change it with hf_longattn.update(model, ...), "
+            "or, for a model that is yet to be built, assign a whole dict: config.longattn = {...}"
+        )
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:  # transformers writes to its copies
+        return {k: copy.deepcopy(v, memo) for k, v in self.items()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Section, (dict(self),)
+
+
 @dataclass(eq=False)
 class AttentionState:
     """What belongs to a model as a whole; its layers' plans lead here."""
@@ -40,6 +62,7 @@ class AttentionState:
     tables: TableCache = field(default_factory=lambda: TableCache(TABLE_BYTES))
     strength: Tensor | None = None  # of the logit map once it is other than 1: compiled graphs read it when they run
     guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse positions beyond a learned table
+    axes: tuple[RemovableHandle, ...] = ()  # hooks that refuse several positions a token (M-RoPE) under a remap
     verification: RemovableHandle | None = None  # the hook that verifies rotations at the first call
     disabled: tuple[list[tuple[Any, str]], Tables | None] | None = None  # what `enable` puts back: implementations, rotations
 
@@ -126,7 +149,7 @@ def release(model: nn.Module) -> None:
         if not is_ours(layer.module.config._attn_implementation):
             set_plan(layer.module, None)
     if state is not None and state_of(model) is None:
-        for handle in filter(None, (*state.guards, state.verification)):
+        for handle in filter(None, (*state.guards, *state.axes, state.verification)):
             handle.remove()
 
 
