@@ -368,6 +368,18 @@ def test_settings_are_parsed_and_crossed(tmp_path: Path) -> None:
     assert b.adapter == str(tmp_path / "adapter")
 
 
+def test_a_settings_file_loses_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("a: {method: rerope}\nb: {rope: 'yarn:2'}\na: {method: infoscale}\n")
+    with pytest.raises(ValueError, match=r"two settings called 'a'"):
+        read_settings(file)
+    file.write_bytes(b"\xef\xbb\xbfother: {model: trained}\nhub: {model: owner/name}\n")
+    (tmp_path / "trained").mkdir()
+    monkeypatch.chdir(folder)  # relative paths start at the file
+    assert [s.model for s in read_settings(file)] == [str(tmp_path / "trained"), "owner/name"]
+    assert parse_settings(["infoscale@plain", "rerope"], ["yarn:2"])[1].to_dict() == {"method": "infoscale"}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
