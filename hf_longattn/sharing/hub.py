@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from .card import Facts, contents, hub_id, model_card, source
 STUB = "modeling_longattn.py"
 #: What is uploaded: weights as safetensors and text. Optimizer states and other pickles stay where they are.
 SUFFIXES = {".safetensors", ".json", ".md", ".txt", ".model", ".jinja", ".py", ".png"}
+#: What a README of PEFT's says, and the tag of one of ours.
+TEMPLATE, TAG = "[More Information Needed]", "hf_longattn"
 _STALE = ("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json", STUB)
 
 
@@ -49,7 +52,7 @@ def save(
         strict: name the model's class LongAttn... in its config, so that engines which choose their own code by that name, and
             never read what attention it needs (vLLM, SGLang), refuse it. transformers with this package loads it as ever.
         state_dict: the weights, where the model's own are sharded (torch's get_model_state_dict gathers them).
-        overwrite: into a directory that holds something: weights and configs there are replaced, all else stays.
+        overwrite: into a directory that holds something: weights, configs and a card of ours are replaced, all else stays.
         card: training_lengths, metrics, evaluated_on, license; see `hf_longattn.card.Facts`.
 
     Returns:
@@ -76,6 +79,8 @@ def save(
             raise FileExistsError(f"{directory} is not empty; pass overwrite=True to replace the model in it")
         for path in (path for pattern in _STALE for path in directory.glob(pattern)):
             path.unlink()
+    readme = directory / "README.md"
+    theirs = readme.read_text(encoding="utf-8") if readme.exists() else TEMPLATE
     model.save_pretrained(directory, **({} if state_dict is None else {"state_dict": state_dict}))  # type: ignore[operator]
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
@@ -87,8 +92,12 @@ def save(
     if strict:
         _edit(directory / "config.json", **_tripwire(json.loads((directory / "config.json").read_text(encoding="utf-8"))))
     base = base_model or hub_id(getattr(model, "name_or_path", None))
+    if TEMPLATE not in theirs and f"\n- {TAG}\n" not in theirs:
+        readme.write_text(theirs, encoding="utf-8")  # PEFT has edited it
+        warnings.warn(f"{readme} is no card of hf_longattn and stays as it is: no card is written", stacklevel=2)
+        return directory
     text = model_card(directory, name or directory.name, facts, base_model=base, remote_code=remote_code)
-    text.save(directory / "README.md")
+    text.save(readme)
     return directory
 
 
@@ -169,7 +178,7 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
     else:
         result["config.json"] = _json(saved | _tripwire(saved))
     readme = directory / "README.md"
-    if readme.exists() and "[More Information Needed]" not in readme.read_text(encoding="utf-8"):
+    if readme.exists() and TEMPLATE not in readme.read_text(encoding="utf-8"):
         if given := sorted(k for k, v in vars(facts).items() if v and k != "numbers"):
             raise ValueError(f"{readme} is kept as it is; write {', '.join(given)} into it, or remove it")
         return result

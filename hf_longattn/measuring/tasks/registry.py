@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +30,9 @@ class NeedleGrid:
         self.task.check(length)
 
     def sample(self, index: int, length: int) -> NeedleSample:
-        return self.task.sample(index, length, depths=[index % self.depths / (self.depths - 1)])
+        depth = index % self.depths / (self.depths - 1)
+        # the place in the grid, whatever token that is: the same at every length
+        return dataclasses.replace(self.task.sample(index, length, depths=[depth]), depths=(depth,))
 
 
 def canonical(name: str) -> str:
