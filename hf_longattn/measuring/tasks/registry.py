@@ -35,15 +35,15 @@ class NeedleGrid:
         return dataclasses.replace(self.task.sample(index, length, depths=[depth]), depths=(depth,))
 
 
-def canonical(name: str) -> str:
-    """A task's name, aliases resolved.
+def canonical(name: str, more: tuple[str, ...] = ()) -> str:
+    """A task's name, aliases resolved; or one of `more`.
 
     Raises:
         ValueError: there is no such task; the message says which is near.
     """
-    name = ALIASES.get(name, name)
-    if name not in TASK_NAMES:
-        raise ValueError(f"unknown task {name!r}; {did_you_mean(name, TASK_NAMES)}known tasks: {', '.join(TASK_NAMES)}")
+    name, known = ALIASES.get(name, name), (*more, *TASK_NAMES)
+    if name not in known:
+        raise ValueError(f"unknown task {name!r}; {did_you_mean(name, known)}known tasks: {', '.join(known)}")
     return name
 
 
