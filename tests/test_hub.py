@@ -250,6 +250,8 @@ def test_push_a_model(server: FakeHub, tmp_path: Path) -> None:
     assert f'from_pretrained("{REPO}")' in server.repos[REPO]["README.md"].decode()
     hf_longattn.save(m, tmp_path / "folder")
     hf_longattn.push(tmp_path / "folder", REPO, exist_ok=True)
+    assert f'from_pretrained("{REPO}")' in server.repos[REPO]["README.md"].decode()
+    assert 'from_pretrained("folder")' in (tmp_path / "folder" / "README.md").read_text()
     assert json.loads(server.repos[REPO]["config.json"])["architectures"] == ["LongAttnLlamaForCausalLM"]
 
 
@@ -283,6 +285,7 @@ def test_push_a_folder(server: FakeHub, base: Path, tmp_path: Path) -> None:
         "optimizer.pt",
         "training_args.bin",
         "trainer_state.json",
+        "metrics.json",
         "checkpoint-1/adapter_model.safetensors",
         "runs/x.json",
     ):
