@@ -14,11 +14,11 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def read_text(path: Path) -> str:
-    """A file's UTF-8 text."""
+    """A file's UTF-8 text, without the byte order mark that some editors put first."""
     if not path.is_file():
         raise ValueError(f"{path} is not a file")
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8 (byte {error.start}): convert it, for example by iconv -f latin1 -t utf-8"

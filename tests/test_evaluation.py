@@ -368,6 +368,18 @@ def test_settings_are_parsed_and_crossed(tmp_path: Path) -> None:
     assert b.adapter == str(tmp_path / "adapter")
 
 
+def test_a_settings_file_loses_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("a: {method: rerope}\nb: {rope: 'yarn:2'}\na: {method: infoscale}\n")
+    with pytest.raises(ValueError, match=r"two settings called 'a'"):
+        read_settings(file)
+    file.write_bytes(b"\xef\xbb\xbfother: {model: trained}\nhub: {model: owner/name}\n")
+    (tmp_path / "trained").mkdir()
+    monkeypatch.chdir(folder)  # relative paths start at the file
+    assert [s.model for s in read_settings(file)] == [str(tmp_path / "trained"), "owner/name"]
+    assert parse_settings(["infoscale@plain", "rerope"], ["yarn:2"])[1].to_dict() == {"method": "infoscale"}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -510,6 +522,7 @@ def test_foreign_folders_are_left_alone(folder: Path, tmp_path: Path) -> None:
         ({"windows": 3}, "3 windows of 1024 need 3072"),
         ({"lengths": [1024, 2048]}, "trained at 512 tokens and all lengths lie beyond"),
         ({"tasks": ["loss", "passky"]}, "unknown task 'passky'; did you mean 'passkey'"),
+        ({"tasks": ["los"]}, "did you mean 'loss'"),
         ({"tasks": ["common_words"]}, "task common_words: 128 tokens have no room"),
         ({"targets": 128}, "128 targets do not fit into 128 tokens"),
         ({"model": "gpt2", "lengths": [128, 512], "settings": parse_settings(["logn"])}, "ends at 256 tokens; 512 cannot"),
@@ -527,6 +540,13 @@ def test_wrong_input_is_refused_before_weights_are_read(
 
 
 # the command ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_share_that_is_none_is_refused(folder: Path, tmp_path: Path) -> None:
+    arguments = ["eval", str(folder / "model"), "--text", str(folder / "a.txt"), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, [*arguments, "--keep", "85"])
+    assert result.exit_code == 2
+    assert "a share lies in (0, 1], not at 85" in " ".join(result.output.replace("│", " ").split())
 
 
 def test_command_measures_and_writes_the_page(folder: Path, tmp_path: Path) -> None:

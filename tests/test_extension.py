@@ -9,20 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from cases import VOCAB, model_config
+import transformers
+from cases import FAMILIES, VOCAB, model_config
 from helpers import close, tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn.attention.kernels import precision
 from hf_longattn.cli import app
+from hf_longattn.integration.model import methods_of
 from hf_longattn.integration.planning import bound_config
 from hf_longattn.measuring import extension
-from hf_longattn.measuring.evaluation import Copy, copy_losses, loss_by_position, token_losses, with_copies
+from hf_longattn.measuring.evaluation import Copy, answer_scores, copy_losses, loss_by_position, token_losses, with_copies
 from hf_longattn.measuring.extension import Scores, best, candidates, plan_copies, score
 from hf_longattn.measuring.rows import Rows
+from hf_longattn.measuring.settings import UNMODIFIED, Setting
+from hf_longattn.training.loss import CausalLoss, trained_by
 
 
 def fresh(family: str, **changes: Any) -> Any:
@@ -40,6 +44,36 @@ def test_token_losses_are_the_models_own(family: str, prefill: int | None) -> No
     want = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
     close(losses[:, 1:], want)
     assert loss_by_position(losses, [1, 23])[0] == pytest.approx(want.mean().item(), abs=1e-5)
+
+
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "logits divided": ("GraniteConfig", {"logits_scaling": 6.0}),
+    "logits multiplied": ("CohereConfig", {"logit_scale": 0.25}),
+    "multiplied as others divide": ("HyperCLOVAXConfig", {"logits_scaling": 3.0}),
+    "a head of several layers": ("ModernBertDecoderConfig", {"bos_token_id": 1, "eos_token_id": 2}),
+    "an unnamed decoder": ("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 16}),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_losses_go_through_the_models_own_head(head: str) -> None:
+    name, changes = HEADS[head]
+    arguments = {k: v for k, v in FAMILIES["llama"][1].items() if k not in ("head_dim", "tie_word_embeddings")}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**arguments | changes)).eval()
+    ids = tokens(2, 23)
+    with torch.no_grad():
+        logits = model(ids).logits[:, :-1].float()
+    want = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    close(token_losses(model, ids, chunk=5)[:, 1:], want)
+    scored = answer_scores(model, ids[:1], [(9, 13)])[0].log_likelihood
+    assert scored == pytest.approx(-want[0, 8:12].sum().item(), abs=1e-4)
+    loss = CausalLoss(model)
+    with trained_by(model, loss):
+        trained = model(input_ids=ids, labels=ids)["loss"]
+    assert trained.item() == pytest.approx(want.mean().item(), abs=1e-5)
+    own = torch.autograd.grad(model(ids, labels=ids).loss, model.get_input_embeddings().weight)[0]
+    close(torch.autograd.grad(trained, model.get_input_embeddings().weight)[0], own)
 
 
 def test_loss_by_position_leaves_out_what_it_is_told() -> None:
@@ -229,6 +263,29 @@ def test_command_reads_fast_and_saves_the_checkpoints_own_precision(
     assert reloaded.dtype == torch.bfloat16
     for name, weight in own.state_dict().items():
         assert torch.equal(reloaded.state_dict()[name], weight), name
+
+
+def test_the_command_saves_what_it_measured_of_a_checkpoint_with_a_method(
+    saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, text = saved
+    own, out = tmp_path / "own", tmp_path / "out"
+    AutoModelForCausalLM.from_pretrained(model, attn_implementation="alibi").save_pretrained(own)
+    AutoTokenizer.from_pretrained(model).save_pretrained(own)
+    few = [Setting(UNMODIFIED), Setting.parse("rerope:window=1024"), Setting.parse("leaky_rerope:window=1024:stretch=3.0")]
+    monkeypatch.setattr(extension, "candidates", lambda *_: few)
+    arguments = ["extend", str(own), "--to", "4k", "--text", str(text), "--out", str(out), "--tolerance", "10"]
+    arguments += ["--dtype", "float32"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    record = json.loads((out / "extend.json").read_text())
+    winner = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert {m.name for m in methods_of(winner)} in ({"rerope", "alibi"}, {"leaky_rerope", "alibi"})
+    ids = AutoTokenizer.from_pretrained(own)(text.read_text(), return_tensors="pt").input_ids[:, :4096]
+    again = score(winner, ids, 2048, [Copy(*pair) for pair in record["copies"]])
+    kept = next(row for row in record["rows"] if row["setting"] == record["choice"] and "read" in row)
+    assert again.within == pytest.approx(kept["within"], abs=1e-5)
+    assert again.beyond == pytest.approx(kept["beyond"], abs=1e-5)
 
 
 def test_an_interrupted_command_goes_on_to_the_same_result(

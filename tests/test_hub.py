@@ -162,6 +162,17 @@ def test_saving_does_not_overwrite(tmp_path: Path) -> None:
     assert (tmp_path / "notes").read_text() == "mine"
 
 
+def test_saving_keeps_a_readme_of_ones_own(tmp_path: Path) -> None:
+    hf_longattn.save(changed(), tmp_path, name="first")
+    hf_longattn.save(changed(), tmp_path, name="second", overwrite=True)  # a card of ours is written anew
+    assert "# second" in (tmp_path / "README.md").read_text()
+    for model in (adapted(), changed()):  # PEFT puts a header of its own into a README
+        (tmp_path / "README.md").write_text("What I found out.\n")
+        with pytest.warns(UserWarning, match=r"README\.md is no card of hf_longattn and stays"):
+            hf_longattn.save(model, tmp_path, overwrite=True)
+        assert (tmp_path / "README.md").read_text() == "What I found out.\n"
+
+
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
     target = tmp_path / "none"
     with pytest.raises(ValueError, match="not an hf_longattn method"):
@@ -239,6 +250,8 @@ def test_push_a_model(server: FakeHub, tmp_path: Path) -> None:
     assert f'from_pretrained("{REPO}")' in server.repos[REPO]["README.md"].decode()
     hf_longattn.save(m, tmp_path / "folder")
     hf_longattn.push(tmp_path / "folder", REPO, exist_ok=True)
+    assert f'from_pretrained("{REPO}")' in server.repos[REPO]["README.md"].decode()
+    assert 'from_pretrained("folder")' in (tmp_path / "folder" / "README.md").read_text()
     assert json.loads(server.repos[REPO]["config.json"])["architectures"] == ["LongAttnLlamaForCausalLM"]
 
 
@@ -272,6 +285,7 @@ def test_push_a_folder(server: FakeHub, base: Path, tmp_path: Path) -> None:
         "optimizer.pt",
         "training_args.bin",
         "trainer_state.json",
+        "metrics.json",
         "checkpoint-1/adapter_model.safetensors",
         "runs/x.json",
     ):

@@ -140,6 +140,8 @@ def test_rows_are_sampled(saved: tuple[str, str], tmp_path: Path) -> None:
         (["--layers", "1,7"], "7 (not in this model)"),
         (["--layers", "0"], "0 (sliding window)"),
         (["--layers", "a"], "is no list of layers"),
+        (["--layers", "3-1"], "'3-1' is no range of layers; write 1-3"),
+        (["--length", "1"], "give 2 or more"),
         (["--rows", "0"], "rows must be an integer >= 1"),
         (["--rows", "few"], "neither a number of rows nor all"),
         (["--delta", "1"], "delta must be an integer >= 2"),

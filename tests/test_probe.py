@@ -152,6 +152,13 @@ def test_an_interrupted_probe_goes_on_and_mixes_nothing(folder: Path, tmp_path: 
     assert (out / "probe.json").read_text() == before
 
 
+def test_two_texts_of_one_name_are_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text((folder / "b.txt").read_text())
+    result = run(folder, "--distances", "1280", "--text", str(tmp_path / "a.txt"))
+    assert result.exit_code == 2
+    assert "two texts share a file name" in " ".join(result.output.replace("│", " ").split())
+
+
 def test_the_default_distances_are_those_to_twice_the_trained_length(folder: Path) -> None:
     result = run(folder)
     assert result.exit_code == 0, result.output

@@ -84,6 +84,14 @@ def test_sections_of_other_commands_join_and_replace_their_old_selves(tmp_path: 
     assert "This." in alone.read_text()
 
 
+def test_sections_of_any_alphabet_keep_their_places(tmp_path: Path) -> None:
+    titles = ["Внимание", "损失", "Größe", "Grüße", "Max retrieval"]
+    for title in titles:
+        add_section(tmp_path, Section(title))
+    assert sorted(s.title for s in read_sections(tmp_path)) == sorted(titles)
+    assert Section("Max_retrieval, at 4k").slug == "max-retrieval-at-4k"
+
+
 def test_what_makes_no_report_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a row of 1 cells under 2 columns"):
         Table("t", ["a", "b"], [["x"]])

@@ -20,6 +20,12 @@ from hf_longattn.measuring.tasks.text import LINE_TASKS
 HAYSTACK = "it is a truth universally acknowledged. " * 300
 
 
+def test_a_grid_has_the_same_depths_at_every_length() -> None:
+    task = make_task("needle", tiny.tokenizer(), HAYSTACK, depths=9)
+    found = {round(task.sample(i, n).depths[0], 4) for n in (503, 1024, 1999, 3000) for i in range(18)}
+    assert found == {i / 8 for i in range(9)}
+
+
 def solve_passkey(text: str) -> list[str]:
     (key, again) = re.search(r"The pass key is (\d+)\. Remember it\. (\d+) is", text).groups()  # type: ignore[union-attr]
     assert key == again

@@ -75,7 +75,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, size in (("train", 3000), ("test", 1000), ("short", 800)):
         (folder / f"{name}.txt").write_text(" ".join(rng.choices(words, k=size)))
     rows = [{"text": " ".join(rng.choices(words, k=rng.randint(1, 30)))} for _ in range(200)]
-    (folder / "table.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "table.jsonl").write_text("\n".join(json.dumps(row | {"number": 0}) for row in rows))
     return folder
 
 
@@ -389,6 +389,8 @@ REFUSED = {
     "positions: plain": ["parallel.sequence=2", "positions=skip"],
     "parallel.shard needs several processes": ["parallel.shard=true"],
     "parallel.shard and trainer.fp16": ["parallel.shard=true", "trainer.fp16=true"],
+    "label_smoothing_factor does not reach": ["trainer.label_smoothing_factor=0.1"],
+    "has a row whose 'number' is 0 and no text": ["data=TABLE", "hub.column=number"],
     "no column": ["data=TABLE", "hub.column=body"],
 }
 

@@ -99,6 +99,8 @@ def evaluate(
         texts = [(Path(t).name, read_text(Path(t))) for part in text for t in part.split(",") if t]
     with refusing("--out"):
         check_output(out)
+    if not 0 < keep <= 1:
+        raise typer.BadParameter(f"a share lies in (0, 1], not at {keep:g}", param_hint="--keep")
     with refusing("--device"):
         device = device_of(device)
     with refusing():

@@ -47,11 +47,13 @@ def extend(
     from transformers.utils import logging
 
     from ..checks import check_output, device_of
+    from ..config import LongAttnConfig
     from ..integration import apply, describe, rope
+    from ..integration.model import knowing
     from ..measuring.evaluation.plan import fingerprint
     from ..measuring.extension import SEED, YARN, Search, by_head, check_purpose, plan_copies, tempered
     from ..measuring.rows import Rows, versions_line
-    from ..measuring.settings import UNMODIFIED, Setting, check_setting, load_setting, own_precision
+    from ..measuring.settings import UNMODIFIED, Setting, beside_own, check_setting, filled, load_setting, own_precision
 
     logging.disable_progress_bar()
     length = tokens(to)
@@ -89,15 +91,20 @@ def extend(
     search = Search(ids, trained, rows, purpose, tolerance, about, facts.qk_norm)
 
     loaded: Any = None
+    own: Any = None
 
     def load(setting: Setting) -> Any:
-        """One model for all; of its own only what other rotary settings need."""
-        nonlocal loaded
+        """One model for all, the checkpoint's own method beside each; of its own only what other rotary settings need."""
+        nonlocal loaded, own
         if setting.rope is not None:
             return load_setting(setting, model, chosen, device)
         if loaded is None:
             loaded = load_setting(Setting(UNMODIFIED), model, chosen, device)
-        return loaded if setting.config is None else apply(loaded, setting.config)
+            own = beside_own(loaded, LongAttnConfig())
+        if setting.config is None:
+            return loaded
+        with knowing():
+            return apply(loaded, filled(setting.config, own))
 
     def measured(unmodified: Any) -> Setting:
         leaky = next(s for name, s in search.settings.items() if name.startswith("leaky"))

@@ -70,7 +70,8 @@ def inspect(
     from ..measuring.report.folder import HEAD
     from ..measuring.settings import check_lengths, check_setting, load_setting, parse_settings
 
-    n = tokens(length)
+    if (n := tokens(length)) < 2:
+        raise typer.BadParameter("one token attends to itself alone: give 2 or more", param_hint="--length")
     logging.disable_progress_bar()  # ours is enough
     with refusing("--method"):
         settings = parse_settings(method or [], rope or [])
@@ -181,6 +182,8 @@ def _numbers(text: str) -> list[int]:
         first, dash, last = part.strip().partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
             raise ValueError(f"{text!r} is no list of layers; write 0,5,10-12")
+        if dash and int(last) < int(first):
+            raise ValueError(f"{part.strip()!r} is no range of layers; write {last}-{first}")
         layers += range(int(first), int(last if dash else first) + 1)
     return layers
 

@@ -68,7 +68,10 @@ def probe(
 
     logging.disable_progress_bar()  # ours is enough
     with refusing("--text"):
-        texts = {Path(t).name: read_text(Path(t)) for part in text for t in part.split(",") if t}
+        files = [Path(t) for part in text for t in part.split(",") if t]
+        texts = {file.name: read_text(file) for file in files}
+        if len(texts) < len(files):
+            raise ValueError(f"two texts share a file name: {', '.join(map(str, files))}")
     if out is not None:
         with refusing("--out"):
             check_output(out)

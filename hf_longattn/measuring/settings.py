@@ -115,7 +115,7 @@ class Setting:
             if not equals:
                 raise ValueError(f"{pair!r} in {text!r} is not key=value")
             parameters[key] = _value(value)
-        return cls(text.strip() or UNMODIFIED, method, parameters, encoding if at else None)
+        return cls(text.strip() or UNMODIFIED, method, parameters, encoding if at and encoding != PLAIN else None)
 
 
 def parse_settings(
@@ -155,11 +155,15 @@ def read_settings(file: Path) -> list[Setting]:
     """The settings of a YAML file: a mapping from names to entries; relative paths start at the file."""
     yaml = _yaml()
     try:
-        data = yaml.safe_load(read_text(file))
+        text = read_text(file)
+        data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{file} is no YAML: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{file} must map names to settings")
+    names = [key.value for key, _ in yaml.compose(text, Loader=yaml.SafeLoader).value]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{file} has two settings called {twice[0]!r}, and YAML would keep the last: rename one")
     out = []
     for name, entry in data.items():
         entry = {} if entry is None else entry
@@ -168,6 +172,8 @@ def read_settings(file: Path) -> list[Setting]:
             raise ValueError(f"{file}: {name!r} must be a mapping with keys among {', '.join(sorted(known))}; got {entry!r}")
         if isinstance(entry.get("adapter"), str):
             entry = entry | {"adapter": str(file.parent / entry["adapter"])}
+        if isinstance(entry.get("model"), str) and (folder := file.parent / entry["model"]).is_dir():
+            entry = entry | {"model": str(folder)}
         out.append(Setting(str(name), **entry))
     return out
 
@@ -248,6 +254,11 @@ def beside_own(model: Any, asked: LongAttnConfig) -> LongAttnConfig:
         own = config_of(model)
     except ValueError:
         return asked
+    return filled(asked, own)
+
+
+def filled(asked: LongAttnConfig, own: LongAttnConfig) -> LongAttnConfig:
+    """What is asked for and, in the slots that this leaves free, another config's methods."""
     return dataclasses.replace(asked, **{slot: getattr(own, slot) for slot in SLOTS if getattr(asked, slot) is None})
 
 

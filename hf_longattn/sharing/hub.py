@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,12 @@ from .card import Facts, contents, hub_id, model_card, source
 STUB = "modeling_longattn.py"
 #: What is uploaded: weights as safetensors and text. Optimizer states and other pickles stay where they are.
 SUFFIXES = {".safetensors", ".json", ".md", ".txt", ".model", ".jinja", ".py", ".png"}
+#: What stays behind though it is text: what training writes down of itself, paths of this machine among it.
+LOGS = {"trainer_state.json", "metrics.json"}
+#: What a README of PEFT's says, and the tag of one of ours.
+TEMPLATE, TAG = "[More Information Needed]", "hf_longattn"
+#: Where a card of ours says what to load.
+LOADING = re.compile(r'(AutoModelForCausalLM\.from_pretrained\()"[^"]*"\)')
 _STALE = ("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json", STUB)
 
 
@@ -49,7 +57,7 @@ def save(
         strict: name the model's class LongAttn... in its config, so that engines which choose their own code by that name, and
             never read what attention it needs (vLLM, SGLang), refuse it. transformers with this package loads it as ever.
         state_dict: the weights, where the model's own are sharded (torch's get_model_state_dict gathers them).
-        overwrite: into a directory that holds something: weights and configs there are replaced, all else stays.
+        overwrite: into a directory that holds something: weights, configs and a card of ours are replaced, all else stays.
         card: training_lengths, metrics, evaluated_on, license; see `hf_longattn.card.Facts`.
 
     Returns:
@@ -76,6 +84,8 @@ def save(
             raise FileExistsError(f"{directory} is not empty; pass overwrite=True to replace the model in it")
         for path in (path for pattern in _STALE for path in directory.glob(pattern)):
             path.unlink()
+    readme = directory / "README.md"
+    theirs = readme.read_text(encoding="utf-8") if readme.exists() else TEMPLATE
     model.save_pretrained(directory, **({} if state_dict is None else {"state_dict": state_dict}))  # type: ignore[operator]
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
@@ -87,8 +97,12 @@ def save(
     if strict:
         _edit(directory / "config.json", **_tripwire(json.loads((directory / "config.json").read_text(encoding="utf-8"))))
     base = base_model or hub_id(getattr(model, "name_or_path", None))
+    if TEMPLATE not in theirs and not _ours(theirs):
+        readme.write_text(theirs, encoding="utf-8")  # PEFT has edited it
+        warnings.warn(f"{readme} is no card of hf_longattn and stays as it is: no card is written", stacklevel=2)
+        return directory
     text = model_card(directory, name or directory.name, facts, base_model=base, remote_code=remote_code)
-    text.save(directory / "README.md")
+    text.save(readme)
     return directory
 
 
@@ -110,7 +124,7 @@ def push(
 
     Args:
         model: as for `save`, or a folder that it (or `save_pretrained`, or Trainer) wrote. A folder is not changed; its
-            README.md is kept, if it is more than PEFT's template.
+            README.md is kept, if it is more than PEFT's template; a card of ours names `repo_id` as what to load.
         repo_id: "user/name".
         private: who may see a new repository; None for the account's default.
         exist_ok: add a commit to a repository that exists, in place of an error.
@@ -153,7 +167,7 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
     result: dict[str, Path | bytes] = {
         path.relative_to(directory).as_posix(): path
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and path.suffix in SUFFIXES and path.name != "trainer_state.json" and not _aside(path, directory)
+        if path.is_file() and path.suffix in SUFFIXES and path.name not in LOGS and not _aside(path, directory)
     }
     if not any(name.endswith(".safetensors") for name in result):
         raise ValueError(f"{directory} holds no safetensors: save the model with hf_longattn.save or save_pretrained")
@@ -169,14 +183,20 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
     else:
         result["config.json"] = _json(saved | _tripwire(saved))
     readme = directory / "README.md"
-    if readme.exists() and "[More Information Needed]" not in readme.read_text(encoding="utf-8"):
+    if readme.exists() and TEMPLATE not in (text := readme.read_text(encoding="utf-8")):
         if given := sorted(k for k, v in vars(facts).items() if v and k != "numbers"):
             raise ValueError(f"{readme} is kept as it is; write {', '.join(given)} into it, or remove it")
+        if _ours(text):  # it was written for a folder, from which nobody else can load
+            result["README.md"] = LOADING.sub(rf'\g<1>"{repo_id}")', text, count=1).encode()
         return result
     remote_code = "auto_map" in saved
     return result | {
         "README.md": str(model_card(directory, repo_id, facts, base_model=base_model, remote_code=remote_code)).encode()
     }
+
+
+def _ours(card: str) -> bool:
+    return f"\n- {TAG}\n" in card
 
 
 def _aside(path: Path, directory: Path) -> bool:

@@ -50,7 +50,9 @@ def texts(sources: list[str], hub: Hub) -> Iterator[str]:
         for row in _rows(source, hub):
             if hub.column not in row:
                 raise ValueError(f"{source} has no column {hub.column!r}; it has {', '.join(row)}: set hub.column")
-            yield row[hub.column]
+            if not isinstance(text := row[hub.column], str):
+                raise ValueError(f"{source} has a row whose {hub.column!r} is {text!r} and no text: leave such rows out")
+            yield text
 
 
 def _rows(source: str, hub: Hub) -> Iterable[dict[str, Any]]:

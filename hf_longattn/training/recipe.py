@@ -360,6 +360,8 @@ def check(recipe: Recipe) -> None:
             raise ValueError("schedule and trainer.lr_scheduler_type (or trainer.warmup_*) exclude each other: schedule=null")
     if recipe.trainer.get("max_steps", -1) <= 0:
         raise ValueError("trainer.max_steps must say how many steps to train")
+    if recipe.trainer.get("label_smoothing_factor"):
+        raise ValueError("trainer.label_smoothing_factor does not reach the recipes' own loss: leave it out")
     logs, saves = (recipe.trainer.get(k, 500) for k in ("logging_steps", "save_steps"))
     if recipe.trainer.get("save_strategy", "steps") == "steps" and (saves < 1 or logs < 1 or saves % logs):
         raise ValueError(

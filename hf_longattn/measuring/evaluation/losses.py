@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 #: The KV cache of a text's first tokens. A layer with a sliding window holds that window alone.
@@ -53,11 +53,35 @@ def last_hidden(model: Any, input_ids: Tensor, prefill: int | None = None, prefi
     return torch.cat(parts, 1)
 
 
+class _Given(tuple[Tensor]):
+    """What a base model returns, with its last hidden states and nothing else."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 def logits_of(model: Any, hidden: Tensor) -> Tensor:
-    """The model's logits, float32, from some of its last hidden states; with its final softcap, if it has one."""
-    logits = model.get_output_embeddings()(hidden).float()
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    return cap * torch.tanh(logits / cap) if cap else logits
+    """The model's logits, float32, from some of its last hidden states.
+
+    They come from the model's own forward, whose base model hands them on: some models scale or cap their logits there, or
+    have a head of several layers, each in its own way.
+    """
+    base = model.base_model
+    places = [base, *([base.decoder] if isinstance(getattr(base, "decoder", None), nn.Module) else [])]  # Bart's, OPT's
+    before = [m.__dict__.get("forward") for m in places]  # accelerate's hooks stand there
+    for module in places:
+        module.forward = lambda *_, **__: _Given((hidden,))
+    try:
+        return type(model).forward(model, inputs_embeds=hidden).logits.float()  # not the instance's, which may be a loss
+    finally:
+        for module, forward in zip(places, before, strict=True):
+            del module.__dict__["forward"]
+            if forward is not None:
+                module.forward = forward
 
 
 @torch.inference_mode()

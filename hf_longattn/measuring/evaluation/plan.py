@@ -103,7 +103,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.lengths = sorted(set(self.lengths))
-        self.tasks = list(dict.fromkeys(t if t in ON_DOCUMENTS else canonical(t) for t in self.tasks))
+        self.tasks = list(dict.fromkeys(canonical(t, ON_DOCUMENTS) for t in self.tasks))
         for name in ("windows", "targets", "samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

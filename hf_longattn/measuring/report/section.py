@@ -79,7 +79,7 @@ class Section:
 
     @property
     def slug(self) -> str:
-        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
+        return re.sub(r"[\W_]+", "-", self.title.lower()).strip("-")
 
     def to_dict(self) -> dict[str, Any]:
         return {**vars(self), "tables": [t.to_dict() for t in self.tables], "figures": [f.to_dict() for f in self.figures]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import Tensor
@@ -29,18 +30,20 @@ class NeedleGrid:
         self.task.check(length)
 
     def sample(self, index: int, length: int) -> NeedleSample:
-        return self.task.sample(index, length, depths=[index % self.depths / (self.depths - 1)])
+        depth = index % self.depths / (self.depths - 1)
+        # the place in the grid, whatever token that is: the same at every length
+        return dataclasses.replace(self.task.sample(index, length, depths=[depth]), depths=(depth,))
 
 
-def canonical(name: str) -> str:
-    """A task's name, aliases resolved.
+def canonical(name: str, more: tuple[str, ...] = ()) -> str:
+    """A task's name, aliases resolved; or one of `more`.
 
     Raises:
         ValueError: there is no such task; the message says which is near.
     """
-    name = ALIASES.get(name, name)
-    if name not in TASK_NAMES:
-        raise ValueError(f"unknown task {name!r}; {did_you_mean(name, TASK_NAMES)}known tasks: {', '.join(TASK_NAMES)}")
+    name, known = ALIASES.get(name, name), (*more, *TASK_NAMES)
+    if name not in known:
+        raise ValueError(f"unknown task {name!r}; {did_you_mean(name, known)}known tasks: {', '.join(known)}")
     return name
 
 
