@@ -190,10 +190,9 @@ class LongAttnConfig:
 
     def replace(self, **changes: Any) -> LongAttnConfig:
         """A copy with some parameters changed, each given to the one method (or the config) that has it."""
+        self = dataclasses.replace(self, **{f.name: changes.pop(f.name) for f in fields(self) if f.name in changes})
+        by_slot: dict[str, dict[str, Any]] = {}  # parameters of one method are checked together
         for key, value in changes.items():
-            if key in {f.name for f in fields(self)}:
-                self = dataclasses.replace(self, **{key: value})
-                continue
             owners = [m for m in self.methods if key in {f.name for f in fields(m)}]
             if len(owners) != 1:
                 hint = did_you_mean(key, {f.name for m in self.methods for f in fields(m)})
@@ -201,8 +200,8 @@ class LongAttnConfig:
                     f"{key!r} is a parameter of {' and of '.join(m.name for m in owners) or 'no method in ' + self.name}"
                     + (f"; {hint.strip()}" if hint and not owners else "")
                 )
-            self = dataclasses.replace(self, **{owners[0].slot: dataclasses.replace(owners[0], **{key: value})})  # type: ignore[arg-type]
-        return self
+            by_slot.setdefault(owners[0].slot, {})[key] = value
+        return dataclasses.replace(self, **{s: dataclasses.replace(getattr(self, s), **own) for s, own in by_slot.items()})
 
     def bind(self, facts: ModelFacts) -> LongAttnConfig:
         """Fill in what depends on the model and check everything against it."""
