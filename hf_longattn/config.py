@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from .methods.method import SLOTS, Heads, Method, ModelFacts, freeze, thaw
-from .methods.registry import did_you_mean, method, method_class, parameters_of
+from .methods.registry import did_you_mean, fixed_by, method, method_class, parameters_of
 
 if TYPE_CHECKING:
     from .methods.base import KeyBands, LogitMap, OutputNorm, Positions, Score, Sink, Temperature, Visibility
@@ -164,7 +164,9 @@ class LongAttnConfig:
             config = cls.from_dict(section)
         else:
             return cls.preset(name, **section)
-        if name != CUSTOM and {method_class(p) for p in name.split("+")} != {type(m) for m in config.methods}:
+        named = {} if name == CUSTOM else {method_class(part): fixed_by(part) for part in name.split("+")}
+        other = named and named.keys() != {type(m) for m in config.methods}
+        if other or any(getattr(m, key) != value for m in config.methods for key, value in named.get(type(m), {}).items()):
             raise ValueError(
                 f"attn_implementation names {name!r} but the longattn section describes {config.name!r}: use "
                 f"attn_implementation={CUSTOM!r} to take the section as it is, or hf_longattn.apply(model, ...) to change it"

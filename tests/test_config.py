@@ -213,6 +213,10 @@ MISTAKES: dict[str, tuple[Any, list[str]]] = {
         lambda: LongAttnConfig.parse("cosscale", preset("scale_invariant").to_dict()),
         ["cosscale", "scale_invariant", "apply"],
     ),
+    "a preset's name and a section of other parameters": (
+        lambda: LongAttnConfig.parse("log_length", preset("logn").to_dict()),
+        ["log_length", "logn", "apply"],
+    ),
     "replace nothing": (lambda: preset("scale_invariant").replace(tua=1.0), ["tua", "scale_invariant"]),
 }
 
