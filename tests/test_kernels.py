@@ -638,6 +638,9 @@ def test_arguments_that_make_no_sense(function: Any) -> None:
         function(query, key, value, config, attention_mask=torch.ones(3, 19, dtype=torch.bool))
     with pytest.raises(ValueError, match="differ in dtype"):
         function(query, key.float(), value, config)
+    for dtype in (torch.int32, torch.float32):
+        with pytest.raises(ValueError, match=f"position_ids must be int64, got {dtype}"):
+            function(query, key, value, config, position_ids=torch.arange(19, dtype=dtype)[None])
     with pytest.raises(ValueError, match="backend"):
         function(query, key, value, config, backend="warp")
 

@@ -284,6 +284,8 @@ def check_positions(position_ids: Tensor, query: Tensor, key: Tensor) -> Tensor:
             f"position_ids {tuple(position_ids.shape)} must be (batch or 1, length) for queries and keys of that length, got "
             f"{query.shape[2]} and {key.shape[2]}"
         )
+    if position_ids.dtype != torch.int64:
+        raise ValueError(f"position_ids must be int64, got {position_ids.dtype}")
     if bool((position_ids.diff() <= 0).any()):
         raise ValueError("position_ids must grow from token to token")
     return (position_ids - position_ids[:, :1]).to(query.device)
