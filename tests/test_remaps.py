@@ -696,25 +696,6 @@ def test_gradients_where_queries_and_keys_have_none(name: str, trained: str) -> 
         close(got, want, 1e-6)
 
 
-@torch.no_grad()
-def test_a_model_that_was_built_in_inference_mode() -> None:
-    """Its frequencies count no changes, and are seen to change all the same."""
-    ids, outputs = tokens(1, 30), []
-    with torch.inference_mode():
-        frozen = copy.deepcopy(stock("llama"))
-        frozen.model.rotary_emb.inv_freq = frozen.model.rotary_emb.inv_freq.clone()
-    assert frozen.model.rotary_emb.inv_freq.is_inference()
-    for m in (frozen, stock("llama")):
-        hf_longattn.apply(m, "rerope", window=5)
-        before = m(ids).logits
-        with torch.inference_mode():
-            m.model.rotary_emb.inv_freq.mul_(0.5)
-        outputs.append((before, m(ids).logits))
-    for got, want in zip(*outputs, strict=True):
-        close(got, want)
-    assert (outputs[0][0] - outputs[0][1]).abs().max() > 1e-3
-
-
 def test_a_remap_needs_the_rotation() -> None:
     for function in (hf_longattn.attention, reference_attention):
         with pytest.raises(ValueError, match="needs rotation="):
