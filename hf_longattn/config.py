@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from .methods.method import SLOTS, Heads, Method, ModelFacts, freeze, thaw
-from .methods.registry import did_you_mean, method, method_class, parameters_of
+from .methods.registry import did_you_mean, fixed_by, method, method_class, parameters_of
 
 if TYPE_CHECKING:
     from .methods.base import KeyBands, LogitMap, OutputNorm, Positions, Score, Sink, Temperature, Visibility
@@ -164,7 +164,9 @@ class LongAttnConfig:
             config = cls.from_dict(section)
         else:
             return cls.preset(name, **section)
-        if name != CUSTOM and {method_class(p) for p in name.split("+")} != {type(m) for m in config.methods}:
+        named = {} if name == CUSTOM else {method_class(part): fixed_by(part) for part in name.split("+")}
+        other = named and named.keys() != {type(m) for m in config.methods}
+        if other or any(getattr(m, key) != value for m in config.methods for key, value in named.get(type(m), {}).items()):
             raise ValueError(
                 f"attn_implementation names {name!r} but the longattn section describes {config.name!r}: use "
                 f"attn_implementation={CUSTOM!r} to take the section as it is, or hf_longattn.apply(model, ...) to change it"
@@ -190,10 +192,9 @@ class LongAttnConfig:
 
     def replace(self, **changes: Any) -> LongAttnConfig:
         """A copy with some parameters changed, each given to the one method (or the config) that has it."""
+        self = dataclasses.replace(self, **{f.name: changes.pop(f.name) for f in fields(self) if f.name in changes})
+        by_slot: dict[str, dict[str, Any]] = {}  # parameters of one method are checked together
         for key, value in changes.items():
-            if key in {f.name for f in fields(self)}:
-                self = dataclasses.replace(self, **{key: value})
-                continue
             owners = [m for m in self.methods if key in {f.name for f in fields(m)}]
             if len(owners) != 1:
                 hint = did_you_mean(key, {f.name for m in self.methods for f in fields(m)})
@@ -201,8 +202,8 @@ class LongAttnConfig:
                     f"{key!r} is a parameter of {' and of '.join(m.name for m in owners) or 'no method in ' + self.name}"
                     + (f"; {hint.strip()}" if hint and not owners else "")
                 )
-            self = dataclasses.replace(self, **{owners[0].slot: dataclasses.replace(owners[0], **{key: value})})  # type: ignore[arg-type]
-        return self
+            by_slot.setdefault(owners[0].slot, {})[key] = value
+        return dataclasses.replace(self, **{s: dataclasses.replace(getattr(self, s), **own) for s, own in by_slot.items()})
 
     def bind(self, facts: ModelFacts) -> LongAttnConfig:
         """Fill in what depends on the model and check everything against it."""

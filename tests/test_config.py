@@ -108,6 +108,19 @@ def test_replace_finds_the_owner() -> None:
     assert CASES["calibrated"].replace() == CASES["calibrated"]
 
 
+def test_replace_takes_parameters_that_hold_together_only() -> None:
+    """A method is checked once, with all of its new parameters."""
+    assert preset("scale_invariant").replace(alpha=1.0, beta=2.0) == preset("scale_invariant", alpha=1.0, beta=2.0)
+    calibrated = preset("scale_invariant", alpha=1.0, beta=2.0).replace(alpha=None, beta=None, decay=0.5, backend="tiled")
+    assert calibrated == preset("scale_invariant", decay=0.5, backend="tiled")
+    for changes in ({"chunk": 32, "local": 16}, {"local": 16, "chunk": 32}):
+        assert preset("dual_chunk", chunk=8, local=2).replace(**changes) == preset("dual_chunk", chunk=32, local=16)
+    two = preset("dual_chunk+scale_invariant", chunk=8, local=2).replace(tau=3.0, local=16, chunk=32)
+    assert two == preset("dual_chunk+scale_invariant", chunk=32, local=16, tau=3.0)
+    with pytest.raises(ValueError, match="both alpha and beta"):
+        preset("scale_invariant").replace(alpha=1.0)
+
+
 def test_for_layer_reduces_parameters() -> None:
     layered = CASES["calibrated"].bind(FACTS).for_layer(2).logit_map
     assert isinstance(layered, ScaleInvariant)
@@ -199,6 +212,10 @@ MISTAKES: dict[str, tuple[Any, list[str]]] = {
     "name and section disagree": (
         lambda: LongAttnConfig.parse("cosscale", preset("scale_invariant").to_dict()),
         ["cosscale", "scale_invariant", "apply"],
+    ),
+    "a preset's name and a section of other parameters": (
+        lambda: LongAttnConfig.parse("log_length", preset("logn").to_dict()),
+        ["log_length", "logn", "apply"],
     ),
     "replace nothing": (lambda: preset("scale_invariant").replace(tua=1.0), ["tua", "scale_invariant"]),
 }

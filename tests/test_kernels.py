@@ -367,6 +367,29 @@ def test_windows_that_reach_past_the_keys(window: int, start: int, backend: str)
     assert (want[:, :, 4] == 0).all() == (start + 4 - window >= 5)
 
 
+@pytest.mark.parametrize("backend", ["tiled", "flex"])
+@pytest.mark.parametrize("start", [3000, -3000])
+def test_queries_far_from_the_keys(start: int, backend: str) -> None:
+    """Distances across the gap are longer than the lengths: none is looked up beyond a table."""
+    query, key, value = inputs(q=5, k=6)
+    config = hf_longattn.LongAttnConfig.preset("scale_invariant+infoscale", train_length=4, sink_tokens=2)
+    for options in ({}, {"attention_mask": mask_of(2, 1, 5, 6)}):
+        got = hf_longattn.attention(query, key, value, config, query_start=start, backend=backend, **options)
+        close(got, reference_attention(query, key, value, config, query_start=start, **options), 1e-12)
+        assert (got == 0).all() == (start < 0)
+
+
+@pytest.mark.parametrize(
+    ("mean", "count"), [([1.0] * 8, 8), ([[1.0] * 4] * 2, 8), ([1.0, 2.0], 2)], ids=["heads", "layers", "too few"]
+)
+@pytest.mark.parametrize("backend", ["tiled", "flex", "reference"])
+def test_parameters_of_other_heads_are_refused(mean: list[Any], count: int, backend: str) -> None:
+    """Those of several layers are not read as the first one's."""
+    config = hf_longattn.LongAttnConfig.preset("scale_invariant", logit_mean=mean, backend=backend)
+    with pytest.raises(ValueError, match=f"{count} numbers for 4 heads"):
+        hf_longattn.attention(*inputs(), config)
+
+
 @pytest.mark.parametrize("head_dim", [1, 3, 16, 80, 256])
 @pytest.mark.parametrize("backend", ["tiled", "flex"])
 def test_head_dims(head_dim: int, backend: str) -> None:
@@ -615,6 +638,9 @@ def test_arguments_that_make_no_sense(function: Any) -> None:
         function(query, key, value, config, attention_mask=torch.ones(3, 19, dtype=torch.bool))
     with pytest.raises(ValueError, match="differ in dtype"):
         function(query, key.float(), value, config)
+    for dtype in (torch.int32, torch.float32):
+        with pytest.raises(ValueError, match=f"position_ids must be int64, got {dtype}"):
+            function(query, key, value, config, position_ids=torch.arange(19, dtype=dtype)[None])
     with pytest.raises(ValueError, match="backend"):
         function(query, key, value, config, backend="warp")
 

@@ -128,6 +128,10 @@ def test_beta_at_its_bound_is_accepted() -> None:
     gain, _ = tables(ScaleInvariant(alpha=alpha, beta=alpha * math.log(alpha)))
     assert gain[0, 0] == pytest.approx(0.0, abs=1e-6)
     assert np.isfinite(gain).all()
+    for alpha in (1.4266658782958985, *np.linspace(1.1, 20.0, 200)):  # rounding puts a_0² of some below 0
+        gain, bias = tables(ScaleInvariant(alpha=float(alpha), beta=float(alpha) * math.log(float(alpha))))
+        assert np.isfinite(gain).all()
+        assert np.isfinite(bias).all()
 
 
 def test_attention_by_distance_range_is_equal() -> None:

@@ -680,6 +680,22 @@ def test_defaults_fit_the_model(name: str) -> None:
         assert logits(m).isfinite().all()
 
 
+@pytest.mark.parametrize("trained", ["v_proj", "longattn"])
+@pytest.mark.parametrize("name", ["rerope", "dual_chunk", "streaming"])
+def test_gradients_where_queries_and_keys_have_none(name: str, trained: str) -> None:
+    """Of few queries too, whose keys are otherwise re-rotated as they are read, without gradients."""
+    config = LongAttnConfig.preset(name + "+logn", **METHODS[name], learned=True, train_length=4)
+    results = []
+    for backend in ("auto", "reference"):
+        m = hf_longattn.apply(stock("llama"), config.replace(backend=backend, layers=[0])).requires_grad_(False)
+        weights = [p.requires_grad_() for n, p in m.named_parameters() if trained in n and "layers.0." in n]
+        assert weights
+        results.append(torch.autograd.grad(m(ids := tokens(2, 16), labels=ids).loss, weights))
+    for got, want in zip(*results, strict=True):
+        assert want.abs().max() > 1e-5
+        close(got, want, 1e-6)
+
+
 def test_a_remap_needs_the_rotation() -> None:
     for function in (hf_longattn.attention, reference_attention):
         with pytest.raises(ValueError, match="needs rotation="):

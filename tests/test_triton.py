@@ -144,6 +144,13 @@ def test_in_a_model(case: str) -> None:
     close(model("llama", CASES[case], "triton")(ids).logits, model("llama", CASES[case], "reference")(ids).logits)
 
 
+def test_a_gap_between_keys_and_queries_is_refused() -> None:
+    """Distances across it lie beyond the tables."""
+    query, key, value = inputs(b=1, q=5, k=6, d=16, dtype=torch.float32)
+    with pytest.raises(ValueError, match="positions do not count as cache indices"):
+        hf_longattn.attention(query, key, value, CASES["scale_invariant"], query_start=3000, backend="triton")
+
+
 def test_learned_sinks() -> None:
     """Rows of a window and its far keys, forward and backward."""
     results = []

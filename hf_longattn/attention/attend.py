@@ -63,7 +63,7 @@ def attention(
     """
     check_shapes(query, key, value)
     rows = Rows.causal(query.shape[2], key.shape[2], query_start, key_start, query.device)
-    rows = Rows(rows.index, check_mask(attention_mask, query, key))
+    rows = Rows(rows.index, check_mask(attention_mask, query, key), rows.query_ids, rows.key_ids)
     if position_ids is not None:
         ids = check_positions(position_ids, query, key)
         rows = rows.at(ids, ids)
@@ -114,8 +114,8 @@ def attend(
         return dense_attention(query, key, value, config, rows, dropout=dropout, **model)[0]
     tiled = backend == "tiled"
     folds = config.score is not None or config.temperature is not None
-    cpu = query.device.type == "cpu"
-    folding: dict[str, Any] = {"wide": tiled and folds, "rotate_reading": tiled and cpu}
+    reading = tiled and query.device.type == "cpu" and not (config.key_bands and _trains(query, key, value, learned))
+    folding: dict[str, Any] = {"wide": tiled and folds, "rotate_reading": reading}
     call = lower(config, query, key, rows, tables=tables, strength=strength, **folding, **model)
     if isinstance(config.temperature, EntropyTemperature):
         call = call.scaled(config.temperature.factor(_entropy(call, backend)))
@@ -209,6 +209,13 @@ def _entropy(call: LoweredAttention, backend: str) -> Tensor:
     """The entropy of every row over its keys; a sink is none."""
     kernel, several = "triton" if backend == "triton" else "tiled", len(call.segments) > 1
     return merge_entropies([_run(kernel, segment, None, call.spec, 0.0, several, True) for segment in call.segments])
+
+
+def _trains(query: Tensor, key: Tensor, value: Tensor, learned: Mapping[str, nn.Module] | None) -> bool:
+    """Whether gradients may be asked for, of tensors or of learned parts."""
+    parts = (learned or {}).values()
+    tensors = (query, key, value, *(parameter for part in parts for parameter in part.parameters()))
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def choose_backend(

@@ -100,7 +100,11 @@ class Rows:
             query_start = key_start + kv_len - q_len
         position = torch.arange(query_start, query_start + q_len, device=device)
         start = torch.full_like(position, key_start)
-        return cls(Columns(position, start, start, start, position).stacked()[None])
+        rows = cls(Columns(position, start, start, start, position).stacked()[None])
+        if key_start - q_len <= query_start <= key_start + kv_len:
+            return rows
+        # lengths do not bound the distances across a gap; explicit positions do
+        return rows.at(rows.query_positions(), rows.key_positions(kv_len))
 
     def at(self, query_ids: Tensor, key_ids: Tensor) -> Rows:
         """The same rows with explicit positions, int64 (batch or 1, q_len) and (batch or 1, kv_len)."""
@@ -280,6 +284,8 @@ def check_positions(position_ids: Tensor, query: Tensor, key: Tensor) -> Tensor:
             f"position_ids {tuple(position_ids.shape)} must be (batch or 1, length) for queries and keys of that length, got "
             f"{query.shape[2]} and {key.shape[2]}"
         )
+    if position_ids.dtype != torch.int64:
+        raise ValueError(f"position_ids must be int64, got {position_ids.dtype}")
     if bool((position_ids.diff() <= 0).any()):
         raise ValueError("position_ids must grow from token to token")
     return (position_ids - position_ids[:, :1]).to(query.device)

@@ -54,7 +54,7 @@ def reference_attention(
         raise ValueError(f"reference_attention is the reference; backend={backend!r} belongs to hf_longattn.attention")
     check_shapes(query, key, value)
     rows = Rows.causal(query.shape[2], key.shape[2], query_start, key_start, query.device)
-    rows = Rows(rows.index, check_mask(attention_mask, query, key))
+    rows = Rows(rows.index, check_mask(attention_mask, query, key), rows.query_ids, rows.key_ids)
     if position_ids is not None:
         ids = check_positions(position_ids, query, key)
         rows = rows.at(ids, ids)

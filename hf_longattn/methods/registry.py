@@ -85,9 +85,14 @@ def method_class(name: str) -> type[Method]:
     return _loaded[name]
 
 
+def fixed_by(name: str) -> Mapping[str, Any]:
+    """The parameters that a name fixes."""
+    return PRESETS[name].fixed if name in PRESETS else {}
+
+
 def parameters_of(name: str) -> set[str]:
     """The parameters that may be given under a name."""
-    return {f.name for f in fields(method_class(name))} - (PRESETS[name].fixed.keys() if name in PRESETS else set())
+    return {f.name for f in fields(method_class(name))} - fixed_by(name).keys()
 
 
 def method(name: str, **parameters: Any) -> Method:
