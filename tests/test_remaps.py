@@ -384,6 +384,11 @@ def test_frequencies_made_under_inference_mode(family: str) -> None:
         rotary.inv_freq = rotary.inv_freq.clone()
         assert rotary.inv_freq.is_inference()
         close(m(tokens()).logits, want, 0.0)
+        rotary.inv_freq.mul_(0.5)
+        slower = m(tokens()).logits
+        rotary.inv_freq = rotary.inv_freq.clone()
+        close(m(tokens()).logits, slower, 0.0)
+        assert not torch.allclose(slower, want, atol=1e-4)
 
 
 def test_frequencies_that_change_back() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TypeVar
 
 import torch
@@ -44,6 +44,6 @@ def keepable(x: Tensor) -> bool:
     return readable(x) and torch._C._functorch.peek_interpreter_stack() is None
 
 
-def version(x: Tensor) -> int:
-    """How often x was written to in place; of tensors made under inference_mode, which do not count that, 0."""
-    return 0 if x.is_inference() else x._version
+def version(x: Tensor) -> Hashable:
+    """What differs once x was written to in place: a count; of tensors made under inference_mode, which have none, the values."""
+    return tuple(x.tolist()) if x.is_inference() else x._version

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ class RotarySource:
     interleaved: bool = False
     backwards: bool = False  # turned by -p inv_freq (NanoChat)
     verified: bool = False
-    _seen: tuple[Tensor, int, Rotation] | None = None
+    _seen: tuple[Tensor, Hashable, Rotation] | None = None
 
     def rotation(self, query: Tensor) -> Rotation:
         """The rotation now; models with dynamic frequencies change the buffer as they go.
