@@ -45,5 +45,5 @@ def keepable(x: Tensor) -> bool:
 
 
 def version(x: Tensor) -> Hashable:
-    """What differs once x was written to in place: a count; of tensors made under inference_mode, which have none, the values."""
+    """What differs once x was written to in place: a count; of tensors made under inference_mode, without one, the values."""
     return tuple(x.tolist()) if x.is_inference() else x._version
