@@ -708,6 +708,16 @@ ORDERS = (
     ("qk+rerope+infoscale-15%", "qk+rerope-15%"),
     ("qk+rerope+logn-15%", "qk+rerope-15%"),
     ("qk+prope+map-15%", "qk+rerope+logn-15%"),
+    ("qk+leaky_rerope+logn-untrained", "qk+leaky_rerope-untrained"),
+    ("qk+self_extend+logn-untrained", "qk+self_extend-untrained"),
+    ("qk+dual_chunk+logn-untrained", "qk+dual_chunk-untrained"),
+    ("qk+yarn16+logn-untrained", "qk+yarn16-untrained"),
+    ("qk+rerope+logn-untrained", "qk+yarn16-untrained"),
+    ("qk+pose+rerope+logn-15%", "qk+rerope+logn-15%"),
+    ("qk+rerope+cosscale32+infoscale-15%", "qk+rerope+logn-15%"),
+    ("qk+rerope+logn-15%", "qk+control-15%"),
+    ("qk+prope+logn-scratch", "qk+prope-scratch"),
+    ("qk+prope+scale_invariant-scratch", "qk+prope+logn-scratch"),
 )
 
 
