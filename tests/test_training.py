@@ -33,6 +33,7 @@ import hf_longattn
 from hf_longattn.attention.kernels import precision
 from hf_longattn.cli import app
 from hf_longattn.training import POSITIONS, RECIPES, Recipe, dump, load_recipe, plan, prepare, run
+from hf_longattn.training import data as data_module
 from hf_longattn.training import loss as loss_module
 from hf_longattn.training.data import Finish, Rows, documents, pack
 from hf_longattn.training.loss import CausalLoss, trained_by
@@ -257,6 +258,13 @@ def test_recipes_for_pretrained_models_ship_what_was_measured_best(
     monkeypatch.setitem(prepare.__globals__, "_trained_length", lambda config: sys.maxsize)  # of a model that does not say
     with pytest.raises(ValueError, match=r"give skip\.target_length"):
         prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out")))
+
+
+def test_every_process_has_needles_of_its_own(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe("needle_lora", settings(tiny, tmp_path / "out", length=400))
+    alone = data_module._samples(recipe)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert data_module._samples(recipe) == 4 * alone
 
 
 def test_needle_lora(tiny: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import itertools
+import os
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -233,7 +234,8 @@ def _samples(recipe: Recipe) -> int:
     """Needle texts of a whole run, so that none is seen twice."""
     t = recipe.trainer
     batch = t.get("per_device_train_batch_size", 8) * t.get("gradient_accumulation_steps", 1)
-    return int(t["max_steps"] * batch * max(torch.cuda.device_count(), 1) * 2)
+    processes = max(torch.cuda.device_count(), int(os.environ.get("WORLD_SIZE", "1")))
+    return int(t["max_steps"] * batch * processes * 2)
 
 
 def _split(tokens: list[list[int]], kept: int) -> tuple[list[list[int]], Tensor]:
