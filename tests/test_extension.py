@@ -28,6 +28,9 @@ from hf_longattn.measuring.rows import Rows
 from hf_longattn.measuring.settings import UNMODIFIED, Setting
 from hf_longattn.training.loss import CausalLoss, trained_by
 
+#: A checkpoint that was trained at 24 tokens and brings YaRN, with its temperature.
+YARNED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, "rope_theta": 10000.0}
+
 
 def fresh(family: str, **changes: Any) -> Any:
     torch.manual_seed(0)
@@ -142,6 +145,22 @@ def test_extend_to_the_trained_length_shows_the_farthest_tokens_nearer() -> None
     close(model(ids).logits[:, :10], before[:, :10])
 
 
+def test_extend_puts_a_temperature_beside_where_one_pays() -> None:
+    def chosen(family: str, to: int, **how: Any) -> str:
+        return hf_longattn.config_of(hf_longattn.extend(fresh(family, max_position_embeddings=24), to=to, **how)).name
+
+    assert [chosen("qwen3", to) for to in (95, 96, 400)] == ["rerope", "rerope+logn", "rerope+logn"]
+    assert [chosen("llama", to) for to in (191, 192)] == ["rerope", "rerope+infoscale"]
+    assert chosen("qwen3", 200, purpose="retrieval") == "rerope+logn"
+    assert chosen("qwen3", 200, purpose="reading") == "leaky_rerope"
+    assert chosen("qwen3", 200, method="rerope") == "rerope"
+    model, ids = fresh("qwen3", max_position_embeddings=24), tokens(1, 40)
+    before = model(ids).logits
+    close(hf_longattn.extend(model, to=96)(ids).logits[:, :12], before[:, :12])
+    with_own = fresh("qwen3", max_position_embeddings=96, rope_parameters=YARNED)
+    assert hf_longattn.config_of(hf_longattn.extend(with_own, to=200, stack=True)).name == "rerope"
+
+
 def test_extend_refuses_what_makes_no_sense() -> None:
     model = fresh("llama", max_position_embeddings=32)
     for arguments, message in (
@@ -168,13 +187,10 @@ def test_candidates_reach(trained: int, to: int) -> None:
         assert reach is None or reach >= to
 
 
-def test_far_beyond_a_temperature_is_a_candidate_and_with_qk_norm_earlier() -> None:
-    def temperatures(to: int, qk_norm: bool) -> list[str]:
-        return [s.name for s in candidates(8192, to, qk_norm) if extension.tempered(s.name)]
-
-    assert temperatures(16384, False) == temperatures(16384, True) == temperatures(32768, False) == []
-    assert temperatures(65536, False) == ["rerope+infoscale:window=4096"]
-    assert temperatures(32768, True) == temperatures(65536, True) == ["rerope+logn:window=4096"]
+def test_a_temperature_is_a_candidate_where_it_pays() -> None:
+    names = [s.name for s in candidates(8192, 65536)]
+    assert [s.name for s in candidates(8192, 65536, "infoscale")] == [*names, "rerope+infoscale:window=4096"]
+    assert not any(map(extension.tempered, names))
 
 
 @pytest.mark.parametrize(("family", "normed"), [("llama", False), ("gpt2", False), ("qwen3", True), ("gemma3", True)])
@@ -365,7 +381,6 @@ def searched(
     within: dict[str, float],
     losses: dict[str, float],
     copies: dict[str, float],
-    to: int = 4096,
     **about: Any,
 ) -> tuple[str, list[tuple[str, int, int]]]:
     """What a search that measures these takes, and what read the text: each setting, how much of it, how many copies."""
@@ -388,7 +403,7 @@ def searched(
 
     monkeypatch.setattr(extension, "score", scored)
     monkeypatch.setattr(extension, "probe_settings", probing)
-    search = extension.Search(torch.zeros(1, to, dtype=torch.int64), 2048, rows, **about)
+    search = extension.Search(torch.zeros(1, 4096, dtype=torch.int64), 2048, rows, **about)
     choice = search.run(load)
     assert plotted(search) == set(search.probed() | search.scores())
     return choice, read
@@ -428,13 +443,12 @@ def test_the_best_kind_reads_with_both_windows(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_temperature_is_not_probed_and_reads_beside_its_remap(monkeypatch: pytest.MonkeyPatch) -> None:
     name, losses = "rerope+logn:window=1024", {"rerope:window=1024": 0.5, "rerope:window=512": 0.6, "YaRN": 0.7}
-    choice, read = searched(monkeypatch, {}, losses | {name: 0.0}, {name: 0.5}, to=8192, qk_norm=True)
+    choice, read = searched(monkeypatch, {}, losses | {name: 0.0}, {name: 0.5}, temperature="logn")
     assert choice == name
     assert [n for n, *_ in read] == ["unmodified", "rerope:window=1024", "rerope:window=512", name, "YaRN"]
-    for known, to in ((False, 8192), (True, 4096)):
-        _, read = searched(monkeypatch, {}, losses, {}, to=to, qk_norm=known)
-        assert [n for n, *_ in read] == ["unmodified", "rerope:window=1024", "rerope:window=512", "YaRN"]
-    _, read = searched(monkeypatch, {}, losses | {"YaRN": 0.1}, {}, to=8192, qk_norm=True)
+    _, read = searched(monkeypatch, {}, losses, {})
+    assert [n for n, *_ in read] == ["unmodified", "rerope:window=1024", "rerope:window=512", "YaRN"]
+    _, read = searched(monkeypatch, {}, losses | {"YaRN": 0.1}, {}, temperature="logn")
     assert [n for n, *_ in read] == ["unmodified", "YaRN", "rerope:window=1024"]
 
 

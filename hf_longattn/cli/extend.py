@@ -51,7 +51,7 @@ def extend(
     from ..integration import apply, describe, rope
     from ..integration.model import knowing
     from ..measuring.evaluation.plan import fingerprint
-    from ..measuring.extension import SEED, YARN, Search, by_head, check_purpose, plan_copies, tempered
+    from ..measuring.extension import SEED, YARN, Search, by_head, check_purpose, plan_copies, temperature, tempered
     from ..measuring.rows import Rows, versions_line
     from ..measuring.settings import UNMODIFIED, Setting, beside_own, check_setting, filled, load_setting, own_precision
 
@@ -88,7 +88,7 @@ def extend(
     with refusing("--out"):
         rows = Rows(None if out is None else out / RESULT, protocol=protocol)
     about = {"command": command_line(context), "versions": versions_line()}
-    search = Search(ids, trained, rows, purpose, tolerance, about, facts.qk_norm)
+    search = Search(ids, trained, rows, purpose, tolerance, about, temperature(facts, length))
 
     loaded: Any = None
     own: Any = None

@@ -17,6 +17,7 @@ from ..config import LongAttnConfig, length_of
 from ..integration import apply, rope
 from ..integration.model import methods_of
 from ..integration.planning import bound_config
+from ..methods.method import ModelFacts
 from ..methods.registry import did_you_mean
 from ..methods.yarn_beyond import YarnBeyond
 from .calibration import calibrate
@@ -33,6 +34,8 @@ PURPOSES = ("both", "reading", "retrieval")
 FINALISTS = 2
 #: How many settings of the best kind do: a probe knows nothing of dilution, which is what a window is wide or narrow for.
 WINDOWS = 2
+#: From how many times the trained length on a temperature beside ReRoPE pays.
+PAYS = {"logn": 4, "infoscale": 8}
 #: Of the places of the passages that are probed.
 SEED = 0
 
@@ -48,13 +51,15 @@ def extend(
 
     The default keeps every distance below half the trained length exact and caps all others there (ReRoPE): short texts give
     the logits they always gave, and far tokens stay within reach. `to` its trained length, a model finds better inside it:
-    it met the farthest distances rarely, and sees them no more. Other methods and parameters as in `apply`.
+    it met the farthest distances rarely, and sees them no more. Far beyond the trained length a temperature joins it, since so
+    many keys dilute attention: LogN from four times on in models with QK-norm, InfoScale in others from eight times on. Other
+    methods and parameters as in `apply`.
     The config's max_position_embeddings becomes `to`, so that harnesses and servers do not cut texts, and
     original_max_position_embeddings keeps the trained length.
 
     Args:
         purpose: what the default is for. "retrieval", to find what lies far back, and "both" take ReRoPE; "reading", to
-            predict long texts well, takes Leaky ReRoPE, which keeps order among far tokens.
+            predict long texts well, takes Leaky ReRoPE, which keeps order among far tokens, and no temperature.
 
     Raises:
         ValueError: `to` is no length, below the trained length or beyond the method's reach, or the method extends nothing;
@@ -66,9 +71,11 @@ def extend(
     if method is not None and purpose != PURPOSES[0]:
         raise ValueError(f"purpose chooses a method and {method!r} is one: leave out purpose={purpose!r}, or the method")
     length = length_of(to)
-    trained = bound_config(model, LongAttnConfig())[1].train_length
+    known = bound_config(model, LongAttnConfig())[1]
+    trained = known.train_length
     if method is None:
-        method = "leaky_rerope" if purpose == "reading" else "rerope"
+        pays = None if "stack" in parameters else temperature(known, length)  # which could mean either
+        method = "leaky_rerope" if purpose == "reading" else rerope_with(pays)
         if method == "leaky_rerope" and trained is not None:
             parameters = {"stretch": max(4.0, float(needed(trained // 2, trained, length)))} | parameters
     config = (
@@ -113,9 +120,23 @@ def needed(window: int, train_length: int, to: int) -> int:
     return max(2, math.ceil((to - window) / (train_length - window)))
 
 
-def candidates(train_length: int, to: int, qk_norm: bool = False) -> list[Setting]:
-    """What `hf-longattn extend` tries: the unmodified model, YaRN, each kind of remap that reaches `to`, two ways, and far
-    beyond the trained length ReRoPE with a temperature; earlier with QK-norm, which bounds how sharp a row can be.
+def temperature(facts: ModelFacts, to: int) -> str | None:
+    """The temperature that pays beside ReRoPE at that length, if one does: LogN with QK-norm, which bounds how sharp a row of
+    attention can be, else InfoScale. None for models that have a temperature of their own.
+    """
+    name = "logn" if facts.qk_norm else "infoscale"
+    if facts.own_temperature is not None or facts.train_length is None or to < PAYS[name] * facts.train_length:
+        return None
+    return name
+
+
+def rerope_with(temperature: str | None) -> str:
+    return "rerope" if temperature is None else f"rerope+{temperature}"
+
+
+def candidates(train_length: int, to: int, temperature: str | None = None) -> list[Setting]:
+    """What `hf-longattn extend` tries: the unmodified model, YaRN, each kind of remap that reaches `to`, two ways, and where a
+    temperature pays ReRoPE with it.
 
     `to` the trained length: what reads better inside it.
     """
@@ -133,8 +154,8 @@ def candidates(train_length: int, to: int, qk_norm: bool = False) -> list[Settin
         shifts = [f"string:shift={train_length // 3}", f"string:shift={half}"]
         return [Setting(UNMODIFIED), *map(Setting.parse, shifts + remaps)]
     remaps.append(f"yarn_beyond:factor={to / train_length}")
-    if to >= (4 if qk_norm else 8) * train_length:  # nearer, its factor is too small to show
-        remaps.append(f"rerope+{'logn' if qk_norm else 'infoscale'}:window={half}")
+    if temperature is not None:
+        remaps.append(f"{rerope_with(temperature)}:window={half}")
     return [Setting(UNMODIFIED), Setting(YARN, rope=f"yarn:{to / train_length}"), *map(Setting.parse, remaps)]
 
 
@@ -228,7 +249,7 @@ class Search:
     Args:
         input_ids: a text, (1, to).
         trained: the length that the model was trained at, `to` at most.
-        qk_norm: whether it normalises its queries and keys.
+        temperature: the one that pays beside ReRoPE, if any.
         rows: what is measured is kept here, row by row, and not measured again.
         tolerance: what a choice may cost within the trained length, in nats a token.
     """
@@ -239,13 +260,13 @@ class Search:
     purpose: str = "both"
     tolerance: float = 0.02
     about: Mapping[str, Any] = field(default_factory=dict)
-    qk_norm: bool = False
+    temperature: str | None = None
     settings: dict[str, Setting] = field(init=False)
     copies: list[Copy] = field(init=False)
 
     def __post_init__(self) -> None:
         check_purpose(self.purpose)
-        self.settings = {s.name: s for s in candidates(self.trained, self.to, self.qk_norm)}
+        self.settings = {s.name: s for s in candidates(self.trained, self.to, self.temperature)}
         if (kept := self.rows.find(setting=BY_HEAD)) is not None:
             self.settings[BY_HEAD] = Setting(BY_HEAD, kept["what"]["method"])
         self.copies = plan_copies(self.edge, self.to)
