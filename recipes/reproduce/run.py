@@ -32,20 +32,11 @@ from recipes.reproduce.experiment import Experiment, Run, Texts, refuse_other_se
 from recipes.reproduce.length import ATTENTION, LENGTH
 from recipes.reproduce.masked import MASKED
 from recipes.reproduce.needles import NEEDLES, NEEDLES_BEYOND, PRETRAINED
-from recipes.reproduce.sets import (
-    ARGMAX,
-    DICTIONARY,
-    DICTIONARY_LARGER,
-    DICTIONARY_LONGER,
-    IN_LOSS,
-    LARGER,
-    LONGER,
-    MAX_RETRIEVAL,
-)
+from recipes.reproduce.sets import SETS
 
 ROOT = Path(__file__).parents[2]
 ALL = (
-    *(MAX_RETRIEVAL, ARGMAX, LONGER, LARGER, IN_LOSS, DICTIONARY, DICTIONARY_LONGER, DICTIONARY_LARGER),
+    *SETS,
     *(LENGTH, ATTENTION, NEEDLES, PRETRAINED, MASKED, ENCODED),
     *(ALGORITHMS, ALGORITHMS_PRETRAINED, CONVERSION, NEEDLES_BEYOND),
 )

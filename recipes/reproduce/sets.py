@@ -380,3 +380,4 @@ DICTIONARY_LARGER = Experiment(
     quick=Growing(**vars(QUICK) | {"largest": 32, "steps": 30}),
     measure=functools.partial(run_sets, dictionary_model),
 )
+SETS = (MAX_RETRIEVAL, ARGMAX, LONGER, LARGER, IN_LOSS, DICTIONARY, DICTIONARY_LONGER, DICTIONARY_LARGER)
