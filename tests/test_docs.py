@@ -21,6 +21,7 @@ from hf_longattn.measuring.evaluation.statistics import mean_interval
 from hf_longattn.measuring.report.markdown import filled
 from hf_longattn.measuring.rows import Rows
 from hf_longattn.methods.registry import method_names
+from recipes.reproduce.paper import ARGMAX
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -313,6 +314,18 @@ def test_what_the_readme_says_of_gemma_is_in_the_rows() -> None:
     told = "in three texts at {:.2f} to {:.2f} nats, under `rerope` at {:.2f} to {:.2f}; prose pays {:.2f} to {:.2f}"
     bounds = [bound for values in (logn, rerope, prices) for bound in (min(values), max(values))]
     assert told.format(*bounds) in prose("README.md")
+
+
+def test_what_the_readme_says_of_max_retrieval_is_in_the_rows() -> None:
+    rows = {variant: m for (variant, _), m in rows_of("argmax-retrieval-100k").items()}
+    baseline, normed = (rows[name]["plain"]["accuracy"] for name in ("baseline", "layer_norm"))
+    at = rows["baseline"]["sizes"].index(1024)
+    theirs = {norm: ARGMAX[norm, "plain"] for norm in ("baseline", "layer_norm")}
+    assert f"one seed: {100 * baseline[at]:.0f} % at 1,024 items, {theirs['baseline'][at]:.0f} in the paper" in prose(
+        "README.md"
+    )
+    for ours, first, paper, without in zip(normed, baseline, theirs["layer_norm"], theirs["baseline"], strict=True):
+        assert 100 * (ours - first) > paper - without  # an output norm gains more than there
 
 
 def test_what_twelve_minutes_of_training_buy_is_in_the_rows() -> None:

@@ -319,17 +319,17 @@ ARGMAX = Experiment(
     quick=QUICK,
     measure=functools.partial(run_sets, argmax_model),
 )
-LONGER = Experiment(
+LONGER = replace(
+    ARGMAX,
     name="argmax-retrieval-100k",
     about="the two above for as many steps as the papers' (Vanishing Variance, Table 1; Softmax is not Enough, Table 1)",
-    variants=("baseline", "layer_norm", "standardise"),
+    variants=tuple(NORMS),
     seeds=(0,),
     minutes=22.0,
     settings=Settings(steps=100_000),
-    quick=QUICK,
-    measure=functools.partial(run_sets, argmax_model),
 )
-LARGER = Experiment(
+LARGER = replace(
+    ARGMAX,
     name="argmax-retrieval-256",
     about="output norms trained on sets that grow to 256 items (Vanishing Variance, Table 4)",
     variants=("baseline", "layer_norm"),
@@ -337,18 +337,16 @@ LARGER = Experiment(
     minutes=6.0,
     settings=Growing(),
     quick=Growing(**vars(QUICK) | {"largest": 32}),
-    measure=functools.partial(run_sets, argmax_model),
 )
-IN_LOSS = Experiment(
+IN_LOSS = replace(
+    ARGMAX,
     name="argmax-retrieval-l2",
-    about="the two above with the L2 term in the loss and the start of the first paper's code",
+    about="max and argmax retrieval with the L2 term in the loss and the start of the first paper's code",
     # and what each of the two does without the other
     variants=(*NORMS, "baseline-no_l2", "baseline-torch_start"),
     seeds=tuple(range(5)),
-    minutes=2.5,
     settings=InLoss(),
     quick=InLoss(**vars(QUICK) | {"weight_decay": 0.0, "steps": 100}),
-    measure=functools.partial(run_sets, argmax_model),
 )
 DICTIONARY = Experiment(
     name="dictionary-lookup",
@@ -360,17 +358,17 @@ DICTIONARY = Experiment(
     quick=replace(QUICK, steps=30),
     measure=functools.partial(run_sets, dictionary_model),
 )
-DICTIONARY_LONGER = Experiment(
+DICTIONARY_LONGER = replace(
+    DICTIONARY,
     name="dictionary-lookup-10k",
     about="the same for as many steps as the paper's",
     variants=("baseline", "layer_norm"),
     seeds=tuple(range(3)),
     minutes=7.0,
     settings=Settings(steps=10_000),
-    quick=replace(QUICK, steps=30),
-    measure=functools.partial(run_sets, dictionary_model),
 )
-DICTIONARY_LARGER = Experiment(
+DICTIONARY_LARGER = replace(
+    DICTIONARY,
     name="dictionary-lookup-256",
     about="dictionary lookup, trained on sets that grow to 256 items (Vanishing Variance, Table 5)",
     variants=("baseline", "layer_norm"),
@@ -378,6 +376,5 @@ DICTIONARY_LARGER = Experiment(
     minutes=8.0,
     settings=Growing(),
     quick=Growing(**vars(QUICK) | {"largest": 32, "steps": 30}),
-    measure=functools.partial(run_sets, dictionary_model),
 )
 SETS = (MAX_RETRIEVAL, ARGMAX, LONGER, LARGER, IN_LOSS, DICTIONARY, DICTIONARY_LONGER, DICTIONARY_LARGER)
