@@ -128,7 +128,7 @@ def string(p: dict[str, Any], i: np.ndarray, j: np.ndarray) -> np.ndarray:
 def yarn_scores(
     p: dict[str, Any], q: np.ndarray, k: np.ndarray, t: np.ndarray, inv_freq: np.ndarray, theta: float
 ) -> np.ndarray:
-    """q . k of rotated vectors, in rows beyond the trained length as YaRN would have rotated them; pairs are halves."""
+    """q . k of rotated vectors as if YaRN had rotated them; pairs are halves."""
     pairs, length = len(inv_freq), p["train_length"]
     low, high = (pairs * np.log(length / (turns * 2 * np.pi)) / np.log(theta) for turns in (p["beta_fast"], p["beta_slow"]))
     low, high = (np.floor(low), np.ceil(high)) if p["truncate"] else (low, high)
@@ -139,8 +139,7 @@ def yarn_scores(
     a, b = (x[..., :pairs] + 1j * x[..., pairs : 2 * pairs] for x in (q, k))
     turn = np.exp(1j * t[..., None] * (new - inv_freq))
     rest = q[..., 2 * pairs :] @ k[..., 2 * pairs :].swapaxes(-1, -2)
-    late = scale**2 * np.einsum("bhqf,qkf,bhkf->bhqk", a, turn, b.conj()).real + rest
-    return np.where(np.arange(len(t))[:, None] >= length, late, q @ k.swapaxes(-1, -2))
+    return scale**2 * np.einsum("bhqf,qkf,bhkf->bhqk", a, turn, b.conj()).real + rest
 
 
 def dual_chunk(p: dict[str, Any], i: np.ndarray, j: np.ndarray) -> np.ndarray:
@@ -176,6 +175,7 @@ BY_LENGTH: dict[str, Formula] = {f.__name__: f for f in (infoscale, logn, log_le
 REMAPS: dict[str, Formula] = {
     f.__name__: f for f in (rerope, leaky_rerope, self_extend, string, dual_chunk, streaming, lm_infinite)
 }
+YARN = ("yarn_beyond", "yarn_far")
 BY_ENTROPY: dict[str, Formula] = {"adaptive_temperature": adaptive_temperature}
 NORMS: dict[str, Formula] = {
     "output_standardise": output_standardise,
@@ -185,7 +185,18 @@ NORMS: dict[str, Formula] = {
 
 
 def covers(config: LongAttnConfig) -> bool:
-    known = {"cosscale", "windowed", "attention_sink", "yarn_beyond", *REMAPS, *LOGIT_MAPS, *BY_LENGTH, *BY_ENTROPY, *NORMS}
+    known = {
+        "cosscale",
+        "windowed",
+        "attention_sink",
+        "yarn_beyond",
+        "yarn_far",
+        *REMAPS,
+        *LOGIT_MAPS,
+        *BY_LENGTH,
+        *BY_ENTROPY,
+        *NORMS,
+    }
     return all(m.name in known for m in config.methods)
 
 
@@ -228,10 +239,16 @@ def _attention(
     if remap.get("name") in REMAPS:
         seen = REMAPS[remap["name"]](remap, position[:, None], position)
         s = moved_scores(q, k, seen - t, module.closed_form_frequencies[0])
-    if remap.get("name") == "yarn_beyond":
-        rope = module.config.rope_parameters
+    if remap.get("name") in YARN:
+        rope, frequencies = module.config.rope_parameters, module.closed_form_frequencies[0]
         theta = rope.get("full_attention", rope)["rope_theta"]
-        s = yarn_scores(remap, q, k, t, module.closed_form_frequencies[0], theta)
+        yarn = yarn_scores(remap, q, k, t, frequencies, theta)
+        if remap["name"] == "yarn_beyond":
+            s = np.where(position[:, None] >= remap["train_length"], yarn, s)
+        else:
+            w, stretch = remap["window"], float(remap["stretch"])
+            middle = moved_scores(q, k, w + (t - w) / stretch - t, frequencies)
+            s = np.select([t < w, t < remap["border"]], [s, middle], yarn)
     s = scaling * s
     visible, n_seen = (t >= 0) & (t < (sliding_window or n)), position + 1
     if visibility:

@@ -147,7 +147,7 @@ def test_methods_that_fold_are_exact_in_vllm(
 
 
 REFUSED = (DEFAULT, "alibi", "adaptive_temperature", "rerope", "leaky_rerope", "self_extend", "dual_chunk", "string")
-REFUSED += ("windowed", "streaming", "lm_infinite", "attention_sink", "yarn_beyond")
+REFUSED += ("windowed", "streaming", "lm_infinite", "attention_sink", "yarn_beyond", "yarn_far")
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -139,14 +139,14 @@ def remapped_scores(
 ) -> Tensor:
     """q . k for vectors whose distance is to appear as `excess` more than it is: q^T R k, pair of features by pair.
 
-    In the rows that `remap` rescales, pairs are turned by its spectrum, and scaled.
+    Where `remap` rescales them, pairs are turned by its spectrum, and scaled.
     """
     excess = excess.repeat_interleave(query.shape[1] // excess.shape[1], 1)
     q1, q2, q_rest = rotation.split(query)
     k1, k2, k_rest = rotation.split(key)
     scores = q_rest @ k_rest.transpose(-1, -2)
     frequencies = rotation.inv_freq.double()
-    late = None if remap is None else remap.rescaled(i)
+    late = None if remap is None else remap.rescaled(i, j)
     shown, factor = (frequencies, 1.0) if remap is None else remap.spectrum(frequencies)
     for f, frequency in enumerate(frequencies):
         angle = excess * frequency

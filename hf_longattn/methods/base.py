@@ -53,8 +53,8 @@ class KeyBands(Method, ABC):
         """
         return (i - j).double()
 
-    def rescaled(self, i: Tensor) -> Tensor | None:
-        """bool like i, the rows in which query and keys are turned by `spectrum`; None: there are none."""
+    def rescaled(self, i: Tensor, j: Tensor) -> Tensor | None:
+        """bool, the pairs of query i and key j (broadcast together) that are turned by `spectrum`; None: there are none."""
         return None
 
     def spectrum(self, inv_freq: Tensor) -> tuple[Tensor, float]:
