@@ -21,7 +21,7 @@ from .masks import base_implementation, before
 from .names import is_ours, name_for
 from .planning import attach, no_layer, prepare, show_section
 from .rope import shorten
-from .state import adapters_of, plan_of, release, remember, set_plan, transaction, without_method
+from .state import adapters_of, alone, plan_of, release, remember, set_plan, transaction, without_method
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -78,7 +78,12 @@ def update(model: Model, **parameters: Any) -> Model:
     Its strength, for schedules, at no cost: nothing is planned anew, and of compiled graphs none is compiled anew once the
     strength has been other than 1.
     """
-    base, config = pretrained(model), config_of(model).replace(**parameters)
+    with alone(base := pretrained(model)):
+        _update(base, config_of(base).replace(**parameters), parameters)
+    return model
+
+
+def _update(base: PreTrainedModel, config: LongAttnConfig, parameters: dict[str, Any]) -> None:
     modules = set(base.modules())
     target = candidates_of(base)[0].module.config
     plans = {x.module: plan for x in layers_of(base) if x.module.config is target and (plan := plan_of(x.module))}
@@ -86,7 +91,8 @@ def update(model: Model, **parameters: Any) -> Model:
         plan.section is target.longattn and (plan.rotary is None or plan.rotary.module in modules) for plan in plans.values()
     )
     if not fits or parameters.keys() != {"strength"} or config.logit_map is None or not config.logit_map.blends:
-        return apply(model, config)
+        apply(base, config)
+        return
     with change(base):
         target.longattn = config
         show_section(base, target)
@@ -94,7 +100,6 @@ def update(model: Model, **parameters: Any) -> Model:
             own = plan.config and plan.config.replace(**parameters)
             set_plan(module, dataclasses.replace(plan, section=target.longattn, config=own))
             plan.state.set_strength(config)
-    return model
 
 
 def remove(model: Model) -> Model:

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..attention.attend import Call
 from ..config import CUSTOM, LongAttnConfig
 from .layers import Layer, candidates_of, layers_of, pretrained
 from .names import is_ours
-from .state import CALLS, AttentionState, LayerPlan, Snapshot, plan_of, remember, set_plan, state_of
+from .state import CALLS, AttentionState, LayerPlan, Snapshot, alone, own_configs, plan_of, remember, set_plan, state_of
 
 #: Called after every attention call of an observed layer.
 Observer = Callable[[Layer, Call], None]
@@ -35,33 +36,46 @@ def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None =
         ValueError: `layers` names one that is not there or is left alone, or there is none.
     """
     base = pretrained(model)
-    config: Any = next((x.module.config for x in candidates_of(base)), None)
-    named = None if layers is None else set(layers)
-    observed = []
-    left_alone: dict[int, str] = {}
-    before, state = Snapshot(base), state_of(base) or AttentionState()
+    with alone(base):
+        own_configs(base)
+        before = Snapshot(base)
+        try:
+            observed = _placed(base, observer, None if layers is None else set(layers))
+        except BaseException:
+            before.restore(CALLS)
+            raise
     try:
-        if config is not None and not is_ours(config._attn_implementation):
-            remember(base, config, config._attn_implementation)
-            config._attn_implementation_internal = CUSTOM
-            config.longattn = LongAttnConfig().to_dict()
-        for layer in [x for x in layers_of(base) if x.module.config is config]:
-            plan, unchanged = plan_of(layer.module), layer.why_not
-            if plan is None or plan.section is not config.longattn:
-                plan = LayerPlan(state, config.longattn, None, unchanged or "", layer.windowed, config.num_attention_heads)
-            if plan.config is None and not unchanged:
-                plan = dataclasses.replace(plan, config=LongAttnConfig())  # not in the method's `layers`: plain attention
-            if plan.config is None and not layer.why_never:
-                left_alone[layer.index] = plan.reason
-            elif plan.config is not None and (named is None or layer.index in named):
-                observed.append(layer)
-                plan = dataclasses.replace(plan, observer=functools.partial(observer, layer))
-            set_plan(layer.module, plan)
-        if missing := sorted((named or set()) - {x.index for x in observed}):
-            why = ", ".join(f"{i} ({left_alone.get(i, 'not in this model')})" for i in missing)
-            raise ValueError(f"these layers cannot be observed: {why}")
-        if not observed:
-            raise ValueError("this model has no layer to look at: no causal full attention")
         yield observed
     finally:
-        before.restore(CALLS)
+        with alone(base):
+            before.restore(CALLS)
+
+
+def _placed(base: PreTrainedModel, observer: Observer, named: set[int] | None) -> list[Layer]:
+    """Put the observer into the plans of all layers, or of those named; returns these layers."""
+    config: Any = next((x.module.config for x in candidates_of(base)), None)
+    state = state_of(base) or AttentionState()
+    observed = []
+    left_alone: dict[int, str] = {}
+    if config is not None and not is_ours(config._attn_implementation):
+        remember(base, config, config._attn_implementation)
+        config._attn_implementation_internal = CUSTOM
+        config.longattn = LongAttnConfig().to_dict()
+    for layer in [x for x in layers_of(base) if x.module.config is config]:
+        plan, unchanged = plan_of(layer.module), layer.why_not
+        if plan is None or plan.section is not config.longattn:
+            plan = LayerPlan(state, config.longattn, None, unchanged or "", layer.windowed, config.num_attention_heads)
+        if plan.config is None and not unchanged:
+            plan = dataclasses.replace(plan, config=LongAttnConfig())  # not in the method's `layers`: plain attention
+        if plan.config is None and not layer.why_never:
+            left_alone[layer.index] = plan.reason
+        elif plan.config is not None and (named is None or layer.index in named):
+            observed.append(layer)
+            plan = dataclasses.replace(plan, observer=functools.partial(observer, layer))
+        set_plan(layer.module, plan)
+    if missing := sorted((named or set()) - {x.index for x in observed}):
+        why = ", ".join(f"{i} ({left_alone.get(i, 'not in this model')})" for i in missing)
+        raise ValueError(f"these layers cannot be observed: {why}")
+    if not observed:
+        raise ValueError("this model has no layer to look at: no causal full attention")
+    return observed

@@ -18,8 +18,8 @@ from ..methods.method import ModelFacts
 from .layers import Layer, all_configs, candidates_of, layers_of, pretrained
 from .names import is_ours, short
 from .rotation import find_rotary
-from .state import AttentionState, LayerPlan, Section, set_plan, state_of
-from .verify import rotation_of, verify_at_first_call, verify_rotations
+from .state import AttentionState, LayerPlan, Section, enrol, set_plan, state_of
+from .verify import rotation_of, verify_rotations, watch
 
 #: What models call the norm of their queries, inside an attention module.
 QUERY_NORMS = ("q_norm", "q_layernorm", "q_layer_norm", "query_layernorm", "qk_norm")
@@ -53,7 +53,8 @@ def prepare(model: PreTrainedModel, verify: bool = False) -> None:
         attach(module, {m.slot: part for m in methods if hasattr(m, "module") and (part := m.module(facts)) is not None})
     _guard_positions(model, state)
     _guard_axes(plans, state)
-    verify_at_first_call(model, state)
+    watch(model, state)
+    enrol(model)
 
 
 def show_section(model: PreTrainedModel, target: Any) -> None:

@@ -36,7 +36,7 @@ from .layers import all_configs, language_config
 from .model import change, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, hint, is_ours, short
 from .planning import prepare, refuse_name
-from .state import Section, remember
+from .state import Section, own_configs, remember
 
 
 def install() -> None:
@@ -196,6 +196,7 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     for c in all_configs(self):
         if is_ours(c._attn_implementation):
             remember(self, c)
+    own_configs(self)
     prepare(self)  # first: learned parts must exist before weights are initialised or loaded
     original(self)
     warn_of_lost_softcap(self)

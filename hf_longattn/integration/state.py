@@ -11,10 +11,12 @@ There is nothing else. Copies and pickles of a model take it along; models that 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from transformers import PreTrainedModel
 from ..attention.attend import Call
 from ..attention.tables import TableCache
 from ..config import LongAttnConfig
+from .gate import Gate
 from .layers import all_configs, layers_of, pretrained
 from .masks import Before, before
 from .names import is_ours
@@ -61,9 +64,11 @@ class AttentionState:
 
     tables: TableCache = field(default_factory=lambda: TableCache(TABLE_BYTES))
     strength: Tensor | None = None  # of the logit map once it is other than 1: compiled graphs read it when they run
+    gate: Gate = field(default_factory=Gate)  # between forward passes and changes, which may come from several threads
+    passes: tuple[RemovableHandle, ...] = ()  # hooks around a forward pass: see `verify.watch`
+    unverified: bool = False  # whether the first pass has rotations to verify
     guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse positions beyond a learned table
     axes: tuple[RemovableHandle, ...] = ()  # hooks that refuse several positions a token (M-RoPE) under a remap
-    verification: RemovableHandle | None = None  # the hook that verifies rotations at the first call
     disabled: tuple[list[tuple[Any, str]], Tables | None] | None = None  # what `enable` puts back: implementations, rotations
 
     def set_strength(self, config: LongAttnConfig) -> None:
@@ -113,7 +118,8 @@ class Snapshot:
 
     def __init__(self, model: nn.Module) -> None:
         owners = (*all_configs(model), *adapters_of(model), *filter(None, [state_of(model)]), *model.modules())
-        inner = ("_modules", "_buffers", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+        hooks = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_always_called")
+        inner = ("_modules", "_buffers", *hooks)
         entries = [vars(x) for x in owners] + [vars(m)[name] for m in model.modules() for name in inner]
         self.entries = [(live, dict(live)) for live in entries]
 
@@ -129,17 +135,54 @@ class Snapshot:
 CALLS = ("_attn_implementation_internal", "_longattn", "_longattn_before", "longattn_plan")
 
 
+def alone(model: nn.Module) -> AbstractContextManager[None]:
+    """While open, no other thread's forward pass reads what the model keeps, and no other thread changes it."""
+    return nullcontext() if (state := state_of(model)) is None else state.gate.alone()
+
+
 @contextmanager
 def transaction(model: nn.Module) -> Iterator[None]:
     """A change of a model's attention: after an exception the model is as it was. RuntimeError: the method is disabled."""
-    if (state := state_of(model)) is not None and state.disabled is not None:
-        raise RuntimeError("the model's method is disabled (disable_adapter): change it after enabling it again")
-    snapshot = Snapshot(model)
-    try:
-        yield
-    except BaseException:
-        snapshot.restore()
-        raise
+    with alone(model):
+        if (state := state_of(model)) is not None and state.disabled is not None:
+            raise RuntimeError("the model's method is disabled (disable_adapter): change it after enabling it again")
+        own_configs(model)
+        snapshot = Snapshot(model)
+        try:
+            yield
+        except BaseException:
+            snapshot.restore()
+            raise
+
+
+#: Models that run a method, to find those that were built on one config object.
+_MODELS: WeakSet[nn.Module] = WeakSet()
+_MODELS_LOCK = threading.Lock()
+
+
+def enrol(model: nn.Module) -> None:
+    """Note that a model runs a method."""
+    with _MODELS_LOCK:
+        _MODELS.add(model)
+
+
+def own_configs(model: nn.Module) -> None:
+    """Give a model copies of the configs that it shares with another one, which is not to change with it.
+
+    `LlamaForCausalLM(config)` keeps the config that it is given, so two models may be built on one.
+    """
+    modules, mine = set(model.modules()), all_configs(model)
+    with _MODELS_LOCK:
+        others = [other for other in _MODELS if modules.isdisjoint(other.modules())]
+    shared = {id(c) for other in others for c in all_configs(other)}
+    if shared.isdisjoint(map(id, mine)):
+        return
+    memo: dict[int, Any] = {}
+    copies = {id(c): copy.deepcopy(c, memo) for c in mine}
+    for c in mine:  # plans know their section by identity
+        copies[id(c)].__dict__ |= {k: c.__dict__[k] for k in ("_longattn", "_longattn_before") if k in c.__dict__}
+    for module in modules:
+        vars(module).update({k: copies[id(v)] for k, v in vars(module).items() if id(v) in copies})
 
 
 def release(model: nn.Module) -> None:
@@ -149,8 +192,10 @@ def release(model: nn.Module) -> None:
         if not is_ours(layer.module.config._attn_implementation):
             set_plan(layer.module, None)
     if state is not None and state_of(model) is None:
-        for handle in filter(None, (*state.guards, *state.axes, state.verification)):
+        for handle in (*state.guards, *state.axes, *state.passes):
             handle.remove()
+        with _MODELS_LOCK:
+            _MODELS.discard(model)
 
 
 def remember(model: PreTrainedModel, config: Any, implementation: str | None = None) -> Before:
@@ -180,22 +225,25 @@ def disable(model: nn.Module, rope_parameters: dict[str, Any] | None = None) -> 
         rope_parameters: settings of the rotary encoding to use meanwhile; None leaves it as it is.
     """
     base = pretrained(model)
-    state, running = state_of(base), without_method(base)
-    if state is None or state.disabled is not None or not running:
-        return
-    tables = None if rope_parameters is None else exchange(base, build(base, rope_parameters))
-    state.disabled = [(c, c._attn_implementation) for c, _ in running], tables
-    for config, implementation in running:  # not by the property, which would switch a vision tower too
-        config._attn_implementation_internal = implementation
+    with alone(base):
+        own_configs(base)
+        state, running = state_of(base), without_method(base)
+        if state is None or state.disabled is not None or not running:
+            return
+        tables = None if rope_parameters is None else exchange(base, build(base, rope_parameters))
+        state.disabled = [(c, c._attn_implementation) for c, _ in running], tables
+        for config, implementation in running:  # not by the property, which would switch a vision tower too
+            config._attn_implementation_internal = implementation
 
 
 def enable(model: nn.Module) -> None:
     """Undo `disable`, if the method is disabled."""
-    if (state := state_of(base := pretrained(model))) is None or state.disabled is None:
-        return
-    implementations, tables = state.disabled
-    state.disabled = None
-    for config, implementation in implementations:
-        config._attn_implementation_internal = implementation
-    if tables is not None:
-        exchange(base, tables)
+    with alone(base := pretrained(model)):
+        if (state := state_of(base)) is None or state.disabled is None:
+            return
+        implementations, tables = state.disabled
+        state.disabled = None
+        for config, implementation in implementations:
+            config._attn_implementation_internal = implementation
+        if tables is not None:
+            exchange(base, tables)

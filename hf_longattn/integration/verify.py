@@ -19,7 +19,7 @@ from ..config import LongAttnConfig
 from .layers import Layer, all_configs, layers_of
 from .names import is_ours
 from .rotation import PROBE, RotarySource, find_rotary, settle
-from .state import CALLS, AttentionState, Snapshot, plan_of, set_plan, state_of
+from .state import CALLS, AttentionState, Snapshot, plan_of, set_plan
 
 
 def rotation_of(model: nn.Module, config: Any, layers: list[Layer]) -> RotarySource | None:
@@ -84,24 +84,44 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def verify_at_first_call(model: PreTrainedModel, state: AttentionState) -> None:
-    """While a model is built it has no weights to verify anything with; its first forward pass has."""
-    modules = {x.module for x in _unverified(model)}
-    if state.verification is not None and not modules:
-        state.verification.remove()
-        state.verification = None
-    elif state.verification is None and modules:
+def watch(model: PreTrainedModel, state: AttentionState) -> None:
+    """From now on forward passes and changes of the model's attention take turns, and the first pass verifies rotations.
+
+    While a model is built it has no weights to verify anything with; its first forward pass has.
+    """
+    state.unverified = bool(_unverified(model))
+    if not state.passes:
+        modules = {x.module for x in layers_of(model) if plan_of(x.module) is not None}
         # the innermost model around them: it may be called without the others (their heads)
         inner = [m for m in model.modules() if isinstance(m, PreTrainedModel) and modules <= set(m.modules())][-1]
-        state.verification = inner.register_forward_pre_hook(_first_call)
+        begin = inner.register_forward_pre_hook(functools.partial(_begin, state), prepend=True)
+        end = inner.register_forward_hook(functools.partial(_end, state), always_call=True)
+        state.passes = begin, end
 
 
-def _first_call(model: Any, args: Any) -> None:
-    # without one of our names it is disabled; without unverified ones, a verification that goes on
-    if _computes(model) and any(is_ours(c._attn_implementation) for c in all_configs(model)) and _unverified(model):
-        verify_rotations(model)
-        if (state := state_of(model)) is not None:
-            verify_at_first_call(model, state)
+def _begin(state: AttentionState, model: Any, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if state.unverified:
+        with state.gate.alone():
+            _first_call(state, model)
+    state.gate.enter()
+
+
+def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
+    if not torch.compiler.is_compiling():
+        state.gate.leave()
+
+
+def _first_call(state: AttentionState, model: Any) -> None:
+    # without one of our names it is disabled; without `unverified`, a verification that goes on or another thread's
+    if state.unverified and _computes(model) and any(is_ours(c._attn_implementation) for c in all_configs(model)):
+        state.unverified = False
+        try:
+            verify_rotations(model)
+        except BaseException:
+            state.unverified = True
+            raise
 
 
 def _with_equal_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -1,0 +1,146 @@
+"""Many threads on one model, and two models on one config: nothing computes what was not asked for."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES
+from helpers import close, fresh, tokens
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+import hf_longattn
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@torch.no_grad()
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():  # the mode belongs to a thread
+        return model(ids, use_cache=False).logits
+
+
+def together(threads: int, what: Callable[[int], Any]) -> list[Any]:
+    """What every thread returns, all begun at once."""
+    start = threading.Barrier(threads)
+
+    def run(number: int) -> Any:
+        start.wait()
+        return what(number)
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(run, range(threads)))
+
+
+@pytest.mark.parametrize("case", ["rerope", "streaming", "dual_chunk"])
+def test_first_calls_at_once_all_run_the_method(case: str, tmp_path: Path) -> None:
+    fresh("llama", CASES[case]).save_pretrained(tmp_path)
+    ids = tokens(1)
+    want = logits(AutoModelForCausalLM.from_pretrained(tmp_path), ids)
+    plain = logits(AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager"), ids)
+    assert (want - plain).abs().max() > 1e-2
+    for _ in range(10):
+        m = AutoModelForCausalLM.from_pretrained(tmp_path)
+        for got in (*together(4, lambda _, m=m: logits(m, ids)), logits(m, ids)):
+            close(got, want, 1e-6)
+
+
+def beside_forwards(model: Any, change: Callable[[int], Any], allowed: list[torch.Tensor], ids: torch.Tensor) -> set[int]:
+    """Run forwards in two threads while a third one changes the model; which of the allowed logits were seen."""
+    over, passed = threading.Event(), threading.Semaphore(0)
+
+    def run(number: int) -> set[int]:
+        if number == 2:
+            try:
+                for n in range(40):
+                    assert passed.acquire(timeout=60)
+                    change(n)
+            finally:
+                over.set()
+            return set()
+        seen: set[int] = set()
+        while not over.is_set():
+            got = logits(model, ids)
+            passed.release()
+            near = [n for n, x in enumerate(allowed) if (got - x).abs().max() < 1e-5]
+            assert near, "logits of neither"
+            seen |= set(near)
+        return seen
+
+    return set.union(*together(3, run))
+
+
+def test_the_strength_changes_between_forwards() -> None:
+    m, ids = fresh("llama", CASES["scale_invariant"]), tokens(1)
+    strengths = (1.0, 0.25)
+    allowed = [logits(hf_longattn.update(m, strength=s), ids) for s in strengths]
+    assert (allowed[0] - allowed[1]).abs().max() > 1e-2
+    seen = beside_forwards(m, lambda n: hf_longattn.update(m, strength=strengths[n % 2]), allowed, ids)
+    assert seen == {0, 1}
+
+
+def test_methods_come_and_go_between_forwards() -> None:
+    m, ids = fresh("llama", CASES["rerope"]), tokens(1)
+    allowed = [logits(m, ids), logits(hf_longattn.apply(copy.deepcopy(m), CASES["alibi"]), ids)]
+    beside_forwards(m, lambda n: hf_longattn.apply(m, CASES[("rerope", "alibi")[n % 2]]), allowed, ids)
+
+
+def test_a_change_inside_a_forward_pass_of_its_own_thread_does_not_wait() -> None:
+    m, ids = fresh("llama", CASES["scale_invariant"]), tokens(1)
+    handle = m.model.layers[1].register_forward_pre_hook(lambda *_: hf_longattn.update(m, strength=0.5) and None)
+    logits(m, ids)
+    handle.remove()
+    close(logits(m, ids), logits(fresh("llama", CASES["scale_invariant"].replace(strength=0.5)), ids), 1e-6)
+
+
+def test_a_forward_pass_that_fails_lets_the_next_change_through() -> None:
+    m = fresh("llama", CASES["rerope"])
+    with pytest.raises(IndexError):
+        logits(m, torch.tensor([[1_000_000]]))
+    together(2, lambda number: number and hf_longattn.apply(m, CASES["alibi"]))
+    assert hf_longattn.config_of(m).name == "alibi"
+
+
+def test_copies_and_pickles_of_a_model_have_a_gate_of_their_own() -> None:
+    m, ids = fresh("llama", CASES["rerope"]), tokens(1)
+    want = logits(m, ids)
+    for twin in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
+        close(logits(twin, ids), want, 1e-6)
+        hf_longattn.remove(twin)
+        close(logits(m, ids), want, 1e-6)
+    assert not m.model._forward_hooks.keys() & hf_longattn.remove(m).model._forward_hooks.keys()
+
+
+@pytest.mark.parametrize("change", ["remove", "update", "set_attn_implementation"])
+def test_models_built_on_one_config_change_apart(change: str) -> None:
+    ids, one = tokens(1), fresh("llama", CASES["rerope"])
+    config = one.config
+    a, b = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+    for m in (a, b):
+        m.load_state_dict(one.state_dict())
+    want = logits(a, ids)
+    close(logits(b, ids), want, 1e-6)
+    if change == "remove":
+        hf_longattn.remove(b)
+    elif change == "update":
+        hf_longattn.update(b, window=3)
+    else:
+        b.set_attn_implementation("sdpa")
+    assert (logits(b, ids) - want).abs().max() > 1e-2
+    close(logits(a, ids), want, 1e-6)
+    assert a.config is config
+    assert b.config is not config
+    assert all(m.config is b.config for m in b.modules() if hasattr(m, "config"))
