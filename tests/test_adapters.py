@@ -352,6 +352,41 @@ def test_adapters_follow_the_method(bases: dict[str, Path], tmp_path: Path) -> N
         m.save_pretrained(tmp_path / "removed")
 
 
+def test_trainer_refuses_an_adapter_of_another_attention(bases: dict[str, Path], tmp_path: Path) -> None:
+    adapted(bases["llama"], METHODS["learned"]).save_pretrained(tmp_path / "checkpoint-1")
+    for model, what in (
+        (adapted(bases["llama"], CASES["rerope"]), "'logn.*'rerope'"),
+        (peft.get_peft_model(stock("llama"), lora(kind=peft.LoraConfig)), "'logn.*no method"),
+    ):
+        trainer = Trainer(model=model, args=TrainingArguments(tmp_path, report_to=[], use_cpu=True))
+        with pytest.raises(ValueError, match=f"trained under {what}"):
+            trainer._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
+
+
+@pytest.mark.parametrize("case", ["logn_learned", "attention_sink_learned", "output_gain", "output_layer_norm"])
+def test_transformers_switches_off_and_on_what_peft_does(case: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    adapted(bases["llama"], CASES[case]).save_pretrained(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(bases["llama"])
+    plain = logits(base)
+    base.load_adapter(tmp_path)
+    want = logits(base)
+    assert (want - plain).abs().max() > 1e-3
+    base.disable_adapters()
+    close(logits(base), plain, 1e-6)
+    base.enable_adapters()
+    close(logits(base), want, 1e-6)
+
+
+def test_adapters_of_two_types_on_one_model_are_refused(bases: dict[str, Path], tmp_path: Path) -> None:
+    m = adapted(bases["llama"])
+    with pytest.raises(ValueError, match=r"'plain' is a LoraConfig, beside default.*LongAttnLoraConfig"):
+        m.add_adapter("plain", lora(kind=peft.LoraConfig))
+    plain = peft.get_peft_model(stock("llama"), lora(kind=peft.LoraConfig))
+    m.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"'ours' is a LongAttnLoraConfig, beside default"):
+        plain.load_adapter(tmp_path, "ours")
+
+
 def test_trainer_checkpoints(bases: dict[str, Path], tmp_path: Path) -> None:
     data = [{"input_ids": x, "labels": x} for x in tokens(6, 12)]
 

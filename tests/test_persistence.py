@@ -31,6 +31,7 @@ from transformers import (
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
+from hf_longattn.integration.resume import refuse_other_attention
 
 CONFIG = CASES["sinks"]
 SECTION = {"tau": 3.0, "sink_tokens": 2}
@@ -211,6 +212,42 @@ def test_trainer_checkpoint(tmp_path: Path) -> None:
     resumed = Trainer(model=fresh("llama", CONFIG), args=arguments, train_dataset=data)  # type: ignore[arg-type]
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     close(logits(resumed.model), logits(m), 1e-6)
+
+
+METHODS_THEN_AND_NOW = {
+    "plain goes on from rerope": ("rerope", None, "'rerope'.*the model runs no method"),
+    "rerope goes on from plain": (None, "rerope", "no method of hf_longattn.*'rerope'"),
+    "alibi goes on from rerope": ("rerope", "alibi", "'rerope'.*'alibi'"),
+    "another window": ("rerope", "rerope wider", ".*'window': 7.*'window': 9"),
+}
+
+
+@pytest.mark.parametrize("kind", METHODS_THEN_AND_NOW)
+def test_trainer_refuses_to_go_on_under_another_attention(kind: str, tmp_path: Path) -> None:
+    then, now, message = METHODS_THEN_AND_NOW[kind]
+    configs = CASES | {"rerope wider": CASES["rerope"].replace(window=9)}
+    data = [{"input_ids": x, "labels": x} for x in tokens(4, 12)]
+    arguments = TrainingArguments(
+        tmp_path, max_steps=2, save_steps=1, per_device_train_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+
+    def trainer(case: str | None) -> Trainer:
+        m = stock("llama") if case is None else fresh("llama", configs[case])
+        return Trainer(model=m, args=arguments, train_dataset=data)  # type: ignore[arg-type]
+
+    trainer(then).train()
+    with pytest.raises(ValueError, match=f"trained under {message}.*from the checkpoint's weights"):
+        trainer(now).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    trainer(then).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_trainer_refuses_to_go_on_under_other_rotary_settings(tmp_path: Path) -> None:
+    m, other = fresh("llama", CASES["infoscale"]), fresh("llama", CASES["infoscale"])
+    m.save_pretrained(tmp_path)
+    refuse_other_attention(other, tmp_path)
+    other.config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(ValueError, match=r"rope_parameters .*'default'.* and the model has .*'linear'"):
+        refuse_other_attention(other, tmp_path)
 
 
 # composite models ---------------------------------------------------------------------------------------------------

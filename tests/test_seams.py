@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5OmniConfig,
+    Trainer,
     masking_utils,
 )
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
@@ -37,6 +38,8 @@ SEAMS = {
     (PreTrainedModel, "post_init"): ["self"],
     (PreTrainedModel, "set_attn_implementation"): ["self", "attn_implementation"],
     (ContinuousBatchingManager, "__init__"): ["self", "model", "generation_config", "continuous_batching_config"],
+    (Trainer, "_load_from_checkpoint"): ["self", "resume_from_checkpoint"],
+    (Trainer, "_load_optimizer_and_scheduler"): ["self", "checkpoint"],
     (ContinuousBatchingManager, "switch_to_cb_friendly_attn"): ["self", "model"],
 }
 

@@ -10,6 +10,8 @@ PreTrainedModel.get_correct_attn_implementation  a typing mistake in one of our 
 PreTrainedModel.post_init                  check and plan while a model is built, not at its first step
 PreTrainedModel.set_attn_implementation    the same when the attention is switched
 PreTrainedModel.load_adapter               older releases drop an adapter's learned parameters with a log line
+Trainer._load_from_checkpoint              would go on from weights of another attention; only once Trainer is imported
+Trainer._load_optimizer_and_scheduler      the same where DeepSpeed loads the weights
 ContinuousBatchingManager.__init__         would replace the method by flash attention with a log line, and capture CUDA graphs
 """
 
@@ -30,12 +32,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from ..config import LongAttnConfig
+from ..deferred import when_imported
 from ..methods.method import SLOTS
 from .engines import paged
 from .layers import all_configs, language_config
 from .model import change, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, hint, is_ours, short
 from .planning import prepare, refuse_name
+from .resume import load_checkpoint
 from .state import Section, own_configs, remember
 
 
@@ -55,6 +59,13 @@ def install() -> None:
     wrap(PreTrainedModel, "load_adapter", _load_adapter)
     wrap(ContinuousBatchingManager, "__init__", _batching_manager)
     wrap(ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switch_to_cb_friendly_attn)
+    when_imported("transformers.trainer", _wrap_trainer)
+
+
+def _wrap_trainer() -> None:
+    trainer = sys.modules["transformers.trainer"].Trainer
+    wrap(trainer, "_load_from_checkpoint", load_checkpoint)
+    wrap(trainer, "_load_optimizer_and_scheduler", load_checkpoint)
 
 
 def wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:

@@ -25,9 +25,10 @@ try:
 except (ImportError, AttributeError) as error:
     raise ImportError('adapters need PEFT 0.21 or newer: pip install "hf_longattn[train]"') from error
 from peft.tuners.tuners_utils import BaseTuner
-from peft.utils import CONFIG_NAME
+from peft.utils import CONFIG_NAME, ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.peft import PeftAdapterMixin
 
 from ..config import LongAttnConfig
 from ..integration import apply, config_of, rope
@@ -226,9 +227,32 @@ def _inject_adapter(original: Any, self: BaseTuner, model: nn.Module, adapter_na
 
 
 def _add_adapter(original: Any, self: PeftModel, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+    kinds = {isinstance(c, LongAttnLoraConfig) for c in (peft_config, *self.peft_config.values())}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"the adapter {adapter_name!r} is a {type(peft_config).__name__}, beside {', '.join(self.peft_config)}: PEFT "
+            "takes adapters of one type, and those that record their attention have a type of their own. Make all of them "
+            "with hf_longattn.LongAttnLoraConfig, which takes LoraConfig's arguments, or merge_and_unload() the one before"
+        )
     if peft_config.is_prompt_learning:  # the others are injected
         note(peft_config, self.base_model)
     original(self, adapter_name, peft_config, *args, **kwargs)
+
+
+def _disable_adapters(original: Any, self: PreTrainedModel) -> None:
+    """As PEFT's `disable_adapter`: the model is the base model again."""
+    original(self)
+    config = next((c for c in self.peft_config.values() if isinstance(c, LongAttnLoraConfig)), None)
+    if config is not None and not config.base_has_method:
+        disable(self, config.base_rope_parameters)
+
+
+def _enable_adapters(original: Any, self: PreTrainedModel) -> None:
+    enable(self)
+    original(self)
+    for module in self.modules():
+        if isinstance(module, ModulesToSaveWrapper):  # transformers switches them off, but not on
+            module.enable_adapters(enabled=True)
 
 
 def _save_pretrained(original: Any, self: PeftModel, *args: Any, **kwargs: Any) -> None:
@@ -271,6 +295,8 @@ def register() -> None:
     wrap(BaseTuner, "inject_adapter", _inject_adapter)
     wrap(PeftModel, "add_adapter", _add_adapter)
     wrap(PeftModel, "save_pretrained", _save_pretrained)
+    wrap(PeftAdapterMixin, "disable_adapters", _disable_adapters)
+    wrap(PeftAdapterMixin, "enable_adapters", _enable_adapters)
     wrap(PeftConfigMixin, "save_pretrained", _save_config)
     wrap(PeftConfigMixin, "from_peft_type", _from_peft_type)
 

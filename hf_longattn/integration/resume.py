@@ -1,0 +1,69 @@
+"""Trainer goes on from a checkpoint's weights alone: what attention they were trained under must be the model's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..config import LongAttnConfig
+from . import rope
+from .model import running
+from .names import RECORD, is_ours, short
+
+
+def load_checkpoint(original: Callable[..., Any], self: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wraps what `transformers.Trainer` calls with the folder that it resumes from."""
+    if checkpoint is not None:
+        refuse_other_attention(self.model, Path(checkpoint))
+    return original(self, checkpoint, *args, **kwargs)
+
+
+def refuse_other_attention(model: nn.Module, folder: Path) -> None:
+    """Raise ValueError if a checkpoint's weights were trained under another attention than the model runs."""
+    base = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if base is None:
+        return
+    now, settings = running(base), rope.settings_of(base)
+    for file, then, saved_settings in _saved(folder):
+        if _same(now, then) and (now is None or saved_settings in (None, settings)):
+            continue
+        name = "no method of hf_longattn" if then is None else repr(then.name)
+        differs = f"{name}, with {_section(then)}, and the model runs {_section(now)}"
+        if _same(now, then):
+            differs = f"rope_parameters {saved_settings}, and the model has {settings}"
+        way = "hf_longattn.remove(model)" if then is None else f"AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+        raise ValueError(
+            f"{file} says that this checkpoint was trained under {differs}: Trainer would go on with its weights under the "
+            f"model's attention. Resume with a model made as then ({way}), or start a new run from the checkpoint's weights"
+        )
+
+
+def _saved(folder: Path) -> Iterator[tuple[Path, LongAttnConfig | None, dict[str, Any] | None]]:
+    """What the configs in a checkpoint say of its attention and rotary settings, None where they do not say."""
+    if (file := folder / "config.json").is_file():
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        name, section = saved.get("attn_implementation"), saved.get("longattn")
+        name = next((n for n in name.values() if is_ours(n)), None) if isinstance(name, dict) else name
+        method = LongAttnConfig.parse(short(name), section) if name is not None and is_ours(name) else None
+        yield file, method, saved.get("text_config", saved).get("rope_parameters")
+    for file in sorted((*folder.glob("adapter_config.json"), *folder.glob("*/adapter_config.json"))):
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        saved = saved if "longattn" in saved else saved.get(RECORD, {})
+        section = saved.get("longattn")
+        yield file, None if section is None else LongAttnConfig.from_dict(section), saved.get("rope_parameters")
+
+
+def _same(one: LongAttnConfig | None, other: LongAttnConfig | None) -> bool:
+    """Whether two configs compute the same; None is no method."""
+    if one is None or other is None:
+        return one is other
+    return one.replace(backend="auto") == other.replace(backend="auto")
+
+
+def _section(config: LongAttnConfig | None) -> str:
+    return "no method" if config is None else str({k: v for k, v in config.to_dict().items() if v is not None})
