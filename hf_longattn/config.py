@@ -222,6 +222,14 @@ class LongAttnConfig:
         return dataclasses.replace(self, **{m.slot: m.for_heads(heads) for m in self.methods})  # type: ignore[arg-type]
 
 
+def check_config(config: LongAttnConfig) -> None:
+    """TypeError unless it is a config: a name alone says nothing of a method's parameters."""
+    if not isinstance(config, LongAttnConfig):
+        raise TypeError(
+            f"attention takes a LongAttnConfig, got {config!r}: LongAttnConfig.preset({str(config)!r}, ...) makes one"
+        )
+
+
 def length_of(value: int | str) -> int:
     """A number of tokens; "32k" is 32 * 1024.
 

@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 from cases import CASES, HEADS
-from helpers import close
+from helpers import close, fresh, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -785,3 +785,43 @@ def test_tables_belong_to_whom_the_call_names(case: str) -> None:
     assert torch.equal(attend(x, x, x, CASES[case], rows, scaling=1.0, rotation=rotation, tables=TableCache(0)), first)
     del cache
     assert all(t() is None for t in kept)
+
+
+OF_NOTHING = ("infoscale", "scale_invariant", "rerope", "adaptive_temperature", "attention_sink", "windowed")
+EMPTY = ((0, 5, 5), (0, 1, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0))
+
+
+@pytest.mark.parametrize("backend", ["auto", "tiled", "reference"])
+@pytest.mark.parametrize(
+    "case", ["infoscale", "scale_invariant", "rerope", "adaptive_temperature", "attention_sink", "windowed"]
+)
+def test_no_queries_no_keys_and_an_empty_batch(case: str, backend: str) -> None:
+    for batch, q_len, kv_len in EMPTY:
+        query, key, value = (
+            torch.randn(batch, heads, n, 8, requires_grad=True) for heads, n in ((4, q_len), (2, kv_len), (2, kv_len))
+        )
+        config, rotation = CASES[case].for_layer(0), hf_longattn.Rotation(torch.tensor([1.0, 0.3, 0.05, 0.004]))
+        out = hf_longattn.attention(query, key, value, config, rotation=rotation, backend=backend, query_start=0)
+        assert out.shape == query.shape
+        out.sum().backward()
+        assert not out.any()
+        assert all(x.grad is not None and not x.grad.any() for x in (query, key, value))
+
+
+def test_dropout_of_everything_gives_nothing() -> None:
+    m = fresh("llama", CASES["scale_invariant"]).train()
+    for module in m.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 1.0
+    logits = m(tokens(2, 9), use_cache=False).logits
+    assert logits.isfinite().all()
+    logits.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in m.parameters())
+
+
+def test_what_is_no_attention_is_refused() -> None:
+    x = torch.randn(1, 2, 3, 8)
+    with pytest.raises(ValueError, match=r"floating-point dtype, got torch\.int64"):
+        hf_longattn.attention(x.long(), x.long(), x.long(), CASES["alibi"])
+    with pytest.raises(TypeError, match=r"takes a LongAttnConfig, got 'rerope'.*LongAttnConfig\.preset"):
+        hf_longattn.attention(x, x, x, "rerope")  # type: ignore[arg-type]

@@ -171,23 +171,23 @@ class Logits(nn.Module):
         ("nanochat", "rerope", False),
     ],
 )
-def test_one_exported_graph_serves_every_length(family: str, case: str, padded: bool) -> None:
+def test_one_exported_graph_serves_every_length_and_batch(family: str, case: str, padded: bool) -> None:
     m = built(family, case, num_hidden_layers=2) if case != "all_slots" else hf_longattn.apply(stock(family), CASES[case])
-    n = torch.export.Dim("n", min=2, max=512)
+    sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("n", min=2, max=512)}
 
-    def inputs(length: int) -> tuple[Tensor, ...]:
-        ids = tokens(2, length, seed=length)
+    def inputs(length: int, batch: int) -> tuple[Tensor, ...]:
+        ids = tokens(batch, length, seed=length)
         mask = torch.ones_like(ids)
         mask[0, : length // 3] = 0
         return (ids, mask) if padded else (ids,)
 
-    shapes = ({1: n}, {1: n}) if padded else ({1: n},)
+    shapes = (sizes, sizes) if padded else (sizes,)
     with torch.no_grad():
-        graph = torch.export.export(Logits(m), inputs(24), dynamic_shapes=shapes, strict=False).module()
-        for length in (24, 3, 61):
-            got, want = graph(*inputs(length)), Logits(m).eval()(*inputs(length))
+        graph = torch.export.export(Logits(m), inputs(24, 2), dynamic_shapes=shapes, strict=False).module()
+        for length, batch in ((24, 2), (3, 5), (61, 1)):
+            got, want = graph(*inputs(length, batch)), Logits(m).eval()(*inputs(length, batch))
             first = length // 3 if padded else 0
-            close(got[1], want[1])
+            close(got[1:], want[1:])
             close(got[0, first:], want[0, first:])
 
 
@@ -243,7 +243,7 @@ IN_ONNX = (
 
 
 @torch.no_grad()
-def test_onnx_runs_at_any_length(tmp_path: Path) -> None:
+def test_onnx_runs_at_any_length_and_batch(tmp_path: Path) -> None:
     """By the dynamo exporter, with the reference in place of the tiled operator."""
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
@@ -257,11 +257,11 @@ def test_onnx_runs_at_any_length(tmp_path: Path) -> None:
         def forward(self, ids: Tensor) -> list[Tensor]:
             return [model(ids, use_cache=False).logits for model in self.models]
 
-    m, length = All().eval(), torch.export.Dim("length", min=2, max=512)
+    m, sizes = All().eval(), {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=2, max=512)}
     m(tokens())  # verifies the rotation
-    torch.onnx.export(m, (tokens(),), tmp_path / "m.onnx", dynamo=True, dynamic_shapes={"ids": {1: length}}, verbose=False)
+    torch.onnx.export(m, (tokens(),), tmp_path / "m.onnx", dynamo=True, dynamic_shapes={"ids": sizes}, verbose=False)
     session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
-    for n in (24, 40, 9):
-        ids = tokens(2, n, seed=n)
+    for n, batch in ((24, 2), (40, 3), (9, 1)):
+        ids = tokens(batch, n, seed=n)
         for config, got, want in zip(IN_ONNX, session.run(None, {"ids": ids.numpy()}), m(ids), strict=True):
             close(torch.from_numpy(got), want, 1e-5, f"{config.name} {n}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import BACKENDS, LongAttnConfig
+from ..config import BACKENDS, LongAttnConfig, check_config
 from ..methods.base import EntropyTemperature
 from .geometry import Rows, check_mask, check_positions, check_shapes
 from .kernels.decoding import decoding_attention
@@ -61,6 +61,7 @@ def attention(
     Raises:
         ValueError: shapes or mask do not fit, or the backend named cannot compute this exactly.
     """
+    check_config(config)
     check_shapes(query, key, value)
     rows = Rows.causal(query.shape[2], key.shape[2], query_start, key_start, query.device)
     rows = Rows(rows.index, check_mask(attention_mask, query, key), rows.query_ids, rows.key_ids)
@@ -101,6 +102,8 @@ def attend(
         tables: where tables are kept for the next call, a model's own; default a cache that all calls without one share.
         strength: the logit map's, in place of the config's: a number that a compiled graph reads when it runs.
     """
+    if not torch.compiler.is_compiling() and 0 in (query.shape[0], query.shape[2], key.shape[2]):
+        return LoweredAttention(config, rows, (), LogitSpec(scaling), learned).finish(_nothing(query, key, value))
     asked = config.backend if backend == "auto" else backend
     backend = choose_backend(config, query, rows, softcap, dropout, asked, sink_logits is not None)
     model: dict[str, Any] = {
@@ -131,6 +134,12 @@ def attend(
         results = [_run(backend, segment, value, call.spec, dropout, several) for segment in call.segments]
         out = merge_outputs(results, call.sink_logits)
     return call.finish(out).to(query.dtype)
+
+
+def _nothing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The weighted sum of values where there are no queries or no keys: 0, or nothing; with their gradients."""
+    zero = sum(x[..., :0].sum() for x in (query, key, value))
+    return query.new_zeros(*query.shape[:3], value.shape[-1]) + zero
 
 
 @dataclass(frozen=True, eq=False)

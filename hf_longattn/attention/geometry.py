@@ -108,7 +108,7 @@ class Rows:
 
     def at(self, query_ids: Tensor, key_ids: Tensor) -> Rows:
         """The same rows with explicit positions, int64 (batch or 1, q_len) and (batch or 1, kv_len)."""
-        batch = max(len(self.index), len(query_ids), len(key_ids))
+        batch = max(self.index.shape[0], query_ids.shape[0], key_ids.shape[0])
         return Rows(self.index.expand(batch, -1, -1), self.allowed, query_ids, key_ids)
 
     def masked(self, allowed: Tensor) -> Rows:
@@ -213,7 +213,7 @@ class Rows:
         if self.allowed is not None:
             column = (own - key_start).clamp(0, kv_len - 1)[..., None]
             allowed = self.allowed.any(1)  # which take_along_dim would tie to one length while exporting
-            batch, q_len = max(len(allowed), len(column)), column.shape[1]
+            batch, q_len = max(allowed.shape[0], column.shape[0]), column.shape[1]
             real = real & allowed.expand(batch, q_len, -1).gather(-1, column.expand(batch, -1, -1))[..., 0]
         return real
 
@@ -238,7 +238,7 @@ class Rows:
         if self.allowed is None:
             return (high - low + 1).clamp(min=0)[:, None]
         before = torch.nn.functional.pad(self.allowed[:, :, 0].cumsum(-1), (1, 0))  # visible keys before each column
-        batch, heads = max(len(before), len(low)), before.shape[1]
+        batch, heads = max(before.shape[0], low.shape[0]), before.shape[1]
         below, inside = (
             before.expand(batch, -1, -1).gather(-1, (x - first).clamp(0, kv_len)[:, None].expand(batch, heads, -1))
             for x in (low, high + 1)
@@ -250,6 +250,8 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raise ValueError unless query, key and value are (batch, heads, length, head_dim) and fit each other."""
     if not query.ndim == key.ndim == value.ndim == 4:
         raise ValueError("query, key and value must be (batch, heads, length, head_dim)")
+    if not query.is_floating_point():
+        raise ValueError(f"query, key and value must be of a floating-point dtype, got {query.dtype}")
     if query.shape[0] != key.shape[0] or query.shape[-1] != key.shape[-1] or key.shape[:3] != value.shape[:3]:
         raise ValueError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..config import LongAttnConfig
+from ..config import LongAttnConfig, check_config
 from ..methods.base import EntropyTemperature, KeyBands, LengthTemperature
 from .geometry import Rows, check_mask, check_positions, check_shapes
 from .rotary import Rotation
@@ -52,6 +52,7 @@ def reference_attention(
     """
     if backend not in ("auto", "reference"):
         raise ValueError(f"reference_attention is the reference; backend={backend!r} belongs to hf_longattn.attention")
+    check_config(config)
     check_shapes(query, key, value)
     rows = Rows.causal(query.shape[2], key.shape[2], query_start, key_start, query.device)
     rows = Rows(rows.index, check_mask(attention_mask, query, key), rows.query_ids, rows.key_ids)
@@ -106,7 +107,7 @@ def dense_attention(
         logits = factor[..., None] * logits
     if config.logit_map is not None:
         t = rows.distance(kv_len)
-        length = int(t.max()) + 1 if readable(t) else kv_len + t.shape[1]
+        length = int(t.max()) + 1 if readable(t) and t.numel() else kv_len + t.shape[1]
         gain, bias = (x[:, t].transpose(0, 1).to(compute) for x in config.logit_map.tables(heads, length, t.device))
         sinks = rows.sinks(kv_len, config.logit_map.sink_tokens)[:, None]
         logits = torch.where(sinks, logits, gain * logits + bias)

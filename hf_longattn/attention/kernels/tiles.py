@@ -358,7 +358,7 @@ class Tile:
         assert self.blocks.call.seed is not None
         generator = torch.Generator(self.query.device).manual_seed(int(self.blocks.call.seed) + self.number)
         kept = torch.rand(self.shape, generator=generator, device=self.query.device) >= self.blocks.call.dropout
-        return kept.to(self.blocks.dtype) / (1 - self.blocks.call.dropout)
+        return kept.to(self.blocks.dtype) / ((1 - self.blocks.call.dropout) or 1.0)  # all are dropped at 1
 
     def gradient(self, given: _Given, whole: bool, into: _Gradients) -> None:
         """Add what these columns contribute to the gradients of the block's rows, and of keys and values.
