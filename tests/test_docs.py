@@ -77,7 +77,7 @@ def test_a_segment_over_kept_keys_is_read_as_in_one_pass(tmp_path: Path) -> None
     found = reading_far.measured(read, copies)
     assert found["copying"] == pytest.approx(copy_losses(whole, copies), abs=2e-4)
     assert found["prose"][-1] == pytest.approx(float(whole[:, 636:764].mean()), abs=2e-4)
-    hf_longattn.apply(model, "rerope+logn", window=64, train_length=64)
+    hf_longattn.apply(model, "rerope+logn", window=64, train_length=65)
     assert (token_losses(model, ids, last=519, prefix=before) - read)[:, 381:].abs().max() > 1e-2
 
 

@@ -45,6 +45,7 @@ def extend(
     to: int | str,
     method: str | LongAttnConfig | None = None,
     purpose: str = "both",
+    train_length: int | str | None = None,
     **parameters: Any,
 ) -> Model:
     """Make a model read texts of `to` tokens (32768 or "32k"), in place and without training; returns the model.
@@ -71,7 +72,9 @@ def extend(
     if method is not None and purpose != PURPOSES[0]:
         raise ValueError(f"purpose chooses a method and {method!r} is one: leave out purpose={purpose!r}, or the method")
     length = length_of(to)
-    known = bound_config(model, LongAttnConfig())[1]
+    if train_length is not None:
+        parameters["train_length"] = length_of(train_length)
+    known = bound_config(model, LongAttnConfig(train_length=parameters.get("train_length")))[1]
     trained = known.train_length
     if method is None:
         pays = None if "stack" in parameters else temperature(known, length)  # which could mean either
@@ -93,7 +96,8 @@ def extend(
     changed = config.positions is not None and not isinstance(config.positions, YarnBeyond)  # within the trained length
     if length < facts.train_length + (not changed):
         raise ValueError(
-            f"the model was trained at {facts.train_length} tokens and reads {length} as it is: nothing to extend"
+            f"the model was trained at {facts.train_length} tokens ({facts.trained}) and reads {length} as it is: nothing to "
+            "extend. Pass train_length= if it was trained at another length"
         )
     reach = None if bound.remap is None else bound.remap.reach(facts.train_length)
     if reach is not None and length > reach:
