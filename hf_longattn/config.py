@@ -112,6 +112,11 @@ class LongAttnConfig:
         return next((m for m in self.key_bands if m.remaps), None)
 
     @property
+    def uses_train_length(self) -> bool:
+        """Whether a method depends on the length that the model was trained at."""
+        return bool(self.key_bands) or any(hasattr(m, "train_length") for m in self.methods)
+
+    @property
     def name(self) -> str:
         """The method names joined by "+", in slot order; "longattn" when no slot is filled."""
         return "+".join(m.name for m in self.methods) or CUSTOM
@@ -231,8 +236,10 @@ class LongAttnConfig:
             raise ValueError(f"layers names layer {self.layers[-1]}, but the model has layers 0 to {facts.num_layers - 1}")
         own = next((m.own_temperature for m in self.key_bands if m.own_temperature), facts.own_temperature)
         facts = dataclasses.replace(facts, own_temperature=own)
-        known = {"train_length": facts.train_length, "trained": self.trained or facts.trained}
-        return dataclasses.replace(self, **known, **{m.slot: m.bind(facts) for m in self.methods})  # type: ignore[arg-type]
+        bound: dict[str, Any] = {m.slot: m.bind(facts) for m in self.methods}
+        if self.uses_train_length:
+            bound |= {"train_length": facts.train_length, "trained": self.trained or facts.trained}
+        return dataclasses.replace(self, **bound)
 
     def for_layer(self, layer: int) -> LongAttnConfig:
         """The config as layer `layer` uses it: parameters per layer are reduced to that layer's."""

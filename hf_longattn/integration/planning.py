@@ -17,6 +17,7 @@ from ..config import CUSTOM, LongAttnConfig
 from ..methods.learned import LearnedParts, learned_parts
 from ..methods.method import ModelFacts
 from .layers import Layer, all_configs, candidates_of, layers_of, pretrained
+from .longrope import border_hooks
 from .names import is_ours, short
 from .rotation import find_rotary
 from .state import AttentionState, LayerPlan, Section, set_plan, state_of
@@ -54,7 +55,7 @@ def prepare(model: PreTrainedModel, verify: bool = False) -> None:
         methods = plan.config.methods if plan.config is not None else ()
         attach(module, {m.slot: part for m in methods if hasattr(m, "module") and (part := m.module(facts)) is not None})
     _guard_positions(model, state)
-    _guard_axes(plans, state)
+    _guard_remaps(model, plans, state)
     verify_at_first_call(model, state)
 
 
@@ -154,7 +155,7 @@ def _trained(layers: list[Layer], told: int | None) -> tuple[str | None, Trained
 def _warn_of_assumption(config: LongAttnConfig, layers: list[Layer]) -> None:
     """Say what is taken for granted where a method depends on a trained length that the settings leave open."""
     known = _trained(layers, config.train_length)[1]
-    if known.assumed and (config.key_bands or any(hasattr(m, "train_length") for m in config.methods)):
+    if known.assumed and config.uses_train_length:
         warnings.warn(
             f"{known.assumed}: {config.name} takes {known.length} for the length that the model was trained at. Pass "
             "train_length= to say so, or another",
@@ -254,15 +255,19 @@ _AXES = (
 )
 
 
-def _guard_axes(plans: dict[Any, LayerPlan], state: AttentionState) -> None:
-    """Refuse tokens at several positions at once under a remap, which would turn each by the number of tokens before it."""
-    for handle in state.axes:
+def _guard_remaps(model: PreTrainedModel, plans: dict[Any, LayerPlan], state: AttentionState) -> None:
+    """Refuse calls that a remap would compute wrongly.
+
+    Tokens at several positions at once, each of which it would turn by the number of tokens before it; and keys that were
+    cached under other frequencies.
+    """
+    for handle in state.remaps:
         handle.remove()
-    rotaries = dict.fromkeys(plan.rotary.module for plan in plans.values() if plan.rotary is not None)
+    remapped = {x.module: x.type for x in layers_of(model) if x.module in plans and plans[x.module].rotary is not None}
+    rotaries = dict.fromkeys(plans[m].rotary.module for m in remapped)  # type: ignore[union-attr]
     check = functools.partial(_check_axes, state)
-    state.axes = tuple(
-        m.register_forward_pre_hook(check, with_kwargs=True) for m in rotaries if getattr(m, "mrope_section", None)
-    )
+    axes = [m.register_forward_pre_hook(check, with_kwargs=True) for m in rotaries if getattr(m, "mrope_section", None)]
+    state.remaps = (*axes, *border_hooks(model, remapped, state))
 
 
 def _check_axes(state: AttentionState, rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

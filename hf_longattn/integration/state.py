@@ -62,7 +62,7 @@ class AttentionState:
     tables: TableCache = field(default_factory=lambda: TableCache(TABLE_BYTES))
     strength: Tensor | None = None  # of the logit map once it is other than 1: compiled graphs read it when they run
     guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse positions beyond a learned table
-    axes: tuple[RemovableHandle, ...] = ()  # hooks that refuse several positions a token (M-RoPE) under a remap
+    remaps: tuple[RemovableHandle, ...] = ()  # hooks that refuse calls which a remap would compute wrongly
     verification: RemovableHandle | None = None  # the hook that verifies rotations at the first call
     disabled: tuple[list[tuple[Any, str]], Tables | None] | None = None  # what `enable` puts back: implementations, rotations
 
@@ -113,7 +113,8 @@ class Snapshot:
 
     def __init__(self, model: nn.Module) -> None:
         owners = (*all_configs(model), *adapters_of(model), *filter(None, [state_of(model)]), *model.modules())
-        inner = ("_modules", "_buffers", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+        hooks = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
+        inner = ("_modules", "_buffers", *hooks)
         entries = [vars(x) for x in owners] + [vars(m)[name] for m in model.modules() for name in inner]
         self.entries = [(live, dict(live)) for live in entries]
 
@@ -149,7 +150,7 @@ def release(model: nn.Module) -> None:
         if not is_ours(layer.module.config._attn_implementation):
             set_plan(layer.module, None)
     if state is not None and state_of(model) is None:
-        for handle in filter(None, (*state.guards, *state.axes, state.verification)):
+        for handle in filter(None, (*state.guards, *state.remaps, state.verification)):
             handle.remove()
 
 
