@@ -19,8 +19,8 @@ from .trained import ORIGINAL, rope_settings
 
 _MIXED = (
     "this call and the KV cache lie on different sides of {border} tokens: longrope turns calls that reach beyond by other "
-    "frequencies, cached keys stay turned by the old ones, and a remap of rotary distances knows one kind. Give the whole text "
-    "in one call without that cache (Phi-3's generate() does so by itself)"
+    "frequencies, cached keys stay turned by the old ones, and a remap of rotary distances knows one kind. Give the whole "
+    "text in one call without that cache (Phi-3's generate() does so by itself)"
 )
 #: On a cache: whether its keys were turned by the frequencies of long calls.
 _LONG = "longattn_long"
