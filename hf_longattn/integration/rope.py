@@ -79,7 +79,8 @@ def yarn(config: Config, factor: float, **parameters: Any) -> Config:
 def lengthen(config: Any, trained: int, length: int) -> None:
     """Let a config announce `length` tokens and keep the trained length beside it, where no rotation depends on either."""
     text = _text(config)
-    if _announces_only(text) and trained in (text.max_position_embeddings, text.__dict__.get(_TRAINED)):
+    known = trained in (text.max_position_embeddings, text.__dict__.get(_TRAINED))
+    if _announces_only(text) and (known or length > text.max_position_embeddings):
         text.__dict__[_TRAINED], text.max_position_embeddings = trained, length
 
 

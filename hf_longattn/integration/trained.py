@@ -16,6 +16,7 @@ TRAINED_IN = ("llama3", "longrope")
 BARE = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", ORIGINAL}
 #: How far max_position_embeddings may be from factor x original and still be meant by it.
 ABOUT = 0.1
+GIVEN = "given as train_length"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def trained(config: Any, layer_type: str | None = None, told: int | None = None)
     """
     rope, most = rope_settings(config, layer_type), getattr(config, "max_position_embeddings", None)
     if not isinstance(most, int) or most < 1:
-        return Trained(told, "given as train_length" if told else "the config names no max_position_embeddings")
+        return Trained(told, GIVEN if told else "the config names no max_position_embeddings")
     kind = rope.get("rope_type", "default")
     if kind in ("yarn", "linear"):
         found = _scaled(config, kind, rope, most, told)
@@ -69,7 +70,14 @@ def trained(config: Any, layer_type: str | None = None, told: int | None = None)
     else:
         taken = f"rope_type {kind!r} is not known here and is taken for a scaling put in for inference"
         found = Trained(most, "max_position_embeddings", taken, rotation_is_own=False)
-    return found if told is None else Trained(told, "given as train_length", None, found.rotation_is_own)
+    return found if told is None else Trained(told, GIVEN, None, found.rotation_is_own)
+
+
+def recorded(config: Any, section: Mapping[str, Any] | None) -> Trained:
+    """The trained length that a longattn section keeps, with its reason; else what the config tells."""
+    if section and section.get("train_length"):
+        return Trained(section["train_length"], section.get("trained") or GIVEN)
+    return trained(config)
 
 
 def _unscaled(config: Any, most: int) -> Trained:
@@ -87,6 +95,8 @@ def _scaled(config: Any, kind: str, rope: Mapping[str, Any], most: int, told: in
     """YaRN or linear scaling, each trained in or put in afterwards."""
     whole = rope is not config.rope_parameters  # settings for each layer type are an architecture's own
     original, factor = rope.get(ORIGINAL), rope.get("factor")
+    if kind == "linear":  # then a longer max_position_embeddings may be the work of `rope.lengthen`
+        most = _unscaled(config, most).length or most
     if original is None:  # linear scaling alone
         found = _unscaled(config, most)
         taken = None if whole else f"rope_type {kind!r} is taken for trained in, its length for max_position_embeddings"
