@@ -207,7 +207,7 @@ class Description:
 
 
 def describe(model: nn.Module) -> Description:
-    """Per attention module: method, parameters and backend, or why it was left alone; and the trained length, with a reason."""
+    """Per attention module: method, parameters and backend, or why it was left alone; and the trained length, and why."""
     base = pretrained(model)
     known = next((recorded(c, c.longattn) for x in candidates_of(base) if (c := x.module.config)), None)
     rows = []

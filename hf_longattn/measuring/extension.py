@@ -146,8 +146,8 @@ def rerope_with(temperature: str | None) -> str:
 
 
 def candidates(train_length: int, to: int, temperature: str | None = None, plain: bool = True) -> list[Setting]:
-    """What `hf-longattn extend` tries: the unmodified model, YaRN where rotation is plain, each kind of remap that reaches `to`,
-    two ways, and where a temperature pays ReRoPE with it.
+    """What `hf-longattn extend` tries: the unmodified model, YaRN where rotation is plain, each kind of remap that reaches
+    `to`, two ways, and where a temperature pays ReRoPE with it.
 
     `to` the trained length: what reads better inside it.
     """
