@@ -56,8 +56,15 @@ def _before_and_after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _check(state: AttentionState, border: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if state.disabled is not None:
+        return
+    if kwargs.get("cache") is not None:
+        raise ValueError(
+            "continuous batching reads long and short texts in one call, and longrope turns all of them by the frequencies of "
+            "the longest: under a remap of rotary distances that is refused; use generate()"
+        )
     cache, before, after = _before_and_after(module, args, kwargs)
-    if cache is None or state.disabled is not None:
+    if cache is None:
         return
     mixed = (before > 0) & ((before > border) != (after > border))
     if torch.compiler.is_compiling():
