@@ -310,6 +310,8 @@ def test_longrope_beyond_its_border() -> None:
     cut.crop(-14)
     with pytest.raises(ValueError, match="different sides of 16 tokens"):
         m(ids[:, 10:13], past_key_values=cut)
+    with pytest.raises(ValueError, match="continuous batching"):
+        m.model(ids, cache=object())
     feed(hf_longattn.remove(m), ids, [16, 8])  # transformers' own, which mixes
     unknown = DynamicCache(config=m.config)
     m(ids[:, :16], past_key_values=unknown)
