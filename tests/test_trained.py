@@ -146,6 +146,12 @@ def test_how_settings_are_read(name: str) -> None:
 def test_phi_3_fills_in_a_length_that_says_nothing() -> None:
     """Its class has an original_max_position_embeddings of 4,096 for checkpoints that name none."""
     assert trained(transformers.Phi3Config(max_position_embeddings=16384)).length == 16384
+    for original in (4096, 16384):
+        own = {"original_max_position_embeddings": original, "sliding_window": None}
+        model = tiny(CHECKPOINTS["Phi-4"] | {"config": own, "max_position_embeddings": 16384})
+        hf_longattn.extend(model, to=65536)
+        assert trained(model.config).length == 16384
+        assert hf_longattn.remove(model).config.max_position_embeddings == 16384
     assert trained(transformers.GPT2Config(n_positions=96)).length == 96
     assert trained(transformers.PreTrainedConfig()).length is None
 

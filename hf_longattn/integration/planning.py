@@ -173,7 +173,9 @@ def _normalises(attention: nn.Module) -> bool:
 
 def _own_temperature(config: Any, rope: Mapping[str, Any]) -> str | None:
     """The temperature that a model already applies to its scores, in words, or None."""
-    if rope.get("rope_type") in ("yarn", "longrope") and rope.get("attention_factor") != 1.0:
+    original = rope.get("original_max_position_embeddings")
+    plain = rope.get("rope_type") == "longrope" and original == config.max_position_embeddings and "factor" not in rope
+    if rope.get("rope_type") in ("yarn", "longrope") and rope.get("attention_factor") != 1.0 and not plain:
         return f"{rope['rope_type']}'s attention factor"
     if getattr(config, "attn_temperature_tuning", False) or rope.get("llama_4_scaling_beta"):
         return "Llama 4's scaling of queries by position"

@@ -80,13 +80,18 @@ def recorded(config: Any, section: Mapping[str, Any] | None) -> Trained:
     return trained(config)
 
 
+def filled_in(config: Any) -> int | None:
+    """The original length that a config's class gives to checkpoints that name none (Phi-3's 4,096), which tells nothing."""
+    default: int | None = getattr(type(config), ORIGINAL, None)
+    return default
+
+
 def _unscaled(config: Any, most: int) -> Trained:
     chunks = getattr(config, "dual_chunk_attention_config", None)
     if isinstance(chunks, Mapping) and chunks.get(ORIGINAL):
         return Trained(chunks[ORIGINAL], f"{ORIGINAL} of dual_chunk_attention_config, which reaches further at inference")
-    # beside an unscaled rotation it is the mark that `rope.lengthen` leaves, unless the config's class fills it in by itself
-    mark = getattr(config, ORIGINAL, None)
-    if mark and mark < most and mark != getattr(type(config), ORIGINAL, None):
+    mark = getattr(config, ORIGINAL, None)  # beside an unscaled rotation the one that `rope.lengthen` leaves
+    if mark and mark < most and mark != filled_in(config):
         return Trained(mark, f"{ORIGINAL}, kept when the model was made longer")
     return Trained(most, "max_position_embeddings")
 
@@ -94,7 +99,7 @@ def _unscaled(config: Any, most: int) -> Trained:
 def _scaled(config: Any, kind: str, rope: Mapping[str, Any], most: int, told: int | None) -> Trained:
     """YaRN or linear scaling, each trained in or put in afterwards."""
     whole = rope is not config.rope_parameters  # settings for each layer type are an architecture's own
-    original, factor = rope.get(ORIGINAL), rope.get("factor")
+    original, factor = rope.get(ORIGINAL) or (most if kind == "yarn" else None), rope.get("factor")
     if kind == "linear":  # then a longer max_position_embeddings may be the work of `rope.lengthen`
         most = _unscaled(config, most).length or most
     if original is None:  # linear scaling alone

@@ -76,13 +76,11 @@ def extend(
     if method is not None and purpose != PURPOSES[0]:
         raise ValueError(f"purpose chooses a method and {method!r} is one: leave out purpose={purpose!r}, or the method")
     length = length_of(to)
-    present = running(model)
-    if train_length is not None:
-        parameters["train_length"] = length_of(train_length)
-    elif present is not None and present.train_length is not None:  # as it was told, or read, when that method came
-        parameters["train_length"] = present.train_length
-    known = bound_config(model, LongAttnConfig(train_length=parameters.get("train_length")))[1]
+    told = _told(model, train_length)
+    known = bound_config(model, LongAttnConfig(train_length=told))[1]
     trained = known.train_length
+    if told is not None:
+        parameters["train_length"] = told
     if method is None:
         pays = None if "stack" in parameters else temperature(known, length)  # which could mean either
         method = "leaky_rerope" if purpose == "reading" else rerope_with(pays)
@@ -118,6 +116,13 @@ def extend(
         warnings.warn(f"{config.name} takes the place of {replaced}, which the model ran", stacklevel=2)
     rope.lengthen(model.config, facts.train_length, length)
     return model
+
+
+def _told(model: nn.Module, train_length: int | str | None) -> int | None:
+    """The trained length as it is told now, or was told or read when the method came that the model runs."""
+    if train_length is not None:
+        return length_of(train_length)
+    return None if (present := running(model)) is None else present.train_length
 
 
 def check_purpose(purpose: str) -> None:
