@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.integration.trained import trained
+from hf_longattn.measuring.settings import Setting, check_setting, load_setting
 
 CHECKPOINTS = {c["name"]: c for c in json.loads((Path(__file__).parent / "checkpoints.json").read_text(encoding="utf-8"))}
 #: What makes any of them tiny; a config takes what it knows of this.
@@ -62,6 +63,8 @@ def yarn(factor: float, original: int, **more: Any) -> dict[str, Any]:
 
 def tiny_config(checkpoint: dict[str, Any]) -> Any:
     """Its own settings of lengths, windows and rotation, and little else."""
+    if checkpoint["model_type"] not in transformers.CONFIG_MAPPING:
+        pytest.skip("this release of transformers lacks the model")
     kind = transformers.CONFIG_MAPPING[checkpoint["model_type"]]
     known = kind().to_dict().keys()
     rope = copy.deepcopy(checkpoint["rope_parameters"])
@@ -190,6 +193,9 @@ def test_train_length_is_for_every_method_and_every_way(tmp_path: Path) -> None:
         by_name = load(tmp_path / "plain", attn_implementation=name, longattn={"train_length": 96})
         by_apply = hf_longattn.apply(load(tmp_path / "plain"), name, train_length=96)
         assert [read(hf_longattn.config_of(m)) for m in (by_name, by_apply)] == [96, 96]
+    setting = Setting.parse("rerope:train_length=96")
+    assert check_setting(setting, str(tmp_path / "plain")).train_length == 96
+    assert hf_longattn.config_of(load_setting(setting, str(tmp_path / "plain"))).positions.window == 48
     model = hf_longattn.apply(load(tmp_path / "plain"), "rerope+infoscale", train_length=96)
     config = hf_longattn.config_of(model)
     assert (config.positions.window, config.temperature.train_length, config.train_length) == (48, 96, 96)
@@ -294,6 +300,13 @@ def test_a_temperature_of_the_models_own_is_not_applied_twice(kind: str) -> None
     with pytest.raises(ValueError, match=r"has a temperature of its own.*stack=True"):
         hf_longattn.apply(trained_in(kind), "rerope+infoscale")
     assert hf_longattn.config_of(hf_longattn.extend(trained_in(kind), to=4096)).name == "rerope"
+
+
+def test_longrope_that_stretches_nothing_brings_no_temperature() -> None:
+    """MiniCPM3: its original length is the whole one."""
+    plain = AutoModelForCausalLM.from_config(settings(32, **LONGROPE | {"original_max_position_embeddings": 32}))
+    assert plain.model.rotary_emb.attention_scaling == 1.0
+    assert hf_longattn.config_of(hf_longattn.extend(plain, to=256)).name == "rerope+infoscale"
 
 
 @torch.no_grad()
