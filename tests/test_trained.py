@@ -68,9 +68,10 @@ def tiny_config(checkpoint: dict[str, Any]) -> Any:
     kind = transformers.CONFIG_MAPPING[checkpoint["model_type"]]
     known = kind().to_dict().keys()
     rope = copy.deepcopy(checkpoint["rope_parameters"])
+    share = rope.get("partial_rotary_factor", checkpoint["config"].get("partial_rotary_factor", 1.0))
     for key in ("short_factor", "long_factor"):
         if isinstance(rope.get(key), str):
-            rope[key] = [{"ones": 1.0, "fours": 4.0}[rope[key]]] * (TINY["head_dim"] // 2)
+            rope[key] = [{"ones": 1.0, "fours": 4.0}[rope[key]]] * int(share * TINY["head_dim"] / 2)
     heads = {"num_key_value_heads": 4} if "kv_lora_rank" in known else {}
     settings = {k: v for k, v in TINY.items() if k in known} | heads | checkpoint["config"]
     return kind(**settings, max_position_embeddings=checkpoint["max_position_embeddings"], rope_parameters=rope)
@@ -85,7 +86,7 @@ def tiny(checkpoint: dict[str, Any]) -> Any:
 def test_the_trained_length_of_published_checkpoints(name: str) -> None:
     known = trained(tiny_config(CHECKPOINTS[name]))
     assert known.length == CHECKPOINTS[name]["trained"]
-    assert known.assumed is None
+    assert (known.assumed is not None) == CHECKPOINTS[name].get("assumed", False)
 
 
 #: Layers without rotary encoding, and latent attention.
@@ -336,6 +337,18 @@ def test_longrope_beyond_its_border() -> None:
     m(ids[:, :16], past_key_values=unknown)
     with pytest.raises(ValueError, match="different sides of 16 tokens"):
         hf_longattn.apply(m, REROPE)(ids[:, 16:], past_key_values=unknown)
+
+
+@torch.no_grad()
+def test_a_model_that_turns_long_calls_by_other_frequencies_than_it_shows_is_refused() -> None:
+    """PhiMoE: the buffer follows the length of a call, and the rotation does not."""
+    rotary = FOURFOLD | LONGROPE | {"original_max_position_embeddings": 16, "short_mscale": 1.2, "long_mscale": 1.2}
+    checkpoint = {"model_type": "phimoe", "max_position_embeddings": 64, "rope_parameters": rotary, "config": {}}
+    ids, plain, m = tokens(), tiny(checkpoint), hf_longattn.apply(tiny(checkpoint), REROPE)
+    want = closed_form.attach(plain, REROPE)(ids[:, :15], use_cache=False).logits
+    close(m(ids[:, :15], use_cache=False).logits, want)
+    with pytest.raises(ValueError, match="does not turn a call of this length by the frequencies that it shows"):
+        m(ids, use_cache=False)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from ..attention.tracing import readable
 from .state import AttentionState
 from .trained import ORIGINAL, rope_settings
 
@@ -26,22 +27,45 @@ _MIXED = (
 _LONG = "longattn_long"
 
 
-def border_hooks(model: nn.Module, remapped: dict[nn.Module, str | None], state: AttentionState) -> list[RemovableHandle]:
+def border_hooks(
+    model: nn.Module, remapped: dict[nn.Module, str | None], rotaries: dict[nn.Module, str], state: AttentionState
+) -> list[RemovableHandle]:
     """Hooks on a model that refuse a cache across the border; none where no remapped layer has one.
 
     Args:
         remapped: attention modules that a remap acts on, with their layer types.
+        rotaries: their rotary modules, with the names of the buffers that hold their frequencies.
     """
     settings = [rope_settings(m.config, kind) for m, kind in remapped.items()]
     borders = {s[ORIGINAL] for s in settings if s.get("rope_type") == "longrope" and s["short_factor"] != s["long_factor"]}
     if not borders:
         return []
     inner: Any = [m for m in model.modules() if isinstance(m, PreTrainedModel) and remapped.keys() <= set(m.modules())][-1]
+    turns = [
+        m.register_forward_hook(functools.partial(_compare, state, buffer), with_kwargs=True) for m, buffer in rotaries.items()
+    ]
     check, stamp = functools.partial(_check, state, min(borders)), functools.partial(_stamp, min(borders))
     return [
+        *turns,
         inner.register_forward_pre_hook(check, with_kwargs=True),
         inner.register_forward_hook(stamp, with_kwargs=True),
     ]
+
+
+def _compare(state: AttentionState, buffer: str, rotary: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """Verification sees short calls alone; long ones too must be turned by the buffer that a remap reads (not so in PhiMoE)."""
+    if torch.compiler.is_compiling() or state.disabled is not None or not readable(output[0]):
+        return
+    position: Tensor = (kwargs["position_ids"] if "position_ids" in kwargs else args[1])[..., :1, -1:].float()
+    cos, sin = (x[0, -1].float() for x in output)
+    cos = (cos / (cos.square() + sin.square()).sqrt()).sort().values
+    want = (position.flatten()[0] * getattr(rotary, buffer).float()).cos()
+    want = want.repeat_interleave(len(cos) // len(want)).sort().values  # in whichever order a model has its pairs
+    if (cos - want).abs().max() > (1e-3 if output[0].dtype in (torch.float32, torch.float64) else 0.05):
+        raise ValueError(
+            f"{type(rotary).__name__} does not turn a call of this length by the frequencies that it shows ({buffer}), so a "
+            "remap of rotary distances cannot undo them: stay below longrope's original length, or take another method"
+        )
 
 
 def _before_and_after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:

@@ -266,10 +266,10 @@ def _guard_remaps(model: PreTrainedModel, plans: dict[Any, LayerPlan], state: At
     for handle in state.remaps:
         handle.remove()
     remapped = {x.module: x.type for x in layers_of(model) if x.module in plans and plans[x.module].rotary is not None}
-    rotaries = dict.fromkeys(plans[m].rotary.module for m in remapped)  # type: ignore[union-attr]
+    rotaries = {x.module: x.buffer for m in remapped if (x := plans[m].rotary) is not None}
     check = functools.partial(_check_axes, state)
     axes = [m.register_forward_pre_hook(check, with_kwargs=True) for m in rotaries if getattr(m, "mrope_section", None)]
-    state.remaps = (*axes, *border_hooks(model, remapped, state))
+    state.remaps = (*axes, *border_hooks(model, remapped, rotaries, state))
 
 
 def _check_axes(state: AttentionState, rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
