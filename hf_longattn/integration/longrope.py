@@ -53,7 +53,7 @@ def border_hooks(
 
 
 def _compare(state: AttentionState, buffer: str, rotary: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Verification sees short calls alone; long ones too must be turned by the buffer that a remap reads (not so in PhiMoE)."""
+    """Verification sees short calls alone; long ones too must turn by the buffer that a remap reads (not so in PhiMoE)."""
     if torch.compiler.is_compiling() or state.disabled is not None or not readable(output[0]):
         return
     position: Tensor = (kwargs["position_ids"] if "position_ids" in kwargs else args[1])[..., :1, -1:].float()
