@@ -38,6 +38,8 @@ class LongAttnConfig:
         layers: "full_attention" (every causal layer that sees all earlier keys), "all" (sliding-window
             layers too), or a sequence of layer indices.
         backend: "auto", or one of `BACKENDS` to insist on it.
+        train_length: the length that the model was trained at, in tokens, for all methods; default what its config says. In
+            a config that a model runs it is that number, and `trained` says where it is from.
 
     Raises:
         ValueError: a parameter is invalid, or a method sits in a slot that is not its own.
@@ -52,6 +54,8 @@ class LongAttnConfig:
     output_norm: OutputNorm | None = None
     layers: str | tuple[int, ...] = "full_attention"
     backend: str = "auto"
+    train_length: int | None = None
+    trained: str = field(default="", repr=False, compare=False)
     version: int = field(default=FORMAT_VERSION, repr=False)
 
     def __post_init__(self) -> None:
@@ -86,6 +90,9 @@ class LongAttnConfig:
             object.__setattr__(self, "layers", tuple(sorted(set(indices))))
         elif self.layers not in ("full_attention", "all"):
             raise ValueError(f"layers must be 'full_attention', 'all' or a list of indices, got {self.layers!r}")
+        length = self.train_length
+        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
+            raise ValueError(f"train_length must be an integer >= 1, got {length!r}")
         if self.backend not in BACKENDS:
             raise ValueError(f"unknown backend {self.backend!r}; choose one of {', '.join(BACKENDS)}")
 
@@ -105,6 +112,11 @@ class LongAttnConfig:
         return next((m for m in self.key_bands if m.remaps), None)
 
     @property
+    def uses_train_length(self) -> bool:
+        """Whether a method depends on the length that the model was trained at."""
+        return bool(self.key_bands) or any(hasattr(m, "train_length") for m in self.methods)
+
+    @property
     def name(self) -> str:
         """The method names joined by "+", in slot order; "longattn" when no slot is filled."""
         return "+".join(m.name for m in self.methods) or CUSTOM
@@ -113,7 +125,8 @@ class LongAttnConfig:
     def preset(cls, name: str, **parameters: Any) -> LongAttnConfig:
         """A config by name: one method, or several joined by "+" ("infoscale+cosscale").
 
-        Parameters go to the one method that has them; `layers` and `backend` to the config.
+        Parameters go to the one method that has them; `layers` and `backend` to the config, `train_length` to the config and
+        to every method that has it.
 
         Raises:
             ValueError: unknown name or parameter, two methods for one slot, or a parameter that two of
@@ -121,12 +134,16 @@ class LongAttnConfig:
         """
         if not isinstance(name, str):
             raise TypeError(f'a method is given by its name ("scale_invariant") or as a LongAttnConfig, got {name!r}')
-        common = {k: parameters.pop(k) for k in ("layers", "backend") if k in parameters}
+        common: dict[str, Any] = {k: parameters.pop(k) for k in ("layers", "backend") if k in parameters}
         by_slot: dict[str, str] = {}
         for part in () if name == CUSTOM else name.split("+"):
             if (other := by_slot.setdefault(slot := method_class(part).slot, part)) != part:
                 raise ValueError(f"{other} and {part} clash: both fill the slot {slot!r}")
         own: dict[str, dict[str, Any]] = {part: {} for part in by_slot.values()}
+        if (length := parameters.pop("train_length", None)) is not None:
+            common["train_length"] = length
+            for part in (p for p in own if "train_length" in parameters_of(p)):
+                own[part]["train_length"] = length
         for key, value in parameters.items():
             owners = [part for part in own if key in parameters_of(part)]
             if not owners:
@@ -179,7 +196,8 @@ class LongAttnConfig:
         for slot in SLOTS:
             if (method := getattr(self, slot)) is not None:
                 out[slot] = method.to_dict()
-        return out | {"layers": thaw(self.layers), "backend": self.backend}
+        out |= {"layers": thaw(self.layers), "backend": self.backend}
+        return out if self.train_length is None else out | {"train_length": self.train_length, "trained": self.trained}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LongAttnConfig:
@@ -191,9 +209,12 @@ class LongAttnConfig:
         return cls(**data)
 
     def replace(self, **changes: Any) -> LongAttnConfig:
-        """A copy with some parameters changed, each given to the one method (or the config) that has it."""
-        self = dataclasses.replace(self, **{f.name: changes.pop(f.name) for f in fields(self) if f.name in changes})
+        """A copy with some parameters changed, each given to the one method (or the config) that has it; see `preset`."""
         by_slot: dict[str, dict[str, Any]] = {}  # parameters of one method are checked together
+        if "train_length" in changes:
+            changes = {"trained": ""} | changes
+            by_slot = {m.slot: {"train_length": changes["train_length"]} for m in self.methods if hasattr(m, "train_length")}
+        self = dataclasses.replace(self, **{f.name: changes.pop(f.name) for f in fields(self) if f.name in changes})
         for key, value in changes.items():
             owners = [m for m in self.methods if key in {f.name for f in fields(m)}]
             if len(owners) != 1:
@@ -206,12 +227,19 @@ class LongAttnConfig:
         return dataclasses.replace(self, **{s: dataclasses.replace(getattr(self, s), **own) for s, own in by_slot.items()})
 
     def bind(self, facts: ModelFacts) -> LongAttnConfig:
-        """Fill in what depends on the model and check everything against it."""
+        """Fill in what depends on the model and check everything against it.
+
+        Args:
+            facts: of the model, by this config's own train_length if it has one.
+        """
         if not isinstance(self.layers, str) and self.layers[-1] >= facts.num_layers:
             raise ValueError(f"layers names layer {self.layers[-1]}, but the model has layers 0 to {facts.num_layers - 1}")
         own = next((m.own_temperature for m in self.key_bands if m.own_temperature), facts.own_temperature)
         facts = dataclasses.replace(facts, own_temperature=own)
-        return dataclasses.replace(self, **{m.slot: m.bind(facts) for m in self.methods})  # type: ignore[arg-type]
+        bound: dict[str, Any] = {m.slot: m.bind(facts) for m in self.methods}
+        if self.uses_train_length:
+            bound |= {"train_length": facts.train_length, "trained": self.trained or facts.trained}
+        return dataclasses.replace(self, **bound)
 
     def for_layer(self, layer: int) -> LongAttnConfig:
         """The config as layer `layer` uses it: parameters per layer are reduced to that layer's."""

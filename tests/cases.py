@@ -63,7 +63,7 @@ CASES: dict[str, LongAttnConfig] = {
     "windowed": LongAttnConfig.preset("windowed", window=7),
     "streaming": LongAttnConfig.preset("streaming", window=6, sinks=2),
     "lm_infinite": LongAttnConfig.preset("lm_infinite", window=6, sinks=2),
-    "rerope+infoscale+cosscale": LongAttnConfig.preset("rerope+infoscale+cosscale", window=7, train_length=4, scale=5.0),
+    "rerope+infoscale+cosscale": LongAttnConfig.preset("rerope+infoscale+cosscale", window=7, train_length=8, scale=5.0),
     "leaky_rerope+scale_invariant": LongAttnConfig.preset("leaky_rerope+scale_invariant", window=7, sink_tokens=1, offset=7),
     "streaming+adaptive": LongAttnConfig.preset("streaming+adaptive_temperature", window=9, sinks=2),
     "sink+rerope+adaptive": LongAttnConfig.preset("rerope+adaptive_temperature+attention_sink", window=9, logit=0.5),

@@ -267,7 +267,10 @@ def _attention(
         p = _softmax(s)
         entropy = -(p * np.log(np.where(p > 0, p, 1))).sum(-1, keepdims=True)
         s = np.where(visible, by_entropy(temperature, entropy) * np.where(visible, s, 0), -np.inf)
-    out = _softmax(s, attention_sink(methods["sink"], layer) if "sink" in methods else -np.inf) @ v
+    sink = attention_sink(methods["sink"], layer) if "sink" in methods else -np.inf
+    if (own := kwargs.get("s_aux")) is not None:  # the model's own
+        sink = np.logaddexp(sink, own.detach().double().numpy()[:, None, None])
+    out = _softmax(s, sink) @ v
     if "output_norm" in methods:
         out = NORMS[methods["output_norm"]["name"]](methods["output_norm"], layer, out)
     return torch.from_numpy(out).to(query.dtype).transpose(1, 2).contiguous(), None

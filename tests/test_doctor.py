@@ -46,7 +46,16 @@ def test_a_sound_checkpoint(sound: Path) -> None:
     assert code == 0, text
     assert "default: the 4 frequencies are those that the config asks for" in text
     assert "one passage has the same loss wherever it stands" in text
+    assert "ok trained trained at 512: max_position_embeddings" in text
     assert "No problem found." in text
+
+
+def test_a_trained_length_that_the_settings_leave_open(tmp_path: Path, sound: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+    code, text = told(edited(sound, tmp_path, rope_parameters=yarn), "--no-weights")
+    assert code == 0, text
+    assert "note trained trained at 512: max_position_embeddings, factor 4 x 128" in text
+    assert "yarn is taken for trained in, because max_position_embeddings is 512: pass train_length= if that is not so" in text
 
 
 def test_a_sound_checkpoint_of_ours(tmp_path: Path, sound: Path) -> None:
@@ -55,6 +64,7 @@ def test_a_sound_checkpoint_of_ours(tmp_path: Path, sound: Path) -> None:
     code, text = told(tmp_path)
     assert code == 0, text
     assert "rerope, as recorded" in text
+    assert "trained at 512: max_position_embeddings" in text
     assert "at 1,920" in text  # as far as the config announces
 
 

@@ -13,7 +13,14 @@ import transformers
 from cases import FAMILIES, VOCAB, model_config
 from helpers import close, tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from typer.testing import CliRunner
 
 import hf_longattn
@@ -279,6 +286,36 @@ def test_command_reads_fast_and_saves_the_checkpoints_own_precision(
     assert reloaded.dtype == torch.bfloat16
     for name, weight in own.state_dict().items():
         assert torch.equal(reloaded.state_dict()[name], weight), name
+
+
+def test_the_command_takes_the_trained_length_that_it_is_told(
+    saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model whose YaRN was trained in, though its maximum was left: no scaling is a candidate on top of that."""
+    (model, text), own, out = saved, tmp_path / "own", tmp_path / "out"
+    config = AutoConfig.from_pretrained(model)
+    config.rope_parameters = YARNED | {"original_max_position_embeddings": 1024, "factor": 2.0}
+    config.max_position_embeddings = 1024
+    AutoModelForCausalLM.from_pretrained(model, config=config).save_pretrained(own)
+    AutoTokenizer.from_pretrained(model).save_pretrained(own)
+    asked: list[Any] = []
+
+    def few(*arguments: Any) -> list[Setting]:
+        asked.append(arguments)
+        return [s for s in candidates(*arguments) if s.name.startswith((UNMODIFIED, "rerope", "leaky"))]
+
+    monkeypatch.setattr(extension, "candidates", few)
+    arguments = ["extend", str(own), "--to", "4k", "--text", str(text), "--out", str(out), "--tolerance", "10"]
+    result = CliRunner().invoke(app, [*arguments, "--train-length", "2k"])
+    assert result.exit_code == 0, result.output
+    assert "Trained at 2,048 tokens: given as --train-length." in result.output
+    assert asked == [(2048, 4096, None, False)]
+    winner = hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(out))
+    assert (winner.name in ("rerope", "leaky_rerope"), winner.train_length) == (True, 2048)
+    names = [s.name for s in candidates(2048, 4096, plain=False)]
+    assert not [name for name in names if "yarn" in name.lower()]
+    refused = CliRunner().invoke(app, [*arguments[:-4], "--tolerance", "10"])
+    assert "put in for inference" in " ".join(refused.output.replace("│", " ").split())
 
 
 def test_the_command_saves_what_it_measured_of_a_checkpoint_with_a_method(

@@ -48,7 +48,7 @@ def test_folded_weights_give_the_same_logits_without_a_method(family: str, tmp_p
 
 @torch.no_grad()
 def test_other_methods_stay() -> None:
-    config = LongAttnConfig.preset("rerope+infoscale+output_gain", window=7, train_length=4, gain=0.8, layers=(0, 2))
+    config = LongAttnConfig.preset("rerope+infoscale+output_gain", window=7, train_length=8, gain=0.8, layers=(0, 2))
     m, ids = gained("llama", config), tokens()
     want = m(ids).logits
     hf_longattn.fold(m)

@@ -422,7 +422,7 @@ def test_frequencies_that_change_back() -> None:
         close(logits(m, short), before, 1e-6)
 
 
-@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "longrope"])
+@pytest.mark.parametrize("kind", ["dynamic", "yarn"])
 @pytest.mark.parametrize("name", [n for n in METHODS if n != "windowed"])
 def test_a_model_that_scales_already_is_refused(name: str, kind: str) -> None:
     m = scaled(kind)
@@ -710,7 +710,7 @@ def test_defaults_fit_the_model(name: str) -> None:
 @pytest.mark.parametrize("name", ["rerope", "dual_chunk", "streaming"])
 def test_gradients_where_queries_and_keys_have_none(name: str, trained: str) -> None:
     """Of few queries too, whose keys are otherwise re-rotated as they are read, without gradients."""
-    config = LongAttnConfig.preset(name + "+logn", **METHODS[name], learned=True, train_length=4)
+    config = LongAttnConfig.preset(name + "+logn", **METHODS[name], learned=True, train_length=11)
     results = []
     for backend in ("auto", "reference"):
         m = hf_longattn.apply(stock("llama"), config.replace(backend=backend, layers=[0])).requires_grad_(False)

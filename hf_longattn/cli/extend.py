@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,6 +35,9 @@ def extend(
     tolerance: Annotated[
         float, typer.Option(help="What a choice may cost within the trained length, in nats a token.")
     ] = 0.02,
+    train_length: Annotated[
+        str | None, typer.Option(help="The length that MODEL was trained at; default what its config tells.")
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
@@ -69,9 +73,13 @@ def extend(
     with refusing("MODEL"):
         facts = check_setting(Setting(UNMODIFIED), model)
         tokenizer = AutoTokenizer.from_pretrained(model)
+    told = None if train_length is None else tokens(train_length)
+    facts = facts if told is None else dataclasses.replace(facts, train_length=told, trained="given as --train-length")
     trained = facts.train_length
     if trained is None or length < trained:
-        raise typer.BadParameter(f"the model was trained at {trained} tokens; nothing to extend", param_hint="--to")
+        message = f"the model was trained at {trained} tokens ({facts.trained}); nothing to extend"
+        raise typer.BadParameter(message, param_hint="--to")
+    console.print(f"Trained at {trained:,} tokens: {facts.trained}.", highlight=False)
     with refusing("--to"):
         plan_copies(trained if length > trained else trained // 2, length)
     with refusing("--text"):
@@ -88,7 +96,7 @@ def extend(
     with refusing("--out"):
         rows = Rows(None if out is None else out / RESULT, protocol=protocol)
     about = {"command": command_line(context), "versions": versions_line()}
-    search = Search(ids, trained, rows, purpose, tolerance, about, temperature(facts, length))
+    search = Search(ids, trained, rows, purpose, tolerance, about, temperature(facts, length), facts.rope_type == "default")
 
     loaded: Any = None
     own: Any = None
@@ -100,7 +108,7 @@ def extend(
             return load_setting(setting, model, chosen, device)
         if loaded is None:
             loaded = load_setting(Setting(UNMODIFIED), model, chosen, device)
-            own = beside_own(loaded, LongAttnConfig())
+            own = beside_own(loaded, LongAttnConfig(train_length=told))
         if setting.config is None:
             return loaded
         with knowing():
@@ -136,7 +144,10 @@ def extend(
         return
     loaded = None  # it goes before the winner comes
     # what was read in float32 is saved in the precision it came in
-    winner = load_setting(search.settings[choice], model, dtype if chosen == dtype else own_precision(model), "cpu")
+    saved = dtype if chosen == dtype else own_precision(model)
+    winner = load_setting(
+        search.settings[choice], model, saved, "cpu", lambda _, c: c.replace(train_length=told) if told else c
+    )
     if search.settings[choice].config is not None:
         rope.lengthen(winner.config, trained, length)
         console.print(str(describe(winner)).splitlines()[0])

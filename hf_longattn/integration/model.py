@@ -22,6 +22,7 @@ from .names import is_ours, name_for
 from .planning import attach, no_layer, prepare, show_section
 from .rope import shorten
 from .state import adapters_of, alone, plan_of, release, remember, set_plan, transaction, without_method
+from .trained import Trained, recorded
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -201,16 +202,19 @@ class Description:
     model: str
     config: LongAttnConfig | None
     rows: tuple[tuple[str, str, str], ...]  # module, method and parameters or "unchanged", backend or reason
+    trained: Trained | None = None  # the length that it was trained at, and where that number is from
 
     def __str__(self) -> str:
         head = f"{self.model}: {self.config.name if self.config else 'no hf_longattn method'}"
+        head += f", {self.trained}" * (self.trained is not None)
         width = [max((len(r[i]) for r in self.rows), default=0) for i in (0, 1)]
         return "\n".join([head, *(f"  {a:<{width[0]}}  {b:<{width[1]}}  {c}" for a, b, c in self.rows)])
 
 
 def describe(model: nn.Module) -> Description:
-    """Per attention module: method, parameters and backend, or why it was left alone."""
+    """Per attention module: method, parameters and backend, or why it was left alone; and the trained length, and why."""
     base = pretrained(model)
+    known = next((recorded(c, c.longattn) for x in candidates_of(base) if (c := x.module.config)), None)
     rows = []
     for layer in layers_of(base):
         plan = plan_of(layer.module)
@@ -221,7 +225,7 @@ def describe(model: nn.Module) -> Description:
             rows.append((layer.name, "unchanged", f"{plan.reason}, {_runs(layer.module.config)}"))
         else:
             rows.append((layer.name, ", ".join(map(_shown, plan.config.methods)), f"backend {plan.config.backend}"))
-    return Description(type(base).__name__, running(base), tuple(rows))
+    return Description(type(base).__name__, running(base), tuple(rows), known)
 
 
 def _runs(config: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -16,9 +17,11 @@ from ..config import CUSTOM, LongAttnConfig
 from ..methods.learned import LearnedParts, learned_parts
 from ..methods.method import ModelFacts
 from .layers import Layer, all_configs, candidates_of, layers_of, pretrained
+from .longrope import border_hooks
 from .names import is_ours, short
 from .rotation import find_rotary
 from .state import AttentionState, LayerPlan, Section, enrol, set_plan, state_of
+from .trained import Trained, rope_settings, trained
 from .verify import rotation_of, verify_rotations, watch
 
 #: What models call the norm of their queries, inside an attention module.
@@ -52,7 +55,7 @@ def prepare(model: PreTrainedModel, verify: bool = False) -> None:
         methods = plan.config.methods if plan.config is not None else ()
         attach(module, {m.slot: part for m in methods if hasattr(m, "module") and (part := m.module(facts)) is not None})
     _guard_positions(model, state)
-    _guard_axes(plans, state)
+    _guard_remaps(model, plans, state)
     watch(model, state)
     enrol(model)
 
@@ -70,11 +73,12 @@ def _plan(
     candidates, target = candidates_of(model), candidates_of(model)[0].module.config
     kind, named = (config.layers, ()) if isinstance(config.layers, str) else ("", config.layers)
     chosen = [x for x in candidates if kind == "all" or (kind and not x.why_not) or x.index in named]
-    facts = facts_of(model, chosen or candidates)
+    facts = facts_of(model, chosen or candidates, config.train_length)
     bound = config.bind(facts)
     if missing := set(named) - {x.index for x in candidates}:
         raise ValueError(f"layers names {sorted(missing)}, which have no causal softmax attention in this model")
     _refuse_layers(model, config, candidates, chosen)
+    _warn_of_assumption(config, chosen or candidates)
     if not chosen or not config.methods:
         raise ValueError(no_layer(model, config, candidates))
     if config.key_bands and (windowed := [x.index for x in chosen if x.windowed]):
@@ -117,18 +121,15 @@ def bound_config(model: nn.Module, config: LongAttnConfig) -> tuple[LongAttnConf
     layers = candidates_of(base)
     if not layers:
         raise ValueError(no_layer(base, config, []))
-    facts = facts_of(base, [x for x in layers if not x.why_not] or layers)
+    facts = facts_of(base, [x for x in layers if not x.why_not] or layers, config.train_length)
     return config.bind(facts), facts
 
 
-def facts_of(model: nn.Module, layers: list[Layer]) -> ModelFacts:
-    """What a method may ask about a model, of these layers of it."""
+def facts_of(model: nn.Module, layers: list[Layer], told: int | None = None) -> ModelFacts:
+    """What a method may ask about a model, of these layers of it; told: its trained length as the user knows it."""
     config = layers[0].module.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    if isinstance(rope.get("full_attention"), dict):
-        rope = rope["full_attention"]
-    trained = (getattr(config, n, None) for n in ("original_max_position_embeddings", "max_position_embeddings"))
-    train = rope.get("original_max_position_embeddings") or next(filter(None, trained), None)
+    kind, known = _trained(layers, told)
+    rope = rope_settings(config, kind)
     head_dim = int(getattr(layers[0].module, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     return ModelFacts(
         num_layers=config.num_hidden_layers,
@@ -136,11 +137,31 @@ def facts_of(model: nn.Module, layers: list[Layer]) -> ModelFacts:
         num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=head_dim,
         value_dim=getattr(config, "v_head_dim", None) or head_dim,
-        train_length=train,
+        train_length=known.length,
+        trained=known.reason if known.assumed is None else f"{known.reason} ({known.assumed})",
+        rotation_is_own=known.rotation_is_own,
         own_temperature=_own_temperature(config, rope),
-        rope_type=rope.get("rope_type", "default") if find_rotary(model, config, layers[0].type) else None,
+        rope_type=rope.get("rope_type", "default") if find_rotary(model, config, kind) else None,
         qk_norm=any(_normalises(layer.module) for layer in layers),
     )
+
+
+def _trained(layers: list[Layer], told: int | None) -> tuple[str | None, Trained]:
+    """A layer type and what it tells of the trained length: of several the one under which remaps are refused, or the full."""
+    read = {kind: trained(layers[0].module.config, kind, told) for kind in dict.fromkeys(x.type for x in layers)}
+    kind = min(read, key=lambda k: (read[k].rotation_is_own, k != "full_attention"))
+    return kind, read[kind]
+
+
+def _warn_of_assumption(config: LongAttnConfig, layers: list[Layer]) -> None:
+    """Say what is taken for granted where a method depends on a trained length that the settings leave open."""
+    known = _trained(layers, config.train_length)[1]
+    if known.assumed and config.uses_train_length:
+        warnings.warn(
+            f"{known.assumed}: {config.name} takes {known.length} for the length that the model was trained at. Pass "
+            "train_length= to say so, or another",
+            stacklevel=5,
+        )
 
 
 def _normalises(attention: nn.Module) -> bool:
@@ -151,9 +172,11 @@ def _normalises(attention: nn.Module) -> bool:
     )
 
 
-def _own_temperature(config: Any, rope: dict[str, Any]) -> str | None:
+def _own_temperature(config: Any, rope: Mapping[str, Any]) -> str | None:
     """The temperature that a model already applies to its scores, in words, or None."""
-    if rope.get("rope_type") in ("yarn", "longrope") and rope.get("attention_factor") != 1.0:
+    original = rope.get("original_max_position_embeddings")
+    plain = rope.get("rope_type") == "longrope" and original == config.max_position_embeddings and "factor" not in rope
+    if rope.get("rope_type") in ("yarn", "longrope") and rope.get("attention_factor") != 1.0 and not plain:
         return f"{rope['rope_type']}'s attention factor"
     if getattr(config, "attn_temperature_tuning", False) or rope.get("llama_4_scaling_beta"):
         return "Llama 4's scaling of queries by position"
@@ -235,15 +258,19 @@ _AXES = (
 )
 
 
-def _guard_axes(plans: dict[Any, LayerPlan], state: AttentionState) -> None:
-    """Refuse tokens at several positions at once under a remap, which would turn each by the number of tokens before it."""
-    for handle in state.axes:
+def _guard_remaps(model: PreTrainedModel, plans: dict[Any, LayerPlan], state: AttentionState) -> None:
+    """Refuse calls that a remap would compute wrongly.
+
+    Tokens at several positions at once, each of which it would turn by the number of tokens before it; and keys that were
+    cached under other frequencies.
+    """
+    for handle in state.remaps:
         handle.remove()
-    rotaries = dict.fromkeys(plan.rotary.module for plan in plans.values() if plan.rotary is not None)
+    remapped = {x.module: x.type for x in layers_of(model) if x.module in plans and plans[x.module].rotary is not None}
+    rotaries = {x.module: x.buffer for m in remapped if (x := plans[m].rotary) is not None}
     check = functools.partial(_check_axes, state)
-    state.axes = tuple(
-        m.register_forward_pre_hook(check, with_kwargs=True) for m in rotaries if getattr(m, "mrope_section", None)
-    )
+    axes = [m.register_forward_pre_hook(check, with_kwargs=True) for m in rotaries if getattr(m, "mrope_section", None)]
+    state.remaps = (*axes, *border_hooks(model, remapped, rotaries, state))
 
 
 def _check_axes(state: AttentionState, rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..methods.method import require_in, require_positive
+from .trained import ORIGINAL, filled_in, trained
 
 Config = TypeVar("Config")
 
@@ -76,21 +77,21 @@ def yarn(config: Config, factor: float, **parameters: Any) -> Config:
     return _scaled(config, "yarn", factor, **parameters)
 
 
-def lengthen(config: Any, trained: int, length: int) -> None:
+def lengthen(config: Any, known: int, length: int) -> None:
     """Let a config announce `length` tokens and keep the trained length beside it, where no rotation depends on either."""
     text = _text(config)
-    if _announces_only(text) and trained in (text.max_position_embeddings, text.__dict__.get(_TRAINED)):
-        text.__dict__[_TRAINED], text.max_position_embeddings = trained, length
+    kept, most = vars(text).get(ORIGINAL), text.max_position_embeddings
+    if _announces_only(text) and filled_in(text) != known and (known in (most, kept) or length > most):
+        vars(text)[ORIGINAL], text.max_position_embeddings = known, length
 
 
 def shorten(config: Any) -> None:
     """Undo `lengthen`."""
     text = _text(config)
-    if _announces_only(text) and (trained := text.__dict__.pop(_TRAINED, None)) is not None:
-        text.max_position_embeddings = trained
-
-
-_TRAINED = "original_max_position_embeddings"
+    if _announces_only(text) and (kept := vars(text).get(ORIGINAL)) not in (None, filled_in(text)):
+        text.max_position_embeddings = kept
+        if filled_in(text) is None:
+            del vars(text)[ORIGINAL]
 
 
 def _announces_only(text: Any) -> bool:
@@ -103,8 +104,7 @@ def _announces_only(text: Any) -> bool:
 def _scaled(config: Config, rope_type: str, factor: float, **parameters: Any) -> Config:
     if not factor >= 1:
         raise ValueError(f"factor must be >= 1, got {factor!r}")
-    length = getattr(_text(config), "max_position_embeddings", None)
-    return _edit(config, {"rope_type": rope_type, "factor": factor, "original_max_position_embeddings": length} | parameters)
+    return _edit(config, {"rope_type": rope_type, "factor": factor, ORIGINAL: trained(_text(config)).length} | parameters)
 
 
 def _text(config: Any) -> Any:

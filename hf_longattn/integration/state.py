@@ -68,7 +68,7 @@ class AttentionState:
     passes: tuple[RemovableHandle, ...] = ()  # hooks around a forward pass: see `verify.watch`
     unverified: bool = False  # whether the first pass has rotations to verify
     guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse positions beyond a learned table
-    axes: tuple[RemovableHandle, ...] = ()  # hooks that refuse several positions a token (M-RoPE) under a remap
+    remaps: tuple[RemovableHandle, ...] = ()  # hooks that refuse calls which a remap would compute wrongly
     disabled: tuple[list[tuple[Any, str]], Tables | None] | None = None  # what `enable` puts back: implementations, rotations
 
     def set_strength(self, config: LongAttnConfig) -> None:
@@ -118,7 +118,8 @@ class Snapshot:
 
     def __init__(self, model: nn.Module) -> None:
         owners = (*all_configs(model), *adapters_of(model), *filter(None, [state_of(model)]), *model.modules())
-        hooks = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_always_called")
+        hooks: tuple[str, ...] = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+        hooks += ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
         inner = ("_modules", "_buffers", *hooks)
         entries = [vars(x) for x in owners] + [vars(m)[name] for m in model.modules() for name in inner]
         self.entries = [(live, dict(live)) for live in entries]
@@ -192,7 +193,7 @@ def release(model: nn.Module) -> None:
         if not is_ours(layer.module.config._attn_implementation):
             set_plan(layer.module, None)
     if state is not None and state_of(model) is None:
-        for handle in (*state.guards, *state.axes, *state.passes):
+        for handle in (*state.guards, *state.remaps, *state.passes):
             handle.remove()
         with _MODELS_LOCK:
             _MODELS.discard(model)

@@ -20,6 +20,7 @@ from transformers.utils import cached_file
 
 from ..attention.kernels.precision import fast_dtype
 from ..config import LongAttnConfig
+from ..integration import trained
 from ..integration.layers import language_config, pretrained
 from ..integration.model import knowing
 from ..integration.names import RECORD, is_ours
@@ -81,6 +82,7 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
         yield Finding("method", f"the config is refused: {error}", PROBLEM)
         return
     yield from lost_rotary_settings(saved, config)
+    yield trained_length(recorded, config)
     if not weights:
         yield from running(recorded, config)
         return
@@ -169,6 +171,14 @@ def running(recorded: Mapping[str, Any] | None, config: Any) -> Iterator[Finding
 
 
 # rotary settings --------------------------------------------------------------------------------------------------------
+
+
+def trained_length(section: Mapping[str, Any] | None, config: Any) -> Finding:
+    """The length that the model was trained at, and where that is from: windows and temperatures start from it."""
+    text = language_config(config)
+    known = trained.recorded(text, section)
+    doubt = f"; {known.assumed}: pass train_length= if that is not so" if known.assumed else ""
+    return Finding("trained", f"{known}{doubt}", NOTE if known.assumed or known.length is None else "ok")
 
 
 def lost_rotary_settings(saved: Mapping[str, Any], config: Any) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..config import LongAttnConfig, length_of
 from ..integration import apply, rope
-from ..integration.model import methods_of
+from ..integration.model import methods_of, running
 from ..integration.planning import bound_config
 from ..methods.method import ModelFacts
 from ..methods.registry import did_you_mean
@@ -45,6 +45,7 @@ def extend(
     to: int | str,
     method: str | LongAttnConfig | None = None,
     purpose: str = "both",
+    train_length: int | str | None = None,
     **parameters: Any,
 ) -> Model:
     """Make a model read texts of `to` tokens (32768 or "32k"), in place and without training; returns the model.
@@ -54,10 +55,14 @@ def extend(
     it met the farthest distances rarely, and sees them no more. Far beyond the trained length a temperature joins it, since so
     many keys dilute attention: LogN from four times on in models with QK-norm, InfoScale in others from eight times on. Other
     methods and parameters as in `apply`.
-    The config's max_position_embeddings becomes `to`, so that harnesses and servers do not cut texts, and
-    original_max_position_embeddings keeps the trained length.
+    A scaling of the rotation that the model was trained with is its own (Llama 3's, longrope, YaRN and linear scaling that are
+    trained in): distances change under it. One that was put in for inference is refused. Where no rotation depends on it, the
+    config's max_position_embeddings becomes `to`, so that harnesses and servers do not cut texts, and
+    original_max_position_embeddings keeps the trained length; under llama3, longrope and YaRN both stay.
 
     Args:
+        train_length: the length that the model was trained at; default what its config tells. `describe` shows it, with the
+            reason.
         purpose: what the default is for. "retrieval", to find what lies far back, and "both" take ReRoPE; "reading", to
             predict long texts well, takes Leaky ReRoPE, which keeps order among far tokens, and no temperature.
 
@@ -71,8 +76,11 @@ def extend(
     if method is not None and purpose != PURPOSES[0]:
         raise ValueError(f"purpose chooses a method and {method!r} is one: leave out purpose={purpose!r}, or the method")
     length = length_of(to)
-    known = bound_config(model, LongAttnConfig())[1]
+    told = _told(model, train_length)
+    known = bound_config(model, LongAttnConfig(train_length=told))[1]
     trained = known.train_length
+    if told is not None:
+        parameters["train_length"] = told
     if method is None:
         pays = None if "stack" in parameters else temperature(known, length)  # which could mean either
         method = "leaky_rerope" if purpose == "reading" else rerope_with(pays)
@@ -93,7 +101,8 @@ def extend(
     changed = config.positions is not None and not isinstance(config.positions, YarnBeyond)  # within the trained length
     if length < facts.train_length + (not changed):
         raise ValueError(
-            f"the model was trained at {facts.train_length} tokens and reads {length} as it is: nothing to extend"
+            f"the model was trained at {facts.train_length} tokens ({facts.trained}) and reads {length} as it is: nothing to "
+            "extend. Pass train_length= if it was trained at another length"
         )
     reach = None if bound.remap is None else bound.remap.reach(facts.train_length)
     if reach is not None and length > reach:
@@ -107,6 +116,13 @@ def extend(
         warnings.warn(f"{config.name} takes the place of {replaced}, which the model ran", stacklevel=2)
     rope.lengthen(model.config, facts.train_length, length)
     return model
+
+
+def _told(model: nn.Module, train_length: int | str | None) -> int | None:
+    """The trained length as it is told now, or was told or read when the method came that the model runs."""
+    if train_length is not None:
+        return length_of(train_length)
+    return None if (present := running(model)) is None else present.train_length
 
 
 def check_purpose(purpose: str) -> None:
@@ -134,9 +150,9 @@ def rerope_with(temperature: str | None) -> str:
     return "rerope" if temperature is None else f"rerope+{temperature}"
 
 
-def candidates(train_length: int, to: int, temperature: str | None = None) -> list[Setting]:
-    """What `hf-longattn extend` tries: the unmodified model, YaRN, each kind of remap that reaches `to`, two ways, and where a
-    temperature pays ReRoPE with it.
+def candidates(train_length: int, to: int, temperature: str | None = None, plain: bool = True) -> list[Setting]:
+    """What `hf-longattn extend` tries: the unmodified model, YaRN where rotation is plain, each kind of remap that reaches
+    `to`, two ways, and where a temperature pays ReRoPE with it.
 
     `to` the trained length: what reads better inside it.
     """
@@ -153,10 +169,12 @@ def candidates(train_length: int, to: int, temperature: str | None = None) -> li
     if to == train_length:
         shifts = [f"string:shift={train_length // 3}", f"string:shift={half}"]
         return [Setting(UNMODIFIED), *map(Setting.parse, shifts + remaps)]
-    remaps.append(f"yarn_beyond:factor={to / train_length}")
+    yarn = [Setting(YARN, rope=f"yarn:{to / train_length}")] if plain else []
+    if plain:
+        remaps.append(f"yarn_beyond:factor={to / train_length}")
     if temperature is not None:
         remaps.append(f"{rerope_with(temperature)}:window={half}")
-    return [Setting(UNMODIFIED), Setting(YARN, rope=f"yarn:{to / train_length}"), *map(Setting.parse, remaps)]
+    return [Setting(UNMODIFIED), *yarn, *map(Setting.parse, remaps)]
 
 
 def kind(name: str) -> str:
@@ -250,6 +268,7 @@ class Search:
         input_ids: a text, (1, to).
         trained: the length that the model was trained at, `to` at most.
         temperature: the one that pays beside ReRoPE, if any.
+        plain: whether the model's rotation is unscaled, so that YaRN is a candidate.
         rows: what is measured is kept here, row by row, and not measured again.
         tolerance: what a choice may cost within the trained length, in nats a token.
     """
@@ -261,12 +280,13 @@ class Search:
     tolerance: float = 0.02
     about: Mapping[str, Any] = field(default_factory=dict)
     temperature: str | None = None
+    plain: bool = True
     settings: dict[str, Setting] = field(init=False)
     copies: list[Copy] = field(init=False)
 
     def __post_init__(self) -> None:
         check_purpose(self.purpose)
-        self.settings = {s.name: s for s in candidates(self.trained, self.to, self.temperature)}
+        self.settings = {s.name: s for s in candidates(self.trained, self.to, self.temperature, self.plain)}
         if (kept := self.rows.find(setting=BY_HEAD)) is not None:
             self.settings[BY_HEAD] = Setting(BY_HEAD, kept["what"]["method"])
         self.copies = plan_copies(self.edge, self.to)

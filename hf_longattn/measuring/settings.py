@@ -29,7 +29,7 @@ from ..attention.kernels.precision import fast_dtype
 from ..checks import check_dtype, check_model, read_text
 from ..config import LongAttnConfig
 from ..integration import apply, config_of, rope
-from ..integration.model import knowing
+from ..integration.model import knowing, running
 from ..integration.names import RECORD, is_ours, short
 from ..integration.planning import bound_config
 from ..methods.method import SLOTS, ModelFacts
@@ -243,7 +243,8 @@ def check_setting(setting: Setting, model: str) -> ModelFacts:
                 _with_adapter(empty, setting.adapter)
         if (method := setting.config or _adapters_method(setting, config)) is not None:
             apply(empty, beside_own(empty, method))
-        return bound_config(empty, LongAttnConfig())[1]
+        known = method or running(empty)
+        return bound_config(empty, LongAttnConfig(train_length=None if known is None else known.train_length))[1]
     except (ValueError, RuntimeError, KeyError) as error:  # the latter two of PEFT: other shapes, no such kind of adapter
         raise ValueError(f"setting {setting.name!r}: {error}") from None
 
@@ -259,7 +260,9 @@ def beside_own(model: Any, asked: LongAttnConfig) -> LongAttnConfig:
 
 def filled(asked: LongAttnConfig, own: LongAttnConfig) -> LongAttnConfig:
     """What is asked for and, in the slots that this leaves free, another config's methods."""
-    return dataclasses.replace(asked, **{slot: getattr(own, slot) for slot in SLOTS if getattr(asked, slot) is None})
+    free = ("train_length", *SLOTS) if asked.train_length is None else SLOTS
+    kept = {key: getattr(own, key) for key in free if getattr(asked, key) is None}
+    return dataclasses.replace(asked, **kept, trained=own.trained if "train_length" in kept else asked.trained)
 
 
 def own_method(model: str) -> str | None:

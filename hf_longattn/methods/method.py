@@ -13,7 +13,12 @@ SLOTS = ("positions", "score", "temperature", "logit_map", "visibility", "sink",
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What a method may need to know about the model it is put into."""
+    """What a method may need to know about the model it is put into.
+
+    Args:
+        train_length: the longest text of its training; trained: where that number is from, in words.
+        rotation_is_own: it was trained under the rotation that it has, with whatever scaling that brings.
+    """
 
     num_layers: int
     num_heads: int
@@ -21,6 +26,8 @@ class ModelFacts:
     head_dim: int
     value_dim: int
     train_length: int | None
+    trained: str = ""
+    rotation_is_own: bool = True
     own_temperature: str | None = None
     rope_type: str | None = None
     qk_norm: bool = False

@@ -42,10 +42,11 @@ def check_remap(name: str, facts: ModelFacts, stack: bool) -> None:
     """Refuse what a remap of rotary distances cannot be put on top of."""
     if facts.rope_type is None:
         raise ValueError(f"{name} remaps rotary distances, and this model has no rotary position encoding")
-    if facts.rope_type not in ("default", "proportional", "llama3") and not stack:
+    if not facts.rotation_is_own and not stack:
         raise ValueError(
-            f"the model scales its rotary positions already (rope_type {facts.rope_type!r}) and {name} would do it again. "
-            "Pass stack=True if you want both, or load the model with its default rope"
+            f"the model scales its rotary positions already (rope_type {facts.rope_type!r}) and {name} would do it again: its "
+            f"trained length is {facts.train_length}, by {facts.trained}. Pass train_length= if it was trained with the "
+            "scaling, stack=True if you want both, or load the model with its default rope"
         )
 
 

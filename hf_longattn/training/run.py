@@ -19,6 +19,7 @@ from ..attention.kernels.precision import fast_dtype
 from ..checks import check_model, check_output
 from ..config import LongAttnConfig
 from ..integration import describe, rope
+from ..integration.trained import recorded
 from ..measuring.calibration import calibrate
 from ..measuring.rows import versions, write_whole
 from ..sharing.hub import save
@@ -243,7 +244,8 @@ def _with_target_length(recipe: Recipe, original: Any) -> Recipe:
 
 
 def _trained_length(config: Any) -> int:
-    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize)
+    text = config.get_text_config()
+    return recorded(text, text.longattn).length or sys.maxsize
 
 
 def _yarn(prepared: Prepared, trainer: RecipeTrainer) -> dict[str, Any]:

@@ -1,0 +1,104 @@
+"""longrope turns long calls by other frequencies than short ones, and a remap turns cached keys anew by the present ones.
+
+So a cache that was filled on one side of the border is refused on the other, as no method computes that: see `border_hooks`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from ..attention.tracing import readable
+from .state import AttentionState
+from .trained import ORIGINAL, rope_settings
+
+_MIXED = (
+    "this call and the KV cache lie on different sides of {border} tokens: longrope turns calls that reach beyond by other "
+    "frequencies, cached keys stay turned by the old ones, and a remap of rotary distances knows one kind. Give the whole "
+    "text in one call without that cache (Phi-3's generate() does so by itself)"
+)
+#: On a cache: whether its keys were turned by the frequencies of long calls.
+_LONG = "longattn_long"
+
+
+def border_hooks(
+    model: nn.Module, remapped: dict[nn.Module, str | None], rotaries: dict[nn.Module, str], state: AttentionState
+) -> list[RemovableHandle]:
+    """Hooks on a model that refuse a cache across the border; none where no remapped layer has one.
+
+    Args:
+        remapped: attention modules that a remap acts on, with their layer types.
+        rotaries: their rotary modules, with the names of the buffers that hold their frequencies.
+    """
+    settings = [rope_settings(m.config, kind) for m, kind in remapped.items()]
+    borders = {s[ORIGINAL] for s in settings if s.get("rope_type") == "longrope" and s["short_factor"] != s["long_factor"]}
+    if not borders:
+        return []
+    inner: Any = [m for m in model.modules() if isinstance(m, PreTrainedModel) and remapped.keys() <= set(m.modules())][-1]
+    turns = [
+        m.register_forward_hook(functools.partial(_compare, state, buffer), with_kwargs=True) for m, buffer in rotaries.items()
+    ]
+    check, stamp = functools.partial(_check, state, min(borders)), functools.partial(_stamp, min(borders))
+    return [
+        *turns,
+        inner.register_forward_pre_hook(check, with_kwargs=True),
+        inner.register_forward_hook(stamp, with_kwargs=True),
+    ]
+
+
+def _compare(state: AttentionState, buffer: str, rotary: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """Verification sees short calls alone; long ones too must turn by the buffer that a remap reads (not so in PhiMoE)."""
+    if torch.compiler.is_compiling() or state.disabled is not None or not readable(output[0]):
+        return
+    position: Tensor = (kwargs["position_ids"] if "position_ids" in kwargs else args[1])[..., :1, -1:].float()
+    cos, sin = (x[0, -1].float() for x in output)
+    cos = (cos / (cos.square() + sin.square()).sqrt()).sort().values
+    want = (position.flatten()[0] * getattr(rotary, buffer).float()).cos()
+    want = want.repeat_interleave(len(cos) // len(want)).sort().values  # in whichever order a model has its pairs
+    if (cos - want).abs().max() > (1e-3 if output[0].dtype in (torch.float32, torch.float64) else 0.05):
+        raise ValueError(
+            f"{type(rotary).__name__} does not turn a call of this length by the frequencies that it shows ({buffer}), so a "
+            "remap of rotary distances cannot undo them: stay below longrope's original length, or take another method"
+        )
+
+
+def _before_and_after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The cache of a call, and how far its texts reach before and after it, as positions say or else the cache."""
+    call = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
+    cache, positions = call.get("past_key_values"), call.get("position_ids")
+    before = 0 if cache is None else cache.get_seq_length()
+    if positions is not None:
+        return cache, positions[..., 0].max() * (before > 0), positions.max() + 1
+    tokens: Tensor = call["inputs_embeds"] if call.get("input_ids") is None else call["input_ids"]
+    return cache, before, before + tokens.shape[1]
+
+
+def _check(state: AttentionState, border: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if state.disabled is not None:
+        return
+    if kwargs.get("cache") is not None:
+        raise ValueError(
+            "continuous batching reads long and short texts in one call, and longrope turns all of them by the frequencies of "
+            "the longest: under a remap of rotary distances that is refused; use generate()"
+        )
+    cache, before, after = _before_and_after(module, args, kwargs)
+    if cache is None:
+        return
+    mixed = (before > 0) & ((before > border) != (after > border))
+    if torch.compiler.is_compiling():
+        torch._assert_async(~torch.as_tensor(mixed), _MIXED.format(border=border))
+    elif mixed or (before > 0 and getattr(cache, _LONG, after > border) != (after > border)):
+        raise ValueError(_MIXED.format(border=border))
+
+
+def _stamp(border: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    cache, _, after = _before_and_after(module, args, kwargs)
+    cache = getattr(output, "past_key_values", None) if cache is None else cache
+    if cache is not None and not torch.compiler.is_compiling():
+        setattr(cache, _LONG, bool(after > border))

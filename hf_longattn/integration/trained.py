@@ -1,0 +1,128 @@
+"""The length that a model was trained at, read off its config: one owner, with the reason beside the number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ORIGINAL = "original_max_position_embeddings"
+#: Rope types that leave max_position_embeddings to be what a model was trained at.
+UNSCALED = ("default", "proportional", "axial")
+#: Rope types that a config has from its training alone.
+TRAINED_IN = ("llama3", "longrope")
+#: All that a scaling put in for inference says, as model cards write it; those who trained with one wrote more.
+BARE = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", ORIGINAL}
+#: How far max_position_embeddings may be from factor x original and still be meant by it.
+ABOUT = 0.1
+GIVEN = "given as train_length"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a config tells of its model's training.
+
+    Args:
+        length: the longest text that it was trained on, in tokens; None: the config names none.
+        reason: where the number is from.
+        assumed: what was taken for granted where the settings allow another reading, else None.
+        rotation_is_own: the model was trained under the rotation that it has now, so that a remap may act on it; False where
+            a scaling was put in afterwards, or where frequencies change with the length of a call.
+    """
+
+    length: int | None
+    reason: str
+    assumed: str | None = None
+    rotation_is_own: bool = True
+
+    def __str__(self) -> str:
+        return (
+            f"trained length unknown: {self.reason}" if self.length is None else f"trained at {self.length:,}: {self.reason}"
+        )
+
+
+def rope_settings(config: Any, layer_type: str | None = None) -> Mapping[str, Any]:
+    """The rotary settings of layers of a type (default: full attention), {} in models that do not rotate."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    nested = {kind: x for kind, x in settings.items() if isinstance(x, Mapping)}
+    return nested.get(layer_type or "", nested.get("full_attention", next(iter(nested.values()), settings)))
+
+
+def trained(config: Any, layer_type: str | None = None, told: int | None = None) -> Trained:
+    """The trained length by a text config, as its layers of a type (default: full attention) tell it; no model is needed.
+
+    Args:
+        told: the length as the user knows it. It stands, and tells of a scaling whether the model was trained under it.
+    """
+    rope, most = rope_settings(config, layer_type), getattr(config, "max_position_embeddings", None)
+    if not isinstance(most, int) or most < 1:
+        return Trained(told, GIVEN if told else "the config names no max_position_embeddings")
+    kind = rope.get("rope_type", "default")
+    if kind in ("yarn", "linear"):
+        found = _scaled(config, kind, rope, most, told)
+    elif kind in TRAINED_IN:
+        found = Trained(most, f"max_position_embeddings; rope_type {kind!r} is a training-time setting")
+    elif kind == "dynamic" and not rope.get("alpha"):  # with it the frequencies are fixed
+        found = Trained(most, "max_position_embeddings, beyond which rope_type 'dynamic' scales", rotation_is_own=False)
+    elif kind in (*UNSCALED, "dynamic"):
+        found = _unscaled(config, most)
+    else:
+        taken = f"rope_type {kind!r} is not known here and is taken for a scaling put in for inference"
+        found = Trained(most, "max_position_embeddings", taken, rotation_is_own=False)
+    return found if told is None else Trained(told, GIVEN, None, found.rotation_is_own)
+
+
+def recorded(config: Any, section: Mapping[str, Any] | None) -> Trained:
+    """The trained length that a longattn section keeps, with its reason; else what the config tells."""
+    if section and section.get("train_length"):
+        return Trained(section["train_length"], section.get("trained") or GIVEN)
+    return trained(config)
+
+
+def filled_in(config: Any) -> int | None:
+    """The original length that a config's class gives to checkpoints that name none (Phi-3's 4,096), which tells nothing."""
+    default: int | None = getattr(type(config), ORIGINAL, None)
+    return default
+
+
+def _unscaled(config: Any, most: int) -> Trained:
+    chunks = getattr(config, "dual_chunk_attention_config", None)
+    if isinstance(chunks, Mapping) and chunks.get(ORIGINAL):
+        return Trained(chunks[ORIGINAL], f"{ORIGINAL} of dual_chunk_attention_config, which reaches further at inference")
+    mark = getattr(config, ORIGINAL, None)  # beside an unscaled rotation the one that `rope.lengthen` leaves
+    if mark and mark < most and mark != filled_in(config):
+        return Trained(mark, f"{ORIGINAL}, kept when the model was made longer")
+    return Trained(most, "max_position_embeddings")
+
+
+def _scaled(config: Any, kind: str, rope: Mapping[str, Any], most: int, told: int | None) -> Trained:
+    """YaRN or linear scaling, each trained in or put in afterwards."""
+    whole = rope is not config.rope_parameters  # settings for each layer type are an architecture's own
+    original, factor = rope.get(ORIGINAL) or (most if kind == "yarn" else None), rope.get("factor")
+    if kind == "linear":  # then a longer max_position_embeddings may be the work of `rope.lengthen`
+        most = _unscaled(config, most).length or most
+    if original is None:  # linear scaling alone
+        found = _unscaled(config, most)
+        taken = None if whole else f"rope_type {kind!r} is taken for trained in, its length for max_position_embeddings"
+        return Trained(found.length, f"{found.reason}; rope_type {kind!r} is trained in", taken, not told or told >= most)
+    factor = factor or most / original
+    reach = factor * original
+    if told is not None or "finetuned" in rope:  # the latter is how YaRN's authors tell theirs apart
+        own = told > original if told is not None else bool(rope["finetuned"])
+        why = f"factor x {ORIGINAL}; {kind} is trained in, as `finetuned` says" if own else _put_in(kind, most, reach)
+        return Trained(int(reach) if own else original, why, None, own)
+    if abs(math.log(most / reach)) > abs(math.log(most / original)) or most == original:
+        return Trained(original, _put_in(kind, most, reach), rotation_is_own=False)
+    why = f"max_position_embeddings, factor {factor:g} x {original:,}: {kind} is trained in"
+    exact = abs(most / reach - 1) <= ABOUT
+    if exact and (whole or set(rope) - BARE):
+        return Trained(most, why)
+    return Trained(most, why, f"{kind} is taken for trained in, because max_position_embeddings is {most:,}")
+
+
+def _put_in(kind: str, most: int, reach: float) -> str:
+    return (
+        f"{ORIGINAL}; {kind} is taken for put in for inference, because max_position_embeddings is {most:,} and not factor x "
+        f"original, {reach:,.0f}"
+    )
