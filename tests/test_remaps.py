@@ -87,7 +87,7 @@ def by_distance(query: Tensor, key: Tensor, value: Tensor, config: LongAttnConfi
     return torch.softmax(scores.masked_fill(~seen, -torch.inf), -1) @ value
 
 
-@pytest.mark.parametrize(("pairs", "first"), [(4, 0), (3, 0), (1, 0), (3, 2), (2, 3), (0, 0)])
+@pytest.mark.parametrize(("pairs", "first"), [(4, 0), (3, 0), (1, 0), (3, 2), (2, 3)])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_attention_sees_the_remapped_distances(name: str, interleaved: bool, pairs: int, first: int) -> None:
