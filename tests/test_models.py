@@ -167,11 +167,12 @@ def test_hybrids_take_methods_and_remaps(name: str) -> None:
     exact(m, hf_longattn.LongAttnConfig.preset("rerope", window=7), {"window": 100})
 
 
-def test_layers_that_do_not_rotate_are_not_remapped() -> None:
-    m = build("SmolLM3", **_SMALL | {"no_rope_layers": [1, 0]})
-    with pytest.raises(ValueError, match=r"layers\.1\.self_attn does not rotate its queries and keys at all"):
-        hf_longattn.apply(m, "rerope", window=7)
-    exact(m, hf_longattn.LongAttnConfig.preset("rerope", window=7, layers=[0]), {"window": 100})
+def test_layers_that_do_not_rotate_are_left_alone_by_a_remap() -> None:
+    """Whether they are named or not."""
+    for layers in ("full_attention", [0]):
+        m = build("SmolLM3", **_SMALL | {"no_rope_layers": [1, 0]})
+        exact(m, hf_longattn.LongAttnConfig.preset("rerope", window=7, layers=layers), {"window": 100})
+        assert list(reasons(m).values()) == [{"full_attention": "no rotary encoding"}.get(str(layers), "not in `layers`")]
 
 
 # modules with something missing ---------------------------------------------------------------------------------------

@@ -42,8 +42,8 @@ WIDE |= {"dual_chunk": {"chunk": 40, "local": 10}, "string": {"shift": 40, "wind
 WIDE |= {"yarn_far": {"window": 30, "border": 35, "train_length": 60}}
 
 
-def rotation(interleaved: bool = False, pairs: int = 3) -> Rotation:
-    return Rotation(torch.tensor([1.0, 0.37, 0.05, 0.004], dtype=torch.float64)[:pairs], interleaved)
+def rotation(interleaved: bool = False, pairs: int = 3, first: int = 0) -> Rotation:
+    return Rotation(torch.tensor([1.0, 0.37, 0.05, 0.004], dtype=torch.float64)[:pairs], interleaved, first)
 
 
 def raw(q: int = 23, k: int = 23, d: int = 8, heads: int = 4, kv: int = 2, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,7 +56,8 @@ def raw(q: int = 23, k: int = 23, d: int = 8, heads: int = 4, kv: int = 2, batch
 def complex_pairs(x: Tensor, r: Rotation) -> tuple[Tensor, Tensor]:
     """The rotated pairs of features as complex numbers, and the rest."""
     n = len(r.inv_freq)
-    turned, rest = x[..., : 2 * n], x[..., 2 * n :]
+    before, turned, rest = x.split([r.first, 2 * n, x.shape[-1] - r.first - 2 * n], -1)
+    rest = torch.cat([before, rest], -1)
     pairs = turned.unflatten(-1, (n, 2)) if r.interleaved else turned.unflatten(-1, (2, n)).transpose(-1, -2)
     return torch.view_as_complex(pairs.contiguous()), rest
 
@@ -65,7 +66,8 @@ def rotated(x: Tensor, position: Tensor, r: Rotation) -> Tensor:
     """x as a model with this rotation passes it to its attention."""
     z, rest = complex_pairs(x, r)
     z = torch.view_as_real(z * torch.polar(torch.ones(()).double(), position[:, None] * r.inv_freq))
-    return torch.cat([z.flatten(-2) if r.interleaved else z.transpose(-1, -2).flatten(-2), rest], -1)
+    turned = z.flatten(-2) if r.interleaved else z.transpose(-1, -2).flatten(-2)
+    return torch.cat([rest[..., : r.first], turned, rest[..., r.first :]], -1)
 
 
 def by_distance(query: Tensor, key: Tensor, value: Tensor, config: LongAttnConfig, r: Rotation, position: Tensor) -> Tensor:
@@ -85,11 +87,11 @@ def by_distance(query: Tensor, key: Tensor, value: Tensor, config: LongAttnConfi
     return torch.softmax(scores.masked_fill(~seen, -torch.inf), -1) @ value
 
 
-@pytest.mark.parametrize("pairs", [4, 3, 1])
+@pytest.mark.parametrize(("pairs", "first"), [(4, 0), (3, 0), (1, 0), (3, 2), (2, 3)])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_attention_sees_the_remapped_distances(name: str, interleaved: bool, pairs: int) -> None:
-    r, (query, key, value) = rotation(interleaved, pairs), raw()
+def test_attention_sees_the_remapped_distances(name: str, interleaved: bool, pairs: int, first: int) -> None:
+    r, (query, key, value) = rotation(interleaved, pairs, first), raw()
     position = torch.arange(23)
     want = by_distance(query, key, value, CONFIGS[name], r, position)
     query, key = rotated(query, position, r), rotated(key, position, r)
@@ -140,12 +142,15 @@ def test_attention_is_the_reference(
         assert all(x.isfinite().all() for x in results[0])
 
 
+@pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_decoding_with_a_key_head_for_each_query_head(name: str, interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_with_a_key_head_for_each_query_head(
+    name: str, interleaved: bool, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(decoding, "KEY_ELEMENTS", 128)  # several tiles
     query, key, value = raw(q=1, k=43, heads=2)
-    options: dict[str, Any] = {"rotation": rotation(interleaved)}
+    options: dict[str, Any] = {"rotation": rotation(interleaved, first=first)}
     got = hf_longattn.attention(query, key, value, CONFIGS[name], **options)
     close(got, reference_attention(query, key, value, CONFIGS[name], **options), 1e-12)
 
@@ -510,14 +515,14 @@ def test_vectors_that_show_no_rotation_prove_none() -> None:
 
 
 def test_a_layer_that_joins_later_is_proven_too() -> None:
-    """Layer 0 does not rotate; verifying the others does not speak for it."""
+    """Layer 0 turns the other way; verifying the others does not speak for it."""
     m = stock("llama")
     turned = m.model.layers[0].self_attn.forward
     m.model.layers[0].self_attn.forward = lambda *args, position_embeddings, **kwargs: turned(
-        *args, position_embeddings=(torch.ones_like(position_embeddings[0]), 0 * position_embeddings[1]), **kwargs
+        *args, position_embeddings=(position_embeddings[0], -position_embeddings[1]), **kwargs
     )
     hf_longattn.apply(m, "rerope", window=7, layers=[1, 2, 3])
-    with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn does not rotate"):
+    with pytest.raises(ValueError, match=r"does not give what model\.layers\.[01]\.self_attn"):
         hf_longattn.update(m, layers="all")
     assert hf_longattn.config_of(m).layers == (1, 2, 3)
 

@@ -18,13 +18,15 @@ class Rotation:
     """A model's rotation: the pair f of a vector at position p is rotated by the angle p inv_freq[f].
 
     Args:
-        inv_freq: float32 (pairs,), radians per position; a zero leaves its pair alone. Features beyond 2 * pairs are not
-            rotated (partial rotary).
-        interleaved: pairs are features (2f, 2f + 1) instead of (f, f + pairs).
+        inv_freq: float32 (pairs,), radians per position; a zero leaves its pair alone. Without pairs nothing is rotated.
+        interleaved: pairs are features (2f, 2f + 1) instead of (f, f + pairs), counted from `first` on.
+        first: the first rotated feature; those before it, and from first + 2 * pairs on, are not rotated (partial rotary,
+            latent attention).
     """
 
     inv_freq: Tensor
     interleaved: bool = False
+    first: int = 0
 
     def rerotate(
         self,
@@ -119,7 +121,8 @@ class Rotation:
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The first and second features of all pairs, (..., pairs) each, and the features that are not rotated."""
         pairs = self.inv_freq.shape[0]
-        rotated, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+        before, rotated, rest = x.tensor_split((self.first, self.first + 2 * pairs), -1)
+        rest = torch.cat([before, rest], -1) if self.first else rest
         if self.interleaved:
             return rotated[..., 0::2], rotated[..., 1::2], rest
         return rotated[..., :pairs], rotated[..., pairs:], rest
@@ -127,4 +130,6 @@ class Rotation:
     def join(self, first: Tensor, second: Tensor, rest: Tensor) -> Tensor:
         """The inverse of `split`."""
         pair = torch.stack([first, second], -1).flatten(-2) if self.interleaved else torch.cat([first, second], -1)
-        return torch.cat([pair, rest], -1) if rest.shape[-1] else pair
+        if not rest.shape[-1]:
+            return pair
+        return torch.cat([rest[..., : self.first], pair, rest[..., self.first :]], -1)

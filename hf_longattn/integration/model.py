@@ -21,7 +21,7 @@ from .masks import base_implementation, before
 from .names import is_ours, name_for
 from .planning import attach, no_layer, prepare, show_section
 from .rope import shorten
-from .state import adapters_of, alone, plan_of, release, remember, set_plan, transaction, without_method
+from .state import LayerPlan, adapters_of, alone, plan_of, release, remember, set_plan, transaction, without_method
 from .trained import Trained, recorded
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -224,8 +224,17 @@ def describe(model: nn.Module) -> Description:
         elif plan.config is None:
             rows.append((layer.name, "unchanged", f"{plan.reason}, {_runs(layer.module.config)}"))
         else:
-            rows.append((layer.name, ", ".join(map(_shown, plan.config.methods)), f"backend {plan.config.backend}"))
+            rows.append((layer.name, ", ".join(map(_shown, plan.config.methods)), _how(plan)))
     return Description(type(base).__name__, running(base), tuple(rows), known)
+
+
+def _how(plan: LayerPlan) -> str:
+    parts = [f"backend {plan.config.backend}"] if plan.config is not None else []
+    if plan.reason:
+        parts.append(f"not remapped: {plan.reason}")
+    elif plan.rotary is not None and not plan.rotary.verified:
+        parts.append("rotation verified at the first call")
+    return ", ".join(parts)
 
 
 def _runs(config: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +16,31 @@ from ..attention.tracing import keepable, only_a_shape, version
 PROBE = 8
 
 
+class Convention(NamedTuple):
+    """What a model's code makes of its frequencies: see `Rotation`."""
+
+    interleaved: bool = False
+    backwards: bool = False  # turned by -p inv_freq (NanoChat)
+    first: int = 0
+
+
 @dataclass(eq=False)
 class RotarySource:
     """The rotation of some layers: their model's rotary module and the buffer that holds their frequencies.
 
     Which features form a pair, and which way they turn, are conventions of its code: see `verify_rotations`.
+    still: layers that get this encoding and do not use it; their queries and keys are not rotated.
     """
 
     module: nn.Module
     buffer: str
-    interleaved: bool = False
-    backwards: bool = False  # turned by -p inv_freq (NanoChat)
-    verified: bool = False
+    convention: Convention | None = None  # once it is verified
+    still: bool = False
     _seen: tuple[Tensor, Hashable, Rotation] | None = None
+
+    @property
+    def verified(self) -> bool:
+        return self.still or self.convention is not None
 
     def rotation(self, query: Tensor) -> Rotation:
         """The rotation now; models with dynamic frequencies change the buffer as they go.
@@ -44,16 +56,17 @@ class RotarySource:
         inv_freq: Tensor = getattr(self.module, self.buffer)
         seen = None if torch.compiler.is_compiling() else self._seen
         if seen is None or seen[0] is not inv_freq or seen[1] != version(inv_freq):
-            rotation = self.under(self.interleaved, self.backwards)
+            rotation = self.under(self.convention or Convention())
             if keepable(rotation.inv_freq):
                 self._seen = inv_freq, version(inv_freq), rotation
             return rotation
         return seen[2]
 
-    def under(self, interleaved: bool, backwards: bool) -> Rotation:
+    def under(self, convention: Convention) -> Rotation:
         """The rotation that a convention makes of the frequencies."""
         inv_freq: Tensor = getattr(self.module, self.buffer).detach()
-        return Rotation(-inv_freq if backwards else inv_freq, interleaved)
+        inv_freq = inv_freq[:0] if self.still else inv_freq
+        return Rotation(-inv_freq if convention.backwards else inv_freq, convention.interleaved, convention.first)
 
 
 def find_rotary(model: nn.Module, config: Any, layer_type: str | None) -> RotarySource | None:
@@ -68,47 +81,62 @@ def find_rotary(model: nn.Module, config: Any, layer_type: str | None) -> Rotary
     return None
 
 
-def settle(source: RotarySource, computed: Iterable[tuple[str, Tensor]]) -> None:
-    """Settle a source's conventions by what its layers really computed.
+def settle(source: RotarySource, computed: Iterable[tuple[str, Tensor, Tensor]]) -> tuple[Convention | None, set[str]]:
+    """A source's convention by what its layers really computed, and which of them do not rotate; None if none does.
 
     Args:
-        computed: layers by name, each with rotated queries or keys of one and the same token at positions 0, 1, ...:
+        computed: layers by name, each with rotated queries and keys of one and the same token at positions 0, 1, ...:
             (1, heads, PROBE, head_dim).
 
     Raises:
         ValueError: under no convention does turning the first by each distance give all the others; or under several.
     """
-    left = list(itertools.product((False, True), repeat=2))
-    for name, vectors in computed:
-        left = [convention for convention in left if _gives(source.under(*convention), vectors)]
-        if not left and _gives(Rotation(torch.zeros(1, device=vectors.device)), vectors):
-            raise ValueError(f"cannot remap rotary distances here: {name} does not rotate its queries and keys at all")
-        if not left:
+    left: list[Convention] = []
+    still = set()
+    for name, *vectors in computed:
+        fits = [c for c in left or _conventions(source, vectors) if all(_gives(source.under(c), x) for x in vectors)]
+        if not fits and all(_gives(Rotation(torch.zeros(0, device=x.device)), x) for x in vectors):
+            still.add(name)
+        elif not fits:
             raise ValueError(
                 f"cannot remap rotary distances here: turning vectors by {source.buffer} does not give what {name} computes, "
-                "neither in halves nor interleaved, neither forwards nor backwards. hf_longattn does not understand this "
-                "rotation; leave the positions and visibility slots empty"
+                "neither in halves nor interleaved, neither forwards nor backwards, wherever in a head. hf_longattn does not "
+                "understand this rotation; leave the positions and visibility slots empty"
             )
-    if any(_differ(source.under(*left[0]), source.under(*other)) for other in left[1:]):
+        else:
+            left = fits
+    if any(_differ(source.under(left[0]), source.under(other)) for other in left[1:]):
         raise ValueError(
             "cannot tell how the model rotates its queries and keys, so it cannot be remapped: they are too small to show it "
             "(all zeros?). Apply the method to a model with weights"
         )
-    (source.interleaved, source.backwards), source.verified = left[0], True
+    return (left[0] if left else None), still
+
+
+def _conventions(source: RotarySource, vectors: list[Tensor]) -> list[Convention]:
+    """Those under which all features that change from one position to the next are rotated."""
+    rotated, width = 2 * source.under(Convention()).inv_freq.shape[0], vectors[0].shape[-1]
+    changed = [((x - x[:, :, :1]).abs().amax((0, 1, 2)) > _tolerance(x)).nonzero().flatten().tolist() for x in vectors]
+    lowest, highest = (pick([pick(c) for c in changed if c], default=None) for pick in (min, max))
+    last = width - rotated if lowest is None else min(lowest, width - rotated)
+    firsts = range(0 if highest is None else max(highest + 1 - rotated, 0), last + 1)
+    return [Convention(*c) for c in itertools.product((False, True), (False, True), firsts)]
 
 
 def _gives(rotation: Rotation, vectors: Tensor) -> bool:
     """Whether turning the first vector by each distance gives the others."""
     n = vectors.shape[2]
-    if 2 * rotation.inv_freq.shape[0] > vectors.shape[-1]:
-        return False
     zeros = torch.zeros(1, n, dtype=torch.int64, device=vectors.device)
     cos, sin = rotation.angles(zeros, lambda p: torch.arange(n, device=p.device).expand_as(p))
     turned = rotation.rotate(vectors[:, :, :1].expand(-1, -1, n, -1), cos, sin)
-    tolerance = 1e-3 if vectors.dtype in (torch.float32, torch.float64) else 0.05
-    return bool((turned - vectors).abs().max() <= tolerance * vectors.abs().max())
+    return bool((turned - vectors).abs().max() <= _tolerance(vectors))
+
+
+def _tolerance(vectors: Tensor) -> Tensor:
+    return (1e-3 if vectors.dtype in (torch.float32, torch.float64) else 0.05) * vectors.abs().max()
 
 
 def _differ(one: Rotation, other: Rotation) -> bool:
     pairing = one.interleaved != other.interleaved and one.inv_freq.shape[0] > 1
-    return bool(one.inv_freq.any()) and (pairing or not torch.equal(one.inv_freq, other.inv_freq))
+    place = one.first != other.first
+    return bool(one.inv_freq.any()) and (pairing or place or not torch.equal(one.inv_freq, other.inv_freq))

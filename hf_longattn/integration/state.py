@@ -85,7 +85,7 @@ class LayerPlan:
     state: AttentionState
     section: dict[str, Any] | None  # the longattn section it was made from, by identity
     config: LongAttnConfig | None  # this layer's, or None if it is left alone
-    reason: str = ""  # why it is left alone
+    reason: str = ""  # why it is left alone, or not remapped
     windowed: bool = False
     heads: int = 0
     rotary: RotarySource | None = None  # how the layer rotates, where its config remaps that

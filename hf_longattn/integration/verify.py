@@ -18,8 +18,11 @@ from ..attention.tracing import readable
 from ..config import LongAttnConfig
 from .layers import Layer, all_configs, layers_of
 from .names import is_ours
-from .rotation import PROBE, RotarySource, find_rotary, settle
+from .rotation import PROBE, Convention, RotarySource, find_rotary, settle
 from .state import CALLS, AttentionState, Snapshot, plan_of, set_plan
+
+#: Why a layer is not remapped, or left alone where nothing else changes it.
+NOT_ROTATED = "no rotary encoding"
 
 
 def rotation_of(model: nn.Module, config: Any, layers: list[Layer]) -> RotarySource | None:
@@ -27,7 +30,12 @@ def rotation_of(model: nn.Module, config: Any, layers: list[Layer]) -> RotarySou
     source = find_rotary(model, config, layers[0].type)
     running = {_source(layer) for layer in layers}
     known = running.pop() if len(running) == 1 else None
-    same = source is not None and known is not None and (known.module, known.buffer) == (source.module, source.buffer)
+    same = (
+        source is not None
+        and known is not None
+        and not known.still
+        and (known.module, known.buffer) == (source.module, source.buffer)
+    )
     return known if same else source
 
 
@@ -64,12 +72,45 @@ def verify_rotations(model: PreTrainedModel) -> None:
         for handle in equal:
             handle.remove()
         before.restore(CALLS)
+    settled: list[tuple[RotarySource, Convention | None, list[Layer]]] = []
     for source in dict.fromkeys(sources.values()):
         assert source is not None
         names = [name for name, x in sources.items() if x is source]
         if missing := [name for name in names if name not in computed]:
             raise ValueError(f"cannot remap rotary distances here: {missing[0]} takes no part in a forward pass over text")
-        settle(source, [(name, vectors) for name in names for vectors in (computed[name].query, computed[name].key)])
+        convention, still = settle(source, [(name, computed[name].query, computed[name].key) for name in names])
+        settled.append((source, convention, [x for x in layers if x.name in still]))
+    unrotated = [x for _, _, alone in settled for x in alone]
+    _refuse_nothing(model, unrotated)
+    for source, convention, alone in settled:
+        source.convention = convention
+        _leave_unrotated(source, alone)
+
+
+def _refuse_nothing(model: PreTrainedModel, unrotated: list[Layer]) -> None:
+    """Raise if a remap would find no layer that rotates."""
+    config = next((plan.config for x in unrotated if (plan := plan_of(x.module)) is not None), None)
+    remapped = [x for x in layers_of(model) if _source(x) is not None and x.name not in {y.name for y in unrotated}]
+    if config is None or config.positions is None or remapped:
+        return
+    raise ValueError(
+        f"{config.positions.name} remaps rotary distances, and there is nothing to remap in {type(model).__name__}: the "
+        f"layers {[x.index for x in unrotated]} that it would go into do not rotate their queries and keys. Take "
+        "a window (windowed, streaming) or a temperature (infoscale, logn); layers with a sliding window have no far keys"
+    )
+
+
+def _leave_unrotated(source: RotarySource, layers: list[Layer]) -> None:
+    """No remap for layers that do not rotate; windows and sinks show what they show, at no distances."""
+    unrotated = dataclasses.replace(source, still=True)
+    for layer in layers:
+        plan = plan_of(layer.module)
+        assert plan is not None
+        assert plan.config is not None
+        config = dataclasses.replace(plan.config, positions=None)
+        rotary = unrotated if config.remap is not None else None
+        own = config if config.methods else None
+        set_plan(layer.module, dataclasses.replace(plan, config=own, reason=NOT_ROTATED, rotary=rotary))
 
 
 @contextmanager
