@@ -132,9 +132,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", _COMMON),
 }
 
+_LATENT = {"num_key_value_heads": HEADS, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 6}
+_LATENT |= {"qk_nope_head_dim": 10, "qk_rope_head_dim": HEAD_DIM, "qk_head_dim": 10 + HEAD_DIM}
+_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+_EXPERTS |= {"moe_intermediate_size": 16, "first_k_dense_replace": 1}
+_SINKS = _MIXED | {
+    "num_local_experts": 2,
+    "num_experts_per_tok": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+#: Those on which transformers' own tests run besides: latent attention, learned sinks, fused projections, layers without RoPE.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3": ("DeepseekV3Config", _COMMON | _LATENT | _EXPERTS),
+    "gpt_oss": ("GptOssConfig", _COMMON | _SINKS),
+    "phi3": ("Phi3Config", {k: v for k, v in _COMMON.items() if k != "head_dim"}),
+    "smollm3": ("SmolLM3Config", _COMMON | {"no_rope_layers": [1, 0] * (LAYERS // 2), "use_sliding_window": False}),
+}
+
 
 def model_config(family: str, **changes: Any) -> PreTrainedConfig:
     """A tiny config of the family."""
-    name, arguments = FAMILIES[family]
+    name, arguments = (FAMILIES | OTHERS)[family]
     arguments = {k: dict(v) if isinstance(v, dict) else v for k, v in (arguments | changes).items()}
     return getattr(transformers, name)(**arguments)

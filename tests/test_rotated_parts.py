@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from cases import FAMILIES, HEADS
+from cases import FAMILIES, HEADS, OTHERS
 from helpers import SCENARIOS, feed, tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -21,16 +21,13 @@ import hf_longattn
 from hf_longattn import LongAttnConfig
 
 _SMALL = FAMILIES["llama"][1] | {"num_hidden_layers": 2}
-_LATENT = _SMALL | {"num_key_value_heads": HEADS, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 6}
-_LATENT |= {"qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "head_dim": 8, "qk_head_dim": 18}
-_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
-_EXPERTS |= {"moe_intermediate_size": 16, "first_k_dense_replace": 1}
+_LATENT = OTHERS["deepseek_v3"][1] | {"num_hidden_layers": 2}
 #: Latent attention: the rotated features of a head come last, in pairs of neighbours or in halves.
 LATENT: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v2": ("DeepseekV2", _LATENT | _EXPERTS),
-    "deepseek_v3": ("DeepseekV3", _LATENT | _EXPERTS),
-    "deepseek_v3 in halves": ("DeepseekV3", _LATENT | _EXPERTS | {"rope_interleave": False}),
-    "glm4_moe_lite": ("Glm4MoeLite", _LATENT | _EXPERTS),
+    "deepseek_v2": ("DeepseekV2", _LATENT),
+    "deepseek_v3": ("DeepseekV3", _LATENT),
+    "deepseek_v3 in halves": ("DeepseekV3", _LATENT | {"rope_interleave": False}),
+    "glm4_moe_lite": ("Glm4MoeLite", _LATENT),
     "minicpm3": ("MiniCPM3", _LATENT),
     "youtu": ("Youtu", _LATENT),
 }

@@ -32,7 +32,20 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 WORK = ROOT / ".conformance" / transformers.__version__
 RESULTS, PAGE = ROOT / "docs" / "conformance.json", ROOT / "docs" / "conformance.md"
-FAMILIES = ("llama", "gemma", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt2", "qwen3")
+FAMILIES = (
+    "llama",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3n",
+    "gemma4",
+    "gpt2",
+    "qwen3",
+    "smollm3",
+    "gpt_oss",
+    "deepseek_v3",
+    "phi3",
+)
 NAMES = ("scale_invariant", "infoscale+cosscale", "rerope")
 NOT_RUN = [("gpt2", "rerope")]  # it has no RoPE
 #: What the distribution's tests import and it does not hold.

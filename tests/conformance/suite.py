@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from cases import FAMILIES, HEADS, LAYERS, VOCAB, model_config
+from cases import HEADS, LAYERS, VOCAB, model_config
 from generation import GenerationTesterMixin
 from tests.test_modeling_common import ModelTesterMixin
 from tests.test_training_mixin import TrainingTesterMixin
@@ -48,7 +48,7 @@ class Tester:
 
     def __init__(self, family: str) -> None:
         self.family = family
-        self.config_class = getattr(transformers, FAMILIES[family][0])
+        self.config_class = type(model_config(family))
         self.hidden_size = self.get_config().hidden_size
 
     def get_config(self) -> Any:
