@@ -124,8 +124,9 @@ class LongAttnConfig:
         common = {k: parameters.pop(k) for k in ("layers", "backend") if k in parameters}
         by_slot: dict[str, str] = {}
         for part in () if name == CUSTOM else name.split("+"):
-            if (other := by_slot.setdefault(slot := method_class(part).slot, part)) != part:
+            if (other := by_slot.get(slot := method_class(part).slot)) is not None:
                 raise ValueError(f"{other} and {part} clash: both fill the slot {slot!r}")
+            by_slot[slot] = part
         own: dict[str, dict[str, Any]] = {part: {} for part in by_slot.values()}
         for key, value in parameters.items():
             owners = [part for part in own if key in parameters_of(part)]
@@ -184,6 +185,8 @@ class LongAttnConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LongAttnConfig:
         known = {f.name for f in fields(cls)}
+        if not isinstance(data, Mapping):
+            raise ValueError(f"a config is a mapping of slots, as to_dict gives it, not {data!r}")
         data = {k: v for k, v in data.items() if k != "distance"}  # an option of earlier versions
         if unknown := sorted(set(data) - known):
             hint = did_you_mean(unknown[0], known)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .common import Commands
 from .doctor import doctor
 from .env import env
 from .eval import evaluate
@@ -19,7 +20,7 @@ from .push import push
 from .run import run
 from .train import train
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False)
 
 
 def _version(asked: bool) -> None:
@@ -40,5 +41,7 @@ def main(
 for command in (extend, train, probe, inspect, push, doctor, env):
     app.command()(command)
 app.command("eval")(evaluate)
-for name, others in (("lm-eval", lm_eval), ("run", run)):
-    app.command(name, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(others)
+for name, others, behind in (("lm-eval", lm_eval, "-- OPTIONS OF THE HARNESS..."), ("run", run, "-- COMMAND...")):
+    app.command(name, options_metavar=behind, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+        others
+    )

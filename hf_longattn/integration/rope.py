@@ -83,11 +83,19 @@ def lengthen(config: Any, trained: int, length: int) -> None:
         text.__dict__[_TRAINED], text.max_position_embeddings = trained, length
 
 
-def shorten(config: Any) -> None:
-    """Undo `lengthen`."""
-    text = _text(config)
-    if _announces_only(text) and (trained := text.__dict__.pop(_TRAINED, None)) is not None:
+def shorten(config: Any) -> int | None:
+    """Undo `lengthen`; returns the trained length, None where there was nothing to undo."""
+    if (trained := lengthened(config)) is not None:
+        text = _text(config)
+        del text.__dict__[_TRAINED]
         text.max_position_embeddings = trained
+    return trained
+
+
+def lengthened(config: Any) -> int | None:
+    """The trained length of a config that `lengthen` has changed."""
+    text = _text(config)
+    return text.__dict__.get(_TRAINED) if _announces_only(text) else None
 
 
 _TRAINED = "original_max_position_embeddings"
