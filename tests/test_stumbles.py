@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ EXTEND = "extend F/model --to 4k --text F/book.txt --out OUT --tolerance 10"
 PROBE = "probe F/model --text F/book.txt --passages 2 --distances 2k"
 INSPECT = "inspect F/model --text F/book.txt --length 256"
 TRAIN = "train continue_lora model=F/model data=F/book.txt output=OUT length=64 trainer.max_steps=2 trainer.use_cpu=true"
-TRAIN += " trainer.save_steps=1 evaluation.compare=false trainer.disable_tqdm=true evaluation.tokens=64"
+TRAIN += " trainer.save_steps=1 trainer.logging_steps=1 trainer.eval_strategy=no"
+TRAIN += " evaluation.compare=false trainer.disable_tqdm=true evaluation.tokens=64"
 
 
 @pytest.mark.parametrize("line", [EVAL, EVAL + " --method rerope", EXTEND, PROBE, INSPECT, TRAIN])
@@ -133,9 +135,7 @@ def test_extend_keeps_its_rows_when_the_disk_is_full(files: Path, tmp_path: Path
 
 
 def test_train_says_what_is_kept_when_the_disk_is_full(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import hf_longattn.training.run as module
-
-    monkeypatch.setattr(module, "save", lambda model, output, **_: full(None, output))
+    monkeypatch.setattr(import_module("hf_longattn.training.run"), "save", lambda model, output, **_: full(None, output))
     code, said = run(TRAIN, files, tmp_path / "out")
     assert code == 1
     assert "Thediskisfull" in said

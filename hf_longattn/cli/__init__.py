@@ -41,7 +41,6 @@ def main(
 for command in (extend, train, probe, inspect, push, doctor, env):
     app.command()(command)
 app.command("eval")(evaluate)
-for name, others, behind in (("lm-eval", lm_eval, "-- OPTIONS OF THE HARNESS..."), ("run", run, "-- COMMAND...")):
-    app.command(name, options_metavar=behind, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
-        others
-    )
+passed_on = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command("lm-eval", options_metavar="-- OPTIONS OF THE HARNESS...", context_settings=passed_on)(lm_eval)
+app.command("run", options_metavar="-- COMMAND...", context_settings=passed_on)(run)

@@ -46,7 +46,7 @@ def extend(
     """
     from transformers.utils import logging
 
-    from ..checks import check_output, device_of, written_aside
+    from ..checks import Refused, check_output, device_of, written_aside
     from ..config import LongAttnConfig
     from ..integration import apply, describe, rope
     from ..integration.model import knowing
@@ -147,6 +147,8 @@ def extend(
         )
         console.print(f"Interrupted; {kept}.")
         raise typer.Exit(130) from None
+    except Refused:  # weights, which no row is measured of
+        raise
     except ValueError as error:
         _show(search)
         console.print(str(error))
