@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from .methods.registry import did_you_mean
+
+
+class Refused(ValueError):
+    """What was given cannot be used. The commands say so in one message, whenever it is found out, with exit status 2."""
+
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -47,11 +59,18 @@ def check_dtype(name: str, *more: str) -> None:
         raise ValueError(f"{name!r} is no torch dtype that a model can run in; {hint}known: {', '.join(known)}")
 
 
-def check_model(model: str | Path) -> None:
-    """Raise ValueError if a folder is no model or adapter, or a file of its weights is damaged; Hub names pass."""
+def check_model(model: str | Path, adapter: bool = False) -> None:
+    """Raise ValueError if a folder is no model, or a file of its weights is damaged; or if it is neither a folder nor a name
+    that is in the cache or on the Hub.
+
+    Args:
+        adapter: whether an adapter will do as well.
+    """
     folder = Path(model)
+    if folder.is_file():
+        return  # from_pretrained says what it makes of it
     if not folder.is_dir():
-        return
+        return _check_name(str(model))
     names = ("config.json", "adapter_config.json")
     configs = [folder / name for name in names if (folder / name).is_file()]
     if not configs:
@@ -61,6 +80,12 @@ def check_model(model: str | Path) -> None:
             json.loads(read_text(file))
         except json.JSONDecodeError as error:
             raise ValueError(f"{file} is damaged ({error}): save or download it again") from None
+    if not adapter and not (folder / names[0]).is_file():
+        base = json.loads(read_text(configs[0])).get("base_model_name_or_path")
+        raise ValueError(
+            f"{folder} holds an adapter, not a model: give the model that it was made from ({base}); eval and probe take the "
+            f"adapter beside it, by --adapter NAME={folder}"
+        )
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(folder.glob("*.safetensors")):
@@ -69,6 +94,63 @@ def check_model(model: str | Path) -> None:
                 pass
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged ({error}): save or download it again") from None
+
+
+def _check_name(name: str) -> None:
+    """Ask the Hub once for a model that is not in the cache, where loading would ask for each of its files, many times."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    failed: Any = HfHubHTTPError.__bases__[0]  # what its HTTP client raises, whichever that is
+    try:
+        if any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", "adapter_config.json")):
+            return
+        HfApi().model_info(name, timeout=10)
+    except HFValidationError:
+        raise ValueError(f"there is no folder {name}, and the Hub has no names of that form") from None
+    except (OSError, failed) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"there is no folder {name}, the cache has no model of that name, and asking the Hub for one failed: {reason}"
+        ) from None
+
+
+def check_finite(model: nn.Module, name: str | Path) -> None:
+    """Raise `Refused`, naming the first, if weights are NaN or infinite: every result would be, or look as if it were none."""
+    for key, weight in model.named_parameters():
+        measurable = weight.is_floating_point() and weight.dtype.itemsize > 1 and not weight.is_meta
+        if measurable and not (finite := torch.isfinite(weight)).all():
+            raise Refused(
+                f"{name}: {int((~finite).sum()):,} of {weight.numel():,} numbers in {key} are NaN or infinite: download or "
+                "train it again"
+            )
+
+
+def disk_full(error: BaseException) -> bool:
+    """Whether a file could not be written for want of space, by whichever library."""
+    number = getattr(error, "errno", None)
+    return number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)
+
+
+@contextmanager
+def written_aside(folder: Path, stale: Iterable[str] = ()) -> Iterator[Path]:
+    """An empty folder beside another, whose files take their places in it once all are written; of a failure nothing stays.
+
+    Args:
+        stale: patterns of files of the folder that give way to them.
+    """
+    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=".partial", dir=folder.absolute().parent))
+    try:
+        yield aside
+        for path in (path for pattern in stale for path in folder.glob(pattern)):
+            path.unlink()
+        for path in (path for path in aside.rglob("*") if path.is_file()):
+            target = folder / path.relative_to(aside)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def check_output(folder: Path) -> None:

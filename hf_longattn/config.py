@@ -137,8 +137,9 @@ class LongAttnConfig:
         common: dict[str, Any] = {k: parameters.pop(k) for k in ("layers", "backend") if k in parameters}
         by_slot: dict[str, str] = {}
         for part in () if name == CUSTOM else name.split("+"):
-            if (other := by_slot.setdefault(slot := method_class(part).slot, part)) != part:
+            if (other := by_slot.get(slot := method_class(part).slot)) is not None:
                 raise ValueError(f"{other} and {part} clash: both fill the slot {slot!r}")
+            by_slot[slot] = part
         own: dict[str, dict[str, Any]] = {part: {} for part in by_slot.values()}
         if (length := parameters.pop("train_length", None)) is not None:
             common["train_length"] = length
@@ -202,6 +203,8 @@ class LongAttnConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LongAttnConfig:
         known = {f.name for f in fields(cls)}
+        if not isinstance(data, Mapping):
+            raise ValueError(f"a config is a mapping of slots, as to_dict gives it, not {data!r}")
         data = {k: v for k, v in data.items() if k != "distance"}  # an option of earlier versions
         if unknown := sorted(set(data) - known):
             hint = did_you_mean(unknown[0], known)

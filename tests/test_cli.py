@@ -70,7 +70,7 @@ REFUSED = {
     EVAL + " --adapter foo=F/nomodel": "nomodel holds no model",
     EVAL + " --adapter foo=F/model": "holds no adapter",
     EVAL + " --adapter foo=F/missing": "is not a directory",
-    EVAL + " --adapter foo=F/wide": "size mismatch",
+    EVAL + " --adapter foo=F/wide": "was made from another model:",
     EVAL + " --settings F/broken.yaml": "broken.yaml is no YAML",
     EVAL + " --settings F/typo.yaml": "must be a mapping with keys among",
     EVAL + " --settings F/type.yaml": "parameters cannot be 3",

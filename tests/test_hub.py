@@ -111,8 +111,8 @@ def test_a_saved_model_and_its_card(tmp_path: Path) -> None:
     ("noted", "line", "link"),
     [
         ({"vcs_info": {"commit_id": "abc"}}, 'pip install "hf_longattn @ git+https://host/x.git@abc"', "https://host/x"),
-        ({"vcs_info": {"commit_id": "abc"}, "url": "file:///home/x"}, "pip install .  # in a checkout of hf_longattn", None),
-        ({"dir_info": {}, "url": "file:///home/x"}, "pip install .  # in a checkout of hf_longattn", None),
+        ({"vcs_info": {"commit_id": "abc"}, "url": "file:///home/x"}, "pip install hf_longattn==", None),
+        ({"dir_info": {}, "url": "file:///home/x"}, "pip install hf_longattn==", None),
         (None, f"pip install hf_longattn=={hf_longattn.__version__}", None),
     ],
     ids=["repository", "local repository", "folder", "index"],

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .common import Commands
 from .doctor import doctor
 from .env import env
 from .eval import evaluate
@@ -19,7 +20,7 @@ from .push import push
 from .run import run
 from .train import train
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False)
 
 
 def _version(asked: bool) -> None:
@@ -40,5 +41,6 @@ def main(
 for command in (extend, train, probe, inspect, push, doctor, env):
     app.command()(command)
 app.command("eval")(evaluate)
-for name, others in (("lm-eval", lm_eval), ("run", run)):
-    app.command(name, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(others)
+passed_on = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command("lm-eval", options_metavar="-- OPTIONS OF THE HARNESS...", context_settings=passed_on)(lm_eval)
+app.command("run", options_metavar="-- COMMAND...", context_settings=passed_on)(run)

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperGroup
 
 from ..config import length_of
 
@@ -41,6 +42,41 @@ def refusing(option: str | None = None) -> Iterator[None]:
         yield
     except (ValueError, OSError, ImportError) as error:
         raise typer.BadParameter(str(error), param_hint=option) from None
+
+
+class Commands(TyperGroup):
+    """What a command finds out late ends in one message as well: weights that are unfit, a disk that is full."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.Exit:
+            raise
+        except Exception as error:
+            from ..checks import Refused, disk_full
+
+            if isinstance(error, Refused):
+                raise typer.BadParameter(str(error)) from None
+            if not disk_full(error):
+                raise
+            console.print(
+                f"The disk is full: {error}. What was finished before is kept: make room, and the same command goes on.",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+            raise typer.Exit(1) from None
+
+
+def alone(context: typer.Context, file: Path) -> None:
+    """Hold a lock until the command ends; ValueError if another process does. Without it both would measure every row."""
+    from filelock import FileLock, Timeout  # torch and huggingface_hub need it too
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        context.with_resource(FileLock(file, timeout=0))
+    except Timeout:
+        raise ValueError(f"another command is measuring into {file.parent}: wait for it, or choose another folder") from None
 
 
 def tokens(text: str) -> int:

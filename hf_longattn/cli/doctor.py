@@ -36,7 +36,7 @@ def doctor(
         check_dtype(dtype, "auto")
     problems = 0
     with refusing("MODEL"):
-        check_model(model)
+        check_model(model, adapter=True)
         for result in examine(model, dtype, device, weights):
             problems += result.level == "problem"
             console.print(f"{result.level:<8}{result.topic:<10} {result.text}", markup=False, highlight=False, soft_wrap=True)

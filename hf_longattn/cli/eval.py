@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +19,7 @@ from .common import (
     Dtype,
     Ropes,
     SettingsFile,
+    alone,
     command_line,
     console,
     precision,
@@ -88,12 +90,12 @@ def evaluate(
     command goes on after an interruption, and more settings, tasks and texts can join a folder later. Several processes or
     GPUs take turns: torchrun --nproc-per-node 8 -m hf_longattn.cli eval ...
     """
-    from transformers import AutoTokenizer
 
     from ..checks import check_model, check_output, device_of, read_text
     from ..measuring.evaluation import Plan
+    from ..measuring.evaluation.store import LOCK
     from ..measuring.processes import own_device, together
-    from ..measuring.settings import parse_settings
+    from ..measuring.settings import load_tokenizer, parse_settings
 
     with refusing("--text"):
         texts = [(Path(t).name, read_text(Path(t))) for part in text for t in part.split(",") if t]
@@ -110,7 +112,7 @@ def evaluate(
             settings=parse_settings(method or [], rope or [], settings, adapter or []),
             lengths=[tokens(n) for n in lengths.split(",")],
             texts=texts,
-            tokenizer=AutoTokenizer.from_pretrained(model),
+            tokenizer=load_tokenizer(model),
             tasks=[t.strip() for t in tasks.split(",")],
             windows=windows,
             targets=targets,
@@ -124,6 +126,9 @@ def evaluate(
             shortest_first=shortest_first,
             prefix=prefix,
         )
+    with refusing("--out"):
+        if os.environ.get("RANK", "0") == "0":
+            alone(context, out / LOCK)
         store = plan.open(out)
 
     with together() as rank:

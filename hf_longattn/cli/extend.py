@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .common import Device, Dtype, command_line, console, precision, read_tokens, refusing, table, tokens
 
@@ -47,19 +48,29 @@ def extend(
     pass each, into which passages are copied from far back: prose loss within and beyond the trained length leaves them out,
     copy loss is theirs alone. Exit status 1 if nothing stays within the tolerance.
     """
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from ..checks import check_output, device_of
+    from ..checks import Refused, check_output, device_of, written_aside
     from ..config import LongAttnConfig
     from ..integration import apply, describe, rope
     from ..integration.model import knowing
     from ..measuring.evaluation.plan import fingerprint
     from ..measuring.extension import SEED, YARN, Search, by_head, check_purpose, plan_copies, temperature, tempered
     from ..measuring.rows import Rows, versions_line
-    from ..measuring.settings import UNMODIFIED, Setting, beside_own, check_setting, filled, load_setting, own_precision
+    from ..measuring.settings import (
+        UNMODIFIED,
+        Setting,
+        beside_own,
+        check_setting,
+        filled,
+        load_setting,
+        load_tokenizer,
+        own_precision,
+    )
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # ours is enough
+    if not tolerance >= 0:
+        raise typer.BadParameter(f"a cost in nats is 0 or more, not {tolerance:g}", param_hint="--tolerance")
     length = tokens(to)
     with refusing("--for"):
         check_purpose(purpose)
@@ -72,7 +83,7 @@ def extend(
         device = device_of(device)
     with refusing("MODEL"):
         facts = check_setting(Setting(UNMODIFIED), model)
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = load_tokenizer(model)
     told = None if train_length is None else tokens(train_length)
     facts = facts if told is None else dataclasses.replace(facts, train_length=told, trained="given as --train-length")
     trained = facts.train_length
@@ -98,6 +109,13 @@ def extend(
     about = {"command": command_line(context), "versions": versions_line()}
     search = Search(ids, trained, rows, purpose, tolerance, about, temperature(facts, length), facts.rope_type == "default")
 
+    for name, setting in [(n, s) for n, s in search.settings.items() if s.rope is not None]:
+        try:
+            check_setting(setting, model)
+        except ValueError as error:
+            del search.settings[name]
+            console.print(f"{name} is left out: {error}", highlight=False, markup=False, soft_wrap=True)
+
     loaded: Any = None
     own: Any = None
 
@@ -120,14 +138,25 @@ def extend(
 
     probes = sum(not tempered(name) for name in search.settings)
     console.print(f"Probing {probes} candidates, then reading {length} tokens with the best.", highlight=False)
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     try:
-        choice = search.run(load, _tell, measured if trained >= 2048 and length > trained else None)
+        with Progress(*columns, console=console) as progress:
+            bar = progress.add_task("Extending", total=search.work)
+
+            def done(row: Row, new: bool) -> None:
+                progress.advance(bar, search.share(row))
+                _tell(row, new)
+
+            choice = search.run(load, done, measured if trained >= 2048 and length > trained else None)
+            progress.update(bar, completed=search.work)
     except KeyboardInterrupt:
         kept = (
             "nothing is kept without --out" if out is None else f"{len(rows.all)} rows are kept, and the same command goes on"
         )
         console.print(f"Interrupted; {kept}.")
         raise typer.Exit(130) from None
+    except Refused:  # weights, which no row is measured of
+        raise
     except ValueError as error:
         _show(search)
         console.print(str(error))
@@ -151,8 +180,9 @@ def extend(
     if search.settings[choice].config is not None:
         rope.lengthen(winner.config, trained, length)
         console.print(str(describe(winner)).splitlines()[0])
-    winner.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    with written_aside(out) as aside:
+        winner.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
     rows.head |= {"choice": choice, "for": purpose, "tolerance": tolerance, "probed": probed}
     rows.head |= {"edge": search.edge, "copies": [[c.distance, c.position] for c in search.copies]}
     rows.put()

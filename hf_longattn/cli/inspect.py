@@ -68,7 +68,7 @@ def inspect(
     from ..measuring.inspection import headline, key_names, sections
     from ..measuring.report import add_section, write_report
     from ..measuring.report.folder import HEAD
-    from ..measuring.settings import check_lengths, check_setting, load_setting, parse_settings
+    from ..measuring.settings import check_lengths, check_setting, load_setting, load_tokenizer, parse_settings
 
     if (n := tokens(length)) < 2:
         raise typer.BadParameter("one token attends to itself alone: give 2 or more", param_hint="--length")
@@ -88,7 +88,7 @@ def inspect(
     with refusing("MODEL"):
         check_model(model)
     with refusing("--text"):
-        ids = read_tokens(text, transformers.AutoTokenizer.from_pretrained(model), n)
+        ids = read_tokens(text, load_tokenizer(model), n)
     with refusing("--method"):
         check_lengths(model, [n])
         for setting in settings:
@@ -190,12 +190,10 @@ def _numbers(text: str) -> list[int]:
 
 def _observed(model: str, layers: list[int] | None) -> int:
     """How many layers will be looked at; ValueError if one that is named cannot be. Reads no weights."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from ..measuring.diagnostics import capture
+    from ..measuring.settings import build
 
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-    with capture(empty, layers) as seen:
+    with capture(build(AutoConfig.from_pretrained(model)), layers) as seen:
         return seen.layers

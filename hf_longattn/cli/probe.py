@@ -55,7 +55,6 @@ def probe(
     are over passages. Dilution is not part of it: a long text has many more keys in between.
     """
     import torch
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     from ..checks import check_model, check_output, device_of, read_text
@@ -64,7 +63,7 @@ def probe(
     from ..measuring.probe import AFTER, BEFORE, check_kept, distances_to, probe_settings
     from ..measuring.probe import passages as take
     from ..measuring.rows import Rows, versions_line
-    from ..measuring.settings import check_lengths, check_setting, load_setting, parse_settings
+    from ..measuring.settings import check_lengths, check_setting, load_setting, load_tokenizer, parse_settings
 
     logging.disable_progress_bar()  # ours is enough
     with refusing("--text"):
@@ -83,7 +82,7 @@ def probe(
         check_model(model)
         chosen = parse_settings(method or [], rope or [], settings, adapter or [])
         trained, *_ = [check_setting(setting, model).train_length for setting in chosen]
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = load_tokenizer(model)
     with refusing("--distances"):
         if distances is None and trained is None:
             raise ValueError("the model's config names no trained length: say which distances to probe")

@@ -15,7 +15,10 @@ from .common import console
 
 def train(
     recipe: Annotated[
-        str, typer.Argument(help="continue_lora, convert_distill, needle_lora, pretrain_small, pretrain_304m, or a YAML file.")
+        str,
+        typer.Argument(
+            help="continue_lora, convert_distill, needle_lora, head_gains, pretrain_small, pretrain_304m, or a YAML file."
+        ),
     ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe; dots for nested keys.")
@@ -32,6 +35,7 @@ def train(
     TrainingArguments can be set: trainer.learning_rate=3e-4, trainer.bf16=true, trainer.report_to=wandb. Several GPUs:
     accelerate launch -m hf_longattn.cli train ... Exit status 2 if something is refused before the start.
     """
+    from ..checks import disk_full
     from ..training import last_checkpoint, load_recipe, plan, prepare, run
 
     try:
@@ -47,10 +51,14 @@ def train(
         return
     try:
         metrics = run(prepared)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Exception) as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if not interrupted and not disk_full(error):
+            raise
         if first:
-            console.print(_standing(last_checkpoint(prepared.output)), markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(130) from None
+            why = "Interrupted" if interrupted else f"The disk is full ({error})"
+            console.print(_standing(why, last_checkpoint(prepared.output)), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(130 if interrupted else 1) from None
     if first:
         for name, by_length in metrics["measured"].items():
             for length, m in by_length.items():
@@ -59,9 +67,9 @@ def train(
         console.print(f"Written: {prepared.output}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _standing(checkpoint: Path | None) -> str:
-    """Where an interrupted run stands, and what goes on with it."""
+def _standing(why: str, checkpoint: Path | None) -> str:
+    """Where a run that stopped stands, and what goes on with it."""
     if checkpoint is None:
-        return "Interrupted before the first checkpoint: nothing is kept, and the same command starts anew."
+        return f"{why} before the first checkpoint: nothing is kept, and the same command starts anew."
     again = shlex.join(["hf-longattn", *sys.argv[1:], *["--resume"] * ("--resume" not in sys.argv)])
-    return f"Interrupted. {checkpoint} is kept. To go on: {again}"
+    return f"{why}. {checkpoint} is kept. To go on: {again}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +50,7 @@ def apply(model: Model, method: str | LongAttnConfig, **parameters: Any) -> Mode
     else:
         config = LongAttnConfig.preset(method, **parameters)
     base = pretrained(model)
+    known = running(base)
     with change(base):
         if not (candidates := candidates_of(base)):
             raise ValueError(no_layer(base, config, []))
@@ -59,6 +61,13 @@ def apply(model: Model, method: str | LongAttnConfig, **parameters: Any) -> Mode
         target._attn_implementation_internal = name_for(config.name)  # not by the property, which would switch towers too
         target.longattn = config
         prepare(base, verify=True)
+        if known and known.key_bands and not config.key_bands and (trained := shorten(base.config)) is not None:
+            lost = "+".join(m.name for m in known.key_bands)
+            warnings.warn(
+                f"{config.name} takes the place of {lost}, by which the model read beyond the {trained} tokens that it was "
+                f'trained at: max_position_embeddings is {trained} again. To keep both: "{lost}+{config.name}"',
+                stacklevel=2,
+            )
     return model
 
 
@@ -197,7 +206,7 @@ def running(model: nn.Module) -> LongAttnConfig | None:
 
 @dataclass(frozen=True)
 class Description:
-    """What each attention module of a model does; `print` it, or read `rows` and `config`."""
+    """What each attention module of a model does; `print` it (modules alike in one line), or read `rows` and `config`."""
 
     model: str
     config: LongAttnConfig | None
@@ -207,8 +216,12 @@ class Description:
     def __str__(self) -> str:
         head = f"{self.model}: {self.config.name if self.config else 'no hf_longattn method'}"
         head += f", {self.trained}" * (self.trained is not None)
-        width = [max((len(r[i]) for r in self.rows), default=0) for i in (0, 1)]
-        return "\n".join([head, *(f"  {a:<{width[0]}}  {b:<{width[1]}}  {c}" for a, b, c in self.rows)])
+        rows = []
+        for what, alike in itertools.groupby(self.rows, key=lambda row: row[1:]):
+            names = [name for name, *_ in alike]
+            rows.append((names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} alike)", *what))
+        width = [max((len(r[i]) for r in rows), default=0) for i in (0, 1)]
+        return "\n".join([head, *(f"  {a:<{width[0]}}  {b:<{width[1]}}  {c}" for a, b, c in rows)])
 
 
 def describe(model: nn.Module) -> Description:

@@ -85,13 +85,21 @@ def lengthen(config: Any, known: int, length: int) -> None:
         vars(text)[ORIGINAL], text.max_position_embeddings = known, length
 
 
-def shorten(config: Any) -> None:
-    """Undo `lengthen`."""
-    text = _text(config)
-    if _announces_only(text) and (kept := vars(text).get(ORIGINAL)) not in (None, filled_in(text)):
-        text.max_position_embeddings = kept
+def shorten(config: Any) -> int | None:
+    """Undo `lengthen`; returns the trained length, None where there was nothing to undo."""
+    if (known := lengthened(config)) is not None:
+        text = _text(config)
+        text.max_position_embeddings = known
         if filled_in(text) is None:
             del vars(text)[ORIGINAL]
+    return known
+
+
+def lengthened(config: Any) -> int | None:
+    """The trained length of a config that `lengthen` has changed."""
+    text = _text(config)
+    kept: int | None = vars(text).get(ORIGINAL)
+    return kept if _announces_only(text) and kept != filled_in(text) else None
 
 
 def _announces_only(text: Any) -> bool:

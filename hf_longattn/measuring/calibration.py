@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from ..methods import LeakyReRope, LogN, OutputGain, OutputLayerNorm, OutputStan
 from .diagnostics.blocks import blocks
 from .evaluation import copying_heads
 
+#: What a model is measured on: keyword arguments of its forward, or input ids alone; one of these, or several.
+Batches: TypeAlias = Mapping[str, Any] | Tensor | Iterable[Mapping[str, Any] | Tensor]
 #: The least share of attention on the expected token at which a head counts as one that copies.
 COPIES = 0.02
 #: The least number of keys of a row that counts in the growth of gaps: below it ln ln n says little.
@@ -62,7 +64,7 @@ class LogitGaps:
 
 
 @torch.no_grad()
-def logit_gaps(model: nn.Module, batches: Iterable[Mapping[str, Any] | Tensor], sink_tokens: int = 1) -> LogitGaps:
+def logit_gaps(model: nn.Module, batches: Batches, sink_tokens: int = 1) -> LogitGaps:
     """Run `batches` through a model once, as `measure` does, for the gaps of its own logits.
 
     Args:
@@ -82,22 +84,28 @@ def logit_gaps(model: nn.Module, batches: Iterable[Mapping[str, Any] | Tensor], 
     return LogitGaps(growth, torch.exp((y - growth * x) / weight))
 
 
-def _run(model: nn.Module, batches: Iterable[Mapping[str, Any] | Tensor], seen: Callable[[Layer, Call], None]) -> Any:
+def _run(model: nn.Module, batches: Batches, seen: Callable[[Layer, Call], None]) -> Any:
     """The batches through the model, every call of its layers to `seen`; returns the config of those layers."""
     with observe(model, seen) as layers:
         config = layers[0].module.config
-        for batch in batches:
+        for batch in _batches(batches):
             inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
             model(**inputs, use_cache=False)
     return config
 
 
+def _batches(given: Batches) -> Iterable[Mapping[str, Any] | Tensor]:
+    """One batch is a list of one."""
+    return [given] if isinstance(given, (Tensor, Mapping)) else given
+
+
 @torch.no_grad()
-def measure(model: nn.Module, batches: Iterable[Mapping[str, Any] | Tensor], sink_tokens: int = 1) -> Measurements:
+def measure(model: nn.Module, batches: Batches, sink_tokens: int = 1) -> Measurements:
     """Run `batches` through a model once and measure the attention of every layer that a method would change.
 
     Args:
-        batches: keyword arguments of the model's forward ({"input_ids": ...}), or input ids alone.
+        batches: keyword arguments of the model's forward ({"input_ids": ...}), or input ids alone, int64 (batch, length):
+            one of these, or an iterable of them.
         sink_tokens: the first keys of each sequence, left out of the logit statistics and measured as the sink.
 
     Memory: blocks of query rows; never a tensor of q_len x kv_len.
@@ -136,7 +144,7 @@ def measure(model: nn.Module, batches: Iterable[Mapping[str, Any] | Tensor], sin
 
 def calibrate(
     model: nn.Module,
-    batches: Iterable[Mapping[str, Any] | Tensor],
+    batches: Batches,
     method: str | LongAttnConfig = "scale_invariant",
     **parameters: Any,
 ) -> LongAttnConfig:
@@ -160,7 +168,7 @@ def calibrate(
         method.replace(**parameters) if isinstance(method, LongAttnConfig) else LongAttnConfig.preset(method, **parameters)
     )
     changes: dict[str, Any] = {}
-    batches, remap, logit_map, norm = list(batches), config.positions, config.logit_map, config.output_norm
+    batches, remap, logit_map, norm = list(_batches(batches)), config.positions, config.logit_map, config.output_norm
     if isinstance(remap, LeakyReRope) and not isinstance(remap.stretch, tuple):
         changes["positions"] = dataclasses.replace(remap, stretch=_stretches(model, batches, remap.stretch))
     if isinstance(config.temperature, LogN):

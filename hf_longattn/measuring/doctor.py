@@ -15,16 +15,18 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
 from ..attention.kernels.precision import fast_dtype
+from ..checks import Refused
 from ..config import LongAttnConfig
 from ..integration import trained
 from ..integration.layers import language_config, pretrained
 from ..integration.model import knowing
 from ..integration.names import RECORD, is_ours
-from .settings import precision_of
+from ..integration.rope import lengthened
+from .settings import load_tokenizer, load_weights, precision_of
 
 #: Engines that build a model by its architecture's name, from code of their own, and read nothing of a method.
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llama_cpp": "llama.cpp", "ctranslate2": "CTranslate2", "mlx_lm": "MLX"}
@@ -89,7 +91,10 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
     with warnings.catch_warnings(record=True) as caught, knowing():
         warnings.simplefilter("always", UserWarning)
         try:
-            loaded = AutoModelForCausalLM.from_pretrained(model, dtype=precision_of(base, dtype, device))
+            loaded = load_weights(model, dtype=precision_of(base, dtype, device))
+        except Refused as error:
+            yield Finding("weights", str(error), PROBLEM)
+            return
         except Exception as error:
             yield Finding("loading", f"it does not load: {type(error).__name__}: {error}", PROBLEM)
             return
@@ -168,6 +173,10 @@ def running(recorded: Mapping[str, Any] | None, config: Any) -> Iterator[Finding
         yield Finding("method", f'{lost}. Load it with attn_implementation="longattn", and save it again', PROBLEM)
     else:
         yield Finding("method", f"{name}, as recorded")
+    if (trained := lengthened(config)) is not None and not LongAttnConfig.from_dict(dict(recorded)).key_bands:
+        says = f"config.json announces {text.max_position_embeddings} tokens and keeps {trained} as the trained length"
+        way_out = f"extend it anew, or set max_position_embeddings to {trained}"
+        yield Finding("method", f"{says}, and {name} reads no further than that: {way_out}", PROBLEM)
 
 
 # rotary settings --------------------------------------------------------------------------------------------------------
@@ -310,8 +319,9 @@ def positions(model: Any, name: str) -> Iterator[Finding]:
         yield Finding("positions", f"learned or none; the config ends at {size} tokens, and no method reads beyond a table")
         return
     try:
-        ids = AutoTokenizer.from_pretrained(name)(PASSAGE, return_tensors="pt")["input_ids"][:, :128]
-    except (OSError, ValueError):
+        ids = load_tokenizer(name)(PASSAGE, return_tensors="pt")["input_ids"][:, :128]
+    except (OSError, ValueError) as error:
+        yield Finding("tokenizer", f"none loads, and random tokens are read in its place: {error}", NOTE)
         ids = torch.randint(text.vocab_size, (1, 128), generator=torch.Generator().manual_seed(0))
     announced, n = getattr(text, "max_position_embeddings", None) or 8192, ids.shape[1]
     starts = sorted({max(0, int(announced * share) - n) for share in (0, 0.25, 0.5, 0.75, 1)})

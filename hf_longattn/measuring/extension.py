@@ -22,7 +22,7 @@ from ..methods.registry import did_you_mean
 from ..methods.yarn_beyond import YarnBeyond
 from .calibration import calibrate
 from .evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
-from .probe import LEAST, passages, probe_settings
+from .probe import LEAST, TOKENS, passages, probe_settings
 from .rows import Row, Rows
 from .settings import UNMODIFIED, Setting
 
@@ -305,6 +305,17 @@ class Search:
         """Two that are probed: halfway beyond the edge, and all the way."""
         return sorted({max(end, LEAST) for end in ((self.edge + self.to) // 2, self.to - PASSAGE)})
 
+    @property
+    def work(self) -> int:
+        """Tokens that will have been read in the end, or more where the best kinds have fewer settings: for progress."""
+        probes = sum(not tempered(name) for name in self.settings) * len(self.distances)
+        finalists = FINALISTS - 1 + WINDOWS + (self.temperature is not None)
+        return probes * min(2, self.to // LEAST) * TOKENS + self.trained + finalists * self.to
+
+    def share(self, row: Row) -> int:
+        """What a row is of `work`."""
+        return int(row["read"]) if "read" in row else len(row["text"]) * TOKENS
+
     def probed(self) -> dict[str, float]:
         """By setting, of those probed at every distance, the loss that `purpose` minimises."""
         out = {}
@@ -347,13 +358,12 @@ class Search:
         """
         taken, plain = passages(self.input_ids, min(2, self.to // LEAST), SEED), self.settings[UNMODIFIED]
         again = measured is not None and BY_HEAD not in self.settings
-        if again or UNMODIFIED not in self.probed() or UNMODIFIED not in self.scores():
-            model = load(plain)
-            probe_settings([plain], lambda _: model, taken, self.distances, self.rows, self.about, done)
-            self._read(plain, lambda _: model, done)
-            if measured is not None and again:
-                self.settings[BY_HEAD] = measured(model)
-        probed = [s for s in self.settings.values() if not tempered(s.name)]
+        model = load(plain) if again or UNMODIFIED not in self.probed() or UNMODIFIED not in self.scores() else None
+        probe_settings([plain], lambda _: model, taken, self.distances, self.rows, self.about, done)
+        self._read(plain, lambda _: model, done)
+        if measured is not None and again:
+            self.settings[BY_HEAD] = measured(model)
+        probed = [s for s in self.settings.values() if s.name != UNMODIFIED and not tempered(s.name)]
         probe_settings(probed, load, taken, self.distances, self.rows, self.about, done)
         for n, names in enumerate(self.ranked()):
             if n < FINALISTS or not self._tolerated():

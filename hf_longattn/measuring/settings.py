@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..attention.kernels.precision import fast_dtype
-from ..checks import check_dtype, check_model, read_text
+from ..checks import check_dtype, check_finite, check_model, read_text
 from ..config import LongAttnConfig
 from ..integration import apply, config_of, rope
 from ..integration.model import knowing, running
@@ -195,6 +195,38 @@ def own_precision(model: str) -> str:
     return str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
 
 
+def load_weights(source: str, **arguments: Any) -> Any:
+    """AutoModelForCausalLM.from_pretrained of weights that can be computed with; `Refused` of NaN and infinite ones."""
+    loaded = AutoModelForCausalLM.from_pretrained(source, **arguments)
+    check_finite(loaded, source)
+    return loaded
+
+
+def load_tokenizer(source: str) -> Any:
+    """AutoTokenizer.from_pretrained; ValueError names what is missing."""
+    folder = Path(source)
+    if folder.is_dir() and not any(p.name.startswith(("tokenizer", "vocab", "spiece")) for p in folder.iterdir()):
+        raise ValueError(
+            f"{source} holds no tokenizer: there is no tokenizer.json in it. Save one there: "
+            f"AutoTokenizer.from_pretrained(BASE).save_pretrained({source!r})"
+        )
+    return AutoTokenizer.from_pretrained(source)
+
+
+def build(config: Any, **arguments: Any) -> Any:
+    """AutoModelForCausalLM.from_config on the meta device; ValueError if the architecture generates no text.
+
+    The config is the model's from then on.
+    """
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, **arguments)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        raise ValueError(f"{config.model_type} is no causal language model, which is what methods are for") from None
+
+
 def load_setting(
     setting: Setting,
     model: str,
@@ -210,7 +242,7 @@ def load_setting(
     """
     source = setting.model or model
     config = _edited_config(setting, source)
-    loaded = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=precision_of(source, dtype, device))
+    loaded = load_weights(source, config=config, dtype=precision_of(source, dtype, device))
     if setting.adapter is not None:
         loaded = _with_adapter(loaded, setting.adapter).merge_and_unload()
     if setting.config is not None:
@@ -230,13 +262,12 @@ def check_setting(setting: Setting, model: str) -> ModelFacts:
 
     Warns of an adapter that no word about attention comes with.
     """
-    for source in (setting.model or model, setting.adapter):
-        if source is not None:
-            check_model(source)
+    check_model(setting.model or model)
+    if setting.adapter is not None:
+        check_model(setting.adapter, adapter=True)
     config = _edited_config(setting, setting.model or model)
     try:
-        with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(config)
+        empty = build(config)
         if setting.adapter is not None:
             with torch.device("meta"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # loading says the same
@@ -278,7 +309,15 @@ def _with_adapter(model: Any, adapter: str) -> Any:
         raise ImportError('adapters need peft: pip install "hf_longattn[train]"') from None
     if not (Path(adapter) / "adapter_config.json").is_file():
         raise ValueError(f"{adapter} holds no adapter: there is no adapter_config.json in it")
-    return PeftModel.from_pretrained(model, adapter)
+    try:
+        return PeftModel.from_pretrained(model, adapter)
+    except RuntimeError as error:
+        if not (mismatches := [line.strip() for line in str(error).splitlines() if "size mismatch" in line]):
+            raise
+        raise ValueError(
+            f"the adapter {adapter} was made from another model: {len(mismatches)} of its weights do not fit, first of them: "
+            f"{mismatches[0]}"
+        ) from None
 
 
 def check_lengths(model: str, lengths: Sequence[int]) -> None:

@@ -151,11 +151,9 @@ def source() -> tuple[str, str | None]:
     stated = dict(url.split(", ", 1) for url in package.metadata.get_all("Project-URL") or ()).get("Repository")
     if (commit := noted.get("vcs_info", {}).get("commit_id")) and not noted["url"].startswith("file:"):
         return f'pip install "hf_longattn @ git+{noted["url"]}@{commit}"', noted["url"].removesuffix(".git")
-    if not noted:
-        return f"pip install hf_longattn=={package.version}", stated
-    if stated:
+    if noted and stated:
         return f'pip install "hf_longattn @ git+{stated}"', stated
-    return f"pip install .  # in a checkout of hf_longattn {package.version}", None
+    return f"pip install hf_longattn=={package.version}", stated
 
 
 def _opening(config: LongAttnConfig, adapter: bool, base_model: str | None) -> str:

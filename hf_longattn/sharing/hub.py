@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from ..checks import written_aside
 from ..integration import config_of
 from ..integration.names import PREFIX, TRIPWIRE
 from .card import Facts, contents, hub_id, model_card, source
@@ -65,7 +66,7 @@ def save(
 
     Raises:
         ValueError: the model runs no method, or its adapter does not record it.
-        FileExistsError: the directory is not empty, without overwrite.
+        FileExistsError: the directory is not empty, without overwrite; or it is a file.
     """
     directory, facts = Path(directory), Facts(**card)
     config_of(model)  # raises if there is none
@@ -79,30 +80,30 @@ def save(
     if (remote_code or strict) and adapter:
         raise ValueError(f"{'remote_code' if remote_code else 'strict'} works for whole models only: merge_and_unload() first")
     stub = _stub(model) if remote_code else None
-    if directory.exists() and any(directory.iterdir()):
-        if not overwrite:
-            raise FileExistsError(f"{directory} is not empty; pass overwrite=True to replace the model in it")
-        for path in (path for pattern in _STALE for path in directory.glob(pattern)):
-            path.unlink()
+    if directory.exists() and not directory.is_dir():
+        raise FileExistsError(f"{directory} is a file: give a folder, which is made if there is none")
+    if directory.exists() and any(directory.iterdir()) and not overwrite:
+        raise FileExistsError(f"{directory} is not empty; pass overwrite=True to replace the model in it")
     readme = directory / "README.md"
     theirs = readme.read_text(encoding="utf-8") if readme.exists() else TEMPLATE
-    model.save_pretrained(directory, **({} if state_dict is None else {"state_dict": state_dict}))  # type: ignore[operator]
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
-    if adapter and base_model:
-        _edit(directory / "adapter_config.json", base_model_name_or_path=base_model)
-    if stub is not None:
-        (directory / STUB).write_text(stub[1], encoding="utf-8")
-        _edit(directory / "config.json", auto_map=stub[0])
-    if strict:
-        _edit(directory / "config.json", **_tripwire(json.loads((directory / "config.json").read_text(encoding="utf-8"))))
-    base = base_model or hub_id(getattr(model, "name_or_path", None))
-    if TEMPLATE not in theirs and not _ours(theirs):
-        readme.write_text(theirs, encoding="utf-8")  # PEFT has edited it
-        warnings.warn(f"{readme} is no card of hf_longattn and stays as it is: no card is written", stacklevel=2)
-        return directory
-    text = model_card(directory, name or directory.name, facts, base_model=base, remote_code=remote_code)
-    text.save(readme)
+    with written_aside(directory, _STALE) as aside:
+        model.save_pretrained(aside, **({} if state_dict is None else {"state_dict": state_dict}))  # type: ignore[operator]
+        if tokenizer is not None:
+            tokenizer.save_pretrained(aside)
+        if adapter and base_model:
+            _edit(aside / "adapter_config.json", base_model_name_or_path=base_model)
+        if stub is not None:
+            (aside / STUB).write_text(stub[1], encoding="utf-8")
+            _edit(aside / "config.json", auto_map=stub[0])
+        if strict:
+            _edit(aside / "config.json", **_tripwire(json.loads((aside / "config.json").read_text(encoding="utf-8"))))
+        if TEMPLATE not in theirs and not _ours(theirs):
+            (aside / readme.name).unlink(missing_ok=True)  # PEFT's
+            warnings.warn(f"{readme} is no card of hf_longattn and stays as it is: no card is written", stacklevel=2)
+            return directory
+        base = base_model or hub_id(getattr(model, "name_or_path", None))
+        text = model_card(aside, name or directory.name, facts, base_model=base, remote_code=remote_code)
+        text.save(aside / readme.name)
     return directory
 
 
@@ -176,7 +177,7 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
         if base is None:
             raise ValueError(
                 f"the adapter's base model is {saved.get('base_model_name_or_path')!r}, which nobody else has: name it as the "
-                'Hub does, base_model="user/name"'
+                'Hub does, base_model="user/name" (in a command, --base-model user/name)'
             )
         if base_model:
             result["adapter_config.json"] = _json(saved | {"base_model_name_or_path": base_model})

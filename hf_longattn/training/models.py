@@ -9,20 +9,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, NanoChatConfig
+from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer, NanoChatConfig
 
 from ..checks import check_dtype
 from ..config import LongAttnConfig
 from ..integration import apply, rope
 from ..integration.model import knowing
-from ..measuring.settings import edit_rope
+from ..measuring.settings import build, edit_rope, load_weights
+from ..measuring.settings import load_tokenizer as tokenizer_of
 from .recipe import Architecture, Lora, Recipe
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
     if recipe.tokenizer == "bytes":
         return ByT5Tokenizer(extra_ids=0)
-    return AutoTokenizer.from_pretrained(recipe.tokenizer or recipe.model)
+    return tokenizer_of(recipe.tokenizer or str(recipe.model))
 
 
 def load_config(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
@@ -42,11 +43,10 @@ def load_model(recipe: Recipe, config: Any, *, weights: bool = True) -> Any:
     check_dtype(recipe.dtype)
     dtype = getattr(torch, recipe.dtype)
     if not weights:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # a method is put into that copy
+        return build(copy.deepcopy(config), dtype=dtype)  # a method is put into that copy
     if recipe.architecture is not None:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return AutoModelForCausalLM.from_pretrained(recipe.model, config=config, dtype=dtype)
+    return load_weights(str(recipe.model), config=config, dtype=dtype)
 
 
 def put_method(model: Any, recipe: Recipe, attention: LongAttnConfig | None) -> Any:

@@ -11,8 +11,10 @@ from typing import Any
 from ..rows import Row, Rows, refuse_mixing, write_whole
 
 ROWS, PROTOCOL = "rows.jsonl", "protocol.json"
+#: Held by the command that measures into the folder.
+LOCK = ".lock"
 #: What another command that adds to the same report may have left in the folder.
-REPORT = {"index.html", "report.json", "report-head.json", "sections", "figures"}
+REPORT = {LOCK, "index.html", "report.json", "report-head.json", "sections", "figures"}
 
 
 def digest(value: Any) -> str:

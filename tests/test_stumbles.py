@@ -1,0 +1,240 @@
+"""What newcomers tripped over: each ends in one message that names the thing and the way out, and no work is lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from filelock import FileLock
+from helpers import stock, tokens
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, T5Config
+from typer.testing import CliRunner
+
+import hf_longattn
+from hf_longattn import LongAttnConfig
+from hf_longattn.cli import app
+from hf_longattn.measuring import doctor
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stumbles")
+    tiny.save(path / "model", trained=1024)
+    tiny.text(path / "book.txt", 6000)
+    shutil.copytree(path / "model", path / "nan")
+    weights = load_file(path / "nan" / "model.safetensors")
+    weights["model.layers.1.self_attn.q_proj.weight"][0, 0] = torch.nan
+    save_file(weights, path / "nan" / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(path / "model", path / "mute", ignore=shutil.ignore_patterns("tokenizer*"))
+    shutil.copytree(path / "model", path / "t5")
+    T5Config(vocab_size=97, d_model=16, num_layers=1, num_heads=2, d_kv=8, d_ff=16).save_pretrained(path / "t5")
+    adapted = hf_longattn.LongAttnLoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    base = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(path / "model").train(), "logn")
+    peft = pytest.importorskip("peft")
+    peft.get_peft_model(base, adapted).save_pretrained(path / "adapter")
+    (path / "adapter" / "config.json").unlink(missing_ok=True)
+    return path
+
+
+def run(line: str, files: Path, out: Path) -> tuple[int, str]:
+    """The exit code and what was said, without the boxes that break lines anywhere."""
+    result = CliRunner().invoke(app, line.replace("F/", f"{files}/").replace("OUT", str(out)).split())
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    return result.exit_code, "".join(result.output.replace("│", "").split())
+
+
+EVAL = "eval F/model --text F/book.txt --out OUT --lengths 256 --targets 64"
+EXTEND = "extend F/model --to 4k --text F/book.txt --out OUT --tolerance 10"
+PROBE = "probe F/model --text F/book.txt --passages 2 --distances 2k"
+INSPECT = "inspect F/model --text F/book.txt --length 256"
+TRAIN = "train continue_lora model=F/model data=F/book.txt output=OUT length=64 trainer.max_steps=2 trainer.use_cpu=true"
+TRAIN += " trainer.save_steps=1 trainer.logging_steps=1 trainer.eval_strategy=no"
+TRAIN += " evaluation.compare=false trainer.disable_tqdm=true evaluation.tokens=64"
+
+
+@pytest.mark.parametrize("line", [EVAL, EVAL + " --method rerope", EXTEND, PROBE, INSPECT, TRAIN])
+def test_weights_that_are_no_numbers_are_named(files: Path, tmp_path: Path, line: str) -> None:
+    code, said = run(line.replace("F/model", "F/nan"), files, tmp_path / "out")
+    assert code == 2, said
+    assert "1of256numbersinmodel.layers.1.self_attn.q_proj.weightareNaNorinfinite" in said
+
+
+def test_doctor_finds_weights_that_are_no_numbers(files: Path, tmp_path: Path) -> None:
+    code, said = run("doctor F/nan --device cpu", files, tmp_path)
+    assert code == 1
+    assert "problemweights" in said
+    assert "self_attn.q_proj.weightareNaN" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    {
+        EVAL.replace("F/model", "F/mute"): "holds no tokenizer: there is no tokenizer.json in it",
+        EVAL.replace("F/model", "F/missing"): "there is no folder",
+        EVAL.replace("F/model", "F/t5"): "t5 is no causal language model",
+        EVAL.replace("F/model", "F/adapter"): "holds an adapter, not a model: give the model that it was made from",
+        TRAIN.replace("F/model", "F/mute"): "holds no tokenizer",
+        EXTEND + " --tolerance -1": "a cost in nats is 0 or more, not -1",
+        EVAL + " --method rerope+rerope": "rerope and rerope clash",
+    }.items(),
+)
+def test_messages_name_the_thing_and_the_way_out(files: Path, tmp_path: Path, line: str, says: str) -> None:
+    code, said = run(line, files, tmp_path / "out")
+    assert code == 2, said
+    assert "".join(says.split()) in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_is_asked_for_once(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def model_info(self: Any, name: str, **_: Any) -> None:
+        asked.append(name)
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    code, said = run(EVAL.replace("F/model", "no-one/has-this"), files, tmp_path / "out")
+    assert (code, asked) == (2, ["no-one/has-this"])
+    assert "thecachehasnomodelofthatname,andaskingtheHubforonefailed:noroute" in said
+
+
+def test_doctor_says_that_no_tokenizer_loads(files: Path, tmp_path: Path) -> None:
+    assert "notetokenizer" in run("doctor F/mute --device cpu", files, tmp_path)[1]
+
+
+# a full disk --------------------------------------------------------------------------------------------------------------
+
+
+def full(self: Any, directory: Any, *args: Any, **kwargs: Any) -> None:
+    (Path(directory) / "half").write_text("written")
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_extend_keeps_its_rows_when_the_disk_is_full(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedModel, "save_pretrained", full)
+        code, said = run(EXTEND, files, tmp_path / "out")
+    assert code == 1
+    assert "Thediskisfull" in said
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["extend.json"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    code, said = run(EXTEND, files, tmp_path / "out")
+    assert code == 0, said
+    assert said.count("(kept)") >= 10
+    assert said.count("unmodified:probed2048back") <= 1  # each row is told once
+    assert "%" in said
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_train_says_what_is_kept_when_the_disk_is_full(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("hf_longattn.training.run"), "save", lambda model, output, **_: full(None, output))
+    code, said = run(TRAIN, files, tmp_path / "out")
+    assert code == 1
+    assert "Thediskisfull" in said
+    assert "checkpoint-2iskept.Togoon:" in said
+
+
+def test_save_replaces_nothing_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hf_longattn.apply(stock("llama"), "logn")
+    hf_longattn.save(model, tmp_path / "model")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "model").iterdir()}
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    with pytest.raises(OSError, match="No space left"):
+        hf_longattn.save(model, tmp_path / "model", overwrite=True)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "model").iterdir()} == before
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_save_into_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "emma.txt").write_text("Emma")
+    with pytest.raises(FileExistsError, match=r"emma\.txt is a file"):
+        hf_longattn.save(hf_longattn.apply(stock("llama"), "logn"), tmp_path / "emma.txt")
+
+
+def test_two_evaluations_of_one_folder_do_not_measure_twice(files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with FileLock(out / ".lock"):
+        code, said = run(EVAL, files, out)
+    assert code == 2
+    assert "anothercommandismeasuringinto" in said
+    assert run(EVAL, files, out)[0] == 0
+    assert run(EVAL, files, out)[0] == 0
+
+
+# longer and longer --------------------------------------------------------------------------------------------------------
+
+
+def test_extend_takes_a_folder_that_extend_made(files: Path, tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    model = hf_longattn.extend(AutoModelForCausalLM.from_pretrained(files / "model"), 2048, "self_extend", group=4, window=256)
+    hf_longattn.save(model, tmp_path / "longer", tokenizer=tokenizer)
+    code, said = run(EXTEND.replace("F/model", str(tmp_path / "longer")), files, tmp_path / "out")
+    assert code == 0, said
+    assert "YaRNisleftout" in said
+    record = json.loads((tmp_path / "out" / "extend.json").read_text())
+    assert record["choice"] in record["probed"]
+
+
+def test_a_method_in_place_of_the_one_that_reads_far_puts_the_length_back(tmp_path: Path) -> None:
+    model = hf_longattn.extend(stock("llama"), 4 * stock("llama").config.max_position_embeddings)
+    trained = stock("llama").config.max_position_embeddings
+    with pytest.warns(UserWarning, match=f"infoscale takes the place of rerope.*max_position_embeddings is {trained} again"):
+        hf_longattn.apply(model, "infoscale")
+    assert model.config.max_position_embeddings == trained
+    hf_longattn.save(model, tmp_path / "saved")
+    assert AutoConfig.from_pretrained(tmp_path / "saved").max_position_embeddings == trained
+
+
+def test_doctor_finds_an_announced_length_that_nothing_reaches(files: Path, tmp_path: Path) -> None:
+    model = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(files / "model"), "infoscale")
+    hf_longattn.save(model, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    changed = config | {"max_position_embeddings": 8192, "original_max_position_embeddings": 1024}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(changed))
+    found = [f for f in doctor.examine(str(tmp_path / "model"), weights=False) if f.level == doctor.PROBLEM]
+    assert any("announces 8192 tokens and keeps 1024" in f.text for f in found)
+
+
+# the interface ------------------------------------------------------------------------------------------------------------
+
+
+def test_measure_takes_one_batch_as_well_as_several() -> None:
+    ids = tokens(2, 24)
+    several = hf_longattn.measure(stock("llama"), [ids])
+    for one in (ids, {"input_ids": ids}):
+        assert torch.equal(hf_longattn.measure(stock("llama"), one).entropy, several.entropy)
+
+
+@pytest.mark.parametrize("data", [[1], "rerope", None])
+def test_a_config_is_made_of_a_mapping(data: Any) -> None:
+    with pytest.raises(ValueError, match="a config is a mapping of slots"):
+        LongAttnConfig.from_dict(data)
+
+
+def test_describe_says_what_is_alike_once() -> None:
+    described = hf_longattn.describe(hf_longattn.apply(stock("llama"), "rerope"))
+    assert len(described.rows) > 1
+    lines = str(described).splitlines()
+    assert len(lines) == 2
+    assert f"({len(described.rows)} alike)" in lines[1]
+
+
+def test_dir_shows_what_is_public() -> None:
+    assert {n for n in dir(hf_longattn) if not n.startswith("__")} == set(hf_longattn.__all__)
+
+
+def test_help_names_every_recipe_and_how_to_run_a_command() -> None:
+    from hf_longattn.training.recipe import RECIPES
+
+    said = "".join(CliRunner().invoke(app, ["train", "--help"]).output.replace("│", "").split())
+    assert all(name in said for name in RECIPES)
+    assert "--COMMAND" in "".join(CliRunner().invoke(app, ["run", "--help"]).output.partition("\n")[2].split("\n")[0].split())
