@@ -89,13 +89,7 @@ def test_the_trained_length_of_published_checkpoints(name: str) -> None:
     assert (known.assumed is not None) == CHECKPOINTS[name].get("assumed", False)
 
 
-#: Layers without rotary encoding, and latent attention.
-REFUSED_YET = {"DeepSeek-V3", "SmolLM3-3B", "c4ai-command-r7b"}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.xfail(strict=True)) if n in REFUSED_YET else n for n in CHECKPOINTS]
-)
+@pytest.mark.parametrize("name", CHECKPOINTS)
 def test_extend_takes_half_the_trained_length(name: str) -> None:
     """Or says why it cannot; the model is then what it was."""
     model, length = tiny(CHECKPOINTS[name]), CHECKPOINTS[name]["trained"]

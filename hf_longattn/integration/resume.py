@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,28 @@ from .names import RECORD, is_ours, short
 def load_checkpoint(original: Callable[..., Any], self: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps what `transformers.Trainer` calls with the folder that it resumes from."""
     if checkpoint is not None:
-        refuse_other_attention(self.model, Path(checkpoint))
+        scheduled = {name for callback in self.callback_handler.callbacks for name in getattr(callback, "schedules", ())}
+        refuse_other_attention(self.model, Path(checkpoint), scheduled)
     return original(self, checkpoint, *args, **kwargs)
 
 
-def refuse_other_attention(model: nn.Module, folder: Path) -> None:
-    """Raise ValueError if a checkpoint's weights were trained under another attention than the model runs."""
+def refuse_other_attention(model: nn.Module, folder: Path, scheduled: Collection[str] = ()) -> None:
+    """Raise ValueError if a checkpoint's weights were trained under another attention than the model runs.
+
+    Args:
+        scheduled: parameters of methods that the run sets before each step, and which may therefore differ.
+    """
     base = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if base is None:
         return
     now, settings = running(base), rope.settings_of(base)
     for file, then, saved_settings in _saved(folder):
-        if _same(now, then) and (now is None or saved_settings in (None, settings)):
+        same = _computed(now, scheduled) == _computed(then, scheduled)
+        if same and (now is None or saved_settings in (None, settings)):
             continue
         name = "no method of hf_longattn" if then is None else repr(then.name)
         differs = f"{name}, with {_section(then)}, and the model runs {_section(now)}"
-        if _same(now, then):
+        if same:
             differs = f"rope_parameters {saved_settings}, and the model has {settings}"
         way = "hf_longattn.remove(model)" if then is None else f"AutoModelForCausalLM.from_pretrained({str(folder)!r})"
         raise ValueError(
@@ -58,11 +64,15 @@ def _saved(folder: Path) -> Iterator[tuple[Path, LongAttnConfig | None, dict[str
         yield file, None if section is None else LongAttnConfig.from_dict(section), saved.get("rope_parameters")
 
 
-def _same(one: LongAttnConfig | None, other: LongAttnConfig | None) -> bool:
-    """Whether two configs compute the same; None is no method."""
-    if one is None or other is None:
-        return one is other
-    return one.replace(backend="auto") == other.replace(backend="auto")
+def _computed(config: LongAttnConfig | None, scheduled: Collection[str]) -> dict[str, Any] | None:
+    """What a config computes, without the parameters that a schedule sets; None is no method."""
+    if config is None:
+        return None
+    parts = {key: value for key, value in config.to_dict().items() if key != "backend"}
+    return {
+        key: {k: v for k, v in part.items() if k not in scheduled} if isinstance(part, dict) else part
+        for key, part in parts.items()
+    }
 
 
 def _section(config: LongAttnConfig | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -81,22 +82,29 @@ def verify_rotations(model: PreTrainedModel) -> None:
         convention, still = settle(source, [(name, computed[name].query, computed[name].key) for name in names])
         settled.append((source, convention, [x for x in layers if x.name in still]))
     unrotated = [x for _, _, alone in settled for x in alone]
-    _refuse_nothing(model, unrotated)
+    _tell_of_nothing(model, unrotated)
     for source, convention, alone in settled:
         source.convention = convention
         _leave_unrotated(source, alone)
 
 
-def _refuse_nothing(model: PreTrainedModel, unrotated: list[Layer]) -> None:
-    """Raise if a remap would find no layer that rotates."""
+def _tell_of_nothing(model: PreTrainedModel, unrotated: list[Layer]) -> None:
+    """Where a remap finds no layer that rotates: raise, or warn if others do, within windows of their own."""
     config = next((plan.config for x in unrotated if (plan := plan_of(x.module)) is not None), None)
-    remapped = [x for x in layers_of(model) if _source(x) is not None and x.name not in {y.name for y in unrotated}]
-    if config is None or config.positions is None or remapped:
+    names = {x.name for x in unrotated}
+    others = [x for x in layers_of(model) if x.name not in names and not x.why_never]
+    if config is None or config.positions is None or any(_source(x) is not None for x in others):
         return
-    raise ValueError(
+    nothing = (
         f"{config.positions.name} remaps rotary distances, and there is nothing to remap in {type(model).__name__}: the "
-        f"layers {[x.index for x in unrotated]} that it would go into do not rotate their queries and keys. Take "
-        "a window (windowed, streaming) or a temperature (infoscale, logn); layers with a sliding window have no far keys"
+        f"layers {[x.index for x in unrotated]} that it goes into do not rotate their queries and keys"
+    )
+    if not others or config.layers != "full_attention":
+        raise ValueError(f"{nothing}. Take a window (windowed, streaming) or a temperature (infoscale, logn)")
+    warnings.warn(
+        f"{nothing}, and the others have windows: no distance that the model rotates by grows with the text. It runs as it "
+        "did; a temperature (infoscale, logn) acts in those layers",
+        stacklevel=2,
     )
 
 

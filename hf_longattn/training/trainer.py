@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -163,6 +163,7 @@ def interruptible(trainer: Trainer) -> Iterator[None]:
 class StrengthSchedule(TrainerCallback):  # type: ignore[misc]
     """Sets the method's strength before every step, from the step alone: a resumed run does the same."""
 
+    schedules: ClassVar = ("strength",)
     strength: Strength
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
