@@ -33,6 +33,7 @@ from hf_longattn.measuring.evaluation import (
     with_copies,
 )
 from hf_longattn.measuring.evaluation import run as runner
+from hf_longattn.measuring.evaluation.plan import fingerprint
 from hf_longattn.measuring.evaluation.results import over
 from hf_longattn.measuring.evaluation.run import reading
 from hf_longattn.measuring.evaluation.statistics import mean_interval, wilson
@@ -471,6 +472,17 @@ def test_interrupted_runs_keep_their_rows_and_go_on(folder: Path, tmp_path: Path
     text = (out / "rows.jsonl").read_text()
     assert text.startswith(first)
     assert [json.loads(line)["key"] for line in text.splitlines()] == [i.key for i in this.items()]
+
+
+def test_checkpoints_that_differ_in_one_weight_have_fingerprints_of_their_own(tmp_path: Path) -> None:
+    weights = bytearray(1 << 20)
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    before = fingerprint(str(tmp_path))
+    assert fingerprint(str(tmp_path)) == before
+    weights[100_000] = 1
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    assert fingerprint(str(tmp_path)) != before
+    assert fingerprint("user/name") == "user/name"
 
 
 def test_shortest_first_gives_the_same_rows_in_another_order(folder: Path) -> None:

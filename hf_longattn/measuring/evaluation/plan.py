@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -287,16 +288,21 @@ def _identity(setting: Setting) -> dict[str, Any]:
 
 
 def fingerprint(model: str) -> str:
-    """What tells checkpoints apart: a Hub name as it is; of a directory a digest of config, file sizes and some weights."""
+    """What tells checkpoints apart: a Hub name as it is; of a directory a digest of its config and weights, read whole."""
     folder = Path(model)
     if not folder.is_dir():
         return model
-    facts = []
-    for file in sorted(folder.iterdir()):
-        if file.suffix in (".safetensors", ".bin") or file.name in ("config.json", "adapter_config.json"):
-            size = file.stat().st_size
-            with file.open("rb") as stream:
-                for at in (0, size // 2, max(size - 65536, 0)):
-                    stream.seek(at)
-                    facts.append([file.name, size, hashlib.sha256(stream.read(65536)).hexdigest()])
+    files = [
+        (file, file.stat())
+        for file in sorted(folder.resolve().iterdir())
+        if file.suffix in (".safetensors", ".bin") or file.name in ("config.json", "adapter_config.json")
+    ]
+    facts = [[file.name, _sha256(file, stat.st_size, stat.st_mtime_ns)] for file, stat in files]
     return f"{folder.resolve().name} {digest(facts)}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _sha256(file: Path, size: int, changed: int) -> str:
+    """Of a file's content, once per process while size and time of change stay: some three seconds a gigabyte."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
