@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases import CASES, DEFAULT
+from cases import CASES, DEFAULT, model_config
 from helpers import stock
+from peft import LoraConfig, get_peft_model
 from transformers import (
     CONFIG_MAPPING,
     AttentionMaskInterface,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5OmniConfig,
+    SiglipVisionConfig,
+    SiglipVisionModel,
     Trainer,
     masking_utils,
 )
@@ -29,6 +36,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 import hf_longattn
 from hf_longattn.integration import dispatch, masks, seams
 
+TOWER: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 ROOT = Path(__file__).parents[1]
 SEAMS = {
     (PreTrainedConfig, "to_dict"): ["self"],
@@ -90,6 +98,40 @@ def test_nothing_else_is_patched() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_part_is_known_whatever_its_owner_calls_itself() -> None:
+    """A tower has nothing to put a method into, and built alone would be refused."""
+
+    class Owner(LlamaForCausalLM):
+        def __init__(model, config: Any) -> None:
+            super().__init__(config)
+            model.tower = SiglipVisionModel(SiglipVisionConfig(**TOWER, attn_implementation="alibi"))
+            model.post_init()
+
+    config = model_config("llama")
+    config._attn_implementation = "alibi"
+    assert hf_longattn.config_of(Owner(config)).name == "alibi"
+    with pytest.raises(ValueError, match="0 layers"):
+        SiglipVisionModel(SiglipVisionConfig(**TOWER, attn_implementation="alibi"))
+    assert list(inspect.signature(LlamaForCausalLM).parameters) == ["config"]
+
+
+def test_warnings_point_at_the_line_of_the_user(tmp_path: Path) -> None:
+    stock("llama").save_pretrained(tmp_path)
+    loaded = functools.partial(AutoModelForCausalLM.from_pretrained, tmp_path)
+    ways: list[Callable[[], Any]] = [
+        lambda: loaded(attn_implementation="scale_invariant"),
+        lambda: LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="scale_invariant"),
+        lambda: hf_longattn.apply(loaded(), "scale_invariant"),
+        lambda: loaded().set_attn_implementation("scale_invariant"),
+        lambda: hf_longattn.update(loaded(attn_implementation="alibi"), logit_map={"name": "scale_invariant"}),
+        lambda: get_peft_model(loaded(attn_implementation="infoscale"), LoraConfig(target_modules=["q_proj"])),
+    ]
+    for number, way in enumerate(ways):
+        with pytest.warns(UserWarning) as told:  # noqa: PT030
+            way()
+        assert {x.filename for x in told if "hf_longattn" in str(x.message)} == {__file__}, number
+
+
 def test_foreign_configs_are_untouched() -> None:
     """Every config class that transformers has writes with us what it wrote without us, and takes a section."""
     checked = 0

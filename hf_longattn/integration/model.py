@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ..config import LongAttnConfig
 from ..methods.learned import LearnedParts
 from ..methods.method import Method
+from ..telling import warn
 from .layers import candidates_of, layers_of, pretrained
 from .masks import base_implementation, before
 from .names import is_ours, name_for
@@ -63,22 +64,21 @@ def apply(model: Model, method: str | LongAttnConfig, **parameters: Any) -> Mode
         prepare(base, verify=True)
         if known and known.key_bands and not config.key_bands and (trained := shorten(base.config)) is not None:
             lost = "+".join(m.name for m in known.key_bands)
-            warnings.warn(
+            warn(
                 f"{config.name} takes the place of {lost}, by which the model read beyond the {trained} tokens that it was "
                 f'trained at: max_position_embeddings is {trained} again. To keep both: "{lost}+{config.name}"',
-                stacklevel=2,
             )
     return model
 
 
 @contextmanager
-def change(model: PreTrainedModel, stacklevel: int = 5) -> Iterator[None]:
+def change(model: PreTrainedModel) -> Iterator[None]:
     """A transaction, after which adapters know what the model runs, and the user what harms untrained weights."""
     known = methods_of(model)
     with transaction(model):
         yield
-        tell_adapters(model, stacklevel)
-        warn_untrained(model, known, stacklevel)
+        tell_adapters(model)
+        warn_untrained(model, known)
         release(model)
 
 
@@ -137,15 +137,14 @@ def warn_of_lost_softcap(model: PreTrainedModel) -> None:
     for layer in layers_of(model):
         cap, config = getattr(layer.module, "attn_logit_softcapping", None), layer.module.config
         if cap and config._attn_implementation == "sdpa":
-            warnings.warn(
+            warn(
                 f"{config.model_type} caps its attention scores at {cap:g}, and transformers {transformers.__version__} runs "
                 'it under sdpa, which drops the cap: load it with attn_implementation="eager". hf_longattn keeps it',
-                stacklevel=3,
             )
             return
 
 
-def warn_untrained(model: PreTrainedModel, known: tuple[Method, ...] = (), stacklevel: int = 4) -> None:
+def warn_untrained(model: PreTrainedModel, known: tuple[Method, ...] = ()) -> None:
     """Warn of methods that pretrained weights get worse under, other than those known, where a model is put to use.
 
     A model in training mode is being trained, one with an adapter was, and one loaded from nowhere has nothing to lose.
@@ -156,13 +155,12 @@ def warn_untrained(model: PreTrainedModel, known: tuple[Method, ...] = (), stack
     kinds = {type(m) for m in known if m.needs_training}
     if names := [m.name for m in methods_of(model) if m.needs_training and type(m) not in kinds]:
         measured = {"scale_invariant", "output_standardise", "output_layer_norm"} & set(names)
-        warnings.warn(
+        warn(
             f"{' and '.join(names)}: these weights were not trained under it, and have higher losses until they are. Train "
             f"them (hf-longattn train){', set it by hf_longattn.calibrate' * bool(measured)}, or take "
             "hf_longattn.extend to read longer texts without training. To silence this: "
             'warnings.filterwarnings("ignore", category=hf_longattn.UntrainedWarning)',
             UntrainedWarning,
-            stacklevel=stacklevel,
         )
 
 
@@ -178,16 +176,15 @@ def methods_of(model: nn.Module) -> tuple[Method, ...]:
     return () if (config := running(model)) is None else config.methods
 
 
-def tell_adapters(model: PreTrainedModel, stacklevel: int) -> None:
+def tell_adapters(model: PreTrainedModel) -> None:
     """Adapters that record their model's attention (`hf_longattn.adapters`) follow every change of it."""
     config = running(model)
     for adapter in (adapters := adapters_of(model)):
         adapter.longattn = None if config is None else config.to_dict()
     if adapters and any(isinstance(m.__dict__["_modules"].get("longattn"), LearnedParts) for m in model.modules()):
-        warnings.warn(
+        warn(
             "the method's learned parameters came after the adapter, which will not save them: apply the method first, "
             "then make the adapter",
-            stacklevel=stacklevel,
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -16,6 +15,7 @@ from ..attention.tracing import readable
 from ..config import CUSTOM, LongAttnConfig
 from ..methods.learned import LearnedParts, learned_parts
 from ..methods.method import ModelFacts
+from ..telling import warn
 from .layers import Layer, all_configs, candidates_of, layers_of, pretrained
 from .longrope import border_hooks
 from .names import is_ours, short
@@ -157,10 +157,9 @@ def _warn_of_assumption(config: LongAttnConfig, layers: list[Layer]) -> None:
     """Say what is taken for granted where a method depends on a trained length that the settings leave open."""
     known = _trained(layers, config.train_length)[1]
     if known.assumed and config.uses_train_length:
-        warnings.warn(
+        warn(
             f"{known.assumed}: {config.name} takes {known.length} for the length that the model was trained at. Pass "
             "train_length= to say so, or another",
-            stacklevel=5,
         )
 
 
@@ -203,10 +202,9 @@ def attach(module: Any, learned: dict[str, nn.Module]) -> None:
     parameters = {f"{slot}.{name}": p for slot, part in dropped.items() for name, p in part.named_parameters()}
     start = {"weight": 1.0, "bias": 0.0}
     if any(bool((p != start[name.rpartition(".")[2]]).any()) for name, p in parameters.items()):
-        warnings.warn(
+        warn(
             f"dropping the trained parameters {', '.join(parameters)} of layer {module.layer_idx}: "
             "they belong to the method that is being replaced",
-            stacklevel=4,
         )
     if present:
         del module.longattn

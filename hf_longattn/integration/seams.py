@@ -4,6 +4,7 @@ PreTrainedConfig.longattn                  from_pretrained(longattn=...) accepts
 PreTrainedConfig.to_dict                   transformers never writes the attention implementation; we must
 PreTrainedConfig.from_dict                 attn_implementation=None would load a checkpoint of ours under sdpa
 PreTrainedConfig._attn_implementation      the same where a config is there already
+PreTrainedModel.__new__                    post_init must know whether another model is being built around this one
 PreTrainedModel.from_pretrained            with config=, longattn= would reach the model's constructor
 PreTrainedModel._from_config               the same
 PreTrainedModel.get_correct_attn_implementation  a typing mistake in one of our names lists transformers' names only
@@ -22,9 +23,9 @@ import dataclasses
 import functools
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import transformers
@@ -34,6 +35,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from ..config import LongAttnConfig
 from ..deferred import when_imported
 from ..methods.method import SLOTS
+from ..telling import warn
 from .engines import paged
 from .layers import all_configs, language_config
 from .model import change, warn_of_lost_softcap, warn_untrained
@@ -41,6 +43,9 @@ from .names import PREFIX, TRIPWIRE, hint, is_ours, short
 from .planning import prepare, refuse_name
 from .resume import load_checkpoint
 from .state import Section, own_configs, remember
+
+#: The models whose __init__ is running, the outermost first.
+_BUILT: ContextVar[tuple[PreTrainedModel, ...]] = ContextVar("longattn_built", default=())
 
 
 def install() -> None:
@@ -51,6 +56,7 @@ def install() -> None:
     PreTrainedConfig._attn_implementation = _keeping_our_name(PreTrainedConfig._attn_implementation)
     wrap(PreTrainedConfig, "to_dict", _to_dict)
     wrap(PreTrainedConfig, "from_dict", _from_dict)
+    wrap(PreTrainedModel, "__new__", _new)
     wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
     wrap(PreTrainedModel, "_from_config", _from_config)
     wrap(PreTrainedModel, "get_correct_attn_implementation", _get_correct_attn_implementation)
@@ -202,7 +208,7 @@ def _with_section(config: PreTrainedConfig, kwargs: dict[str, Any]) -> PreTraine
 
 
 def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
-    if _is_part(self):
+    if any(model is not self for model in _BUILT.get()):
         return original(self)  # the whole model knows better what its towers and wrappers do
     for c in all_configs(self):
         if is_ours(c._attn_implementation):
@@ -219,28 +225,34 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
                 f'longattn={section} needs the name of its method beside it: attn_implementation="{name}"'
                 + ", or whichever it is" * (name != "longattn")
             )
-        warnings.warn(
+        warn(
             f"config.longattn is set, but the model runs {self.config._attn_implementation!r}, without the "
             'method: pass attn_implementation="longattn" to use it',
-            stacklevel=2,
         )
 
 
-def _is_part(model: PreTrainedModel) -> bool:
-    """Whether another model is being built around this one: its __init__ is still running."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self") if frame.f_code.co_name == "__init__" else None
-        if owner is not model and isinstance(owner, PreTrainedModel):
-            return True
-        frame = frame.f_back
-    return False
+def _new(original: Callable[..., PreTrainedModel], cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> PreTrainedModel:
+    """Before the first model of a class is built: note from then on which ones are being built."""
+    init = cls.__init__
+    if not hasattr(init, "longattn_noted"):
+
+        @functools.wraps(init)
+        def noted(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+            token = _BUILT.set((*_BUILT.get(), self))
+            try:
+                init(self, *args, **kwargs)
+            finally:
+                _BUILT.reset(token)
+
+        noted.longattn_noted = True  # type: ignore[attr-defined]
+        cls.__init__ = noted
+    return original(cls)
 
 
 def _set_attn_implementation(
     original: Callable[..., None], self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any
 ) -> None:
-    with change(self, stacklevel=6):
+    with change(self):
         before = [(c, c._attn_implementation) for c in all_configs(self)]
         original(self, attn_implementation, *args, **kwargs)
         for c, implementation in before:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 from ..attention.attend import Call
 from ..attention.tracing import readable
 from ..config import LongAttnConfig
+from ..telling import warn
 from .layers import Layer, all_configs, layers_of
 from .names import is_ours
 from .rotation import PROBE, Convention, RotarySource, find_rotary, settle
@@ -101,10 +101,9 @@ def _tell_of_nothing(model: PreTrainedModel, unrotated: list[Layer]) -> None:
     )
     if not others or config.layers != "full_attention":
         raise ValueError(f"{nothing}. Take a window (windowed, streaming) or a temperature (infoscale, logn)")
-    warnings.warn(
+    warn(
         f"{nothing}, and the others have windows: no distance that the model rotates by grows with the text. It runs as it "
         "did; a temperature (infoscale, logn) acts in those layers",
-        stacklevel=2,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from ..integration.planning import bound_config
 from ..methods.method import ModelFacts
 from ..methods.registry import did_you_mean
 from ..methods.yarn_beyond import YarnBeyond
+from ..telling import warn
 from .calibration import calibrate
 from .evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
 from .probe import LEAST, TOKENS, passages, probe_settings
@@ -113,7 +113,7 @@ def extend(
     replaced = "+".join(m.name for m in methods_of(model))
     apply(model, config)
     if replaced not in ("", config.name):
-        warnings.warn(f"{config.name} takes the place of {replaced}, which the model ran", stacklevel=2)
+        warn(f"{config.name} takes the place of {replaced}, which the model ran")
     rope.lengthen(model.config, facts.train_length, length)
     return model
 

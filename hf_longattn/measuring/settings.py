@@ -34,6 +34,7 @@ from ..integration.names import RECORD, is_ours, short
 from ..integration.planning import bound_config
 from ..methods.method import SLOTS, ModelFacts
 from ..methods.registry import did_you_mean
+from ..telling import warn
 
 UNMODIFIED = "unmodified"
 #: Position encodings by name, and the fewest and most numbers they take.
@@ -351,10 +352,9 @@ def _adapters_method(setting: Setting, config: Any) -> LongAttnConfig | None:
     if section is not None:
         return LongAttnConfig.from_dict(section)
     if not is_ours(config.get_text_config()._attn_implementation):
-        warnings.warn(
+        warn(
             f"setting {setting.name!r}: the adapter in {setting.adapter} says nothing of attention, so it is measured without "
             "a method. If it was trained under one, name that in its entry of a settings file (method: ...)",
-            stacklevel=3,
         )
     return None
 

@@ -11,7 +11,6 @@ alone warns of the key and goes on, with this package imported the attention is 
 from __future__ import annotations
 
 import json
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -37,6 +36,7 @@ from ..integration.names import PREFIX, RECORD, is_ours
 from ..integration.seams import wrap
 from ..integration.state import disable, enable, transaction
 from ..methods.learned import learned_parts
+from ..telling import warn
 
 
 class _PeftType(str):
@@ -199,16 +199,14 @@ def note(config: Any, model: nn.Module) -> None:
         with transaction(base):
             restore(config, base)
         if now is None:
-            warnings.warn(
+            warn(
                 f"the adapter was trained under {config_of(base).name}, as its {CONFIG_NAME} says, so the model runs that "
                 "now; hf_longattn.remove(model) takes it out",
-                stacklevel=4,
             )
     elif now is not None:
         record(config, base)
-        warnings.warn(
+        warn(
             f"{type(config).__name__} does not know that the model runs {now.name}: {_INCOMPLETE}",
-            stacklevel=4,
         )
     else:
         config.longattn = None
@@ -262,7 +260,7 @@ def _save_pretrained(original: Any, self: PeftModel, *args: Any, **kwargs: Any) 
         for name, config in self.peft_config.items():
             if not isinstance(config, LongAttnLoraConfig):
                 record(config, base)
-                warnings.warn(f"the adapter {name} does not know that its model runs {now.name}: {_INCOMPLETE}", stacklevel=3)
+                warn(f"the adapter {name} does not know that its model runs {now.name}: {_INCOMPLETE}")
     original(self, *args, **kwargs)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from transformers.models.auto import modeling_auto
 from ..checks import written_aside
 from ..integration import config_of
 from ..integration.names import PREFIX, TRIPWIRE
+from ..telling import warn
 from .card import Facts, contents, hub_id, model_card, source
 
 STUB = "modeling_longattn.py"
@@ -99,7 +99,7 @@ def save(
             _edit(aside / "config.json", **_tripwire(json.loads((aside / "config.json").read_text(encoding="utf-8"))))
         if TEMPLATE not in theirs and not _ours(theirs):
             (aside / readme.name).unlink(missing_ok=True)  # PEFT's
-            warnings.warn(f"{readme} is no card of hf_longattn and stays as it is: no card is written", stacklevel=2)
+            warn(f"{readme} is no card of hf_longattn and stays as it is: no card is written")
             return directory
         base = base_model or hub_id(getattr(model, "name_or_path", None))
         text = model_card(aside, name or directory.name, facts, base_model=base, remote_code=remote_code)
