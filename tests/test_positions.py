@@ -16,6 +16,7 @@ from cases import CASES, families
 from helpers import close, fresh, model, tokens
 from torch import Tensor
 from torch.distributed.tensor.experimental import context_parallel
+from transformers import StaticCache
 
 from hf_longattn import LongAttnConfig, Rotation, attention, reference_attention
 
@@ -199,6 +200,56 @@ def test_compiled(case: str) -> None:
     close(got[:1, keep], m(ids[:1, keep], use_cache=False).logits)
     with pytest.raises(RuntimeError, match="position_ids jump, go back"):
         compiled(ids, position_ids=PACKED.expand(2, -1), use_cache=True)
+
+
+def padded_calls(m: Any) -> dict[str, Any]:
+    """Arguments of two calls on one cache of a text behind padding, with positions that skip the padding."""
+    pad, ids = 5, tokens(1, LENGTH)
+    ids[:, :pad] = 0
+    mask = (ids > 0).long()
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+
+
+@pytest.mark.parametrize("second", [1, 9])
+@pytest.mark.parametrize("case", ["scale_invariant", "rerope", "infoscale"])
+@torch.no_grad()
+def test_calls_on_one_cache_count_alike(case: str, second: int) -> None:
+    m, first = model("llama", CASES[case]), LENGTH - second
+    a = padded_calls(m)
+
+    def call(part: slice, cache: Any, counting: str) -> Any:
+        given = {"input_ids": a["input_ids"][:, part], "attention_mask": a["attention_mask"][:, : part.stop]}
+        if counting == "skips":
+            given["position_ids"] = a["position_ids"][:, part]
+        elif counting == "late":
+            given["position_ids"] = torch.arange(LENGTH)[None, part] + 40
+        return m(**given, past_key_values=cache, use_cache=True)
+
+    want = m(**a, use_cache=False).logits[:, first:]
+    for one, two in itertools.product(("skips", "counts", "late"), ("skips", "counts")):
+        for given in (None, StaticCache(config=m.config, max_cache_len=LENGTH + 2)):
+            cache = call(slice(0, first), given, one).past_key_values
+            if one == two:
+                close(call(slice(first, LENGTH), cache, two).logits, want, what=one)
+                continue
+            with pytest.raises(ValueError, match="count otherwise than those of the keys"):
+                call(slice(first, LENGTH), cache, two)
+            if given is not None:
+                cache.reset()
+                call(slice(0, first), cache, two)
+                close(call(slice(first, LENGTH), cache, two).logits, want, what=f"{two}, after a reset")
+
+
+def test_generate_goes_on_from_a_cache_that_counts_as_it_does() -> None:
+    m = model("llama", CASES["rerope"])
+    a = padded_calls(m)
+    given = {"input_ids": a["input_ids"], "attention_mask": a["attention_mask"], "do_sample": False, "max_new_tokens": 3}
+    short = {k: x[:, :-1] for k, x in a.items()}
+    want = m.generate(**given)
+    assert torch.equal(m.generate(**given, past_key_values=m(**short).past_key_values), want)
+    del short["position_ids"]
+    with pytest.raises(ValueError, match="count otherwise than those of the keys"):
+        m.generate(**given, past_key_values=m(**short).past_key_values)
 
 
 def test_config() -> None:

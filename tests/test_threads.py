@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import os
 import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +20,7 @@ from helpers import close, fresh, tokens
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_longattn
+from hf_longattn.integration.state import state_of
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +116,64 @@ def test_a_forward_pass_that_fails_lets_the_next_change_through() -> None:
         logits(m, torch.tensor([[1_000_000]]))
     together(2, lambda number: number and hf_longattn.apply(m, CASES["alibi"]))
     assert hf_longattn.config_of(m).name == "alibi"
+
+
+def test_an_interrupted_forward_pass_lets_the_next_change_through() -> None:
+    """Torch calls no hook behind a KeyboardInterrupt, nor behind what ends a thread."""
+    m, ids = fresh("llama", CASES["rerope"]), tokens(1)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = m.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        logits(m, ids)
+    handle.remove()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(hf_longattn.apply, m, CASES["alibi"]).result(timeout=60)
+    assert hf_longattn.config_of(m).name == "alibi"
+
+
+def test_a_pass_inside_another_does_not_wait_for_a_change_that_waits_for_both() -> None:
+    m, ids = fresh("llama", CASES["rerope"]), tokens(1)
+    want = logits(copy.deepcopy(m), ids)
+    waits, nested = threading.Event(), []
+    gate = state_of(m).gate
+
+    def again(*_: Any) -> None:
+        handle.remove()
+        waits.set()
+        while gate._changing is None:
+            pass
+        nested.append(logits(m, ids))
+
+    handle = m.model.layers[1].register_forward_pre_hook(again)
+    with ThreadPoolExecutor(2) as pool:
+        outer = pool.submit(logits, m, ids)
+        assert waits.wait(60)
+        pool.submit(hf_longattn.apply, m, CASES["alibi"]).result(timeout=60)
+        close(outer.result(timeout=60), want, 1e-6)
+    close(nested[0], want, 1e-6)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_waits_for_no_thread_of_its_parent() -> None:
+    m, ids = fresh("llama", CASES["rerope"]), tokens(1)
+    inside, over = threading.Event(), threading.Event()
+    m.model.layers[1].register_forward_pre_hook(lambda *_: inside.set() or (over.wait(60) and None))
+    with ThreadPoolExecutor(1) as pool:
+        passing = pool.submit(logits, m, ids)
+        assert inside.wait(60)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+            child = multiprocessing.get_context("fork").Process(target=hf_longattn.apply, args=(m, CASES["alibi"]))
+            child.start()
+        child.join(60)
+        over.set()
+        passing.result(timeout=60)
+    if child.exitcode is None:
+        child.kill()
+    assert child.exitcode == 0
 
 
 def test_copies_and_pickles_of_a_model_have_a_gate_of_their_own() -> None:

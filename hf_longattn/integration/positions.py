@@ -2,13 +2,19 @@
 
 Position_ids of the tokens of a call are known. Those of earlier tokens, whose keys come out of the KV cache, are not: they
 count as cache indices do, from the first index or from the start of the text, or as the 2-D mask does (generate's
-cumsum - 1, which skips padding inside a text). The call's own first token tells which; one that fits none is refused.
+cumsum - 1, which skips padding inside a text). The call's own first token tells which; one that fits none is refused, and
+so is one that fits otherwise than the calls before it did, of which the cache keeps a note.
 """
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TypeAlias, cast
+
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from ..attention.geometry import FAR, Columns, Rows
 from ..attention.tracing import readable
@@ -30,6 +36,11 @@ _UNKNOWN = (
     "count as cache indices do or, as generate() makes them, as attention_mask.cumsum(-1) - 1; otherwise pass all tokens "
     "in one call"
 )
+_OTHERWISE = (
+    "position_ids count otherwise than those of the keys in the KV cache did: some calls skip padding, as generate() does "
+    "(attention_mask.cumsum(-1) - 1), others count it, as calls without position_ids do, or start elsewhere. Every call on "
+    "one cache must count alike: pass position_ids to all of them"
+)
 _SHARD = (
     "position_ids start at {off} although nothing comes before, and several processes run: this looks like one process's part "
     "of a sequence that context or sequence parallelism has split, and each part would attend to itself alone. hf_longattn "
@@ -38,6 +49,46 @@ _SHARD = (
 _TRACED = (
     "position_ids jump, go back, or do not continue the KV cache, which a compiled call cannot follow: call without compile"
 )
+
+#: How positions may count, and did in all calls so far: by cache index, from the start of the text, by visible tokens.
+Numbering: TypeAlias = tuple[bool, bool, bool]
+_ANY: Numbering = (True, True, True)
+#: The entry of a cache's __dict__ that says it of its keys.
+_NOTE = "longattn_numbering"
+
+
+@dataclass
+class _Pass:
+    """A forward pass: how the keys in the cache that it was given are numbered, and those of the cache that it leaves."""
+
+    outer: _Pass | None
+    cache: Cache | None
+    after: Numbering | None = None
+
+    def note(self, now: Numbering, sees_cache: bool) -> None:
+        """What one of the masks of the pass showed. ValueError: the cached keys were numbered otherwise."""
+        known = self.cache.__dict__.get(_NOTE, _ANY) if sees_cache and self.cache is not None else _ANY
+        both = tuple(a and b for a, b in zip(now, known, strict=True))
+        if sees_cache and not any(both):
+            raise ValueError(_OTHERWISE)
+        self.after = cast("Numbering", tuple(a and b for a, b in zip(both, self.after or _ANY, strict=True)))
+
+
+_PASS: ContextVar[_Pass | None] = ContextVar("longattn_pass", default=None)
+
+
+def begin_pass(cache: Cache | None) -> None:
+    """A forward pass begins, of a model that was given this KV cache."""
+    _PASS.set(_Pass(_PASS.get(), cache))
+
+
+def end_pass(cache: Cache | None) -> None:
+    """It ends, and returns this one; None where it failed, or has none."""
+    if (now := _PASS.get()) is None:
+        return
+    _PASS.set(now.outer)
+    if cache is not None and now.after is not None:
+        cache.__dict__[_NOTE] = now.after
 
 
 def with_positions(rows: Rows, counted: Tensor | None, mask: Tensor, position_ids: Tensor | None, kv_len: int) -> Rows:
@@ -56,10 +107,13 @@ def with_positions(rows: Rows, counted: Tensor | None, mask: Tensor, position_id
     if not readable(rows.index):
         return _traced(rows, counted, position_ids, kv_len)
     if not is_carrier(mask):  # the user's own, who may write to it, or to position_ids, before the next call
-        return _resolve(rows, counted, position_ids, kv_len)
+        return _resolve(rows, counted, position_ids, kv_len)[0]
     kept: tuple[Tensor, Rows] | None = mask.__dict__.get("longattn_positions")
     if kept is None or kept[0] is not position_ids:
-        mask.__dict__["longattn_positions"] = kept = position_ids, _resolve(rows, counted, position_ids, kv_len)
+        out, numbering, sees_cache = _resolve(rows, counted, position_ids, kv_len)
+        if (now := _PASS.get()) is not None:
+            now.note(numbering, sees_cache)
+        mask.__dict__["longattn_positions"] = kept = position_ids, out
     return kept[1]
 
 
@@ -107,6 +161,16 @@ class _Call:
         even = ((self.p - self.origin == self.cache_index - self.start) | ~self.real).all(-1, keepdim=True)
         return self.none_real | (even & (self.by_index | self.by_start | ~self.sees_cache))
 
+    @property
+    def numbering(self) -> list[Tensor]:
+        """Whether all tokens are at their cache index, at the distance from their text's first, at the count before them."""
+        from_start = self.cache_index - self.start
+        count = from_start
+        if self.counted is not None:
+            column = (self.cache_index - self.keys[:, :1]).clamp(0, self.keys.shape[1] - 1)
+            count = self.counted.expand(len(column), -1).gather(1, column)
+        return [((self.p == at) | ~self.real).all() for at in (self.cache_index, from_start, count)]
+
     def _origin(self) -> Tensor:
         """The position at which each token's sequence starts, at a token of this call or at a cached one, (batch, q_len)."""
         cached = torch.where(self.by_index, self.lead, 0)
@@ -134,39 +198,54 @@ class _Call:
         return (p <= before) & self.real
 
 
-def _resolve(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> Rows:
-    index = rows.index
-    if index.shape[1] == 1 and rows.allowed is None and not _several_processes():  # decoding: the usual answer in few steps
-        cache_index, _, start, low, high = rows.columns
-        off = position_ids[:, -1:].to(index.device) - cache_index
-        if bool(((off == 0) | (off == -start) | (low == cache_index) | (low > high)).all()):
-            return rows
+def _resolve(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> tuple[Rows, Numbering, bool]:
+    """The rows, how this call's tokens are numbered, and whether any of them sees keys of earlier calls."""
+    if rows.index.shape[1] == 1 and rows.allowed is None and not _several_processes():
+        fits, *facts = _decoding(rows, position_ids)
+        if fits:
+            return rows, (facts[0], facts[1], facts[1]), facts[2]
     call = _Call(rows, counted, position_ids, kv_len)
     step, pair = call.p.diff(), call.real[:, 1:] & call.real[:, :-1]
     same = call.start[:, 1:] == call.start[:, :-1]
     new_document = (step > 1) & pair & ~same if rows.allowed is None else pair[:, :0]
     whole = call.sees_cache | call.by_index | call.by_start | call.by_count | call.none_real | (not _several_processes())
-    if bool(call.regular.all() & whole.all() & ~new_document.any()):  # the usual case, in one read from the device
-        return rows
-    if bool(new_document.any()):
-        raise ValueError(_JUMP)
-    if not bool(whole.all()):
-        raise ValueError(_SHARD.format(off=int(call.off.max())))
-    if not bool(call.known.all()):
-        raise ValueError(_UNKNOWN)
-    out = call.explicit()
+    usual = call.regular.all() & whole.all() & ~new_document.any()  # read from the device at once, with what is noted
+    usual, sees_cache, *numbering = torch.stack([usual, call.sees_cache.any(), *call.numbering]).tolist()
+    if not usual:
+        if bool(new_document.any()):
+            raise ValueError(_JUMP)
+        if not bool(whole.all()):
+            raise ValueError(_SHARD.format(off=int(call.off.max())))
+        if not bool(call.known.all()):
+            raise ValueError(_UNKNOWN)
+        rows = call.explicit()
+        if bool(_goes_back(call, rows, kv_len).any()):
+            raise ValueError(_RESET)
+    return rows, cast("Numbering", tuple(numbering)), sees_cache
+
+
+def _decoding(rows: Rows, position_ids: Tensor) -> list[bool]:
+    """Of calls of one token, in few steps: whether it is numbered as may be, by cache index, from the start; and sees keys."""
+    cache_index, _, start, low, high = rows.columns
+    off = position_ids[:, -1:].to(cache_index.device) - cache_index
+    padding = low > high
+    by_index, by_start, alone = (off == 0) | padding, (off == -start) | padding, (low == cache_index) | padding
+    read = [(by_index | by_start | alone).all(), by_index.all(), by_start.all(), (~alone).any()]
+    return cast("list[bool]", torch.stack(read).tolist())
+
+
+def _goes_back(call: _Call, out: Rows, kv_len: int) -> Tensor:
+    """Where a token sees earlier ones at positions that are not before its own; `out`: the call's rows with positions."""
+    rows = call.rows
     if rows.allowed is None:
-        goes_back = (step <= 0) & pair & same
-    elif rows.hides_tokens:
-        goes_back = call.falls
-    else:
-        assert out.query_ids is not None
-        assert out.key_ids is not None
-        earlier = rows.visible(kv_len).any(1) & (call.keys[:, None] < call.cache_index[..., None]) & call.real[..., None]
-        goes_back = earlier & (out.key_ids[:, None] >= out.query_ids[..., None])
-    if bool(goes_back.any()):
-        raise ValueError(_RESET)
-    return out
+        same = call.start[:, 1:] == call.start[:, :-1]
+        return (call.p.diff() <= 0) & call.real[:, 1:] & call.real[:, :-1] & same
+    if rows.hides_tokens:
+        return call.falls
+    assert out.query_ids is not None
+    assert out.key_ids is not None
+    earlier = rows.visible(kv_len).any(1) & (call.keys[:, None] < call.cache_index[..., None]) & call.real[..., None]
+    return earlier & (out.key_ids[:, None] >= out.query_ids[..., None])
 
 
 def _traced(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> Rows:
