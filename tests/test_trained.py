@@ -352,3 +352,34 @@ def test_generating_across_the_border_of_longrope() -> None:
     out = m.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True)
     for step, logits in enumerate(out.logits):
         close(logits, m(out.sequences[:, : 14 + step], use_cache=False).logits[:, -1])
+
+
+# windows that hide nothing ---------------------------------------------------------------------------------------------
+
+
+def wide(window: int | None) -> Any:
+    own = {"original_max_position_embeddings": 48, "sliding_window": window}
+    return tiny(CHECKPOINTS["Phi-3-mini-4k"] | {"config": own, "max_position_embeddings": 48})
+
+
+@pytest.mark.parametrize("way", WAYS)
+@torch.no_grad()
+def test_a_window_as_wide_as_the_trained_length_is_none(way: str) -> None:
+    """Phi-3-128k and Phi-4-mini name one of 262,144: a remap goes in, and hides what the model itself hides."""
+    for window in (None, 48):
+        ids, plain = tokens(), wide(window)
+        want = closed_form.attach(plain, REROPE)(ids, use_cache=False).logits
+        m = hf_longattn.apply(wide(window), REROPE)
+        close(SCENARIOS[way](m, ids), want)
+        assert "4 alike" in str(hf_longattn.describe(m))
+
+
+@torch.no_grad()
+def test_beyond_such_a_window_its_keys_stay_hidden() -> None:
+    ids, m = tokens(2, 90), hf_longattn.apply(wide(50), REROPE)
+    want = closed_form.attach(wide(50), REROPE)(ids, use_cache=False).logits
+    close(m(ids, use_cache=False).logits, want)
+    close(feed(m, ids, [60, 20, 1, 1, 8]), want)
+    assert (want - closed_form.attach(wide(None), REROPE)(ids, use_cache=False).logits).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="all 4 causal attention layers have a sliding window"):
+        hf_longattn.apply(wide(47), REROPE)

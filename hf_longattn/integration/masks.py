@@ -43,6 +43,7 @@ class Before(NamedTuple):
 
     implementation: str  # what `remove` brings back
     base: str  # what runs the layers that we leave alone: sdpa or eager, the two that a mask of ours can be turned into
+    windows: bool = True  # whether layers with a window are such: see `trained.hides`
 
 
 def before(config: Any) -> Before | None:
@@ -86,7 +87,8 @@ def carrier_mask(
         return base(**shared, **kwargs, local_size=local_size)
     # Never None for a causal layer: Gemma 4 slices queries under any name but "sdpa" and trusts the mask.
     kwargs |= {"allow_is_causal_skip": False}
-    if local_size is not None and (getattr(config, "longattn", None) or {}).get("layers") in (None, "full_attention"):
+    only_full = (getattr(config, "longattn", None) or {}).get("layers") in (None, "full_attention")
+    if local_size is not None and only_full and ((known := before(config)) is None or known.windows):
         return base(**shared, **kwargs, local_size=local_size)
 
     position = torch.arange(q_length, device=device) + q_offset
