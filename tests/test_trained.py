@@ -10,16 +10,20 @@ from typing import Any
 
 import closed_form
 import pytest
+import tiny as tiny_model
 import torch
 import transformers
 from cases import model_config
 from helpers import SCENARIOS, close, feed, tokens
 from transformers import AutoModelForCausalLM, DynamicCache
+from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
-from hf_longattn.integration.trained import trained
-from hf_longattn.measuring.settings import Setting, check_setting, load_setting
+from hf_longattn.cli import app
+from hf_longattn.integration.trained import ORIGINAL, trained
+from hf_longattn.measuring import settings as measuring_settings
+from hf_longattn.measuring.settings import Setting, check_setting, edit_rope, load_setting, parse_settings
 
 CHECKPOINTS = {c["name"]: c for c in json.loads((Path(__file__).parent / "checkpoints.json").read_text(encoding="utf-8"))}
 #: What makes any of them tiny; a config takes what it knows of this.
@@ -383,3 +387,42 @@ def test_beyond_such_a_window_its_keys_stay_hidden() -> None:
     assert (want - closed_form.attach(wide(None), REROPE)(ids, use_cache=False).logits).abs().max() > 1e-3
     with pytest.raises(ValueError, match="all 4 causal attention layers have a sliding window"):
         hf_longattn.apply(wide(47), REROPE)
+
+
+# told on the command line ----------------------------------------------------------------------------------------------
+
+
+def test_settings_take_the_trained_length_that_a_command_is_told(tmp_path: Path) -> None:
+    """Methods, position encodings and what is known of the unmodified model; what a setting says itself stands."""
+    AutoModelForCausalLM.from_config(settings(512)).save_pretrained(tmp_path)
+    plain, *others = parse_settings(["rerope,string:train_length=48,infoscale:stack=true@yarn:2"], train_length=96)
+    assert check_setting(plain, str(tmp_path)).train_length == 96
+    rerope, string, tempered = [load_setting(s, str(tmp_path), dtype="float32") for s in others[:2]] + [others[2]]
+    assert hf_longattn.config_of(rerope).positions.window == 48
+    assert hf_longattn.config_of(string).positions.shift == 16
+    assert edit_rope(settings(512), tempered.rope, tempered.train_length).rope_parameters[ORIGINAL] == 96
+    assert plain.to_dict() == {}
+    assert rerope.config.longattn["train_length"] == 96
+    with pytest.raises(ValueError, match="train_length must be an integer"):
+        Setting("mine", "rerope", train_length=0)
+
+
+@pytest.mark.parametrize("command", ["eval", "probe", "inspect"])
+def test_commands_that_bind_a_method_take_the_trained_length(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`extend` in its own tests."""
+    asked: list[Any] = []
+
+    def parsed(*arguments: Any, **named: Any) -> Any:
+        asked.extend(parse_settings(*arguments, **named))
+        raise ValueError("enough")
+
+    monkeypatch.setattr(measuring_settings, "parse_settings", parsed)
+    model, text = tiny_model.save(tmp_path / "model"), tiny_model.text(tmp_path / "text.txt")
+    line = [command, str(model), "--text", str(text), "--method", "rerope", "--train-length", "2k"]
+    result = CliRunner().invoke(app, [*line, *["--out", str(tmp_path / "out")] * (command == "eval")])
+    assert (result.exit_code, "enough" in result.output) == (2, True), result.output
+    assert [(s.name, s.train_length) for s in asked] == [("unmodified", 2048), ("rerope", 2048)]
+    result = CliRunner().invoke(app, [*line[:-1], "long", *["--out", str(tmp_path / "out")] * (command == "eval")])
+    assert "'long' is not a length" in result.output
