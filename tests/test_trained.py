@@ -14,6 +14,7 @@ import tiny as tiny_model
 import torch
 import transformers
 from cases import model_config
+from checkpoints import CHECKPOINTS, tiny_config
 from helpers import SCENARIOS, close, feed, tokens
 from transformers import AutoModelForCausalLM, DynamicCache
 from typer.testing import CliRunner
@@ -24,35 +25,6 @@ from hf_longattn.cli import app
 from hf_longattn.integration.trained import ORIGINAL, trained
 from hf_longattn.measuring import settings as measuring_settings
 from hf_longattn.measuring.settings import Setting, check_setting, edit_rope, load_setting, parse_settings
-
-CHECKPOINTS = {c["name"]: c for c in json.loads((Path(__file__).parent / "checkpoints.json").read_text(encoding="utf-8"))}
-#: What makes any of them tiny; a config takes what it knows of this.
-TINY: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "query_pre_attn_scalar": 8,
-    "num_local_experts": 2,
-    "num_experts_per_tok": 1,
-    "n_routed_experts": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.1,
-}
-
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
@@ -65,30 +37,21 @@ def yarn(factor: float, original: int, **more: Any) -> dict[str, Any]:
     return {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": original, **more}
 
 
-def tiny_config(checkpoint: dict[str, Any]) -> Any:
-    """Its own settings of lengths, windows and rotation, and little else."""
+def tiny(checkpoint: dict[str, Any]) -> Any:
+    """A random model, or a skipped test."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(_config(checkpoint)).eval()
+
+
+def _config(checkpoint: dict[str, Any]) -> Any:
     if checkpoint["model_type"] not in transformers.CONFIG_MAPPING:
         pytest.skip("this release of transformers lacks the model")
-    kind = transformers.CONFIG_MAPPING[checkpoint["model_type"]]
-    known = kind().to_dict().keys()
-    rope = copy.deepcopy(checkpoint["rope_parameters"])
-    share = rope.get("partial_rotary_factor", checkpoint["config"].get("partial_rotary_factor", 1.0))
-    for key in ("short_factor", "long_factor"):
-        if isinstance(rope.get(key), str):
-            rope[key] = [{"ones": 1.0, "fours": 4.0}[rope[key]]] * int(share * TINY["head_dim"] / 2)
-    heads = {"num_key_value_heads": 4} if "kv_lora_rank" in known else {}
-    settings = {k: v for k, v in TINY.items() if k in known} | heads | checkpoint["config"]
-    return kind(**settings, max_position_embeddings=checkpoint["max_position_embeddings"], rope_parameters=rope)
-
-
-def tiny(checkpoint: dict[str, Any]) -> Any:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(tiny_config(checkpoint)).eval()
+    return tiny_config(checkpoint)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_the_trained_length_of_published_checkpoints(name: str) -> None:
-    known = trained(tiny_config(CHECKPOINTS[name]))
+    known = trained(_config(CHECKPOINTS[name]))
     assert known.length == CHECKPOINTS[name]["trained"]
     assert (known.assumed is not None) == CHECKPOINTS[name].get("assumed", False)
 
@@ -106,7 +69,7 @@ def test_extend_takes_half_the_trained_length(name: str) -> None:
     else:
         config = hf_longattn.config_of(model)
         assert config.positions.window == length // 2
-        assert (config.train_length, config.trained) == (length, trained(tiny_config(CHECKPOINTS[name])).reason)
+        assert (config.train_length, config.trained) == (length, trained(_config(CHECKPOINTS[name])).reason)
 
 
 def settings(most: int, **rope: Any) -> Any:
