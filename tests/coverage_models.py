@@ -342,7 +342,8 @@ def page(results: dict[str, Any]) -> str:
         "",
         '*Changed* counts attention layers of the tiny model, all of them under `layers="all"` where sliding windows would be '
         "left alone otherwise. *Remaps* are rerope and its like; nothing is there to remap where all layers that rotate have "
-        "windows: a remap is taken with a warning, and the model runs as it did. *Differs by itself* names what changes the model's logits "
+        "windows: a remap is taken with a warning, and the model runs as it did. *Differs by itself* names what changes the "
+        "model's logits "
         "without us, so that only strength 0 could be compared there, or refused.",
         "",
         "| model type | changed | left alone | remaps | differs by itself |",

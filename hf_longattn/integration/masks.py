@@ -120,6 +120,8 @@ def carrier_mask(
     cache_index = torch.arange(kv_length, device=device) + kv_offset
     if attention_mask is None:
         start = visible.int().argmax(-1) + key_start
+        if local_size is not None and local_size == getattr(config, "sliding_window", None) and not is_tracing(visible):
+            start = _before_windows(start, q_offset)
         counted = cache_index.expand(batch_size, -1)
     else:
         counted = (counted - 1)[:, cache_index.clamp(max=padding.shape[-1] - 1)]
@@ -185,6 +187,17 @@ def recognise(mask_function: Callable[..., Any]) -> Interval | None:
     if name == "remap_positions_for_packed_sequence":  # inside one document positions differ as cache indices do
         return recognise(cells["mask_function"].cell_contents)
     return None
+
+
+def _before_windows(seen: Tensor, q_offset: int | Tensor) -> Tensor:
+    """Where texts start, by the first key that each row sees, (batch, q_len): a sliding window does not start a text.
+
+    What a row's first key sees is before it in the same text; a cached one's text starts with the cache.
+    """
+    row, cached = (seen - q_offset).clamp(min=0), seen < q_offset
+    for _ in range(seen.shape[1].bit_length()):
+        row, cached = row.gather(1, row), cached | cached.gather(1, row)
+    return torch.where(cached, 0, row + q_offset)
 
 
 def _sequence_starts(ids: Tensor) -> Tensor:
