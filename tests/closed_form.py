@@ -225,7 +225,8 @@ def _attention(
     k, v = (np.repeat(x, group, 1) for x in (k, v))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer, position = module.layer_idx, np.arange(n)
-    methods = {} if sliding_window is not None else {m.slot: m.to_dict() for m in module.closed_form.methods}
+    narrow = sliding_window is not None and sliding_window < module.config.max_position_embeddings
+    methods = {} if narrow else {m.slot: m.to_dict() for m in module.closed_form.methods}
 
     if "score" in methods:
         q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))

@@ -2,7 +2,7 @@
 
     python tests/coverage_models.py                    all of them; rewrites docs/models.json and docs/models.md
     python tests/coverage_models.py --shard 1/2        every second one; the rows of the others stay as they are
-    python tests/coverage_models.py --only llama mpt   prints those rows, writes nothing
+    python tests/coverage_models.py --only llama mpt   prints those rows; the others stay as they are
 
 A model is exact if a method of strength 0 gives its own logits in every way to feed it, if a method gives the same logits
 with a cache, in chunks and behind padding (where the model itself does), if a remapped RoPE does both as well, if loading
@@ -29,6 +29,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import torch
 import transformers
 from tiny_configs import VOCAB, families, tiny
@@ -47,6 +48,8 @@ TOLERANCE = 5e-5
 METHOD = LongAttnConfig.preset("scale_invariant", tau=2.0)
 OTHER_SLOTS = LongAttnConfig.preset("infoscale+cosscale+output_standardise", train_length=4, scale=5.0, deviation=0.3)
 REMAP = LongAttnConfig.preset("rerope", window=7)
+#: Of models whose rotating layers all have windows.
+NOTHING = "nothing to remap"
 
 Way = Callable[[Any, Tensor], Tensor]
 Row = dict[str, Any]
@@ -208,7 +211,10 @@ def _compared(model: Any, ids: Tensor, own: dict[str, Tensor]) -> Row:
         return {"status": "refused", "reason": row["reason"]}
     row["remap"] = _refusal(model, REMAP) or "exact"
     if row["remap"] == "exact":
-        worst = [_consistent(model, ids, "rerope", same, own)]
+        if any(REMAP.name in what for _, what, _ in hf_longattn.describe(model).rows):
+            worst = [_consistent(model, ids, "rerope", same, own)]
+        else:  # as the warning says; so it must be the model as it was
+            row["remap"], worst = NOTHING, [_identical(model, ids, "rerope", own, row["own_differ"])]
         hf_longattn.update(model, window=100)
         worst.append(_identical(model, ids, "rerope beyond the text", own, row["own_differ"]))
         hf_longattn.remove(model)
@@ -294,7 +300,7 @@ def _too_slow(*_: Any) -> None:
 
 
 NOTES = """\
-## Sinks, biases and packed documents of a model's own
+### Sinks, biases and packed documents of a model's own
 
 - Learned sinks (`s_aux`: gpt-oss, granite_swa, granitemoe_swa, flint, mimo_v2_flash) stay a term of the denominator under
   every method, with gradients in linear memory; [attention_sink](methods/attention_sink.md) adds another term, exactly.
@@ -314,7 +320,10 @@ def page(results: dict[str, Any]) -> str:
     """docs/models.md from the content of docs/models.json."""
     rows = {s: [r for r in results["rows"] if r["status"] == s] for s in ("exact", "refused", "not built", "failed")}
     lines = [
-        "# Every causal language model of transformers",
+        "# Models",
+        "",
+        *checkpoints.section(results["checkpoints"]),
+        "## Every causal language model of transformers",
         "",
         *__doc__.split("\n\n")[-1].strip().split("\n"),
         "",
@@ -326,13 +335,15 @@ def page(results: dict[str, Any]) -> str:
         "",
     ]
     if rows["failed"]:
-        lines += ["## Fail", "", "| model type | what happens |", "|---|---|"]
+        lines += ["### Fail", "", "| model type | what happens |", "|---|---|"]
         lines += [f"| {r['model_type']} | {r['reason']} |" for r in rows["failed"]] + [""]
     lines += [
-        "## Exact",
+        "### Exact",
         "",
         '*Changed* counts attention layers of the tiny model, all of them under `layers="all"` where sliding windows would be '
-        "left alone otherwise. *Remaps* are rerope and its like. *Differs by itself* names what changes the model's logits "
+        "left alone otherwise. *Remaps* are rerope and its like; nothing is there to remap where all layers that rotate have "
+        "windows: a remap is taken with a warning, and the model runs as it did. *Differs by itself* names what changes the "
+        "model's logits "
         "without us, so that only strength 0 could be compared there, or refused.",
         "",
         "| model type | changed | left alone | remaps | differs by itself |",
@@ -340,13 +351,13 @@ def page(results: dict[str, Any]) -> str:
     ]
     for row in rows["exact"]:
         own = ", ".join(row["own_differ"]).replace("_", " ")
-        remap = "exact" if row["remap"] == "exact" else "refused"
+        remap = row["remap"] if row["remap"] in ("exact", NOTHING) else "refused"
         lines.append(f"| {row['model_type']} | {row['changed']} | {', '.join(row['left_alone'])} | {remap} | {own} |")
     lines += ["", "Where remaps are refused:", ""]
-    lines += _by_reason((r["model_type"], r["remap"]) for r in rows["exact"] if r["remap"] != "exact")
+    lines += _by_reason((r["model_type"], r["remap"]) for r in rows["exact"] if r["remap"] not in ("exact", NOTHING))
     lines += ["", *NOTES]
     for status, title in (("refused", "Refused"), ("not built", "Not built")):
-        lines += ["", f"## {title}", "", *_by_reason((r["model_type"], r["reason"]) for r in rows[status])]
+        lines += ["", f"### {title}", "", *_by_reason((r["model_type"], r["reason"]) for r in rows[status])]
     return "\n".join([*lines, ""])
 
 
@@ -377,19 +388,25 @@ def main() -> int:
             )
     print(dict(Counter(r["status"] for r in rows)))
     done = {r["model_type"] for r in rows}
-    old = json.loads(RESULTS.read_text(encoding="utf-8")) if (args.only or of > 1) and RESULTS.exists() else {"rows": []}
-    rows = sorted([*rows, *(r for r in old.pop("rows") if r["model_type"] not in done)], key=lambda r: r["model_type"])
-    results = {
+    old = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if args.only or of > 1 else []
+    about = {
         "command": "make coverage-models",
         "versions": f"transformers {transformers.__version__}, torch {torch.__version__}",
         "date": datetime.date.today().isoformat(),
         "minutes": round((time.perf_counter() - began) / 60, 1),
     }
-    lines = ",\n".join(json.dumps(r) for r in rows)
-    results |= old if args.only else {}  # of the run over all
-    RESULTS.write_text(json.dumps(results)[:-1] + f', "rows": [\n{lines}\n]}}\n', encoding="utf-8")
-    PAGE.write_text(page(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
+    kept = [*rows, *(r for r in old if r["model_type"] not in done)]
+    rewrite(**({} if args.only else about), rows=sorted(kept, key=lambda r: r["model_type"]), checkpoints=checkpoints.rows())
     return int(any(r["status"] == "failed" for r in rows))
+
+
+def rewrite(**changes: Any) -> None:
+    """Both files, with changed parts of the results."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) | changes
+    lists = {key: ",\n".join(json.dumps(r) for r in results.pop(key)) for key in ("checkpoints", "rows")}
+    text = json.dumps(results)[:-1] + "".join(f', "{key}": [\n{lines}\n]' for key, lines in lists.items()) + "}\n"
+    RESULTS.write_text(text, encoding="utf-8")
+    PAGE.write_text(page(json.loads(text)), encoding="utf-8")
 
 
 def _one_thread() -> None:

@@ -308,7 +308,7 @@ def test_the_command_takes_the_trained_length_that_it_is_told(
     arguments = ["extend", str(own), "--to", "4k", "--text", str(text), "--out", str(out), "--tolerance", "10"]
     result = CliRunner().invoke(app, [*arguments, "--train-length", "2k"])
     assert result.exit_code == 0, result.output
-    assert "Trained at 2,048 tokens: given as --train-length." in result.output
+    assert "Trained at 2,048 tokens: given as train_length." in result.output
     assert asked == [(2048, 4096, None, False)]
     winner = hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(out))
     assert (winner.name in ("rerope", "leaky_rerope"), winner.train_length) == (True, 2048)

@@ -10,45 +10,21 @@ from typing import Any
 
 import closed_form
 import pytest
+import tiny as tiny_model
 import torch
 import transformers
 from cases import model_config
+from checkpoints import CHECKPOINTS, tiny_config
 from helpers import SCENARIOS, close, feed, tokens
 from transformers import AutoModelForCausalLM, DynamicCache
+from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
-from hf_longattn.integration.trained import trained
-from hf_longattn.measuring.settings import Setting, check_setting, load_setting
-
-CHECKPOINTS = {c["name"]: c for c in json.loads((Path(__file__).parent / "checkpoints.json").read_text(encoding="utf-8"))}
-#: What makes any of them tiny; a config takes what it knows of this.
-TINY: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "query_pre_attn_scalar": 8,
-    "num_local_experts": 2,
-    "num_experts_per_tok": 1,
-    "n_routed_experts": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.1,
-}
-
+from hf_longattn.cli import app
+from hf_longattn.integration.trained import ORIGINAL, trained
+from hf_longattn.measuring import settings as measuring_settings
+from hf_longattn.measuring.settings import Setting, check_setting, edit_rope, load_setting, parse_settings
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
@@ -61,30 +37,21 @@ def yarn(factor: float, original: int, **more: Any) -> dict[str, Any]:
     return {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": original, **more}
 
 
-def tiny_config(checkpoint: dict[str, Any]) -> Any:
-    """Its own settings of lengths, windows and rotation, and little else."""
+def tiny(checkpoint: dict[str, Any]) -> Any:
+    """A random model, or a skipped test."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(_config(checkpoint)).eval()
+
+
+def _config(checkpoint: dict[str, Any]) -> Any:
     if checkpoint["model_type"] not in transformers.CONFIG_MAPPING:
         pytest.skip("this release of transformers lacks the model")
-    kind = transformers.CONFIG_MAPPING[checkpoint["model_type"]]
-    known = kind().to_dict().keys()
-    rope = copy.deepcopy(checkpoint["rope_parameters"])
-    share = rope.get("partial_rotary_factor", checkpoint["config"].get("partial_rotary_factor", 1.0))
-    for key in ("short_factor", "long_factor"):
-        if isinstance(rope.get(key), str):
-            rope[key] = [{"ones": 1.0, "fours": 4.0}[rope[key]]] * int(share * TINY["head_dim"] / 2)
-    heads = {"num_key_value_heads": 4} if "kv_lora_rank" in known else {}
-    settings = {k: v for k, v in TINY.items() if k in known} | heads | checkpoint["config"]
-    return kind(**settings, max_position_embeddings=checkpoint["max_position_embeddings"], rope_parameters=rope)
-
-
-def tiny(checkpoint: dict[str, Any]) -> Any:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(tiny_config(checkpoint)).eval()
+    return tiny_config(checkpoint)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_the_trained_length_of_published_checkpoints(name: str) -> None:
-    known = trained(tiny_config(CHECKPOINTS[name]))
+    known = trained(_config(CHECKPOINTS[name]))
     assert known.length == CHECKPOINTS[name]["trained"]
     assert (known.assumed is not None) == CHECKPOINTS[name].get("assumed", False)
 
@@ -102,7 +69,7 @@ def test_extend_takes_half_the_trained_length(name: str) -> None:
     else:
         config = hf_longattn.config_of(model)
         assert config.positions.window == length // 2
-        assert (config.train_length, config.trained) == (length, trained(tiny_config(CHECKPOINTS[name])).reason)
+        assert (config.train_length, config.trained) == (length, trained(_config(CHECKPOINTS[name])).reason)
 
 
 def settings(most: int, **rope: Any) -> Any:
@@ -352,3 +319,73 @@ def test_generating_across_the_border_of_longrope() -> None:
     out = m.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True)
     for step, logits in enumerate(out.logits):
         close(logits, m(out.sequences[:, : 14 + step], use_cache=False).logits[:, -1])
+
+
+# windows that hide nothing ---------------------------------------------------------------------------------------------
+
+
+def wide(window: int | None) -> Any:
+    own = {"original_max_position_embeddings": 48, "sliding_window": window}
+    return tiny(CHECKPOINTS["Phi-3-mini-4k"] | {"config": own, "max_position_embeddings": 48})
+
+
+@pytest.mark.parametrize("way", WAYS)
+@torch.no_grad()
+def test_a_window_as_wide_as_the_trained_length_is_none(way: str) -> None:
+    """Phi-3-128k and Phi-4-mini name one of 262,144: a remap goes in, and hides what the model itself hides."""
+    for window in (None, 48):
+        ids, plain = tokens(), wide(window)
+        want = closed_form.attach(plain, REROPE)(ids, use_cache=False).logits
+        m = hf_longattn.apply(wide(window), REROPE)
+        close(SCENARIOS[way](m, ids), want)
+        assert "4 alike" in str(hf_longattn.describe(m))
+
+
+@torch.no_grad()
+def test_beyond_such_a_window_its_keys_stay_hidden() -> None:
+    ids, m = tokens(2, 90), hf_longattn.apply(wide(50), REROPE)
+    want = closed_form.attach(wide(50), REROPE)(ids, use_cache=False).logits
+    close(m(ids, use_cache=False).logits, want)
+    close(feed(m, ids, [60, 20, 1, 1, 8]), want)
+    assert (want - closed_form.attach(wide(None), REROPE)(ids, use_cache=False).logits).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="all 4 causal attention layers have a sliding window"):
+        hf_longattn.apply(wide(47), REROPE)
+
+
+# told on the command line ----------------------------------------------------------------------------------------------
+
+
+def test_settings_take_the_trained_length_that_a_command_is_told(tmp_path: Path) -> None:
+    """Methods, position encodings and what is known of the unmodified model; what a setting says itself stands."""
+    AutoModelForCausalLM.from_config(settings(512)).save_pretrained(tmp_path)
+    plain, *others = parse_settings(["rerope,string:train_length=48,infoscale:stack=true@yarn:2"], train_length=96)
+    assert check_setting(plain, str(tmp_path)).train_length == 96
+    rerope, string, tempered = [load_setting(s, str(tmp_path), dtype="float32") for s in others[:2]] + [others[2]]
+    assert hf_longattn.config_of(rerope).positions.window == 48
+    assert hf_longattn.config_of(string).positions.shift == 16
+    assert edit_rope(settings(512), tempered.rope, tempered.train_length).rope_parameters[ORIGINAL] == 96
+    assert plain.to_dict() == {}
+    assert rerope.config.longattn["train_length"] == 96
+    with pytest.raises(ValueError, match="train_length must be an integer"):
+        Setting("mine", "rerope", train_length=0)
+
+
+@pytest.mark.parametrize("command", ["eval", "probe", "inspect"])
+def test_commands_that_bind_a_method_take_the_trained_length(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`extend` in its own tests."""
+    asked: list[Any] = []
+
+    def parsed(*arguments: Any, **named: Any) -> Any:
+        asked.extend(parse_settings(*arguments, **named))
+        raise ValueError("enough")
+
+    monkeypatch.setattr(measuring_settings, "parse_settings", parsed)
+    model, text = tiny_model.save(tmp_path / "model"), tiny_model.text(tmp_path / "text.txt")
+    line = [command, str(model), "--text", str(text), "--method", "rerope", "--train-length", "2k"]
+    result = CliRunner().invoke(app, [*line, *["--out", str(tmp_path / "out")] * (command == "eval")])
+    assert (result.exit_code, "enough" in result.output) == (2, True), result.output
+    assert [(s.name, s.train_length) for s in asked] == [("unmodified", 2048), ("rerope", 2048)]
+    result = CliRunner().invoke(app, [*line[:-1], "long", *["--out", str(tmp_path / "out")] * (command == "eval")])
+    assert "'long' is not a length" in result.output

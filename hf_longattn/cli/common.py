@@ -31,6 +31,9 @@ Ropes = Annotated[
 Adapters = Annotated[
     list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter, with the attention that it records.")
 ]
+TrainLength = Annotated[
+    str | None, typer.Option("--train-length", help="The length that MODEL was trained at; default what its config tells.")
+]
 SettingsFile = Annotated[Path | None, typer.Option(help="More settings, in YAML: adapters, other checkpoints, lists.")]
 Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...; auto: a GPU where there is one.")]
 
@@ -83,6 +86,12 @@ def tokens(text: str) -> int:
     """A number of tokens; "32k" is 32 * 1024."""
     with refusing():
         return length_of(text)
+
+
+def told(train_length: str | None) -> int | None:
+    """What --train-length says."""
+    with refusing("--train-length"):
+        return None if train_length is None else length_of(train_length)
 
 
 def precision(model: str, dtype: str, device: str) -> str:

@@ -19,6 +19,7 @@ from .common import (
     Dtype,
     Ropes,
     SettingsFile,
+    TrainLength,
     alone,
     command_line,
     console,
@@ -27,6 +28,7 @@ from .common import (
     shown,
     table,
     tokens,
+    told,
 )
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ def evaluate(
     rope: Ropes = None,
     adapter: Adapters = None,
     settings: SettingsFile = None,
+    train_length: TrainLength = None,
     lengths: Annotated[str, typer.Option(help="Tokens, with commas; 16k is 16,384.")] = "2k,4k,8k",
     tasks: Annotated[
         str, typer.Option(help="loss, copies, long_ppl and tasks, with commas: needle, needles, passkey, multi_key, ...")
@@ -109,7 +112,7 @@ def evaluate(
         check_model(model)
         plan = Plan(
             model=model,
-            settings=parse_settings(method or [], rope or [], settings, adapter or []),
+            settings=parse_settings(method or [], rope or [], settings, adapter or [], told(train_length)),
             lengths=[tokens(n) for n in lengths.split(",")],
             texts=texts,
             tokenizer=load_tokenizer(model),

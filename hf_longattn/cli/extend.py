@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from .common import Device, Dtype, command_line, console, precision, read_tokens, refusing, table, tokens
+from .common import Device, Dtype, TrainLength, command_line, console, precision, read_tokens, refusing, table, tokens, told
 
 if TYPE_CHECKING:
     from ..measuring.extension import Search
@@ -36,9 +36,7 @@ def extend(
     tolerance: Annotated[
         float, typer.Option(help="What a choice may cost within the trained length, in nats a token.")
     ] = 0.02,
-    train_length: Annotated[
-        str | None, typer.Option(help="The length that MODEL was trained at; default what its config tells.")
-    ] = None,
+    train_length: TrainLength = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
@@ -82,10 +80,9 @@ def extend(
     with refusing("--device"):
         device = device_of(device)
     with refusing("MODEL"):
-        facts = check_setting(Setting(UNMODIFIED), model)
+        given = told(train_length)
+        facts = check_setting(Setting(UNMODIFIED, train_length=given), model)
         tokenizer = load_tokenizer(model)
-    told = None if train_length is None else tokens(train_length)
-    facts = facts if told is None else dataclasses.replace(facts, train_length=told, trained="given as --train-length")
     trained = facts.train_length
     if trained is None or length < trained:
         message = f"the model was trained at {trained} tokens ({facts.trained}); nothing to extend"
@@ -109,6 +106,7 @@ def extend(
     about = {"command": command_line(context), "versions": versions_line()}
     search = Search(ids, trained, rows, purpose, tolerance, about, temperature(facts, length), facts.rope_type == "default")
 
+    search.settings = {name: dataclasses.replace(s, train_length=given) for name, s in search.settings.items()}
     for name, setting in [(n, s) for n, s in search.settings.items() if s.rope is not None]:
         try:
             check_setting(setting, model)
@@ -126,7 +124,7 @@ def extend(
             return load_setting(setting, model, chosen, device)
         if loaded is None:
             loaded = load_setting(Setting(UNMODIFIED), model, chosen, device)
-            own = beside_own(loaded, LongAttnConfig(train_length=told))
+            own = beside_own(loaded, LongAttnConfig())
         if setting.config is None:
             return loaded
         with knowing():
@@ -134,7 +132,8 @@ def extend(
 
     def measured(unmodified: Any) -> Setting:
         leaky = next(s for name, s in search.settings.items() if name.startswith("leaky"))
-        return by_head(unmodified, ids.to(unmodified.device), leaky, trained)
+        found = by_head(unmodified, ids.to(unmodified.device), leaky, trained)
+        return dataclasses.replace(found, train_length=given)
 
     probes = sum(not tempered(name) for name in search.settings)
     console.print(f"Probing {probes} candidates, then reading {length} tokens with the best.", highlight=False)
@@ -174,9 +173,7 @@ def extend(
     loaded = None  # it goes before the winner comes
     # what was read in float32 is saved in the precision it came in
     saved = dtype if chosen == dtype else own_precision(model)
-    winner = load_setting(
-        search.settings[choice], model, saved, "cpu", lambda _, c: c.replace(train_length=told) if told else c
-    )
+    winner = load_setting(search.settings[choice], model, saved)
     if search.settings[choice].config is not None:
         rope.lengthen(winner.config, trained, length)
         console.print(str(describe(winner)).splitlines()[0])

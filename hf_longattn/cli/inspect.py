@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .. import __version__
-from .common import Device, Dtype, command_line, console, precision, read_tokens, refusing, table, tokens
+from .common import Device, Dtype, TrainLength, command_line, console, precision, read_tokens, refusing, table, tokens, told
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,7 @@ def inspect(
         ),
     ] = None,
     rope: Annotated[list[str] | None, typer.Option(help="Position encoding for every method: plain, yarn:2, ...")] = None,
+    train_length: TrainLength = None,
     length: Annotated[str, typer.Option(help="Tokens to read; 16k is 16,384.")] = "4k",
     layers: Annotated[str | None, typer.Option(help="Layers, e.g. 0,5,10-12; default all with full attention.")] = None,
     what: Annotated[
@@ -74,7 +75,7 @@ def inspect(
         raise typer.BadParameter("one token attends to itself alone: give 2 or more", param_hint="--length")
     logging.disable_progress_bar()  # ours is enough
     with refusing("--method"):
-        settings = parse_settings(method or [], rope or [])
+        settings = parse_settings(method or [], rope or [], train_length=told(train_length))
     if rows != "all" and not rows.isdigit():
         raise typer.BadParameter(f"{rows!r} is neither a number of rows nor all", param_hint="--rows")
     with refusing("--what, --rows or --delta"):

@@ -10,7 +10,21 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .common import Adapters, Device, Dtype, Ropes, SettingsFile, command_line, console, precision, refusing, table, tokens
+from .common import (
+    Adapters,
+    Device,
+    Dtype,
+    Ropes,
+    SettingsFile,
+    TrainLength,
+    command_line,
+    console,
+    precision,
+    refusing,
+    table,
+    tokens,
+    told,
+)
 
 if TYPE_CHECKING:
     from ..measuring.rows import Row, Rows
@@ -36,6 +50,7 @@ def probe(
     rope: Ropes = None,
     adapter: Adapters = None,
     settings: SettingsFile = None,
+    train_length: TrainLength = None,
     distances: Annotated[
         str | None,
         typer.Option(help="Tokens back, with commas; 16k is 16,384. Default: eight up to twice the trained length."),
@@ -80,7 +95,7 @@ def probe(
         device = device_of(device)
     with refusing():
         check_model(model)
-        chosen = parse_settings(method or [], rope or [], settings, adapter or [])
+        chosen = parse_settings(method or [], rope or [], settings, adapter or [], told(train_length))
         trained, *_ = [check_setting(setting, model).train_length for setting in chosen]
         tokenizer = load_tokenizer(model)
     with refusing("--distances"):

@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .trained import hides
+
 #: What the types in a config's layer_types say: all keys before the query are seen, or a window of them.
 _KINDS = {
     "full_attention": "full",
@@ -65,14 +67,17 @@ class Layer:
 
     @property
     def kind(self) -> str:
-        """ "full", "window", or a layer type that stands for neither."""
-        if self.type is not None:
-            return _KINDS.get(self.type, self.type)
-        return "full" if getattr(self.module.config, "sliding_window", None) is None else "window"
+        """ "full", "window", or a layer type that stands for neither; a window that hides nothing is none."""
+        if self.windowed:
+            return "window" if hides(self.module.config) else "full"
+        return "full" if self.type is None else _KINDS.get(self.type, self.type)
 
     @property
     def windowed(self) -> bool:
-        return self.kind == "window"
+        """Whether it has a window at all, which its calls announce."""
+        if self.type is not None:
+            return _KINDS.get(self.type) == "window"
+        return getattr(self.module.config, "sliding_window", None) is not None
 
     @property
     def why_not(self) -> str | None:

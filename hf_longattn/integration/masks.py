@@ -43,6 +43,7 @@ class Before(NamedTuple):
 
     implementation: str  # what `remove` brings back
     base: str  # what runs the layers that we leave alone: sdpa or eager, the two that a mask of ours can be turned into
+    windows: bool = True  # whether layers with a window are such: see `trained.hides`
 
 
 def before(config: Any) -> Before | None:
@@ -86,7 +87,8 @@ def carrier_mask(
         return base(**shared, **kwargs, local_size=local_size)
     # Never None for a causal layer: Gemma 4 slices queries under any name but "sdpa" and trusts the mask.
     kwargs |= {"allow_is_causal_skip": False}
-    if local_size is not None and (getattr(config, "longattn", None) or {}).get("layers") in (None, "full_attention"):
+    only_full = (getattr(config, "longattn", None) or {}).get("layers") in (None, "full_attention")
+    if local_size is not None and only_full and ((known := before(config)) is None or known.windows):
         return base(**shared, **kwargs, local_size=local_size)
 
     position = torch.arange(q_length, device=device) + q_offset
@@ -118,6 +120,8 @@ def carrier_mask(
     cache_index = torch.arange(kv_length, device=device) + kv_offset
     if attention_mask is None:
         start = visible.int().argmax(-1) + key_start
+        if local_size is not None and local_size == getattr(config, "sliding_window", None) and not is_tracing(visible):
+            start = _before_windows(start, q_offset)
         counted = cache_index.expand(batch_size, -1)
     else:
         counted = (counted - 1)[:, cache_index.clamp(max=padding.shape[-1] - 1)]
@@ -183,6 +187,17 @@ def recognise(mask_function: Callable[..., Any]) -> Interval | None:
     if name == "remap_positions_for_packed_sequence":  # inside one document positions differ as cache indices do
         return recognise(cells["mask_function"].cell_contents)
     return None
+
+
+def _before_windows(seen: Tensor, q_offset: int | Tensor) -> Tensor:
+    """Where texts start, by the first key that each row sees, (batch, q_len): a sliding window does not start a text.
+
+    What a row's first key sees is before it in the same text; a cached one's text starts with the cache.
+    """
+    row, cached = (seen - q_offset).clamp(min=0), seen < q_offset
+    for _ in range(seen.shape[1].bit_length()):
+        row, cached = row.gather(1, row), cached | cached.gather(1, row)
+    return torch.where(cached, 0, row + q_offset)
 
 
 def _sequence_starts(ids: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def _plan(
     _warn_of_assumption(config, chosen or candidates)
     if not chosen or not config.methods:
         raise ValueError(no_layer(model, config, candidates))
-    if config.key_bands and (windowed := [x.index for x in chosen if x.windowed]):
+    if config.key_bands and (windowed := [x.index for x in chosen if x.kind == "window"]):
         raise ValueError(
             f"{config.name} restricts or remaps far keys; the sliding-window layers {windowed} have none: leave them out of "
             "`layers`"

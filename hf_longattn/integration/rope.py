@@ -4,7 +4,8 @@
     model = AutoModelForCausalLM.from_pretrained(name, config=config, attn_implementation="scale_invariant")
 
 Each function edits the config in place and returns it. Where a model keeps settings per layer type, those of its
-full-attention layers are edited. A built model does not notice: its rotary tables are already made.
+full-attention layers are edited. A built model does not notice: its rotary tables are already made. train_length is the length
+that the model was trained at; default what its config tells.
 """
 
 from __future__ import annotations
@@ -62,19 +63,19 @@ def nope(config: Config) -> Config:
     return prope(config, 0.0)
 
 
-def ntk(config: Config, factor: float) -> Config:
+def ntk(config: Config, factor: float, train_length: int | None = None) -> Config:
     """Dynamic NTK: beyond the trained length L, θ' = θ (factor n / L - (factor - 1))^{d/(d-2)} (rope_type "dynamic")."""
-    return _scaled(config, "dynamic", factor)
+    return _scaled(config, "dynamic", factor, train_length)
 
 
-def linear(config: Config, factor: float) -> Config:
+def linear(config: Config, factor: float, train_length: int | None = None) -> Config:
     """Position interpolation: all positions divided by `factor` (rope_type "linear")."""
-    return _scaled(config, "linear", factor)
+    return _scaled(config, "linear", factor, train_length)
 
 
-def yarn(config: Config, factor: float, **parameters: Any) -> Config:
+def yarn(config: Config, factor: float, train_length: int | None = None, **parameters: Any) -> Config:
     """YaRN for `factor` times the trained length (rope_type "yarn"); it brings a temperature of its own."""
-    return _scaled(config, "yarn", factor, **parameters)
+    return _scaled(config, "yarn", factor, train_length, **parameters)
 
 
 def lengthen(config: Any, known: int, length: int) -> None:
@@ -109,10 +110,11 @@ def _announces_only(text: Any) -> bool:
     return bool(parameters) and all(p.get("rope_type", "default") in ("default", "linear", "proportional") for p in kinds)
 
 
-def _scaled(config: Config, rope_type: str, factor: float, **parameters: Any) -> Config:
+def _scaled(config: Config, rope_type: str, factor: float, train_length: int | None, **parameters: Any) -> Config:
     if not factor >= 1:
         raise ValueError(f"factor must be >= 1, got {factor!r}")
-    return _edit(config, {"rope_type": rope_type, "factor": factor, ORIGINAL: trained(_text(config)).length} | parameters)
+    known = trained(_text(config), told=train_length).length
+    return _edit(config, {"rope_type": rope_type, "factor": factor, ORIGINAL: known} | parameters)
 
 
 def _text(config: Any) -> Any:

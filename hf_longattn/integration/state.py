@@ -32,6 +32,7 @@ from .masks import Before, before
 from .names import is_ours
 from .rope import Tables, build, exchange
 from .rotation import RotarySource
+from .trained import hides
 
 #: What a model's tables may take: those of 32 layers with 32 heads each, for 128k tokens.
 TABLE_BYTES = 2 << 30
@@ -209,8 +210,9 @@ def remember(model: PreTrainedModel, config: Any, implementation: str | None = N
     pick = owner.get_correct_attn_implementation(None, is_init_check=True)
     if getattr(config, "attn_logit_softcapping", None):
         pick = "eager"  # older releases pick sdpa, which drops the cap
-    config.__dict__["_longattn_before"] = Before(implementation or pick, "eager" if implementation == "eager" else pick)
-    return config.__dict__["_longattn_before"]  # type: ignore[no-any-return]
+    known = Before(implementation or pick, "eager" if implementation == "eager" else pick, hides(config))
+    config.__dict__["_longattn_before"] = known
+    return known
 
 
 def without_method(model: PreTrainedModel) -> list[tuple[Any, str]]:

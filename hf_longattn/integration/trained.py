@@ -80,6 +80,12 @@ def recorded(config: Any, section: Mapping[str, Any] | None) -> Trained:
     return trained(config)
 
 
+def hides(config: Any) -> bool:
+    """Whether a config's sliding window hides keys within the trained length; one whose size is not known does."""
+    window, known = getattr(config, "sliding_window", None), trained(config).length
+    return window is None or known is None or window < known
+
+
 def filled_in(config: Any) -> int | None:
     """The original length that a config's class gives to checkpoints that name none (Phi-3's 4,096), which tells nothing."""
     default: int | None = getattr(type(config), ORIGINAL, None)

@@ -26,6 +26,7 @@ from ..integration.layers import language_config, pretrained
 from ..integration.model import knowing
 from ..integration.names import RECORD, is_ours
 from ..integration.rope import lengthened
+from .outlook import outlook, trained_line
 from .settings import load_tokenizer, load_weights, precision_of
 
 #: Engines that build a model by its architecture's name, from code of their own, and read nothing of a method.
@@ -84,7 +85,7 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
         yield Finding("method", f"the config is refused: {error}", PROBLEM)
         return
     yield from lost_rotary_settings(saved, config)
-    yield trained_length(recorded, config)
+    yield from trained_length(recorded, config)
     if not weights:
         yield from running(recorded, config)
         return
@@ -182,12 +183,18 @@ def running(recorded: Mapping[str, Any] | None, config: Any) -> Iterator[Finding
 # rotary settings --------------------------------------------------------------------------------------------------------
 
 
-def trained_length(section: Mapping[str, Any] | None, config: Any) -> Finding:
-    """The length that the model was trained at, and where that is from: windows and temperatures start from it."""
+def trained_length(section: Mapping[str, Any] | None, config: Any) -> Iterator[Finding]:
+    """The length that the model was trained at, where that is from, and how far `extend` goes from there."""
     text = language_config(config)
     known = trained.recorded(text, section)
-    doubt = f"; {known.assumed}: pass train_length= if that is not so" if known.assumed else ""
-    return Finding("trained", f"{known}{doubt}", NOTE if known.assumed or known.length is None else "ok")
+    yield Finding("trained", trained_line(known), NOTE if known.assumed or known.length is None else "ok")
+    told = None if known.length == trained.trained(text).length else known.length
+    try:
+        reaches = outlook(text, told)
+    except Exception as error:  # of a model's own code, with sizes that it does not expect
+        yield Finding("extend", f"not tried: no tiny model of this config could be built ({error})", NOTE)
+        return
+    yield from (Finding("extend", str(reach), NOTE if reach.refused else "ok") for reach in reaches)
 
 
 def lost_rotary_settings(saved: Mapping[str, Any], config: Any) -> Iterator[Finding]:

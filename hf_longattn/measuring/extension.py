@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..config import LongAttnConfig, length_of
 from ..integration import apply, rope
+from ..integration.layers import candidates_of, pretrained
 from ..integration.model import methods_of, running
 from ..integration.planning import bound_config
 from ..methods.method import ModelFacts
@@ -114,8 +115,19 @@ def extend(
     apply(model, config)
     if replaced not in ("", config.name):
         warn(f"{config.name} takes the place of {replaced}, which the model ran")
+    if (window := own_window(model)) is not None and window < length:
+        warn(
+            f"the model has a sliding window of its own, {window:,} tokens: what lies farther back stays unseen. To lift it, "
+            "build the model with sliding_window=None in its config"
+        )
     rope.lengthen(model.config, facts.train_length, length)
     return model
+
+
+def own_window(model: nn.Module) -> int | None:
+    """The sliding window of layers that take a method all the same, because it is as wide as the trained length."""
+    layers = [x for x in candidates_of(pretrained(model)) if x.windowed and x.kind == "full"]
+    return int(layers[0].module.config.sliding_window) if layers else None
 
 
 def _told(model: nn.Module, train_length: int | str | None) -> int | None:

@@ -53,6 +53,7 @@ class Setting:
         adapter: a directory with a LoRA adapter, which brings the attention that it records, or that a config.json in its
             directory names.
         model: another checkpoint in place of the command's, for weights that were trained under the method.
+        train_length: the length that the model was trained at; None: what its config tells.
     """
 
     name: str
@@ -61,9 +62,11 @@ class Setting:
     rope: str | None = None
     adapter: str | None = None
     model: str | None = None
+    train_length: int | None = None
 
     def __post_init__(self) -> None:
         kinds: dict[str, Any] = {"method": (str, Mapping), "parameters": Mapping, "rope": str, "adapter": str, "model": str}
+        kinds["train_length"] = int
         for name, kind in kinds.items():
             if ((value := getattr(self, name)) is not None or name == "parameters") and not isinstance(value, kind):
                 raise ValueError(f"setting {self.name!r}: {name} cannot be {value!r}")
@@ -71,7 +74,8 @@ class Setting:
             raise ValueError(f"setting {self.name!r}: parameters belong into the slots, where the method is written out")
         if self.parameters and self.method is None:
             raise ValueError(f"setting {self.name!r} has parameters but no method")
-        self.config  # noqa: B018  it raises
+        LongAttnConfig(train_length=self.train_length)
+        self.config  # noqa: B018  both raise
         if self.rope is not None:
             parse_rope(self.rope)
         if self.adapter is not None and not Path(self.adapter).is_dir():
@@ -82,9 +86,9 @@ class Setting:
         """What `apply` gets."""
         if self.method is None:
             return None
-        if isinstance(self.method, str):
-            return LongAttnConfig.preset(self.method, **self.parameters)
-        return LongAttnConfig.from_dict(self.method)
+        named = isinstance(self.method, str)
+        config = LongAttnConfig.preset(self.method, **self.parameters) if named else LongAttnConfig.from_dict(self.method)  # type: ignore[arg-type]
+        return config if config.train_length else dataclasses.replace(config, train_length=self.train_length)
 
     @property
     def unmodified(self) -> bool:
@@ -92,8 +96,9 @@ class Setting:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, without what is not set; equal dicts mean the same measurement, whatever the name."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items() if v not in (None, {}) and k != "name"}
+        left_out = {"name"} if self.method or self.rope else {"name", "train_length"}  # nothing depends on it
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in left_out}
+        return {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items() if v not in (None, {})}
 
     @classmethod
     def parse(cls, text: str) -> Setting:
@@ -120,7 +125,11 @@ class Setting:
 
 
 def parse_settings(
-    methods: Sequence[str], ropes: Sequence[str] = (), file: Path | None = None, adapters: Sequence[str] = ()
+    methods: Sequence[str],
+    ropes: Sequence[str] = (),
+    file: Path | None = None,
+    adapters: Sequence[str] = (),
+    train_length: int | None = None,
 ) -> list[Setting]:
     """The settings of a command line, the unmodified model first: every method without an @ crossed with every rope.
 
@@ -129,6 +138,7 @@ def parse_settings(
         ropes: "plain", "yarn:2", ...; none means the model's own.
         file: YAML, added behind.
         adapters: NAME=DIRECTORY each, added last.
+        train_length: for all that name none of their own.
 
     Raises:
         ValueError: a setting is wrong, or two share a name.
@@ -149,7 +159,7 @@ def parse_settings(
         if any(setting.name == other.name for other in result):
             raise ValueError(f"two different settings are called {setting.name!r}")
         result.append(setting)
-    return result
+    return [dataclasses.replace(s, train_length=s.train_length or train_length) for s in result]
 
 
 def read_settings(file: Path) -> list[Setting]:
@@ -276,7 +286,8 @@ def check_setting(setting: Setting, model: str) -> ModelFacts:
         if (method := setting.config or _adapters_method(setting, config)) is not None:
             apply(empty, beside_own(empty, method))
         known = method or running(empty)
-        return bound_config(empty, LongAttnConfig(train_length=None if known is None else known.train_length))[1]
+        told = setting.train_length or (None if known is None else known.train_length)
+        return bound_config(empty, LongAttnConfig(train_length=told))[1]
     except (ValueError, RuntimeError, KeyError) as error:  # the latter two of PEFT: other shapes, no such kind of adapter
         raise ValueError(f"setting {setting.name!r}: {error}") from None
 
@@ -338,7 +349,7 @@ def _edited_config(setting: Setting, source: str) -> Any:
         source = setting.adapter
     config = AutoConfig.from_pretrained(source)
     if setting.rope is not None:
-        edit_rope(config, setting.rope)
+        edit_rope(config, setting.rope, setting.train_length)
     return config
 
 
@@ -359,10 +370,10 @@ def _adapters_method(setting: Setting, config: Any) -> LongAttnConfig | None:
     return None
 
 
-def edit_rope(config: Any, encoding: str) -> Any:
+def edit_rope(config: Any, encoding: str, train_length: int | None = None) -> Any:
     """A model's config with its position encoding changed, in place: "yarn:2" and the like (see `hf_longattn.rope`)."""
     name, numbers = parse_rope(encoding)
-    return getattr(rope, name)(config, *numbers)
+    return getattr(rope, name)(config, *numbers, **({} if name in ("prope", "nope") else {"train_length": train_length}))
 
 
 def parse_rope(text: str) -> tuple[str, list[float]]:

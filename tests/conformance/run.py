@@ -1,6 +1,7 @@
 """transformers' own tests with our names as the default attention, beside sdpa's result, test by test.
 
     python tests/conformance/run.py                                  all families and names; rewrites docs/conformance.*
+    python tests/conformance/run.py --families llama                 these; the rows of the others stay as they are
     python tests/conformance/run.py --families llama --names rerope  prints the differences, writes nothing
 
 The tests come from the source distribution of the installed release (see suite.py). A test that passes under sdpa and not
@@ -170,6 +171,29 @@ def page(results: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+def write(sdpa: dict[str, Counter[str]], differences: list[dict[str, str]], minutes: int) -> None:
+    """Both files of docs/ from what was found; rows of families that did not run stay as they are."""
+    old = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    kept = {f: counts for f, counts in old.get("sdpa", {}).items() if f not in sdpa}
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
+    if kept and old["versions"] != versions:
+        raise SystemExit(f"nothing written: the rows of {', '.join(kept)} are of {old['versions']}; run all families")
+    counts = kept | {f: {k: c[k] for k in ("passed", "skipped", "failed")} for f, c in sdpa.items()}
+    results = {
+        "command": "make conformance",
+        "versions": versions,
+        "date": datetime.date.today().isoformat(),
+        "minutes": minutes + (old["minutes"] if kept else 0),
+        "names": NAMES,
+        "not_run": NOT_RUN,
+        "sdpa": {f: counts[f] for f in FAMILIES if f in counts},
+    }
+    differences = [*differences, *(d for d in old.get("differences", ()) if d["family"] in kept)]
+    lines = ",\n".join(json.dumps(d) for d in sorted(differences, key=lambda d: FAMILIES.index(d["family"])))
+    RESULTS.write_text(json.dumps(results)[:-1] + f', "differences": [\n{lines}\n]}}\n', encoding="utf-8")
+    PAGE.write_text(page(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", default=FAMILIES, choices=FAMILIES)
@@ -190,22 +214,11 @@ def main() -> int:
         if name != "sdpa":
             differences += compare(family, name, ours, found[family, "sdpa"], inherent)
     unexplained = [d for d in differences if not d["reason"]]
-    for d in unexplained if set(args.families) == set(FAMILIES) else differences:
+    for d in unexplained if args.names == NAMES else differences:
         print("{family} {name}: {test} {outcome}: {message}".format(**d))
-    if args.families == FAMILIES and args.names == NAMES:
+    if args.names == NAMES:
         sdpa = {f: Counter(outcome for outcome, _ in found[f, "sdpa"].values()) for f in args.families}
-        results = {
-            "command": "make conformance",
-            "versions": f"transformers {transformers.__version__}, torch {torch.__version__}",
-            "date": datetime.date.today().isoformat(),
-            "minutes": round((time.perf_counter() - began) / 60),
-            "names": args.names,
-            "not_run": NOT_RUN,
-            "sdpa": {f: {k: c[k] for k in ("passed", "skipped", "failed")} for f, c in sdpa.items()},
-        }
-        lines = ",\n".join(json.dumps(d) for d in differences)
-        RESULTS.write_text(json.dumps(results)[:-1] + f', "differences": [\n{lines}\n]}}\n', encoding="utf-8")
-        PAGE.write_text(page(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
+        write(sdpa, differences, round((time.perf_counter() - began) / 60))
     return int(bool(unexplained))
 
 
