@@ -11,6 +11,7 @@ stage as the model has it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -110,6 +111,11 @@ class LongAttnConfig:
     def remap(self) -> KeyBands | None:
         """The one that changes rotary distances."""
         return next((m for m in self.key_bands if m.remaps), None)
+
+    @property
+    def identity_below(self) -> float:
+        """How many tokens a text may have for the config to change nothing in it (see `Method.identity_below`)."""
+        return min((m.identity_below for m in self.methods), default=math.inf)
 
     @property
     def uses_train_length(self) -> bool:

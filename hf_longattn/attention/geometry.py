@@ -123,6 +123,14 @@ class Rows:
         ids = torch.cat([self.query_ids.flatten(), self.key_ids.flatten()])
         return int(ids.max() - ids.min())
 
+    @functools.cached_property
+    def extent(self) -> int:
+        """How many tokens the longest text has at least: more than each position, and than each row sees; reads the device."""
+        if self.query_ids is not None and self.key_ids is not None:
+            return 1 + int(torch.maximum(self.query_ids.amax(), self.key_ids.amax()))
+        query, _, start, _, high = self.columns
+        return 1 + int((torch.maximum(query, high) - start).amax())
+
     @property
     def plain(self) -> tuple[int, int] | None:
         """The first and last cache index of the keys if the rows are the lower triangle over them (or one row that sees all).

@@ -19,7 +19,7 @@ from ..methods.learned import learned_parts
 from .engines import ulysses
 from .engines.heads import of_these_heads
 from .engines.paged import ARGUMENTS, paged_attention
-from .masks import base_implementation, is_carrier, read_mask
+from .masks import Stock, base_implementation, is_carrier, read_mask, stock_of
 from .positions import ranks, refuse_unknown_start, with_positions
 from .state import LayerPlan, plan_of
 
@@ -94,7 +94,18 @@ def attention_forward(
     rows = with_positions(rows, counted, attention_mask, positions, key.shape[2])
     if counted is not None and not is_carrier(attention_mask):
         refuse_unknown_start(plan.config, rows, positions)
-    return attend_rows(query, key, value, rows, with_weights=bool(kwargs.get("output_attentions")))
+    weights = bool(kwargs.get("output_attentions"))
+    stock = None if weights else stock_of(attention_mask)
+    if stock is not None and _changes_nothing(plan, stock, rows, query):
+        return _run(stock.implementation, module, query, key, value, stock.mask, **alone, **kwargs)
+    return attend_rows(query, key, value, rows, with_weights=weights)
+
+
+def _changes_nothing(plan: LayerPlan, stock: Stock, rows: Rows, query: Tensor) -> bool:
+    """Whether the model's own attention computes this call, by its longest text; eager for one query alone, or it holds
+    all pairs."""
+    eager = stock.implementation == "eager" and query.shape[2] > 1
+    return not eager and plan.identity_below > 0 and stock.fits(rows, plan.identity_below)
 
 
 def _attend(
@@ -278,11 +289,28 @@ def _base(
     """The unmodified attention, for layers that are left alone."""
     name = base_implementation(module.config)
     if mask is not None and is_carrier(mask):
-        mask = read_mask(mask, key.shape[2])[0].visible(key.shape[2])
+        rows = read_mask(mask, key.shape[2])[0]
+        mask = rows.once(("visible", key.shape[2]), lambda: rows.visible(key.shape[2]))
     if name == "eager" or kwargs.get("output_attentions"):
         name = "eager"
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+    return _run(name, module, query, key, value, mask, dropout, scaling, sliding_window, **kwargs)
+
+
+def _run(
+    name: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """One of transformers' attention functions, under the mask that it takes."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     if sliding_window is not None:

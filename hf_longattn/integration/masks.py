@@ -15,6 +15,7 @@ are holes in it, or nothing can be read because a graph is traced. Dense is alwa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,6 +29,30 @@ from ..attention.geometry import Rows
 from ..attention.tracing import readable
 
 INDEX_WIDTH = 5
+
+
+class Stock:
+    """The call that made a carrier, to be made again where layers run the attention that the model had before.
+
+    Args:
+        implementation: the name of that attention.
+        arguments: those of its mask function.
+    """
+
+    def __init__(self, implementation: str, arguments: dict[str, Any]) -> None:
+        self.implementation, self.arguments = implementation, arguments
+
+    @functools.cached_property
+    def mask(self) -> Any:
+        """What that attention takes for a mask, the same for every layer."""
+        return ALL_MASK_ATTENTION_FUNCTIONS[self.implementation](**self.arguments)
+
+    def fits(self, rows: Rows, limit: float) -> bool:
+        """Whether all texts of the carrier's rows have at most `limit` tokens; False where it takes a read from a device."""
+        offset, length = self.arguments["kv_offset"], self.arguments["kv_length"]
+        if rows.key_ids is None and isinstance(offset, int) and offset + length <= limit:
+            return True
+        return rows.index.device.type == "cpu" and rows.extent <= limit
 
 
 @dataclass(frozen=True)
@@ -49,6 +74,14 @@ class Before(NamedTuple):
 def before(config: Any) -> Before | None:
     result: Before | None = config.__dict__.get("_longattn_before")
     return result
+
+
+def own_implementation(config: Any) -> str:
+    """What the model would run without a method."""
+    known = before(config)
+    if known is None or known.implementation in ("sdpa", "eager"):
+        return base_implementation(config)  # sdpa would drop a softcap
+    return known.implementation
 
 
 def base_implementation(config: Any) -> str:
@@ -80,17 +113,39 @@ def carrier_mask(
         "mask_function": mask_function,
         "attention_mask": attention_mask,
         "device": device,
-        "config": config,
     }
     base = ALL_MASK_ATTENTION_FUNCTIONS[base_implementation(config)]
     if "allow_is_bidirectional_skip" in kwargs:  # only the bidirectional masks are asked for with it
-        return base(**shared, **kwargs, local_size=local_size)
-    # Never None for a causal layer: Gemma 4 slices queries under any name but "sdpa" and trusts the mask.
-    kwargs |= {"allow_is_causal_skip": False}
+        return base(**shared, **kwargs, config=config, local_size=local_size)
     only_full = (getattr(config, "longattn", None) or {}).get("layers") in (None, "full_attention")
     if local_size is not None and only_full and ((known := before(config)) is None or known.windows):
-        return base(**shared, **kwargs, local_size=local_size)
+        kwargs |= {"allow_is_causal_skip": False}
+        return base(**shared, **kwargs, config=config, local_size=local_size)
+    # Never None for a causal layer: Gemma 4 slices queries under any name but "sdpa" and trusts the mask.
+    dense = functools.partial(
+        ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], **shared, **kwargs | {"allow_is_causal_skip": False}, config=config
+    )
+    carrier = _carrier(dense, **shared)
+    if readable(carrier):
+        static = {k: x.clone() for k, x in shared.items() if k.endswith("offset") and isinstance(x, Tensor)}  # caches count on
+        arguments = {**shared, **static, **kwargs, "config": config, "local_size": local_size}
+        carrier.__dict__["longattn_stock"] = Stock(own_implementation(config), arguments)
+    return carrier
 
+
+def _carrier(
+    dense: Callable[[], Tensor],
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int | Tensor,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None,
+    device: torch.device | str,
+) -> Tensor:
+    """The mask in one of our forms; `dense` gives bool (batch, 1, q_len, kv_len), True = visible."""
     position = torch.arange(q_length, device=device) + q_offset
     first = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
     high = position.expand(batch_size, -1)
@@ -115,8 +170,7 @@ def carrier_mask(
         columns = [position.expand_as(start), key_start, start, low, high]
         return torch.stack(columns if whole else [*columns, padding * counted], dim=-1).int()[:, None]
 
-    sdpa = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    visible = sdpa(**shared, **kwargs).expand(batch_size, -1, -1, -1)[:, 0]
+    visible = dense().expand(batch_size, -1, -1, -1)[:, 0]
     cache_index = torch.arange(kv_length, device=device) + kv_offset
     if attention_mask is None:
         start = visible.int().argmax(-1) + key_start
@@ -132,6 +186,11 @@ def carrier_mask(
 def is_carrier(mask: Tensor) -> bool:
     """Whether a mask is one of ours; bool and float masks are the user's own."""
     return mask.dtype == torch.int32
+
+
+def stock_of(mask: Tensor) -> Stock | None:
+    """The call that made a carrier; None for other masks, for copies, and while a graph is traced."""
+    return None if torch.compiler.is_compiling() else mask.__dict__.get("longattn_stock")
 
 
 def read_mask(mask: Tensor, kv_len: int) -> tuple[Rows, Tensor | None]:

@@ -11,6 +11,7 @@ There is nothing else. Copies and pickles of a model take it along; models that 
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -91,6 +92,12 @@ class LayerPlan:
     heads: int = 0
     rotary: RotarySource | None = None  # how the layer rotates, where its config remaps that
     observer: Callable[[Call], None] | None = None  # sees every call of this layer: see `observe`
+
+    @functools.cached_property
+    def identity_below(self) -> float:
+        """How many tokens a text may have for the layer to compute what it did before the method; 0: never that."""
+        watched = self.observer is not None or self.config is None or self.config.backend != "auto"
+        return 0 if watched else self.config.identity_below  # type: ignore[union-attr]
 
 
 def plan_of(module: nn.Module) -> LayerPlan | None:

@@ -133,6 +133,15 @@ class LengthTemperature(Temperature):
     def uses_train_length(self) -> bool:
         return True
 
+    @property
+    def rises_to_one(self) -> bool:
+        """Whether the published factor grows with n and is 1 at n_tr, so that clamped it is 1 up to there."""
+        return False
+
+    @property
+    def identity_below(self) -> float:
+        return self.train_length or 0 if self.clamp and self.rises_to_one else 0
+
     def validate(self) -> None:
         if self.train_length is not None and (isinstance(self.train_length, bool) or not self.train_length >= 2):
             raise ValueError(f"train_length must be an integer >= 2, got {self.train_length!r}")

@@ -55,6 +55,10 @@ class DualChunk(Positions):
     def step(self) -> int:
         return known(self.chunk) - known(self.local)
 
+    @property
+    def identity_below(self) -> float:
+        return 0 if self.chunk is None or self.local is None else min(self.chunk, 2 * self.step)
+
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         c, s = self.step, known(self.chunk)
         apart = i // c - j // c

@@ -35,6 +35,10 @@ class InfoScale(LengthTemperature):
         if self.train_length is not None and self.epsilon >= math.log(self.train_length):
             raise ValueError(f"epsilon must lie below ln(train_length) = {math.log(self.train_length):g}, got {self.epsilon}")
 
+    @property
+    def rises_to_one(self) -> bool:
+        return True
+
     def formula(self, n: Tensor, head_dim: int, train_length: int) -> Tensor:
         # expm1 keeps the difference from 1 exact for large head_dim
         numerator = -torch.expm1(2 * (self.epsilon - torch.log(n.double())) / head_dim)

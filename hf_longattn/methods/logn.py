@@ -51,6 +51,10 @@ class LogN(LengthTemperature):
     def head_dependent(self) -> bool:
         return self.learned
 
+    @property
+    def rises_to_one(self) -> bool:
+        return self.scale is None and not self.learned
+
     def formula(self, n: Tensor, head_dim: int, train_length: int) -> Tensor:
         scale = math.log(train_length) ** -self.exponent if self.scale is None else self.scale
         return scale * torch.log(n.double()) ** self.exponent

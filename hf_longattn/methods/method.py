@@ -98,6 +98,14 @@ class Method:
         return False
 
     @property
+    def identity_below(self) -> float:
+        """How long a text may be, in tokens, for the method to change nothing in it: every position lies below this.
+
+        0: it changes every text, or nobody knows better.
+        """
+        return 0
+
+    @property
     def head_dependent(self) -> bool:
         """Whether heads differ or meet, so that one that is computed apart must know which it is."""
         return False

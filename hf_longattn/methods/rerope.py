@@ -39,6 +39,10 @@ class ReRope(Positions):
         check_remap(self.name, facts, self.stack)
         return bind_window(self, facts, 2)
 
+    @property
+    def identity_below(self) -> float:
+        return self.window or 0
+
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         return (i - j).double().clamp(max=known(self.window))
 
@@ -96,6 +100,10 @@ class LeakyReRope(Positions):
         if isinstance(self.stretch, tuple):
             return n.double()[..., None] / torch.tensor(self.stretch, dtype=torch.float64, device=n.device)
         return n.double() / self.stretch
+
+    @property
+    def identity_below(self) -> float:
+        return self.window or 0
 
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         t, w = i - j, known(self.window)

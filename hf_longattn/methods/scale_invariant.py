@@ -86,6 +86,12 @@ class ScaleInvariant(LogitMap):
     def head_dependent(self) -> bool:
         return isinstance(self.logit_mean, tuple) or isinstance(self.logit_variance, tuple)
 
+    @property
+    def identity_below(self) -> float:
+        if self.strength == 0 or self.decay == 0:
+            return math.inf
+        return self.offset + 1 if self.alpha is None else 0  # max(t - offset, 0) is 0
+
     def bind(self, facts: ModelFacts) -> Self:
         per_head("logit_mean", self.logit_mean, facts)
         per_head("logit_variance", self.logit_variance, facts)

@@ -45,6 +45,10 @@ class SelfExtend(Positions):
     def reach(self, train_length: int) -> int | None:
         return known(self.window) + self.group * (train_length - known(self.window))
 
+    @property
+    def identity_below(self) -> float:
+        return self.window or 0
+
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         w, g = known(self.window), self.group
         return torch.where(i - j < w, i - j, i // g - j // g + w - w // g).double()

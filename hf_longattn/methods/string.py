@@ -53,6 +53,10 @@ class String(Positions):
     def reach(self, train_length: int) -> int | None:
         return train_length + known(self.shift) - known(self.window)
 
+    @property
+    def identity_below(self) -> float:
+        return self.shift or 0
+
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         t, s = i - j, known(self.shift)
         return torch.where(t < s, t, t - s + known(self.window)).double()

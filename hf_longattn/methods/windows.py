@@ -32,6 +32,10 @@ class Windowed(Visibility):
     def bind(self, facts: ModelFacts) -> Self:
         return bind_window(self, facts, 2, may_equal=True)
 
+    @property
+    def identity_below(self) -> float:
+        return self.window or 0
+
     def visible(self, i: Tensor, j: Tensor) -> Tensor:
         return (i - j).abs() < known(self.window)
 
@@ -76,6 +80,10 @@ class Streaming(Visibility):
     def cap(self, i: Tensor) -> Tensor:
         """The position of the query as its sinks see it."""
         return i.clamp(max=self.sinks + known(self.window) - 1)
+
+    @property
+    def identity_below(self) -> float:
+        return self.window or 0
 
     def visible(self, i: Tensor, j: Tensor) -> Tensor:
         return ((i - j).abs() < known(self.window)) | ((j < self.sinks) & (j < i))

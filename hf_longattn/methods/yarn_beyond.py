@@ -30,6 +30,10 @@ class YarnBeyond(YarnPositions):
     name: ClassVar[str] = "yarn_beyond"
     paper: ClassVar[str] = "Peng et al. 2023, YaRN: Efficient Context Window Extension, arXiv:2309.00071"
 
+    @property
+    def identity_below(self) -> float:
+        return self.train_length or 0
+
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         return (i - j).double()
 

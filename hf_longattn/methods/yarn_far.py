@@ -57,6 +57,10 @@ class YarnFar(YarnPositions):
         """The distance shown for keys of the middle band."""
         return known(self.window) + (t - known(self.window)).double() / self.stretch
 
+    @property
+    def identity_below(self) -> float:
+        return self.window or 0
+
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         t = i - j
         between = (t >= known(self.window)) & (t < known(self.border))

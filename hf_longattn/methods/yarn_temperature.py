@@ -22,5 +22,9 @@ class YarnTemperature(LengthTemperature):
     name: ClassVar[str] = "yarn_temperature"
     paper: ClassVar[str] = "Peng et al. 2023, YaRN: Efficient Context Window Extension, arXiv:2309.00071"
 
+    @property
+    def rises_to_one(self) -> bool:
+        return True
+
     def formula(self, n: Tensor, head_dim: int, train_length: int) -> Tensor:
         return (0.1 * (torch.log(n.double()) - math.log(train_length)) + 1).clamp(min=0) ** 2
