@@ -71,7 +71,7 @@ def checkpoint(case: str, family: str) -> Path:
     if not (folder / "config.json").exists():
         torch.manual_seed(0)
         wide = {k: v for k, v in (WIDE | MODELS.get(family, {})).items() if v is not None}
-        config = model_config(family, **wide)
+        config = model_config(family, **(wide if family != "deepseek_v3" else {}))
         model = hf_longattn.apply(AutoModelForCausalLM.from_config(config).eval(), CASES[case])
         with torch.no_grad():
             for name, parameter in model.named_parameters():
