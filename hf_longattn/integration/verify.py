@@ -87,7 +87,7 @@ def verify_rotations(model: PreTrainedModel) -> None:
     _tell_of_nothing(model, unrotated)
     for source, convention, alone in settled:
         source.convention = convention
-        _leave_unrotated(source, alone)
+        leave_unrotated(source, alone)
 
 
 def _tell_of_nothing(model: PreTrainedModel, unrotated: list[Layer]) -> None:
@@ -109,7 +109,7 @@ def _tell_of_nothing(model: PreTrainedModel, unrotated: list[Layer]) -> None:
     )
 
 
-def _leave_unrotated(source: RotarySource, layers: list[Layer]) -> None:
+def leave_unrotated(source: RotarySource, layers: list[Layer]) -> None:
     """No remap for layers that do not rotate; windows and sinks show what they show, at no distances."""
     unrotated = dataclasses.replace(source, still=True)
     for layer in layers:

@@ -34,11 +34,13 @@ class Batch:
         queries: int64 (requests, q_len), the columns of the packed row that hold their queries.
         keys: int64 (requests, kv_len), those that hold their keys; beyond a request's own, any.
         rows: what each query sees of them.
+        requests: their numbers.
     """
 
     queries: Tensor
     keys: Tensor
     rows: Rows
+    requests: tuple[int, ...]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -96,22 +98,33 @@ def _batches(cu_q: Tensor, cu_k: Tensor, position_ids: Tensor, window: int | Non
 
 
 def _make_batches(cu_q: Tensor, cu_k: Tensor, position_ids: Tensor, window: int | None) -> list[Batch]:
-    device = position_ids.device
     starts = torch.stack([cu_q, cu_k], -1).long().cpu()
+    total = position_ids[0].long().cpu()[(starts[1:, 0] - 1).clamp(min=0)] + 1
+    return batches_of(starts, total, window, position_ids.device)
+
+
+def batches_of(starts: Tensor, total: Tensor, window: int | None, device: torch.device) -> list[Batch]:
+    """The requests of one call, those with equally many queries and about as many keys together.
+
+    Args:
+        starts: int64 (requests + 1, 2), on the CPU: where each request's queries and keys begin, last where all end.
+        total: int64 (requests,), on the CPU: how long each request's text is; its queries and keys are the last of it.
+        window: of a layer with sliding windows.
+    """
     lengths = starts.diff(dim=0)
-    last = position_ids[0].long().cpu()[(starts[1:, 0] - 1).clamp(min=0)]
     alike: dict[tuple[int, int], list[int]] = {}  # padding for at most as many keys again
     for request, (q_len, kv_len) in enumerate(lengths.tolist()):
         if q_len:
             alike.setdefault((q_len, kv_len.bit_length()), []).append(request)
     batches = []
     for (q_len, _), requests in alike.items():
-        (first_q, first_k), kv_len, total = starts[requests].T[..., None], lengths[requests, 1:], last[requests, None] + 1
+        (first_q, first_k), kv_len = starts[requests].T[..., None], lengths[requests, 1:]
         own = kv_len - q_len + torch.arange(q_len)  # counted from each request's first key: all rows share key_start
         zero = torch.zeros_like(own)
         low = zero if window is None else (own - window + 1).clamp(min=0)
-        index = Columns(own, zero, zero + kv_len - total, low, own).stacked()
+        index = Columns(own, zero, zero + kv_len - total[requests, None], low, own).stacked()
         columns = torch.arange(int(kv_len.max()))
         keys = first_k + torch.minimum(columns, kv_len - 1)
-        batches.append(Batch((first_q + torch.arange(q_len)).to(device), keys.to(device), Rows(index.to(device))))
+        queries = first_q + torch.arange(q_len)
+        batches.append(Batch(queries.to(device), keys.to(device), Rows(index.to(device)), tuple(requests)))
     return batches

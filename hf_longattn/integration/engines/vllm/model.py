@@ -1,0 +1,98 @@
+"""vLLM's Transformers classes, with the method of the checkpoint in their attention layers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_reduce
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models import transformers as backends
+
+from ....attention.tables import TableCache
+from ....config import LongAttnConfig
+from ....methods.learned import learned_parts
+from ....methods.method import Heads
+from ...layers import layers_of
+from ...names import TRIPWIRE
+from ...rotation import RotarySource, find_rotary
+from ...state import TABLE_BYTES, LayerPlan
+from . import fold, plans
+from .backend import Backend
+from .plans import PART, Part
+
+
+class Served:
+    """In front of one of vLLM's classes: plans before it is built, parts afterwards."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        model_config = vllm_config.model_config
+        planned = plans.planned(vllm_config)
+        folds = all(plan.config is None or fold.folds(plan.config) for plan, _ in planned.values())
+        softcap = getattr(model_config.hf_text_config, "attn_logit_softcapping", None)
+        self.__dict__["folds"] = folds and not softcap and not model_config.uses_mrope
+        with warnings.catch_warnings():  # of a section whose method transformers does not run
+            warnings.filterwarnings("ignore", "config.longattn is set")
+            super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        attach(self.model, planned, self.__dict__["folds"])  # type: ignore[attr-defined]
+
+    def _get_attn_cls(self) -> Any:
+        own = super()._get_attn_cls()  # type: ignore[misc]
+        if self.__dict__["folds"]:
+            return own
+        if own is not Attention:
+            raise NotImplementedError(f"hf_longattn serves vLLM's Attention layers, and this model has {own.__name__}")
+        return functools.partial(Attention, attn_backend=Backend)
+
+
+def __getattr__(name: str) -> Any:
+    base = getattr(backends, name.removeprefix(TRIPWIRE), None)
+    if not name.startswith(TRIPWIRE) or base is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # vLLM knows its Transformers backend by the names of the classes
+    globals()[name] = type(base.__name__, (Served, base), {"__module__": __name__, "__qualname__": name})
+    return globals()[name]
+
+
+def attach(model: Any, planned: Mapping[str, tuple[LayerPlan, nn.Module | None]], folds: bool) -> None:
+    """Give every attention module its part, and learned parts for the weights that are loaded next."""
+    tables = TableCache(TABLE_BYTES)
+    sources: dict[RotarySource, RotarySource] = {}
+    for layer in layers_of(model):
+        if layer.name not in planned:
+            continue
+        plan, parts = planned[layer.name]
+        config = LongAttnConfig() if plan.config is None else plan.config
+        if parts is not None:
+            like = next(layer.module.parameters())
+            layer.module.longattn = copy.deepcopy(parts).to(torch.get_default_dtype()).to_empty(device=like.device)
+        rotary = plan.rotary
+        if rotary is not None and rotary not in sources:
+            found = find_rotary(model, layer.module.config, layer.type)
+            assert found is not None
+            sources[rotary] = RotarySource(found.module, found.buffer, rotary.convention, rotary.still)
+        config, learned = of_these_heads(config, learned_parts(layer.module), layer.module)
+        part = Part(config, learned, None if rotary is None else sources[rotary], tables, folds)
+        layer.module.__dict__[PART] = part
+        if not folds:
+            layer.module.attn.impl.part = part
+
+
+def of_these_heads(
+    config: LongAttnConfig, learned: dict[str, nn.Module], module: Any
+) -> tuple[LongAttnConfig, dict[str, Any]]:
+    """A layer's config and learned parts as this process's heads use them."""
+    count, of = module.attn.num_heads, module.config.num_attention_heads
+    if count == of:
+        return config, learned
+    heads = Heads(get_tensor_model_parallel_rank() * count, count, of, functools.partial(_mean, of // count))
+    return config.for_heads(heads), {slot: functools.partial(part, own=heads.own) for slot, part in learned.items()}
+
+
+def _mean(processes: int, x: Tensor) -> Tensor:
+    return tensor_model_parallel_all_reduce(x) / processes

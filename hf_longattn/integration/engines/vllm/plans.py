@@ -1,0 +1,149 @@
+"""What each attention layer of a served model computes: planned on an empty model, as transformers would build it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModel
+from vllm.config import CompilationConfig, CompilationMode, set_current_vllm_config
+
+from ....attention.tables import TableCache
+from ....config import LongAttnConfig
+from ...layers import Layer, candidates_of, layers_of
+from ...model import apply
+from ...names import is_ours, short
+from ...rotation import RotarySource
+from ...state import LayerPlan, plan_of
+from ...trained import rope_settings
+from ...verify import NOT_ROTATED, leave_unrotated
+
+#: Under this name an attention module of vLLM's model holds its `Part`.
+PART = "longattn_vllm"
+#: What vLLM makes of the name of ours in a config, once it has built the model.
+RENAMED = ("vllm", "vllm_mla")
+#: Kinds of layers that vLLM's Transformers backend tells apart.
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one attention layer computes, of the heads that this process has.
+
+    Args:
+        learned: the learned parts of its methods, by slot.
+        rotary: how the layer rotates, where its config remaps that.
+        tables: the model's.
+        folds: whether `fold` computes it; else `backend`.
+    """
+
+    config: LongAttnConfig
+    learned: dict[str, Any]
+    rotary: RotarySource | None
+    tables: TableCache
+    folds: bool
+
+
+def is_served(config: Any) -> bool:
+    """Whether a config that vLLM has read is a checkpoint's of ours."""
+    text = config.get_text_config()
+    name = getattr(text, "_attn_implementation", None)
+    return is_ours(name) or (name in RENAMED and bool(getattr(text, "longattn", None)))
+
+
+def config_of(config: Any) -> LongAttnConfig:
+    """The method of a checkpoint."""
+    text = config.get_text_config()
+    name = text._attn_implementation
+    return LongAttnConfig.parse(short(name) if is_ours(name) else "longattn", text.longattn)
+
+
+def planned(vllm_config: Any) -> dict[str, tuple[LayerPlan, nn.Module | None]]:
+    """The plan of every attention module by its name in the model, and its learned parts, on the meta device.
+
+    Args:
+        vllm_config: vLLM's, of everything.
+
+    Raises:
+        ValueError: the method does not fit the model, or vLLM cannot serve it, by name.
+    """
+    model_config = vllm_config.model_config
+    config = copy.deepcopy(model_config.hf_config)
+    uncompiled = copy.copy(vllm_config)  # classes that vLLM has built before ask for it
+    uncompiled.compilation_config = CompilationConfig(mode=CompilationMode.NONE)
+    with set_current_vllm_config(uncompiled):
+        with torch.inference_mode(False), torch.device("meta"):
+            model = AutoModel.from_config(config, trust_remote_code=model_config.trust_remote_code)
+        layers = candidates_of(model)
+        _refuse(model_config, model, layers)
+        remapped = [x for x in layers if (plan := plan_of(x.module)) is not None and plan.rotary is not None]
+        if remapped:
+            _settle(config.get_text_config(), model, remapped)
+    plans = {x.name: (plan, getattr(x.module, "longattn", None)) for x in layers_of(model) if (plan := plan_of(x.module))}
+    model_config.hf_config.get_text_config().longattn = layers[0].module.config.longattn  # bound, for `is_served` later
+    return plans
+
+
+def _refuse(model_config: Any, model: nn.Module, layers: list[Layer]) -> None:
+    """Raise for models that vLLM would compute otherwise than transformers does."""
+    text = model_config.hf_text_config
+    plans = [plan for x in layers if (plan := plan_of(x.module)) is not None and plan.config is not None]
+    methods = plans[0].config
+    assert methods is not None
+    narrow = methods.output_norm is not None and getattr(text, "v_head_dim", None) not in (None, text.head_dim)
+    remaps = any(plan.rotary is not None for plan in plans)
+    kinds = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
+    unfit = {
+        "latent attention as vLLM computes it (set VLLM_MLA_DISABLE=1)": model_config.use_mla,
+        "an output norm over values narrower than keys": narrow,
+        f"layers of the kinds {sorted(kinds)}": bool(kinds),
+        "M-RoPE under a remap": remaps and model_config.uses_mrope,
+        "rotations that change with a text's length under a remap": remaps
+        and any(rope_settings(text, x.type).get("rope_type") in ("longrope", "dynamic") for x in layers),
+    }
+    if named := [name for name, value in unfit.items() if value]:
+        raise ValueError(f"{methods.name} cannot be served in vLLM on {type(model).__name__}, which has {', '.join(named)}")
+
+
+def _settle(text: Any, model: nn.Module, remapped: list[Layer]) -> None:
+    """Give the remapped layers of an empty model the rotation that a small one of its kind shows."""
+    small = _small(text)
+    with torch.inference_mode(False), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            twin = AutoModel.from_config(small, dtype=torch.float32, attn_implementation="eager")
+        except Exception as error:
+            raise ValueError(f"cannot build a small {type(text).__name__} to see how it rotates: {error}") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a method that is not the checkpoint's
+            rerope = LongAttnConfig.preset("rerope", window=1, stack=True, layers=tuple(x.index for x in remapped))
+            layers = {x.index: plan_of(x.module) for x in candidates_of(apply(twin, rerope))}
+    alone: dict[RotarySource, list[Layer]] = {}
+    for layer in remapped:
+        seen, plan = layers[layer.index], plan_of(layer.module)
+        assert seen is not None
+        assert plan is not None
+        assert plan.rotary is not None
+        if seen.reason == NOT_ROTATED:
+            alone.setdefault(plan.rotary, []).append(layer)
+        else:
+            assert seen.rotary is not None
+            plan.rotary.convention = seen.rotary.convention
+    for source, still in alone.items():
+        leave_unrotated(source, still)
+
+
+def _small(text: Any) -> Any:
+    """The config of a model that rotates as this one does, in as many layers, of a few million weights."""
+    settings = text.to_dict()
+    head_dim = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
+    small: dict[str, Any] = {key: 16 for key, value in settings.items() if key.endswith("intermediate_size") and value}
+    small |= {"vocab_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 2 * head_dim}
+    small |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "longattn", "attn_implementation"))
+    small = {key: value for key, value in small.items() if key in settings or value is None}
+    small |= dict.fromkeys(("quantization_config",)) if "quantization_config" in settings else {}
+    return type(text).from_dict(settings | small)

@@ -1,0 +1,110 @@
+"""What of vLLM is replaced, so that a checkpoint of ours is served under its method or refused before its weights are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from vllm.lora.worker_manager import WorkerLoRAManager
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models import transformers as backends
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from ....config import LongAttnConfig
+from ...names import RECORD, TRIPWIRE
+from ...resume import computed
+from ...seams import wrap
+from . import fold, plans
+
+#: vLLM's name for its attention function.
+NAME = "vllm"
+
+
+def install() -> None:
+    """Wrap and register; a second call changes nothing."""
+    if hasattr(ALL_ATTENTION_FUNCTIONS[NAME], "__wrapped__"):
+        return
+    ALL_ATTENTION_FUNCTIONS[NAME] = fold.attention(ALL_ATTENTION_FUNCTIONS[NAME])
+    package = __name__.rpartition(".")[0]
+    register_backend(AttentionBackendEnum.CUSTOM, f"{package}.backend.Backend")
+    for name in vars(backends):
+        if name.startswith("Transformers") and name.endswith("ForCausalLM"):
+            ModelRegistry.register_model(TRIPWIRE + name, f"{package}.model:{TRIPWIRE}{name}")
+            MODELS_CONFIG_MAP[TRIPWIRE + name] = Checks
+    wrap(type(ModelRegistry), "inspect_model_cls", _resolve)
+    wrap(type(ModelRegistry), "resolve_model_cls", _resolve)
+    wrap(WorkerLoRAManager, "_load_adapter", _load_adapter)
+
+
+def _resolve(original: Callable[..., Any], self: Any, architectures: Any, model_config: Any) -> Any:
+    """Whatever architecture a checkpoint of ours names, or is given, it goes to our class."""
+    config = model_config.hf_config
+    if not plans.is_served(config):
+        return original(self, architectures, model_config)
+    names = [architectures] if isinstance(architectures, str) else architectures
+    names = [name.removeprefix(TRIPWIRE) for name in names]
+    config.architectures = names  # by which vLLM finds how weights were renamed
+    if model_config.model_impl == "vllm":
+        raise ValueError(
+            f'model_impl="vllm" would serve {", ".join(names)} without {plans.config_of(config).name}, which the checkpoint '
+            'runs: leave it out, or set model_impl="transformers"'
+        )
+    name: str = model_config._get_transformers_backend_cls()
+    if not name.endswith("ForCausalLM"):
+        raise ValueError(f"hf_longattn serves models that generate text in vLLM, and this would be {name}")
+    with _neutral(model_config):
+        return original(self, [TRIPWIRE + name], model_config)
+
+
+class _neutral:
+    """While open, vLLM looks a class up by its name alone."""
+
+    def __init__(self, model_config: Any) -> None:
+        self.config, self.before = model_config, model_config.model_impl
+
+    def __enter__(self) -> None:
+        object.__setattr__(self.config, "model_impl", "auto")
+
+    def __exit__(self, *_: Any) -> None:
+        object.__setattr__(self.config, "model_impl", self.before)
+
+
+class Checks(VerifyAndUpdateConfig):
+    """What vLLM asks in the process of the caller, before it starts an engine."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        """Raise ValueError for what cannot be served under the checkpoint's method."""
+        method = plans.config_of(vllm_config.model_config.hf_config)
+        cache, parallel = vllm_config.cache_config.cache_dtype, vllm_config.parallel_config
+        unfit = {
+            f"a KV cache in {cache} (kv_cache_dtype)": cache not in ("auto", "float16", "bfloat16", "float32"),
+            "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+            "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+            "speculative decoding": vllm_config.speculative_config is not None,
+        }
+        if named := [name for name, value in unfit.items() if value]:
+            raise ValueError(f"{method.name} cannot be served in vLLM with {' and '.join(named)}: leave that out")
+        plans.planned(vllm_config)
+
+
+def _load_adapter(original: Callable[..., Any], self: Any, lora_request: Any) -> Any:
+    """An adapter that was trained under another attention than is served would be wrong without a word."""
+    file = Path(lora_request.lora_path) / "adapter_config.json"
+    if file.is_file():
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        section = saved.get("longattn", saved.get(RECORD, {}).get("longattn"))
+        trained = None if section is None else LongAttnConfig.from_dict(section)
+        config = self.vllm_config.model_config.hf_config
+        runs = plans.config_of(config) if plans.is_served(config) else None
+        if trained is not None and computed(trained) != computed(runs):
+            raise ValueError(
+                f"the adapter {lora_request.lora_name!r} was trained under {trained.name}, {trained.to_dict()}, and the model "
+                f"is served under {'no method' if runs is None else runs.to_dict()}: merge it (merge_and_unload), save the "
+                "model with hf_longattn.save and serve that"
+            )
+    return original(self, lora_request)

