@@ -125,7 +125,7 @@ def carrier_mask(
     dense = functools.partial(
         ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], **shared, **kwargs | {"allow_is_causal_skip": False}, config=config
     )
-    carrier = _carrier(dense, **shared)
+    carrier = _carrier(dense, local_size is not None and local_size == getattr(config, "sliding_window", None), **shared)
     if readable(carrier):
         static = {k: x.clone() for k, x in shared.items() if k.endswith("offset") and isinstance(x, Tensor)}  # caches count on
         arguments = {**shared, **static, **kwargs, "config": config, "local_size": local_size}
@@ -135,6 +135,7 @@ def carrier_mask(
 
 def _carrier(
     dense: Callable[[], Tensor],
+    windowed: bool,
     *,
     batch_size: int,
     q_length: int,
@@ -145,7 +146,7 @@ def _carrier(
     attention_mask: Tensor | None,
     device: torch.device | str,
 ) -> Tensor:
-    """The mask in one of our forms; `dense` gives bool (batch, 1, q_len, kv_len), True = visible."""
+    """The mask in one of our forms; `dense` gives bool (batch, 1, q_len, kv_len), True = visible, `windowed` through one."""
     position = torch.arange(q_length, device=device) + q_offset
     first = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
     high = position.expand(batch_size, -1)
@@ -174,7 +175,7 @@ def _carrier(
     cache_index = torch.arange(kv_length, device=device) + kv_offset
     if attention_mask is None:
         start = visible.int().argmax(-1) + key_start
-        if local_size is not None and local_size == getattr(config, "sliding_window", None) and not is_tracing(visible):
+        if windowed and not is_tracing(visible):
             start = _before_windows(start, q_offset)
         counted = cache_index.expand(batch_size, -1)
     else:
