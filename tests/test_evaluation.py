@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import coverage_models
 import pytest
 import tiny
 import torch
@@ -46,6 +47,7 @@ from hf_longattn.measuring.settings import (
     precision_of,
     read_settings,
 )
+from hf_longattn.training.loss import CausalLoss
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +174,28 @@ def test_a_prefix_is_read_once_and_settings_read_on(folder: Path, tmp_path: Path
         found = [-a["log_likelihood"] / a["tokens"] for a in copy["answers"]]
         assert found == pytest.approx(copy_losses(expected[1], copies), abs=1e-4)
         assert "bins" not in loss
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "mllama", "opt", "gpt2"])
+def test_losses_of_models_that_call_their_parts_otherwise(name: str) -> None:
+    torch.manual_seed(0)
+    m, ids = coverage_models.build(name), torch.randint(1, 90, (1, 24))
+    with torch.no_grad():
+        logits = m(ids, use_cache=False).logits[0, :-1]
+    want = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+    for how in ({}, {"prefill": 7}, {"prefix": prefix_of(m, ids[:, :9])}):
+        begin = 9 if "prefix" in how else 0
+        torch.testing.assert_close(token_losses(m, ids, chunk=8, **how)[0, begin + 1 :], want[begin:], atol=1e-4, rtol=0)
+    torch.testing.assert_close(CausalLoss(m)(ids, ids)["loss"], want.mean(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["mamba", "openai-gpt", "jamba"])
+def test_models_that_do_not_read_on_from_a_cache_are_refused(name: str) -> None:
+    torch.manual_seed(0)
+    m, ids = coverage_models.build(name), torch.randint(1, 90, (1, 40))
+    for measure in (lambda: token_losses(m, ids, prefill=32), lambda: prefix_of(m, ids[:, :20])):
+        with pytest.raises(ValueError, match="does not read on in a text from a KV cache"):
+            measure()
 
 
 def test_a_prefix_of_layers_that_slide(folder: Path, tmp_path: Path) -> None:

@@ -101,6 +101,13 @@ def layers_of(model: nn.Module) -> Iterator[Layer]:
             yield Layer(name, module)
 
 
+def bodies_of(model: nn.Module) -> list[PreTrainedModel]:
+    """The models inside a model that hold all of its attention: what its head reads the output of, and what that one calls."""
+    attention = {x.module for x in layers_of(model)}
+    inside = (m for m in model.modules() if m is not model and isinstance(m, PreTrainedModel))
+    return [m for m in inside if attention <= set(m.modules())]
+
+
 def _code(module: nn.Module) -> Any:
     """The code of a module's forward function."""
     return getattr(inspect.unwrap(type(module).forward), "__code__", None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -53,6 +53,16 @@ _TRACED = (
 #: How positions may count, and did in all calls so far: by cache index, from the start of the text, by visible tokens.
 Numbering: TypeAlias = tuple[bool, bool, bool]
 _ANY: Numbering = (True, True, True)
+
+
+class _Shown(NamedTuple):
+    """How the tokens of a call are numbered: those that come first behind cached keys (if any does), and all of them."""
+
+    behind: Numbering
+    all: Numbering
+    sees_cache: bool
+
+
 #: The entry of a cache's __dict__ that says it of its keys.
 _NOTE = "longattn_numbering"
 
@@ -65,13 +75,16 @@ class _Pass:
     cache: Cache | None
     after: Numbering | None = None
 
-    def note(self, now: Numbering, sees_cache: bool) -> None:
+    def note(self, shown: _Shown) -> None:
         """What one of the masks of the pass showed. ValueError: the cached keys were numbered otherwise."""
-        known = self.cache.__dict__.get(_NOTE, _ANY) if sees_cache and self.cache is not None else _ANY
-        both = tuple(a and b for a, b in zip(now, known, strict=True))
-        if sees_cache and not any(both):
+        known = self.cache.__dict__.get(_NOTE, _ANY) if shown.sees_cache and self.cache is not None else _ANY
+        if shown.sees_cache and not any(_both(known, shown.behind)):
             raise ValueError(_OTHERWISE)
-        self.after = cast("Numbering", tuple(a and b for a, b in zip(both, self.after or _ANY, strict=True)))
+        self.after = _both(_both(known, shown.all), self.after or _ANY)
+
+
+def _both(one: Numbering, other: Numbering) -> Numbering:
+    return one[0] and other[0], one[1] and other[1], one[2] and other[2]
 
 
 _PASS: ContextVar[_Pass | None] = ContextVar("longattn_pass", default=None)
@@ -110,9 +123,9 @@ def with_positions(rows: Rows, counted: Tensor | None, mask: Tensor, position_id
         return _resolve(rows, counted, position_ids, kv_len)[0]
     kept: tuple[Tensor, Rows] | None = mask.__dict__.get("longattn_positions")
     if kept is None or kept[0] is not position_ids:
-        out, numbering, sees_cache = _resolve(rows, counted, position_ids, kv_len)
+        out, shown = _resolve(rows, counted, position_ids, kv_len)
         if (now := _PASS.get()) is not None:
-            now.note(numbering, sees_cache)
+            now.note(shown)
         mask.__dict__["longattn_positions"] = kept = position_ids, out
     return kept[1]
 
@@ -162,8 +175,14 @@ class _Call:
         return self.none_real | (even & (self.by_index | self.by_start | ~self.sees_cache))
 
     @property
-    def numbering(self) -> list[Tensor]:
-        """Whether all tokens are at their cache index, at the distance from their text's first, at the count before them."""
+    def behind(self) -> list[Tensor]:
+        """`_Shown.behind`, unread."""
+        by_count = self.by_start if self.counted is None else self.by_count
+        return [(fits | ~self.sees_cache).all() for fits in (self.by_index, self.by_start, by_count)]
+
+    @property
+    def all(self) -> list[Tensor]:
+        """`_Shown.all`, unread."""
         from_start = self.cache_index - self.start
         count = from_start
         if self.counted is not None:
@@ -198,19 +217,18 @@ class _Call:
         return (p <= before) & self.real
 
 
-def _resolve(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> tuple[Rows, Numbering, bool]:
-    """The rows, how this call's tokens are numbered, and whether any of them sees keys of earlier calls."""
+def _resolve(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> tuple[Rows, _Shown]:
     if rows.index.shape[1] == 1 and rows.allowed is None and not _several_processes():
-        fits, *facts = _decoding(rows, position_ids)
+        fits, index, start, sees_cache = _decoding(rows, position_ids)
         if fits:
-            return rows, (facts[0], facts[1], facts[1]), facts[2]
+            return rows, _Shown((index, start, start), (index, start, start), sees_cache)
     call = _Call(rows, counted, position_ids, kv_len)
     step, pair = call.p.diff(), call.real[:, 1:] & call.real[:, :-1]
     same = call.start[:, 1:] == call.start[:, :-1]
     new_document = (step > 1) & pair & ~same if rows.allowed is None else pair[:, :0]
     whole = call.sees_cache | call.by_index | call.by_start | call.by_count | call.none_real | (not _several_processes())
     usual = call.regular.all() & whole.all() & ~new_document.any()  # read from the device at once, with what is noted
-    usual, sees_cache, *numbering = torch.stack([usual, call.sees_cache.any(), *call.numbering]).tolist()
+    usual, sees_cache, *shown = torch.stack([usual, call.sees_cache.any(), *call.behind, *call.all]).tolist()
     if not usual:
         if bool(new_document.any()):
             raise ValueError(_JUMP)
@@ -221,7 +239,7 @@ def _resolve(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: i
         rows = call.explicit()
         if bool(_goes_back(call, rows, kv_len).any()):
             raise ValueError(_RESET)
-    return rows, cast("Numbering", tuple(numbering)), sees_cache
+    return rows, _Shown(cast("Numbering", tuple(shown[:3])), cast("Numbering", tuple(shown[3:])), sees_cache)
 
 
 def _decoding(rows: Rows, position_ids: Tensor) -> list[bool]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..config import LongAttnConfig
 from ..integration.planning import bound_config
 from .evaluation.copying import PASSAGE, SKIP
-from .evaluation.losses import logits_of
+from .evaluation.losses import hidden_of, logits_of
 from .evaluation.plan import fingerprint
 from .evaluation.statistics import mean_interval
 from .evaluation.store import digest
@@ -104,12 +104,13 @@ def probe(model: Any, input_ids: Tensor, distances: Sequence[int]) -> Probe:
         position_ids = torch.arange(TOKENS, device=read.device)
         position_ids[BEFORE:] += distance - LEAST
         for i, ids in enumerate(read.split(1)):
-            hidden = model.base_model(
+            hidden = hidden_of(
+                model,
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),  # without a mask a jump would start a new text
                 position_ids=position_ids[None],
                 use_cache=False,
-            ).last_hidden_state[:, BEFORE:-1]
+            )[:, BEFORE:-1]
             losses = torch.nn.functional.cross_entropy(logits_of(model, hidden)[0], ids[0, BEFORE + 1 :], reduction="none")
             text[i, n] = losses[: AFTER - 1].mean()
             copies[i, n] = losses[AFTER - 1 + SKIP :].mean()

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, kl_div
 from torch.utils.checkpoint import checkpoint
 
 from ..measuring.evaluation.long_ppl import long_ce_weights, short_losses
-from ..measuring.evaluation.losses import logits_of
+from ..measuring.evaluation.losses import hidden_of, logits_of
 from ..measuring.tasks.needle import IGNORE
 from .recipe import Distill, LongCE
 
@@ -71,9 +71,9 @@ class CausalLoss:
         if self.distill is not None and self.teacher is not None:
             given = inputs if self.teacher_positions else {}
             with torch.no_grad(), self.teacher():
-                taught = self._hidden(input_ids, given)
+                taught = hidden_of(self.model, input_ids=input_ids, use_cache=False, **given)
         short = None if self.long_ce is None else self._short(input_ids)
-        hidden = self._hidden(input_ids, inputs)
+        hidden = hidden_of(self.model, input_ids=input_ids, use_cache=False, **inputs)
         labels = torch.nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:] if shift_labels is None else shift_labels
         rank, parts = self.part
         position = torch.arange(labels.shape[1], device=labels.device) + rank * labels.shape[1]
@@ -98,10 +98,6 @@ class CausalLoss:
         counts = torch.zeros(PARTS, device=labels.device).index_add_(0, part, (labels != IGNORE).sum(0).float())
         items = counts.sum() if num_items_in_batch is None else num_items_in_batch
         return {"loss": total / items, "cross_entropy": sums[0], "divergence": sums[1], "tokens": counts}
-
-    def _hidden(self, input_ids: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        out: Tensor = self.model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
-        return out
 
     def _short(self, input_ids: Tensor) -> Tensor:
         """The loss of the token after each by its near context, (batch, length); NaN where that is the whole window."""

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
+
+from ...integration.layers import bodies_of
 
 #: The KV cache of a text's first tokens. A layer with a sliding window holds that window alone.
 Prefix: TypeAlias = DynamicCache
@@ -18,11 +20,34 @@ Prefix: TypeAlias = DynamicCache
 @torch.inference_mode()
 def prefix_of(model: Any, input_ids: Tensor, chunk: int = 2048) -> Prefix:
     """The KV cache of a text (batch, length), read `chunk` tokens at a time, for `token_losses` and `answer_scores`, which
-    leave it as it is."""
+    leave it as it is.
+
+    Raises:
+        ValueError: the model does not read on from a cache as it reads a text whole.
+    """
+    _check_reads_on(model, input_ids)
     cache = DynamicCache(config=model.config)
     for part in input_ids.split(chunk, 1):
-        model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
+        hidden_of(model, input_ids=part, past_key_values=cache, use_cache=True)
     return cache
+
+
+def _check_reads_on(model: Any, input_ids: Tensor, length: int = 16) -> None:
+    """Raise ValueError where a text read in two parts is not the text read whole: some models keep no cache, or a state
+    that only single tokens go on from."""
+    ids, cache = input_ids[:1, :length], DynamicCache(config=model.config)
+    try:
+        whole = hidden_of(model, input_ids=ids, use_cache=False).float()
+        parts = [hidden_of(model, input_ids=x, past_key_values=cache, use_cache=True) for x in ids.split(length // 2, 1)]
+        off = (torch.cat(parts, 1) - whole).abs().mean() / whole.abs().mean()
+        exact = bool(off < 4 * torch.finfo(parts[0].dtype).eps ** 0.5)
+    except (AttributeError, AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{type(model).__name__} {_WHOLE} ({error})") from error
+    if not exact:
+        raise ValueError(f"{type(model).__name__} {_WHOLE} (its hidden states differ by {float(off):.1%})")
+
+
+_WHOLE = "does not read on in a text from a KV cache as it reads the text whole: measure it without a prefix or prefill"
 
 
 def shortened(prefix: Prefix, length: int) -> Prefix:
@@ -37,20 +62,28 @@ def shortened(prefix: Prefix, length: int) -> Prefix:
     return cache
 
 
+def hidden_of(model: Any, **inputs: Any) -> Tensor:
+    """What a model's head reads in a forward pass, (batch, length, hidden); its logits where the head is no part by itself."""
+    bodies = bodies_of(model)
+    if not bodies:
+        logits: Tensor = type(model).forward(model, **inputs).logits  # not the instance's, which may be a loss
+        return logits
+    hidden: Tensor = bodies[0](**inputs).last_hidden_state
+    return hidden
+
+
 def last_hidden(model: Any, input_ids: Tensor, prefill: int | None = None, prefix: Prefix | None = None) -> Tensor:
     """The hidden states that the head reads, (batch, length, hidden), NaN in the prefix; arguments as of `token_losses`."""
     if prefix is not None:
         cache, read = copy.deepcopy(prefix), prefix.get_seq_length()
-        hidden = model.base_model(input_ids=input_ids[:, read:], past_key_values=cache, use_cache=True).last_hidden_state
+        hidden = hidden_of(model, input_ids=input_ids[:, read:], past_key_values=cache, use_cache=True)
         return torch.nn.functional.pad(hidden, (0, 0, read, 0), value=torch.nan)
     if prefill is None:
-        return model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        return hidden_of(model, input_ids=input_ids, use_cache=False)
+    _check_reads_on(model, input_ids)
     cache = DynamicCache(config=model.config)
-    parts = [
-        model.base_model(input_ids=part, past_key_values=cache, use_cache=True).last_hidden_state
-        for part in input_ids.split(prefill, 1)
-    ]
-    return torch.cat(parts, 1)
+    parts = input_ids.split(prefill, 1)
+    return torch.cat([hidden_of(model, input_ids=part, past_key_values=cache, use_cache=True) for part in parts], 1)
 
 
 class _Given(tuple[Tensor]):
@@ -70,15 +103,15 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
     They come from the model's own forward, whose base model hands them on: some models scale or cap their logits there, or
     have a head of several layers, each in its own way.
     """
-    base = model.base_model
-    places = [base, *([base.decoder] if isinstance(getattr(base, "decoder", None), nn.Module) else [])]  # Bart's, OPT's
-    before = [m.__dict__.get("forward") for m in places]  # accelerate's hooks stand there
-    for module in places:
+    if not (bodies := bodies_of(model)):
+        return hidden.float()
+    before = [m.__dict__.get("forward") for m in bodies]  # accelerate's hooks stand there
+    for module in bodies:
         module.forward = lambda *_, **__: _Given((hidden,))
     try:
         return type(model).forward(model, inputs_embeds=hidden).logits.float()  # not the instance's, which may be a loss
     finally:
-        for module, forward in zip(places, before, strict=True):
+        for module, forward in zip(bodies, before, strict=True):
             del module.__dict__["forward"]
             if forward is not None:
                 module.forward = forward
@@ -96,7 +129,7 @@ def token_losses(
     """The negative log-likelihood (nats) of every token given those before it.
 
     Args:
-        model: a causal language model with its head in `get_output_embeddings()`.
+        model: a causal language model.
         input_ids: (batch, length).
         chunk: positions whose logits are held at a time.
         last: only these many last tokens; the head, half the work of a small model, is run for no others. None means all.
