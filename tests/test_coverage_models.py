@@ -15,7 +15,8 @@ from tiny_configs import families
 
 RESULTS = json.loads(coverage_models.RESULTS.read_text(encoding="utf-8"))
 #: Beside the families of tests/cases.py: latent attention, layers without RoPE, linear attention, mixtures of experts and of
-#: layers, learned positions, no attention at all, sinks, an attention of its own, one shared by several layers, an indexer, windows beside images.
+#: layers, learned positions, no attention at all, sinks, an attention of its own, one shared by several layers, an indexer,
+#: windows beside images.
 NAMES = (
     "deepseek_v3",
     "cohere2",

@@ -1,4 +1,4 @@
-"""A tiny random model with a config's own lengths, windows, rotation and order of layers: what holds for one holds for both."""
+"""A tiny random model with a config's own lengths, windows, rotation and order of layers: what holds for it holds for all."""
 
 from __future__ import annotations
 

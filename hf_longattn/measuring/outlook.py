@@ -1,4 +1,4 @@
-"""What `extend` makes of a model, found on a tiny one with the same settings: docs/models.md and `hf-longattn doctor` say it."""
+"""What `extend` makes of a model, tried on a tiny one with the same settings: for docs/models.md and `hf-longattn doctor`."""
 
 from __future__ import annotations
 
