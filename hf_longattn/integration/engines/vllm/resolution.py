@@ -99,7 +99,7 @@ def _load_adapter(original: Callable[..., Any], self: Any, lora_request: Any) ->
         saved = json.loads(file.read_text(encoding="utf-8"))
         section = saved.get("longattn", saved.get(RECORD, {}).get("longattn"))
         trained = None if section is None else LongAttnConfig.from_dict(section)
-        config = self.vllm_config.model_config.hf_config
+        config = self._adapter_manager.model.config
         runs = plans.config_of(config) if plans.is_served(config) else None
         if trained is not None and computed(trained) != computed(runs):
             raise ValueError(
