@@ -35,7 +35,7 @@ from hf_longattn.measuring.rows import Row, Rows, versions
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "dispersion.json"
-DOCS = ROOT / "docs" / "reproductions"
+DOCS = ROOT / "docs" / "lab"
 PROMPT = "What is the maximum in the following sequence: {seq}? The maximum is:"
 #: The paper's three ways of drawing texts, and whether positions are encoded.
 WAYS = {

@@ -1,4 +1,4 @@
-"""One LoRA adapter of two that were trained alike: the mixtures of docs/longer.md.
+"""One LoRA adapter of two that were trained alike: the mixtures of docs/lab/longer.md.
 
     python benchmarks/mix_adapters.py control pose --shares 0.5 0.5 --out mean-control-pose
     python benchmarks/mix_adapters.py control pose --shares 1 0.5 --out control+half-pose

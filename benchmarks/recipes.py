@@ -95,7 +95,7 @@ def metrics_of(name: str) -> dict[str, Any]:
 
 
 def link(name: str) -> str:
-    return f"([file](../benchmarks/results/recipes-{name}.json))"
+    return f"([file](../../benchmarks/results/recipes-{name}.json))"
 
 
 def losses(names: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks import (
     dispersion_on_model,
     head_gains,
+    headline,
     logit_gaps,
     longer_on_model,
     methods_on_model,
@@ -88,7 +89,17 @@ def contents() -> Contents:
         "extend": extended,
         "probe": probed,
     }
-    measured = (dispersion_on_model, head_gains, logit_gaps, longer_on_model, methods_on_model, reading_far, recipes, speed)
+    measured = (
+        dispersion_on_model,
+        head_gains,
+        headline,
+        logit_gaps,
+        longer_on_model,
+        methods_on_model,
+        reading_far,
+        recipes,
+        speed,
+    )
     for other in (reproduced.contents(reproduced.load(reproductions.RESULTS)), *(m.contents() for m in measured)):
         own |= other
     return own

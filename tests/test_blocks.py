@@ -33,7 +33,7 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 FIRST_WORDS = ("hf-longattn", "make", "python", "pip", "accelerate", "torchrun", "git", ".ci/run")
 #: Examples that tests/test_training_examples.py and tests/test_distributed.py run: with data, with several processes.
-ELSEWHERE = {"adapters.md", "engines.md"}
+ELSEWHERE = {"share.md", "engines.md"}
 
 
 def python_blocks(elsewhere: bool = False) -> dict[str, str]:
@@ -84,13 +84,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("block", PYTHON)
 def test_python(block: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    code, name = PYTHON[block], str(home / "deep")
+    name = str(home / "deep")
+    code = PYTHON[block].replace('"HuggingFaceTB/SmolLM2-135M-Instruct"', repr(name)).replace("48000", "300")
     ids = torch.randint(2, 90, (1, 1100), generator=torch.Generator().manual_seed(0))
     config, model = AutoConfig.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name).eval()
     given: dict[str, Any] = {"torch": torch, "hf_longattn": hf_longattn, "LongAttnConfig": hf_longattn.LongAttnConfig}
     given |= {"AutoModelForCausalLM": AutoModelForCausalLM, "AutoConfig": AutoConfig}
     given |= {"name": name, "config": config, "model": model, "folder": tmp_path, "rows": [["0", 0.5, 0.25]]}
     given |= {"input_ids": ids, "tokens": ids.repeat(1, 2), "batches": [ids], "labels": ids}
+    given |= {"answer": str, "tokenizer": tiny.tokenizer(), "questions": [ids[:, :9]]}
     given["positions"] = torch.cat([torch.arange(1000), torch.arange(7900, 8000)])[None]
     if "peft" in code:
         peft = given["peft"] = pytest.importorskip("peft")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import warnings
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
+from helpers import stock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
@@ -19,6 +22,7 @@ from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn.cli import app
+from hf_longattn.cli.memory import cache_bytes
 from hf_longattn.measuring.evaluation.copying import with_copies
 from hf_longattn.measuring.extension import plan_copies
 from hf_longattn.measuring.settings import Setting, read_settings
@@ -298,3 +302,27 @@ def test_copies_fit_or_are_refused(trained: int, to: int) -> None:
     except ValueError:
         return
     with_copies(torch.zeros(1, to, dtype=torch.int64), copies)
+
+
+# memory ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_the_cache_that_memory_counts_is_the_one_that_generation_keeps(name: str) -> None:
+    model = stock(name).eval()
+    with torch.no_grad():
+        kept = model(torch.zeros(1, 96, dtype=torch.long), use_cache=True).past_key_values
+    held = sum(x.numel() * x.element_size() for layer in kept.layers for x in (layer.keys, layer.values))
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(model.config).eval()
+    assert cache_bytes(empty, 96) == held
+
+
+def test_memory_prints_weights_and_cache(files: Path) -> None:
+    result = CliRunner().invoke(app, ["memory", str(files / "model"), "--to", "32k", "--dtype", "float32", "--batch", "2"])
+    assert result.exit_code == 0, result.output
+    told = re.findall(r"KV cache\s+│\s+([\d,]+) MiB", result.output)
+    assert told == ["16"]  # 2 texts x 32,768 tokens x 2 layers x keys and values of 16 features x 4 bytes
+    wrong = CliRunner().invoke(app, ["memory", str(files / "model"), "--dtype", "float13"])
+    assert wrong.exit_code == 2
+    assert "--dtype" in wrong.output

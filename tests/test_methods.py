@@ -145,7 +145,7 @@ def test_attention_by_distance_range_is_equal() -> None:
 
 @pytest.mark.parametrize(("deviation", "smaller"), [(0.01, 0.05), (0.07, 0.001)])
 def test_the_epsilon_of_output_norms_is_added_to_the_variance(deviation: float, smaller: float) -> None:
-    """As docs/methods/output_norm.md says; added to the deviation it would not be felt at either."""
+    """As docs/reference/methods/output_norm.md says; added to the deviation it would not be felt at either."""
     x = torch.randn(1, 2, 3, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x = deviation * (x - x.mean((1, 3), keepdim=True)) / x.std((1, 3), correction=0, keepdim=True)
     got = OutputStandardise().normalise(x).std((1, 3), correction=0)  # statistics over all heads together

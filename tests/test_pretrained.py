@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not MODEL.exists(), reason="`
 
 @pytest.fixture(scope="module")
 def ids() -> Tensor:
-    text = (ROOT / "README.md").read_text(encoding="utf-8") + (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    text = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/explain/design.md"))
     found: Tensor = AutoTokenizer.from_pretrained(MODEL)(text, return_tensors="pt").input_ids[:, :TOKENS]
     assert found.shape[1] == TOKENS
     return found

@@ -631,7 +631,7 @@ def test_pictures_are_drawn(the: Any, tmp_path: Path) -> None:
 def test_the_weight_decay_of_sets_is_as_small_as_the_page_says(the: Any) -> None:
     settings = the.sets.MAX_RETRIEVAL.settings
     taken = 1 - (1 - settings.learning_rate * settings.weight_decay) ** settings.steps
-    page = (ROOT / "docs" / "reproductions" / "max_retrieval.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "lab" / "max_retrieval.md").read_text(encoding="utf-8")
     assert f"takes {100 * taken:.1f} % off a weight in all {settings.steps:,} steps" in page
 
 

@@ -48,7 +48,7 @@ def test_the_lowest_frequency_of_prope_is_the_one_on_the_page(head_dim: int, the
     config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, intermediate_size=8, num_hidden_layers=1, vocab_size=8)
     built = build(rope.prope(config, 0.5, theta)).model.rotary_emb.inv_freq
     assert float(1 / built[built > 0].min()) == pytest.approx(lowest, rel=2e-3)
-    name = "rope.md" if head_dim == 128 else "reproductions/length.md"
+    name = "reference/rope.md" if head_dim == 128 else "lab/length.md"
     assert f"1/{lowest}" in (Path(__file__).parents[1] / "docs" / name).read_text(encoding="utf-8")
 
 

@@ -72,8 +72,8 @@ def test_entropies_are_those_of_a_direct_sample(result: dict[str, Any]) -> None:
             assert value == pytest.approx(float(entropy.mean()), abs=5 * math.hypot(float(entropy.std()) / 20, error))
 
 
-def page(name: str) -> str:
-    return " ".join((ROOT / "docs" / name).read_text(encoding="utf-8").split())
+def page(name: str, folder: str = "reference/methods") -> str:
+    return " ".join((ROOT / "docs" / folder / name).read_text(encoding="utf-8").split())
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.5, 0.25])
@@ -83,7 +83,7 @@ def test_ranges_keep_their_share_for_a_decay_of_1_alone(theory: Any, decay: floa
     found = {t: theory.unnormalised(config, t, 10 * t) for t in (100, 1000, 10_000, 100_000)}
     for n in (0, 1):
         assert found[100_000][n] / found[10_000][n] == pytest.approx(10 ** (1 - decay), rel=2e-3)
-    told = page("methods/scale_invariant.md")
+    told = page("scale_invariant.md")
     if decay == 0.25:
         assert f"grows from {found[100][0]:.0f} at t = 100 to {found[100_000][0]:,.0f} at t = 100,000" in told
     if decay == 1:
@@ -109,7 +109,7 @@ def test_infoscale_slows_the_growth_of_entropy_and_does_not_stop_it(variance: fl
         for name, scale in (("plain", 1.0), ("infoscale", float(factor[1]) if n == 16384 else 1.0)):
             per_row = torch.special.entr(torch.softmax(scale * logits, -1)).sum(-1)
             entropy[name, n] = (float(per_row.mean()), float(per_row.std()) / 16)
-    told = re.findall(r"\| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", page("methods/infoscale.md"))
+    told = re.findall(r"\| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", page("infoscale.md"))
     for n, *cells in told[:2]:
         for name, cell in zip(("plain", "infoscale"), cells[:2] if variance == 1 else cells[2:], strict=True):
             value, error = entropy[name, int(n.replace(",", ""))]
@@ -124,7 +124,7 @@ def test_infoscale_with_its_own_entropy_holds_it_as_the_page_says() -> None:
     committed = json.loads((ROOT / "docs" / "theory" / "theory.json").read_text(encoding="utf-8"))["infoscale"]
     assert committed["lengths"] == [8192, 16384, 65536]
     curves = committed["variances"]
-    told = page("methods/infoscale.md")
+    told = page("infoscale.md")
     for label, name in (("plain", "plain"), ("ε = 0", "published"), ("ε the entropy at 8,192 keys", "own entropy")):
         growth = [f"{c[name][-1][0] - c[name][0][0]:.2f}" for c in curves.values()]
         (line,) = re.findall(rf"\| growth, {label}(?: \([^|]*\))? \| ([^|]+) \| ([^|]+) \| ([^|]+) \|", told)
@@ -155,7 +155,7 @@ def test_the_entropy_of_scale_invariant_attention_rises_as_the_page_says() -> No
     found = schemes["scale-invariant, τ = 10"]
     first, last = found["entropy"][0][0], found["entropy"][-1][0]
     assert (found["lengths"][0], found["lengths"][-1]) == (16, 65536)
-    assert f"from {first:.2f} nats over 16 keys to {last:.2f} over 65,536" in page("diagnostics.md")
+    assert f"from {first:.2f} nats over 16 keys to {last:.2f} over 65,536" in page("attention.md", "lab")
 
 
 def test_the_committed_run_holds_and_is_what_its_claims_say(theory: Any) -> None:

@@ -1,4 +1,4 @@
-"""The examples of docs/adapters.md, run as they stand there (with fewer steps)."""
+"""The examples of docs/how-to/share.md, run as they stand there (with fewer steps)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import hf_longattn
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning")  # TRL uses it
 
-PAGE = (Path(__file__).parent.parent / "docs" / "adapters.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parent.parent / "docs" / "how-to" / "share.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 SETUP = BLOCKS[0]
 EXAMPLES = {name: next(b for b in BLOCKS if f'"adapter-{name}"' in b) for name in ("trl", "trainer", "accelerate")}

@@ -15,6 +15,7 @@ from .eval import evaluate
 from .extend import extend
 from .inspect import inspect
 from .lm_eval import lm_eval
+from .memory import memory
 from .probe import probe
 from .push import push
 from .run import run
@@ -38,7 +39,7 @@ def main(
     """Long-context attention for Transformers models."""
 
 
-for command in (extend, train, probe, inspect, push, doctor, env):
+for command in (extend, train, probe, inspect, memory, push, doctor, env):
     app.command()(command)
 app.command("eval")(evaluate)
 passed_on = {"allow_extra_args": True, "ignore_unknown_options": True}

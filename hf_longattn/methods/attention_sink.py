@@ -14,7 +14,7 @@ from .base import Sink
 from .learned import HeadShiftLayerNorm
 from .method import Heads, ModelFacts, numbers, per_head, require_in
 
-#: Sinks up to this hardly change a pretrained model (docs/methods/attention_sink.md) and still have gradients.
+#: Sinks up to this hardly change a pretrained model (docs/reference/methods/attention_sink.md) and still have gradients.
 NEARLY_NOTHING = -6.0
 
 

@@ -62,7 +62,7 @@ that repeat the first. The table is the loss on both, in nats per token, with po
   {of("extend", "text", -1):.2f}.
 - **The price** nearby, on the copy and on other text: `extend` {price("extend", "copy")} and {price("extend", "text")}, YaRN
   {price("YaRN × 2", "copy")} and {price("YaRN × 2", "text")}. Under `extend` far tokens all seem equally far: their order is
-  lost. A real text of this length has more keys to confuse: [longer.md](../longer.md) has whole texts.
+  lost. A real text of this length has more keys to confuse: [longer.md](../lab/longer.md) has whole texts.
 
 ![loss by distance, and of scale-invariant attention](plot.png)
 
@@ -73,11 +73,11 @@ Scale-invariant attention (τ = 10) on {facts["measured"]:,} held-out tokens in 
 {table(["", "loss", "against the unmodified model"], adapted)}
 
 - **As published it harms** a model that was pretrained with other attention. **Calibrated**, that is with each head's logits
-  [measured](../calibration.md) on 1,024 tokens first, it harms less, and {facts["steps"]} LoRA steps on other windows of the
-  same kind of text adapt the model to it.
+  [measured](../lab/calibration.md) on 1,024 tokens first, it harms less, and {facts["steps"]} LoRA steps on other windows of
+  the same kind of text adapt the model to it.
 - **The price:** a control that is trained alike without the method gains from the text too, and more
-  ([training.md](../training.md#what-short-runs-gave)). What the method is for, long texts after training from scratch, windows
-  this short cannot show: [length.md](../reproductions/length.md) does.
+  ([training.md](../lab/training.md#what-short-runs-gave)). What the method is for, long texts after training from scratch,
+  windows this short cannot show: [length.md](../lab/length.md) does.
 - **Saved and reloaded:** one adapter (`LongAttnLoraConfig`) that records the method; largest difference of logits
   {facts["difference"]:g}.
 

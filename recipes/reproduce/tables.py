@@ -1,4 +1,4 @@
-"""The tables and pictures of docs/reproductions, from the rows, with the papers' numbers beside ours."""
+"""The tables and pictures of docs/lab, from the rows, with the papers' numbers beside ours."""
 
 from __future__ import annotations
 
@@ -639,8 +639,7 @@ RECIPE_ROWS = {
 
 def conversion_recipes(data: Data) -> Shown:
     """LoRA as the recipes have it, at 16 and 64 times the window."""
-    shown = ways(data, RECIPE_ROWS, 2)
-    return Shown(shown.text.replace("../../benchmarks", "../benchmarks"), {})  # docs/training.md lies a folder higher
+    return ways(data, RECIPE_ROWS, 2)
 
 
 def conversion_taus(data: Data) -> Shown:

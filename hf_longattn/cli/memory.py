@@ -1,0 +1,61 @@
+"""`hf-longattn memory`: what a model takes at a length, from its config alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .common import console, refusing, table, tokens
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def memory(
+    model: Annotated[str, typer.Argument(help="A model on the Hub or a directory; its config is read, no weights.")],
+    to: Annotated[str, typer.Option(help="Tokens of text; 32k is 32,768.")] = "32k",
+    batch: Annotated[int, typer.Option(help="Texts at a time.", min=1)] = 1,
+    dtype: Annotated[str, typer.Option(help="Precision of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
+) -> None:
+    """Print the memory that MODEL takes to generate behind a text of --to tokens: weights, KV cache, activations.
+
+    Weights and cache are counted on a model without storage, so sliding windows and shared or compressed keys are what they
+    are. Activations are an estimate for reading the text in one pass; generate(prefill_chunk_size=1024) divides them.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ..checks import check_dtype, check_model
+
+    length = tokens(to)
+    with refusing("--dtype"):
+        check_dtype(dtype)
+    with refusing("MODEL"):
+        check_model(model)
+        config = AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval()
+    weights = sum(p.numel() * p.element_size() for p in built.parameters())
+    text, width = config.get_text_config(), getattr(torch, dtype).itemsize
+    whole = batch * cache_bytes(built, length)
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size  # GPT-2 names none
+    rows = {
+        "weights": weights,
+        "KV cache": whole,
+        "KV cache for each 1,000 tokens, on average": whole * 1000 // length,
+        "activations of one pass, about": batch * length * (4 * text.hidden_size + 2 * inner) * width,
+    }
+    shown = [[name, f"{number / 2**20:,.0f} MiB"] for name, number in rows.items()]
+    console.print(table(f"{model}: {batch} x {length:,} tokens in {dtype}", ["", "memory"], shown))
+
+
+def cache_bytes(model: nn.Module, length: int) -> int:
+    """Bytes of the cache behind `length` tokens, of a model on the meta device."""
+    import torch
+
+    with torch.no_grad():
+        cache: Any = model(torch.zeros(1, length, dtype=torch.long, device="meta"), use_cache=True, logits_to_keep=1)
+    layers = cache.past_key_values.layers
+    held = [x for layer in layers for x in vars(layer).values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    return sum(x.numel() * x.element_size() for x in held)
