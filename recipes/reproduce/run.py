@@ -3,6 +3,7 @@
     make reproduce                                         # the list
     make reproduce ARGS="max-retrieval argmax-retrieval"   # run what is missing of these
     make reproduce ARGS="all --text A.txt B.txt --heldout C.txt"
+    make reproduce ARGS="--show conversion"                # print one table; the pages have the shorter ones
     make reproduce ARGS="--tables"                         # write docs/lab from the rows
 
 A run is one training, of one variant under one seed. Finished runs are rows of benchmarks/results/reproductions; what is
@@ -67,11 +68,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--quick", action="store_true", help="every run in seconds, into build/: shows that it works, not what it gives"
     )
     parser.add_argument("--tables", action="store_true", help="run nothing; write the tables and pictures of docs/lab")
+    parser.add_argument("--show", metavar="TABLE", choices=sorted(tables.SECTIONS), help="run nothing; print one table")
     args = parser.parse_args(arguments)
     args.models = args.models or (QUICK / "models" if args.quick else MODELS)
     results = args.results or (QUICK if args.quick else RESULTS)
     if args.tables:
         tables.write(args.results or RESULTS, ROOT / "docs" / "lab")
+        return 0
+    if args.show:
+        print(tables.SECTIONS[args.show](tables.load(args.results or RESULTS)).text)
         return 0
     if not args.names:
         print(listed(results))
