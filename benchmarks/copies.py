@@ -182,7 +182,7 @@ def prose_less(rows: list[dict[str, Any]], one: str, other: str, text: str) -> l
 
 
 def contents() -> Contents:
-    """What stands below `<!-- copies: model length dtype | other -->`: every setting less the other."""
+    """What stands below `<!-- places: model length dtype | other -->`: every setting less the other."""
     rows = list(Rows(RESULT))
 
     def asked(what: str) -> str:
@@ -190,7 +190,7 @@ def contents() -> Contents:
         model, length, dtype = first.split()
         return less([r for r in rows if (r["model"], r["length"], r["dtype"]) == (model, int(length), dtype)], other)
 
-    return {"copies": asked}
+    return {"places": asked}
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from hf_longattn.measuring.report import figures
 from hf_longattn.measuring.report.markdown import Contents, table
 from hf_longattn.measuring.rows import Rows
 
-ROWS = ROOT / "benchmarks" / "results" / "longer-smollm2.json"
-MODEL, LENGTH, TEXTS = "SmolLM2-135M-Instruct", 16384, ("pride-and-prejudice",)
+ROWS = ROOT / "benchmarks" / "results" / "copies.json"
+MODEL, LENGTH, TEXTS = "SmolLM2-135M-Instruct", 16384, ("prideprejudice", "persuasion", "python-reference")
 PICTURE, BADGES = ROOT / "docs" / "headline.png", ROOT / "docs" / "badges"
 #: The setting as rows name it, as a reader knows it, as a caption has it.
 SETTINGS = {"unmodified": "unmodified", "YaRN × 2": "YaRN × 2", "rerope(window 4096)": "`extend`"}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    copies,
     dispersion_on_model,
     head_gains,
     headline,
@@ -90,6 +91,7 @@ def contents() -> Contents:
         "probe": probed,
     }
     measured = (
+        copies,
         dispersion_on_model,
         head_gains,
         headline,

@@ -15,7 +15,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 import hf_longattn
-from benchmarks import headline, longer_on_model, reading_far, speed, tables
+from benchmarks import copies, headline, longer_on_model, reading_far, speed, tables
 from hf_longattn.measuring.evaluation import copy_losses, prefix_of, token_losses, with_copies
 from hf_longattn.measuring.evaluation.statistics import mean_interval
 from hf_longattn.measuring.report.markdown import filled
@@ -288,6 +288,17 @@ def test_the_gains_that_are_told_are_those_of_the_table() -> None:
     assert f"costs {others[0] - plain:.3f} nats within" in prose("docs/lab/longer.md")
     trained, untrained = (rows[f"rerope(window 4096) + infoscale{x}"][1] for x in (", rerope-infoscale-pose", ""))
     assert f"costs {trained} nats instead of {untrained}" in prose("docs/how-to/fine-tune.md")
+
+
+def test_what_is_said_of_copies_is_in_the_rows() -> None:
+    rows = list(Rows(ROOT / "benchmarks" / "results" / "copies.json"))
+    text = prose("docs/lab/copies.md")
+    for name, other, said in (
+        ("rerope(window 4096)", "YaRN × 2", "by {:.2f} ± {:.2f} nats, and costs"),
+        ("yarn_far(window 4096, factor 2)", "YaRN × 2", "ahead of YaRN by {:.2f} ± {:.2f} and behind"),
+    ):
+        mean, half = mean_interval([d for d, *_ in copies.pairs(rows, name, other)])
+        assert said.format(-mean, half) in text
 
 
 def test_the_pictures_and_badges_of_the_readme_are_made_of_what_there_is() -> None:
