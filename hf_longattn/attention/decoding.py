@@ -261,12 +261,13 @@ def _scores(query: Tensor, key: Tensor, part: Part, normed: bool) -> Tensor:
         return own @ key.transpose(-1, -2)
     half, (batch, heads, keys, width) = _turned(query, part.half), key.shape
     out = own.new_empty(*own.shape[:3], keys)
+    room = own.new_empty(0 if part.angles is None else min(key.numel(), KEY_ELEMENTS + 16 * width))
     at_once = max(KEY_ELEMENTS // (keys * width), 1)
-    everything = batch * heads <= at_once
-    for b, h in [(slice(None), slice(None))] if everything else itertools.product(_pieces(batch, 1), _pieces(heads, at_once)):
+    few = batch * heads <= at_once
+    for b, h in [(slice(None), slice(None))] if few else itertools.product(_pieces(batch, 1), _pieces(heads, at_once)):
         for c in _pieces(keys, max(KEY_ELEMENTS // width, 16)):
             angles = None if part.angles is None else tuple(_of(x, b, h)[:, :, c] for x in part.angles)
-            _read(own[b, h], half[b, h], key[b, h, c], angles, normed, out[b, h, :, c])
+            _read(own[b, h], half[b, h], key[b, h, c], angles, normed, room, out[b, h, :, c])
     return out
 
 
@@ -284,25 +285,36 @@ def _of(x: Tensor, b: slice, h: slice) -> Tensor:
     return x[b if x.shape[0] > 1 else slice(None), h if x.shape[1] > 1 else slice(None)]
 
 
-def _read(query: Tensor, half: Tensor, key: Tensor, angles: tuple[Tensor, ...] | None, normed: bool, out: Tensor) -> None:
+def _read(
+    query: Tensor,
+    half: Tensor,
+    key: Tensor,
+    angles: tuple[Tensor, ...] | None,
+    normed: bool,
+    room: Tensor,
+    out: Tensor,
+) -> None:
     """q . k of keys that are re-rotated, and their norms taken, while they are in a core's cache.
 
     Args:
         query, half: (batch, kv_heads, rows, head_dim).
         key, angles: (batch, kv_heads, keys, head_dim).
+        room: for as many numbers as there are in the keys.
         out: (batch, kv_heads, rows, keys).
     """
     key = key.to(query.dtype)
-    if angles is None:
+    norms = torch.linalg.vector_norm(key, dim=-1).clamp_(min=1e-30)[:, :, None] if normed else None
+    buffer = None if angles is None else room[: key.numel()].view(key.shape)
+    if angles is None or buffer is None:
         out.copy_(query @ key.transpose(-1, -2))
     elif query.shape[2] == 1:  # a query of its own for each key takes one pass less
-        torch.sum((angles[0] * query).addcmul_(angles[1], half).mul_(key), -1, out=out[:, :, 0])
+        torch.mul(angles[0], query, out=buffer).addcmul_(angles[1], half).mul_(key)
+        torch.sum(buffer, -1, out=out[:, :, 0])
     else:
-        product = angles[0] * key
-        out.copy_(query @ product.transpose(-1, -2))
-        out.add_(half @ torch.mul(angles[1], key, out=product).transpose(-1, -2))
-    if normed:
-        out.div_(torch.linalg.vector_norm(key, dim=-1).clamp_(min=1e-30)[:, :, None])
+        out.copy_(query @ torch.mul(angles[0], key, out=buffer).transpose(-1, -2))
+        out.add_(half @ torch.mul(angles[1], key, out=buffer).transpose(-1, -2))
+    if norms is not None:
+        out.div_(norms)
 
 
 def _mapped(
