@@ -26,6 +26,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation
+from hf_longattn.attention import geometry
+from hf_longattn.attention.attend import attend
 from hf_longattn.attention.lowering import distance_tables
 from hf_longattn.measuring import rows as store
 from hf_longattn.measuring.rows import versions_line
@@ -85,6 +87,10 @@ def attention_calls(shape: Shape, mode: str, dtype: torch.dtype, device: str, ch
 
         return run
 
+    # as in a model: the layers of a forward pass share the rows, and what is prepared for them
+    rows = geometry.Rows.causal(q.shape[2], k.shape[2], None, 0, q.device)
+    model: dict[str, Any] = {"scaling": shape.head_dim**-0.5, "rotation": rotation}
+
     def call(method: str, backend: str) -> Callable[[], Tensor]:
         if backend == "torch sdpa":
             return lambda: scaled_dot_product_attention(q, k, v, is_causal=mode != "decode", enable_gqa=group > 1)
@@ -93,6 +99,8 @@ def attention_calls(shape: Shape, mode: str, dtype: torch.dtype, device: str, ch
             return lambda: compiled(q, k, v)
         if backend == "eager":
             return eager()
+        if mode == "decode":
+            return lambda: attend(q, k, v, METHODS[method], rows, backend=backend, **model)
         return lambda: hf_longattn.attention(q, k, v, METHODS[method], backend=backend, rotation=rotation)
 
     def step(forward: Callable[[], Tensor]) -> Call:

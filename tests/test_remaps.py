@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
+from hf_longattn.attention import decoding
 from hf_longattn.attention.attend import attend
 from hf_longattn.attention.geometry import Rows
-from hf_longattn.attention.kernels import decoding, tiles
+from hf_longattn.attention.kernels import tiles
 
 METHODS: dict[str, dict[str, Any]] = {
     "rerope": {"window": 7},

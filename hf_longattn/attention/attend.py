@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..config import BACKENDS, LongAttnConfig, check_config
 from ..methods.base import EntropyTemperature
+from . import decoding
 from .geometry import Rows, check_mask, check_positions, check_shapes
-from .kernels.decoding import decoding_attention
 from .kernels.flex import flex_attention, why_not_flex
 from .kernels.fused import flash_attention, sdpa_attention, why_not_flash
 from .kernels.spec import MASK_VALUE, LogitSpec
@@ -105,7 +105,6 @@ def attend(
     if not torch.compiler.is_compiling() and 0 in (query.shape[0], query.shape[2], key.shape[2]):
         return LoweredAttention(config, rows, (), LogitSpec(scaling), learned).finish(_nothing(query, key, value))
     asked = config.backend if backend == "auto" else backend
-    backend = choose_backend(config, query, rows, softcap, dropout, asked, sink_logits is not None)
     model: dict[str, Any] = {
         "scaling": scaling,
         "softcap": softcap,
@@ -113,13 +112,14 @@ def attend(
         "rotation": rotation,
         "sink_logits": sink_logits,
     }
+    if asked in ("auto", "tiled") and decoding.serves(query, dropout) and not _trains(query, key, value, learned):
+        return decoding.decode(query, key, value, config, rows, fuses=asked == "auto", tables=tables, **model)
+    backend = choose_backend(config, query, rows, softcap, dropout, asked, sink_logits is not None)
     if backend == "reference":
         return dense_attention(query, key, value, config, rows, dropout=dropout, **model)[0]
     tiled = backend == "tiled"
     folds = config.score is not None or config.temperature is not None
-    reading = tiled and query.device.type == "cpu" and not (config.key_bands and _trains(query, key, value, learned))
-    folding: dict[str, Any] = {"wide": tiled and folds, "rotate_reading": reading}
-    call = lower(config, query, key, rows, tables=tables, strength=strength, **folding, **model)
+    call = lower(config, query, key, rows, tables=tables, strength=strength, wide=tiled and folds, **model)
     if isinstance(config.temperature, EntropyTemperature):
         call = call.scaled(config.temperature.factor(_entropy(call, backend)))
         plain = config.logit_map is None and not softcap and len(call.segments) == 1 and rows.plain is not None
@@ -175,8 +175,6 @@ def _run(
     """The output, logsumexp and entropy over one segment, as `kernels.tiled.tiled_attention` defines them."""
     options: dict[str, Any] = {"with_lse": with_lse} | ({"with_entropy": True} if with_entropy else {})
     query, key, rows = segment.query, segment.key, segment.rows
-    if (rotation := segment.rerotation) is not None:
-        return decoding_attention(query, key, value, rows, spec, rotation, dropout=dropout, **options)
     if backend == "tiled":
         return tiled_attention(query, key, value, rows, spec, dropout=dropout, **options)
     kernel: Callable[..., tuple[Tensor, Tensor, Tensor]] = triton_attention if backend == "triton" else flex_attention
@@ -222,9 +220,11 @@ def _entropy(call: LoweredAttention, backend: str) -> Tensor:
 
 def _trains(query: Tensor, key: Tensor, value: Tensor, learned: Mapping[str, nn.Module] | None) -> bool:
     """Whether gradients may be asked for, of tensors or of learned parts."""
+    if not torch.is_grad_enabled():
+        return False
     parts = (learned or {}).values()
     tensors = (query, key, value, *(parameter for part in parts for parameter in part.parameters()))
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return any(x.requires_grad for x in tensors)
 
 
 def choose_backend(

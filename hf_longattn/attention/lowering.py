@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from ..config import LongAttnConfig
 from ..methods.base import Band, KeyBands, LengthTemperature, LogitMap
 from .geometry import Rows
-from .kernels.decoding import KeyRotation
 from .kernels.spec import MASK_VALUE, LogitSpec
 from .kernels.triton import MARGIN
 from .reference import finish, length_factor, require_rotation, sink_of
@@ -44,13 +43,6 @@ class KVSegment(NamedTuple):
     rows: Rows
     rotation: Rotation | None = None
     angles: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def rerotation(self) -> KeyRotation | None:
-        """How the kernel re-rotates keys as it reads them, None where it does not."""
-        if self.rotation is None or self.angles is None:
-            return None
-        return KeyRotation(self.rotation.rotate_half(self.query), *self.angles)
 
     def scores(self, which: Tensor, keys: int) -> Tensor:
         """q . k of some rows with the first `keys` keys, (batch, heads, n, keys)."""

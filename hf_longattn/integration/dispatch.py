@@ -43,6 +43,7 @@ _HARMLESS = frozenset(
         "max_length_k",
         "seq_idx",
         "is_causal",
+        "s_aux",  # the model's learned sinks, which we compute
     }
 )
 
@@ -225,7 +226,9 @@ def _refuse(plan: LayerPlan, sliding_window: int | None, kwargs: dict[str, Any])
         )
     if sliding_window is not None and not plan.windowed:
         raise ValueError("this layer got a sliding window that its config does not announce: please report the model")
-    unknown = sorted(k for k, v in kwargs.items() if k not in {*_HARMLESS, "s_aux"} and v is not None)
+    if kwargs.keys() <= _HARMLESS:
+        return
+    unknown = sorted(k for k, v in kwargs.items() if k not in _HARMLESS and v is not None)
     if unknown:
         raise ValueError(
             f"attention got {', '.join(unknown)}, which hf_longattn does not know and will not ignore; drop the argument, "

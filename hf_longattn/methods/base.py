@@ -104,6 +104,10 @@ class Score(Method, ABC):
     def fold(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
         """Query, key and scaling such that scaling q . k is the new score."""
 
+    def over_norms(self, query: Tensor) -> tuple[Tensor, float] | None:
+        """Query and scaling such that scaling q . k / |k| is the new score, for any rotation of k; None: no such form."""
+        return None
+
 
 class Temperature(Method, ABC):
     """A factor on the logits of each query row."""

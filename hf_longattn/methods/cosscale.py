@@ -50,6 +50,9 @@ class CosScale(Score):
     def fold(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
         return _unit(query), _unit(key), self.scale
 
+    def over_norms(self, query: Tensor) -> tuple[Tensor, float]:
+        return _unit(query), self.scale
+
 
 def _unit(x: Tensor) -> Tensor:
     """x / |x|; a zero vector stays zero. Norms in float32 at least."""

@@ -29,7 +29,9 @@ class LearnedParts(nn.Module):
 
 def learned_parts(attention: Any) -> dict[str, nn.Module]:
     """The learned parts of an attention module by slot; of the active adapter where PEFT has wrapped them."""
-    container = getattr(attention, "longattn", None)
+    container = attention._modules.get("longattn")  # by attribute an absent one would cost as much as a product
+    if container is None:
+        return {}
     parts = {slot: getattr(container, slot, None) for slot in SLOTS}
     return {slot: part for slot, part in parts.items() if part is not None}
 
