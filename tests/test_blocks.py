@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import release
 import tiny
 import torch
 import typer
@@ -85,7 +86,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_python(block: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     name = str(home / "deep")
-    code = PYTHON[block].replace('"HuggingFaceTB/SmolLM2-135M-Instruct"', repr(name)).replace("48000", "300")
+    code = release.HUB.sub(repr(name), release.LONG.sub("300", PYTHON[block]))
     ids = torch.randint(2, 90, (1, 1100), generator=torch.Generator().manual_seed(0))
     config, model = AutoConfig.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name).eval()
     given: dict[str, Any] = {"torch": torch, "hf_longattn": hf_longattn, "LongAttnConfig": hf_longattn.LongAttnConfig}

@@ -61,9 +61,10 @@ def evaluate(
     bos: Annotated[str, typer.Option(help="A beginning-of-text token: auto (as the tokenizer does), always, never.")] = "auto",
     samples: Annotated[int, typer.Option(help="Texts per task and length; for needle per depth.")] = 3,
     depths: Annotated[int, typer.Option(help="Places of the needle, from first to last.")] = 5,
-    near: Annotated[str, typer.Option(help="long_ppl: the context that counts as short.")] = "4k",
+    near: Annotated[str, typer.Option(help="long_ppl: tokens of the short context.")] = "4k",
     evaluator: Annotated[
-        str, typer.Option(help="long_ppl: the setting that finds the key tokens; of another model by an entry of --settings.")
+        str,
+        typer.Option(help="long_ppl: the setting that selects the key tokens; of another model by an entry of --settings."),
     ] = "unmodified",
     keep: Annotated[
         float, typer.Option(help="Effective length: the share of its score at the shortest length that a task must keep.")

@@ -23,7 +23,7 @@ def extend(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A model on the Hub or a directory.")],
     to: Annotated[
-        str, typer.Option(help="The length to reach, in tokens; 32k is 32,768. The trained length: better inside it.")
+        str, typer.Option(help="Length to reach, in tokens (32k is 32,768); the trained length improves retrieval within it.")
     ],
     text: Annotated[Path, typer.Option(help="A text of at least that many tokens, of the kind you care about.")],
     out: Annotated[
@@ -31,10 +31,11 @@ def extend(
         typer.Option(help="Where to save the best model, rows and plot; an interrupted run goes on where it stopped."),
     ] = None,
     purpose: Annotated[
-        str, typer.Option("--for", help="What counts: reading (prose beyond), retrieval (far copies), or both alike.")
+        str, typer.Option("--for", help="What to minimise: loss on prose (reading), on far copies (retrieval), or both.")
     ] = "both",
     tolerance: Annotated[
-        float, typer.Option(help="What a choice may cost within the trained length, in nats a token.")
+        float,
+        typer.Option(help="Highest loss to accept within the trained length, in nats a token; 0.02 is 2 % of perplexity."),
     ] = 0.02,
     train_length: TrainLength = None,
     dtype: Dtype = "auto",

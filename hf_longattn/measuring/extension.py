@@ -52,9 +52,9 @@ def extend(
     """Make a model read texts of `to` tokens (32768 or "32k"), in place and without training; returns the model.
 
     The default keeps every distance below half the trained length exact and caps all others there (ReRoPE): short texts give
-    the logits they always gave, and far tokens stay within reach. `to` its trained length, a model finds better inside it:
-    it met the farthest distances rarely, and sees them no more. Far beyond the trained length a temperature joins it, since so
-    many keys dilute attention: LogN from four times on in models with QK-norm, InfoScale in others from eight times on. Other
+    the logits they always gave, and far tokens stay within reach. Pass the trained length as `to` to improve retrieval within
+    it: models have met their largest distances rarely. Far beyond the trained length a temperature joins it, since so many
+    keys dilute attention: LogN from four times on in models with QK-norm, InfoScale in others from eight times on. Other
     methods and parameters as in `apply`.
     A scaling of the rotation that the model was trained with is its own (Llama 3's, longrope, YaRN and linear scaling that are
     trained in): distances change under it. One that was put in for inference is refused. Where no rotation depends on it, the
@@ -64,7 +64,7 @@ def extend(
     Args:
         train_length: the length that the model was trained at; default what its config tells. `describe` shows it, with the
             reason.
-        purpose: what the default is for. "retrieval", to find what lies far back, and "both" take ReRoPE; "reading", to
+        purpose: what the default is for. "retrieval" (of what lies far back) and "both" take ReRoPE; "reading", to
             predict long texts well, takes Leaky ReRoPE, which keeps order among far tokens, and no temperature.
 
     Raises:
@@ -166,7 +166,7 @@ def candidates(train_length: int, to: int, temperature: str | None = None, plain
     """What `hf-longattn extend` tries: the unmodified model, YaRN where rotation is plain, each kind of remap that reaches
     `to`, two ways, and where a temperature pays ReRoPE with it.
 
-    `to` the trained length: what reads better inside it.
+    `to` the trained length: what improves retrieval within it.
     """
     half, quarter, eighth = (max(train_length // n, 1) for n in (2, 4, 8))
     leaky, coarse, fine = (needed(window, train_length, to) for window in (half, quarter, eighth))
