@@ -24,6 +24,7 @@ from hf_longattn import LongAttnConfig
 from hf_longattn.cli import app
 from hf_longattn.integration.trained import ORIGINAL, trained
 from hf_longattn.measuring import settings as measuring_settings
+from hf_longattn.measuring.miniature import miniature
 from hf_longattn.measuring.settings import Setting, check_setting, edit_rope, load_setting, parse_settings
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -59,7 +60,7 @@ def test_the_trained_length_of_published_checkpoints(name: str) -> None:
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_extend_takes_half_the_trained_length(name: str) -> None:
     """Or says why it cannot; the model is then what it was."""
-    model, length = tiny(CHECKPOINTS[name]), CHECKPOINTS[name]["trained"]
+    model, length = miniature(_config(CHECKPOINTS[name])), CHECKPOINTS[name]["trained"] or 1024
     before = model.config._attn_implementation
     try:
         hf_longattn.extend(model, to=2 * length)
