@@ -353,6 +353,21 @@ def test_beyond_such_a_window_its_keys_stay_hidden() -> None:
         hf_longattn.apply(wide(47), REROPE)
 
 
+def test_extend_warns_of_what_such_a_window_hides() -> None:
+    with pytest.warns(UserWarning, match="sliding window of its own, 60 tokens: what lies farther back stays unseen"):
+        hf_longattn.extend(wide(60), to=96)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf_longattn.extend(wide(96), to=96)
+
+
+def test_extend_says_why_a_model_takes_no_method() -> None:
+    """Its attention, not a section that nobody wrote."""
+    bloom = miniature(transformers.BloomConfig(n_layer=1))
+    with pytest.raises(ValueError, match="has no causal attention that goes through transformers' attention interface"):
+        hf_longattn.extend(bloom, to=4096)
+
+
 # told on the command line ----------------------------------------------------------------------------------------------
 
 
