@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -227,7 +228,9 @@ def trained_in(kind: str, **changes: Any) -> Any:
     checkpoint = copy.deepcopy(CHECKPOINTS[name]) | {"max_position_embeddings": 192}
     settings = checkpoint["rope_parameters"]
     settings.get("full_attention", settings).update(own | changes)
-    if checkpoint["config"].get("sliding_window"):
+    if "num_hidden_layers" in checkpoint["config"]:
+        checkpoint["config"]["num_hidden_layers"] = 6
+    if (checkpoint["config"].get("sliding_window") or math.inf) < CHECKPOINTS[name]["trained"]:
         checkpoint["config"]["sliding_window"] = 9
     if name == "Phi-3-mini-128k":
         checkpoint["config"]["original_max_position_embeddings"] = settings["original_max_position_embeddings"]
