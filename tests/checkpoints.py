@@ -50,15 +50,16 @@ TINY: dict[str, Any] = {
 def tiny_config(checkpoint: dict[str, Any]) -> Any:
     """Its own settings of lengths, windows and rotation, and little else."""
     kind = transformers.CONFIG_MAPPING[checkpoint["model_type"]]
-    known = kind().to_dict().keys()
+    known, own = kind().to_dict().keys(), kind.attribute_map
     rope = copy.deepcopy(checkpoint["rope_parameters"])
     share = rope.get("partial_rotary_factor", checkpoint["config"].get("partial_rotary_factor", 1.0))
     for key in ("short_factor", "long_factor"):
         if isinstance(rope.get(key), str):
             rope[key] = [{"ones": 1.0, "fours": 4.0}[rope[key]]] * int(share * TINY["head_dim"] / 2)
     heads = {"num_key_value_heads": 4} if "kv_lora_rank" in known else {}
-    settings = {k: v for k, v in TINY.items() if k in known} | heads | checkpoint["config"]
-    return kind(**settings, max_position_embeddings=checkpoint["max_position_embeddings"], rope_parameters=rope)
+    settings = {own.get(k, k): v for k, v in TINY.items() if own.get(k, k) in known} | heads | checkpoint["config"]
+    lengths = {"max_position_embeddings": checkpoint["max_position_embeddings"], "rope_parameters": rope}
+    return kind(**settings, **{k: v for k, v in lengths.items() if v})
 
 
 def rows() -> list[dict[str, Any]]:
@@ -83,14 +84,15 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
         "## Published checkpoints",
         "",
         f"{len(rows)} by name: the lengths, windows and rotary settings of their configs in tiny random models, under "
-        "[`extend`](longer.md). `hf-longattn doctor MODEL` prints the same lines for any config. It is what is taken and what "
-        "changes, no measurement: what `extend` buys was [measured](longer.md) on few of them. *Attention layers* are "
-        "those of the config, or 4 where what is quoted does not tell their number.",
+        "[`extend`](how-to/extend.md). `hf-longattn doctor MODEL` prints the same lines for any config. They say what is taken and "
+        "what changes, not what it buys, which was [measured](lab/longer.md) on few models. Layers that slide or do not "
+        "rotate are counted among all of the config, or among 4 where what is quoted does not tell their number. "
+        "`make coverage-models` writes this part as well, `python tests/checkpoints.py` it alone.",
         "",
         *head,
         *table,
         "",
-        "Refused by `extend`; temperatures and logit maps go into these as well, unless the table below says otherwise:",
+        "Refused by `extend`; what other methods do there, the lists below say by model type:",
         "",
         *refused,
         "",

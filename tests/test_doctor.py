@@ -8,18 +8,22 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+import checkpoints
+import coverage_models
 import pytest
 import tiny
 import torch
 from tiny_configs import families
 from tiny_configs import tiny as tiny_config
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn.cli import app
+from hf_longattn.integration.trained import trained
 from hf_longattn.measuring import doctor
+from hf_longattn.measuring.outlook import trained_line
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +51,7 @@ def test_a_sound_checkpoint(sound: Path) -> None:
     assert "default: the 4 frequencies are those that the config asks for" in text
     assert "one passage has the same loss wherever it stands" in text
     assert "ok trained trained at 512: max_position_embeddings" in text
+    assert "ok extend to 1,024: rerope(window=256) in every attention layer" in text
     assert "No problem found." in text
 
 
@@ -58,6 +63,48 @@ def test_a_trained_length_that_the_settings_leave_open(tmp_path: Path, sound: Pa
     assert "yarn is taken for trained in, because max_position_embeddings is 512: pass train_length= if that is not so" in text
 
 
+#: Of docs/models.md: each kind of line that it has.
+ON_THE_PAGE = (
+    "Llama-3.2-1B",
+    "Qwen3-8B with the card's YaRN",
+    "Gemma-3-1b",
+    "Phi-4-mini",
+    "SmolLM3-3B",
+    "c4ai-command-r7b",
+    "DeepSeek-V2-Lite",
+    "starcoder2-3b",
+    "Zamba2-2.7B",
+    "bloom",
+)
+
+
+@pytest.mark.parametrize("name", ON_THE_PAGE)
+def test_doctor_prints_the_lines_of_the_page_of_models(name: str, tmp_path: Path) -> None:
+    checkpoints.tiny_config(checkpoints.CHECKPOINTS[name]).save_pretrained(tmp_path)
+    found = [f.text for f in doctor.examine(str(tmp_path), weights=False) if f.topic in ("trained", "extend")]
+    row = next(r for r in json.loads(coverage_models.RESULTS.read_text(encoding="utf-8"))["checkpoints"] if r["name"] == name)
+    assert found == [row["trained"], *row["extend"]]
+    page = coverage_models.PAGE.read_text(encoding="utf-8")
+    assert all(line in page for line in found[: 2 if row["refused"] else 3])
+
+
+def test_every_checkpoint_is_on_the_page() -> None:
+    rows = {r["name"]: r for r in json.loads(coverage_models.RESULTS.read_text(encoding="utf-8"))["checkpoints"]}
+    assert list(rows) == list(checkpoints.CHECKPOINTS), "run: python tests/checkpoints.py"
+    for name, checkpoint in checkpoints.CHECKPOINTS.items():
+        if checkpoint["model_type"] in CONFIG_MAPPING:
+            assert rows[name]["trained"] == trained_line(trained(checkpoints.tiny_config(checkpoint)))
+        assert rows[name]["source"], name
+    assert len(rows) >= 60
+
+
+def test_a_config_of_which_no_tiny_model_can_be_built_is_noted(sound: Path, tmp_path: Path) -> None:
+    """And nothing else is kept back."""
+    code, text = told(edited(sound, tmp_path, model_type="roberta", architectures=None), "--no-weights")
+    assert code == 0, text
+    assert "note extend" in text
+
+
 def test_a_sound_checkpoint_of_ours(tmp_path: Path, sound: Path) -> None:
     model = hf_longattn.extend(AutoModelForCausalLM.from_pretrained(sound), to="2k")
     hf_longattn.save(model, tmp_path)
@@ -65,6 +112,7 @@ def test_a_sound_checkpoint_of_ours(tmp_path: Path, sound: Path) -> None:
     assert code == 0, text
     assert "rerope, as recorded" in text
     assert "trained at 512: max_position_embeddings" in text
+    assert "ok extend to 4,096: rerope(window=256)+infoscale in every attention layer" in text  # from the trained length on
     assert "at 1,920" in text  # as far as the config announces
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from hf_longattn import LongAttnConfig
 from hf_longattn.cli import app
 from hf_longattn.integration.trained import ORIGINAL, trained
 from hf_longattn.measuring import settings as measuring_settings
+from hf_longattn.measuring.miniature import miniature
 from hf_longattn.measuring.settings import Setting, check_setting, edit_rope, load_setting, parse_settings
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -59,7 +61,7 @@ def test_the_trained_length_of_published_checkpoints(name: str) -> None:
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_extend_takes_half_the_trained_length(name: str) -> None:
     """Or says why it cannot; the model is then what it was."""
-    model, length = tiny(CHECKPOINTS[name]), CHECKPOINTS[name]["trained"]
+    model, length = miniature(_config(CHECKPOINTS[name])), CHECKPOINTS[name]["trained"] or 1024
     before = model.config._attn_implementation
     try:
         hf_longattn.extend(model, to=2 * length)
@@ -226,7 +228,9 @@ def trained_in(kind: str, **changes: Any) -> Any:
     checkpoint = copy.deepcopy(CHECKPOINTS[name]) | {"max_position_embeddings": 192}
     settings = checkpoint["rope_parameters"]
     settings.get("full_attention", settings).update(own | changes)
-    if checkpoint["config"].get("sliding_window"):
+    if "num_hidden_layers" in checkpoint["config"]:
+        checkpoint["config"]["num_hidden_layers"] = 6
+    if (checkpoint["config"].get("sliding_window") or math.inf) < CHECKPOINTS[name]["trained"]:
         checkpoint["config"]["sliding_window"] = 9
     if name == "Phi-3-mini-128k":
         checkpoint["config"]["original_max_position_embeddings"] = settings["original_max_position_embeddings"]
@@ -350,6 +354,21 @@ def test_beyond_such_a_window_its_keys_stay_hidden() -> None:
     assert (want - closed_form.attach(wide(None), REROPE)(ids, use_cache=False).logits).abs().max() > 1e-3
     with pytest.raises(ValueError, match="all 4 causal attention layers have a sliding window"):
         hf_longattn.apply(wide(47), REROPE)
+
+
+def test_extend_warns_of_what_such_a_window_hides() -> None:
+    with pytest.warns(UserWarning, match="sliding window of its own, 60 tokens: what lies farther back stays unseen"):
+        hf_longattn.extend(wide(60), to=96)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf_longattn.extend(wide(96), to=96)
+
+
+def test_extend_says_why_a_model_takes_no_method() -> None:
+    """Its attention, not a section that nobody wrote."""
+    bloom = miniature(transformers.BloomConfig(n_layer=1))
+    with pytest.raises(ValueError, match="has no causal attention that goes through transformers' attention interface"):
+        hf_longattn.extend(bloom, to=4096)
 
 
 # told on the command line ----------------------------------------------------------------------------------------------

@@ -222,7 +222,7 @@ def refuse_name(model: PreTrainedModel, name: str, section: dict[str, Any] | Non
 
 
 def no_layer(model: PreTrainedModel, config: LongAttnConfig, candidates: list[Layer]) -> str:
-    if not config.methods:
+    if not config.methods and candidates:
         return (
             f"attn_implementation={CUSTOM!r} takes its method from the longattn section, and that fills no slot: pass "
             'longattn={"preset": ...} or the slots written out'
@@ -239,7 +239,7 @@ def no_layer(model: PreTrainedModel, config: LongAttnConfig, candidates: list[La
         )
     if runs := next((x.module.config._attn_implementation for x in candidates_of(model)), None):
         why = f"transformers left its language model under {runs!r}. Use hf_longattn.apply(model, ...)"
-    return f"{config.name} applies to 0 layers of {type(model).__name__}: {why}"
+    return f"{config.name if config.methods else 'a method'} applies to 0 layers of {type(model).__name__}: {why}"
 
 
 def _guard_positions(model: PreTrainedModel, state: AttentionState) -> None:

@@ -60,6 +60,8 @@ def extend(
     trained in): distances change under it. One that was put in for inference is refused. Where no rotation depends on it, the
     config's max_position_embeddings becomes `to`, so that harnesses and servers do not cut texts, and
     original_max_position_embeddings keeps the trained length; under llama3, longrope and YaRN both stay.
+    Layers with a sliding window shorter than the trained length stay as they are, and distances change in those that rotate
+    alone. Where all of these have windows nothing is left to change, which a warning says.
 
     Args:
         train_length: the length that the model was trained at; default what its config tells. `describe` shows it, with the
@@ -71,7 +73,8 @@ def extend(
         ValueError: `to` is no length, below the trained length or beyond the method's reach, or the method extends nothing;
             an unknown purpose, or one beside a method. The model is then unchanged.
 
-    Warns where a method is replaced.
+    Warns where a method is replaced, where the settings leave the trained length open, where there is nothing to remap, and of
+    a window of the model's own that is shorter than `to`.
     """
     check_purpose(purpose)
     if method is not None and purpose != PURPOSES[0]:

@@ -20,7 +20,10 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"(num|n_routed|num_local|moe_num)_experts", 4),
     (r"num_experts_per_tok(en)?|moe_k|moe_topk|n_group|topk_group|(n|num|moe_num)_shared_experts", 1),
     (r"kv_lora_rank|q_lora_rank|laurel_rank|hidden_size_per_layer_input", 8),
-    (r"num_key_value_heads|num_kv_heads|kv_n_heads|linear_num_(key|value)_heads|(n_)?mamba_(n_|num_)?heads", HEADS),
+    (
+        r"swa_num_attention_heads|(swa_)?num_key_value_heads|num_kv_heads|kv_n_heads|linear_num_(key|value)_heads|(n_)?mamba_(n_|num_)?heads",
+        HEADS,
+    ),
     (r"mamba_n_groups|mamba_num_groups", 1),
     (r"\w*(pad|bos|eos)_token_id", 0),
 )
@@ -34,11 +37,12 @@ def miniature(config: PreTrainedConfig) -> Any:
     """
     small = copy.deepcopy(language_config(config))
     small.longattn, small._attn_implementation_internal = None, None
-    width = HEADS * int(getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads)
+    head_dim, hidden, heads = (_global(small, name) for name in ("head_dim", "hidden_size", "num_attention_heads"))
+    width = HEADS * int(head_dim or hidden // heads)
     for part in _parts(small):
         for name in [name for name in vars(part) if not name.startswith("_")]:
             _shrink(part, name, width)
-        if hasattr(part, "hidden_size"):
+        if _global(part, "hidden_size") is not None:
             part.hidden_size = width
     small.num_attention_heads = HEADS
     with torch.random.fork_rng(devices=[]):
@@ -53,8 +57,13 @@ def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
             yield from _parts(value)
 
 
+def _global(config: PreTrainedConfig, name: str) -> Any:
+    """A config's entry, or None; some differ by layer, and may not be read as attributes (Gemma 4)."""
+    return vars(config).get(config.attribute_map.get(name, name))
+
+
 def _shrink(config: PreTrainedConfig, name: str, width: int) -> None:
-    value = getattr(config, name)
+    value = vars(config)[name]
     few = [*SIZES, (r"mamba_(d_|num_)?head_?(dim)?", 2 * width // HEADS), (r"mamba_d_ssm", 2 * width)]
     size = next((size for pattern, size in few if re.fullmatch(pattern, name)), None)
     if size is None or isinstance(value, bool):

@@ -45,7 +45,7 @@ def check_remap(name: str, facts: ModelFacts, stack: bool) -> None:
     if not facts.rotation_is_own and not stack:
         raise ValueError(
             f"the model scales its rotary positions already (rope_type {facts.rope_type!r}) and {name} would do it again: its "
-            f"trained length is {facts.train_length}, by {facts.trained}. Pass train_length= if it was trained with the "
+            f"trained length is {facts.train_length} ({facts.trained}). Pass train_length= if it was trained with the "
             "scaling, stack=True if you want both, or load the model with its default rope"
         )
 
