@@ -2,7 +2,7 @@
 
     .venv-vllm/bin/python benchmarks/vllm_speed.py MODEL
 
-Rows: prefill and decoding of eight requests at once, each setting beside vLLM's Transformers backend without a method in the same round.
+Rows: prefill and decoding of eight requests at once, beside vLLM's Transformers backend without a method in the same round.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ REQUESTS, NEW = 8, 32
 
 
 def saved(source: str, method: str | None, parent: Path) -> Path:
-    import hf_longattn
     from transformers import AutoModelForCausalLM
+
+    import hf_longattn
 
     folder = parent / str(method)
     if not folder.exists():
