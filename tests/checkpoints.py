@@ -85,8 +85,8 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
         "",
         f"{len(rows)} by name: the lengths, windows and rotary settings of their configs in tiny random models, under "
         "[`extend`](how-to/extend.md). `hf-longattn doctor MODEL` prints the same lines for any config. They say what is "
-        "taken and what changes, not what it buys, which was [measured](lab/longer.md) on few models. Layers that slide or do not "
-        "rotate are counted among all of the config, or among 4 where what is quoted does not tell their number. "
+        "taken and what changes, not what it buys, which was [measured](lab/longer.md) on few models. Layers that slide or do "
+        "not rotate are counted among all of the config, or among 4 where what is quoted does not tell their number. "
         "`make coverage-models` writes this part as well, `python tests/checkpoints.py` it alone.",
         "",
         *head,
