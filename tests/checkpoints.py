@@ -77,9 +77,14 @@ def row(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 def section(rows: list[dict[str, Any]]) -> list[str]:
     """Their part of docs/models.md."""
+    rows = sorted(rows, key=lambda r: r["name"].lower())
+    sources: dict[str, list[str]] = {}
+    for r in rows:
+        sources.setdefault(r["source"], []).append(r["name"])
     head = ["| checkpoint | trained length | `extend` to 2 × | to 8 × |", "|---|---|---|---|"]
-    table = [f"| {r['name']} | {r['trained']} | {' | '.join(r['extend'])} |" for r in rows if not r["refused"]]
-    refused = [f"- **{r['name']}**, {r['trained']}; {r['extend'][0]}" for r in rows if r["refused"]]
+    about = {r["name"]: r["name"] + f" ({r['note']})" * bool(r["note"]) for r in rows}
+    table = [f"| {about[r['name']]} | {r['trained']} | {' | '.join(r['extend'])} |" for r in rows if not r["refused"]]
+    refused = [f"- **{about[r['name']]}**, {r['trained']}; {r['extend'][0]}" for r in rows if r["refused"]]
     return [
         "## Published checkpoints",
         "",
@@ -98,7 +103,7 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
         "",
         "Where the settings are from:",
         "",
-        *(f"- {r['name']}: {r['source']}" + f" ({r['note']})" * bool(r["note"]) for r in rows),
+        *(f"- {source}: {', '.join(names)}" for source, names in sorted(sources.items())),
         "",
     ]
 
