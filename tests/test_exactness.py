@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import CASES, DEFAULT, FAMILIES, SUBSET, families
 from helpers import NO_WINDOWS, RELATIVE_ONLY, SCENARIOS, close, expected, fresh, model, static, stock, tokens
+from tiny import tokenizer
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -114,6 +115,16 @@ def test_assisted_generation(family: str) -> None:
     config, ids = CASES[DEFAULT], tokens(1, 12)
     sequences, logits = generate(model(family, config), ids, assistant_model=stock(family))
     close(logits, expected(family, config, sequences)[:, 11:-1])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}])
+def test_generate_takes_a_tokenizer(options: dict[str, Any]) -> None:
+    """transformers hands it on to the model, for `transformers serve` in every call."""
+    m, ids = model("llama", CASES[DEFAULT]), tokens(1, 12)
+    want, got = (
+        m.generate(ids, max_new_tokens=NEW, do_sample=False, **options, **x) for x in ({}, {"tokenizer": tokenizer()})
+    )
+    assert torch.equal(want, got)
 
 
 @pytest.mark.parametrize("family", SUBSET)

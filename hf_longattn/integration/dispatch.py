@@ -42,6 +42,7 @@ _HARMLESS = frozenset(
         "max_length_q",
         "max_length_k",
         "seq_idx",
+        "tokenizer",  # of generate(stop_strings=...), which hands it on to the model; `transformers serve` always gives it
         "is_causal",
         "s_aux",  # the model's learned sinks, which we compute
     }
