@@ -1,9 +1,9 @@
 """What a layer costs beside its arithmetic: a token decoded by a tiny model of many layers, where nothing else counts.
 
 Every method twice: where it changes nothing (the text within its window or trained length), and where it acts. The row's
-"host_us" is what a layer takes beyond one of the same model under sdpa ("layer_us"), in microseconds of this thread's CPU time:
-the fastest of many rounds, in each of which every method takes a step, so that what else the machine does is left out. Writes results/host-cpu.json (see timing.py);
-`python benchmarks/speed.py --tables` then rewrites docs/speed.md.
+"host_us" is what a layer takes beyond one of the same model under sdpa ("layer_us"), in microseconds of this thread's CPU
+time: the fastest of many rounds, in each of which every method takes a step, so that what else the machine does is left out.
+Writes results/host-cpu.json (see timing.py); `python benchmarks/speed.py --tables` then rewrites docs/speed.md.
 """
 
 import time
