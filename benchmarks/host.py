@@ -1,12 +1,11 @@
 """What a layer costs beside its arithmetic: a token decoded by a tiny model of many layers, where nothing else counts.
 
 Every method twice: where it changes nothing (the text within its window or trained length), and where it acts. The row's
-"host_us" is what a layer takes beyond one of the same model under sdpa, in microseconds of this thread's CPU time, which a
-busy machine hardly touches, paired within each round. Writes results/host-cpu.json (see timing.py);
-`python benchmarks/speed.py --tables` then rewrites docs/speed.md.
+"host_us" is what a layer takes beyond one of the same model under sdpa ("layer_us"), in microseconds of this thread's CPU
+time: the fastest of many rounds, in each of which every method takes a step, so that what else the machine does is left out.
+Writes results/host-cpu.json (see timing.py); `python benchmarks/speed.py --tables` then rewrites docs/speed.md.
 """
 
-import statistics
 import time
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 import hf_longattn
-from benchmarks.timing import RESULTS, Call, Parts, Rows, arguments, run_parts, spread
+from benchmarks.timing import RESULTS, Call, Parts, Rows, arguments, run_parts
 from hf_longattn import LongAttnConfig
 
 LAYERS, LENGTH, SHORT = 24, 64, 16
@@ -63,11 +62,10 @@ def step(config: LongAttnConfig | None) -> Call:
     return run
 
 
-def cpu_seconds(call: Call, repeat: int = 3) -> float:
+def cpu_seconds(call: Call) -> float:
     start = time.thread_time()
-    for _ in range(repeat):
-        call()
-    return (time.thread_time() - start) / repeat
+    call()
+    return time.thread_time() - start
 
 
 def host_rows(configs: dict[str, LongAttnConfig], mode: str, rounds: int) -> Rows:
@@ -76,13 +74,13 @@ def host_rows(configs: dict[str, LongAttnConfig], mode: str, rounds: int) -> Row
     for call in calls.values():
         cpu_seconds(call)
     times: list[dict[Any, float]] = [{name: cpu_seconds(call) for name, call in calls.items()} for _ in range(rounds)]
+    layer = {name: min(t[name] for t in times) / LAYERS * 1e6 for name in calls}
     rows: Rows = []
     for name in configs:
-        own = [(t[name] - t[None]) / LAYERS * 1e6 for t in times]
         row = {"method": name, "backend": "auto", "device": "cpu", "dtype": "float32", "mode": mode, "length": LENGTH}
-        row |= {"layers": LAYERS, "rounds": rounds, **spread("host_us", own)}
-        rows.append(row | spread("seconds", [t[name] for t in times]))
-        print(f"{mode:12} {name:28} {statistics.median(own):8.1f} us a layer over sdpa", flush=True)
+        row |= {"layers": LAYERS, "rounds": rounds, "seed": 0, "layer_us": round(layer[None], 1)}
+        rows.append(row | {"host_us": round(layer[name] - layer[None], 1)})
+        print(f"{mode:12} {name:28} {rows[-1]['host_us']:8.1f} us a layer over sdpa's {layer[None]:.0f}", flush=True)
     return rows
 
 
@@ -96,7 +94,7 @@ def parts(rounds: int) -> Parts:
 def main() -> None:
     parser = arguments(__doc__, RESULTS / "host-cpu.json")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=100)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     run_parts(parts(args.rounds), args, "python benchmarks/host.py")

@@ -258,7 +258,7 @@ def _scores(query: Tensor, key: Tensor, part: Part, normed: bool) -> Tensor:
     """q . k of one band, (batch, kv_heads, group * q_len, keys)."""
     own = _turned(query, part.turn)
     if part.angles is None and not normed and key.dtype == own.dtype:
-        return own @ key.transpose(-1, -2)
+        return _by_head(own, key.transpose(-1, -2))
     half, (batch, heads, keys, width) = _turned(query, part.half), key.shape
     out = own.new_empty(*own.shape[:3], keys)
     room = own.new_empty(0 if part.angles is None else min(key.numel(), KEY_ELEMENTS + 16 * width))
@@ -269,6 +269,11 @@ def _scores(query: Tensor, key: Tensor, part: Part, normed: bool) -> Tensor:
             angles = None if part.angles is None else tuple(_of(x, b, h)[:, :, c] for x in part.angles)
             _read(own[b, h], half[b, h], key[b, h, c], angles, normed, room, out[b, h, :, c])
     return out
+
+
+def _by_head(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y of all batch entries and key heads, four dimensions each."""
+    return torch.bmm(x.flatten(0, 1), y.flatten(0, 1)).view(*x.shape[:3], -1)
 
 
 def _turned(query: Tensor, by: Tensor | None) -> Tensor:
@@ -306,13 +311,13 @@ def _read(
     norms = torch.linalg.vector_norm(key, dim=-1).clamp_(min=1e-30)[:, :, None] if normed else None
     buffer = None if angles is None else room[: key.numel()].view(key.shape)
     if angles is None or buffer is None:
-        out.copy_(query @ key.transpose(-1, -2))
+        out.copy_(_by_head(query, key.transpose(-1, -2)))
     elif query.shape[2] == 1:  # a query of its own for each key takes one pass less
         torch.mul(angles[0], query, out=buffer).addcmul_(angles[1], half).mul_(key)
         torch.sum(buffer, -1, out=out[:, :, 0])
     else:
-        out.copy_(query @ torch.mul(angles[0], key, out=buffer).transpose(-1, -2))
-        out.add_(half @ torch.mul(angles[1], key, out=buffer).transpose(-1, -2))
+        out.copy_(_by_head(query, torch.mul(angles[0], key, out=buffer).transpose(-1, -2)))
+        out.add_(_by_head(half, torch.mul(angles[1], key, out=buffer).transpose(-1, -2)))
     if norms is not None:
         out.div_(norms)
 
@@ -352,5 +357,5 @@ def _weighted(logits: Tensor, value: Tensor, config: LongAttnConfig, now: Prepar
     (batch, heads, n, _), kv_heads = logits.shape, value.shape[1]
     share = None if sinks is None else torch.sigmoid(logits.logsumexp(-1, keepdim=True) - sinks.to(logits)[:, None, None])
     weights = torch.softmax(logits, -1).view(batch, kv_heads, -1, logits.shape[-1])
-    out = (weights @ value.to(weights.dtype)).view(batch, heads, n, -1)
+    out = _by_head(weights, value.to(weights.dtype)).view(batch, heads, n, -1)
     return out if share is None else out * share

@@ -1,0 +1,98 @@
+"""What a decoded token costs beside its arithmetic, counted: Python calls and tensor operations of a layer beyond sdpa's."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import pytest
+import torch
+from cases import model_config
+from helpers import tokens
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import hf_longattn
+from hf_longattn import LongAttnConfig
+
+preset = LongAttnConfig.preset
+#: Tensor operations that a layer may take beyond sdpa's, where the method acts on one query.
+ACTING = {
+    "infoscale": (preset("infoscale", train_length=4), 7),
+    "scale_invariant": (preset("scale_invariant"), 20),
+    "alibi": (preset("alibi"), 20),
+    "cosscale": (preset("cosscale"), 40),
+    "adaptive_temperature": (preset("adaptive_temperature"), 50),
+    "attention_sink": (preset("attention_sink"), 31),
+    "windowed": (preset("windowed", window=6), 22),
+    "streaming": (preset("streaming", window=6), 40),
+    "rerope": (preset("rerope", window=6), 85),
+    "dual_chunk": (preset("dual_chunk", chunk=6, local=2), 145),
+    "rerope+infoscale": (preset("rerope+infoscale", window=6, train_length=7), 90),
+}
+WITHIN = {name: preset(name) for name in ("infoscale", "rerope", "rerope+infoscale", "streaming", "yarn_beyond")}
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def step_of(config: LongAttnConfig | None, layers: int) -> tuple[int, int]:
+    """Tensor operations and Python calls of one decoded token."""
+    m = AutoModelForCausalLM.from_config(model_config("llama", num_hidden_layers=layers)).eval()
+    if config is not None:
+        hf_longattn.apply(m, config)
+    cache = DynamicCache(config=m.config)
+    m(tokens(1), past_key_values=cache)
+    token = tokens(1, 1, seed=3)
+    m(token, past_key_values=cache)  # builds tables
+    with Counting() as operations:
+        m(token, past_key_values=cache)
+    calls = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        m(token, past_key_values=cache)
+    finally:
+        sys.setprofile(before)
+    return operations.count, calls
+
+
+@functools.cache
+def of_a_layer(config: LongAttnConfig | None) -> tuple[float, float]:
+    """The same of one layer, without what a forward pass takes once."""
+    two, four = step_of(config, 2), step_of(config, 4)
+    return (four[0] - two[0]) / 2, (four[1] - two[1]) / 2
+
+
+def over_sdpa(config: LongAttnConfig) -> tuple[float, float]:
+    operations, calls = (a - b for a, b in zip(of_a_layer(config), of_a_layer(None), strict=True))
+    return operations, calls
+
+
+@pytest.mark.parametrize("case", WITHIN)
+def test_nothing_is_paid_while_nothing_changes(case: str) -> None:
+    operations, calls = over_sdpa(WITHIN[case])
+    assert operations == 0
+    assert calls <= 50
+
+
+@pytest.mark.parametrize("case", ACTING)
+def test_a_layer_repeats_nothing_that_the_forward_pass_knows(case: str) -> None:
+    config, most = ACTING[case]
+    operations, calls = over_sdpa(config)
+    assert operations <= most
+    assert calls <= 100
