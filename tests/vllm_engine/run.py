@@ -23,8 +23,8 @@ sys.path[:0] = [str(ROOT / "tests")]
 import peft  # noqa: E402
 import torch  # noqa: E402
 from cases import CASES, HEADS, model_config  # noqa: E402
+from engines_table import PAGE, TOLERANCE, with_served  # noqa: E402
 from engines_table import SERVED as RESULT  # noqa: E402
-from engines_table import TOLERANCE  # noqa: E402
 from serve import ENGINES  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -187,6 +187,7 @@ def main() -> None:
             print(row)
         if not (args.short or args.only):
             keep(engine, found, round(time.time() - start))
+            PAGE.write_text(with_served(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     sys.exit(bad)
 
 
