@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, model_config
-from helpers import close, stock, tokens
+from helpers import close, fresh, stock, tokens
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
@@ -214,6 +215,25 @@ def test_one_compiled_graph_serves_every_length() -> None:
     for length in (24, 33, 61):
         close(logits(step, tokens(2, length)), logits(m, tokens(2, length)))
     assert graphs == 1
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_one_graph_serves_padded_batches_of_every_size(family: str) -> None:
+    m, counter = fresh(family, CASES["infoscale"]), CompileCounter()
+    torch._dynamo.reset()
+    step = torch.compile(m, backend=counter, dynamic=True, fullgraph=True)
+    frames = set()
+    for batch, length, pad in ((2, 24, 5), (3, 17, 2), (5, 31, 9)):
+        ids = tokens(batch, length)
+        mask = torch.ones_like(ids)
+        mask[0, :pad] = 0
+        given = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0), "use_cache": False}
+        with torch.no_grad():
+            got, whole = step(ids, **given).logits, m(ids, use_cache=False).logits
+            close(got[0, pad:], m(ids[:1, pad:], use_cache=False).logits[0])
+        close(got[1:], whole[1:])
+        frames.add(counter.frame_count)
+    assert len(frames) == 1
 
 
 def test_what_runs_beside_a_graph_may_read() -> None:
