@@ -156,6 +156,20 @@ def test_decoding_with_a_key_head_for_each_query_head(
     close(got, reference_attention(query, key, value, CONFIGS[name], **options), 1e-12)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("name", ["cosscale", "rerope+cosscale", "streaming+infoscale+cosscale"])
+def test_decoding_divides_by_the_norms_of_keys(name: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "KEY_ELEMENTS", 128)  # more keys than are normalised before
+    window = {} if name == "cosscale" else {"window": 9}
+    config = LongAttnConfig.preset(name, scale=5.0, **window, **({"train_length": 12} if "info" in name else {}))
+    query, key, value = raw(q=2, k=43, heads=2)
+    key, value = key[:, :kv_heads], value[:, :kv_heads]
+    key[:, :, 3] = 0.0
+    options: dict[str, Any] = {"rotation": rotation()}
+    got = hf_longattn.attention(query, key, value, config, **options)
+    close(got, reference_attention(query, key, value, config, **options), 1e-12)
+
+
 @pytest.mark.parametrize("method", ["", "+adaptive_temperature", "+infoscale", "+scale_invariant"])
 @pytest.mark.parametrize("name", METHODS)
 def test_rows_that_see_nothing_in_float32(name: str, method: str) -> None:

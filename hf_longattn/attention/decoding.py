@@ -224,7 +224,8 @@ def _logits(
     shape, normed = query.shape, False
     query = query.to(torch.promote_types(query.dtype, torch.float32))
     if config.score is not None:
-        if normed := (own := config.score.over_norms(query)) is not None:
+        own = config.score.over_norms(query) if key.numel() > KEY_ELEMENTS else None
+        if normed := own is not None:
             query, scaling = own
         else:
             query, key, scaling = config.score.fold(query, key.to(query.dtype))
