@@ -93,7 +93,7 @@ def test_python(block: str, home: Path, tmp_path: Path, monkeypatch: pytest.Monk
     given |= {"AutoModelForCausalLM": AutoModelForCausalLM, "AutoConfig": AutoConfig}
     given |= {"name": name, "config": config, "model": model, "folder": tmp_path, "rows": [["0", 0.5, 0.25]]}
     given |= {"input_ids": ids, "tokens": ids.repeat(1, 2), "batches": [ids], "labels": ids}
-    given |= {"answer": str, "tokenizer": tiny.tokenizer(), "questions": [ids[:, :9]]}
+    given |= {"ask": list, "tokenizer": tiny.tokenizer(), "questions": [ids[:, :9]]}
     given["positions"] = torch.cat([torch.arange(1000), torch.arange(7900, 8000)])[None]
     if "peft" in code:
         peft = given["peft"] = pytest.importorskip("peft")
