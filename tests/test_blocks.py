@@ -33,8 +33,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 FIRST_WORDS = ("hf-longattn", "make", "python", "pip", "accelerate", "torchrun", "git", ".ci/run")
-#: Examples that tests/test_training_examples.py and tests/test_distributed.py run: with data, with several processes.
-ELSEWHERE = {"share.md", "engines.md"}
+#: Examples that other tests run: with data, with several processes, with a server.
+ELSEWHERE = {"share.md", "engines.md", "serve.md"}
 
 
 def python_blocks(elsewhere: bool = False) -> dict[str, str]:
@@ -165,7 +165,7 @@ def check_ours(words: list[str]) -> None:
 def check_mention(words: list[str]) -> None:
     """A command in prose, which leaves out what does not matter there."""
     name, *rest = words
-    known = {o for p in ours(name).params for o in p.opts} | {"--help", "--"}
+    known = {o for p in ours(name).params for o in (*p.opts, *p.secondary_opts)} | {"--help", "--"}
     assert {w for w in itertools.takewhile(lambda w: w != "--", rest) if w.startswith("-")} <= known
 
 
@@ -191,7 +191,7 @@ def test_command_exists_and_reads_its_options(line: str, tmp_path: Path, monkeyp
 
 #: What stands in a command of the docs, and what a small machine takes in its place.
 SMALL = {
-    r"(?<= )(MODEL|NAME|models/SmolLM2-135M-Instruct)(?= |$)": "HOME/model",
+    r"(?<= )(MODEL|NAME|models/SmolLM2-135M-Instruct|HuggingFaceTB/\S+)(?= |$)": "HOME/model",
     r"model=\S+": "model=HOME/model",
     r"(?<= )(?:FILE|[\w-]+\.txt(?:,[\w-]+\.txt)*)(?= |$)": "HOME/book.txt",
     r"data=('[^']*'|\S+)": "data=HOME/book.txt trainer.max_steps=2 trainer.use_cpu=true length=64 evaluation.tokens=64 "
@@ -200,7 +200,7 @@ SMALL = {
     r"heldout=\S+|dtype=bfloat16|trainer.max_steps=100": "",
     r"output=\S+": "output=OUT",
     r"(?<=skip.target_length=)\d+": "512",
-    r"(?<=parameters.window=)\d+": "128",
+    r"(?<=window=)\d+": "128",
     r"(?<=--lengths )\S+": "128,512,1k --targets 64",
     r"(?<=--tasks )(loss,)?long_ppl(?= )": r"\g<0> --near 256",
     r"(?<=--length )\S+": "128",
