@@ -11,6 +11,7 @@ from hf_longattn.measuring.report import figures, markdown
 
 ROOT = Path(__file__).parent.parent
 FILES = {"cpu": "attention-cpu.json", "gpu": "attention-gpu.json"}
+HOST = "host-cpu.json"
 Rows = list[dict[str, Any]]
 SDPA, MAP, FLEX = ("none", "torch sdpa"), ("scale_invariant", "auto"), ("scale_invariant", "torch flex")
 TRITON = ("scale_invariant", "triton")
@@ -116,10 +117,22 @@ def table(rows: Rows, words: list[str]) -> str:
     return by_length([r for r in rows if (r["method"], r["backend"]) != SDPA], ratio)
 
 
+def host() -> str:
+    """Microseconds of a layer over sdpa's by method, where it changes nothing and where it acts."""
+    rows = list(store.Rows(ROOT / "benchmarks" / "results" / HOST))
+    by_mode = {mode: {r["method"]: r["host_us"] for r in rows if r["mode"] == mode} for mode in ("within", "acting")}
+    lines = [
+        [f"`{name}`", *(f"{by_mode[mode][name]:.0f}" if name in by_mode[mode] else "–" for mode in by_mode)]
+        for name in dict.fromkeys(r["method"] for r in rows)
+    ]
+    layer = max(r["layer_us"] for r in rows)
+    return markdown.table(["", "changes nothing", "acts"], [*lines, ["a layer under sdpa", f"{layer:.0f}", f"{layer:.0f}"]])
+
+
 def contents() -> markdown.Contents:
     """What stands below `<!-- speed: WHERE WHAT ... -->` (see `table`)."""
     rows = load_all()
-    return {"speed": lambda what: table(rows, what.split())}
+    return {"speed": lambda what: host() if what == "host" else table(rows, what.split())}
 
 
 def picture(rows: Rows, where: str, path: Path) -> None:

@@ -13,7 +13,7 @@ from helpers import close, fresh, stock, tokens
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, StaticCache
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, attention, reference_attention
@@ -234,6 +234,27 @@ def test_one_graph_serves_padded_batches_of_every_size(family: str) -> None:
         close(got[1:], whole[1:])
         frames.add(counter.frame_count)
     assert len(frames) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["scale_invariant", "rerope+infoscale+cosscale"])
+def test_one_compiled_step_decodes_beyond_the_window(case: str) -> None:
+    """With a static cache, as `generate(cache_implementation="static")` does: nothing is compiled again at the border."""
+    m, ids, graphs = built("llama", case, num_hidden_layers=1).eval(), tokens(2, 12), 0
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    torch._dynamo.reset()
+    cache = StaticCache(config=m.config, max_cache_len=20)
+    out = [m(ids[:, :3], past_key_values=cache).logits]
+    step = torch.compile(m.forward, backend=counting, fullgraph=True)
+    for n in range(3, 12):
+        out.append(step(ids[:, n : n + 1], past_key_values=cache, position_ids=torch.full((2, 1), n)).logits)
+    close(torch.cat(out, 1), logits(m, ids))
+    assert graphs == 1
 
 
 def test_what_runs_beside_a_graph_may_read() -> None:
