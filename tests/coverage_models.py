@@ -184,7 +184,8 @@ def _compared(model: Any, ids: Tensor, own: dict[str, Tensor]) -> Row:
     row: Row = {"own_differ": [w for w in own if w not in (*same, "generated")], "largest": 0.0}
     for layers in ("full_attention", "all"):  # the latter is what a refusal for windows advises
         method = METHOD.replace(layers=layers)
-        reason = _refusal(model, method.replace(strength=0.0))
+        # a backend by name computes what "auto" leaves to the model's own attention
+        reason = _refusal(model, method.replace(strength=0.0, backend="tiled"))
         loaded = _loaded(model, method)
         if isinstance(loaded, str) != bool(reason):
             raise Wrong(f"apply: {reason or 'works'}; load: {loaded if isinstance(loaded, str) else 'works'}")
@@ -197,7 +198,7 @@ def _compared(model: Any, ids: Tensor, own: dict[str, Tensor]) -> Row:
         row |= {"layers": layers, "changed": len(plans) - sum(row["left_alone"].values())}
         what = f'layers="{layers}"'
         worst = [_identical(model, ids, f"{what}, strength 0", own, row["own_differ"])]
-        hf_longattn.update(model, strength=1.0)
+        hf_longattn.update(model, strength=1.0, backend="auto")
         _close(f"{what}, loaded", whole(loaded, ids), whole(model, ids))
         worst.append(_consistent(model, ids, what, same, own))
         hf_longattn.remove(model)
@@ -303,7 +304,8 @@ NOTES = """\
 ### Sinks, biases and packed documents of a model's own
 
 - Learned sinks (`s_aux`: gpt-oss, granite_swa, granitemoe_swa, flint, mimo_v2_flash) stay a term of the denominator under
-  every method, with gradients in linear memory; [attention_sink](methods/attention_sink.md) adds another term, exactly.
+  every method, with gradients in linear memory;
+  [attention_sink](reference/methods/attention_sink.md) adds another term, exactly.
 - A `position_bias` (inkling, inkling2) is refused. It is no table by distance but a tensor of heads x queries x keys that
   every call makes from its own hidden states, under a temperature of the model's own: no kernel here holds one, forward
   or backward, and whether a method's temperature scales it is not defined. T5's belongs to encoders and their decoders.

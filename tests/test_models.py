@@ -39,6 +39,8 @@ def exact(m: Any, method: Any = CONFIG, identity: dict[str, Any] | None = None) 
     want = m(ids, use_cache=False).logits
     hf_longattn.apply(m, method, **(identity or {"strength": 0.0}))
     close(m(ids, use_cache=False).logits, want, what="identity")
+    hf_longattn.update(m, backend="tiled")  # not the model's own attention
+    close(m(ids, use_cache=False).logits, want, what="identity, computed")
     hf_longattn.apply(m, method)
     full = m(ids, use_cache=False).logits
     assert (full - want).abs().max() > 1e-3
