@@ -783,7 +783,7 @@ def test_tables_belong_to_whom_the_call_names(case: str) -> None:
     assert torch.equal(attend(x, x, x, CASES[case], rows, scaling=1.0, rotation=rotation, tables=cache), first)
     assert {id(t()) for t in kept} == {id(t) for tables in cache._kept.values() for t in tables}
     assert torch.equal(attend(x, x, x, CASES[case], rows, scaling=1.0, rotation=rotation, tables=TableCache(0)), first)
-    del cache
+    del cache, rows  # what a forward pass prepares goes with its rows
     assert all(t() is None for t in kept)
 
 
