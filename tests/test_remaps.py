@@ -23,6 +23,7 @@ from hf_longattn.attention import decoding
 from hf_longattn.attention.attend import attend
 from hf_longattn.attention.geometry import Rows
 from hf_longattn.attention.kernels import tiles
+from hf_longattn.integration.state import state_of
 
 METHODS: dict[str, dict[str, Any]] = {
     "rerope": {"window": 7},
@@ -579,9 +580,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_loaded_model_is_proven_at_its_first_call(base: Path) -> None:
     m = AutoModelForCausalLM.from_pretrained(base, attn_implementation="rerope", longattn={"window": 7})
     want = logits(hf_longattn.apply(stock("llama"), "rerope", window=7))
-    hooks = {hook for x in m.modules() for hook in x._forward_pre_hooks}
+    state = state_of(m)
+    assert state is not None
+    assert state.unverified
     assert torch.equal(logits(m), want)
-    assert {hook for x in m.modules() for hook in x._forward_pre_hooks} < hooks
+    assert not state.unverified
+    assert all(x._forward_pre_hooks == {} for x in m.model.layers.modules())
     m = AutoModelForCausalLM.from_pretrained(base, attn_implementation="rerope", longattn={"window": 7})
     with torch.no_grad():  # without its head first
         close(m.lm_head(m.model(tokens(), use_cache=False).last_hidden_state), want)
