@@ -31,8 +31,9 @@ KEY_ELEMENTS = 1 << 19
 
 def serves(query: Tensor, dropout: float) -> bool:
     """Whether a call without gradients is computed here."""
-    few = 0 < query.shape[2] <= FEW_QUERIES and not dropout
-    return few and query.device.type == "cpu" and keepable(query)
+    if dropout or query.device.type != "cpu" or not keepable(query):  # first: a graph for any length compares no length
+        return False
+    return 0 < query.shape[2] <= FEW_QUERIES
 
 
 class Part(NamedTuple):
@@ -182,7 +183,7 @@ def _part(
 def _matrices(rotation: Rotation, eye: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotations by angles (batch or 1, n, key heads or 1, pairs) as matrices, (batch or 1, key heads or 1, 1, n, d, d)."""
     batch, n, heads, pairs = cos.shape
-    cos, sin = (x.transpose(1, 2).reshape(-1, 1, 1, pairs).expand(-1, len(eye), -1, -1) for x in (cos, sin))
+    cos, sin = (x.transpose(1, 2).reshape(batch * heads * n, 1, 1, pairs).expand(-1, len(eye), -1, -1) for x in (cos, sin))
     turned = rotation.rotate(eye.expand(len(cos), 1, -1, -1), cos, sin)
     return turned.view(batch, heads, 1, n, *eye.shape)
 
