@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .measuring.diagnostics import capture as capture
     from .measuring.extension import extend as extend
     from .methods.adaptive_temperature import fit_adaptive_temperature as fit_adaptive_temperature
+    from .methods.registry import register as register
     from .sharing.adapters import LongAttnLoraConfig as LongAttnLoraConfig
     from .sharing.hub import push as push
     from .sharing.hub import save as save
@@ -53,6 +54,7 @@ _NAMES = {
     "sharing.hub": ("push", "save"),
     "integration": ("Description", "UntrainedWarning", "apply", "config_of", "describe", "fold", "remove", "rope", "update"),
     "methods.adaptive_temperature": ("fit_adaptive_temperature",),
+    "methods.registry": ("register",),
     "attention.reference": ("reference_attention",),
     "attention.rotary": ("Rotation",),
 }

@@ -260,8 +260,7 @@ def distance_tables(
 
     def build() -> tuple[Tensor, Tensor]:
         with torch.inference_mode(False), torch.no_grad():  # a cached tensor must serve training too
-            blend = () if strength is None or not logit_map.blends else (strength,)
-            gain, bias = logit_map.tables(heads, length, device, *blend)
+            gain, bias = logit_map.tables(heads, length, device, strength if logit_map.blends else None)
             return gain.to(dtype), bias.to(dtype)
 
     if strength is not None or not keepable(like):

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..config import CUSTOM
-from ..methods.registry import did_you_mean, method_names
+from ..methods.registry import did_you_mean, method_names, told_of_names
 
 PREFIX = "hf_longattn."
 #: Before the class names in a strict checkpoint's config, which every other engine dispatches on and then refuses.
@@ -35,11 +35,16 @@ def aliases() -> tuple[str, ...]:
 
 
 def register_names(attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
-    """Register the attention and the mask function under every name; both or neither, or padding is lost in silence."""
-    for alias in aliases():
+    """Register the attention and the mask function under every name, now and later; both, or padding is lost in silence."""
+
+    def known_as(alias: str) -> None:
         for name in (alias, PREFIX + alias):
             AttentionInterface.register(name, attention)
             AttentionMaskInterface.register(name, mask)
+
+    for alias in aliases():
+        known_as(alias)
+    told_of_names.append(known_as)
 
 
 def hint(name: Any) -> str:
@@ -49,9 +54,10 @@ def hint(name: Any) -> str:
         known = name_for("+".join(parts))
         section = f' with longattn={{"preset": {"+".join(parts)!r}}}' if known == CUSTOM else ""
         return f"did you mean attn_implementation={known!r}{section}?"
-    if parts and (meant := did_you_mean(short(name).replace("-", "_"), aliases())):
-        return f"{meant}methods of hf_longattn: {', '.join(sorted(aliases()))}"
-    return ""
+    meant = did_you_mean(short(name).replace("-", "_"), aliases()) if parts else ""
+    if isinstance(name, str) and name.startswith(PREFIX):
+        meant += f"{short(name)} may be a method that lives elsewhere: hf_longattn.register(...) it before you load; "
+    return f"{meant}methods of hf_longattn: {', '.join(sorted(aliases()))}" if meant else ""
 
 
 def is_ours(implementation: str | None) -> bool:

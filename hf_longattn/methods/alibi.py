@@ -28,7 +28,7 @@ class Alibi(LogitMap):
     def head_dependent(self) -> bool:
         return True
 
-    def tables(self, heads: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def tables(self, heads: int, length: int, device: torch.device, strength: Tensor | None = None) -> tuple[Tensor, Tensor]:
         slope = torch.tensor(slopes(heads), dtype=torch.float64, device=device)
         distance = torch.arange(length, dtype=torch.float64, device=device)
         return torch.ones(1, length, dtype=torch.float64, device=device), -slope[:, None] * distance

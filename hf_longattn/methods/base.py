@@ -190,7 +190,7 @@ class LogitMap(Method, ABC):
     sink_tokens: int = 0
     """The first keys of each sequence that the map leaves alone."""
     blends: ClassVar[bool] = False
-    """Whether the map has a strength, and `tables` takes another one as its last argument: a float64 tensor, no dimension."""
+    """Whether the map has a strength, so that `tables` can be asked for another one."""
 
     @property
     def needs_training(self) -> bool:
@@ -200,8 +200,12 @@ class LogitMap(Method, ABC):
         return LogitMapOfHeads(self, heads) if self.head_dependent else self
 
     @abstractmethod
-    def tables(self, heads: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """gain and bias for t = 0 .. length-1: two float64 tensors, each of shape (heads or 1, length)."""
+    def tables(self, heads: int, length: int, device: torch.device, strength: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """gain and bias for t = 0 .. length-1: two float64 tensors, each of shape (heads or 1, length).
+
+        Args:
+            strength: float64 without dimensions, in place of the map's own, where it `blends`; None: its own.
+        """
 
 
 @dataclass(frozen=True)
@@ -222,8 +226,8 @@ class LogitMapOfHeads(LogitMap):
     def blends(self) -> bool:  # type: ignore[override]
         return self.whole.blends
 
-    def tables(self, heads: int, length: int, device: torch.device, *strength: Tensor) -> tuple[Tensor, Tensor]:
-        gain, bias = self.whole.tables(self.part.of, length, device, *strength)
+    def tables(self, heads: int, length: int, device: torch.device, strength: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        gain, bias = self.whole.tables(self.part.of, length, device, strength)
         return (self.part.own(gain) if len(gain) > 1 else gain), (self.part.own(bias) if len(bias) > 1 else bias)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
 #: The slots of a config, in the order in which they act.
 SLOTS = ("positions", "score", "temperature", "logit_map", "visibility", "sink", "output_norm")
@@ -69,9 +70,10 @@ class Method:
             object.__setattr__(self, f.name, freeze(getattr(self, f.name)))
             if getattr(self, f.name) is None and f.default is not None:
                 raise ValueError(f"{self.name}: {f.name} must not be None; leave it out for its default, {f.default!r}")
-            if not _has_type(getattr(self, f.name), kinds := str(f.type).split(" | ")):
+            value, kinds = getattr(self, f.name), _kinds_of(type(self))[f.name]
+            if kinds and not (type(value) in kinds or (type(value) is int and float in kinds)):
                 message = " or ".join(_KINDS[kind] for kind in kinds)
-                raise ValueError(f"{self.name}: {f.name} must be {message}, got {getattr(self, f.name)!r}")
+                raise ValueError(f"{self.name}: {f.name} must be {message}, got {value!r}")
         try:
             self.validate()
         except TypeError as error:  # of a comparison, somewhere in a nest
@@ -172,15 +174,17 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-_KINDS = {"bool": "true or false", "int": "an integer", "float": "a number", "str": "a word", "None": "None"}
+_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a word", NoneType: "None"}
+_kinds: dict[type, dict[str, tuple[type, ...]]] = {}
 
 
-def _has_type(value: Any, kinds: Sequence[str]) -> bool:
-    """Whether a value is of a type as a method's field names it; what is no plain type (nests) is left to `validate`."""
-    if not _KINDS.keys() >= set(kinds):
-        return True
-    kind = "None" if value is None else type(value).__name__
-    return kind in kinds or (kind == "int" and "float" in kinds)
+def _kinds_of(method: type[Method]) -> dict[str, tuple[type, ...]]:
+    """The types that each parameter may be of; of what is no plain type (nests), which is left to `validate`, none."""
+    if method not in _kinds:  # a dict, which Dynamo reads, where it would trace into functools.cache
+        hints = get_type_hints(method)
+        union = {name: get_args(h) if get_origin(h) in (Union, UnionType) else (h,) for name, h in hints.items()}
+        _kinds[method] = {f.name: kinds if _KINDS.keys() >= set(kinds := union[f.name]) else () for f in fields(method)}
+    return _kinds[method]
 
 
 def freeze(value: Any) -> Any:

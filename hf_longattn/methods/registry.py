@@ -1,12 +1,15 @@
-"""Methods by name. A method's file, and torch with it, is imported when the method is first asked for."""
+"""Methods by name. A method's file, and torch with it, is imported when the method is first asked for.
+
+A method of this package registers by its line in METHODS; one from elsewhere by `register`.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from .method import SLOTS, Method
 
@@ -52,20 +55,47 @@ PRESETS = {
     "log_length": Preset("logn", _PLAIN | {"scale": 1.0}, {"clamp": False}),
 }
 _loaded: dict[str, type[Method]] = {}
+#: Called with the name of every method that comes later.
+told_of_names: list[Callable[[str], object]] = []
+M = TypeVar("M", bound=type[Method])
 
 
-def register(*methods: type[Method]) -> None:
-    """Make methods available by name to `LongAttnConfig.preset` and `from_dict`.
+def register(method: M) -> M:
+    """Give a method that lives outside of this package a name, as the methods of the package have theirs.
+
+    By its `name` it then goes wherever a method does: `apply`, `attn_implementation=`, combinations ("mine+cosscale"), the
+    commands, and checkpoints, which save the name and its parameters; load these after registering it. As a decorator:
+
+        @hf_longattn.register
+        @dataclass(frozen=True, kw_only=True)
+        class Mine(LengthTemperature):
+            ...
+
+    Args:
+        method: a frozen dataclass, a subclass of one of the slots' classes in `hf_longattn.methods.base`, that can be made
+            without arguments.
+
+    Returns:
+        The same class.
 
     Raises:
-        ValueError: a name is taken, or a slot unknown.
+        ValueError: it is none, its name is taken or no word, or its slot is unknown.
     """
-    for method in methods:
-        if method.slot not in SLOTS:
-            raise ValueError(f"{method.__name__}.slot is {method.slot!r}; the slots are {', '.join(SLOTS)}")
-        if method.name in method_names() and method_class(method.name) is not method:
-            raise ValueError(f"two methods are called {method.name!r}")
-        _loaded[method.name] = method
+    if not (isinstance(method, type) and issubclass(method, Method)) or not is_dataclass(method):
+        raise ValueError(f"{method!r} is no method: a frozen dataclass on one of the classes of hf_longattn.methods.base")
+    if method.slot not in SLOTS:
+        raise ValueError(f"{method.__name__}.slot is {method.slot!r}; the slots are {', '.join(SLOTS)}")
+    if not method.name.isidentifier():
+        raise ValueError(f"{method.__name__}.name is {method.name!r}: letters, digits and underscores make a method's name")
+    if method.name in method_names() and method_class(method.name) is not method:
+        raise ValueError(f"two methods are called {method.name!r}")
+    if missing := getattr(method, "__abstractmethods__", None):
+        raise ValueError(f"{method.__name__} lacks {', '.join(sorted(missing))}, which its slot asks for")
+    new = method.name not in method_names()
+    _loaded[method.name] = method
+    for tell in told_of_names if new else ():
+        tell(method.name)
+    return method
 
 
 def method_names() -> tuple[str, ...]:
