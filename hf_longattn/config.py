@@ -41,6 +41,8 @@ class LongAttnConfig:
         backend: "auto", or one of `BACKENDS` to insist on it.
         train_length: the length that the model was trained at, in tokens, for all methods; default what its config says. In
             a config that a model runs it is that number, and `trained` says where it is from.
+        parts: configs (or dicts) for different layers, in place of slots: each names its `layers`, and one that does not
+            takes all others. What they say of layers, backend and train_length is said of the whole.
 
     Raises:
         ValueError: a parameter is invalid, or a method sits in a slot that is not its own.
@@ -56,6 +58,7 @@ class LongAttnConfig:
     layers: str | tuple[int, ...] = "full_attention"
     backend: str = "auto"
     train_length: int | None = None
+    parts: tuple[LongAttnConfig, ...] = ()
     trained: str = field(default="", repr=False, compare=False)
     version: int = field(default=FORMAT_VERSION, repr=False)
 
@@ -66,45 +69,62 @@ class LongAttnConfig:
                 f"{FORMAT_VERSION}: install the release that wrote it"
             )
         for slot in SLOTS:
-            value = getattr(self, slot)
-            if isinstance(value, Mapping):
-                if "name" not in value:
-                    raise ValueError(f"{slot} is given as a dict without a 'name'")
-                value = method(**value)
-                object.__setattr__(self, slot, value)
-            if value is not None and not isinstance(value, Method):
-                raise ValueError(f"{slot} must be a method, its dict form or None, got {value!r}")
-            if value is not None and value.slot != slot:
-                raise ValueError(f"{value.name} fills the slot {value.slot!r}, not {slot!r}")
+            object.__setattr__(self, slot, _method_in(slot, getattr(self, slot)))
+        object.__setattr__(self, "layers", _layers(self.layers))
+        if self.parts:
+            self._take_parts()
+        length = self.train_length
+        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
+            raise ValueError(f"train_length must be an integer >= 1, got {length!r}")
+        if self.backend not in BACKENDS:
+            raise ValueError(f"unknown backend {self.backend!r}; choose one of {', '.join(BACKENDS)}")
+        if self.parts:
+            return
         if len(remaps := [m.name for m in self.key_bands if m.remaps]) > 1:
             raise ValueError(f"{' and '.join(remaps)} clash: both say at which distance far keys are seen")
         if self.score is not None and (own := next((m.own_temperature for m in self.key_bands if m.own_temperature), None)):
             raise ValueError(
                 f"{self.score.name} normalises queries and keys: {own} would do nothing; give attention_factor=1.0"
             )
-        if not isinstance(self.layers, str):
-            if not isinstance(self.layers, Iterable):
-                raise ValueError(f"layers must be 'full_attention', 'all' or a list of indices, got {self.layers!r}")
-            indices = freeze(tuple(self.layers))
-            if not indices or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in indices):
-                raise ValueError(f"layers must be a non-empty list of layer indices >= 0, got {list(indices)}")
-            object.__setattr__(self, "layers", tuple(sorted(set(indices))))
-        elif self.layers not in ("full_attention", "all"):
-            raise ValueError(f"layers must be 'full_attention', 'all' or a list of indices, got {self.layers!r}")
-        length = self.train_length
-        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
-            raise ValueError(f"train_length must be an integer >= 1, got {length!r}")
-        if self.backend not in BACKENDS:
-            raise ValueError(f"unknown backend {self.backend!r}; choose one of {', '.join(BACKENDS)}")
+
+    def _take_parts(self) -> None:
+        """Check the parts, and say of the whole what they say of themselves."""
+        parts = tuple(x if isinstance(x, LongAttnConfig) else LongAttnConfig.parse(CUSTOM, x) for x in self.parts)
+        if filled := [slot for slot in SLOTS if getattr(self, slot) is not None]:
+            raise ValueError(f"{filled[0]} is filled beside parts: a method of several layers goes into each of their parts")
+        if any(x.parts or not x.methods for x in parts):
+            raise ValueError("each part is a config with a method and without parts; layers in no part stay as they are")
+        named = [i for x in parts if not isinstance(x.layers, str) for i in x.layers]
+        if twice := sorted({i for i in named if named.count(i) > 1}):
+            raise ValueError(f"layers {twice} are in more than one part: write into one what they run")
+        if len(others := [x.name for x in parts if isinstance(x.layers, str)]) > 1:
+            raise ValueError(f"{' and '.join(others)} would each take all layers that no part names: give one of them layers=")
+        of_them: dict[str, Any] = {"parts": parts, "layers": "all" if others else tuple(sorted(named))}
+        backends, lengths = {x.backend for x in parts}, [(x.train_length, x.trained) for x in parts if x.train_length]
+        of_them["backend"] = backends.pop() if len(backends) == 1 else "auto"
+        of_them["train_length"], of_them["trained"] = lengths[0] if lengths else (None, "")
+        if len({length for length, _ in lengths}) > 1:
+            raise ValueError("train_length is one for the model, and the parts differ in it")
+        for name, value in of_them.items():
+            default = {"layers": "full_attention", "backend": "auto", "train_length": None}.get(name)
+            if name not in ("parts", "trained") and getattr(self, name) not in (default, value):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is said of a whole whose parts say {value!r}: leave it to them"
+                )
+            object.__setattr__(self, name, value)
 
     @property
     def methods(self) -> tuple[Method, ...]:
-        """The filled slots, in the order in which they act."""
+        """The filled slots, in the order in which they act; of a config with parts the methods of all."""
+        if self.parts:
+            return tuple(dict.fromkeys(m for x in self.parts for m in x.methods))
         return tuple(m for slot in SLOTS if (m := getattr(self, slot)) is not None)
 
     @property
     def key_bands(self) -> tuple[KeyBands, ...]:
         """The methods that split the keys of a row into intervals: remaps and windows."""
+        if self.parts:
+            return tuple(dict.fromkeys(m for x in self.parts for m in x.key_bands))
         return tuple(m for m in (self.positions, self.visibility) if m is not None)
 
     @property
@@ -124,8 +144,9 @@ class LongAttnConfig:
 
     @property
     def name(self) -> str:
-        """The method names joined by "+", in slot order; "longattn" when no slot is filled."""
-        return "+".join(m.name for m in self.methods) or CUSTOM
+        """The method names joined by "+", in slot order, parts by "|"; "longattn" when no slot is filled."""
+        parts = dict.fromkeys("+".join(m.name for m in x.methods) for x in self.parts or (self,))
+        return "|".join(parts) or CUSTOM
 
     @classmethod
     def preset(cls, name: str, **parameters: Any) -> LongAttnConfig:
@@ -184,7 +205,7 @@ class LongAttnConfig:
             raise ValueError(f"longattn must be a dict, got {type(section).__name__}")
         elif "preset" in section:
             config = cls.preset(**{"name" if k == "preset" else k: v for k, v in section.items()})
-        elif "version" in section or any(slot in section for slot in SLOTS):
+        elif {"version", "parts", *SLOTS} & section.keys():
             config = cls.from_dict(section)
         else:
             return cls.preset(name, **section)
@@ -200,6 +221,8 @@ class LongAttnConfig:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; `from_dict` gives back an equal config."""
         out: dict[str, Any] = {"version": self.version}
+        if self.parts:
+            out["parts"] = [x.to_dict() for x in self.parts]
         for slot in SLOTS:
             if (method := getattr(self, slot)) is not None:
                 out[slot] = method.to_dict()
@@ -218,7 +241,12 @@ class LongAttnConfig:
         return cls(**data)
 
     def replace(self, **changes: Any) -> LongAttnConfig:
-        """A copy with some parameters changed, each given to the one method (or the config) that has it; see `preset`."""
+        """A copy with some parameters changed, each given to the one method (or the config) that has it; see `preset`.
+
+        Of a config with parts, to every part that has it.
+        """
+        if self.parts and changes.keys() != {"parts"}:
+            return LongAttnConfig(parts=self._replaced_parts(changes))
         by_slot: dict[str, dict[str, Any]] = {}  # parameters of one method are checked together
         if "train_length" in changes:
             changes = {"trained": ""} | changes
@@ -235,12 +263,23 @@ class LongAttnConfig:
             by_slot.setdefault(owners[0].slot, {})[key] = value
         return dataclasses.replace(self, **{s: dataclasses.replace(getattr(self, s), **own) for s, own in by_slot.items()})
 
+    def _replaced_parts(self, changes: dict[str, Any]) -> tuple[LongAttnConfig, ...]:
+        out = list(self.parts)
+        for key, value in changes.items():
+            has = [key in ("backend", "train_length") or any(hasattr(m, key) for m in x.methods) for x in out]
+            if not any(has):
+                raise ValueError(f"no part of {self.name} has a parameter {key!r}: give the whole list of configs anew")
+            out = [x.replace(**{key: value}) if own else x for x, own in zip(out, has, strict=True)]
+        return tuple(out)
+
     def bind(self, facts: ModelFacts) -> LongAttnConfig:
         """Fill in what depends on the model and check everything against it.
 
         Args:
             facts: of the model, by this config's own train_length if it has one.
         """
+        if self.parts:
+            return LongAttnConfig(parts=tuple(x.bind(facts) for x in self.parts))
         if not isinstance(self.layers, str) and self.layers[-1] >= facts.num_layers:
             raise ValueError(f"layers names layer {self.layers[-1]}, but the model has layers 0 to {facts.num_layers - 1}")
         own = next((m.own_temperature for m in self.key_bands if m.own_temperature), facts.own_temperature)
@@ -251,12 +290,41 @@ class LongAttnConfig:
         return dataclasses.replace(self, **bound)
 
     def for_layer(self, layer: int) -> LongAttnConfig:
-        """The config as layer `layer` uses it: parameters per layer are reduced to that layer's."""
+        """The config as layer `layer` uses it: its part, if there are parts, and of parameters per layer that layer's."""
+        if self.parts:
+            of_rest = next((x for x in self.parts if isinstance(x.layers, str)), LongAttnConfig())
+            named = (x for x in self.parts if not isinstance(x.layers, str) and layer in x.layers)
+            return next(named, of_rest).for_layer(layer)
         return dataclasses.replace(self, **{m.slot: m.for_layer(layer) for m in self.methods})  # type: ignore[arg-type]
 
     def for_heads(self, heads: Heads) -> LongAttnConfig:
         """The config of one layer as some of its heads use it: parameters per head are reduced to theirs."""
         return dataclasses.replace(self, **{m.slot: m.for_heads(heads) for m in self.methods})  # type: ignore[arg-type]
+
+
+def _method_in(slot: str, value: Any) -> Method | None:
+    """What a slot is given as: a method, its dict form, or None."""
+    if isinstance(value, Mapping):
+        if "name" not in value:
+            raise ValueError(f"{slot} is given as a dict without a 'name'")
+        value = method(**value)
+    if value is not None and not isinstance(value, Method):
+        raise ValueError(f"{slot} must be a method, its dict form or None, got {value!r}")
+    if value is not None and value.slot != slot:
+        raise ValueError(f"{value.name} fills the slot {value.slot!r}, not {slot!r}")
+    return value
+
+
+def _layers(layers: Any) -> str | tuple[int, ...]:
+    """A word, or indices in order."""
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        if layers not in ("full_attention", "all"):
+            raise ValueError(f"layers must be 'full_attention', 'all' or a list of indices, got {layers!r}")
+        return str(layers)
+    indices = freeze(tuple(layers))
+    if not indices or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in indices):
+        raise ValueError(f"layers must be a non-empty list of layer indices >= 0, got {list(indices)}")
+    return tuple(sorted(set(indices)))
 
 
 def check_config(config: LongAttnConfig) -> None:

@@ -210,7 +210,7 @@ def test_attention_that_does_not_know_its_number() -> None:
     del arguments["head_dim"]
     m = exact(build("Zamba", **arguments))
     assert reasons(m) == {}
-    hf_longattn.apply(m, CONFIG, layers=[1])
+    hf_longattn.update(m, layers=[1])
     assert reasons(m) == {"model.layers.3.shared_transf.self_attn": "not in `layers`"}
     with pytest.raises(ValueError, match=r"layers names \[2\]"):
         hf_longattn.apply(m, CONFIG, layers=[2])

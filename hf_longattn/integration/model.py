@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -33,24 +33,43 @@ class UntrainedWarning(UserWarning):
     """A method that a pretrained model gets worse under, until it is trained, was put on one to run it."""
 
 
-def apply(model: Model, method: str | LongAttnConfig, **parameters: Any) -> Model:
-    """Put a method into a model, in place.
+def apply(
+    model: Model, method: str | LongAttnConfig | list[LongAttnConfig] | tuple[LongAttnConfig, ...], **parameters: Any
+) -> Model:
+    """Put a method into a model, in place; or several, into different layers.
 
     Args:
         model: any transformers model whose attention goes through the attention interface, or a PEFT model around one.
-        method: a name ("scale_invariant", "a+b") with its parameters, or a complete `LongAttnConfig`.
+        method: a name ("scale_invariant", "a+b") with its parameters, or a complete `LongAttnConfig`; or a list of these
+            configs, each with its `layers`, of which one without takes all others.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: unknown method or parameter, or the method would change no layer. The model is then unchanged.
+        ValueError: unknown method or parameter, or the method would change no layer, or would go into some layers of a
+            model that runs another in further ones. The model is then unchanged.
     """
+    if isinstance(method, (list, tuple)):
+        method = LongAttnConfig(parts=tuple(method))
     if isinstance(method, LongAttnConfig):
         config = method.replace(**parameters) if parameters else method
     else:
         config = LongAttnConfig.preset(method, **parameters)
     base = pretrained(model)
+    _put(base, config, set() if isinstance(config.layers, str) else _changed(base))
+    return model
+
+
+def _changed(base: PreTrainedModel) -> set[int]:
+    """The layers that a method changes."""
+    if running(base) is None:
+        return set()
+    return {x.index for x in layers_of(base) if (plan := plan_of(x.module)) is not None and plan.config is not None}
+
+
+def _put(base: PreTrainedModel, config: LongAttnConfig, keep: Set[int] = frozenset()) -> None:
+    """Put a config into a model. ValueError if it leaves alone one of the layers `keep`."""
     known = running(base)
     with change(base):
         if not (candidates := candidates_of(base)):
@@ -62,13 +81,18 @@ def apply(model: Model, method: str | LongAttnConfig, **parameters: Any) -> Mode
         target._attn_implementation_internal = name_for(config.name)  # not by the property, which would switch towers too
         target.longattn = config
         prepare(base, verify=True)
+        if known and (taken := sorted(keep - _changed(base))):
+            raise ValueError(
+                f"layers={list(config.layers)} for {config.name} would take {known.name} out of the layers {taken}, which run "
+                "it. To have both: hf_longattn.apply(model, [config, config]), each with its `layers`. To change one method's "
+                "layers: hf_longattn.update(model, layers=...). To start anew: hf_longattn.remove(model)"
+            )
         if known and known.key_bands and not config.key_bands and (trained := shorten(base.config)) is not None:
             lost = "+".join(m.name for m in known.key_bands)
             warn(
                 f"{config.name} takes the place of {lost}, by which the model read beyond the {trained} tokens that it was "
                 f'trained at: max_position_embeddings is {trained} again. To keep both: "{lost}+{config.name}"',
             )
-    return model
 
 
 @contextmanager
@@ -101,7 +125,7 @@ def _update(base: PreTrainedModel, config: LongAttnConfig, parameters: dict[str,
         plan.section is target.longattn and (plan.rotary is None or plan.rotary.module in modules) for plan in plans.values()
     )
     if not fits or parameters.keys() != {"strength"} or config.logit_map is None or not config.logit_map.blends:
-        apply(base, config)
+        _put(base, config)
         return
     with change(base):
         target.longattn = config

@@ -71,31 +71,46 @@ def _plan(
 ) -> tuple[dict[str, Any], dict[Any, LayerPlan], ModelFacts]:
     """The longattn section, the plan of every attention module of the language model, and the facts they were bound to."""
     candidates, target = candidates_of(model), candidates_of(model)[0].module.config
-    kind, named = (config.layers, ()) if isinstance(config.layers, str) else ("", config.layers)
-    chosen = [x for x in candidates if kind == "all" or (kind and not x.why_not) or x.index in named]
+    by_part = [(part, chosen_by(part, config, candidates)) for part in config.parts or (config,)]
+    chosen = [x for _, layers in by_part for x in layers]
     facts = facts_of(model, chosen or candidates, config.train_length)
     bound = config.bind(facts)
-    if missing := set(named) - {x.index for x in candidates}:
-        raise ValueError(f"layers names {sorted(missing)}, which have no causal softmax attention in this model")
     _refuse_layers(model, config, candidates, chosen)
     _warn_of_assumption(config, chosen or candidates)
-    if not chosen or not config.methods:
-        raise ValueError(no_layer(model, config, candidates))
-    if config.key_bands and (windowed := [x.index for x in chosen if x.kind == "window"]):
-        raise ValueError(
-            f"{config.name} restricts or remaps far keys; the sliding-window layers {windowed} have none: leave them out of "
-            "`layers`"
-        )
-    types = dict.fromkeys(x.type for x in chosen) if config.remap is not None else {}
-    rotary = {t: rotation_of(model, target, [x for x in chosen if x.type == t]) for t in types}
+    for part, layers in by_part:
+        _refuse_part(model, part, candidates, layers)
+    remapped = [x for part, layers in by_part if part.remap is not None for x in layers]
+    types = dict.fromkeys(x.type for x in remapped)
+    rotary = {t: rotation_of(model, target, [x for x in remapped if x.type == t]) for t in types}
     section, plans = Section(bound.to_dict()), {}
     for layer in (x for x in layers_of(model) if x.module.config is target):
         own = bound.for_layer(layer.index) if layer in chosen else None
         reason = "" if own else layer.why_not or "not in `layers`"
-        source = rotary.get(layer.type) if own else None
+        source = rotary.get(layer.type) if layer in remapped else None
         plans[layer.module] = LayerPlan(state, section, own, reason, layer.windowed, facts.num_heads, source)
     state.set_strength(bound)
     return section, plans, facts
+
+
+def chosen_by(part: LongAttnConfig, config: LongAttnConfig, candidates: list[Layer]) -> list[Layer]:
+    """The layers that one part of a config goes into."""
+    if not isinstance(part.layers, str):
+        return [x for x in candidates if x.index in part.layers]
+    others = {i for x in config.parts if not isinstance(x.layers, str) for i in x.layers}
+    return [x for x in candidates if x.index not in others and (part.layers == "all" or not x.why_not)]
+
+
+def _refuse_part(model: PreTrainedModel, part: LongAttnConfig, candidates: list[Layer], chosen: list[Layer]) -> None:
+    """Raise for layers that one part of a config names and that are not there, or cannot run it; and where it has none."""
+    if missing := set(() if isinstance(part.layers, str) else part.layers) - {x.index for x in candidates}:
+        raise ValueError(f"layers names {sorted(missing)}, which have no causal softmax attention in this model")
+    if not chosen or not part.methods:
+        raise ValueError(no_layer(model, part, candidates))
+    if part.key_bands and (windowed := [x.index for x in chosen if x.kind == "window"]):
+        raise ValueError(
+            f"{part.name} restricts or remaps far keys; the sliding-window layers {windowed} have none: leave them out of "
+            "`layers`"
+        )
 
 
 def _refuse_layers(model: nn.Module, config: LongAttnConfig, candidates: list[Layer], chosen: list[Layer]) -> None:

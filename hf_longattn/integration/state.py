@@ -76,7 +76,9 @@ class AttentionState:
     def set_strength(self, config: LongAttnConfig) -> None:
         """Let compiled graphs run under this config's strength."""
         value = getattr(config.logit_map, "strength", 1.0)
-        if value != 1 or self.strength is not None:
+        if config.parts:  # each may have its own
+            self.strength = None
+        elif value != 1 or self.strength is not None:
             self.strength = torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
