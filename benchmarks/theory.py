@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from hf_longattn import LongAttnConfig
-from hf_longattn.attention.attend import Call, attend
+from hf_longattn.attention.attend import attend
+from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Columns, Rows
 from hf_longattn.measuring.diagnostics import Diagnostics
 from hf_longattn.measuring.diagnostics.sums import Options, Sums, collect
@@ -56,9 +57,9 @@ def simulate(config: LongAttnConfig, longest: int, samples: int, seed: int = 0) 
     for _ in range(math.ceil(samples / (HEADS * BATCH))):
         key, value = (torch.randn(BATCH, HEADS, longest, width, generator=generator) for width in (1, WIDTH))
         rows = Rows(index)
-        out = attend(query.expand(-1, -1, -1, WIDTH) / WIDTH, key.expand(-1, -1, -1, WIDTH), value, config, rows, scaling=1.0)
+        out = attend(Call(query.expand(-1, -1, -1, WIDTH) / WIDTH, key.expand(-1, -1, -1, WIDTH), value, config, rows, 1.0))
         for s in sums.values():
-            s.add(Call(query, key, value, config, rows, out, 1.0))
+            s.add(Call(query, key, value, config, rows, 1.0, output=out))
     return {d: collect({0: s}) for d, s in sums.items()}
 
 
@@ -166,7 +167,7 @@ def cosines(samples: int, seed: int = 2) -> dict[str, Any]:
             config = LongAttnConfig.preset("cosscale", scale=float(c))
             value = torch.zeros(*key.shape[:-1], 1)
             sums = Sums(Options(what=("mass",)))
-            sums.add(Call(query, key, value, config, rows, value[:, :, :1], COSINE_DIM**-0.5))
+            sums.add(Call(query, key, value, config, rows, COSINE_DIM**-0.5, output=value[:, :, :1]))
             mass = collect({0: sums})["local_mass"][0, :, -1]
             # of the mean over samples, a share of the rest is chance
             explained = (explained - rest / samples).clamp(min=0)

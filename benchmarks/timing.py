@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation
+from hf_longattn.attention import call as attention_call
 from hf_longattn.attention import geometry
 from hf_longattn.attention.attend import attend
 from hf_longattn.attention.lowering import distance_tables
@@ -100,7 +101,7 @@ def attention_calls(shape: Shape, mode: str, dtype: torch.dtype, device: str, ch
         if backend == "eager":
             return eager()
         if mode == "decode":
-            return lambda: attend(q, k, v, METHODS[method], rows, backend=backend, **model)
+            return lambda: attend(attention_call.Call(q, k, v, METHODS[method], rows, backend=backend, **model))
         return lambda: hf_longattn.attention(q, k, v, METHODS[method], backend=backend, rotation=rotation)
 
     def step(forward: Callable[[], Tensor]) -> Call:

@@ -22,7 +22,8 @@ from .methods.registry import did_you_mean, fixed_by, method, method_class, para
 if TYPE_CHECKING:
     from .methods.base import KeyBands, LogitMap, OutputNorm, Positions, Score, Sink, Temperature, Visibility
 
-BACKENDS = ("auto", "sdpa", "flash", "tiled", "flex", "triton", "reference")
+#: All but the first and the last are files in attention/kernels, in the order in which "auto" asks them.
+BACKENDS = ("auto", "sdpa", "flash", "flex", "triton", "tiled", "reference")
 FORMAT_VERSION = 1
 
 #: The name that stands for "whatever the config says", for combinations that have no name of their own.

@@ -192,7 +192,7 @@ def test_logit_gaps_are_the_fit_through_dense_rows(family: str, calls: Calls) ->
 
 def test_gaps_by_law_give_their_exponent() -> None:
     """Rows whose largest logit lies c (ln n)^q above the mean: the exponent is 1 - q; beyond 1 there is none."""
-    from hf_longattn.attention.attend import Call
+    from hf_longattn.attention.call import Call
     from hf_longattn.attention.geometry import Rows
 
     n = 400
@@ -203,7 +203,7 @@ def test_gaps_by_law_give_their_exponent() -> None:
         query = torch.zeros_like(keys)
         query[0, 0, :, 0] = 2.5 * size.log() ** q * size / (size - 1)
         rows = Rows.causal(n, n, None, 0, query.device)
-        call = Call(query, keys, keys, LongAttnConfig(), rows, keys, 1.0)
+        call = Call(query, keys, keys, LongAttnConfig(), rows, 1.0, output=keys)
         weight, x, y, xx, xy = calibration._gap_sums(call, rows.tokens(n), 1)
         growth = (weight * xy - x * y) / (weight * xx - x * x)
         gaps = calibration.LogitGaps(growth[None], torch.exp((y - growth * x) / weight)[None])

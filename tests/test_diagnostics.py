@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
-from hf_longattn.attention.attend import Call
+from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Rows
 from hf_longattn.attention.reference import dense_attention
 from hf_longattn.integration.observe import observe
@@ -302,7 +302,7 @@ def gaussian(batch: int, heads: int, n: int, queries: int, uniform: bool = False
     query = torch.full((batch, heads, queries, 1), 0.0 if uniform else 1.0, dtype=torch.float64)
     rows = Rows.causal(queries, n, None, 0, torch.device("cpu"))
     output = hf_longattn.reference_attention(query, key, value, LongAttnConfig(), scaling=1.0)
-    return Call(query, key, value, LongAttnConfig(), rows, output, 1.0)
+    return Call(query, key, value, LongAttnConfig(), rows, 1.0, output=output)
 
 
 def collected(call: Call, **options: Any) -> Diagnostics:
@@ -440,8 +440,8 @@ def test_learned_sinks_take_their_share(case: str) -> None:
     g = torch.Generator().manual_seed(4)
     query, key, value = (torch.randn(1, 4, 19, 8, generator=g, dtype=torch.float64) for _ in range(3))
     rows, sinks = Rows.causal(19, 19, None, 0, query.device), torch.tensor([-1.0, 0.0, 1.0, 3.0])
-    out, want = dense_attention(query, key, value, CASES[case], rows, scaling=0.7, sink_logits=sinks)
-    call = Call(query, key, value, CASES[case], rows, out, 0.7, sink_logits=sinks)
+    call = Call(query, key, value, CASES[case], rows, 0.7, sink_logits=sinks)
+    want = dense_attention(call)[1]
     assert 0 < want.sum(-1).min() < want.sum(-1).max() < 1
     for block in blocks.blocks(call):
         same(block.log_p.exp(), want[:, :, block.which, : block.log_p.shape[-1]])

@@ -13,7 +13,7 @@ from helpers import close
 from torch import Tensor
 
 from hf_longattn import LongAttnConfig, attention, reference_attention
-from hf_longattn.attention.kernels import fused
+from hf_longattn.attention.kernels import flash
 
 CASES = {
     "infoscale": LongAttnConfig.preset("infoscale", train_length=4),
@@ -44,9 +44,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    fused._flash.cache_clear()
+    flash._flash.cache_clear()
     yield seen
-    fused._flash.cache_clear()
+    flash._flash.cache_clear()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -78,6 +78,6 @@ def test_refused_with_a_reason(calls: list[dict[str, Any]]) -> None:
 def test_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("flash_attn", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, package, None)
-    fused._flash.cache_clear()
+    flash._flash.cache_clear()
     with pytest.raises(ValueError, match="pip install flash-attn"):
         attention(*inputs(), CASES["infoscale"], backend="flash")

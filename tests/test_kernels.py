@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_longattn
 from hf_longattn import reference_attention
 from hf_longattn.attention.attend import attend, merge_entropies
+from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Rows
 from hf_longattn.attention.kernels import flex, operators, precision, tiled, tiles
 from hf_longattn.attention.kernels.spec import KernelCall, LogitSpec
@@ -777,13 +778,14 @@ def test_tables_belong_to_whom_the_call_names(case: str) -> None:
     x, rotation = torch.randn(1, 2, 8, 8), Rotation(torch.tensor([1.0, 0.1]))
     rows, cache = Rows.causal(8, 8, None, 0, x.device), TableCache()
     SHARED.clear()
-    first = attend(x, x, x, CASES[case], rows, scaling=1.0, rotation=rotation, tables=cache)
+    call = Call(x, x, x, CASES[case], rows, 1.0, rotation=rotation, tables=cache)
+    first = attend(call)
     assert (len(SHARED), len(cache) > 0) == (0, True)
     kept = [weakref.ref(t) for tables in cache._kept.values() for t in tables]
-    assert torch.equal(attend(x, x, x, CASES[case], rows, scaling=1.0, rotation=rotation, tables=cache), first)
+    assert torch.equal(attend(call), first)
     assert {id(t()) for t in kept} == {id(t) for tables in cache._kept.values() for t in tables}
-    assert torch.equal(attend(x, x, x, CASES[case], rows, scaling=1.0, rotation=rotation, tables=TableCache(0)), first)
-    del cache, rows  # what a forward pass prepares goes with its rows
+    assert torch.equal(attend(dataclasses.replace(call, tables=TableCache(0))), first)
+    del cache, rows, call  # what a forward pass prepares goes with its rows
     assert all(t() is None for t in kept)
 
 

@@ -21,6 +21,7 @@ import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
 from hf_longattn.attention import decoding
 from hf_longattn.attention.attend import attend
+from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Rows
 from hf_longattn.attention.kernels import tiles
 from hf_longattn.integration.state import state_of
@@ -195,7 +196,7 @@ def test_packed_texts_count_from_their_own_starts(name: str) -> None:
     start = torch.where(slot < cut, 0, cut)
     index = torch.stack([slot, torch.zeros_like(slot), start, start, slot], -1)[None]
     query, key = (rotated(x, slot - start, r) for x in (query, key))
-    got = attend(query, key, value, CONFIGS[name], Rows(index), scaling=0.5, rotation=r)
+    got = attend(Call(query, key, value, CONFIGS[name], Rows(index), 0.5, rotation=r))
     for part in (slice(0, cut), slice(cut, 23)):
         tensors = [x[:, :, part] for x in (query, key, value)]
         close(got[:, :, part], reference_attention(*tensors, CONFIGS[name], scaling=0.5, rotation=r), 1e-12)

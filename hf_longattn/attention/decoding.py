@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from ..config import LongAttnConfig
 from ..methods.base import Band, EntropyTemperature, LengthTemperature
+from .call import Call
 from .geometry import Rows
 from .kernels.spec import MASK_VALUE
 from .lowering import FEW_QUERIES, distance_tables, table_length
 from .reference import finish, require_rotation, sink_of
 from .rotary import Rotation
-from .tables import SHARED, TableCache
+from .tables import TableCache
 from .tracing import keepable
 
 #: Elements of keys that are worked on at a time where more than a product is to be done with them: what a core's cache holds.
@@ -73,41 +74,28 @@ class Prepared:
     fuses: bool
 
 
-def decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    config: LongAttnConfig,
-    rows: Rows,
-    *,
-    fuses: bool,
-    scaling: float,
-    softcap: float | None = None,
-    learned: Mapping[str, nn.Module] | None = None,
-    rotation: Rotation | None = None,
-    sink_logits: Tensor | None = None,
-    tables: TableCache | None = None,
-) -> Tensor:
+def decode(call: Call, *, fuses: bool) -> Tensor:
     """`attend` for calls that `serves` names.
 
     Args:
         fuses: sdpa computes what it can: where nothing but a factor on queries acts between them and the softmax.
     """
-    tables = SHARED if tables is None else tables
+    query, key, value, config, rows = call.query, call.key, call.value, call.config, call.rows
+    scaling, softcap, learned, rotation, tables = call.scaling, call.softcap, call.learned, call.rotation, call.tables
     kv_len = key.shape[2]
     names = (config.positions, config.visibility, config.temperature, kv_len, query.shape[3], rotation)
     now: Prepared = rows.once(names, lambda: _prepare(config, query, kv_len, rows, rotation, tables))
     if now.columns != slice(0, kv_len):
         key, value = key[:, :, now.columns], value[:, :, now.columns]
     factor = _factor(query, now, learned)
-    acting = config.score, config.logit_map, config.sink, softcap, sink_logits
+    acting = config.score, config.logit_map, config.sink, softcap, call.sink_logits
     if not now.parts:  # nothing is visible
         out = query.new_zeros(*query.shape[:3], value.shape[3])
     elif fuses and now.fuses and acting == (None,) * 5:
         query = query if factor is None else (query * factor[..., None]).to(query.dtype)
         out = _sdpa(query, key, value, now, scaling)
     else:
-        sinks = sink_of(config, query, learned, sink_logits)
+        sinks = sink_of(call)
         logits = _logits(query, key, config, now, factor, scaling, softcap)
         logits = _mapped(logits, query, config, rows, kv_len, now, tables)
         out = _weighted(logits, value, config, now, sinks)

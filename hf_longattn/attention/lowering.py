@@ -13,19 +13,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..config import LongAttnConfig
 from ..methods.base import Band, KeyBands, LengthTemperature, LogitMap
+from .call import Call
 from .geometry import Rows
 from .kernels.spec import MASK_VALUE, LogitSpec
 from .kernels.triton import MARGIN
-from .reference import finish, length_factor, require_rotation, sink_of
+from .reference import length_factor, require_rotation, sink_of
 from .rotary import Rotation
 from .tables import SHARED, TableCache
 from .tracing import keepable, readable
@@ -55,21 +55,45 @@ class KVSegment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LoweredAttention:
-    """One call, lowered.
+    """One call, lowered: what kernels compute.
 
     Args:
-        rows: the call's, over all segments.
         sink_logits: (heads,), a term in the denominator of every softmax, which joins when segments are merged.
         factor: the temperature by length, (batch or 1, heads or 1, q_len), which spec and segments contain; None without one.
+        of_entropy: every row's entropy over its keys is asked for, and no output.
     """
 
-    config: LongAttnConfig
-    rows: Rows
+    call: Call
     segments: tuple[KVSegment, ...]
     spec: LogitSpec
-    learned: Mapping[str, nn.Module] | None = None
     sink_logits: Tensor | None = None
     factor: Tensor | None = None
+    of_entropy: bool = False
+
+    @property
+    def value(self) -> Tensor:
+        """(batch, kv_heads, kv_len, head_dim); None where the output is to stay empty, which only some kernels take."""
+        return None if self.of_entropy else self.call.value  # type: ignore[return-value]
+
+    @property
+    def dropout(self) -> float:
+        return 0.0 if self.of_entropy else self.call.dropout
+
+    @property
+    def with_lse(self) -> bool:
+        """Whether segments are merged, by their logsumexps."""
+        return len(self.segments) > 1 or (self.sink_logits is not None and not self.of_entropy)
+
+    @property
+    def half(self) -> torch.dtype:
+        """What kernels that compute half precision take queries and keys in."""
+        return (self.segments[0].key if self.of_entropy else self.call.value).dtype
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what is left is softmax(scaling q . k) over plain rows."""
+        plain = self.spec.gain is None and not self.spec.softcap and len(self.segments) == 1
+        return plain and self.call.rows.plain is not None and self.sink_logits is None
 
     def scaled(self, factor: Tensor) -> LoweredAttention:
         """The same call with its finished logits times a factor for each row, (batch, heads, q_len)."""
@@ -97,9 +121,9 @@ class LoweredAttention:
         if spec.row_scale is not None:
             logits = spec.row_scale[:, :, which, None] * logits
         if spec.gain is not None and spec.bias is not None:
-            t = self.rows.distance(keys, which)
+            t = self.call.rows.distance(keys, which)
             gain, bias = (x[:, t].transpose(0, 1) for x in (spec.gain, spec.bias))
-            sinks = self.rows.take(which).sinks(keys, spec.sinks)[:, None]
+            sinks = self.call.rows.take(which).sinks(keys, spec.sinks)[:, None]
             bias = bias if spec.bias_scale is None else spec.bias_scale[:, :, which, None] * bias
             logits = torch.where(sinks, logits, gain * logits + bias)
         return logits.masked_fill(~visible, MASK_VALUE), visible
@@ -111,70 +135,42 @@ class LoweredAttention:
         sink = self.sink_logits.to(logits)[:, None, None]
         return logits - torch.logaddexp(logits.logsumexp(-1, keepdim=True), sink)
 
-    def finish(self, output: Tensor) -> Tensor:
-        """The stages after the weighted sum of values."""
-        return finish(self.config, output, self.learned)
 
-
-def lower(
-    config: LongAttnConfig,
-    query: Tensor,
-    key: Tensor,
-    rows: Rows,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    learned: Mapping[str, nn.Module] | None = None,
-    rotation: Rotation | None = None,
-    sink_logits: Tensor | None = None,
-    wide: bool = False,
-    rotate_reading: bool = False,
-    tables: TableCache | None = None,
-    strength: Tensor | None = None,
-) -> LoweredAttention:
-    """Every stage of `config` but an entropy temperature, which needs a first pass (`LoweredAttention.scaled`).
+def lower(call: Call, *, wide: bool = False, rotate_reading: bool = False) -> LoweredAttention:
+    """Every stage of a call's config but an entropy temperature, which needs a first pass (`LoweredAttention.scaled`).
 
     Args:
         wide: fold into query and key in float32 at least, for kernels that compute so anyway.
         rotate_reading: the kernel re-rotates keys as it reads them, where a call has few queries; it has no gradients.
-        tables: where gain, bias and angles are kept for the next call; default a cache that all calls without one share.
-        strength: the logit map's, in place of the config's.
     """
-    tables = SHARED if tables is None else tables
-    kv_len = key.shape[2]
-    segments = _segments(config, query, key, rows, rotation, rotate_reading, tables)
+    config, query, rows, scaling, kv_len = call.config, call.query, call.rows, call.scaling, call.key.shape[2]
+    segments = _segments(call, rotate_reading)
     if wide:
         segments = [s._replace(query=_wide(s.query), key=_wide(s.key)) for s in segments]
     if config.score is not None:
         for n, segment in enumerate(segments):
             q, k, scaling = config.score.fold(segment.query, segment.key)
             segments[n] = segment._replace(query=q, key=k)
-    spec = LogitSpec(scaling=float(scaling), softcap=softcap)
+    spec = LogitSpec(scaling=float(scaling), softcap=call.softcap)
     if config.logit_map is not None:
-        gain, bias = distance_tables(config.logit_map, query.shape[1], table_length(rows, kv_len), query, tables, strength)
+        length = table_length(rows, kv_len)
+        gain, bias = distance_tables(config.logit_map, query.shape[1], length, query, call.tables, call.strength)
         spec = dataclasses.replace(spec, gain=gain, bias=bias, sinks=config.logit_map.sink_tokens)
-    call = LoweredAttention(config, rows, tuple(segments), spec, learned, sink_of(config, query, learned, sink_logits))
+    lowered = LoweredAttention(call, tuple(segments), spec, sink_of(call))
     if not isinstance(config.temperature, LengthTemperature):
-        return call
-    visible = functools.reduce(torch.add, (s.rows.count(kv_len) for s in segments))
-    factor = length_factor(config, visible, query, learned)
-    return call if factor is None else dataclasses.replace(_scaled(call, factor), factor=factor)
+        return lowered
+    factor = length_factor(config, functools.reduce(torch.add, (s.rows.count(kv_len) for s in segments)), query, call.learned)
+    return lowered if factor is None else dataclasses.replace(_scaled(lowered, factor), factor=factor)
 
 
 #: Up to this many queries, keys are re-rotated while they are read instead of once before: decoding keeps no second cache.
 FEW_QUERIES = 16
 
 
-def _segments(
-    config: LongAttnConfig,
-    query: Tensor,
-    key: Tensor,
-    rows: Rows,
-    rotation: Rotation | None,
-    rotate_reading: bool,
-    tables: TableCache,
-) -> list[KVSegment]:
+def _segments(call: Call, rotate_reading: bool) -> list[KVSegment]:
     """One for every band of keys that the config shows and rotates alike."""
+    config, query, key, rows = call.config, call.query, call.key, call.rows
+    rotation, tables = call.rotation, call.tables
     if not config.key_bands:
         return [KVSegment(query, key, rows)]
     i, j = rows.query_positions(), rows.key_positions(key.shape[2])

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..config import LongAttnConfig, check_config
+from ..config import LongAttnConfig
 from ..methods.base import EntropyTemperature, KeyBands, LengthTemperature
-from .geometry import Rows, check_mask, check_positions, check_shapes
+from .call import Call
+from .geometry import Rows
 from .rotary import Rotation
 from .tracing import readable
 
@@ -52,37 +53,18 @@ def reference_attention(
     """
     if backend not in ("auto", "reference"):
         raise ValueError(f"reference_attention is the reference; backend={backend!r} belongs to hf_longattn.attention")
-    check_config(config)
-    check_shapes(query, key, value)
-    rows = Rows.causal(query.shape[2], key.shape[2], query_start, key_start, query.device)
-    rows = Rows(rows.index, check_mask(attention_mask, query, key), rows.query_ids, rows.key_ids)
-    if position_ids is not None:
-        ids = check_positions(position_ids, query, key)
-        rows = rows.at(ids, ids)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return dense_attention(query, key, value, config, rows, scaling=scaling, rotation=rotation, sink_logits=sink_logits)[0]
+    where = (scaling, attention_mask, query_start, key_start, backend, rotation, position_ids)
+    return dense_attention(Call.causal(query, key, value, config, *where, sink_logits))[0]
 
 
-def dense_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    config: LongAttnConfig,
-    rows: Rows,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    learned: Mapping[str, nn.Module] | None = None,
-    rotation: Rotation | None = None,
-    sink_logits: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def dense_attention(call: Call) -> tuple[Tensor, Tensor]:
     """Output (batch, heads, q_len, head_dim) and attention weights (batch, heads, q_len, kv_len).
 
     Order of the stages: positions, score, the model's own softcap, temperature by length, logit map, visibility,
     temperature by entropy (of the keys alone), softmax with the model's learned sinks, dropout, output norm. Computes in
-    float32 for half precisions. `learned` holds the trained parts of methods by slot; without it they are what they start as.
+    float32 for half precisions.
     """
+    query, key, value, config, rows, scaling = call.query, call.key, call.value, call.config, call.rows, call.scaling
     dtype = query.dtype
     compute = torch.promote_types(dtype, torch.float32)
     heads, kv_len = query.shape[1], key.shape[2]
@@ -100,10 +82,10 @@ def dense_attention(
     if excess is None:
         logits = scaling * (query @ key.transpose(-1, -2))
     else:
-        logits = scaling * remapped_scores(query, key, excess, require_rotation(rotation), config.remap, i, j)
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    if (factor := length_factor(config, rows.count(kv_len), query, learned)) is not None:
+        logits = scaling * remapped_scores(query, key, excess, require_rotation(call.rotation), config.remap, i, j)
+    if call.softcap:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+    if (factor := length_factor(config, rows.count(kv_len), query, call.learned)) is not None:
         logits = factor[..., None] * logits
     if config.logit_map is not None:
         t = rows.distance(kv_len)
@@ -116,9 +98,8 @@ def dense_attention(
         weights = _softmax(logits, visible)
         entropy = -(weights * torch.where(weights > 0, weights, 1.0).log()).sum(-1)  # xlogy's gradient at 0 is NaN
         logits = config.temperature.factor(entropy)[..., None] * logits
-    no_key = sink_of(config, query, learned, sink_logits)
-    weights = torch.nn.functional.dropout(_softmax(logits, visible, no_key), dropout)
-    return finish(config, weights @ value, learned).to(dtype), weights
+    weights = torch.nn.functional.dropout(_softmax(logits, visible, sink_of(call)), call.dropout)
+    return finish(config, weights @ value, call.learned).to(dtype), weights
 
 
 def _banded(config: LongAttnConfig, rows: Rows, i: Tensor, j: Tensor) -> tuple[Rows, Tensor | None]:
@@ -180,16 +161,15 @@ def length_factor(
     return factor.to(torch.promote_types(query.dtype, torch.float32))
 
 
-def sink_of(
-    config: LongAttnConfig, query: Tensor, learned: Mapping[str, nn.Module] | None, sink_logits: Tensor | None
-) -> Tensor | None:
+def sink_of(call: Call) -> Tensor | None:
     """The logarithm of what joins the denominators, (heads,): the config's sink and the model's own, if there are any."""
-    if config.sink is None:
-        return sink_logits
-    own = config.sink.logits(query.shape[1], query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32)))
+    query, learned, sink = call.query, call.learned, call.config.sink
+    if sink is None:
+        return call.sink_logits
+    own = sink.logits(query.shape[1], query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32)))
     if learned is not None and "sink" in learned:
         own = learned["sink"](own)
-    return own if sink_logits is None else torch.logaddexp(own, sink_logits.to(own))
+    return own if call.sink_logits is None else torch.logaddexp(own, call.sink_logits.to(own))
 
 
 def finish(config: LongAttnConfig, output: Tensor, learned: Mapping[str, nn.Module] | None) -> Tensor:

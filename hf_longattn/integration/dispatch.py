@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import sys
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..attention.attend import Call, attend
+from ..attention.attend import attend
+from ..attention.call import Call
 from ..attention.geometry import Rows
 from ..attention.reference import dense_attention
 from ..config import LongAttnConfig
@@ -49,10 +49,20 @@ _HARMLESS = frozenset(
 )
 
 
-#: From query, key, value and rows (or a mask) to output and weights.
-_Attention = Callable[..., tuple[Tensor, Tensor | None]]
 #: What a layer that is left alone computes where no other function knows its rows.
 _LEFT_ALONE = LongAttnConfig()
+
+
+class _Asked(NamedTuple):
+    """What transformers asks of a layer beside its tensors."""
+
+    module: Any
+    plan: LayerPlan
+    dropout: float
+    scaling: float | None
+    softcap: float | None
+    sliding_window: int | None
+    more: dict[str, Any]
 
 
 def attention_forward(
@@ -72,26 +82,21 @@ def attention_forward(
     Returns:
         output (batch, q_len, heads, head_dim), and attention weights if output_attentions asks for them.
     """
-    plan = current_plan(module)
-    capped: dict[str, Any] = {"softcap": softcap} if softcap is not None else {}
-    given: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "sink_logits": kwargs.get("s_aux")}
-    alone: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window, **capped}
-    attend_rows: _Attention = functools.partial(_attend, plan, module, **given)
-    base: _Attention = functools.partial(_base, module, **alone)
+    plan, positions = current_plan(module), kwargs.get("position_ids")
+    asked = _Asked(module, plan, dropout, scaling, softcap, sliding_window, kwargs)
     if kwargs.get("cache") is not None:
-        return _paged(plan, module, query, key, value, sliding_window, kwargs, attend_rows, base), None
+        return _paged(asked, query, key, value), None
     split = ulysses.group_of(module)
-    if split is not None or (attention_mask is None and ulysses.is_exchanged(module, query, key, kwargs.get("position_ids"))):
-        return _whole_sequence(plan, module, query, key, value, sliding_window, split, kwargs, attend_rows), None
+    if split is not None or (attention_mask is None and ulysses.is_exchanged(module, query, key, positions)):
+        return _whole_sequence(asked, query, key, value, split), None
     if plan.config is None:
-        return base(query, key, value, attention_mask, **kwargs)
+        return _base(asked, query, key, value, attention_mask)
     _refuse(plan, sliding_window, kwargs)
     if attention_mask is None:
         raise NotImplementedError(
             "the attention mask did not arrive, so true positions are unknown. Context parallelism removes it and is "
             "not supported; other wrappers must pass the mask that transformers' create_causal_mask built"
         )
-    positions = kwargs.get("position_ids")
     rows, counted = _rows(attention_mask, query, key)
     rows = with_positions(rows, counted, attention_mask, positions, key.shape[2])
     if counted is not None and not is_carrier(attention_mask):
@@ -99,8 +104,8 @@ def attention_forward(
     weights = bool(kwargs.get("output_attentions"))
     stock = None if weights else stock_of(attention_mask)
     if stock is not None and _changes_nothing(plan, stock, rows, query):
-        return _run(stock.implementation, module, query, key, value, stock.mask, **alone, **kwargs)
-    return attend_rows(query, key, value, rows, with_weights=weights)
+        return _run(stock.implementation, asked, query, key, value, stock.mask)
+    return _attend(asked, query, key, value, rows, with_weights=weights)
 
 
 def _changes_nothing(plan: LayerPlan, stock: Stock, rows: Rows, query: Tensor) -> bool:
@@ -111,93 +116,66 @@ def _changes_nothing(plan: LayerPlan, stock: Stock, rows: Rows, query: Tensor) -
 
 
 def _attend(
-    plan: LayerPlan,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: Rows,
-    *,
-    dropout: float,
-    scaling: float | None,
-    softcap: float | None,
-    sink_logits: Tensor | None,
-    with_weights: bool = False,
+    asked: _Asked, query: Tensor, key: Tensor, value: Tensor, rows: Rows, with_weights: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """A layer's method over rows of any geometry: output (batch, q_len, heads, head_dim), and weights if asked for."""
-    config, learned = plan.config or _LEFT_ALONE, learned_parts(module)
-    if query.shape[1] != plan.heads and (sink_logits is not None or any(m.head_dependent for m in config.methods)):
-        config, learned, own = of_these_heads(module, query.shape[1], plan.heads, config, learned)
-        if sink_logits is not None and sink_logits.shape[0] == plan.heads:
-            sink_logits = own(sink_logits)
-    options: dict[str, Any] = {
-        "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
-        "softcap": softcap,
-        "learned": learned,
-        "rotation": None if plan.rotary is None else plan.rotary.rotation(query),
-        "sink_logits": sink_logits,
-    }
-    tables = plan.state.tables
-    weights = None
-    if with_weights:
-        out, weights = dense_attention(query, key, value, config, rows, dropout=dropout, **options)
-    else:
+    plan, sinks = asked.plan, asked.more.get("s_aux")
+    config, learned = plan.config or _LEFT_ALONE, learned_parts(asked.module)
+    if query.shape[1] != plan.heads and (sinks is not None or any(m.head_dependent for m in config.methods)):
+        config, learned, own = of_these_heads(asked.module, query.shape[1], plan.heads, config, learned)
+        sinks = own(sinks) if sinks is not None and sinks.shape[0] == plan.heads else sinks
+    call = Call(
+        query,
+        key,
+        value,
+        config,
+        rows,
+        scaling=query.shape[-1] ** -0.5 if asked.scaling is None else asked.scaling,
+        softcap=asked.softcap,
+        dropout=asked.dropout,
+        learned=learned,
+        rotation=None if plan.rotary is None else plan.rotary.rotation(query),
+        sink_logits=sinks,
+        tables=plan.state.tables,
         # a graph reads the strength when it runs; it would be compiled anew for each number
-        strength = plan.state.strength if torch.compiler.is_compiling() and not torch.compiler.is_exporting() else None
-        out = attend(query, key, value, config, rows, dropout=dropout, tables=tables, strength=strength, **options)
+        strength=plan.state.strength if torch.compiler.is_compiling() and not torch.compiler.is_exporting() else None,
+    )
+    out, weights = dense_attention(call) if with_weights else (attend(call), None)
     if plan.observer is not None:
-        plan.observer(Call(query, key, value, config, rows, out, tables=tables, **options))
+        plan.observer(dataclasses.replace(call, output=out))
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _whole_sequence(
-    plan: LayerPlan,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sliding_window: int | None,
-    split: Any,
-    kwargs: dict[str, Any],
-    attend_rows: _Attention,
-) -> Tensor:
+def _whole_sequence(asked: _Asked, query: Tensor, key: Tensor, value: Tensor, split: Any) -> Tensor:
     """A layer of a sequence that is split over processes: no mask arrives, for layers that are left alone either."""
-    _refuse(plan, sliding_window, kwargs)
-    if kwargs.get("output_attentions") or (plan.windowed and sliding_window is None):
+    window, positions = asked.sliding_window, asked.more.get("position_ids")
+    _refuse(asked.plan, window, asked.more)
+    if asked.more.get("output_attentions") or (asked.plan.windowed and window is None):
         raise NotImplementedError("no attention weights, and no windows of unknown size, of a sequence split over processes")
-    here = ulysses.place(module)
+    here = ulysses.place(asked.module)
     assert here is not None
 
     def compute(query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -> Tensor:
-        rows = ulysses.rows_of(position_ids, sliding_window, here[1])
-        return attend_rows(query, key, value, rows)[0]
+        return _attend(asked, query, key, value, ulysses.rows_of(position_ids, window, here[1]))[0]
 
     if split is None:
-        return compute(query, key, value, kwargs["position_ids"])
-    return ulysses.exchanged(split, query, key, value, kwargs.get("position_ids"), compute)
+        assert positions is not None
+        return compute(query, key, value, positions)
+    return ulysses.exchanged(split, query, key, value, positions, compute)
 
 
-def _paged(
-    plan: LayerPlan,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sliding_window: int | None,
-    kwargs: dict[str, Any],
-    attend_rows: _Attention,
-    base: _Attention,
-) -> Tensor:
+def _paged(asked: _Asked, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """A layer under continuous batching, with the method or left alone."""
+    plan = asked.plan
     if plan.config is not None:
-        _refuse(plan, sliding_window, {k: v for k, v in kwargs.items() if k != "cache" and k not in ARGUMENTS})
+        _refuse(plan, asked.sliding_window, {k: v for k, v in asked.more.items() if k != "cache" and k not in ARGUMENTS})
 
     def compute(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
         if plan.config is not None:
-            return attend_rows(query, key, value, rows)[0]
-        return base(query, key, value, rows.visible(key.shape[2]), **kwargs)[0]
+            return _attend(asked, query, key, value, rows)[0]
+        return _base(asked, query, key, value, rows.visible(key.shape[2]))[0]
 
-    return paged_attention(module, query, key, value, kwargs, compute)
+    return paged_attention(asked.module, query, key, value, asked.more, compute)
 
 
 def current_plan(module: Any) -> LayerPlan:
@@ -279,44 +257,23 @@ def _rows(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Rows, Tensor | None
     return Rows(columns.stacked(), mask), ranks(visible) if kv_len > q_len else None
 
 
-def _base(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    sliding_window: int | None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
+def _base(asked: _Asked, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The unmodified attention, for layers that are left alone."""
-    name = base_implementation(module.config)
+    name = base_implementation(asked.module.config)
     if mask is not None and is_carrier(mask):
         rows = read_mask(mask, key.shape[2])[0]
         mask = rows.once(("visible", key.shape[2]), lambda: rows.visible(key.shape[2]))
-    if name == "eager" or kwargs.get("output_attentions"):
+    if name == "eager" or asked.more.get("output_attentions"):
         name = "eager"
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
-    return _run(name, module, query, key, value, mask, dropout, scaling, sliding_window, **kwargs)
+    return _run(name, asked, query, key, value, mask)
 
 
-def _run(
-    name: str,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    dropout: float,
-    scaling: float | None,
-    sliding_window: int | None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
+def _run(name: str, asked: _Asked, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
     """One of transformers' attention functions, under the mask that it takes."""
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    eager = getattr(sys.modules[type(asked.module).__module__], "eager_attention_forward", None)
     function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
-    if sliding_window is not None:
-        kwargs["sliding_window"] = sliding_window
-    return function(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    given = {"softcap": asked.softcap, "sliding_window": asked.sliding_window}
+    options = asked.more | {k: v for k, v in given.items() if v is not None}
+    return function(asked.module, query, key, value, mask, dropout=asked.dropout, scaling=asked.scaling, **options)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..attention.attend import Call
+from ..attention.call import Call
 from ..attention.tracing import readable
 from ..methods.learned import learned_parts
 from ..methods.output_gain import OutputGain

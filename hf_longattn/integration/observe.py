@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..attention.attend import Call
+from ..attention.call import Call
 from ..config import CUSTOM, LongAttnConfig
 from .layers import Layer, candidates_of, layers_of, pretrained
 from .names import is_ours

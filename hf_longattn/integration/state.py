@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ..attention.attend import Call
+from ..attention.call import Call
 from ..attention.tables import TableCache
 from ..config import LongAttnConfig
 from .gate import Gate

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from ..attention.attend import Call
+from ..attention.call import Call
 from ..attention.tracing import readable
 from ..config import LongAttnConfig
 from ..telling import warn

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_longattn import LongAttnConfig, fit_adaptive_temperature
 from hf_longattn.attention.attend import attend
+from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Rows
 from hf_longattn.measuring.tasks.sets import dictionary_lookup, max_retrieval
 from hf_longattn.methods import AdaptiveTemperature
@@ -119,7 +120,7 @@ class SetModel(nn.Module):
         config = self.config if temperature is None else self.config.replace(temperature=temperature)
         rows = Rows.causal(1, key.shape[2], None, 0, key.device)  # one query, which comes last and sees every item
         learned = dict(self.learned.items())
-        return attend(query, key, value, config, rows, scaling=self.width**-0.5, learned=learned)[:, 0, 0]
+        return attend(Call(query, key, value, config, rows, self.width**-0.5, learned=learned))[:, 0, 0]
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Logits of the classes, (batch, classes)."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from ..geometry import Rows
-from .spec import LogitSpec
+from .spec import Kernel, LogitSpec, Result
+
+if TYPE_CHECKING:
+    from ..call import Call
+    from ..lowering import KVSegment, LoweredAttention
 
 
 def why_not_flex(query: Tensor, dropout: float = 0.0) -> str | None:
@@ -85,3 +89,15 @@ def flex_attention(
     asked = torch_flex.AuxRequest(lse=with_lse)
     out, aux = run(query, key, value, score_mod, block_mask, spec.scaling, heads != key.shape[1], return_aux=asked)
     return out, aux.lse if with_lse else out.new_empty(0), out.new_empty(0)
+
+
+def run(call: LoweredAttention, segment: KVSegment) -> Result:
+    query, key = (x.to(call.half) for x in (segment.query, segment.key))
+    return flex_attention(query, key, call.value, segment.rows, call.spec, with_lse=call.with_lse)  # type: ignore[arg-type]
+
+
+def _picked(call: Call) -> bool:
+    return call.query.device.type == "cuda" and not call.by_entropy
+
+
+KERNEL = Kernel("flex", lambda call: why_not_flex(call.query, call.dropout), run, _picked)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,8 +10,11 @@ from torch import Tensor
 from ..geometry import Rows
 from ..tracing import keepable, readable
 from . import operators
-from .spec import KernelCall, LogitSpec
+from .spec import Kernel, KernelCall, LogitSpec, Result
 from .tiles import Blocks, dropout_seed, halves_are_fast
+
+if TYPE_CHECKING:
+    from ..lowering import KVSegment, LoweredAttention
 
 
 def tiled_attention(
@@ -101,3 +104,12 @@ class _Tiled(torch.autograd.Function):
         return operators.differentiate(ctx, KernelCall, _TiledBackward.apply, *d)
 
     setup_context = staticmethod(operators.save)
+
+
+def run(call: LoweredAttention, segment: KVSegment) -> Result:
+    query, key, rows = segment.query, segment.key, segment.rows
+    options = {"with_lse": call.with_lse, "with_entropy": call.of_entropy}
+    return tiled_attention(query, key, call.value, rows, call.spec, dropout=call.dropout, **options)
+
+
+KERNEL = Kernel("tiled", lambda _: None, run, picked=lambda _: True, wide=True, entropies=True)

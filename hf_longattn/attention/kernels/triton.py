@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import MutableMapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..geometry import Rows
 from ..tracing import readable
 from . import operators
-from .spec import LogitSpec
+from .spec import Kernel, LogitSpec, Result
+
+if TYPE_CHECKING:
+    from ..call import Call
+    from ..lowering import KVSegment, LoweredAttention
 
 try:
     import triton
@@ -340,3 +344,16 @@ def _gradients(
 
 
 _triton = operators.attention_operator("triton", _Call, _forward, _gradients)
+
+
+def _why_not(call: Call) -> str | None:
+    return why_not_triton(call.query, call.rows, call.softcap, call.dropout)
+
+
+def run(call: LoweredAttention, segment: KVSegment) -> Result:
+    query, key = (x.to(call.half) for x in (segment.query, segment.key))
+    options = {"with_lse": call.with_lse, "with_entropy": call.of_entropy}
+    return triton_attention(query, key, call.value, segment.rows, call.spec, **options)
+
+
+KERNEL = Kernel("triton", _why_not, run, entropies=True)

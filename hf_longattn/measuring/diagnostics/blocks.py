@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,15 +48,7 @@ def blocks(call: Call, chosen: Tensor | None = None) -> Iterator[Block]:
     """
     config, rows, kv_len = call.config, call.rows, call.key.shape[2]
     batch, heads = call.query.shape[:2]
-    model: dict[str, Any] = {
-        "scaling": call.scaling,
-        "softcap": call.softcap,
-        "learned": call.learned,
-        "rotation": call.rotation,
-        "sink_logits": call.sink_logits,
-        "tables": call.tables,
-    }
-    lowered = lower(config, call.query, call.key, rows, wide=True, rotate_reading=True, **model)
+    lowered = lower(call, wide=True, rotate_reading=True)
     factor = lowered.factor
     if chosen is None:
         chosen = torch.arange(rows.index.shape[1], device=rows.index.device)

@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from ....attention.attend import attend
+from ....attention.call import Call
 from ..paged import Batch, batches_of
 from .plans import Part
 
@@ -125,7 +126,7 @@ class Implementation(AttentionImpl[Metadata]):
             pages = kv_cache[slots // size, :, slots % size].to(query.dtype).transpose(1, 2)
             k, v = pages.split(self.head_size, -1)
             q = query[batch.queries].transpose(1, 2)
-            out = attend(
+            call = Call(
                 q,
                 k,
                 v,
@@ -138,6 +139,7 @@ class Implementation(AttentionImpl[Metadata]):
                 sink_logits=self.sinks,
                 tables=part.tables,
             )
+            out = attend(call)
             output[batch.queries] = out.transpose(1, 2).to(output.dtype)
         return output
 

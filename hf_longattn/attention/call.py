@@ -1,0 +1,115 @@
+"""One attention call: what goes from a layer to a kernel, in one object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..config import LongAttnConfig, check_config
+from ..methods.base import EntropyTemperature
+from ..methods.method import Method
+from .geometry import Rows, check_mask, check_positions, check_shapes
+from .rotary import Rotation
+from .tables import SHARED, TableCache
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One attention call of one layer.
+
+    Args:
+        query: (batch, heads, q_len, head_dim), any float dtype; logits are float32 at least.
+        key, value: (batch, kv_heads, kv_len, head_dim); kv_heads divides heads.
+        config: the layer's own (`config.for_layer(i)`).
+        rows: which keys each query sees, and how far away they are.
+        scaling: the factor on q . k.
+        softcap: the model's own cap on its score; it acts before every method but the score's.
+        learned: the trained parts of methods by slot; without it they are what they start as.
+        rotation: how query and key are rotated; needed where the config remaps rotary distances.
+        sink_logits: (heads,), the model's learned sinks: exp(sink) is one more term in the denominator of every softmax,
+            beside that of a method; no method acts on it.
+        backend: "auto" is the config's; another insists.
+        tables: where tables are kept for the next call, a model's own; default a cache that all calls without one share.
+        strength: the logit map's, in place of the config's: a number that a compiled graph reads when it runs.
+        output: (batch, heads, q_len, head_dim), what the call gave, for whoever observes it.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    config: LongAttnConfig
+    rows: Rows
+    scaling: float
+    softcap: float | None = None
+    dropout: float = 0.0
+    learned: Mapping[str, nn.Module] | None = None
+    rotation: Rotation | None = None
+    sink_logits: Tensor | None = None
+    backend: str = "auto"
+    tables: TableCache = SHARED
+    strength: Tensor | None = None
+    output: Tensor = field(default=None, repr=False)  # type: ignore[assignment]
+
+    @classmethod
+    def causal(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        config: LongAttnConfig,
+        scaling: float | None = None,
+        attention_mask: Tensor | None = None,
+        query_start: int | None = None,
+        key_start: int = 0,
+        backend: str = "auto",
+        rotation: Rotation | None = None,
+        position_ids: Tensor | None = None,
+        sink_logits: Tensor | None = None,
+    ) -> Call:
+        """The call that `hf_longattn.attention` computes, checked; its arguments."""
+        check_config(config)
+        check_shapes(query, key, value)
+        rows = Rows.causal(query.shape[2], key.shape[2], query_start, key_start, query.device)
+        rows = Rows(rows.index, check_mask(attention_mask, query, key), rows.query_ids, rows.key_ids)
+        if position_ids is not None:
+            ids = check_positions(position_ids, query, key)
+            rows = rows.at(ids, ids)
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        more = {"rotation": rotation, "sink_logits": sink_logits}
+        return cls(query, key, value, config, rows, scaling, backend=backend, **more)  # type: ignore[arg-type]
+
+    @property
+    def asked(self) -> str:
+        """The backend that caller or config insists on, or "auto"."""
+        return self.config.backend if self.backend == "auto" else self.backend
+
+    @property
+    def by_entropy(self) -> bool:
+        """Whether the temperature needs each row's entropy, and with it a pass of its own."""
+        return isinstance(self.config.temperature, EntropyTemperature)
+
+    @property
+    def folds(self) -> bool:
+        """Whether a score or a temperature is folded into query and key."""
+        return self.config.score is not None or self.config.temperature is not None
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients may be asked for, of tensors or of learned parts."""
+        if not torch.is_grad_enabled():
+            return False
+        parts = (self.learned or {}).values()
+        tensors = (self.query, self.key, self.value, *(parameter for part in parts for parameter in part.parameters()))
+        return any(x.requires_grad for x in tensors)
+
+    @property
+    def beyond_product(self) -> str | None:
+        """What acts between scaling q . k and the weighted sum beside the softmax, in words; None: nothing does."""
+        if self.softcap or self.sink_logits is not None:
+            return "the model caps its scores" if self.softcap else "the model has learned sinks"
+        acting: list[Method] = [m for m in (self.config.logit_map, *self.config.key_bands, self.config.sink) if m is not None]
+        acting += [self.config.temperature] if self.config.temperature is not None and self.by_entropy else []
+        return f"{acting[0].name} changes more than query and key" if acting else None
