@@ -32,7 +32,7 @@ WITHIN = {
 #: Acting at LENGTH.
 ACTING = {
     **{name: preset(name) for name in ("scale_invariant", "alibi", "cosscale", "adaptive_temperature", "attention_sink")},
-    **{name: preset(name) for name in ("output_gain", "output_standardise", "output_layer_norm", "log_length")},
+    **{name: preset(name) for name in ("output_standardise", "output_layer_norm", "log_length")},
     **{name: preset(name, train_length=SHORT) for name in ("infoscale", "logn", "yarn_temperature")},
     **{name: preset(name, window=SHORT) for name in ("rerope", "leaky_rerope", "self_extend", "windowed", "streaming")},
     "lm_infinite": preset("lm_infinite", window=SHORT),

@@ -27,7 +27,6 @@ SHORT += ["positions=plain", "method=scale_invariant"]
 ALONE = ["evaluation.compare=false", "trainer.eval_steps=100"]
 NEEDLE = [DTYPE, "method=null", "length=256", "trainer.max_steps=90", "trainer.per_device_train_batch_size=1"]
 NEEDLE += ["trainer.gradient_accumulation_steps=1", "trainer.eval_steps=45", "trainer.save_steps=30", "evaluation.samples=16"]
-GAINS = ["length=512", "evaluation.samples=12", "trainer.bf16=true", "trainer.use_cpu=true"]
 NEEDLE += ["evaluation.final_lengths=[256,512,1024]", "evaluation.compare=false"]
 #: Of five novels in --text, as continue_lora ships; the control reads the same windows as they are.
 LONG = [DTYPE, "evaluation.final_lengths=[512,4096]", "trainer.eval_strategy=no", "trainer.save_steps=30"]
@@ -51,7 +50,6 @@ RUNS: dict[str, list[str]] = {
     "distill": ["convert_distill", *SHORT, *ALONE],
     "continue-calibrated": ["continue_lora", *SHORT, *ALONE, "calibrate=2048"],
     "needle256": ["needle_lora", *NEEDLE],
-    "head-gains": ["head_gains", *GAINS],
 }
 LABELS = {
     "continue": "`continue_lora`, scale-invariant, τ = 10",

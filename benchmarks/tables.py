@@ -11,7 +11,6 @@ from typing import Any
 from benchmarks import (
     copies,
     dispersion_on_model,
-    head_gains,
     headline,
     logit_gaps,
     longer_on_model,
@@ -93,7 +92,6 @@ def contents() -> Contents:
     measured = (
         copies,
         dispersion_on_model,
-        head_gains,
         headline,
         logit_gaps,
         longer_on_model,

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .integration import apply as apply
     from .integration import config_of as config_of
     from .integration import describe as describe
-    from .integration import fold as fold
     from .integration import remove as remove
     from .integration import rope as rope
     from .integration import update as update
@@ -52,7 +51,7 @@ _NAMES = {
     "measuring.diagnostics": ("Diagnostics", "capture"),
     "measuring.extension": ("extend",),
     "sharing.hub": ("push", "save"),
-    "integration": ("Description", "UntrainedWarning", "apply", "config_of", "describe", "fold", "remove", "rope", "update"),
+    "integration": ("Description", "UntrainedWarning", "apply", "config_of", "describe", "remove", "rope", "update"),
     "methods.adaptive_temperature": ("fit_adaptive_temperature",),
     "methods.registry": ("register",),
     "attention.reference": ("reference_attention",),

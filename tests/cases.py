@@ -42,7 +42,6 @@ CASES: dict[str, LongAttnConfig] = {
     ),
     "attention_sink": LongAttnConfig.preset("attention_sink", logit=MEAN),
     "attention_sink_learned": LongAttnConfig.preset("attention_sink", logit=0.5, learned=True),
-    "output_gain": LongAttnConfig.preset("output_gain", gain=MEAN),
     "output_standardise": LongAttnConfig.preset("output_standardise", deviation=VARIANCE, mean=MEAN, per_head=True),
     "output_layer_norm": LongAttnConfig.preset("output_layer_norm", deviation=0.4),
     "infoscale+cosscale": LongAttnConfig.preset("infoscale+cosscale", train_length=4, scale=5.0),

@@ -99,12 +99,6 @@ def output_standardise(p: dict[str, Any], layer: int, out: np.ndarray) -> np.nda
     return deviation * x + mean
 
 
-def output_gain(p: dict[str, Any], layer: int, out: np.ndarray) -> np.ndarray:
-    """A learned part starts as the identity."""
-    gain = np.asarray(p["gain"], dtype=float)
-    return (gain[layer] if gain.ndim == 2 else gain).reshape(-1, 1, 1) * out
-
-
 def rerope(p: dict[str, Any], i: np.ndarray, j: np.ndarray) -> np.ndarray:
     """The distance seen by the query at i for the key at j."""
     return np.minimum(i - j, p["window"])
@@ -180,7 +174,6 @@ BY_ENTROPY: dict[str, Formula] = {"adaptive_temperature": adaptive_temperature}
 NORMS: dict[str, Formula] = {
     "output_standardise": output_standardise,
     "output_layer_norm": output_standardise,
-    "output_gain": output_gain,
 }
 
 

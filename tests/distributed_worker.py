@@ -32,7 +32,7 @@ RANKS = 2
 SPLIT = ("scale_invariant", "calibrated", "mapped+adaptive", "alibi", "infoscale+cosscale", "logn_learned", "log_length")
 SPLIT += ("softmax_plus", "yarn_temperature", "output_standardise", "rerope", "leaky_by_layer", "self_extend", "dual_chunk")
 SPLIT += ("windowed", "streaming", "lm_infinite", "string", "ssmax", "attention_sink", "attention_sink_learned")
-SPLIT += ("yarn_beyond", "yarn_far", "output_layer_norm", "output_gain")
+SPLIT += ("yarn_beyond", "yarn_far", "output_layer_norm")
 #: Those that run on sequences split over processes, some with sliding layers that are left alone, or softcaps.
 ALL_SPLIT = (*SPLIT, "gemma3/alibi", "gemma2/logn_learned", "gpt_oss/logn_learned")
 #: Those whose weights are saved and loaded again while they are sharded.

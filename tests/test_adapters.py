@@ -363,7 +363,7 @@ def test_trainer_refuses_an_adapter_of_another_attention(bases: dict[str, Path],
             trainer._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
 
 
-@pytest.mark.parametrize("case", ["logn_learned", "attention_sink_learned", "output_gain", "output_layer_norm"])
+@pytest.mark.parametrize("case", ["logn_learned", "attention_sink_learned", "output_layer_norm"])
 def test_transformers_switches_off_and_on_what_peft_does(case: str, bases: dict[str, Path], tmp_path: Path) -> None:
     adapted(bases["llama"], CASES[case]).save_pretrained(tmp_path)
     if by_transformers(tmp_path) is None:

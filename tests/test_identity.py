@@ -42,7 +42,7 @@ WIDE = (
 )
 #: Nothing of theirs is ever the identity.
 NEVER = ("paper_form", "alibi", "ssmax", "logn_learned", "log_length", "cosscale", "adaptive_temperature", "attention_sink")
-NEVER += ("output_gain", "output_standardise", "output_layer_norm", "rerope+infoscale+cosscale", "sink+rerope+adaptive")
+NEVER += ("output_standardise", "output_layer_norm", "rerope+infoscale+cosscale", "sink+rerope+adaptive")
 
 
 @pytest.fixture

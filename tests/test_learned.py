@@ -25,13 +25,11 @@ LEARNED: dict[str, tuple[str, dict[str, Any]]] = {
     "logn": ("logn", {"train_length": 5, "learned": True}),
     "norm": ("output_layer_norm", {"deviation": 0.4}),
     "sink": ("attention_sink", {"logit": 1.5, "learned": True}),
-    "gain": ("output_gain", {"gain": 1.2}),
     "both": ("logn+output_layer_norm", {"train_length": 5, "learned": True, "deviation": 0.4}),
 }
 NAMES = {
     "logn": {"temperature.weight": HEADS},
     "sink": {"sink.bias": HEADS},
-    "gain": {"output_norm.weight": HEADS},
     "norm": {"output_norm.weight": HEADS * HEAD_DIM, "output_norm.bias": HEADS * HEAD_DIM},
 }
 NAMES["both"] = NAMES["logn"] | NAMES["norm"]

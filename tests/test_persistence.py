@@ -668,3 +668,16 @@ def test_describe_other_models() -> None:
     assert chosen.config == CONFIG.replace(layers=(2,), backend="reference")
     layered = hf_longattn.describe(model("llama", CASES["calibrated"]))
     assert "logit_mean=<4 values>" in str(layered)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_checkpoint_of_a_method_that_is_gone_is_refused_by_name(alone: bool, tmp_path: Path) -> None:
+    hf_longattn.apply(
+        stock("llama"), "output_standardise" if alone else "logn+output_standardise", deviation=0.4
+    ).save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text().replace("hf_longattn.output_standardise", "hf_longattn.output_gain")
+    saved = json.loads(text)
+    saved["longattn"]["output_norm"] = {"name": "output_gain", "gain": 1.2, "learned": True}
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match=r"'output_gain' was removed: .*hf_longattn 0\.1\.0 .*fold\(model\)"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -186,10 +186,10 @@ RESUMED = {
     "stream": ("continue_lora", settings, {"hub__streaming": True}),
     "needle": ("needle_lora", settings, {"length": 400}),
     "long_ce": ("continue_lora", settings, {"long_ce__near": 12, "long_ce__most": 1.5}),
-    "gains": (
-        "head_gains",
+    "frozen": (
+        "needle_lora",
         settings,
-        {"length": 300, "trainer__save_strategy": "steps", "trainer__eval_strategy": "steps"},
+        {"length": 300, "lora": "null", "freeze": True, "method": "logn", "parameters__learned": True},
     ),
     "muon": ("pretrain_small", small, {}),
     "learned": ("pretrain_small", small, {"architecture__position": "logn_prope"}),
@@ -278,31 +278,25 @@ def test_needle_lora(tiny: Path, tmp_path: Path) -> None:
     assert rates == pytest.approx([0, 5e-4, 1e-3, 1e-3, 1e-3, 5e-4])  # up, level, down in thirds
 
 
-def test_head_gains(tiny: Path, tmp_path: Path) -> None:
-    """Nothing but the gains moves, and folded they serve without the plugin."""
-    overrides = settings(tiny, tmp_path / "out", length=300)
-    result = command("head_gains", *overrides)
+def test_freeze(tiny: Path, tmp_path: Path) -> None:
+    """Nothing but a method's learned parameters moves."""
+    learned = {"lora": "null", "freeze": True, "method": "logn", "parameters__learned": True, "length": 300}
+    result = command("needle_lora", *settings(tiny, tmp_path / "out", **learned, trainer__learning_rate=0.02))
     assert result.exit_code == 0, result.output
     assert "parameters, 0.0k trained" in result.output
-    metrics = json.loads((tmp_path / "out/metrics.json").read_text())
-    assert set(metrics["measured"]) >= {"trained", "base"}
     base, m = (LlamaForCausalLM.from_pretrained(path).eval() for path in (tiny / "model", tmp_path / "out"))
-    gains = {name: p for name, p in m.named_parameters() if ".longattn." in name}
-    assert {p.shape for p in gains.values()} == {(4,)}
-    assert all((p != 1).any() for p in gains.values())
+    factors = {name: p for name, p in m.named_parameters() if ".longattn." in name}
+    assert {p.shape for p in factors.values()} == {(4,)}
+    assert all((p != 1).any() for p in factors.values())
     assert all(torch.equal(p, m.get_parameter(name)) for name, p in base.named_parameters())
-    ids = torch.arange(10, 40)[None]
-    with torch.no_grad():
-        want = m(ids).logits
-        assert (want - base(ids).logits).abs().max() > 1e-3
-        torch.testing.assert_close(hf_longattn.fold(m)(ids).logits, want, atol=2e-6, rtol=0)
     for changes, message in (
-        ({"method": "infoscale"}, "freeze leaves nothing to train: infoscale has no learned parameters"),
-        ({"parameters__learned": False}, "freeze leaves nothing to train: output_gain"),
-        ({"method": None}, "freeze leaves the method's learned parameters to train"),
-        ({"lora__r": 4}, "neither lora nor optimizer"),
+        ({"method": "infoscale", "parameters": "{}"}, "freeze leaves nothing to train: infoscale has no learned parameters"),
+        ({"parameters__learned": False}, "freeze leaves nothing to train: logn"),
+        ({"method": None, "parameters": "{}"}, "freeze leaves the method's learned parameters to train"),
+        ({"lora": "{r: 4}"}, "neither lora nor optimizer"),
     ):
-        result = command("head_gains", *settings(tiny, tmp_path / "never", length=300, **changes))
+        kept = {k: v for k, v in learned.items() if not (k == "parameters__learned" and "parameters" in changes)}
+        result = command("needle_lora", *settings(tiny, tmp_path / "never", **kept | changes))
         assert (result.exit_code, (tmp_path / "never").exists()) == (2, False)
         assert message in " ".join(result.output.split())
 

@@ -16,9 +16,7 @@ from .common import console
 def train(
     recipe: Annotated[
         str,
-        typer.Argument(
-            help="continue_lora, convert_distill, needle_lora, head_gains, pretrain_small, pretrain_304m, or a YAML file."
-        ),
+        typer.Argument(help="continue_lora, convert_distill, needle_lora, pretrain_small, pretrain_304m, or a YAML file."),
     ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe; dots for nested keys.")

@@ -2,7 +2,6 @@
 
 from . import rope
 from .dispatch import attention_forward
-from .folding import fold
 from .masks import carrier_mask
 from .model import Description, UntrainedWarning, apply, config_of, describe, remove, update
 from .names import register_names
@@ -11,4 +10,4 @@ from .seams import install
 register_names(attention_forward, carrier_mask)
 install()
 
-__all__ = ["Description", "UntrainedWarning", "apply", "config_of", "describe", "fold", "remove", "rope", "update"]
+__all__ = ["Description", "UntrainedWarning", "apply", "config_of", "describe", "remove", "rope", "update"]

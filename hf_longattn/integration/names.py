@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..config import CUSTOM
-from ..methods.registry import did_you_mean, method_names, told_of_names
+from ..methods.registry import REMOVED, did_you_mean, method_names, removed, told_of_names
 
 PREFIX = "hf_longattn."
 #: Before the class names in a strict checkpoint's config, which every other engine dispatches on and then refuses.
@@ -50,6 +50,8 @@ def register_names(attention: Callable[..., Any], mask: Callable[..., Any]) -> N
 def hint(name: Any) -> str:
     """What to write in place of a name that transformers does not know, if it looks like one of ours."""
     parts = short(name).split("+") if isinstance(name, str) else []
+    if gone := next((part for part in parts if part in REMOVED), None):
+        return removed(gone)
     if len(parts) > 1 and set(parts) <= set(method_names()):
         known = name_for("+".join(parts))
         section = f' with longattn={{"preset": {"+".join(parts)!r}}}' if known == CUSTOM else ""

@@ -16,7 +16,7 @@ from ..config import LongAttnConfig
 from ..integration.layers import Layer
 from ..integration.observe import observe
 from ..integration.planning import bound_config
-from ..methods import LeakyReRope, LogN, OutputGain, OutputLayerNorm, OutputStandardise, ScaleInvariant
+from ..methods import LeakyReRope, LogN, OutputLayerNorm, OutputStandardise, ScaleInvariant
 from .diagnostics.blocks import blocks
 from .evaluation import copying_heads
 
@@ -153,7 +153,7 @@ def calibrate(
     The scale-invariant map gets logit_mean and logit_variance per layer and head, and sink_tokens=1 unless given; output
     norms get deviation and mean, per layer and head if they work per head. leaky_rerope, where its stretch
     is one number, gets one per key head: a cap where a head copies (`evaluation.copying_heads` at COPIES or more), which has
-    to find keys from anywhere, that number elsewhere. output_gain keeps its gain for heads that copy, and 1 for the others.
+    to find keys from anywhere, that number elsewhere.
     logn gets the exponent 1 - growth of the median head's `logit_gaps`, and, where its scale is a number, 1 / level.
 
     Args:
@@ -173,18 +173,13 @@ def calibrate(
         changes["positions"] = dataclasses.replace(remap, stretch=_stretches(model, batches, remap.stretch))
     if isinstance(config.temperature, LogN):
         changes["temperature"] = _critical(config.temperature, logit_gaps(model, batches))
-    if isinstance(norm, OutputGain) and not isinstance(norm.gain, tuple):
-        copies = _copying(model, batches) >= COPIES  # NaN, of a layer that was not seen, is not
-        gains = tuple(tuple(norm.gain if head else 1.0 for head in layer) for layer in copies.tolist())
-        changes["output_norm"] = dataclasses.replace(norm, gain=gains)
     if isinstance(logit_map, ScaleInvariant) and "sink_tokens" not in parameters and isinstance(method, str):
         logit_map = dataclasses.replace(logit_map, sink_tokens=1)
     if not isinstance(logit_map, ScaleInvariant) and not isinstance(norm, (OutputStandardise, OutputLayerNorm)):
         if changes:
             return dataclasses.replace(config, **changes)
         raise ValueError(
-            f"{config.name} has nothing to calibrate; scale_invariant, logn, leaky_rerope, output_gain and the output norms "
-            "have"
+            f"{config.name} has nothing to calibrate; scale_invariant, logn, leaky_rerope and the output norms have"
         )
     result = measure(model, batches, max(logit_map.sink_tokens, 1) if isinstance(logit_map, ScaleInvariant) else 1)
     if isinstance(logit_map, ScaleInvariant):

@@ -250,7 +250,7 @@ class Sink(Method, ABC):
 
 
 class OutputNorm(Method, ABC):
-    """What becomes of the attention output before the output projection: a normalisation over features, or a gain."""
+    """What becomes of the attention output before the output projection: a normalisation over features."""
 
     slot: ClassVar[str] = "output_norm"
 

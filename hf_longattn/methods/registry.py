@@ -24,7 +24,6 @@ METHODS: dict[str, str] = {
     "leaky_rerope": "rerope.LeakyReRope",
     "lm_infinite": "windows.LmInfinite",
     "logn": "logn.LogN",
-    "output_gain": "output_gain.OutputGain",
     "output_layer_norm": "output_norm.OutputLayerNorm",
     "output_standardise": "output_norm.OutputStandardise",
     "rerope": "rerope.ReRope",
@@ -36,6 +35,13 @@ METHODS: dict[str, str] = {
     "yarn_beyond": "yarn_beyond.YarnBeyond",
     "yarn_far": "yarn_far.YarnFar",
     "yarn_temperature": "yarn_temperature.YarnTemperature",
+}
+
+
+#: Methods that are gone, and what to do about a checkpoint that holds one.
+REMOVED: dict[str, str] = {
+    "output_gain": "it cost texts at large more than it gave. hf_longattn 0.1.0 loads its checkpoints, and hf_longattn.fold(model) "
+    "there puts the gains into the weights, which then need no method",
 }
 
 
@@ -108,12 +114,19 @@ def method_class(name: str) -> type[Method]:
     name = PRESETS[name].method if name in PRESETS else name
     if name in _loaded:  # before any import, which Dynamo would not trace
         return _loaded[name]
+    if name in REMOVED:
+        raise ValueError(removed(name))
     if name not in METHODS:
         known = sorted(method_names())
         raise ValueError(f"unknown method {name!r}; {did_you_mean(name, known)}known methods: {', '.join(known)}")
     file, _, cls = METHODS[name].partition(".")
     _loaded[name] = getattr(import_module(f".{file}", __package__), cls)
     return _loaded[name]
+
+
+def removed(name: str) -> str:
+    """What to say of a method that is gone."""
+    return f"the method {name!r} was removed: {REMOVED[name]}"
 
 
 def fixed_by(name: str) -> Mapping[str, Any]:

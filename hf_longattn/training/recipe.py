@@ -18,7 +18,7 @@ from ..methods.registry import did_you_mean
 
 #: Numbers that an optimiser refuses below zero, long after the start.
 NOT_NEGATIVE = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")
-RECIPES = ("continue_lora", "convert_distill", "head_gains", "needle_lora", "pretrain_small", "pretrain_304m")
+RECIPES = ("continue_lora", "convert_distill", "needle_lora", "pretrain_small", "pretrain_304m")
 
 
 @dataclass
