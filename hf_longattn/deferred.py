@@ -18,8 +18,11 @@ def when_imported(package: str, action: Callable[[], object]) -> None:
 
     What `action` raises, the import raises.
     """
+    watching = next((f for f in sys.meta_path if isinstance(f, _Watch) and f.package == package), None)
     if sys.modules.get(package) is not None:
         action()
+    elif watching is not None:
+        watching.actions.append(action)
     else:
         sys.meta_path.insert(0, _Watch(package, action))
 
@@ -28,7 +31,7 @@ class _Watch(MetaPathFinder):
     """Finds what the other finders find, with one more step after the package's own code has run."""
 
     def __init__(self, package: str, action: Callable[[], object]) -> None:
-        self.package, self.action = package, action
+        self.package, self.actions = package, [action]
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != self.package:
@@ -42,7 +45,8 @@ class _Watch(MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module  # this one: the loader is itself again
             execute(module)
-            self.action()
+            for action in self.actions:
+                action()
             sys.meta_path.remove(self)
 
         loader.exec_module = exec_module  # type: ignore[method-assign]

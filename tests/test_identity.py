@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
+from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Rows
 from hf_longattn.integration import dispatch
 from hf_longattn.integration.observe import observe
@@ -51,9 +52,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     original = dispatch.attend
 
-    def counting(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        seen.append(query.shape[2])
-        return original(query, *args, **kwargs)
+    def counting(call: Call) -> Tensor:
+        seen.append(call.query.shape[2])
+        return original(call)
 
     monkeypatch.setattr(dispatch, "attend", counting)
     return seen

@@ -55,6 +55,15 @@ def test_peft_knows_our_adapters_when_it_is_imported_after_us():
     assert "hf_longattn.sharing.adapters" in modules_after(code)
 
 
+def test_several_wait_for_one_package():
+    code = (
+        "import sys\nfrom hf_longattn.deferred import when_imported\ndone = []\nfinders = len(sys.meta_path)\n"
+        "for n in range(3):\n    when_imported('colorsys', lambda n=n: done.append(n))\n"
+        "import colorsys\nassert done == [0, 1, 2]\nassert len(sys.meta_path) == finders"
+    )
+    assert "colorsys" in modules_after(code)
+
+
 def test_an_error_of_a_late_registration_is_an_error_of_the_import():
     code = (
         "import sys\nfrom hf_longattn.deferred import when_imported\n"

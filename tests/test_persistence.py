@@ -378,7 +378,7 @@ def test_imports_in_any_order_and_twice(base: Path) -> None:
         import importlib
         importlib.reload(hf_longattn)
         importlib.reload(seams)
-        seams.install()
+        hf_longattn.integration.seam.install(*seams.SEAMS)
         assert PreTrainedModel.post_init is wrapped
         hf_longattn.apply(m, "scale_invariant", tau=3.0, sink_tokens=2)
         n = AutoModelForCausalLM.from_pretrained(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib
 import inspect
+import re
 import shutil
 import subprocess
 import sys
@@ -22,46 +25,55 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaForCausalLM,
     PreTrainedConfig,
-    PreTrainedModel,
     Qwen2_5OmniConfig,
     SiglipVisionConfig,
     SiglipVisionModel,
-    Trainer,
     masking_utils,
 )
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.loss import loss_utils
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 import hf_longattn
-from hf_longattn.integration import dispatch, masks, seams
+from hf_longattn.integration import dispatch, masks, seam, seams
+from hf_longattn.integration.engines import paged
+from hf_longattn.sharing import adapters
 
 TOWER: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 ROOT = Path(__file__).parents[1]
-SEAMS = {
-    (PreTrainedConfig, "to_dict"): ["self"],
-    (PreTrainedConfig, "from_dict"): ["cls", "config_dict"],
-    (PreTrainedModel, "from_pretrained"): ["cls", "pretrained_model_name_or_path"],
-    (PreTrainedModel, "_from_config"): ["cls", "config"],
-    (PreTrainedModel, "post_init"): ["self"],
-    (PreTrainedModel, "set_attn_implementation"): ["self", "attn_implementation"],
-    (ContinuousBatchingManager, "__init__"): ["self", "model", "generation_config", "continuous_batching_config"],
-    (Trainer, "_load_from_checkpoint"): ["self", "resume_from_checkpoint"],
-    (Trainer, "_load_optimizer_and_scheduler"): ["self", "checkpoint"],
-    (ContinuousBatchingManager, "switch_to_cb_friendly_attn"): ["self", "model"],
+DECLARED = (*seams.SEAMS, *paged.SEAMS, *adapters.SEAMS)
+#: What the wrapped functions must be given, by our wrappers' knowledge.
+REQUIRED = {
+    "PreTrainedConfig.to_dict": ["self"],
+    "PreTrainedConfig.from_dict": ["cls", "config_dict"],
+    "PreTrainedModel.from_pretrained": ["cls", "pretrained_model_name_or_path"],
+    "PreTrainedModel._from_config": ["cls", "config"],
+    "PreTrainedModel.post_init": ["self"],
+    "PreTrainedModel.set_attn_implementation": ["self", "attn_implementation"],
+    "ContinuousBatchingManager.__init__": ["self", "model", "generation_config", "continuous_batching_config"],
+    "Trainer._load_from_checkpoint": ["self", "resume_from_checkpoint"],
+    "Trainer._load_optimizer_and_scheduler": ["self", "checkpoint"],
+    "ContinuousBatchingManager.switch_to_cb_friendly_attn": ["self", "model"],
 }
+WRAPPED = {str(x): x for x in DECLARED if not x.whole}
 
 
-@pytest.mark.parametrize(("owner", "name"), SEAMS)
-def test_wrapped_methods_have_the_signature_we_know(owner: type, name: str) -> None:
-    wrapped = getattr(owner, name)
+def owner_of(declared: seam.Seam) -> Any:
+    if not isinstance(declared.owner, str):
+        return declared.owner
+    module, _, name = declared.owner.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrapped_methods_have_the_signature_we_know(name: str) -> None:
+    wrapped = inspect.unwrap(getattr(owner_of(WRAPPED[name]), WRAPPED[name].name), stop=lambda f: hasattr(f, "__wrapped__"))
     original = wrapped.__wrapped__
-    assert not hasattr(original, "__wrapped__")  # wrapped once
+    assert not hasattr(original, "__wrapped__") or name not in REQUIRED  # wrapped once
+    assert wrapped.__doc__ == original.__doc__
     required = [
         p.name for p in inspect.signature(original).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL
     ]
-    assert required == SEAMS[owner, name]
-    assert wrapped.__doc__ == original.__doc__
+    assert required == REQUIRED.get(name, required)
 
 
 def test_the_property_of_the_implementation_is_the_one_we_know() -> None:
@@ -82,19 +94,46 @@ def test_arguments_of_the_loss_are_known() -> None:
 
 
 def test_installing_again_wraps_nothing_twice() -> None:
-    before = [getattr(owner, name) for owner, name in SEAMS]
-    seams.install()
-    assert [getattr(owner, name) for owner, name in SEAMS] == before
+    before = [inspect.getattr_static(owner_of(x), x.name) for x in DECLARED]
+    seam.install(*DECLARED)
+    assert [inspect.getattr_static(owner_of(x), x.name) for x in DECLARED] == before
+
+
+def foreign_names(tree: ast.AST) -> set[str]:
+    """What a file imports from elsewhere."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
+    imports += [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
+    return {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
 
 
 def test_nothing_else_is_patched() -> None:
-    """Only the module `seams` assigns to classes of transformers, and only what its docstring lists."""
+    """Only `seam` assigns to classes and modules of other packages, and only what is declared."""
+    declared = 0
     for path in (ROOT / "hf_longattn").rglob("*.py"):
-        text = path.read_text()
-        if path.name != "seams.py":
-            assert "setattr(PreTrained" not in text
-            assert "PreTrainedModel." not in text
-    assert {name for _, name in SEAMS} <= set((seams.__doc__ or "").replace(".", " ").split()) | {"switch_to_cb_friendly_attn"}
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        foreign = foreign_names(tree)
+        for node in ast.walk(tree):
+            targets = (
+                node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+            )
+            for target in (t for t in targets if isinstance(t, ast.Attribute)):
+                assert not (isinstance(target.value, ast.Name) and target.value.id in foreign), f"{path}:{node.lineno}"
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                first = node.args[0] if node.args else None
+                own = path.name == "seam.py" or not (isinstance(first, ast.Name) and first.id in foreign)
+                assert node.func.id != "setattr" or own, f"{path}:{node.lineno}"
+                declared += node.func.id == "Seam" and path.parent.name != "vllm"
+    assert declared == len(DECLARED)
+
+
+def test_the_page_lists_every_seam() -> None:
+    page = (ROOT / "docs" / "explain" / "design.md").read_text(encoding="utf-8")
+    rows = [f"| `{x}` | {x.why} |" for x in DECLARED]
+    served = (ROOT / "hf_longattn/integration/engines/vllm/resolution.py").read_text(encoding="utf-8")
+    found = re.findall(r'Seam\(\s*(?:type\()?(\w+)\)?,\s*"(\w+)",\s*\w+,\s*"(.+?)",?\s*\)', served)
+    rows += [f"| vLLM's `{owner}.{name}` | {why} |" for owner, name, why in found]
+    assert len(found) == served.count("Seam(")
+    assert "\n".join(rows) in page
 
 
 @pytest.mark.filterwarnings("ignore")

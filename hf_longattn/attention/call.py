@@ -49,7 +49,7 @@ class Call:
     rotation: Rotation | None = None
     sink_logits: Tensor | None = None
     backend: str = "auto"
-    tables: TableCache = SHARED
+    tables: TableCache | None = None
     strength: Tensor | None = None
     output: Tensor = field(default=None, repr=False)  # type: ignore[assignment]
 
@@ -85,6 +85,11 @@ class Call:
     def asked(self) -> str:
         """The backend that caller or config insists on, or "auto"."""
         return self.config.backend if self.backend == "auto" else self.backend
+
+    @property
+    def cache(self) -> TableCache:
+        """Where its tables are kept."""
+        return SHARED if self.tables is None else self.tables
 
     @property
     def by_entropy(self) -> bool:

@@ -81,7 +81,7 @@ def decode(call: Call, *, fuses: bool) -> Tensor:
         fuses: sdpa computes what it can: where nothing but a factor on queries acts between them and the softmax.
     """
     query, key, value, config, rows = call.query, call.key, call.value, call.config, call.rows
-    scaling, softcap, learned, rotation, tables = call.scaling, call.softcap, call.learned, call.rotation, call.tables
+    scaling, softcap, learned, rotation, tables = call.scaling, call.softcap, call.learned, call.rotation, call.cache
     kv_len = key.shape[2]
     names = (config.positions, config.visibility, config.temperature, kv_len, query.shape[3], rotation)
     now: Prepared = rows.once(names, lambda: _prepare(config, query, kv_len, rows, rotation, tables))

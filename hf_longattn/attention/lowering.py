@@ -154,7 +154,7 @@ def lower(call: Call, *, wide: bool = False, rotate_reading: bool = False) -> Lo
     spec = LogitSpec(scaling=float(scaling), softcap=call.softcap)
     if config.logit_map is not None:
         length = table_length(rows, kv_len)
-        gain, bias = distance_tables(config.logit_map, query.shape[1], length, query, call.tables, call.strength)
+        gain, bias = distance_tables(config.logit_map, query.shape[1], length, query, call.cache, call.strength)
         spec = dataclasses.replace(spec, gain=gain, bias=bias, sinks=config.logit_map.sink_tokens)
     lowered = LoweredAttention(call, tuple(segments), spec, sink_of(call))
     if not isinstance(config.temperature, LengthTemperature):
@@ -170,7 +170,7 @@ FEW_QUERIES = 16
 def _segments(call: Call, rotate_reading: bool) -> list[KVSegment]:
     """One for every band of keys that the config shows and rotates alike."""
     config, query, key, rows = call.config, call.query, call.key, call.rows
-    rotation, tables = call.rotation, call.tables
+    rotation, tables = call.rotation, call.cache
     if not config.key_bands:
         return [KVSegment(query, key, rows)]
     i, j = rows.query_positions(), rows.key_positions(key.shape[2])

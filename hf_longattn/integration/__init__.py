@@ -2,12 +2,14 @@
 
 from . import rope
 from .dispatch import attention_forward
+from .engines import paged
 from .masks import carrier_mask
 from .model import Description, UntrainedWarning, apply, config_of, describe, remove, update
 from .names import register_names
-from .seams import install
+from .seam import install
+from .seams import SEAMS
 
 register_names(attention_forward, carrier_mask)
-install()
+install(*SEAMS, *paged.SEAMS)
 
 __all__ = ["Description", "UntrainedWarning", "apply", "config_of", "describe", "remove", "rope", "update"]

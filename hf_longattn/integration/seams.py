@@ -1,27 +1,9 @@
-"""The few places where transformers offers no hook and is wrapped. Each wrapper calls the original first or last.
-
-PreTrainedConfig.longattn                  from_pretrained(longattn=...) accepts only known attributes
-PreTrainedConfig.to_dict                   transformers never writes the attention implementation; we must
-PreTrainedConfig.from_dict                 attn_implementation=None would load a checkpoint of ours under sdpa
-PreTrainedConfig._attn_implementation      the same where a config is there already
-PreTrainedModel.__new__                    post_init must know whether another model is being built around this one
-PreTrainedModel.from_pretrained            with config=, longattn= would reach the model's constructor
-PreTrainedModel._from_config               the same
-PreTrainedModel.get_correct_attn_implementation  a typing mistake in one of our names lists transformers' names only
-PreTrainedModel.post_init                  check and plan while a model is built, not at its first step
-PreTrainedModel.set_attn_implementation    the same when the attention is switched
-PreTrainedModel.load_adapter               older releases drop an adapter's learned parameters with a log line
-Trainer._load_from_checkpoint              would go on from weights of another attention; only once Trainer is imported
-Trainer._load_optimizer_and_scheduler      the same where DeepSpeed loads the weights
-ContinuousBatchingManager.__init__         would replace the method by flash attention with a log line, and capture CUDA graphs
-"""
+"""What of transformers is wrapped, and why: `SEAMS`, below the wrappers. Each calls the original first or last."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,60 +12,20 @@ from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from ..config import LongAttnConfig
-from ..deferred import when_imported
 from ..methods.method import SLOTS
 from ..telling import warn
-from .engines import paged
 from .layers import all_configs, language_config
 from .model import change, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, hint, is_ours, short
 from .planning import prepare, refuse_name
 from .resume import load_checkpoint
+from .seam import Seam
 from .state import Section, own_configs, remember
 
 #: The models whose __init__ is running, the outermost first.
 _BUILT: ContextVar[tuple[PreTrainedModel, ...]] = ContextVar("longattn_built", default=())
-
-
-def install() -> None:
-    """Wrap, once per process however often it is called."""
-    if isinstance(PreTrainedConfig.__dict__.get("longattn"), property):
-        return
-    PreTrainedConfig.longattn = property(_get_section, _set_section)
-    PreTrainedConfig._attn_implementation = _keeping_our_name(PreTrainedConfig._attn_implementation)
-    wrap(PreTrainedConfig, "to_dict", _to_dict)
-    wrap(PreTrainedConfig, "from_dict", _from_dict)
-    wrap(PreTrainedModel, "__new__", _new)
-    wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
-    wrap(PreTrainedModel, "_from_config", _from_config)
-    wrap(PreTrainedModel, "get_correct_attn_implementation", _get_correct_attn_implementation)
-    wrap(PreTrainedModel, "post_init", _post_init)
-    wrap(PreTrainedModel, "set_attn_implementation", _set_attn_implementation)
-    wrap(PreTrainedModel, "load_adapter", _load_adapter)
-    wrap(ContinuousBatchingManager, "__init__", _batching_manager)
-    wrap(ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switch_to_cb_friendly_attn)
-    when_imported("transformers.trainer", _wrap_trainer)
-
-
-def _wrap_trainer() -> None:
-    trainer = sys.modules["transformers.trainer"].Trainer
-    wrap(trainer, "_load_from_checkpoint", load_checkpoint)
-    wrap(trainer, "_load_optimizer_and_scheduler", load_checkpoint)
-
-
-def wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    """Put wrapper(original, self or class, ...) in place of a method or class method."""
-    result = inspect.getattr_static(owner, name)
-    original = result.__func__ if isinstance(result, classmethod) else result
-
-    @functools.wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, self, *args, **kwargs)
-
-    setattr(owner, name, classmethod(wrapped) if isinstance(result, classmethod) else wrapped)
 
 
 def _get_section(self: PreTrainedConfig) -> dict[str, Any] | None:
@@ -274,30 +216,57 @@ def _load_adapter(original: Callable[..., Any], self: PreTrainedModel, *args: An
     return info
 
 
-def _batching_manager(
-    original: Callable[..., None],
-    self: Any,
-    model: Any,
-    generation_config: Any,
-    continuous_batching_config: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    if is_ours(model.config._attn_implementation):
-        if not paged.SUPPORTED:
-            raise NotImplementedError(
-                f"continuous batching of transformers {transformers.__version__} would replace the method by flash attention: "
-                "update transformers to 5.23 or newer, or use generate()"
-            )
-        graphs = continuous_batching_config.use_cuda_graph
-        if graphs is not None and any((graphs,) if isinstance(graphs, bool) else graphs):
-            raise NotImplementedError(
-                "hf_longattn reads the lengths of requests, which CUDA graphs forbid: use_cuda_graph=False"
-            )
-        continuous_batching_config = dataclasses.replace(continuous_batching_config, use_cuda_graph=False)
-    original(self, model, generation_config, continuous_batching_config, *args, **kwargs)
-
-
-def _switch_to_cb_friendly_attn(original: Callable[..., None], self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    if not is_ours(model.config._attn_implementation):
-        original(self, model, *args, **kwargs)
+SEAMS = (
+    Seam(
+        PreTrainedConfig,
+        "longattn",
+        lambda _: property(_get_section, _set_section),
+        "from_pretrained(longattn=...) accepts only known attributes",
+        whole=True,
+    ),
+    Seam(PreTrainedConfig, "to_dict", _to_dict, "transformers never writes the attention implementation; we must"),
+    Seam(
+        PreTrainedConfig,
+        "from_dict",
+        _from_dict,
+        "attn_implementation=None would load a checkpoint of ours under sdpa; strict ones name other classes, for vLLM",
+    ),
+    Seam(
+        PreTrainedConfig,
+        "_attn_implementation",
+        _keeping_our_name,
+        "None would take a method away where a config is there already",
+        whole=True,
+    ),
+    Seam(PreTrainedModel, "__new__", _new, "post_init must know whether another model is being built around this one"),
+    Seam(PreTrainedModel, "from_pretrained", _from_pretrained, "with config=, longattn= would reach the model's constructor"),
+    Seam(PreTrainedModel, "_from_config", _from_config, "longattn= would reach the model's constructor"),
+    Seam(
+        PreTrainedModel,
+        "get_correct_attn_implementation",
+        _get_correct_attn_implementation,
+        "a typing mistake in one of our names lists transformers' names only",
+    ),
+    Seam(PreTrainedModel, "post_init", _post_init, "check and plan while a model is built, not at its first step"),
+    Seam(
+        PreTrainedModel,
+        "set_attn_implementation",
+        _set_attn_implementation,
+        "check and plan when the attention is switched",
+    ),
+    Seam(
+        PreTrainedModel, "load_adapter", _load_adapter, "older releases drop an adapter's learned parameters with a log line"
+    ),
+    Seam(
+        "transformers.trainer:Trainer",
+        "_load_from_checkpoint",
+        load_checkpoint,
+        "Trainer would go on from weights of another attention",
+    ),
+    Seam(
+        "transformers.trainer:Trainer",
+        "_load_optimizer_and_scheduler",
+        load_checkpoint,
+        "the same where DeepSpeed loads the weights",
+    ),
+)

@@ -40,8 +40,8 @@ METHODS: dict[str, str] = {
 
 #: Methods that are gone, and what to do about a checkpoint that holds one.
 REMOVED: dict[str, str] = {
-    "output_gain": "it cost texts at large more than it gave. hf_longattn 0.1.0 loads its checkpoints, and hf_longattn.fold(model) "
-    "there puts the gains into the weights, which then need no method",
+    "output_gain": "it cost texts at large more than it gave. hf_longattn 0.1.0 loads its checkpoints, and its "
+    "hf_longattn.fold(model) puts the gains into the weights, which then need no method",
 }
 
 

@@ -33,7 +33,7 @@ from ..config import LongAttnConfig
 from ..integration import apply, config_of, rope
 from ..integration.model import knowing, running
 from ..integration.names import PREFIX, RECORD, is_ours
-from ..integration.seams import wrap
+from ..integration.seam import Seam, install
 from ..integration.state import disable, enable, transaction
 from ..methods.learned import learned_parts
 from ..telling import warn
@@ -281,22 +281,35 @@ def _from_peft_type(original: Any, cls: Any, **kwargs: Any) -> Any:
     return config
 
 
+SEAMS = (
+    Seam(PeftConfigMixin, "longattn", lambda _: None, "every adapter's config is told of changes of its model", whole=True),
+    Seam(
+        BaseTuner,
+        "inject_adapter",
+        _inject_adapter,
+        "an adapter must note the attention that it is made under, or bring back the one that it was",
+    ),
+    Seam(
+        PeftModel,
+        "add_adapter",
+        _add_adapter,
+        "PEFT takes adapters of one type; prompts are not injected, and note their attention here",
+    ),
+    Seam(PeftModel, "save_pretrained", _save_pretrained, "the method may have come, or changed, after the adapter"),
+    Seam(PeftAdapterMixin, "disable_adapters", _disable_adapters, "a base without its adapter runs its own attention"),
+    Seam(PeftAdapterMixin, "enable_adapters", _enable_adapters, "the same, back"),
+    Seam(PeftConfigMixin, "save_pretrained", _save_config, "the attention is saved under a key that other readers ignore"),
+    Seam(PeftConfigMixin, "from_peft_type", _from_peft_type, "that key would be dropped with a warning"),
+)
+
+
 def register() -> None:
     """Make the type known to PEFT, and wrap it, once per process however often it is called."""
-    if PEFT_TYPE in PEFT_TYPE_TO_CONFIG_MAPPING:
-        return
     for kind in (PEFT_TYPE, EARLIER_PEFT_TYPE):
         PEFT_TYPE_TO_CONFIG_MAPPING[kind] = LongAttnLoraConfig
         PEFT_TYPE_TO_TUNER_MAPPING[kind] = LongAttnLoraModel
         PEFT_TYPE_TO_PREFIX_MAPPING[kind] = LongAttnLoraModel.prefix
-    PeftConfigMixin.longattn = None  # so that every adapter is told of changes (`integration.model.tell_adapters`)
-    wrap(BaseTuner, "inject_adapter", _inject_adapter)
-    wrap(PeftModel, "add_adapter", _add_adapter)
-    wrap(PeftModel, "save_pretrained", _save_pretrained)
-    wrap(PeftAdapterMixin, "disable_adapters", _disable_adapters)
-    wrap(PeftAdapterMixin, "enable_adapters", _enable_adapters)
-    wrap(PeftConfigMixin, "save_pretrained", _save_config)
-    wrap(PeftConfigMixin, "from_peft_type", _from_peft_type)
+    install(*SEAMS)
 
 
 register()

@@ -6,16 +6,21 @@ it is: a request's queries are its last tokens, and its keys those before them t
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from ...attention.geometry import Columns, Rows
+from ..names import is_ours
+from ..seam import Seam
 
 #: Whether the cache takes its arguments as we hand them on; older releases have another signature.
 SUPPORTED = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters
@@ -128,3 +133,48 @@ def batches_of(starts: Tensor, total: Tensor, window: int | None, device: torch.
         queries = first_q + torch.arange(q_len)
         batches.append(Batch(queries.to(device), keys.to(device), Rows(index.to(device)), tuple(requests)))
     return batches
+
+
+def _batching_manager(
+    original: Callable[..., None],
+    self: Any,
+    model: Any,
+    generation_config: Any,
+    continuous_batching_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    if is_ours(model.config._attn_implementation):
+        if not SUPPORTED:
+            raise NotImplementedError(
+                f"continuous batching of transformers {transformers.__version__} would replace the method by flash attention: "
+                "update transformers to 5.23 or newer, or use generate()"
+            )
+        graphs = continuous_batching_config.use_cuda_graph
+        if graphs is not None and any((graphs,) if isinstance(graphs, bool) else graphs):
+            raise NotImplementedError(
+                "hf_longattn reads the lengths of requests, which CUDA graphs forbid: use_cuda_graph=False"
+            )
+        continuous_batching_config = dataclasses.replace(continuous_batching_config, use_cuda_graph=False)
+    original(self, model, generation_config, continuous_batching_config, *args, **kwargs)
+
+
+def _switch_to_cb_friendly_attn(original: Callable[..., None], self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    if not is_ours(model.config._attn_implementation):
+        original(self, model, *args, **kwargs)
+
+
+SEAMS = (
+    Seam(
+        ContinuousBatchingManager,
+        "__init__",
+        _batching_manager,
+        "older releases would replace the method by flash attention with a log line; CUDA graphs would be captured",
+    ),
+    Seam(
+        ContinuousBatchingManager,
+        "switch_to_cb_friendly_attn",
+        _switch_to_cb_friendly_attn,
+        "it would replace the method by flash attention with a log line",
+    ),
+)

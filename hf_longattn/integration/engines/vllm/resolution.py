@@ -17,7 +17,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from ....config import LongAttnConfig
 from ...names import RECORD, TRIPWIRE
 from ...resume import computed
-from ...seams import wrap
+from ...seam import Seam
+from ...seam import install as install_seams
 from . import fold, plans
 
 #: vLLM's name for its attention function.
@@ -35,9 +36,7 @@ def install() -> None:
         if name.startswith("Transformers") and name.endswith("ForCausalLM"):
             ModelRegistry.register_model(TRIPWIRE + name, f"{package}.model:{TRIPWIRE}{name}")
             MODELS_CONFIG_MAP[TRIPWIRE + name] = Checks
-    wrap(type(ModelRegistry), "inspect_model_cls", _resolve)
-    wrap(type(ModelRegistry), "resolve_model_cls", _resolve)
-    wrap(WorkerLoRAManager, "_load_adapter", _load_adapter)
+    install_seams(*SEAMS)
 
 
 def _resolve(original: Callable[..., Any], self: Any, architectures: Any, model_config: Any) -> Any:
@@ -108,3 +107,15 @@ def _load_adapter(original: Callable[..., Any], self: Any, lora_request: Any) ->
                 "model with hf_longattn.save and serve that"
             )
     return original(self, lora_request)
+
+
+SEAMS = (
+    Seam(type(ModelRegistry), "inspect_model_cls", _resolve, "a checkpoint of ours would be served without its method"),
+    Seam(type(ModelRegistry), "resolve_model_cls", _resolve, "the same, where the class is loaded"),
+    Seam(
+        WorkerLoRAManager,
+        "_load_adapter",
+        _load_adapter,
+        "an adapter trained under another attention would be wrong in silence",
+    ),
+)

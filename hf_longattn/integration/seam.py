@@ -1,0 +1,70 @@
+"""Seams: where another library offers no hook, one of its functions is wrapped. Each is declared once, with its reason.
+
+The lists: `seams.SEAMS` and `engines.paged.SEAMS` for transformers, `engines.vllm.resolution.SEAMS`, and
+`hf_longattn.sharing.adapters.SEAMS` for PEFT. Nothing else is patched, and nothing by another way than `install`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..deferred import when_imported
+
+
+class Seam(NamedTuple):
+    """One function of another library, and what stands in its place.
+
+    Args:
+        owner: the class, or "module:class" of one that is wrapped as soon as its module is imported.
+        wrapper: takes the original, then what that takes, and calls it first or last; of a seam that is `whole`, it takes
+            the original alone (None: there was none) and returns what stands in its place.
+        why: what would go wrong without.
+    """
+
+    owner: type | str
+    name: str
+    wrapper: Callable[..., Any]
+    why: str
+    whole: bool = False
+
+    def __str__(self) -> str:
+        owner = self.owner.partition(":")[2] if isinstance(self.owner, str) else self.owner.__name__
+        return f"{owner}.{self.name}"
+
+
+_INSTALLED: set[tuple[type | str, str]] = set()
+
+
+def install(*seams: Seam) -> None:
+    """Put wrappers in their places, once per process however often it is called."""
+    for seam in seams:
+        if (seam.owner, seam.name) in _INSTALLED:
+            continue
+        _INSTALLED.add((seam.owner, seam.name))
+        if isinstance(seam.owner, str):
+            when_imported(seam.owner.partition(":")[0], functools.partial(_install_late, seam))
+        else:
+            _install(seam.owner, seam)
+
+
+def _install_late(seam: Seam) -> None:
+    module, _, name = str(seam.owner).partition(":")
+    _install(getattr(sys.modules[module], name), seam)
+
+
+def _install(owner: type, seam: Seam) -> None:
+    present = inspect.getattr_static(owner, seam.name, None)
+    if seam.whole:
+        setattr(owner, seam.name, seam.wrapper(present))
+        return
+    original = present.__func__ if isinstance(present, classmethod) else present
+
+    @functools.wraps(original)  # type: ignore[arg-type]
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return seam.wrapper(original, self, *args, **kwargs)
+
+    setattr(owner, seam.name, classmethod(wrapped) if isinstance(present, classmethod) else wrapped)
