@@ -25,7 +25,7 @@ from hf_longattn import reference_attention
 from hf_longattn.attention.attend import attend, merge_entropies
 from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Rows
-from hf_longattn.attention.kernels import flex, operators, precision, tiled, tiles
+from hf_longattn.attention.kernels import flex, intervals, operators, precision, tiled, tiles
 from hf_longattn.attention.kernels.spec import KernelCall, LogitSpec
 from hf_longattn.attention.rotary import Rotation
 from hf_longattn.attention.tables import SHARED, TableCache
@@ -240,6 +240,25 @@ def test_tiles_of_columns(geometry: str, options: str, monkeypatch: pytest.Monke
     check(lambda **kw: tiled_attention(**kw, with_lse=True, with_entropy=True), geometry, options, 3)
     check(tiled_attention, geometry, options, 1)
     assert max(counts) > 1 or geometry == "keys ahead of queries"  # of whose rows one sees one key
+
+
+@pytest.mark.parametrize("sizes", [(1024, 256), (8, 3), (4, 1)])
+@pytest.mark.parametrize("geometry", [name for name, (_, _, rows) in GEOMETRIES.items() if rows.allowed is None])
+def test_intervals(geometry: str, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By parts of PyTorch's fused kernel: triangles, rectangles and masks, in blocks of every size."""
+    monkeypatch.setattr(intervals, "ROWS", sizes[0])
+    monkeypatch.setattr(intervals, "MASKED_ROWS", sizes[1])
+    asked = []
+    monkeypatch.setattr(intervals, "serves", lambda call, serves=intervals.serves: asked.append(serves(call)) or asked[-1])
+
+    def without_value(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        out, *others = tiled_attention(query, key, None, with_lse=True, with_entropy=True, **options)
+        assert out.numel() == 0
+        return dense(query, key, value, **options)[0], *others
+
+    check(lambda **kw: tiled_attention(**kw, with_lse=True), geometry, "plain", 2, backward=False)
+    check(without_value, geometry, "plain", 3, backward=False)
+    assert asked == [True] * 2
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from helpers import close, fresh, stock, tokens
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, StaticCache
+from transformers import AutoModelForCausalLM, CompileConfig
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, attention, reference_attention
@@ -23,6 +23,9 @@ from hf_longattn.attention.tracing import keepable, readable
 WITHOUT_VALUES = {"meta": lambda: torch.device("meta"), "fake": FakeTensorMode}
 #: One of each way in which a method depends on lengths and values.
 KINDS = ("sinks", "alibi", "infoscale", "mapped+adaptive", "adaptive_saturated", "leaky_by_layer", "streaming", "all_slots")
+
+#: Their parameters are those of four layers.
+BY_LAYER = ("calibrated", "attention_sink", "output_gain", "output_standardise", "leaky_by_layer")
 
 
 def built(family: str, case: str, **changes: Any) -> Any:
@@ -237,10 +240,10 @@ def test_one_graph_serves_padded_batches_of_every_size(family: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["scale_invariant", "rerope+infoscale+cosscale"])
-def test_one_compiled_step_decodes_beyond_the_window(case: str) -> None:
-    """With a static cache, as `generate(cache_implementation="static")` does: nothing is compiled again at the border."""
-    m, ids, graphs = built("llama", case, num_hidden_layers=1).eval(), tokens(2, 12), 0
+@pytest.mark.parametrize("case", [x for x in CASES if x not in BY_LAYER])
+def test_generate_compiles_one_step(case: str) -> None:
+    """One graph from the first new token to beyond every window, which nothing breaks; the logits are those without it."""
+    m, graphs = built("llama", case, num_hidden_layers=1), 0
 
     def counting(graph: Any, inputs: Any) -> Any:
         nonlocal graphs
@@ -248,12 +251,12 @@ def test_one_compiled_step_decodes_beyond_the_window(case: str) -> None:
         return graph
 
     torch._dynamo.reset()
-    cache = StaticCache(config=m.config, max_cache_len=20)
-    out = [m(ids[:, :3], past_key_values=cache).logits]
-    step = torch.compile(m.forward, backend=counting, fullgraph=True)
-    for n in range(3, 12):
-        out.append(step(ids[:, n : n + 1], past_key_values=cache, position_ids=torch.full((2, 1), n)).logits)
-    close(torch.cat(out, 1), logits(m, ids))
+    step = CompileConfig(backend=counting, fullgraph=True, mode=None)
+    step._compile_all_devices = True
+    options = {"max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    want = m.generate(tokens(2, 4), **options)
+    got = m.generate(tokens(2, 4), cache_implementation="static", compile_config=step, **options)
+    close(torch.stack(got.logits), torch.stack(want.logits))
     assert graphs == 1
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..geometry import Rows
 from ..tracing import keepable, readable
-from . import operators
+from . import intervals, operators
 from .spec import Kernel, KernelCall, LogitSpec, Result
 from .tiles import Blocks, dropout_seed, halves_are_fast
 
@@ -49,8 +49,9 @@ def tiled_attention(
     elif needs_grad or not keepable(query):
         out, lse, entropy = _Tiled.apply(*operators.flatten(call))  # type: ignore[no-untyped-call]
     else:
-        # gradients take probabilities that nothing has rounded
-        out, lse, entropy = _attend(call, halves_are_fast(value))
+        half = halves_are_fast(value)  # gradients take probabilities that nothing has rounded
+        call = call._replace(rows=rows.simplified(key.shape[2]))
+        out, lse, entropy = intervals.attend(call) if not half and intervals.serves(call) else _attend(call, half)
     return out, lse if with_lse else lse.new_zeros(0), entropy
 
 
