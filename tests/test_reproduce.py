@@ -36,8 +36,8 @@ MODULES = (
 
 @pytest.fixture(scope="module")
 def the() -> Any:
-    """The files of recipes/reproduce by their names."""
-    return SimpleNamespace(**{name: importlib.import_module(f"recipes.reproduce.{name}") for name in MODULES})
+    """The files of lab/papers by their names."""
+    return SimpleNamespace(**{name: importlib.import_module(f"lab.papers.{name}") for name in MODULES})
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_max_retrieval_learns(the: Any, tmp_path: Path) -> None:
     assert (row["seed"], row["threads"]) == (0, torch.get_num_threads())
     assert row["cpu_seconds"] > 0
     assert row["versions"]["torch"] == torch.__version__
-    assert row["command"] == "python recipes/reproduce/run.py max-retrieval --only '^baseline$' --seeds 0 --quick"
+    assert row["command"] == "python lab/papers/run.py max-retrieval --only '^baseline$' --seeds 0 --quick"
     (row,) = rows(tmp_path, "argmax-retrieval")
     assert row["measured"]["plain"]["spread"] == pytest.approx([1, 1], abs=1e-2)  # what the norm is for
     assert row["measured"]["plain"]["accuracy"][0] > 0.6
