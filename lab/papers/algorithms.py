@@ -21,7 +21,7 @@ import hf_longattn
 from hf_longattn.training.optim import MuonWithAdam
 from hf_longattn.training.recipe import Muon
 from lab.papers.conversion import Way, adapted
-from lab.papers.experiment import Experiment, Run
+from lab.papers.experiment import Run, experiment
 from lab.papers.loop import fit, small_llama
 from recipes.models import DOWNLOADED, SMOLLM2, obtain, random_model
 
@@ -212,26 +212,6 @@ def run_pretrained(run: Run) -> dict[str, Any]:
     return result
 
 
-ALGORITHMS = Experiment(
-    name="algorithms",
-    about="training under adaptive temperature on algorithms as text, tested at larger sizes (Softmax is not Enough, Fig. 8)",
-    variants=("plain", "adaptive_temperature"),
-    seeds=(0, 1, 2),
-    minutes=12.0,
-    settings=Settings(),
-    quick=QUICK,
-    measure=run_algorithms,
-    dtype="bfloat16",
-)
-
-ALGORITHMS_PRETRAINED = Experiment(
-    name="algorithms-pretrained",
-    about="SmolLM2-135M fine-tuned on three of these, with adaptive temperature and without (Softmax is not Enough, Fig. 8)",
-    variants=("plain", "adaptive_temperature"),
-    seeds=(0, 1, 2),
-    minutes=15.0,
-    settings=Pretrained(),
-    quick=QUICK_PRETRAINED,
-    measure=run_pretrained,
-    dtype="bfloat16",
-)
+VARIANTS = ("plain", "adaptive_temperature")
+ALGORITHMS = experiment("algorithms", VARIANTS, Settings(), QUICK, run_algorithms)
+ALGORITHMS_PRETRAINED = experiment("algorithms-pretrained", VARIANTS, Pretrained(), QUICK_PRETRAINED, run_pretrained)

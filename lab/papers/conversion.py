@@ -14,9 +14,11 @@ import re
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Config
@@ -28,7 +30,7 @@ from hf_longattn.measuring.settings import Setting, edit_rope
 from hf_longattn.training.optim import MuonWithAdam
 from hf_longattn.training.recipe import Muon, Skip
 from hf_longattn.training.skip import skipped
-from lab.papers.experiment import Experiment, Run, require
+from lab.papers.experiment import Run, experiment, require
 from lab.papers.loop import fit
 
 LETTERS = string.ascii_letters + string.digits
@@ -87,95 +89,16 @@ class Way(Setting):
         return QK + BASE if self.qk_norm else BASE
 
 
-WINDOW, STRETCH = 64, 128  # of the remaps: at this stretch distances of 64 times the length stay below the length
-REMAPS: dict[str, dict[str, Any]] = {
-    "rerope": {"window": WINDOW},
-    "leaky_rerope": {"window": WINDOW, "stretch": STRETCH},
-    "self_extend": {"window": WINDOW, "group": STRETCH},
-    "dual_chunk": {},
-}
-MAP = {"sink_tokens": 1}
-LORA_RATE = 3e-3
-LEARNED = {"learned": True, "clamp": False}  # LogN as published
-UNTRAINED: dict[str, Way] = {"control": Way()}
-UNTRAINED |= {"windowed": Way("windowed", {"window": 128}), "streaming": Way("streaming", {"window": 124, "sinks": 4})}
-UNTRAINED |= {f"yarn{factor}": Way(rope=f"yarn:{factor}") for factor in (16, 64)}
-UNTRAINED |= {"infoscale": Way("infoscale"), "logn": Way("logn"), "map": Way("scale_invariant", MAP, calibrated=True)}
-for name, given in REMAPS.items():
-    UNTRAINED[name] = Way(name, given)
-    UNTRAINED |= {f"{name}+{t}": Way(f"{name}+{t}", given) for t in ("infoscale", "logn", "adaptive_temperature")}
-    UNTRAINED[f"{name}+map"] = Way(f"{name}+scale_invariant", given | MAP | {"offset": WINDOW}, calibrated=True)
-#: A weaker map: decay (γ) 0.25 in place of 1, and begun later.
-WEAK = {"window": WINDOW} | MAP | {"offset": WINDOW, "tau": 16.0, "decay": 0.25}
-UNTRAINED["rerope+weak_map"] = Way("rerope+scale_invariant", WEAK, calibrated=True)
-
-TRAINED: dict[str, Way] = {
-    "control": Way(),
-    "yarn16": UNTRAINED["yarn16"],
-    "yarn64": UNTRAINED["yarn64"],
-    "rerope": UNTRAINED["rerope"],
-    "rerope+logn": Way("rerope+logn", {"window": WINDOW} | LEARNED),
-    "rerope+infoscale": UNTRAINED["rerope+infoscale"],
-    "rerope+map": UNTRAINED["rerope+map"],
-    "rerope+weak_map": UNTRAINED["rerope+weak_map"],
-    "rerope+adaptive_temperature": UNTRAINED["rerope+adaptive_temperature"],
-    "pose": Way(skip=True),
-    "pose+yarn64": Way(rope="yarn:64", skip=True),
-    "pose+rerope": Way("rerope", {"window": WINDOW}, skip=True),
-    "pose+rerope+logn": Way("rerope+logn", {"window": WINDOW}, skip=True),
-}
-for scale in (16, 32, 64, 128):  # of CosScale; 128 as published
-    given = {"window": WINDOW, "scale": float(scale)}
-    TRAINED[f"rerope+cosscale{scale}"] = Way("rerope+cosscale", given)
-    TRAINED[f"rerope+cosscale{scale}+infoscale"] = Way("rerope+cosscale+infoscale", given)
-for name in ("cosscale64+infoscale", "cosscale128"):
-    TRAINED[f"pose+rerope+{name}"] = replace(TRAINED[f"rerope+{name}"], skip=True)
-for name, encoding in {"prope": "prope:0.5", "nope": "nope"}.items():
-    TRAINED[name] = Way(rope=encoding)
-    TRAINED[f"{name}+logn"] = Way("logn", LEARNED, encoding)
-    TRAINED[f"{name}+infoscale"] = Way("infoscale", rope=encoding)
-    TRAINED[f"{name}+scale_invariant"] = Way("scale_invariant", rope=encoding)
-    TRAINED[f"{name}+map"] = Way("scale_invariant", MAP, encoding, calibrated=True)
-TRAINED["alibi"] = Way("alibi", rope="nope")
-TRAINED["alibi+logn"] = Way("alibi+logn", LEARNED, "nope")
-TRAINED["alibi+infoscale"] = Way("alibi+infoscale", rope="nope")
-for name, kind in {"adaptive_temperature": ("adaptive_temperature", {}), "cosscale16": ("cosscale", {"scale": 16.0})}.items():
-    TRAINED[f"prope+{name}"] = Way(*kind, "prope:0.5")
-#: The same ways trained otherwise: an adapter in place of all weights, the base as teacher, a strength that rises.
-OTHERWISE: dict[str, Way] = {}
-DISTILLED = ("rerope+logn", "rerope+cosscale64+infoscale", "pose+rerope+logn", "pose+rerope+cosscale64+infoscale")
-DISTILLED += ("pose+yarn64", "prope+map", "nope+map", "alibi")
-for name in ("control", "yarn64", "rerope+logn", "pose+rerope+logn", "prope+map"):
-    OTHERWISE[f"{name}-lora"] = replace(TRAINED[name], lora=16, rate=LORA_RATE)
-#: As the recipes train (LoRA, skipped positions), by each method of the papers that a model can be converted to.
-RECIPES = {"pose+rerope+infoscale": replace(TRAINED["rerope+infoscale"], skip=True)}
-RECIPES["pose+rerope+cosscale32+infoscale"] = replace(TRAINED["rerope+cosscale32+infoscale"], skip=True)
-RECIPES["pose+rerope+adaptive_temperature"] = replace(TRAINED["rerope+adaptive_temperature"], skip=True)
-RECIPES["pose+rerope+output_layer_norm"] = Way("rerope+output_layer_norm", {"window": WINDOW}, skip=True, calibrated=True)
-OTHERWISE |= {f"{name}-lora": replace(way, lora=16, rate=LORA_RATE) for name, way in RECIPES.items()}
-OTHERWISE["pose+rerope+infoscale-lora-distilled"] = replace(OTHERWISE["pose+rerope+infoscale-lora"], distilled=True)
-OTHERWISE |= {f"rerope+logn-lora{rate:g}": replace(TRAINED["rerope+logn"], lora=16, rate=rate) for rate in (1e-3, 1e-2)}
-for name in DISTILLED:
-    OTHERWISE[f"{name}-distilled"] = replace(TRAINED[name], distilled=True)
-for name in ("prope+scale_invariant", "prope+map"):
-    OTHERWISE[f"{name}-strength"] = replace(TRAINED[name], strength=True)
-#: Scale-invariant attention on p-RoPE by τ, uncalibrated and calibrated; 10 is the default.
-SWEEP = (1.0, 10.0, 100.0, 1000.0)
-SWEPT: dict[str, Way] = {}
-for name, tau in itertools.product(("prope+scale_invariant", "prope+map"), SWEEP):
-    if tau != 10:
-        SWEPT[f"{name}-tau{tau:g}"] = replace(TRAINED[name], parameters=TRAINED[name].parameters | {"tau": tau})
-#: On a base with QK-norm.
-ON_QK = ("prope", "prope+scale_invariant", "prope+map", "rerope", "rerope+infoscale", "rerope+logn", "rerope+map")
-ON_QK += ("control", "yarn16", "rerope+cosscale32+infoscale", "pose+rerope+logn", "alibi", "alibi+logn")
-QK_NORMED = {QK + name: replace(TRAINED[name], qk_norm=True) for name in ON_QK}
+_LISTED: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_GROUPS = ("untrained", "trained", "otherwise", "swept")
+UNTRAINED, TRAINED, OTHERWISE, SWEPT = ({n: Way(**way) for n, way in _LISTED[group].items()} for group in _GROUPS)
+LORA_RATE = 3e-3  # of the ways that say "lora" alone
+SWEEP = (1.0, 10.0, 100.0, 1000.0)  # of τ
+QK_NORMED = {QK + name: replace(TRAINED[name], qk_norm=True) for name in _LISTED["on_qk"]}
 UNTRAINED_QK = {QK + n: replace(way, qk_norm=True) for n, way in UNTRAINED.items() if n not in ("control", "rerope+weak_map")}
 UNTRAINED_QK[f"{QK}yarn16+logn"] = Way("logn", {"stack": True}, "yarn:16", qk_norm=True)  # beside YaRN's own temperature
-#: From scratch, with as many steps as the base.
-SCRATCH: dict[str, Way] = {
-    n: TRAINED[n] for n in ("prope+scale_invariant", "rerope+logn", "rerope+cosscale64+infoscale", "alibi")
-}
-SCRATCH |= {QK + n: replace(TRAINED[n], qk_norm=True) for n in ("prope", "prope+logn", "prope+scale_invariant", "alibi")}
+SCRATCH = {n: TRAINED[n] for n in _LISTED["scratch"]}
+SCRATCH |= {QK + n: replace(TRAINED[n], qk_norm=True) for n in _LISTED["scratch_qk"]}
 SHARES = (15, 5, 50)
 #: What is made of a way, by variant: (way, per cent of the base's steps, whether from scratch).
 VARIANTS: dict[str, tuple[Way, int, bool]] = {BASE: (Way(), 100, True), QK + BASE: (Way(qk_norm=True), 100, True)}
@@ -389,15 +312,4 @@ def window(heldout: str, length: int, number: int, count: int) -> tuple[Tensor, 
     return ids, kind
 
 
-CONVERSION = Experiment(
-    name="conversion",
-    about="a RoPE model trained at 128 taken to 64 times that, untrained and by continued training, by every method",
-    variants=tuple(VARIANTS),
-    seeds=(1, 2, 3),
-    minutes=0.5,
-    settings=Settings(),
-    quick=QUICK,
-    measure=run_conversion,
-    text=True,
-    dtype="bfloat16",
-)
+CONVERSION = experiment("conversion", VARIANTS, Settings(), QUICK, run_conversion)

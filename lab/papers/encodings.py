@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.methods import CosScale, InfoScale
-from lab.papers.experiment import Experiment, Run, require
+from lab.papers.experiment import Run, experiment, require
 from lab.papers.masked import QUICK as MASKED_QUICK
 from lab.papers.masked import WARM, Settings, encoder, losses_by_length, put, scale_of, texts_of, trainer
 
@@ -128,15 +128,6 @@ def run_encodings(run: Run) -> dict[str, Any]:
     return result
 
 
-ENCODED = Experiment(
-    name="infoscale-cosscale-encodings",
-    about="both in YaRN and windows, untrained (Information Entropy Invariance, Tables 1, 7, 8, Theorem 3.5)",
-    variants=(BASE, f"{BASE}{WARM}", f"cosscale128{WARM}"),
-    seeds=(0, 1, 2),
-    minutes=6.0,
-    settings=Encoded(),
-    quick=Encoded(**vars(MASKED_QUICK) | {"texts": 2}),
-    measure=run_encodings,
-    text=True,
-    dtype="bfloat16",
-)
+VARIANTS = (BASE, f"{BASE}{WARM}", f"cosscale128{WARM}")
+QUICK = Encoded(**vars(MASKED_QUICK) | {"texts": 2})
+ENCODED = experiment("infoscale-cosscale-encodings", VARIANTS, Encoded(), QUICK, run_encodings)

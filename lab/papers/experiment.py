@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from hf_longattn.measuring.rows import Row
 
@@ -46,21 +48,21 @@ class Run:
 class Experiment:
     """
     Args:
-        minutes: CPU minutes of one run on one thread, measured; the list uses it until rows say it themselves.
         settings, quick: dataclasses; everything that decides a run's numbers, and the same in seconds, for tests.
         measure: trains and measures; returns what goes into the row's "measured".
+        minutes: CPU minutes of one run on one thread, measured; the list uses it until rows say it themselves.
         needs: the experiment whose models this one starts from.
         dtype: "bfloat16": what training multiplies in where the CPU does so fast; else float32, always.
     """
 
     name: str
-    about: str
     variants: tuple[str, ...]
-    seeds: tuple[int, ...]
-    minutes: float
     settings: Any
     quick: Any
     measure: Callable[[Run], dict[str, Any]]
+    about: str
+    seeds: tuple[int, ...]
+    minutes: float
     text: bool = False
     needs: str | None = None
     dtype: str = "float32"
@@ -68,6 +70,17 @@ class Experiment:
     def runs(self) -> list[tuple[str, int]]:
         """Every variant of one seed before the next seed, so that what is there after an interruption compares."""
         return [(variant, seed) for seed in self.seeds for variant in self.variants]
+
+
+LISTED: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("experiments.yaml").read_text(encoding="utf-8"))
+
+
+def experiment(
+    name: str, variants: Iterable[str], settings: Any, quick: Any, measure: Callable[[Run], dict[str, Any]]
+) -> Experiment:
+    """An experiment of experiments.yaml, which says the rest."""
+    listed = LISTED[name]
+    return Experiment(name, tuple(variants), settings, quick, measure, **listed | {"seeds": tuple(listed["seeds"])})
 
 
 def require(model: Path, command: str, file: str = "config.json") -> None:

@@ -21,7 +21,7 @@ import hf_longattn
 from hf_longattn.training import POSITIONS, load_recipe, prepare
 from hf_longattn.training import run as train
 from lab.papers import conversion
-from lab.papers.experiment import Experiment, Run, require
+from lab.papers.experiment import Run, experiment, require
 
 TAUS = (0.01, 0.1, 1.0, 100.0)  # the default is 10
 #: A position method of `pretrain_small` and its parameters, by variant.
@@ -97,18 +97,7 @@ def training(steps: int, batch: int, seed: int, dtype: str) -> dict[str, Any]:
     }
 
 
-LENGTH = Experiment(
-    name="length-generalisation",
-    about="position methods from scratch, beyond the training length, and a sweep of τ (Scale-invariant attention, Table 1)",
-    variants=tuple(VARIANTS),
-    seeds=(0, 1, 2),
-    minutes=3.5,
-    settings=Settings(),
-    quick=QUICK,
-    measure=run_length,
-    text=True,
-    dtype="bfloat16",
-)
+LENGTH = experiment("length-generalisation", VARIANTS, Settings(), QUICK, run_length)
 
 
 @dataclass(frozen=True)
@@ -150,16 +139,5 @@ def run_attention(run: Run) -> dict[str, Any]:
     return {"lengths": list(found.lengths), "ranges": [list(r) for r in found.ranges]} | rounded
 
 
-ATTENTION = Experiment(
-    name="attention-by-length",
-    about="entropy and local attention of those models by length (Scale-invariant attention, Fig. 1)",
-    variants=(*COPYING, *(v for v in VARIANTS if v.endswith(ENDPOINT)), "rope", "alibi"),
-    seeds=(1,),
-    minutes=0.2,
-    settings=Attention(),
-    quick=QUICK_ATTENTION,
-    measure=run_attention,
-    text=True,
-    dtype="float32",
-    needs=f"{LENGTH.name} and conversion",
-)
+LOOKED_INTO = (*COPYING, *(v for v in VARIANTS if v.endswith(ENDPOINT)), "rope", "alibi")
+ATTENTION = experiment("attention-by-length", LOOKED_INTO, Attention(), QUICK_ATTENTION, run_attention)

@@ -20,7 +20,7 @@ from transformers import ByT5Tokenizer
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.training.held_out import windows_of
-from lab.papers.experiment import Experiment, Run
+from lab.papers.experiment import Run, experiment
 from lab.papers.loop import fit, small_llama
 
 SCALES = (8, 16, 32, 64, 128, 256)
@@ -188,15 +188,4 @@ def run_masked(run: Run) -> dict[str, Any]:
     return result
 
 
-MASKED = Experiment(
-    name="infoscale-cosscale",
-    about="both on masked bytes up to 64 times the training length (Information Entropy Invariance, Tables 2, 3, 9, 10)",
-    variants=("dot_product", *SCORED),
-    seeds=(0, 1, 2),
-    minutes=6.0,
-    settings=Settings(),
-    quick=QUICK,
-    measure=run_masked,
-    text=True,
-    dtype="bfloat16",
-)
+MASKED = experiment("infoscale-cosscale", ("dot_product", *SCORED), Settings(), QUICK, run_masked)

@@ -26,7 +26,7 @@ from hf_longattn.training import POSITIONS, load_recipe, prepare
 from hf_longattn.training import run as train
 from lab.papers import conversion
 from lab.papers.conversion import LORA_RATE, QK, TRAINED, Way
-from lab.papers.experiment import Experiment, Run, require
+from lab.papers.experiment import Run, experiment, require
 from lab.papers.length import LENGTH, training
 from lab.papers.loop import fit
 from recipes.models import DOWNLOADED, SMOLLM2, obtain, random_model
@@ -185,43 +185,6 @@ def found(model: Any, tests: NeedleTask, settings: Beyond) -> dict[str, list[flo
     return out
 
 
-NEEDLES = Experiment(
-    name="needles",
-    about="those models fine-tuned to find a needle (Scale-invariant attention, Table 2)",
-    variants=tuple(POSITIONS),
-    seeds=(0, 1, 2),
-    minutes=11.0,
-    settings=Settings(),
-    quick=QUICK,
-    measure=run_needles,
-    text=True,
-    dtype="bfloat16",
-    needs=LENGTH.name,
-)
-
-PRETRAINED = Experiment(
-    name="needles-pretrained",
-    about="SmolLM2-135M adapted to a method and to needles at 256, tested beyond (Scale-invariant attention, Table 2)",
-    variants=tuple(METHODS),
-    seeds=(0,),
-    minutes=12.0,
-    settings=Pretrained(),
-    quick=QUICK_PRETRAINED,
-    measure=run_pretrained,
-    text=True,
-    dtype="bfloat16",
-)
-
-NEEDLES_BEYOND = Experiment(
-    name="needles-beyond",
-    about="RoPE models of 128 bytes adapted to needles at 512, tested to 8,192 (Scale-invariant attention, Table 2)",
-    variants=tuple(BEYOND),
-    seeds=(1, 2, 3),
-    minutes=0.9,
-    settings=Beyond(),
-    quick=QUICK_BEYOND,
-    measure=run_beyond,
-    text=True,
-    dtype="bfloat16",
-    needs="conversion",
-)
+NEEDLES = experiment("needles", POSITIONS, Settings(), QUICK, run_needles)
+PRETRAINED = experiment("needles-pretrained", METHODS, Pretrained(), QUICK_PRETRAINED, run_pretrained)
+NEEDLES_BEYOND = experiment("needles-beyond", BEYOND, Beyond(), QUICK_BEYOND, run_beyond)

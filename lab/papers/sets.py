@@ -20,7 +20,7 @@ from hf_longattn.attention.geometry import Rows
 from hf_longattn.measuring.tasks.sets import dictionary_lookup, max_retrieval
 from hf_longattn.methods import AdaptiveTemperature
 from hf_longattn.methods.method import ModelFacts
-from lab.papers.experiment import Experiment, Run
+from lab.papers.experiment import Run, experiment
 
 CLASSES, KEYS, VALUES = 10, 16384, 64
 #: Items in memory at a time when large sets are measured.
@@ -299,82 +299,18 @@ def run_sets(make: Callable[[str, Settings], tuple[SetModel, Draw]], run: Run) -
     return result | ({} if fitted is None else {"coefficients": list(fitted.coefficients)})
 
 
-MAX_RETRIEVAL = Experiment(
-    name="max-retrieval",
-    about="adaptive temperature, published and refitted, on max retrieval (Softmax is not Enough, Table 1)",
-    variants=("baseline",),
-    seeds=tuple(range(10)),
-    minutes=2.5,
-    settings=Settings(),
-    quick=QUICK,
-    measure=functools.partial(run_sets, argmax_model),
-)
-ARGMAX = Experiment(
-    name="argmax-retrieval",
-    about="output norms on the same task (Vanishing Variance, Tables 1 and 3); its baseline is max-retrieval's",
-    variants=("layer_norm", "standardise"),
-    seeds=tuple(range(10)),
-    minutes=2.5,
-    settings=Settings(),
-    quick=QUICK,
-    measure=functools.partial(run_sets, argmax_model),
-)
-LONGER = replace(
-    ARGMAX,
-    name="argmax-retrieval-100k",
-    about="the two above for as many steps as the papers' (Vanishing Variance, Table 1; Softmax is not Enough, Table 1)",
-    variants=tuple(NORMS),
-    seeds=(0,),
-    minutes=22.0,
-    settings=Settings(steps=100_000),
-)
-LARGER = replace(
-    ARGMAX,
-    name="argmax-retrieval-256",
-    about="output norms trained on sets that grow to 256 items (Vanishing Variance, Table 4)",
-    variants=("baseline", "layer_norm"),
-    seeds=tuple(range(3)),
-    minutes=6.0,
-    settings=Growing(),
-    quick=Growing(**vars(QUICK) | {"largest": 32}),
-)
-IN_LOSS = replace(
-    ARGMAX,
-    name="argmax-retrieval-l2",
-    about="max and argmax retrieval with the L2 term in the loss and the start of the first paper's code",
-    # and what each of the two does without the other
-    variants=(*NORMS, "baseline-no_l2", "baseline-torch_start"),
-    seeds=tuple(range(5)),
-    settings=InLoss(),
-    quick=InLoss(**vars(QUICK) | {"weight_decay": 0.0, "steps": 100}),
-)
-DICTIONARY = Experiment(
-    name="dictionary-lookup",
-    about="output norms on dictionary lookup (Vanishing Variance, Table 2)",
-    variants=tuple(NORMS),
-    seeds=tuple(range(5)),
-    minutes=3.5,
-    settings=Settings(),
-    quick=replace(QUICK, steps=30),
-    measure=functools.partial(run_sets, dictionary_model),
-)
-DICTIONARY_LONGER = replace(
-    DICTIONARY,
-    name="dictionary-lookup-10k",
-    about="the same for as many steps as the paper's",
-    variants=("baseline", "layer_norm"),
-    seeds=tuple(range(3)),
-    minutes=7.0,
-    settings=Settings(steps=10_000),
-)
-DICTIONARY_LARGER = replace(
-    DICTIONARY,
-    name="dictionary-lookup-256",
-    about="dictionary lookup, trained on sets that grow to 256 items (Vanishing Variance, Table 5)",
-    variants=("baseline", "layer_norm"),
-    seeds=tuple(range(3)),
-    minutes=8.0,
-    settings=Growing(),
-    quick=Growing(**vars(QUICK) | {"largest": 32, "steps": 30}),
-)
+RETRIEVAL, LOOKUP = (functools.partial(run_sets, make) for make in (argmax_model, dictionary_model))
+SHORT, GROWN = replace(QUICK, steps=30), Growing(**vars(QUICK) | {"largest": 32})
+QUICK_IN_LOSS = InLoss(**vars(QUICK) | {"weight_decay": 0.0, "steps": 100})
+TWO = ("baseline", "layer_norm")
+#: What each of the two, L2 term and start, does without the other.
+APART = ("baseline-no_l2", "baseline-torch_start")
+MAX_RETRIEVAL = experiment("max-retrieval", TWO[:1], Settings(), QUICK, RETRIEVAL)
+ARGMAX = experiment("argmax-retrieval", ("layer_norm", "standardise"), Settings(), QUICK, RETRIEVAL)
+LONGER = experiment("argmax-retrieval-100k", NORMS, Settings(steps=100_000), QUICK, RETRIEVAL)
+LARGER = experiment("argmax-retrieval-256", TWO, Growing(), GROWN, RETRIEVAL)
+IN_LOSS = experiment("argmax-retrieval-l2", (*NORMS, *APART), InLoss(), QUICK_IN_LOSS, RETRIEVAL)
+DICTIONARY = experiment("dictionary-lookup", NORMS, Settings(), SHORT, LOOKUP)
+DICTIONARY_LONGER = experiment("dictionary-lookup-10k", TWO, Settings(steps=10_000), SHORT, LOOKUP)
+DICTIONARY_LARGER = experiment("dictionary-lookup-256", TWO, Growing(), replace(GROWN, steps=30), LOOKUP)
 SETS = (MAX_RETRIEVAL, ARGMAX, LONGER, LARGER, IN_LOSS, DICTIONARY, DICTIONARY_LONGER, DICTIONARY_LARGER)
