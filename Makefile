@@ -32,7 +32,7 @@ docs: $(VENV)/.docs  ## the site, in build/site; a broken link or an unknown nam
 
 bench: $(VENV)/.dev  ## speed and memory on the CPU in eight minutes (ARGS="--only long": long texts); rewrites docs/speed.md
 	$(BIN)/python lab/speed/attention.py $(ARGS)
-	$(BIN)/python lab/speed/speed.py --tables
+	$(BIN)/python -m lab.pages
 
 theory: $(VENV)/.dev  ## the papers' statements about Gaussian logits, checked; rewrites docs/theory/
 	$(BIN)/python lab/theory/gaussian.py $(ARGS)

@@ -20,7 +20,7 @@ from hf_longattn.measuring.evaluation.statistics import mean_interval
 from hf_longattn.measuring.report.markdown import filled
 from hf_longattn.measuring.rows import Rows
 from hf_longattn.methods.registry import method_names
-from lab import headline, pages
+from lab import pages
 from lab.papers.paper import ARGMAX
 from lab.pretrained import copies, longer_on_model, reading_far
 from lab.speed import speed
@@ -313,8 +313,8 @@ def test_what_is_said_of_copies_is_in_the_rows() -> None:
 
 
 def test_the_pictures_and_badges_of_the_readme_are_made_of_what_there_is() -> None:
-    assert {f.name: f.read_text(encoding="utf-8") for f in headline.BADGES.iterdir()} == headline.badges()
-    shown = [[float(x) for x in line.split("|")[2:5]] for line in headline.shown("").splitlines()[2:]]
+    assert {f.name: f.read_text(encoding="utf-8") for f in pages.BADGES.iterdir()} == pages.badges()
+    shown = [[float(x) for x in line.split("|")[2:5]] for line in pages.headline("").splitlines()[2:]]
     unmodified, yarn, extend = shown
     assert unmodified[1] > 4 * max(yarn[1], extend[1])  # README: unmodified, it breaks behind its trained length
     assert abs(extend[0] - unmodified[0]) < yarn[0] - unmodified[0]

@@ -4,7 +4,6 @@
     make reproduce ARGS="max-retrieval argmax-retrieval"   # run what is missing of these
     make reproduce ARGS="all --text A.txt B.txt --heldout C.txt"
     make reproduce ARGS="--show conversion"                # print one table; the pages have the shorter ones
-    make reproduce ARGS="--tables"                         # write docs/lab from the rows
 
 A run is one training, of one variant under one seed. Finished runs are rows of lab/results/reproductions; what is
 there is not run again, so an interrupted command goes on when it is given again.
@@ -42,7 +41,7 @@ ALL = (
     *(ALGORITHMS, ALGORITHMS_PRETRAINED, CONVERSION, NEEDLES_BEYOND),
 )
 EXPERIMENTS = {e.name: e for e in ALL}
-RESULTS = ROOT / "lab" / "results" / "reproductions"
+RESULTS = tables.RESULTS
 MODELS = ROOT / "runs" / "reproduce"
 #: Of --quick, which only shows that everything runs.
 QUICK = ROOT / "build" / "reproduce"
@@ -67,14 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="every run in seconds, into build/: shows that it works, not what it gives"
     )
-    parser.add_argument("--tables", action="store_true", help="run nothing; write the tables and pictures of docs/lab")
     parser.add_argument("--show", metavar="TABLE", choices=sorted(tables.SECTIONS), help="run nothing; print one table")
     args = parser.parse_args(arguments)
     args.models = args.models or (QUICK / "models" if args.quick else MODELS)
     results = args.results or (QUICK if args.quick else RESULTS)
-    if args.tables:
-        tables.write(args.results or RESULTS, ROOT / "docs" / "lab")
-        return 0
     if args.show:
         print(tables.SECTIONS[args.show](tables.load(args.results or RESULTS)).text)
         return 0

@@ -2,7 +2,7 @@
 
 A text is read once under every setting, through a cache, with passages written into it beyond the trained length that repeat
 earlier ones. The places are drawn once per text and length, the same for all settings, distances evenly from near to the
-whole text. Rows that the result file has are not run again. --tables writes the tables of docs/ from the result file.
+whole text. Rows that the result file has are not run again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoTokenizer
 from hf_longattn.attention.kernels.precision import fast_dtype
 from hf_longattn.measuring.evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
 from hf_longattn.measuring.evaluation.statistics import mean_interval
-from hf_longattn.measuring.report.markdown import Contents, fill_pages, table
+from hf_longattn.measuring.report.markdown import Contents, table
 from hf_longattn.measuring.rows import Rows, versions_line
 from lab.pretrained.longer_on_model import ROOT, Choice, load_choice, remap, rope_numbers
 
@@ -83,11 +83,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only settings whose name matches this regular expression")
     parser.add_argument("--dtype", default=fast_dtype(), help="default: what this CPU multiplies fast, %(default)s")
     parser.add_argument("--result", type=Path, default=RESULT)
-    parser.add_argument("--tables", action="store_true", help="no measurement: tables in docs/ from the result")
     args = parser.parse_args()
-    if args.tables:
-        fill_pages(ROOT / "docs", contents())
-        return
     transformers.set_seed(0)
     transformers.logging.disable_progress_bar()
     source = args.model / "SOURCE"

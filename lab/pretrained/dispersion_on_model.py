@@ -7,7 +7,6 @@ last token of a question about the largest of n numbers, over --questions questi
 spread: the same paper's δ of a row's logits over --code, and Proposition 3.1's bound on it.
 
     python lab/pretrained/dispersion_on_model.py outputs entropy spread --model MODEL --text BOOK --code FILE
-    python lab/pretrained/dispersion_on_model.py --tables
 
 Rows go to results/dispersion.json; those that are there are replaced.
 """
@@ -30,12 +29,11 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, DynamicCache
 import hf_longattn
 from hf_longattn.measuring.evaluation.statistics import mean_interval
 from hf_longattn.measuring.report.figures import COLOURS, MARKERS, png, pyplot
-from hf_longattn.measuring.report.markdown import Contents, fill_pages, table
+from hf_longattn.measuring.report.markdown import Contents, table
 from hf_longattn.measuring.rows import Row, Rows, versions
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "lab" / "results" / "dispersion.json"
-DOCS = ROOT / "docs" / "lab"
 PROMPT = "What is the maximum in the following sequence: {seq}? The maximum is:"
 #: The paper's three ways of drawing texts, and whether positions are encoded.
 WAYS = {
@@ -264,8 +262,7 @@ def contents() -> Contents:
     return {"dispersion outputs": outputs_table, "dispersion entropy": entropy_table, "dispersion spread": spread_table}
 
 
-def write_tables() -> None:
-    fill_pages(ROOT / "docs", contents())
+def pictures() -> dict[str, bytes]:
     questions = rows_of("entropy")
     figure, panels = pyplot().subplots(1, 1 + len(questions), figsize=(5 * (1 + len(questions)), 4.2), layout="constrained")
     for i, row in enumerate(rows_of("outputs")):
@@ -284,7 +281,7 @@ def write_tables() -> None:
         axes.legend(fontsize=7)
     for axes in panels:
         axes.grid(alpha=0.3)
-    (DOCS / "dispersion.png").write_bytes(png(figure))
+    return {"lab/dispersion.png": png(figure)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -300,11 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--code-tokens", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULT)
-    parser.add_argument("--tables", action="store_true", help="measure nothing; write the tables and the picture of the page")
     args = parser.parse_args(arguments)
-    if args.tables:
-        write_tables()
-        return
     if unknown := [w for w in args.what if w not in MEASURES]:
         parser.error(f"cannot measure {unknown[0]!r}; choose from {', '.join(MEASURES)}")
     needed = {"model": args.what, "text": "outputs" in args.what, "code": "spread" in args.what}

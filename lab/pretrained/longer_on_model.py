@@ -3,7 +3,6 @@
 A row is one choice (a rope scaling, a method, or both) on the first --length tokens of --text, the same copies for all.
 Rows that the result file has are not run again; every row is written as it is done. Calibrated choices are measured on the
 last --calibration tokens of the text, which no pass reads. --adapter evaluates a trained adapter under the same choices.
---tables writes the tables and pictures of docs/ from the result file.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from hf_longattn.attention.kernels.precision import fast_dtype
 from hf_longattn.measuring.evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
 from hf_longattn.measuring.evaluation.statistics import mean_interval
 from hf_longattn.measuring.report import figures
-from hf_longattn.measuring.report.markdown import Contents, fill_pages, table
+from hf_longattn.measuring.report.markdown import Contents, table
 from hf_longattn.measuring.rows import Rows, versions_line
 from hf_longattn.measuring.settings import Setting, load_setting, parse_rope
 
@@ -157,12 +156,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, help="read through a cache, this many tokens at a time; default: one pass")
     parser.add_argument("--dtype", default=fast_dtype(), help="default: what this CPU multiplies fast, %(default)s")
     parser.add_argument("--result", type=Path, default=RESULT)
-    parser.add_argument("--tables", action="store_true", help="no measurement: tables and pictures in docs/ from the result")
     args = parser.parse_args()
-    if args.tables:
-        fill_pages(ROOT / "docs", contents())
-        picture(load_all(), ROOT / "docs" / "longer.png")
-        return
 
     transformers.set_seed(0)
     transformers.logging.disable_progress_bar()
@@ -302,10 +296,10 @@ SHOWN = [
 ]
 
 
-def picture(rows: list[dict[str, Any]], path: Path, model: str = "SmolLM2-135M-Instruct", length: int = 16384) -> None:
+def pictures(model: str = "SmolLM2-135M-Instruct", length: int = 16384) -> dict[str, bytes]:
     """Left, prose loss by position less YaRN's; right, copy loss by distance beyond the trained length. A text a row."""
     baseline = "YaRN × 2"
-    rows = [r for r in rows if (r["model"], r["length"]) == (model, length)]
+    rows = [r for r in load_all() if (r["model"], r["length"]) == (model, length)]
     texts = [r["text"] for r in rows if r["label"] == baseline]
     figure, panels = figures.pyplot().subplots(
         len(texts), 2, figsize=(11, 3.8 * len(texts)), squeeze=False, constrained_layout=True
@@ -334,7 +328,7 @@ def picture(rows: list[dict[str, Any]], path: Path, model: str = "SmolLM2-135M-I
             ylim=(0, 4),
         )
     figure.legend(*panels[0][1].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
-    path.write_bytes(figures.png(figure))
+    return {"longer.png": figures.png(figure)}
 
 
 if __name__ == "__main__":

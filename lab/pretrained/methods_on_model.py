@@ -2,7 +2,7 @@
 
 A row is one pass over the first --length tokens of --text, without a cache. Rows that the result file has are not run again.
 "Calibrated" rows are measured by hf_longattn.calibrate on the last --calibration tokens of the text, which no pass reads.
-Every row is written to results/methods-smollm2.json as it is done; --tables writes them into the pages of docs/.
+Every row is written to results/methods-smollm2.json as it is done.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import transformers
 from transformers import AutoTokenizer
 
 from hf_longattn.measuring.evaluation import token_losses
-from hf_longattn.measuring.report.markdown import Contents, fill_pages, table
+from hf_longattn.measuring.report.markdown import Contents, table
 from hf_longattn.measuring.rows import Rows, versions_line
 from lab.pretrained.longer_on_model import Choice, load_choice
 
@@ -99,13 +99,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=int, default=1536)
     parser.add_argument("--rows", default="", help="only rows whose name matches this regular expression")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument(
-        "--tables", action="store_true", help="no measurement: rewrite the tables in docs/ from the result file"
-    )
     args = parser.parse_args()
-    if args.tables:
-        fill_pages(ROOT / "docs", contents())
-        return
 
     transformers.set_seed(0)
     transformers.logging.disable_progress_bar()

@@ -9,7 +9,7 @@ With --adapter the text before is read by the adapted weights, under `streaming`
 What a way does to the keys of the text before is left out; --whole measures it where that can be paid: a row is then one
 pass over everything under the way itself, with the same segment at the end.
 
-Rows that the result file has are not run again. --tables writes the tables of docs/ from the result file.
+Rows that the result file has are not run again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hf_longattn.attention.kernels.precision import fast_dtype
 from hf_longattn.measuring.evaluation import PASSAGE, Copy, copy_losses, prefix_of, token_losses, with_copies
 from hf_longattn.measuring.evaluation.losses import Prefix, shortened
 from hf_longattn.measuring.evaluation.statistics import mean_interval
-from hf_longattn.measuring.report.markdown import Contents, fill_pages, table
+from hf_longattn.measuring.report.markdown import Contents, table
 from hf_longattn.measuring.rows import Rows, versions_line
 from lab.pretrained.longer_on_model import ROOT, Choice, by_head, load_choice, remap, rope_numbers, with_map
 
@@ -113,11 +113,7 @@ def main() -> None:
     parser.add_argument("--keys", type=Path, help="keep the keys of the text before here, for the next call (23 KiB a token)")
     parser.add_argument("--dtype", default=fast_dtype(), help="default: what this CPU multiplies fast, %(default)s")
     parser.add_argument("--result", type=Path, default=RESULT)
-    parser.add_argument("--tables", action="store_true", help="no measurement: tables in docs/ from the result")
     args = parser.parse_args()
-    if args.tables:
-        fill_pages(ROOT / "docs", contents())
-        return
 
     transformers.set_seed(0)
     transformers.logging.disable_progress_bar()

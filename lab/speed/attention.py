@@ -2,7 +2,7 @@
 
 The parts that `make bench` runs take about eight minutes; lengths beyond 8k are in parts called "long", which run where
 `--only` names them. Memory is the peak of a fresh process. Writes results/attention-cpu.json (see timing.py) after every
-part; `python lab/speed/speed.py --tables` then rewrites docs/speed.md and its pictures.
+part; `python -m lab.pages` then rewrites docs/speed.md and its pictures.
 """
 
 import subprocess

@@ -3,7 +3,7 @@
 Every method twice: where it changes nothing (the text within its window or trained length), and where it acts. The row's
 "host_us" is what a layer takes beyond one of the same model under sdpa ("layer_us"), in microseconds of this thread's CPU
 time: the fastest of many rounds, in each of which every method takes a step, so that what else the machine does is left out.
-Writes results/host-cpu.json (see timing.py); `python lab/speed/speed.py --tables` then rewrites docs/speed.md.
+Writes results/host-cpu.json (see timing.py); `python -m lab.pages` then rewrites docs/speed.md.
 """
 
 import time

@@ -1,6 +1,5 @@
-"""docs/speed.md and its pictures from the result files of `make bench` and `make gpu`."""
+"""The tables of docs/speed.md and its pictures from the result files of `make bench` and `make gpu`."""
 
-import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -135,7 +134,7 @@ def contents() -> markdown.Contents:
     return {"speed": lambda what: host() if what == "host" else table(rows, what.split())}
 
 
-def picture(rows: Rows, where: str, path: Path) -> None:
+def picture(rows: Rows, where: str) -> bytes:
     """Ratio to sdpa against length, for each mode, and memory against length."""
     figure, panels = figures.pyplot().subplots(2, 2, figsize=(11, 8), constrained_layout=True)
     names = list(dict.fromkeys((r["method"], r["backend"]) for r in rows if r["where"] == where and r["mode"] in MODES))
@@ -169,19 +168,9 @@ def picture(rows: Rows, where: str, path: Path) -> None:
     for panel in panels.flat:
         labels |= dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
     figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=3, fontsize=9)
-    path.write_bytes(figures.png(figure))
+    return figures.png(figure)
 
 
-def write() -> None:
+def pictures() -> dict[str, bytes]:
     rows = load_all()
-    markdown.fill_pages(ROOT / "docs", contents())
-    for where in FILES:
-        if any(r["where"] == where for r in rows):
-            picture(rows, where, ROOT / "docs" / f"speed-{where}.png")
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tables", action="store_true", required=True, help="rewrite docs/ from the result files")
-    parser.parse_args()
-    write()
+    return {f"speed-{where}.png": picture(rows, where) for where in FILES if any(r["where"] == where for r in rows)}
