@@ -19,9 +19,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_longattn
-from hf_longattn.measuring.evaluation import Copy, copy_losses, loss_by_position, token_losses, with_copies
-from hf_longattn.measuring.report.markdown import Contents, table
-from hf_longattn.measuring.rows import versions
+from hf_longattn.evaluation import Copy, copy_losses, loss_by_position, token_losses, with_copies
+from hf_longattn.evaluation.report.markdown import Contents, table
+from hf_longattn.evaluation.rows import versions
 from hf_longattn.training import load_recipe, prepare
 from hf_longattn.training.held_out import held_out_sums, metrics
 

@@ -10,9 +10,9 @@ import tomllib
 from typing import Any
 
 from benchmarks.longer_on_model import ROOT, STEP, groups_of, summary
-from hf_longattn.measuring.report import figures
-from hf_longattn.measuring.report.markdown import Contents, table
-from hf_longattn.measuring.rows import Rows
+from hf_longattn.evaluation.report import figures
+from hf_longattn.evaluation.report.markdown import Contents, table
+from hf_longattn.evaluation.rows import Rows
 
 ROWS = ROOT / "benchmarks" / "results" / "copies.json"
 MODEL, LENGTH, TEXTS = "SmolLM2-135M-Instruct", 16384, ("prideprejudice", "persuasion", "python-reference")

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longattn import calibration
-from hf_longattn.measuring.report.markdown import Contents, table
-from hf_longattn.measuring.rows import Rows, versions_line
+from hf_longattn.evaluation.report.markdown import Contents, table
+from hf_longattn.evaluation.rows import Rows, versions_line
 
 RESULT = Path(__file__).parent / "results" / "logit-gaps-smollm2.json"
 

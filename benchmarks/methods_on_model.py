@@ -19,9 +19,9 @@ import transformers
 from transformers import AutoTokenizer
 
 from benchmarks.longer_on_model import Choice, load_choice
-from hf_longattn.measuring.evaluation import token_losses
-from hf_longattn.measuring.report.markdown import Contents, fill_pages, table
-from hf_longattn.measuring.rows import Rows, versions_line
+from hf_longattn.evaluation import token_losses
+from hf_longattn.evaluation.report.markdown import Contents, fill_pages, table
+from hf_longattn.evaluation.rows import Rows, versions_line
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "methods-smollm2.json"

@@ -20,9 +20,9 @@ from benchmarks import (
     recipes,
     speed,
 )
-from hf_longattn.measuring.evaluation.statistics import mean_interval
-from hf_longattn.measuring.report.markdown import Contents, fill_pages, filled, table
-from hf_longattn.measuring.report.page import shown
+from hf_longattn.evaluation.report.markdown import Contents, fill_pages, filled, table
+from hf_longattn.evaluation.report.page import shown
+from hf_longattn.evaluation.statistics import mean_interval
 from recipes.reproduce import run as reproductions
 from recipes.reproduce import tables as reproduced
 

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 import hf_longattn
 from benchmarks import copies, headline, longer_on_model, reading_far, speed, tables
-from hf_longattn.measuring.evaluation import copy_losses, prefix_of, token_losses, with_copies
-from hf_longattn.measuring.evaluation.statistics import mean_interval
-from hf_longattn.measuring.report.markdown import filled
-from hf_longattn.measuring.rows import Rows
+from hf_longattn.evaluation import copy_losses, prefix_of, token_losses, with_copies
+from hf_longattn.evaluation.report.markdown import filled
+from hf_longattn.evaluation.rows import Rows
+from hf_longattn.evaluation.statistics import mean_interval
 from hf_longattn.methods.registry import method_names
 from recipes.reproduce.paper import ARGMAX
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_longattn.measuring.rows import Row
+from hf_longattn.evaluation.rows import Row
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from hf_longattn.attention.kernels.precision import fast_dtype
-from hf_longattn.measuring.rows import Row, Rows, versions
+from hf_longattn.evaluation.rows import Row, Rows, versions
 from recipes.reproduce import tables
 from recipes.reproduce.algorithms import ALGORITHMS, ALGORITHMS_PRETRAINED
 from recipes.reproduce.conversion import CONVERSION

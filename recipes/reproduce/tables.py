@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_longattn.measuring.evaluation.statistics import mean_interval
-from hf_longattn.measuring.report.figures import curves
-from hf_longattn.measuring.report.markdown import Contents, fill_pages, table
-from hf_longattn.measuring.rows import Row, Rows
+from hf_longattn.evaluation.report.figures import curves
+from hf_longattn.evaluation.report.markdown import Contents, fill_pages, table
+from hf_longattn.evaluation.rows import Row, Rows
+from hf_longattn.evaluation.statistics import mean_interval
 from hf_longattn.training import POSITIONS
 from recipes.reproduce import paper
 from recipes.reproduce.algorithms import TASKS
@@ -41,7 +41,7 @@ Data = dict[str, list[Row]]
 
 @dataclass(frozen=True)
 class Shown:
-    """Markdown, and the pictures it links to: arguments of `hf_longattn.measuring.report.figures.curves` by file name."""
+    """Markdown, and the pictures it links to: arguments of `hf_longattn.evaluation.report.figures.curves` by file name."""
 
     text: str
     pictures: Mapping[str, dict[str, Any]]
