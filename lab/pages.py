@@ -12,11 +12,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from hf_longattn.measuring.evaluation.statistics import mean_interval
-from hf_longattn.measuring.report import figures
-from hf_longattn.measuring.report.markdown import Contents, fill_pages, filled, table
-from hf_longattn.measuring.report.page import shown
-from hf_longattn.measuring.rows import Rows
+from hf_longattn.evaluation.report import figures
+from hf_longattn.evaluation.report.markdown import Contents, fill_pages, filled, table
+from hf_longattn.evaluation.report.page import shown
+from hf_longattn.evaluation.rows import Rows
+from hf_longattn.evaluation.statistics import mean_interval
 from lab.papers import tables as papers
 from lab.pretrained import copies, dispersion_on_model, longer_on_model, methods_on_model, reading_far, trained
 from lab.pretrained.longer_on_model import STEP, summary

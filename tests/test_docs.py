@@ -15,10 +15,10 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 import hf_longattn
-from hf_longattn.measuring.evaluation import copy_losses, prefix_of, token_losses, with_copies
-from hf_longattn.measuring.evaluation.statistics import mean_interval
-from hf_longattn.measuring.report.markdown import filled
-from hf_longattn.measuring.rows import Rows
+from hf_longattn.evaluation import copy_losses, prefix_of, token_losses, with_copies
+from hf_longattn.evaluation.report.markdown import filled
+from hf_longattn.evaluation.rows import Rows
+from hf_longattn.evaluation.statistics import mean_interval
 from hf_longattn.methods.registry import method_names
 from lab import pages
 from lab.papers.paper import ARGMAX

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from hf_longattn.measuring.rows import Row
+from hf_longattn.evaluation.rows import Row
 
 
 @dataclass(frozen=True)

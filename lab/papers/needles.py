@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_longattn.measuring.evaluation import answer_scores
-from hf_longattn.measuring.tasks import NeedleTask
+from hf_longattn.evaluation import answer_scores
+from hf_longattn.evaluation.tasks import NeedleTask
 from hf_longattn.training import POSITIONS, load_recipe, prepare
 from hf_longattn.training import run as train
 from lab.papers import conversion

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from hf_longattn.attention.kernels.precision import fast_dtype
-from hf_longattn.measuring.rows import Row, Rows, versions
+from hf_longattn.evaluation.rows import Row, Rows, versions
 from lab.papers import tables
 from lab.papers.algorithms import ALGORITHMS, ALGORITHMS_PRETRAINED
 from lab.papers.conversion import CONVERSION

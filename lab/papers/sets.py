@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_longattn import LongAttnConfig, fit_adaptive_temperature
 from hf_longattn.attention.attend import attend
 from hf_longattn.attention.geometry import Rows
-from hf_longattn.measuring.tasks.sets import dictionary_lookup, max_retrieval
+from hf_longattn.evaluation.tasks.sets import dictionary_lookup, max_retrieval
 from hf_longattn.methods import AdaptiveTemperature
 from hf_longattn.methods.method import ModelFacts
 from lab.papers.experiment import Run, experiment

@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from hf_longattn.measuring.evaluation.statistics import mean_interval
-from hf_longattn.measuring.report.figures import curves
-from hf_longattn.measuring.report.markdown import Contents, table
-from hf_longattn.measuring.rows import Row, Rows
+from hf_longattn.evaluation.report.figures import curves
+from hf_longattn.evaluation.report.markdown import Contents, table
+from hf_longattn.evaluation.rows import Row, Rows
+from hf_longattn.evaluation.statistics import mean_interval
 from hf_longattn.training import POSITIONS
 from lab.papers import paper
 from lab.papers.algorithms import TASKS
@@ -47,7 +47,7 @@ LISTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture that a text links to; `drawn`: arguments of `hf_longattn.measuring.report.figures.curves`."""
+    """A picture that a text links to; `drawn`: arguments of `hf_longattn.evaluation.report.figures.curves`."""
 
     file: str
     about: str

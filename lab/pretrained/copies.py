@@ -22,10 +22,10 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer
 
 from hf_longattn.attention.kernels.precision import fast_dtype
-from hf_longattn.measuring.evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
-from hf_longattn.measuring.evaluation.statistics import mean_interval
-from hf_longattn.measuring.report.markdown import Contents, table
-from hf_longattn.measuring.rows import Rows, versions_line
+from hf_longattn.evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
+from hf_longattn.evaluation.report.markdown import Contents, table
+from hf_longattn.evaluation.rows import Rows, versions_line
+from hf_longattn.evaluation.statistics import mean_interval
 from lab.pretrained.longer_on_model import ROOT, Choice, load_choice, remap, rope_numbers
 
 RESULT = ROOT / "lab" / "results" / "copies.json"

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, DynamicCache
 
 import hf_longattn
-from hf_longattn.measuring.evaluation.statistics import mean_interval
-from hf_longattn.measuring.report.figures import COLOURS, MARKERS, png, pyplot
-from hf_longattn.measuring.report.markdown import Contents, table
-from hf_longattn.measuring.rows import Row, Rows, versions
+from hf_longattn.evaluation.report.figures import COLOURS, MARKERS, png, pyplot
+from hf_longattn.evaluation.report.markdown import Contents, table
+from hf_longattn.evaluation.rows import Row, Rows, versions
+from hf_longattn.evaluation.statistics import mean_interval
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "lab" / "results" / "dispersion.json"

@@ -18,9 +18,9 @@ import torch
 import transformers
 from transformers import AutoTokenizer
 
-from hf_longattn.measuring.evaluation import token_losses
-from hf_longattn.measuring.report.markdown import Contents, table
-from hf_longattn.measuring.rows import Rows, versions_line
+from hf_longattn.evaluation import token_losses
+from hf_longattn.evaluation.report.markdown import Contents, table
+from hf_longattn.evaluation.rows import Rows, versions_line
 from lab.pretrained.longer_on_model import Choice, load_choice
 
 ROOT = Path(__file__).parents[2]

@@ -31,11 +31,11 @@ from transformers import AutoConfig, AutoTokenizer
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.attention.kernels.precision import fast_dtype
-from hf_longattn.measuring.evaluation import PASSAGE, Copy, copy_losses, prefix_of, token_losses, with_copies
-from hf_longattn.measuring.evaluation.losses import Prefix, shortened
-from hf_longattn.measuring.evaluation.statistics import mean_interval
-from hf_longattn.measuring.report.markdown import Contents, table
-from hf_longattn.measuring.rows import Rows, versions_line
+from hf_longattn.evaluation import PASSAGE, Copy, copy_losses, prefix_of, token_losses, with_copies
+from hf_longattn.evaluation.measures.losses import Prefix, shortened
+from hf_longattn.evaluation.report.markdown import Contents, table
+from hf_longattn.evaluation.rows import Rows, versions_line
+from hf_longattn.evaluation.statistics import mean_interval
 from lab.pretrained.longer_on_model import ROOT, Choice, by_head, load_choice, remap, rope_numbers, with_map
 
 RESULT = ROOT / "lab" / "results" / "reading-smollm2.json"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_longattn.attention.kernels.precision import fast_dtype
-from hf_longattn.measuring.report.markdown import Contents, table
+from hf_longattn.evaluation.report.markdown import Contents, table
 
 RESULTS = Path(__file__).parents[1] / "results"
 #: bfloat16 where the CPU multiplies it fast; each result's settings say which.

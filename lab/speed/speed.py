@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_longattn.measuring import rows as store
-from hf_longattn.measuring.report import figures, markdown
+from hf_longattn.evaluation import rows as store
+from hf_longattn.evaluation.report import figures, markdown
 
 ROOT = Path(__file__).parents[2]
 FILES = {"cpu": "attention-cpu.json", "gpu": "attention-gpu.json"}

@@ -29,8 +29,8 @@ from hf_longattn import LongAttnConfig, Rotation
 from hf_longattn.attention import geometry
 from hf_longattn.attention.attend import attend
 from hf_longattn.attention.lowering import distance_tables
-from hf_longattn.measuring import rows as store
-from hf_longattn.measuring.rows import versions_line
+from hf_longattn.evaluation import rows as store
+from hf_longattn.evaluation.rows import versions_line
 
 torch._dynamo.config.recompile_limit = 64
 torch._dynamo.config.fail_on_recompile_limit_hit = True  # FlexAttention would go on uncompiled

@@ -22,9 +22,9 @@ import torch
 from hf_longattn import LongAttnConfig
 from hf_longattn.attention.attend import Call, attend
 from hf_longattn.attention.geometry import Columns, Rows
-from hf_longattn.measuring.diagnostics import Diagnostics
-from hf_longattn.measuring.diagnostics.sums import Options, Sums, collect
-from hf_longattn.measuring.report.figures import COLOURS, MARKERS, png, pyplot
+from hf_longattn.evaluation.measures.diagnostics import Diagnostics
+from hf_longattn.evaluation.measures.sums import Options, Sums, collect
+from hf_longattn.evaluation.report.figures import COLOURS, MARKERS, png, pyplot
 from hf_longattn.methods import InfoScale
 
 TAU, DELTAS, HEADS, BATCH, WIDTH = 10.0, (2, 5, 10), 8, 4, 8

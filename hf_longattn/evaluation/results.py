@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..report import Figure, Section, Table
-from ..report.figures import curves, heat_map, tokens_shown
-from ..rows import Row
-from ..settings import UNMODIFIED
-from .copying import PASSAGE, SKIP
+from .measures.copies import PASSAGE, SKIP
 from .plan import BIN, COPIES, LONG_PPL, LOSS, ON_DOCUMENTS
+from .report import Figure, Section, Table
+from .report.figures import curves, heat_map, tokens_shown
+from .rows import Row
+from .settings import UNMODIFIED
 from .statistics import mean_interval, wilson
 
 NATS = "loss (nats per token)"

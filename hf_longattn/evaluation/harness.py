@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..settings import UNMODIFIED, Setting, check_setting, load_setting, read_settings
+from .settings import UNMODIFIED, Setting, check_setting, load_setting, read_settings
 
 NAME = "hf_longattn"
 

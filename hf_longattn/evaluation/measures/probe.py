@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import LongAttnConfig
-from ..integration.planning import bound_config
-from .evaluation.copying import PASSAGE, SKIP
-from .evaluation.losses import hidden_of, logits_of
-from .evaluation.plan import fingerprint
-from .evaluation.statistics import mean_interval
-from .evaluation.store import digest
-from .rows import Row, Rows
-from .settings import Setting
+from ...config import LongAttnConfig
+from ...integration.planning import bound_config
+from ..plan import fingerprint
+from ..rows import Row, Rows
+from ..settings import Setting
+from ..statistics import mean_interval
+from ..store import digest
+from .copies import PASSAGE, SKIP
+from .losses import hidden_of, logits_of
 
 #: Tokens before the jump, of other text after it, and in all.
 BEFORE, AFTER = 1024, 256

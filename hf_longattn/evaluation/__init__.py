@@ -1,9 +1,9 @@
 """What a method does to a model's loss and answers, short and long."""
 
-from .answers import AnswerScore, answer_scores
-from .copying import PASSAGE, Copy, copy_losses, far_copies, with_copies
-from .heads import copying_heads
-from .losses import loss_by_position, prefix_of, token_losses
+from .measures.answers import AnswerScore, answer_scores
+from .measures.copies import PASSAGE, Copy, copy_losses, far_copies, with_copies
+from .measures.heads import copying_heads
+from .measures.losses import loss_by_position, prefix_of, token_losses
 from .plan import Plan
 from .results import Results
 from .run import run_plan

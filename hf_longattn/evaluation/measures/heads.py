@@ -12,8 +12,8 @@ from ...attention.attend import Call
 from ...config import LongAttnConfig
 from ...integration.layers import Layer
 from ...integration.observe import observe
-from ..diagnostics.blocks import blocks
-from .copying import PASSAGE, SKIP, Copy, with_copies
+from .blocks import blocks
+from .copies import PASSAGE, SKIP, Copy, with_copies
 
 
 def copying_heads(model: nn.Module, input_ids: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from ..integration.layers import Layer
 from ..integration.observe import observe
 from ..integration.planning import bound_config
 from ..methods import LeakyReRope, LogN, OutputGain, OutputLayerNorm, OutputStandardise, ScaleInvariant
-from .diagnostics.blocks import blocks
-from .evaluation import copying_heads
+from .measures.blocks import blocks
+from .measures.heads import copying_heads
 
 #: What a model is measured on: keyword arguments of its forward, or input ids alone; one of these, or several.
 Batches: TypeAlias = Mapping[str, Any] | Tensor | Iterable[Mapping[str, Any] | Tensor]

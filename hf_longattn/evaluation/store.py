@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..rows import Row, Rows, refuse_mixing, write_whole
+from .rows import Row, Rows, refuse_mixing, write_whole
 
 ROWS, PROTOCOL = "rows.jsonl", "protocol.json"
 #: Held by the command that measures into the folder.

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from ..settings import UNMODIFIED, Setting, check_lengths, check_setting
-from ..tasks import Encoder, Task, canonical, make_task
-from .copying import SHARES, TAIL, far_copies
+from .measures.copies import SHARES, TAIL, far_copies
+from .settings import UNMODIFIED, Setting, check_lengths, check_setting
 from .store import Store, digest
+from .tasks import Encoder, Task, canonical, make_task
 
 LOSS, COPIES, LONG_PPL = "loss", "copies", "long_ppl"
 #: Tasks that read the documents; all others make texts of their own.

@@ -15,7 +15,7 @@ from ..integration.layers import candidates_of, language_config
 from ..integration.state import plan_of
 from ..integration.trained import Trained, trained
 from ..methods.method import Method
-from .extension import extend, own_window
+from .extend import extend, own_window
 from .miniature import miniature
 
 #: How many times the trained length.

@@ -21,9 +21,10 @@ from ..methods.method import ModelFacts
 from ..methods.registry import did_you_mean
 from ..methods.yarn_beyond import YarnBeyond
 from ..telling import warn
-from .calibration import calibrate
-from .evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
-from .probe import LEAST, TOKENS, passages, probe_settings
+from .calibrate import calibrate
+from .measures.copies import PASSAGE, Copy, copy_losses, with_copies
+from .measures.losses import loss_by_position, token_losses
+from .measures.probe import LEAST, TOKENS, passages, probe_settings
 from .rows import Row, Rows
 from .settings import UNMODIFIED, Setting
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...attention.attend import Call
 from ...attention.kernels.spec import MASK_VALUE
 from .blocks import Block, blocks, entropy
-from .result import QUANTITIES, WHAT, Diagnostics
+from .diagnostics import QUANTITIES, WHAT, Diagnostics
 
 #: Groups of rows by length, [2^k, 2^(k+1)).
 GROUPS = 31

@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-from ...config import LongAttnConfig
-from ...integration import apply, config_of
-from ...integration.model import knowing, methods_of
-from ...methods.base import LengthTemperature
-from ...methods.method import SLOTS
-from ..processes import gathered, place
-from ..rows import Row
-from ..settings import Setting, load_setting
-from .answers import AnswerScore, answer_scores
-from .copying import PASSAGE, SHARES, SKIP, far_copies, with_copies
-from .long_ppl import key_tokens, long_loss, short_losses
-from .losses import Prefix, loss_by_position, prefix_of, shortened, token_losses
+from ..config import LongAttnConfig
+from ..integration import apply, config_of
+from ..integration.model import knowing, methods_of
+from ..methods.base import LengthTemperature
+from ..methods.method import SLOTS
+from .measures.answers import AnswerScore, answer_scores
+from .measures.copies import PASSAGE, SHARES, SKIP, far_copies, with_copies
+from .measures.long_ppl import key_tokens, long_loss, short_losses
+from .measures.losses import Prefix, loss_by_position, prefix_of, shortened, token_losses
 from .plan import BIN, COPIES, LONG_PPL, LOSS, Item, Plan, row_key
+from .processes import gathered, place
+from .rows import Row
+from .settings import Setting, load_setting
 from .store import Store
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from .diagnostics import Diagnostics
+from .measures.diagnostics import Diagnostics
 from .report import Figure, Section, Table
 from .report.figures import curves, heat_map, tokens_shown
 from .report.section import Cell

@@ -10,7 +10,7 @@ from torch import nn
 from ...attention.attend import Call
 from ...integration.layers import Layer
 from ...integration.observe import observe
-from .result import Diagnostics
+from .diagnostics import Diagnostics
 from .sums import Options, Sums, check_what, collect
 
 
