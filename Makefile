@@ -31,20 +31,20 @@ docs: $(VENV)/.docs  ## the site, in build/site; a broken link or an unknown nam
 	@echo build/site/index.html
 
 bench: $(VENV)/.dev  ## speed and memory on the CPU in eight minutes (ARGS="--only long": long texts); rewrites docs/speed.md
-	$(BIN)/python benchmarks/attention.py $(ARGS)
-	$(BIN)/python benchmarks/speed.py --tables
+	$(BIN)/python lab/speed/attention.py $(ARGS)
+	$(BIN)/python -m lab.pages
 
 theory: $(VENV)/.dev  ## the papers' statements about Gaussian logits, checked; rewrites docs/theory/
-	$(BIN)/python benchmarks/theory.py $(ARGS)
+	$(BIN)/python lab/theory/gaussian.py $(ARGS)
 
 report: $(VENV)/.dev  ## goes on with docs/reports/ (TEXT=book.txt; ARGS="--help" for an adapter, one model, another folder)
-	$(BIN)/python recipes/report/run.py $(if $(TEXT),--text $(TEXT)) $(ARGS)
+	$(BIN)/python lab/pretrained/report.py $(if $(TEXT),--text $(TEXT)) $(ARGS)
 
 reproduce: $(VENV)/.dev  ## the papers' experiments: the list with its cost (ARGS="NAME" runs one, ARGS="--help" for more)
-	$(BIN)/python recipes/reproduce/run.py $(ARGS)
+	$(BIN)/python lab/papers/run.py $(ARGS)
 
 gpu:  ## on a machine with a CUDA GPU and its own torch: exactness and timings in under ten minutes
-	PYTHONPATH=. python3 benchmarks/gpu.py $(ARGS)
+	PYTHONPATH=. python3 lab/speed/gpu.py $(ARGS)
 
 engines: $(VENV)/.engines  ## the tests of other engines; rewrites the table of docs/engines.md
 	OMP_NUM_THREADS=1 $(BIN)/python tests/engines_table.py $(ARGS)

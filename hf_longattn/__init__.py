@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from .attention.reference import reference_attention as reference_attention
     from .attention.rotary import Rotation as Rotation
     from .config import LongAttnConfig as LongAttnConfig
+    from .evaluation.calibrate import Measurements as Measurements
+    from .evaluation.calibrate import calibrate as calibrate
+    from .evaluation.calibrate import measure as measure
+    from .evaluation.extend import extend as extend
+    from .evaluation.measures.capture import capture as capture
+    from .evaluation.measures.diagnostics import Diagnostics as Diagnostics
     from .integration import Description as Description
     from .integration import UntrainedWarning as UntrainedWarning
     from .integration import apply as apply
@@ -30,12 +36,6 @@ if TYPE_CHECKING:
     from .integration import remove as remove
     from .integration import rope as rope
     from .integration import update as update
-    from .measuring.calibration import Measurements as Measurements
-    from .measuring.calibration import calibrate as calibrate
-    from .measuring.calibration import measure as measure
-    from .measuring.diagnostics import Diagnostics as Diagnostics
-    from .measuring.diagnostics import capture as capture
-    from .measuring.extension import extend as extend
     from .methods.adaptive_temperature import fit_adaptive_temperature as fit_adaptive_temperature
     from .methods.registry import register as register
     from .sharing.adapters import LongAttnLoraConfig as LongAttnLoraConfig
@@ -46,10 +46,11 @@ if TYPE_CHECKING:
 _NAMES = {
     "sharing.adapters": ("LongAttnLoraConfig",),
     "attention.attend": ("attention",),
-    "measuring.calibration": ("Measurements", "calibrate", "measure"),
+    "evaluation.calibrate": ("Measurements", "calibrate", "measure"),
     "config": ("LongAttnConfig",),
-    "measuring.diagnostics": ("Diagnostics", "capture"),
-    "measuring.extension": ("extend",),
+    "evaluation.measures.capture": ("capture",),
+    "evaluation.measures.diagnostics": ("Diagnostics",),
+    "evaluation.extend": ("extend",),
     "sharing.hub": ("push", "save"),
     "integration": ("Description", "UntrainedWarning", "apply", "config_of", "describe", "remove", "rope", "update"),
     "methods.adaptive_temperature": ("fit_adaptive_temperature",),
@@ -57,6 +58,8 @@ _NAMES = {
     "attention.reference": ("reference_attention",),
     "attention.rotary": ("Rotation",),
 }
+#: Modules that are known without the folder that they are in.
+_SHORT = {"diagnostics": "evaluation.measures.diagnostics", "report": "evaluation.report", "tasks": "evaluation.tasks"}
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted([*_HOME, "methods"])
@@ -68,9 +71,9 @@ def __getattr__(name: str) -> Any:
         globals()[name] = value = getattr(import_module(f".{_HOME[name]}", __name__), name)
         return value
     if not name.startswith("_"):
-        for path in (name, f"measuring.{name}"):  # hf_longattn.training, hf_longattn.evaluation
-            if find_spec(f"{__name__}.{path}") is not None:
-                return import_module(f".{path}", __name__)
+        path = _SHORT.get(name, name)
+        if path is not name or find_spec(f"{__name__}.{path}") is not None:  # hf_longattn.training
+            return import_module(f".{path}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import transformers
 
+from hf_longattn.evaluation.outlook import outlook, trained_line
 from hf_longattn.integration.trained import trained
-from hf_longattn.measuring.outlook import outlook, trained_line
 
 CHECKPOINTS = {c["name"]: c for c in json.loads((Path(__file__).parent / "checkpoints.json").read_text(encoding="utf-8"))}
 #: What makes any of them tiny; a config takes what it knows of this.

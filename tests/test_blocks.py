@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn.cli import app
-from hf_longattn.measuring.settings import parse_settings
+from hf_longattn.evaluation.settings import parse_settings
 from hf_longattn.training import load_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_longattn.UntrainedWarning")

@@ -18,8 +18,8 @@ from transformers.models.llama import modeling_llama
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Measurements, calibration
+from hf_longattn.evaluation import copying_heads
 from hf_longattn.integration import masks
-from hf_longattn.measuring.evaluation import copying_heads
 
 FIELDS = [f.name for f in dataclasses.fields(Measurements)]
 

@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 import hf_longattn
 from hf_longattn.cli import app
 from hf_longattn.cli.memory import cache_bytes
-from hf_longattn.measuring.evaluation.copying import with_copies
-from hf_longattn.measuring.extension import plan_copies
-from hf_longattn.measuring.settings import Setting, read_settings
+from hf_longattn.evaluation.extend import plan_copies
+from hf_longattn.evaluation.measures.copies import with_copies
+from hf_longattn.evaluation.settings import Setting, read_settings
 from hf_longattn.training import Recipe, load_recipe
 from hf_longattn.training.recipe import check
 

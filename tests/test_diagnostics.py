@@ -21,9 +21,9 @@ from hf_longattn import LongAttnConfig
 from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Rows
 from hf_longattn.attention.reference import dense_attention
+from hf_longattn.evaluation.measures.diagnostics import QUANTITIES, WHAT, Diagnostics, blocks
+from hf_longattn.evaluation.measures.sums import Options, Sums, collect
 from hf_longattn.integration.observe import observe
-from hf_longattn.measuring.diagnostics import QUANTITIES, WHAT, Diagnostics, blocks
-from hf_longattn.measuring.diagnostics.sums import Options, Sums, collect
 
 
 def same(actual: Tensor, expected: Any, tolerance: float = 2e-5) -> None:

@@ -12,7 +12,7 @@ import tiny
 import torch
 from transformers import AutoModel, AutoTokenizer, Qwen3Config, Qwen3Model
 
-from benchmarks import dispersion_on_model as dispersion
+from lab.pretrained import dispersion_on_model as dispersion
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,15 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 import hf_longattn
-from benchmarks import copies, headline, longer_on_model, reading_far, speed, tables
-from hf_longattn.measuring.evaluation import copy_losses, prefix_of, token_losses, with_copies
-from hf_longattn.measuring.evaluation.statistics import mean_interval
-from hf_longattn.measuring.report.markdown import filled
-from hf_longattn.measuring.rows import Rows
+from hf_longattn.evaluation import copy_losses, prefix_of, token_losses, with_copies
+from hf_longattn.evaluation.report.markdown import filled
+from hf_longattn.evaluation.rows import Rows
+from hf_longattn.evaluation.statistics import mean_interval
 from hf_longattn.methods.registry import method_names
-from recipes.reproduce.paper import ARGMAX
+from lab import pages
+from lab.papers.paper import ARGMAX
+from lab.pretrained import copies, longer_on_model, reading_far
+from lab.speed import speed
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -34,7 +36,7 @@ def prose(path: str) -> str:
 
 def rows_of(experiment: str) -> dict[tuple[str, int], dict[str, Any]]:
     """What a reproduction measured, by variant and seed."""
-    path = ROOT / "benchmarks" / "results" / "reproductions" / f"{experiment}.jsonl"
+    path = ROOT / "lab" / "results" / "reproductions" / f"{experiment}.jsonl"
     found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return {(row["variant"], row["seed"]): row["measured"] for row in found}
 
@@ -49,14 +51,14 @@ def test_every_method_has_a_page_and_a_row_in_the_index(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def contents() -> Any:
-    return tables.contents()
+    return pages.contents()
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda p: str(p.relative_to(ROOT)))
 def test_tables_are_the_result_files(page: Path, contents: Any) -> None:
     text = page.read_text(encoding="utf-8")
     assert set(re.findall(r"<!-- ([\w -]+?):", text)) <= set(contents)
-    assert filled(text, contents) == text, "run: python -m benchmarks.tables"
+    assert filled(text, contents) == text, "run: python -m lab.pages"
 
 
 def test_a_segment_over_kept_keys_is_read_as_in_one_pass(tmp_path: Path) -> None:
@@ -250,7 +252,7 @@ def test_what_is_said_of_the_best_conversions_is_in_their_rows() -> None:
 
 
 def test_what_a_temperature_buys_at_64k_is_in_the_rows() -> None:
-    read = json.loads((ROOT / "benchmarks" / "results" / "reading-smollm2.json").read_text(encoding="utf-8"))["rows"]
+    read = json.loads((ROOT / "lab" / "results" / "reading-smollm2.json").read_text(encoding="utf-8"))["rows"]
     rows = {row["name"]: row for row in read if row["length"] == 65536}
     plain = rows["rerope(window 4096)"]
     for name, said in {"infoscale": "0.11 ± 0.04 off the copies", "calibrated map offset 4096": "0.25 ± 0.13 worse"}.items():
@@ -300,7 +302,7 @@ def test_the_gains_that_are_told_are_those_of_the_table() -> None:
 
 
 def test_what_is_said_of_copies_is_in_the_rows() -> None:
-    rows = list(Rows(ROOT / "benchmarks" / "results" / "copies.json"))
+    rows = list(Rows(ROOT / "lab" / "results" / "copies.json"))
     text = prose("docs/lab/copies.md")
     for name, other, said in (
         ("rerope(window 4096)", "YaRN × 2", "by {:.2f} ± {:.2f} nats, and costs"),
@@ -311,8 +313,8 @@ def test_what_is_said_of_copies_is_in_the_rows() -> None:
 
 
 def test_the_pictures_and_badges_of_the_readme_are_made_of_what_there_is() -> None:
-    assert {f.name: f.read_text(encoding="utf-8") for f in headline.BADGES.iterdir()} == headline.badges()
-    shown = [[float(x) for x in line.split("|")[2:5]] for line in headline.shown("").splitlines()[2:]]
+    assert {f.name: f.read_text(encoding="utf-8") for f in pages.BADGES.iterdir()} == pages.badges()
+    shown = [[float(x) for x in line.split("|")[2:5]] for line in pages.headline("").splitlines()[2:]]
     unmodified, yarn, extend = shown
     assert unmodified[1] > 4 * max(yarn[1], extend[1])  # README: unmodified, it breaks behind its trained length
     assert abs(extend[0] - unmodified[0]) < yarn[0] - unmodified[0]
@@ -326,7 +328,7 @@ def test_the_quickstart_is_short_and_shows_what_it_prints() -> None:
 
 def test_what_is_said_of_gemma_is_in_the_rows() -> None:
     rows: dict[str, dict[str, Any]] = {}
-    for row in Rows(ROOT / "benchmarks" / "results" / "reading-gemma.json"):
+    for row in Rows(ROOT / "lab" / "results" / "reading-gemma.json"):
         rows.setdefault(row["text"], {})[row["name"]] = row
     assert len(rows) == 3
     pairs = [(r["rerope(window 16384) + logn"], r["rerope(window 16384)"]) for r in rows.values()]
@@ -380,7 +382,7 @@ def test_what_twelve_minutes_of_training_buy_is_in_the_rows() -> None:
 
 
 def test_no_page_claims_a_gpu_before_there_are_numbers_of_one() -> None:
-    measured = (ROOT / "benchmarks" / "results" / "attention-gpu.json").exists()
+    measured = (ROOT / "lab" / "results" / "attention-gpu.json").exists()
     assert ("Nothing here has run on a GPU yet." in prose("README.md")) is not measured
     assert ("Nothing has run on a GPU yet" in prose("docs/speed.md")) is not measured
 

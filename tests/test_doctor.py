@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn.cli import app
+from hf_longattn.evaluation import doctor
+from hf_longattn.evaluation.outlook import trained_line
 from hf_longattn.integration.trained import trained
-from hf_longattn.measuring import doctor
-from hf_longattn.measuring.outlook import trained_line
 
 
 @pytest.fixture(scope="module")

@@ -20,25 +20,24 @@ import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.attention.kernels import precision as cpu
 from hf_longattn.cli import app
-from hf_longattn.measuring.evaluation import (
+from hf_longattn.evaluation import (
     Plan,
     Results,
     Store,
     answer_scores,
     copy_losses,
     far_copies,
-    long_ppl,
     prefix_of,
     run_plan,
     token_losses,
     with_copies,
 )
-from hf_longattn.measuring.evaluation import run as runner
-from hf_longattn.measuring.evaluation.plan import fingerprint
-from hf_longattn.measuring.evaluation.results import over
-from hf_longattn.measuring.evaluation.run import reading
-from hf_longattn.measuring.evaluation.statistics import mean_interval, wilson
-from hf_longattn.measuring.settings import (
+from hf_longattn.evaluation import run as runner
+from hf_longattn.evaluation.measures import long_ppl
+from hf_longattn.evaluation.plan import fingerprint
+from hf_longattn.evaluation.results import over
+from hf_longattn.evaluation.run import reading
+from hf_longattn.evaluation.settings import (
     Setting,
     check_setting,
     edit_rope,
@@ -47,6 +46,7 @@ from hf_longattn.measuring.settings import (
     precision_of,
     read_settings,
 )
+from hf_longattn.evaluation.statistics import mean_interval, wilson
 from hf_longattn.training.loss import CausalLoss
 
 

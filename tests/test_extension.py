@@ -26,13 +26,12 @@ from typer.testing import CliRunner
 import hf_longattn
 from hf_longattn.attention.kernels import precision
 from hf_longattn.cli import app
+from hf_longattn.evaluation import Copy, answer_scores, copy_losses, extension, loss_by_position, token_losses, with_copies
+from hf_longattn.evaluation.extend import Scores, best, candidates, plan_copies, score
+from hf_longattn.evaluation.rows import Rows
+from hf_longattn.evaluation.settings import UNMODIFIED, Setting
 from hf_longattn.integration.model import methods_of
 from hf_longattn.integration.planning import bound_config
-from hf_longattn.measuring import extension
-from hf_longattn.measuring.evaluation import Copy, answer_scores, copy_losses, loss_by_position, token_losses, with_copies
-from hf_longattn.measuring.extension import Scores, best, candidates, plan_copies, score
-from hf_longattn.measuring.rows import Rows
-from hf_longattn.measuring.settings import UNMODIFIED, Setting
 from hf_longattn.training.loss import CausalLoss, trained_by
 
 #: A checkpoint that was trained at 24 tokens and brings YaRN, with its temperature.
@@ -453,7 +452,7 @@ def plotted(search: extension.Search) -> set[str]:
 
     drawn: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_longattn.measuring.report.figures.png", lambda figure: drawn.append(figure) or b"")
+        patch.setattr("hf_longattn.evaluation.report.figures.png", lambda figure: drawn.append(figure) or b"")
         plot(search, Path("/dev/null"))
     return {text.get_text() for legend in drawn[0].legends for text in legend.get_texts()}
 

@@ -12,7 +12,7 @@ import pytest
 
 import hf_longattn
 
-LABORATORY = ("measuring", "training", "sharing", "cli")
+LABORATORY = ("evaluation", "training", "sharing", "cli")
 
 
 def modules_after(code: str) -> set[str]:
@@ -82,7 +82,7 @@ def test_public_names_are_there_for_people_and_for_type_checkers():
     assert set(hf_longattn.__all__) <= set(dir(hf_longattn))
     for name in hf_longattn.__all__:
         assert getattr(hf_longattn, name) is not None
-    assert hf_longattn.measuring.evaluation.copying_heads is hf_longattn.evaluation.copying_heads  # submodules, too
+    assert hf_longattn.diagnostics is hf_longattn.evaluation.measures.diagnostics  # submodules, too
     with pytest.raises(AttributeError, match="has no attribute 'scale'"):
         hf_longattn.scale  # noqa: B018
 
@@ -105,7 +105,7 @@ def test_inspect_names_everything_that_it_measures():
     from typer.main import get_command
 
     from hf_longattn.cli import app
-    from hf_longattn.measuring.diagnostics import WHAT
+    from hf_longattn.evaluation.measures.diagnostics import WHAT
 
     what = next(p for p in get_command(app).commands["inspect"].params if p.name == "what")
     assert f": {', '.join(WHAT)};" in what.help

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn.cli import app
-from hf_longattn.measuring.report import read_sections
+from hf_longattn.evaluation.report import read_sections
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ."
 
@@ -98,7 +98,7 @@ def test_it_compares_and_writes(saved: tuple[str, str], tmp_path: Path) -> None:
 
 def test_a_part_of_it_joins_a_report(saved: tuple[str, str], tmp_path: Path) -> None:
     model, text = saved
-    hf_longattn.measuring.report.write_report(tmp_path, "Losses", "All well.", [], {"model": model})
+    hf_longattn.evaluation.report.write_report(tmp_path, "Losses", "All well.", [], {"model": model})
     run(model, "--text", text, "--length", "64", "--layers", "2", "--what", "mass", "--out", str(tmp_path))
     record = json.loads((tmp_path / "inspect.json").read_text())["settings"]["unmodified"]
     assert (record["layers"], set(record["values"])) == ([2], {"local_mass", "sink_mass"})

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_longattn.cli import app
-from hf_longattn.measuring.evaluation import harness
+from hf_longattn.evaluation import harness
 
 pytest.importorskip("lm_eval", reason='NO HARNESS: pip install "hf_longattn[lm-eval]"')
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # the harness's own

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn.cli import app
-from hf_longattn.measuring import probe as probing
-from hf_longattn.measuring.evaluation import token_losses
-from hf_longattn.measuring.evaluation.copying import PASSAGE, SKIP
-from hf_longattn.measuring.probe import AFTER, BEFORE, distances_to, passages, probe
+from hf_longattn.evaluation import probe as probing
+from hf_longattn.evaluation import token_losses
+from hf_longattn.evaluation.measures.copies import PASSAGE, SKIP
+from hf_longattn.evaluation.measures.probe import AFTER, BEFORE, distances_to, passages, probe
 
 LEAST = BEFORE + AFTER
 

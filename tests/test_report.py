@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_longattn.measuring.report import Figure, Section, Table, add_section, read_sections, write_report
-from hf_longattn.measuring.report.figures import COLOURS, curves, heat_map, styles
-from hf_longattn.measuring.report.page import colour, shown
+from hf_longattn.evaluation.report import Figure, Section, Table, add_section, read_sections, write_report
+from hf_longattn.evaluation.report.figures import COLOURS, curves, heat_map, styles
+from hf_longattn.evaluation.report.page import colour, shown
 
 BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import json
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from hf_longattn.attention.kernels import precision
+from hf_longattn.evaluation.report.markdown import filled
 
 ROOT = Path(__file__).parents[1]
 MODULES = (
@@ -36,8 +38,8 @@ MODULES = (
 
 @pytest.fixture(scope="module")
 def the() -> Any:
-    """The files of recipes/reproduce by their names."""
-    return SimpleNamespace(**{name: importlib.import_module(f"recipes.reproduce.{name}") for name in MODULES})
+    """The files of lab/papers by their names."""
+    return SimpleNamespace(**{name: importlib.import_module(f"lab.papers.{name}") for name in MODULES})
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def test_max_retrieval_learns(the: Any, tmp_path: Path) -> None:
     assert (row["seed"], row["threads"]) == (0, torch.get_num_threads())
     assert row["cpu_seconds"] > 0
     assert row["versions"]["torch"] == torch.__version__
-    assert row["command"] == "python recipes/reproduce/run.py max-retrieval --only '^baseline$' --seeds 0 --quick"
+    assert row["command"] == "python lab/papers/run.py max-retrieval --only '^baseline$' --seeds 0 --quick"
     (row,) = rows(tmp_path, "argmax-retrieval")
     assert row["measured"]["plain"]["spread"] == pytest.approx([1, 1], abs=1e-2)  # what the norm is for
     assert row["measured"]["plain"]["accuracy"][0] > 0.6
@@ -609,7 +611,7 @@ def test_tables_hold_means_and_paired_gains(the: Any) -> None:
     assert first["baseline, ours"] == "55.0"
     assert first["baseline, paper"] == "98.6"
     assert first["gain, ours"] == "+10.5 ± 6.4"  # t(1) · 0.5 points
-    text = the.tables.argmax(data).text
+    text = the.tables.SECTIONS["argmax-retrieval"](data).text
     first = {row[0]: row[1] for row in cells(text)}
     assert first["LayerNorm, ours"] == "80.0"
     assert first["gain of LayerNorm, ours"] == "+25.0 ± 63.5"
@@ -617,15 +619,14 @@ def test_tables_hold_means_and_paired_gains(the: Any) -> None:
     assert "seeds 2, 1.0 CPU minutes a run" in text
 
 
-def test_pictures_are_drawn(the: Any, tmp_path: Path) -> None:
+def test_pictures_are_drawn(the: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    page = "<!-- reproduction: max-retrieval -->\n<!-- end -->\n"
-    (tmp_path / "page.md").write_text(page)
-    rows = the.run.Rows(tmp_path / "rows" / "max-retrieval.jsonl")
+    rows = the.run.Rows(tmp_path / "max-retrieval.jsonl")
     rows.put(fake(the, "baseline", 0, 0.5))
-    the.tables.write(tmp_path / "rows", tmp_path)
-    assert "![Accuracy by size](max_retrieval.png)" in (tmp_path / "page.md").read_text(encoding="utf-8")
-    assert (tmp_path / "max_retrieval.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(the.tables, "load", functools.partial(the.tables.load, tmp_path))
+    page = filled("<!-- reproduction: max-retrieval -->\n<!-- end -->\n", the.tables.contents())
+    assert "![Accuracy by size](max_retrieval.png)" in page
+    assert the.tables.pictures()["lab/max_retrieval.png"].startswith(b"\x89PNG")
 
 
 def test_the_weight_decay_of_sets_is_as_small_as_the_page_says(the: Any) -> None:

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.cli import app
-from hf_longattn.measuring import doctor
+from hf_longattn.evaluation import doctor
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ import pytest
 import tiny
 import torch
 
-from hf_longattn.measuring.tasks import TASK_NAMES, make_task
-from hf_longattn.measuring.tasks.sets import dictionary_lookup, max_retrieval
-from hf_longattn.measuring.tasks.text import LINE_TASKS
+from hf_longattn.evaluation.tasks import TASK_NAMES, make_task
+from hf_longattn.evaluation.tasks.sets import dictionary_lookup, max_retrieval
+from hf_longattn.evaluation.tasks.text import LINE_TASKS
 
 HAYSTACK = "it is a truth universally acknowledged. " * 300
 
@@ -159,6 +159,6 @@ def test_dictionary_lookup_is_the_value_of_the_key() -> None:
 
 
 def test_words_are_many_and_different() -> None:
-    from hf_longattn.measuring.tasks.text import words
+    from hf_longattn.evaluation.tasks.text import words
 
     assert len(set(words(random.Random(0), 3000))) == 3000

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def theory() -> Any:
-    from benchmarks import theory
+    from lab.theory import gaussian as theory
 
     return theory
 

@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.cli import app
+from hf_longattn.evaluation import settings as setting_grammar
+from hf_longattn.evaluation.miniature import miniature
+from hf_longattn.evaluation.settings import Setting, check_setting, edit_rope, load_setting, parse_settings
 from hf_longattn.integration.trained import ORIGINAL, trained
-from hf_longattn.measuring import settings as measuring_settings
-from hf_longattn.measuring.miniature import miniature
-from hf_longattn.measuring.settings import Setting, check_setting, edit_rope, load_setting, parse_settings
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
@@ -400,7 +400,7 @@ def test_commands_that_bind_a_method_take_the_trained_length(
         asked.extend(parse_settings(*arguments, **named))
         raise ValueError("enough")
 
-    monkeypatch.setattr(measuring_settings, "parse_settings", parsed)
+    monkeypatch.setattr(setting_grammar, "parse_settings", parsed)
     model, text = tiny_model.save(tmp_path / "model"), tiny_model.text(tmp_path / "text.txt")
     line = [command, str(model), "--text", str(text), "--method", "rerope", "--train-length", "2k"]
     result = CliRunner().invoke(app, [*line, *["--out", str(tmp_path / "out")] * (command == "eval")])

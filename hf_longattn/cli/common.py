@@ -96,7 +96,7 @@ def told(train_length: str | None) -> int | None:
 
 def precision(model: str, dtype: str, device: str) -> str:
     """`settings.precision_of`, told where it is not what was asked for."""
-    from ..measuring.settings import precision_of
+    from ..evaluation.settings import precision_of
 
     with refusing("--dtype"):
         chosen = precision_of(model, dtype, device)

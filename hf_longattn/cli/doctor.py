@@ -26,7 +26,7 @@ def doctor(
     from transformers.utils import logging
 
     from ..checks import check_dtype, check_model, device_of
-    from ..measuring.doctor import examine
+    from ..evaluation.doctor import examine
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # what it has to say is looked for here

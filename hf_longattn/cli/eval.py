@@ -32,8 +32,8 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..measuring.evaluation import Plan, Results, Store
-    from ..measuring.evaluation.plan import Item
+    from ..evaluation import Plan, Results, Store
+    from ..evaluation.plan import Item
 
 
 def evaluate(
@@ -96,10 +96,10 @@ def evaluate(
     """
 
     from ..checks import check_model, check_output, device_of, read_text
-    from ..measuring.evaluation import Plan
-    from ..measuring.evaluation.store import LOCK
-    from ..measuring.processes import own_device, together
-    from ..measuring.settings import load_tokenizer, parse_settings
+    from ..evaluation import Plan
+    from ..evaluation.processes import own_device, together
+    from ..evaluation.settings import load_tokenizer, parse_settings
+    from ..evaluation.store import LOCK
 
     with refusing("--text"):
         texts = [(Path(t).name, read_text(Path(t))) for part in text for t in part.split(",") if t]
@@ -153,7 +153,7 @@ def _run_with_progress(plan: Plan, store: Store, device: str, command: str) -> b
     """With a progress bar; returns whether it was interrupted."""
     from transformers.utils import logging
 
-    from ..measuring.evaluation import run_plan
+    from ..evaluation import run_plan
 
     logging.disable_progress_bar()  # ours is enough
     items = list(plan.items())
@@ -190,10 +190,10 @@ def _told(store: Store, item: Item) -> str:
 def _write(plan: Plan, store: Store, out: Path, title: str | None, keep: float) -> Results:
     import torch
 
-    from ..measuring.evaluation import Results
-    from ..measuring.report import write_report
-    from ..measuring.rows import versions_line
-    from ..measuring.settings import own_method
+    from ..evaluation import Results
+    from ..evaluation.report import write_report
+    from ..evaluation.rows import versions_line
+    from ..evaluation.settings import own_method
 
     names = [s.name for s in plan.settings]
     names += [s for s in dict.fromkeys(r["setting"] for r in store.rows.values()) if s not in names]

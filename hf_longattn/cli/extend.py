@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from .common import Device, Dtype, TrainLength, command_line, console, precision, read_tokens, refusing, table, tokens, told
 
 if TYPE_CHECKING:
-    from ..measuring.extension import Search
-    from ..measuring.rows import Row
+    from ..evaluation.extend import Search
+    from ..evaluation.rows import Row
 
 RESULT = "extend.json"
 
@@ -51,12 +51,10 @@ def extend(
 
     from ..checks import Refused, check_output, device_of, written_aside
     from ..config import LongAttnConfig
-    from ..integration import apply, describe, rope
-    from ..integration.model import knowing
-    from ..measuring.evaluation.plan import fingerprint
-    from ..measuring.extension import SEED, YARN, Search, by_head, check_purpose, plan_copies, temperature, tempered
-    from ..measuring.rows import Rows, versions_line
-    from ..measuring.settings import (
+    from ..evaluation.extend import SEED, YARN, Search, by_head, check_purpose, plan_copies, temperature, tempered
+    from ..evaluation.plan import fingerprint
+    from ..evaluation.rows import Rows, versions_line
+    from ..evaluation.settings import (
         UNMODIFIED,
         Setting,
         beside_own,
@@ -66,6 +64,8 @@ def extend(
         load_tokenizer,
         own_precision,
     )
+    from ..integration import apply, describe, rope
+    from ..integration.model import knowing
 
     logging.disable_progress_bar()  # ours is enough
     if not tolerance >= 0:
@@ -219,7 +219,7 @@ def _cell(x: float, digits: int) -> str:
 
 def plot(search: Search, path: Path) -> None:
     """What was probed and what was read, as one PNG."""
-    from ..measuring.report import figures
+    from ..evaluation.report import figures
 
     scores, probed = search.scores(), search.probed()
     names = list(probed | scores)  # a temperature is read and not probed

@@ -19,8 +19,8 @@ from .common import Device, Dtype, TrainLength, command_line, console, precision
 if TYPE_CHECKING:
     import torch
 
-    from ..measuring.diagnostics import Diagnostics
-    from ..measuring.diagnostics.sums import Options
+    from ..evaluation.measures.diagnostics import Diagnostics
+    from ..evaluation.measures.sums import Options
 
 RESULT = "inspect.json"
 
@@ -64,12 +64,12 @@ def inspect(
     from transformers.utils import logging
 
     from ..checks import check_model, check_output, device_of
-    from ..measuring.diagnostics import WHAT
-    from ..measuring.diagnostics.sums import Options
-    from ..measuring.inspection import headline, key_names, sections
-    from ..measuring.report import add_section, write_report
-    from ..measuring.report.folder import HEAD
-    from ..measuring.settings import check_lengths, check_setting, load_setting, load_tokenizer, parse_settings
+    from ..evaluation.inspect import headline, key_names, sections
+    from ..evaluation.measures.diagnostics import WHAT
+    from ..evaluation.measures.sums import Options
+    from ..evaluation.report import add_section, write_report
+    from ..evaluation.report.folder import HEAD
+    from ..evaluation.settings import check_lengths, check_setting, load_setting, load_tokenizer, parse_settings
 
     if (n := tokens(length)) < 2:
         raise typer.BadParameter("one token attends to itself alone: give 2 or more", param_hint="--length")
@@ -152,7 +152,7 @@ def _look(
     """One forward pass up to the last layer asked for."""
     import torch
 
-    from ..measuring.diagnostics import capture
+    from ..evaluation.measures.capture import capture
 
     done: set[int] = set()
 
@@ -169,7 +169,7 @@ def _look(
 
 
 def _check_out(out: Path) -> None:
-    from ..measuring.report.folder import HEAD
+    from ..evaluation.report.folder import HEAD
 
     if (out / RESULT).exists():
         raise typer.BadParameter(f"{out} holds an {RESULT} already; nothing is overwritten", param_hint="--out")
@@ -193,8 +193,8 @@ def _observed(model: str, layers: list[int] | None) -> int:
     """How many layers will be looked at; ValueError if one that is named cannot be. Reads no weights."""
     from transformers import AutoConfig
 
-    from ..measuring.diagnostics import capture
-    from ..measuring.settings import build
+    from ..evaluation.measures.capture import capture
+    from ..evaluation.settings import build
 
     with capture(build(AutoConfig.from_pretrained(model)), layers) as seen:
         return seen.layers

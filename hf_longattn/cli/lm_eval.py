@@ -18,7 +18,7 @@ def lm_eval(context: typer.Context) -> None:
     `setting` is as in `hf-longattn eval --method`, or a name in a YAML file given as `settings`. The harness cuts texts at the
     config's maximum length unless `max_length` says otherwise. Its tasks come from the Hub, or from `--include_path`.
     """
-    from ..measuring.evaluation import harness
+    from ..evaluation import harness
 
     with refusing():
         harness.register()

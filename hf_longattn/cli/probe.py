@@ -27,7 +27,7 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..measuring.rows import Row, Rows
+    from ..evaluation.rows import Row, Rows
 
 RESULT = "probe.json"
 SAYS_NOT = (
@@ -73,12 +73,12 @@ def probe(
     from transformers.utils import logging
 
     from ..checks import check_model, check_output, device_of, read_text
-    from ..measuring.evaluation.copying import PASSAGE, SKIP
-    from ..measuring.evaluation.plan import fingerprint
-    from ..measuring.probe import AFTER, BEFORE, check_kept, distances_to, probe_settings
-    from ..measuring.probe import passages as take
-    from ..measuring.rows import Rows, versions_line
-    from ..measuring.settings import check_lengths, check_setting, load_setting, load_tokenizer, parse_settings
+    from ..evaluation.measures.copies import PASSAGE, SKIP
+    from ..evaluation.measures.probe import AFTER, BEFORE, check_kept, distances_to, probe_settings
+    from ..evaluation.measures.probe import passages as take
+    from ..evaluation.plan import fingerprint
+    from ..evaluation.rows import Rows, versions_line
+    from ..evaluation.settings import check_lengths, check_setting, load_setting, load_tokenizer, parse_settings
 
     logging.disable_progress_bar()  # ours is enough
     with refusing("--text"):
@@ -155,7 +155,7 @@ def probe(
 
 
 def _shown(rows: Rows, name: str, distance: int, what: str) -> str:
-    from ..measuring.evaluation.statistics import mean_interval
+    from ..evaluation.statistics import mean_interval
 
     if (row := rows.find(setting=name, distance=distance)) is None:
         return "–"
@@ -172,8 +172,8 @@ PICTURES = {
 
 def pictures(rows: Rows, names: list[str], trained: int | None) -> dict[str, Any]:
     """A PNG of each of PICTURES: a curve a setting, the trained length marked."""
-    from ..measuring.evaluation.statistics import mean_interval
-    from ..measuring.report.figures import curves, tokens_shown
+    from ..evaluation.report.figures import curves, tokens_shown
+    from ..evaluation.statistics import mean_interval
 
     out = {}
     for file, (what, title) in PICTURES.items():

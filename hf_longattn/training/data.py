@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import default_data_collator
 
 from ..checks import read_text
-from ..measuring.tasks.needle import IGNORE, NeedleTask
+from ..evaluation.tasks.needle import IGNORE, NeedleTask
 from .recipe import Hub, Recipe, Skip
 from .skip import skipped
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..measuring.evaluation import answer_scores, loss_by_position, token_losses
-from ..measuring.tasks import NeedleTask
+from ..evaluation import answer_scores, loss_by_position, token_losses
+from ..evaluation.tasks import NeedleTask
 from .data import Data
 from .recipe import Recipe
 

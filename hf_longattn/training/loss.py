@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div
 from torch.utils.checkpoint import checkpoint
 
-from ..measuring.evaluation.long_ppl import long_ce_weights, short_losses
-from ..measuring.evaluation.losses import hidden_of, logits_of
-from ..measuring.tasks.needle import IGNORE
+from ..evaluation.measures.long_ppl import long_ce_weights, short_losses
+from ..evaluation.measures.losses import hidden_of, logits_of
+from ..evaluation.tasks.needle import IGNORE
 from .recipe import Distill, LongCE
 
 #: Positions whose logits are held at a time.

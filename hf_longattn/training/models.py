@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer, NanoCh
 
 from ..checks import check_dtype
 from ..config import LongAttnConfig
+from ..evaluation.settings import build, edit_rope, load_weights
+from ..evaluation.settings import load_tokenizer as tokenizer_of
 from ..integration import apply, rope
 from ..integration.model import knowing
-from ..measuring.settings import build, edit_rope, load_weights
-from ..measuring.settings import load_tokenizer as tokenizer_of
 from .recipe import Architecture, Lora, Recipe
 
 

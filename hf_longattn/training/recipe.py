@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..checks import read_text
+from ..evaluation.settings import UNMODIFIED, Setting
 from ..integration.rope import theta_of
-from ..measuring.settings import UNMODIFIED, Setting
 from ..methods.method import require_in
 from ..methods.registry import did_you_mean
 

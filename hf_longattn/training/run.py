@@ -18,10 +18,10 @@ from transformers import TrainingArguments, set_seed
 from ..attention.kernels.precision import fast_dtype
 from ..checks import check_model, check_output
 from ..config import LongAttnConfig
+from ..evaluation.calibrate import calibrate
+from ..evaluation.rows import versions, write_whole
 from ..integration import describe, rope
 from ..integration.trained import recorded
-from ..measuring.calibration import calibrate
-from ..measuring.rows import versions, write_whole
 from ..sharing.hub import save
 from .data import Data
 from .loss import CHUNK, CausalLoss, trained_by

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from hf_longattn.measuring.probe import AFTER, BEFORE, PASSAGE, TOKENS, Probe
-from hf_longattn.measuring.report.figures import png, pyplot
-from hf_longattn.measuring.report.markdown import table
+from hf_longattn.evaluation.measures.probe import AFTER, BEFORE, PASSAGE, TOKENS, Probe
+from hf_longattn.evaluation.report.figures import png, pyplot
+from hf_longattn.evaluation.report.markdown import table
 
 Far = dict[str, Probe]
 COLOURS = {"unmodified": "black", "YaRN × 2": "tab:orange", "extend": "tab:blue"}

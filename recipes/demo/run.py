@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, set_seed
 
 import hf_longattn
-from hf_longattn.measuring.probe import AFTER, BEFORE, PASSAGE, Probe, passages, probe
-from hf_longattn.measuring.rows import versions_line
+from hf_longattn.evaluation.measures.probe import AFTER, BEFORE, PASSAGE, Probe, passages, probe
+from hf_longattn.evaluation.rows import versions_line
 from recipes.demo.report import write_plot, write_summary
 from recipes.models import SMOLLM2, obtain, random_model
 

@@ -1,0 +1,423 @@
+"""Making a pretrained model longer without training."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..config import LongAttnConfig, length_of
+from ..integration import apply, rope
+from ..integration.layers import candidates_of, pretrained
+from ..integration.model import methods_of, running
+from ..integration.planning import bound_config
+from ..methods.method import ModelFacts
+from ..methods.registry import did_you_mean
+from ..methods.yarn_beyond import YarnBeyond
+from ..telling import warn
+from .calibrate import calibrate
+from .measures.copies import PASSAGE, Copy, copy_losses, with_copies
+from .measures.losses import loss_by_position, token_losses
+from .measures.probe import LEAST, TOKENS, passages, probe_settings
+from .rows import Row, Rows
+from .settings import UNMODIFIED, Setting
+
+Model = TypeVar("Model", bound=nn.Module)
+YARN, BY_HEAD = "YaRN", "leaky_rerope by head"
+#: What a longer model can be for; the first is the default.
+PURPOSES = ("both", "reading", "retrieval")
+#: How many kinds of candidates, the best by the probe, read the whole text.
+FINALISTS = 2
+#: How many settings of the best kind do: a probe knows nothing of dilution, which is what a window is wide or narrow for.
+WINDOWS = 2
+#: From how many times the trained length on a temperature beside ReRoPE pays.
+PAYS = {"logn": 4, "infoscale": 8}
+#: Of the places of the passages that are probed.
+SEED = 0
+
+
+def extend(
+    model: Model,
+    to: int | str,
+    method: str | LongAttnConfig | None = None,
+    purpose: str = "both",
+    train_length: int | str | None = None,
+    **parameters: Any,
+) -> Model:
+    """Make a model read texts of `to` tokens (32768 or "32k"), in place and without training; returns the model.
+
+    The default keeps every distance below half the trained length exact and caps all others there (ReRoPE): short texts give
+    the logits they always gave, and far tokens stay within reach. Pass the trained length as `to` to improve retrieval within
+    it: models have met their largest distances rarely. Far beyond the trained length a temperature joins it, since so many
+    keys dilute attention: LogN from four times on in models with QK-norm, InfoScale in others from eight times on. Other
+    methods and parameters as in `apply`.
+    A scaling of the rotation that the model was trained with is its own (Llama 3's, longrope, YaRN and linear scaling that are
+    trained in): distances change under it. One that was put in for inference is refused. Where no rotation depends on it, the
+    config's max_position_embeddings becomes `to`, so that harnesses and servers do not cut texts, and
+    original_max_position_embeddings keeps the trained length; under llama3, longrope and YaRN both stay.
+    Layers with a sliding window shorter than the trained length stay as they are, and distances change in those that rotate
+    alone. Where all of these have windows nothing is left to change, which a warning says.
+
+    Args:
+        train_length: the length that the model was trained at; default what its config tells. `describe` shows it, with the
+            reason.
+        purpose: what the default is for. "retrieval" (of what lies far back) and "both" take ReRoPE; "reading", to
+            predict long texts well, takes Leaky ReRoPE, which keeps order among far tokens, and no temperature.
+
+    Raises:
+        ValueError: `to` is no length, below the trained length or beyond the method's reach, or the method extends nothing;
+            an unknown purpose, or one beside a method. The model is then unchanged.
+
+    Warns where a method is replaced, where the settings leave the trained length open, where there is nothing to remap, and of
+    a window of the model's own that is shorter than `to`.
+    """
+    check_purpose(purpose)
+    if method is not None and purpose != PURPOSES[0]:
+        raise ValueError(f"purpose chooses a method and {method!r} is one: leave out purpose={purpose!r}, or the method")
+    length = length_of(to)
+    told = _told(model, train_length)
+    known = bound_config(model, LongAttnConfig(train_length=told))[1]
+    trained = known.train_length
+    if told is not None:
+        parameters["train_length"] = told
+    if method is None:
+        pays = None if "stack" in parameters else temperature(known, length)  # which could mean either
+        method = "leaky_rerope" if purpose == "reading" else rerope_with(pays)
+        if method == "leaky_rerope" and trained is not None:
+            parameters = {"stretch": max(4.0, float(needed(trained // 2, trained, length)))} | parameters
+    config = (
+        method.replace(**parameters) if isinstance(method, LongAttnConfig) else LongAttnConfig.preset(method, **parameters)
+    )
+    if not config.key_bands:
+        raise ValueError(
+            f"{config.name} extends nothing: beyond the trained length a model meets distances that it does not know, "
+            'and only position remaps ("rerope", the default, "leaky_rerope", "self_extend", "dual_chunk", "yarn_beyond") and '
+            "windows change those. Use hf_longattn.apply, beside hf_longattn.rope, if that is what you want"
+        )
+    bound, facts = bound_config(model, config)
+    if facts.train_length is None:
+        raise ValueError("the model's config names no maximum length to extend: use hf_longattn.apply with a window")
+    changed = config.positions is not None and not isinstance(config.positions, YarnBeyond)  # within the trained length
+    if length < facts.train_length + (not changed):
+        raise ValueError(
+            f"the model was trained at {facts.train_length} tokens ({facts.trained}) and reads {length} as it is: nothing to "
+            "extend. Pass train_length= if it was trained at another length"
+        )
+    reach = None if bound.remap is None else bound.remap.reach(facts.train_length)
+    if reach is not None and length > reach:
+        raise ValueError(
+            f"{bound.name} with these parameters reaches {reach} tokens, not {length}: beyond that it shows distances that "
+            "the model does not know. Raise stretch, group or factor, lower window, or use rerope, which has no limit"
+        )
+    replaced = "+".join(m.name for m in methods_of(model))
+    apply(model, config)
+    if replaced not in ("", config.name):
+        warn(f"{config.name} takes the place of {replaced}, which the model ran")
+    if (window := own_window(model)) is not None and window < length:
+        warn(
+            f"the model has a sliding window of its own, {window:,} tokens: what lies farther back stays unseen. To lift it, "
+            "build the model with sliding_window=None in its config"
+        )
+    rope.lengthen(model.config, facts.train_length, length)
+    return model
+
+
+def own_window(model: nn.Module) -> int | None:
+    """The sliding window of layers that take a method all the same, because it is as wide as the trained length."""
+    layers = [x for x in candidates_of(pretrained(model)) if x.windowed and x.kind == "full"]
+    return int(layers[0].module.config.sliding_window) if layers else None
+
+
+def _told(model: nn.Module, train_length: int | str | None) -> int | None:
+    """The trained length as it is told now, or was told or read when the method came that the model runs."""
+    if train_length is not None:
+        return length_of(train_length)
+    return None if (present := running(model)) is None else present.train_length
+
+
+def check_purpose(purpose: str) -> None:
+    """Raise ValueError if there is none of that name."""
+    if purpose not in PURPOSES:
+        raise ValueError(f"unknown purpose {purpose!r}; {did_you_mean(purpose, PURPOSES)}known: {', '.join(PURPOSES)}")
+
+
+def needed(window: int, train_length: int, to: int) -> int:
+    """The stretch or group with which a remap of that window reaches `to`, at least 2."""
+    return max(2, math.ceil((to - window) / (train_length - window)))
+
+
+def temperature(facts: ModelFacts, to: int) -> str | None:
+    """The temperature that pays beside ReRoPE at that length, if one does: LogN with QK-norm, which bounds how sharp a row of
+    attention can be, else InfoScale. None for models that have a temperature of their own.
+    """
+    name = "logn" if facts.qk_norm else "infoscale"
+    if facts.own_temperature is not None or facts.train_length is None or to < PAYS[name] * facts.train_length:
+        return None
+    return name
+
+
+def rerope_with(temperature: str | None) -> str:
+    return "rerope" if temperature is None else f"rerope+{temperature}"
+
+
+def candidates(train_length: int, to: int, temperature: str | None = None, plain: bool = True) -> list[Setting]:
+    """What `hf-longattn extend` tries: the unmodified model, YaRN where rotation is plain, each kind of remap that reaches
+    `to`, two ways, and where a temperature pays ReRoPE with it.
+
+    `to` the trained length: what improves retrieval within it.
+    """
+    half, quarter, eighth = (max(train_length // n, 1) for n in (2, 4, 8))
+    leaky, coarse, fine = (needed(window, train_length, to) for window in (half, quarter, eighth))
+    remaps = [
+        f"rerope:window={half}",
+        f"rerope:window={quarter}",
+        f"leaky_rerope:window={half}:stretch={leaky}.0",
+        f"leaky_rerope:window={half}:stretch={2 * leaky}.0",
+        f"self_extend:window={eighth}:group={fine}",
+        f"self_extend:window={quarter}:group={coarse}",
+    ]
+    if to == train_length:
+        shifts = [f"string:shift={train_length // 3}", f"string:shift={half}"]
+        return [Setting(UNMODIFIED), *map(Setting.parse, shifts + remaps)]
+    yarn = [Setting(YARN, rope=f"yarn:{to / train_length}")] if plain else []
+    if plain:
+        remaps.append(f"yarn_beyond:factor={to / train_length}")
+    if temperature is not None:
+        remaps.append(f"{rerope_with(temperature)}:window={half}")
+    return [Setting(UNMODIFIED), *yarn, *map(Setting.parse, remaps)]
+
+
+def kind(name: str) -> str:
+    """What the candidates of one method have in common."""
+    return re.split("[:+ ]", name)[0]
+
+
+def tempered(name: str) -> bool:
+    """Whether a candidate has a temperature, which no probe can see: it reads too few keys."""
+    return "+" in name
+
+
+def by_head(model: nn.Module, input_ids: Tensor, leaky: Setting, train_length: int) -> Setting:
+    """A leaky_rerope that caps the far keys of heads that copy, as measured at the beginning of a text (1, length)."""
+    assert leaky.config is not None
+    method = calibrate(model, [input_ids[:, : min(train_length // 2, 4096)]], leaky.config)
+    return Setting(BY_HEAD, method.to_dict())
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Losses in nats per token: on prose within and beyond the trained length, and on each copy; NaN where none was read."""
+
+    within: float
+    beyond: float
+    copies: tuple[float, ...]
+
+    @property
+    def copying(self) -> float:
+        return sum(self.copies) / len(self.copies)
+
+    def total(self, purpose: str = "both") -> float:
+        """What is minimised: prose beyond the trained length, far copying, or both with equal weight."""
+        return weighed(self.beyond, self.copying, purpose)
+
+
+def weighed(text: float, copying: float, purpose: str) -> float:
+    """A loss on text and one on copies as one number."""
+    return {"reading": text, "retrieval": copying, "both": (text + copying) / 2}[purpose]
+
+
+def plan_copies(train_length: int, to: int) -> list[Copy]:
+    """Five copies: one that the unmodified model reaches, then four beyond the trained length from ever farther back.
+
+    Raises:
+        ValueError: they do not fit between the two lengths.
+    """
+    least = train_length + 4 * max(PASSAGE, math.ceil(2 * PASSAGE - 0.1 * train_length))
+    if train_length < 7 * PASSAGE:
+        raise ValueError(f"five passages of {PASSAGE} tokens have no room in a trained length of {train_length} tokens")
+    if to < least:
+        raise ValueError(
+            f"four passages of {PASSAGE} tokens are repeated beyond the trained length of {train_length}, which takes {least} "
+            f"tokens or more, not {to}"
+        )
+    ends = [train_length + (to - train_length) * n // 4 for n in (1, 2, 3, 4)]
+    sources = [int(share * train_length) for share in (0.9, 0.75, 0.65, 0.05)]
+    far = [Copy(end - PASSAGE - source, end - PASSAGE) for source, end in zip(sources, ends, strict=True)]
+    return [Copy(train_length // 4, train_length // 2), *far]
+
+
+@torch.inference_mode()
+def score(model: nn.Module, input_ids: Tensor, train_length: int, copies: Sequence[Copy]) -> Scores:
+    """One forward pass over a text (1, length) with `copies` written into it; prose loss leaves them out."""
+    ids, taken = with_copies(input_ids, copies)
+    losses = token_losses(model, ids)
+    within, beyond = loss_by_position(losses, [1, train_length, ids.shape[1]], taken)
+    return Scores(within, beyond, tuple(copy_losses(losses, copies)))
+
+
+def best(scores: Mapping[str, Scores], unmodified: str, tolerance: float, purpose: str = "both") -> str:
+    """The name with the lowest total among those that cost at most `tolerance` nats within the trained length.
+
+    Raises:
+        ValueError: nothing but the unmodified model stays within the tolerance.
+    """
+    allowed = {n: s for n, s in scores.items() if s.within <= scores[unmodified].within + tolerance}
+    if set(allowed) <= {unmodified}:
+        raise ValueError(
+            f"every candidate costs more than {tolerance} nats per token within the trained length; raise the tolerance if "
+            "that is acceptable"
+        )
+    return min((n for n in allowed if n != unmodified), key=lambda n: allowed[n].total(purpose))
+
+
+@dataclass
+class Search:
+    """The best way to make a model longer, for a purpose: candidates are probed, the best ones read a text.
+
+    Args:
+        input_ids: a text, (1, to).
+        trained: the length that the model was trained at, `to` at most.
+        temperature: the one that pays beside ReRoPE, if any.
+        plain: whether the model's rotation is unscaled, so that YaRN is a candidate.
+        rows: what is measured is kept here, row by row, and not measured again.
+        tolerance: what a choice may cost within the trained length, in nats a token.
+    """
+
+    input_ids: Tensor
+    trained: int
+    rows: Rows
+    purpose: str = "both"
+    tolerance: float = 0.02
+    about: Mapping[str, Any] = field(default_factory=dict)
+    temperature: str | None = None
+    plain: bool = True
+    settings: dict[str, Setting] = field(init=False)
+    copies: list[Copy] = field(init=False)
+
+    def __post_init__(self) -> None:
+        check_purpose(self.purpose)
+        self.settings = {s.name: s for s in candidates(self.trained, self.to, self.temperature, self.plain)}
+        if (kept := self.rows.find(setting=BY_HEAD)) is not None:
+            self.settings[BY_HEAD] = Setting(BY_HEAD, kept["what"]["method"])
+        self.copies = plan_copies(self.edge, self.to)
+
+    @property
+    def to(self) -> int:
+        return self.input_ids.shape[1]
+
+    @property
+    def edge(self) -> int:
+        """Where "beyond" begins: at the trained length, or within it at its half."""
+        return self.trained if self.to > self.trained else self.trained // 2
+
+    @property
+    def distances(self) -> list[int]:
+        """Two that are probed: halfway beyond the edge, and all the way."""
+        return sorted({max(end, LEAST) for end in ((self.edge + self.to) // 2, self.to - PASSAGE)})
+
+    @property
+    def work(self) -> int:
+        """Tokens that will have been read in the end, or more where the best kinds have fewer settings: for progress."""
+        probes = sum(not tempered(name) for name in self.settings) * len(self.distances)
+        finalists = FINALISTS - 1 + WINDOWS + (self.temperature is not None)
+        return probes * min(2, self.to // LEAST) * TOKENS + self.trained + finalists * self.to
+
+    def share(self, row: Row) -> int:
+        """What a row is of `work`."""
+        return int(row["read"]) if "read" in row else len(row["text"]) * TOKENS
+
+    def probed(self) -> dict[str, float]:
+        """By setting, of those probed at every distance, the loss that `purpose` minimises."""
+        out = {}
+        for name in self.settings:
+            found = [row for d in self.distances if (row := self.rows.find(setting=name, distance=d))]
+            if len(found) == len(self.distances):
+                text, copying = (_mean(x for row in found for x in row[what]) for what in ("text", "copy"))
+                out[name] = weighed(text, copying, self.purpose)
+        return out
+
+    def ranked(self) -> list[list[str]]:
+        """The settings of each kind by the probe, best first, and so the kinds."""
+        of: dict[str, list[str]] = {}
+        for _, name in sorted((loss, name) for name, loss in self.probed().items() if name != UNMODIFIED):
+            of.setdefault(kind(name), []).append(name)
+        return list(of.values())
+
+    def scores(self) -> dict[str, Scores]:
+        """By setting, of those that have read the text."""
+        found = {n: row for n in self.settings if (row := self.rows.find(setting=n, distance=None))}
+        return {
+            n: Scores(row["within"], _or_nan(row["beyond"]), tuple(map(_or_nan, row["copies"]))) for n, row in found.items()
+        }
+
+    def run(
+        self,
+        load: Callable[[Setting], Any],
+        done: Callable[[Row, bool], None] = lambda row, new: None,
+        measured: Callable[[Any], Setting] | None = None,
+    ) -> str:
+        """Probe, read and choose; returns the name of the best.
+
+        Args:
+            load: from a setting to its model; of the unmodified one first, before any other.
+            done: told of every row, and whether it was measured now.
+            measured: from the unmodified model to one more candidate, called BY_HEAD.
+
+        Raises:
+            ValueError: nothing stays within the tolerance, or nothing is better than the model as it is.
+        """
+        taken, plain = passages(self.input_ids, min(2, self.to // LEAST), SEED), self.settings[UNMODIFIED]
+        again = measured is not None and BY_HEAD not in self.settings
+        model = load(plain) if again or UNMODIFIED not in self.probed() or UNMODIFIED not in self.scores() else None
+        probe_settings([plain], lambda _: model, taken, self.distances, self.rows, self.about, done)
+        self._read(plain, lambda _: model, done)
+        if measured is not None and again:
+            self.settings[BY_HEAD] = measured(model)
+        probed = [s for s in self.settings.values() if s.name != UNMODIFIED and not tempered(s.name)]
+        probe_settings(probed, load, taken, self.distances, self.rows, self.about, done)
+        for n, names in enumerate(self.ranked()):
+            if n < FINALISTS or not self._tolerated():
+                beside = [name for name in self.settings if tempered(name) and kind(name) == kind(names[0])]
+                for name in names[:1] if n else names[:WINDOWS] + beside:
+                    self._read(self.settings[name], load, done)
+        scores = self.scores()
+        choice = best(scores, UNMODIFIED, self.tolerance, self.purpose)
+        if self.to == self.trained and scores[choice].total(self.purpose) >= scores[UNMODIFIED].total(self.purpose):
+            raise ValueError("nothing reads better within the trained length than the model as it is")
+        return choice
+
+    def _tolerated(self) -> bool:
+        """Whether one of those that have read the text costs little enough within the trained length."""
+        scores = self.scores()
+        return any(n != UNMODIFIED and s.within <= scores[UNMODIFIED].within + self.tolerance for n, s in scores.items())
+
+    def _read(self, setting: Setting, load: Callable[[Setting], Any], done: Callable[[Row, bool], None]) -> None:
+        """`score` under a setting; the unmodified model, a baseline within its trained length, reads that far only."""
+        if (kept := self.rows.find(setting=setting.name, distance=None)) is not None:
+            return done(kept, False)
+        model, wall, cpu = load(setting), time.monotonic(), time.process_time()
+        length = self.trained if setting.name == UNMODIFIED else self.to
+        copies = [c for c in self.copies if c.position + PASSAGE <= length]
+        s = score(model, self.input_ids[:, :length].to(model.device), self.edge, copies)
+        beyond = None if math.isnan(s.beyond) else s.beyond
+        row: Row = {"setting": setting.name, "read": length, "dtype": str(model.dtype).removeprefix("torch.")}
+        row |= {"within": s.within, "beyond": beyond}
+        row |= {"copies": [*s.copies, *[None] * (len(self.copies) - len(copies))], "what": setting.to_dict()}
+        row |= {"seconds": round(time.monotonic() - wall, 1), "cpu_seconds": round(time.process_time() - cpu, 1)}
+        self.rows.put(row | dict(self.about))
+        done(self.rows.all[-1], True)
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return math.fsum(listed) / len(listed)
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -1,0 +1,168 @@
+"""A probe of far distances: 1,408 tokens whose position_ids jump stand for a text of any length.
+
+A passage is read, then, some positions farther on, other text and a repetition of the passage's first tokens. The loss on the
+text tells whether the model still reads at that position, the loss on the copy whether it still finds what lies so far back.
+Seconds a distance, where reading takes minutes. It knows nothing of dilution: a long text has many more keys between the two.
+Layers with a sliding window of their own count tokens, not positions, and see across the jump.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...config import LongAttnConfig
+from ...integration.planning import bound_config
+from ..plan import fingerprint
+from ..rows import Row, Rows
+from ..settings import Setting
+from ..statistics import mean_interval
+from ..store import digest
+from .copies import PASSAGE, SKIP
+from .losses import hidden_of, logits_of
+
+#: Tokens before the jump, of other text after it, and in all.
+BEFORE, AFTER = 1024, 256
+TOKENS = BEFORE + AFTER + PASSAGE
+LEAST = BEFORE + AFTER
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Losses in nats per token of each passage at each distance.
+
+    Args:
+        distances: from the passage's first tokens to their copy, in positions.
+        text, copies: float32 (passages, distances).
+        trained: the length that the model was trained at, if its config tells.
+    """
+
+    distances: tuple[int, ...]
+    text: Tensor
+    copies: Tensor
+    trained: int | None
+
+    def rows(self) -> list[Row]:
+        """Mean and half-width of the 95 % interval over passages, by distance."""
+        return [
+            {"distance": d, "text": list(mean_interval(text)), "copy": list(mean_interval(copies))}
+            for d, text, copies in zip(self.distances, self.text.T.tolist(), self.copies.T.tolist(), strict=True)
+        ]
+
+
+def distances_to(to: int, points: int = 8) -> tuple[int, ...]:
+    """Distances at equal steps up to `to`, from the least that the probe can show."""
+    if to < LEAST:
+        raise ValueError(f"the probe shows distances from {LEAST} on, not {to}")
+    return tuple(dict.fromkeys(LEAST + (to - LEAST) * n // max(points - 1, 1) for n in range(points)))
+
+
+def passages(input_ids: Tensor, count: int = 4, seed: int | None = None) -> Tensor:
+    """Passages from all over a text (1, length), for `probe`: int64 (count, BEFORE + AFTER).
+
+    Args:
+        seed: of random places, one in each of `count` equal parts; None for even steps from the first token to the last.
+
+    Raises:
+        ValueError: the text is too short for so many.
+    """
+    length = input_ids.shape[1]
+    if count < 1 or length < count * LEAST:
+        raise ValueError(f"{count} passages of {LEAST} tokens need a text of {count * LEAST} tokens, not {length}")
+    starts = [n * (length - LEAST) // max(count - 1, 1) for n in range(count)]
+    if seed is not None:
+        rng, part = random.Random(seed), length // count
+        starts = [n * part + rng.randint(0, part - LEAST) for n in range(count)]
+    return torch.cat([input_ids[:, start : start + LEAST] for start in starts])
+
+
+@torch.inference_mode()
+def probe(model: Any, input_ids: Tensor, distances: Sequence[int]) -> Probe:
+    """Loss after a jump in positions, and on a copy of what was read before it.
+
+    Args:
+        model: a causal language model that takes position_ids; with or without a method.
+        input_ids: (passages, BEFORE + AFTER), see `passages`; read one by one.
+        distances: from the passage's first tokens to their copy, each >= BEFORE + AFTER.
+
+    Raises:
+        ValueError: a distance is too short, or a passage not of that length.
+    """
+    if input_ids.ndim != 2 or input_ids.shape[1] != LEAST or not len(input_ids):
+        raise ValueError(f"passages must be (passages, {LEAST}), got {tuple(input_ids.shape)}")
+    if not distances or min(distances) < LEAST:
+        raise ValueError(f"the probe shows distances from {LEAST} on, not {list(distances)}")
+    read = torch.cat([input_ids, input_ids[:, :PASSAGE]], 1).to(model.device)
+    text, copies = torch.empty(2, len(read), len(distances))
+    for n, distance in enumerate(distances):
+        position_ids = torch.arange(TOKENS, device=read.device)
+        position_ids[BEFORE:] += distance - LEAST
+        for i, ids in enumerate(read.split(1)):
+            hidden = hidden_of(
+                model,
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),  # without a mask a jump would start a new text
+                position_ids=position_ids[None],
+                use_cache=False,
+            )[:, BEFORE:-1]
+            losses = torch.nn.functional.cross_entropy(logits_of(model, hidden)[0], ids[0, BEFORE + 1 :], reduction="none")
+            text[i, n] = losses[: AFTER - 1].mean()
+            copies[i, n] = losses[AFTER - 1 + SKIP :].mean()
+    trained = bound_config(model, LongAttnConfig())[1].train_length
+    return Probe(tuple(distances), text, copies, trained)
+
+
+def check_kept(settings: Sequence[Setting], distances: Sequence[int], rows: Rows) -> None:
+    """Raise ValueError if rows that are kept under the name of one of these settings are another's."""
+    for setting in settings:
+        kept = (rows.find(setting=setting.name, distance=d) for d in distances)
+        if any(row is not None and row["digest"] != _digest(setting) for row in kept):
+            raise ValueError(
+                f"{rows.path} holds rows of another setting {setting.name!r}, or of other weights; rows are not mixed: choose "
+                "another folder, or another name for the setting"
+            )
+
+
+def probe_settings(
+    settings: Sequence[Setting],
+    load: Callable[[Setting], Any],
+    input_ids: Tensor,
+    distances: Sequence[int],
+    rows: Rows,
+    about: Mapping[str, Any] | None = None,
+    done: Callable[[Row, bool], None] = lambda row, new: None,
+) -> None:
+    """`probe` every setting at every distance that `rows` lacks; each row is kept as soon as it is measured.
+
+    Args:
+        load: from a setting to its model.
+        input_ids: as for `probe`.
+        about: put into every row.
+        done: told of every row when it is there, and whether it was measured now.
+    """
+    check_kept(settings, distances, rows)
+    for setting in settings:
+        model: Any = None
+        for distance in distances:
+            if (kept := rows.find(setting=setting.name, distance=distance)) is not None:
+                done(kept, False)
+                continue
+            model = load(setting) if model is None else model
+            wall, cpu = time.monotonic(), time.process_time()
+            result = probe(model, input_ids, [distance])
+            row: Row = {"setting": setting.name, "distance": distance, "dtype": str(model.dtype).removeprefix("torch.")}
+            row |= {k: [round(x, 5) for x in v[:, 0].tolist()] for k, v in (("text", result.text), ("copy", result.copies))}
+            row |= {"what": setting.to_dict(), "digest": _digest(setting), "seed": rows.head.get("protocol", {}).get("seed")}
+            row |= {"seconds": round(time.monotonic() - wall, 1), "cpu_seconds": round(time.process_time() - cpu, 1)}
+            rows.put(row | dict(about or {}))
+            done(row, True)
+
+
+def _digest(setting: Setting) -> str:
+    return digest(setting.to_dict() | {"weights": [fingerprint(p) for p in (setting.adapter, setting.model) if p is not None]})

@@ -1,0 +1,93 @@
+"""What `extend` makes of a model, tried on a tiny one with the same settings: for docs/models.md and `hf-longattn doctor`."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ..integration import remove
+from ..integration.layers import candidates_of, language_config
+from ..integration.state import plan_of
+from ..integration.trained import Trained, trained
+from ..methods.method import Method
+from .extend import extend, own_window
+from .miniature import miniature
+
+#: How many times the trained length.
+TIMES = (2, 8)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What `extend` to a length comes to.
+
+    Args:
+        to: the length, in tokens.
+        text: what changes in which layers, or why nothing can.
+        refused: whether `extend` raises.
+    """
+
+    to: int
+    text: str
+    refused: bool = False
+
+    def __str__(self) -> str:
+        return f"to {self.to:,}: {'refused: ' * self.refused}{self.text}"
+
+
+def trained_line(known: Trained) -> str:
+    """A trained length with its reason, and what was taken for granted."""
+    return f"{known}; {known.assumed}: pass train_length= if that is not so" if known.assumed else str(known)
+
+
+def outlook(config: PreTrainedConfig, told: int | None = None, times: Sequence[int] = TIMES) -> list[Reach]:
+    """What `extend` makes of a config's model at so many times its trained length.
+
+    Args:
+        told: the trained length, where it is not the one that the config tells.
+
+    Raises:
+        whatever building a tiny model of this config raises: see `miniature`.
+    """
+    model = miniature(config)
+    length = trained(language_config(config), told=told).length or 1024  # where there is none extend says so
+    return [_reach(model, n * length, told) for n in times]
+
+
+def _reach(model: Any, to: int, told: int | None) -> Reach:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what they say is said here
+        try:
+            extend(model, to, train_length=told)
+        except (ValueError, NotImplementedError) as error:
+            return Reach(to, " ".join(str(error).split()), refused=True)
+    text, window = changes(model), own_window(model)
+    if window is not None and window < to:
+        text += f"; seen are the last {window:,} tokens, by a window of the model's own"
+    remove(model)
+    return Reach(to, text)
+
+
+def changes(model: Any) -> str:
+    """Which attention layers a method changes, with what is left alone and why, in words."""
+    plans = [plan for x in candidates_of(model) if (plan := plan_of(x.module)) is not None]
+    done = Counter(("+".join(map(_shown, p.config.methods)), p.reason) for p in plans if p.config is not None)
+    alone = Counter(p.reason for p in plans if p.config is None)
+    if len(done) == 1 and not alone:
+        return f"{next(iter(done))[0]} in every attention layer"
+    parts = [f"{what} in {n} of {len(plans)} attention layers{f' ({why})' * bool(why)}" for (what, why), n in done.items()]
+    if not any(p.config is not None and p.config.positions for p in plans):
+        parts.insert(0, "nothing to remap: no distance that the model rotates by grows with the text")
+    if alone:
+        parts.append("left alone: " + ", ".join(f"{n} of {len(plans)} ({why})" for why, n in alone.items()))
+    return "; ".join(parts)
+
+
+def _shown(method: Method) -> str:
+    window = getattr(method, "window", None)
+    return method.name if window is None else f"{method.name}(window={window:,})"

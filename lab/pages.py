@@ -1,0 +1,185 @@
+"""Every table and picture of README and docs/ that is made from rows: `python -m lab.pages` makes all of them anew.
+
+A page holds `<!-- MARK: WHAT -->` ... `<!-- end -->`. What stands there is made where the rows are measured (`contents`, and
+`pictures` by their path in docs/); here are committed reports, `hf-longattn extend`, `hf-longattn probe`, and README's own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from hf_longattn.evaluation.report import figures
+from hf_longattn.evaluation.report.markdown import Contents, fill_pages, filled, table
+from hf_longattn.evaluation.report.page import shown
+from hf_longattn.evaluation.rows import Rows
+from hf_longattn.evaluation.statistics import mean_interval
+from lab.papers import tables as papers
+from lab.pretrained import copies, dispersion_on_model, longer_on_model, methods_on_model, reading_far, trained
+from lab.pretrained.longer_on_model import STEP, summary
+from lab.speed import speed
+
+ROOT = Path(__file__).parents[1]
+DOCS, RESULTS, BADGES = ROOT / "docs", ROOT / "lab" / "results", ROOT / "docs" / "badges"
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+# reports and commands -------------------------------------------------------------------------------------------------
+
+
+def report(name: str, section: str = "Loss by length", which: int = 0) -> str:
+    """A table of a committed report."""
+    return of_report(read(DOCS / name / "report.json"), section, which)
+
+
+def evaluated(what: str) -> str:
+    """A table of what `hf-longattn eval` found, from its report and rows in one file: "NAME | SECTION | WHICH"."""
+    name, section, which = (part.strip() for part in what.split("|"))
+    return of_report(read(RESULTS / f"eval-{name}.json"), section, int(which))
+
+
+def of_report(result: dict[str, Any], section: str, which: int) -> str:
+    found = next(s["tables"] for s in result["sections"] if s["title"] == section)[which]
+    return table(found["columns"], [[shown(cell, found["digits"]) for cell in row] for row in found["rows"]])
+
+
+def extended(name: str) -> str:
+    """What `hf-longattn extend` found, from a copy of its extend.json."""
+    result = read(RESULTS / f"extend-{name}.json")
+    if "rows" in result:
+        result |= {"scores": {row["setting"]: row for row in result["rows"] if "read" in row}}
+    edge = result["edge"] if "rows" in result else result["trained"]
+    head = ["", f"prose to {edge}", "prose beyond", *(f"copy {distance} back" for distance, _ in result["copies"])]
+    return table(
+        head,
+        [
+            [setting, *(f"{s[k]:.3f}" for k in ("within", "beyond")), *(f"{x:.2f}" for x in s["copies"])]
+            for setting, s in result["scores"].items()
+        ],
+    )
+
+
+def probed(what: str) -> str:
+    """Losses of `hf-longattn probe` by distance, from a copy of its probe.json: "NAME copy|text [SETTING ...]"."""
+    name, kind, *only = what.split()
+    rows = read(RESULTS / f"probe-{name}.json")["rows"]
+    distances = sorted({row["distance"] for row in rows})
+    cells = {(row["setting"], row["distance"]): "{:.2f} ± {:.2f}".format(*mean_interval(row[kind])) for row in rows}
+    settings = only or list(dict.fromkeys(row["setting"] for row in rows))
+    return table(
+        ["tokens back", *(f"{d:,}" for d in distances)],
+        [[f"`{s}`", *(cells.get((s, d), "–") for d in distances)] for s in settings],
+    )
+
+
+# README ---------------------------------------------------------------------------------------------------------------
+
+MODEL, LENGTH, TEXTS = "SmolLM2-135M-Instruct", 16384, ("prideprejudice", "persuasion", "python-reference")
+#: The setting as rows name it, as a reader knows it.
+SETTINGS = {"unmodified": "unmodified", "YaRN × 2": "YaRN × 2", "rerope(window 4096)": "`extend`"}
+
+
+def rows_of(setting: str) -> list[dict[str, Any]]:
+    """One row a text, in the order of TEXTS."""
+    plain = [r for r in Rows(copies.RESULT) if "adapter" not in r]
+    found = {r["text"]: r for r in plain if (r["name"], r["model"], r["length"]) == (setting, MODEL, LENGTH)}
+    return [found[text] for text in TEXTS]
+
+
+def headline(_: str) -> str:
+    """Perplexities on prose within and beyond the trained length, and on copies from farther back: of the mean over texts."""
+    body = []
+    for setting, name in SETTINGS.items():
+        within, beyond, *_rest, far = zip(*(summary(row) for row in rows_of(setting)), strict=True)
+        values = [math.exp(sum(losses) / len(TEXTS)) for losses in (within, beyond, far)]
+        body.append([name, *(f"{x:.1f}" if x < 100 else f"{x:.0f}" for x in values)])
+    return table(["", "text up to 8k tokens", "text from 8k to 16k", "a passage repeated from more than 8k back"], body)
+
+
+def picture() -> bytes:
+    """Left, perplexity on prose by position; right, on repeated passages beyond the trained length by distance."""
+    figure, (left, right) = figures.pyplot().subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)
+    for (setting, name), own in zip(SETTINGS.items(), figures.styles(list(SETTINGS)), strict=True):
+        rows = rows_of(setting)
+        style = own | {"markersize": 4, "linewidth": 1.6, "label": name.strip("`")}
+        prose = [math.exp(sum(column) / len(rows)) for column in zip(*(r["prose"] for r in rows), strict=True)]
+        left.plot([STEP * (n + 0.5) for n in range(len(prose))], prose, **style)
+        read_again = [
+            (d, p, math.exp(x), r["trained"]) for r in rows for (d, p), x in zip(r["copies"], r["copying"], strict=True)
+        ]
+        beyond = sorted((d, x) for d, p, x, trained in read_again if p >= trained)
+        right.plot(*zip(*beyond, strict=True), **style | {"linestyle": "none", "markersize": 6})
+    for panel in (left, right):
+        panel.axvline(rows[0]["trained"], color="#999999", linewidth=1, linestyle=":")
+        panel.set(yscale="log")
+        panel.grid(visible=True, color="#eeeeee", which="both")
+    left.set(title="Predicting a novel", xlabel="position (tokens); trained at 8,192", ylabel="perplexity")
+    right.set(title="Repeating a passage of the text", xlabel="how far back it stands (tokens)", ylabel="perplexity")
+    right.legend(fontsize=9)
+    return figures.png(figure)
+
+
+def badges() -> dict[str, str]:
+    """File names and SVGs of what pyproject.toml says; no host is asked."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needs = dict(d.split(">=") for d in project["dependencies"])
+    said = {
+        "python": project["requires-python"].removeprefix(">=") + "+",
+        "transformers": needs["transformers"].replace(",<", " to <"),
+        "torch": needs["torch"] + "+",
+        "licence": project["license"],
+    }
+    return {f"{name}.svg": _badge(name, value) for name, value in said.items()}
+
+
+def _badge(name: str, value: str) -> str:
+    left, right = (7 * len(word) + 14 for word in (name, value))
+    text = '<text x="{}" y="14" fill="#fff" text-anchor="middle" font-family="sans-serif" font-size="11">{}</text>'
+    shown = value.replace("<", "&lt;")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right}" height="20" role="img" aria-label="{name}: {shown}">'
+        f'<rect width="{left}" height="20" fill="#555"/><rect x="{left}" width="{right}" height="20" fill="#0072b2"/>'
+        f"{text.format(left // 2, name)}{text.format(left + right // 2, shown)}</svg>\n"
+    )
+
+
+# all of them ----------------------------------------------------------------------------------------------------------
+
+
+def contents() -> Contents:
+    """What stands below every mark."""
+    own: dict[str, Any] = {
+        "report": report,
+        "verdict": lambda name: report(name, "Verdict"),
+        "verdict-fewer": lambda name: report(name, "Verdict", 1),
+        "copies": lambda name: report(name, "Copies from far back", -1),
+        "effective": lambda name: report(name, "Effective length"),
+        "eval": evaluated,
+        "extend": extended,
+        "probe": probed,
+        "headline": headline,
+    }
+    for measured in (papers, copies, dispersion_on_model, longer_on_model, methods_on_model, reading_far, speed, trained):
+        own |= measured.contents()
+    return own
+
+
+def main() -> None:
+    fill_pages(DOCS, contents())
+    readme = ROOT / "README.md"
+    readme.write_text(filled(readme.read_text(encoding="utf-8"), contents()), encoding="utf-8")
+    pictures = {"headline.png": picture()} | longer_on_model.pictures() | dispersion_on_model.pictures() | speed.pictures()
+    for path, drawn in (papers.pictures() | pictures).items():
+        (DOCS / path).write_bytes(drawn)
+    for file, badge in badges().items():
+        (BADGES / file).write_text(badge, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

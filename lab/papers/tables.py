@@ -1,0 +1,694 @@
+"""The tables and pictures of docs/lab, from the rows, with the papers' numbers beside ours."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hf_longattn.evaluation.report.figures import curves
+from hf_longattn.evaluation.report.markdown import Contents, table
+from hf_longattn.evaluation.rows import Row, Rows
+from hf_longattn.evaluation.statistics import mean_interval
+from hf_longattn.training import POSITIONS
+from lab.papers import paper
+from lab.papers.algorithms import TASKS
+from lab.papers.conversion import (
+    BASE,
+    LORA_RATE,
+    OTHERWISE,
+    QK,
+    QK_NORMED,
+    SCRATCH,
+    SHARES,
+    SWEEP,
+    TRAINED,
+    UNTRAINED,
+    UNTRAINED_QK,
+)
+from lab.papers.conversion import TASKS as COPIES
+from lab.papers.encodings import BASE as PLAIN
+from lab.papers.encodings import ENCODINGS
+from lab.papers.experiment import LISTED
+from lab.papers.length import ATTENTION, ENDPOINT, LENGTH, TAUS
+from lab.papers.masked import SCORED, TEMPERATURES, WARM
+from lab.papers.needles import BEYOND, METHODS
+
+#: Of one variant: its values by seed, one for each column.
+Series = dict[int, list[float]]
+Data = dict[str, list[Row]]
+RESULTS = Path(__file__).parents[1] / "results" / "reproductions"
+LISTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture that a text links to; `drawn`: arguments of `hf_longattn.evaluation.report.figures.curves`."""
+
+    file: str
+    about: str
+    drawn: dict[str, Any]
+
+
+Parts = Iterator[str | Picture]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Markdown, and the pictures it links to: arguments of `curves` by file name."""
+
+    text: str
+    pictures: Mapping[str, dict[str, Any]]
+
+
+class NotRun(Exception):
+    """The rows that a table needs are not there."""
+
+
+def load(results: Path = RESULTS) -> Data:
+    return {path.stem: Rows(path).all for path in sorted(results.glob("*.jsonl"))}
+
+
+def contents() -> Contents:
+    data = load()
+    return {"reproduction": lambda name: SECTIONS[name](data).text}
+
+
+def pictures() -> dict[str, bytes]:
+    data = load()
+    found = [section(data).pictures for section in SECTIONS.values()]
+    return {f"lab/{name}": curves(**drawn) for drawn_by_name in found for name, drawn in drawn_by_name.items()}
+
+
+#: What stands below `<!-- reproduction: NAME -->`.
+SECTIONS: dict[str, Callable[[Data], Shown]] = {}
+
+
+def section(name: str, *experiments: str, only: str = "") -> Callable[[Callable[..., Parts]], Callable[[Data], Shown]]:
+    """Register a table under its name: a function of the rows of each experiment (the first one's are there) to its parts.
+
+    Without rows, or where it raises NotRun, the table is the command that makes them, with `only` where that is enough.
+    """
+
+    def register(parts: Callable[..., Parts]) -> Callable[[Data], Shown]:
+        @functools.wraps(parts)
+        def shown(data: Data) -> Shown:
+            found = [data.get(e, []) for e in experiments]
+            try:
+                if not any(found):
+                    raise NotRun
+                blocks = list(parts(*found))
+            except NotRun:
+                texts = " --text FILES --heldout FILE" if any("text" in LISTED[e] for e in experiments) else ""
+                return Shown(f'Not run yet: `make reproduce ARGS="{" ".join(experiments)}{only}{texts}"`.', {})
+            text = ""
+            for block, next_one in zip(blocks, [*blocks[1:], None], strict=True):
+                text += block if isinstance(block, str) else f"![{block.about}]({block.file})"
+                text += (
+                    ""
+                    if next_one is None
+                    else "\n"
+                    if isinstance(block, Picture) and isinstance(next_one, Picture)
+                    else "\n\n"
+                )
+            return Shown(text, {p.file: p.drawn for p in blocks if isinstance(p, Picture)})
+
+        SECTIONS[name] = shown
+        return shown
+
+    return register
+
+
+# pieces ---------------------------------------------------------------------------------------------------------------
+
+
+def series(rows: Sequence[Row], variant: str, *path: str) -> Series:
+    """What the rows of a variant hold under `path`, by seed."""
+    out: Series = {}
+    for row in rows:
+        value: Any = row["measured"]
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        if row["variant"] == variant and value is not None:
+            out[row["seed"]] = value
+    return out
+
+
+def means(values: Series, seeds: set[int] | None = None) -> list[float]:
+    return [
+        mean_interval(column)[0] for column in zip(*(v for s, v in values.items() if seeds is None or s in seeds), strict=True)
+    ]
+
+
+def gains(values: Series, base: Series) -> list[tuple[float, float]]:
+    """Mean difference and half-width of its 95 % paired t interval, over the seeds that both have; none: empty."""
+    both = sorted(values.keys() & base.keys())
+    differences = [[a - b for a, b in zip(values[s], base[s], strict=True)] for s in both]
+    return [mean_interval(column) for column in zip(*differences, strict=True)]
+
+
+def there(rows: Sequence[Row], variants: Sequence[str] | Mapping[str, Any]) -> list[str]:
+    """The variants that were run; NotRun if none was."""
+    if not (found := [v for v in variants if any(r["variant"] == v for r in rows)]):
+        raise NotRun
+    return found
+
+
+def of_all(found: Sequence[Series]) -> set[int]:
+    """The seeds of all: the same for every line."""
+    return set.intersection(*(set(values) for values in found))
+
+
+def over_seeds(rows: Sequence[Row], variant: str, value: Callable[[Any], float]) -> float:
+    return mean_interval([value(r["measured"]) for r in rows if r["variant"] == variant])[0]
+
+
+def about(rows: Sequence[Row]) -> str:
+    """Seeds, time and files behind a table, in one line."""
+    counts = sorted({sum(r["variant"] == v for r in rows) for v in {r["variant"] for r in rows}})
+    told = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    minutes = sum(r["cpu_seconds"] for r in rows) / 60 / len(rows)
+    files = sorted({r["experiment"] for r in rows})
+    links = ", ".join(f"[{f}](../../lab/results/reproductions/{f}.jsonl)" for f in files)
+    return f"Ours: seeds {told}, {minutes:.1f} CPU minutes a run ({links})."
+
+
+def fixed(values: Sequence[float], digits: int, sign: str = "", times: float = 1) -> list[str]:
+    return [f"{times * v:{sign}.{digits}f}" for v in values]
+
+
+def percent(values: Sequence[float]) -> list[str]:
+    return fixed(values, 1, times=100)
+
+
+def spans(values: Sequence[tuple[float, float]], digits: int, sign: str = "+", times: float = 1) -> list[str]:
+    """Means, with their intervals where there is more than one seed."""
+    return [f"{times * m:{sign}.{digits}f}" + (f" ± {times * h:.{digits}f}" if h == h else "") for m, h in values]
+
+
+def points(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
+    return list(zip(xs, ys, strict=True))
+
+
+def size(n: int) -> str:
+    return f"{n // 1024}k" if n >= 1024 else str(n)
+
+
+def lengths_of(rows: Sequence[Row]) -> list[int]:
+    return list(rows[0]["measured"]["lengths"])
+
+
+# sets -----------------------------------------------------------------------------------------------------------------
+
+TEMPERED = {"plain": "", "adaptive": " + adaptive θ"}
+NORMED = {"baseline": "baseline", "layer_norm": "LayerNorm", "standardise": "standardise"}
+ITEMS = ["accuracy (%) at items", *map(size, paper.SIZES)]
+BY_ITEMS = {"xlabel": "items", "log_x": True}
+
+
+@section("max-retrieval", "max-retrieval")
+def max_retrieval(rows: list[Row]) -> Parts:
+    ours = {kind: series(rows, "baseline", kind, "accuracy") for kind in ("plain", "adaptive", "refit")}
+    plain, adaptive, refit = ours.values()
+    theirs = paper.MAX_RETRIEVAL
+    body = [
+        ["baseline, paper", *fixed(theirs["baseline"], 1)],
+        ["baseline, ours", *percent(means(plain))],
+        ["adaptive θ, paper", *fixed(theirs["adaptive"], 1)],
+        ["adaptive θ, ours", *percent(means(adaptive))],
+        ["adaptive θ refitted, ours", *percent(means(refit))],
+        ["gain, paper", *(f"{a - b:+.1f}" for a, b in zip(theirs["adaptive"], theirs["baseline"], strict=True))],
+        ["gain, ours", *spans(gains(adaptive, plain), 1, times=100)],
+        ["gain refitted, ours", *spans(gains(refit, plain), 1, times=100)],
+        ["the largest item holds the largest logit", *percent(means(series(rows, "baseline", "attention", "largest")))],
+        ["entropy of attention (nats)", *fixed(means(series(rows, "baseline", "attention", "entropy")), 2)],
+    ]
+    lines = {f"paper, {name}": points(paper.SIZES, values) for name, values in theirs.items()}
+    for name, values in zip(("baseline", "adaptive", "adaptive refitted"), ours.values(), strict=True):
+        lines[f"ours, {name}"] = points(paper.SIZES, [100 * x for x in means(values)])
+    yield table(ITEMS, body)
+    yield about(rows)
+    drawn = {"lines": lines, "ylabel": "accuracy (%)", "limits": (0, 100)} | BY_ITEMS
+    yield Picture("max_retrieval.png", "Accuracy by size", drawn)
+
+
+Published = Mapping[tuple[str, str], Sequence[float]]
+
+
+def normed(name: str, experiments: Sequence[str], published: Published, file: str | None = None) -> None:
+    """Register: accuracy of every norm with and without adaptive temperature, gains over the baseline, and, where there is a
+    `file` for pictures, how outputs spread."""
+
+    @section(name, *experiments)
+    def shown(*found: list[Row]) -> Parts:
+        rows = [row for part in found for row in part]
+        norms = there(rows, NORMED)
+        if len(norms) < 2 or "baseline" not in norms:
+            raise NotRun
+        body, lines = accuracies(rows, norms, published)
+        yield table(ITEMS, [*body, *norm_gains(rows, norms, published), *largest(rows, {n: NORMED[n] for n in norms})])
+        if file:
+            deviation = {
+                f"{NORMED[v]}, {what}": means(series(rows, v, "plain", key))
+                for v in norms
+                for key, what in (("deviation", "across sets"), ("spread", "across features"))
+            }
+            spread = [[label, *fixed(values, 3)] for label, values in deviation.items()]
+            yield table(["standard deviation of outputs at items", *ITEMS[1:]], spread)
+        yield about(rows)
+        if file:
+            yield Picture(
+                f"{file}.png", "Accuracy by size", {"lines": lines, "ylabel": "accuracy (%)", "limits": (0, 100)} | BY_ITEMS
+            )
+            outputs = {label: points(paper.SIZES, values) for label, values in deviation.items()}
+            drawn = {"lines": outputs, "ylabel": "standard deviation of outputs"} | BY_ITEMS
+            yield Picture(f"{file}_outputs.png", "Deviation of outputs by size", drawn)
+
+
+def accuracies(rows: list[Row], norms: list[str], published: Published) -> tuple[list[list[str]], dict[str, Any]]:
+    """Lines of the table, the paper's above ours, and those of the picture."""
+    body, lines = [], {}
+    for kind, suffix in (TEMPERED | {"refit": " + adaptive θ refitted"}).items():
+        for variant in norms:
+            label = NORMED[variant] + suffix
+            if (variant, kind) in published:
+                body.append([f"{label}, paper", *fixed(published[variant, kind], 1)])
+            if found := means(series(rows, variant, kind, "accuracy")):
+                body.append([f"{label}, ours", *percent(found)])
+                lines[label] = points(paper.SIZES, [100 * x for x in found])
+    return body, lines
+
+
+def norm_gains(rows: list[Row], norms: list[str], published: Published) -> Iterator[list[str]]:
+    base = series(rows, "baseline", "plain", "accuracy")
+    for variant in norms[1:]:
+        if published is paper.ARGMAX:
+            yield [f"gain of {NORMED[variant]}, paper", *fixed(paper.ARGMAX_GAIN[variant], 2, "+")]
+        elif theirs := published.get((variant, "plain")):
+            differences = [a - b for a, b in zip(theirs, published["baseline", "plain"], strict=True)]
+            yield [f"gain of {NORMED[variant]}, paper", *fixed(differences, 1, "+")]
+        if gained := gains(series(rows, variant, "plain", "accuracy"), base):
+            yield [f"gain of {NORMED[variant]}, ours", *spans(gained, 1, times=100)]
+
+
+def largest(rows: list[Row], variants: Mapping[str, str], seeds: bool = False) -> Iterator[list[str]]:
+    for variant, label in variants.items():
+        if found := series(rows, variant, "attention", "largest"):
+            counted = [str(len(found))] if seeds else []
+            yield [f"the largest item holds the largest logit, {label}", *percent(means(found)), *counted]
+
+
+normed("argmax-retrieval", ("max-retrieval", "argmax-retrieval"), paper.ARGMAX, "argmax_retrieval")
+normed("argmax-retrieval-100k", ["argmax-retrieval-100k"], paper.ARGMAX)
+normed("argmax-retrieval-256", ["argmax-retrieval-256"], paper.ARGMAX_256)
+normed("dictionary-lookup", ["dictionary-lookup"], paper.DICTIONARY, "dictionary_lookup")
+normed("dictionary-lookup-10k", ["dictionary-lookup-10k"], paper.DICTIONARY)
+normed("dictionary-lookup-256", ["dictionary-lookup-256"], paper.DICTIONARY_256)
+
+
+@section("decayed", "argmax-retrieval-l2", "max-retrieval")
+def decayed(rows: list[Row], others: list[Row]) -> Parts:
+    """Accuracy with the L2 term and the start of the paper's code, over the seeds of each; gains over the same seeds."""
+    names = {v: LISTS["decayed"][v] for v in there(rows, LISTS["decayed"])}
+    plain = {v: series(rows, v, "plain", "accuracy") for v in LISTS["decayed"]}
+    body = []
+    for variant, label in names.items():
+        for kind, suffix in TEMPERED.items():
+            values = series(rows, variant, kind, "accuracy")
+            body.append([f"{label}{suffix}", *percent(means(values)), str(len(values))])
+    for label, first, second in (
+        ("baseline less that of the table above", plain["baseline"], series(others, "baseline", "plain", "accuracy")),
+        ("baseline less baseline, no L2", plain["baseline"], plain["baseline-no_l2"]),
+        ("gain of LayerNorm", plain["layer_norm"], plain["baseline"]),
+        ("gain of standardise", plain["standardise"], plain["baseline"]),
+        ("gain of adaptive θ", series(rows, "baseline", "adaptive", "accuracy"), plain["baseline"]),
+    ):
+        if gained := gains(first, second):
+            body.append([label, *spans(gained, 1, times=100), str(len(first.keys() & second.keys()))])
+    yield table([*ITEMS, "seeds"], [*body, *largest(rows, names, seeds=True)])
+    yield about(rows)
+
+
+@section("sharpening", "argmax-retrieval-l2")
+def sharpening(rows: list[Row]) -> Parts:
+    """The spread of logits by steps and Proposition 3.1's bound on it: means over seeds."""
+    steps = [int(s) for s, _, _ in rows[0]["measured"]["spread"]]
+    body = []
+    for variant in there(rows, LISTS["decayed"]):
+        norm = f"{over_seeds(rows, variant, lambda m: m['weight_norm']):.0f}"
+        for what, label, last in ((1, "δ", norm), (2, "bound", "")):
+            values = [over_seeds(rows, variant, lambda m, n=n, w=what: m["spread"][n][w]) for n in range(len(steps))]
+            body.append([f"{LISTS['decayed'][variant]}, {label}", *fixed(values, 1), last])
+    yield table(["after steps", *map(str, steps), "norm of all weights"], body)
+
+
+# lengths and needles --------------------------------------------------------------------------------------------------
+
+
+def labelled_end(variant: str) -> str:
+    return f"`{variant.removesuffix(ENDPOINT)}`" + (", end point included" if variant.endswith(ENDPOINT) else "")
+
+
+def by_length(
+    rows: list[Row], key: str, published: Mapping[str, Sequence[float]], digits: int, ylabel: str, file: str
+) -> Parts:
+    """The position methods, the paper's three lengths beside ours."""
+    variants = there(rows, [v for p in POSITIONS for v in (p, f"{p}{ENDPOINT}")])
+    rows = [r for r in rows if r["variant"] in variants]
+    lengths = lengths_of(rows)
+    body, lines = [], {}
+    for variant in variants:
+        theirs = fixed(published.get(variant.removesuffix(ENDPOINT), ()), 3) or ["–"] * len(paper.LENGTHS)
+        values = series(rows, variant, key)
+        intervals = [mean_interval(column) for column in zip(*values.values(), strict=True)]
+        body.append([labelled_end(variant), *theirs, *spans(intervals, digits, "")])
+        lines[variant] = points(lengths, means(values))
+    yield table(["", *(f"paper, {n}" for n in paper.LENGTHS), *(f"ours, {n:,}" for n in lengths)], body)
+    yield about(rows)
+    yield Picture(file, f"{ylabel} by length", {"lines": lines, "xlabel": "length (bytes)", "ylabel": ylabel, "log_x": True})
+
+
+@section("length", "length-generalisation")
+def length(rows: list[Row]) -> Parts:
+    yield from by_length(rows, "loss", paper.LENGTH, 3, "loss (nats a byte)", "length.png")
+
+
+@section("taus", "length-generalisation", only=" --only tau")
+def taus(rows: list[Row]) -> Parts:
+    variants = {tau: f"scale_invariant_prope_tau{tau:g}" for tau in TAUS} | {10.0: "scale_invariant_prope"}
+    found = {tau: values for tau, variant in sorted(variants.items()) if (values := series(rows, variant, "loss"))}
+    if len(found) < 2:
+        raise NotRun
+    seeds = of_all(list(found.values()))
+    body = [[f"{tau:g}", *fixed(means(v, seeds), 3)] for tau, v in found.items()]
+    yield table(["τ", *(f"loss at {n:,}" for n in lengths_of(rows))], body)
+
+
+@section("needles", "needles")
+def needles(rows: list[Row]) -> Parts:
+    yield from by_length(rows, "accuracy", paper.NEEDLES, 2, "accuracy", "needles.png")
+    body = [[f"`{v}`", *fixed(means(series(rows, v, "loss")), 3)] for v in there(rows, POSITIONS)]
+    yield table(["loss of the answer (nats a byte) at", *(f"{n:,}" for n in lengths_of(rows))], body)
+
+
+@section("needles-pretrained", "needles-pretrained")
+def needles_pretrained(rows: list[Row]) -> Parts:
+    body = []
+    for variant in there(rows, METHODS):
+        accuracy, loss = (means(series(rows, variant, key)) for key in ("accuracy", "loss"))
+        body.append([f"`{variant}`" if METHODS[variant][0] else variant, *fixed(accuracy, 2), *fixed(loss, 3)])
+    lengths = [f"{n:,}" for n in lengths_of(rows)]
+    yield table(["", *(f"accuracy at {n}" for n in lengths), *(f"loss of the answer at {n}" for n in lengths)], body)
+    yield about(rows)
+
+
+STAGES = {"window": "at the window", "beyond": "then at 4 times the window"}
+
+
+@section("needles-beyond", "needles-beyond")
+def needles_beyond(rows: list[Row]) -> Parts:
+    """Accuracy and loss after each stage, over the seeds that all variants have; paired differences of the loss."""
+    sizes, variants = [size(n) for n in lengths_of(rows)], there(rows, BEYOND)
+    seeds = of_all([series(rows, v, "window", "loss") for v in variants])
+    for stage, when in STAGES.items():
+        body = [
+            [named(v), *fixed([x for key in ("accuracy", "loss") for x in means(series(rows, v, stage, key), seeds)], 2)]
+            for v in variants
+        ]
+        yield table([f"trained {when}", *(f"accuracy at {n}" for n in sizes), *(f"loss at {n}" for n in sizes)], body)
+    yield f"Seeds {', '.join(map(str, sorted(seeds)))}. {about(rows)}"
+    body = []
+    for stage, when in STAGES.items():
+        for first, second in LISTS["beyond"]:
+            a, b = (series(rows, variant, stage, "loss") for variant in (first, second))
+            if found := gains(a, b):
+                body.append([f"{named(first)} less {named(second)}, {when}", *spans(found, 2), str(len(a.keys() & b.keys()))])
+    yield table(["difference of loss", *(f"at {n}" for n in sizes), "seeds"], body)
+
+
+@section("attention-by-length", "attention-by-length")
+def attention(rows: list[Row]) -> Parts:
+    """Entropy and local attention of trained models by the length so far; by distance in the longest doubling."""
+    one = rows[0]["measured"]
+    first = one["lengths"].index(min(LENGTH.settings.length // 2, one["lengths"][-2]))
+    variants = there(rows, ATTENTION.variants)
+
+    def body(what: Mapping[str, str], start: int) -> list[list[str]]:
+        pairs = [(key, label, v) for key, label in what.items() for v in variants]
+        return [[f"{label}, {labelled_end(v)}", *fixed(means(series(rows, v, key))[start:], 2)] for key, label, v in pairs]
+
+    groups = [f"{a}–{2 * a - 1}" for a in one["lengths"][first:]]
+    yield table(["at length", *groups], body({"entropy": "entropy", "local_mass": "local attention"}, first))
+    ranges = [f"{a}–{b - 1}" if b - a > 1 else str(a) for a, b in one["ranges"]]
+    yield table(["bytes back", *ranges], body({"range_entropy": "entropy within", "range_mass": "attention"}, 0))
+    yield about(rows)
+    for file, link, key, drawn in (
+        ("attention_entropy.png", "Entropy by length", "entropy", {"ylabel": "entropy (nats)"}),
+        (
+            "attention_local.png",
+            "Local attention by length",
+            "local_mass",
+            {"ylabel": "attention on the last 100 bytes", "limits": (0, 1)},
+        ),
+    ):
+        lines = {v: points(one["lengths"], means(series(rows, v, key))) for v in variants}
+        yield Picture(file, link, {"xlabel": "length so far (bytes)", "log_x": True, "lines": lines} | drawn)
+
+
+# InfoScale and CosScale -----------------------------------------------------------------------------------------------
+
+#: The paper's scale, and those that ours learn with.
+MASKED_SHOWN = ("dot_product", "cosscale8", "cosscale16", "cosscale128", f"cosscale128{WARM}")
+
+
+def labelled(variant: str, temperature: str = "none") -> str:
+    return variant.replace(WARM, " after plain training") + ("" if temperature == "none" else f" + {temperature}")
+
+
+def both(rows: list[Row], *path: str) -> list[str]:
+    """Perplexity and accuracy, as the paper writes them; empty if not measured."""
+    loss, right = (means(series(rows, *path, key)) for key in ("perplexity", "accuracy"))
+    return [f"{p:.2f}/{a:.2f}".replace("/0.", "/.") for p, a in zip(loss, right, strict=True)]
+
+
+def published(theirs: Sequence[str], lengths: Sequence[int]) -> list[str]:
+    by_length = dict(zip(paper.MASKED_LENGTHS, theirs, strict=True))
+    return [by_length.get(n, "–") for n in lengths]
+
+
+@section("infoscale-cosscale", "infoscale-cosscale")
+def masked(rows: list[Row]) -> Parts:
+    lengths, body, lines = lengths_of(rows), [], {}
+    for variant in MASKED_SHOWN:
+        for kind in (t or "none" for t in TEMPERATURES):
+            label = labelled(variant, kind)
+            if theirs := paper.MASKED.get((variant, kind)):
+                body.append([f"{label}, paper", *published(theirs, lengths)])
+            if cells := both(rows, variant, kind):
+                body.append([f"{label}, ours", *cells])
+                if kind == "none" or "128" not in variant:  # at c = 128 no temperature shows
+                    lines[label] = points(lengths, means(series(rows, variant, kind, "accuracy")))
+    yield table(["perplexity/accuracy at", *map(size, lengths)], body)
+    yield about(rows)
+    drawn = {"lines": lines, "xlabel": "length", "ylabel": "accuracy on masked bytes", "log_x": True}
+    yield Picture("infoscale_cosscale.png", "Accuracy by length", drawn | {"mark": {"trained": lengths[0]}})
+
+
+@section("encodings", "infoscale-cosscale-encodings")
+def encodings(rows: list[Row]) -> Parts:
+    """Every encoding with neither, InfoScale, CosScale and both, the paper's row below each."""
+    lengths, body = lengths_of(rows), []
+
+    def add(label: str, *path: str, theirs: Sequence[str] = ()) -> None:
+        if cells := both(rows, *path):
+            body.append([label, *cells])
+            body.extend([["paper", *published(theirs, lengths)]] if theirs else [])
+
+    add("RoPE, half of the steps", PLAIN, "rope", "none")
+    scored = {f"{PLAIN}{WARM}": "", f"cosscale128{WARM}": "CosScale"}
+    for encoding in ENCODINGS:
+        for variant, added in scored.items():
+            for kind, temperature in (("none", ""), ("infoscale", "InfoScale")):
+                label = " + ".join(filter(None, (LISTS["encodings"][encoding], added, temperature)))
+                add(label, variant, encoding, kind, theirs=paper.ENCODED.get((encoding, added, temperature), ()))
+    for kind, label in LISTS["scaled"].items():
+        for variant, added in scored.items():
+            add(" + ".join(filter(None, ("RoPE", added, label))), variant, "rope", kind)
+    yield table(["perplexity/accuracy at", *map(size, lengths)], body)
+    yield about(rows)
+
+
+@section("by-distance", "infoscale-cosscale-encodings")
+def by_distance(rows: list[Row]) -> Parts:
+    body = []
+    for variant in dict.fromkeys(r["variant"] for r in rows):
+        share, near = (over_seeds(rows, variant, lambda m, k=key: m["by_distance"][k]) for key in ("share", "near"))
+        body.append(
+            [labelled(variant), f"{share:.3f}", f"{near:.2f}", f"{over_seeds(rows, variant, lambda m: m['entropy']):.2f}"]
+        )
+    yield table(["", "variance of scores by distance", "attention at most 4 bytes away", "entropy (nats)"], body)
+
+
+def scale_of(variant: str) -> str:
+    return labelled(variant).removeprefix("cosscale")
+
+
+@section("scales", "infoscale-cosscale", only=" --only cosscale")
+def scales(rows: list[Row]) -> Parts:
+    found = {v: means(series(rows, v, "none", "accuracy")) for v in there(rows, SCORED)}
+    body = [[scale_of(v), *fixed([*x, sum(x) / len(x)], 3)] for v, x in found.items()]
+    yield table(["c", *(f"accuracy at {size(n)}" for n in lengths_of(rows)), "mean"], body)
+
+
+@section("peaks", "infoscale-cosscale", only=" --only cosscale")
+def peaks(rows: list[Row]) -> Parts:
+    keys = ("expected", "weighted", "plain", "mean", "deviation")
+    body = [
+        [scale_of(v), *fixed([over_seeds(rows, v, lambda m, k=k: m["peak"][k]) for k in keys], 3)] for v in there(rows, SCORED)
+    ]
+    yield table(["c", "η*, Theorem 3.4", "peak, weighted by exp(c cos)", "peak", "mean of cos", "deviation of cos"], body)
+
+
+# algorithms -----------------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "plain": ("plain", "as trained"),
+    "adaptive θ in training": ("adaptive_temperature", "as trained"),
+    "adaptive θ at inference alone": ("plain", "adaptive at inference"),
+}
+
+
+def algorithms(name: str) -> None:
+    """Register: answers right by size, of each task and in the mean."""
+
+    @section(name, name)
+    def shown(rows: list[Row]) -> Parts:
+        sizes, every = rows[0]["measured"]["sizes"], rows[0]["settings"].get("tasks", TASKS)
+        body, lines = [], {}
+        for task in (*every, "mean"):
+            for label, path in KINDS.items():
+                found = [series(rows, *path, t, "exact") for t in (every if task == "mean" else (task,))]
+                if found[0]:
+                    by_size = [sum(column) / len(column) for column in zip(*map(means, found), strict=True)]
+                    body.append([f"{task}, {label}", *percent(by_size)])
+                    lines |= {label: points(sizes, by_size)} if task == "mean" else {}
+        yield table(["answers right (%) at size", *map(str, sizes)], body)
+        yield about(rows)
+        drawn = {"lines": lines, "xlabel": "size", "ylabel": "answers right, mean of the tasks", "limits": (0, 1)}
+        drawn |= {"mark": {"largest trained": max(rows[0]["measured"]["trained"])}}
+        yield Picture(f"{name.replace('-', '_')}.png", "Answers right by size", drawn)
+
+
+algorithms("algorithms")
+algorithms("algorithms-pretrained")
+
+
+# conversion -----------------------------------------------------------------------------------------------------------
+
+
+def named(way: str) -> str:
+    return way if way in ("control", "plain") else f"`{way}`"
+
+
+def ways(name: str, last: int = 0, only: str = "") -> Callable[[Callable[[list[Row]], Mapping[str, str]]], Any]:
+    """Register: loss on prose, passages and strings at every length (the last ones only, if said), over the seeds that all
+    have, of the variants by label that the function gives."""
+
+    def register(variants: Callable[[list[Row]], Mapping[str, str]]) -> Any:
+        @section(name, "conversion", only=only)
+        def shown(rows: list[Row]) -> Parts:
+            found = {label: [series(rows, v, task) for task in COPIES] for label, v in variants(rows).items()}
+            if not (found := {label: values for label, values in found.items() if values[0]}):
+                raise NotRun
+            seeds = of_all([values[0] for values in found.values()])
+            body = [
+                [label, *fixed([x for v in values for x in means(v, seeds)[-last:]], 2)] for label, values in found.items()
+            ]
+            yield table(["", *(f"{task} at {size(n)}" for task in COPIES for n in lengths_of(rows)[-last:])], body)
+            yield f"Seeds {', '.join(map(str, sorted(seeds)))}. {about(rows)}"
+
+        return shown
+
+    return register
+
+
+@ways("conversion-untrained")
+def conversion_untrained(rows: list[Row]) -> Mapping[str, str]:
+    return {"unmodified": BASE} | {named(w): f"{w}-untrained" for w in UNTRAINED}
+
+
+@ways("conversion")
+def conversion(rows: list[Row]) -> Mapping[str, str]:
+    """After the first share of the steps, between what needs no training and what is trained under the method."""
+    variants = {"unmodified": BASE, "`windowed`, untrained": "windowed-untrained"}
+    variants |= {named(way): f"{way}-{SHARES[0]}%" for way in TRAINED}
+    return variants | {f"{named(way)}, from scratch": f"{way}-scratch" for way in SCRATCH if QK not in way}
+
+
+@ways("conversion-otherwise")
+def conversion_otherwise(rows: list[Row]) -> Mapping[str, str]:
+    """The same ways trained by an adapter, under a teacher or with a rising strength, each below the way itself."""
+    variants: dict[str, str] = {}
+    run = {row["variant"] for row in rows}
+    for way in TRAINED:
+        others = [n for n in OTHERWISE if n.rpartition("-")[0] == way and f"{n}-{SHARES[0]}%" in run]
+        labels = {way: named(way)} | {name: f"{named(way)}, {told_apart(name.rpartition('-')[2])}" for name in others}
+        variants |= {label: f"{name}-{SHARES[0]}%" for name, label in labels.items()} if others else {}
+    return variants
+
+
+def told_apart(how: str) -> str:
+    rate = how.removeprefix("lora") if how != "lora" else f"{LORA_RATE:g}"
+    return f"LoRA, rate {float(rate):g}" if how.startswith("lora") else {"strength": "strength rising"}.get(how, how)
+
+
+@ways("conversion-recipes", last=2)
+def conversion_recipes(rows: list[Row]) -> Mapping[str, str]:
+    """LoRA as the recipes have it, at 16 and 64 times the window."""
+    return dict(LISTS["recipes"])
+
+
+@ways("conversion-taus")
+def conversion_taus(rows: list[Row]) -> Mapping[str, str]:
+    """Scale-invariant p-RoPE by τ, uncalibrated and calibrated."""
+    variants = {"p-RoPE alone": f"prope-{SHARES[0]}%"}
+    for way, kind in {"prope+scale_invariant": "uncalibrated", "prope+map": "calibrated"}.items():
+        variants |= {f"{kind}, τ {tau:g}": f"{way}{'' if tau == 10 else f'-tau{tau:g}'}-{SHARES[0]}%" for tau in SWEEP}
+    return variants
+
+
+@ways("conversion-normed", only=" --only '^qk' --seeds 1")
+def conversion_normed(rows: list[Row]) -> Mapping[str, str]:
+    """On a base with QK-norm: untrained, converted and from scratch."""
+    label = {way: named(way.removeprefix(QK)) for way in UNTRAINED_QK | QK_NORMED | SCRATCH}
+    variants = {"unmodified": f"{QK}{BASE}"} | {f"{label[way]}, untrained": f"{way}-untrained" for way in UNTRAINED_QK}
+    variants |= {label[way]: f"{way}-{SHARES[0]}%" for way in QK_NORMED}
+    return variants | {f"{label[way]}, from scratch": f"{way}-scratch" for way in SCRATCH if QK in way}
+
+
+@ways("conversion-steps")
+def conversion_steps(rows: list[Row]) -> Mapping[str, str]:
+    """The ways of which more than one share was run, by share."""
+    run, variants = {row["variant"] for row in rows}, {}
+    for way in TRAINED:
+        shares = {0: BASE if way == "control" else f"{way}-untrained"} | {s: f"{way}-{s}%" for s in sorted(SHARES)}
+        found = {s: variant for s, variant in shares.items() if variant in run}
+        if len(found.keys() - {0}) > 1:
+            variants |= {f"{named(way)}, {s} %": variant for s, variant in found.items()}
+    return variants
+
+
+@section("conversion-orders", "conversion")
+def conversion_orders(rows: list[Row]) -> Parts:
+    """Paired differences at the two greatest lengths."""
+    body = []
+    for first, second in LISTS["orders"]:
+        pairs = [(series(rows, first, task), series(rows, second, task)) for task in COPIES]
+        if gains(*pairs[0]):
+            cells = [cell for a, b in pairs for cell in spans(gains(a, b)[-2:], 2)]
+            body.append([f"`{first}` less `{second}`", *cells, str(len(pairs[0][0].keys() & pairs[0][1].keys()))])
+    yield table(["", *(f"{task} at {size(n)}" for task in COPIES for n in lengths_of(rows)[-2:]), "seeds"], body)

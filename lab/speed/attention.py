@@ -1,0 +1,102 @@
+"""Speed and memory beside torch's own attention, on the CPU: attention alone, and a whole model's step.
+
+The parts that `make bench` runs take about eight minutes; lengths beyond 8k are in parts called "long", which run where
+`--only` names them. Memory is the peak of a fresh process. Writes results/attention-cpu.json (see timing.py) after every
+part; `python -m lab.pages` then rewrites docs/speed.md and its pictures.
+"""
+
+import subprocess
+import sys
+
+import torch
+
+from lab.speed.model_step import model_rows
+from lab.speed.timing import (
+    METHODS,
+    PEER,
+    RESULTS,
+    Parts,
+    Rows,
+    Shape,
+    about_call,
+    arguments,
+    attention_calls,
+    attention_rows,
+    peak_of_this_process,
+    run_parts,
+)
+
+DTYPE = torch.float32
+MAP, EAGER, FLEX = ("scale_invariant", "auto"), ("none", "eager"), ("scale_invariant", "torch flex")
+FAMILY = [
+    (name, "auto") for name in METHODS if name not in ("none", "scale_invariant+adaptive_temperature") and "," not in name
+]
+BANDED = [(name, "auto") for name in METHODS if "window" in name]
+WITHOUT = ("none", "tiled")  # what the tiled kernel costs where no method needs it
+
+
+def shape(length: int, kv_heads: int = 8) -> Shape:
+    return Shape(heads=8, kv_heads=kv_heads, length=length, head_dim=64)
+
+
+def parts() -> Parts:
+    result: Parts = {}
+
+    def add(name: str, length: int, chosen: list[tuple[str, str]], rounds: int, kv_heads: int = 8) -> None:
+        mode = name.removeprefix("long ").split(",")[0]
+        result[f"{name} {length}"] = lambda: attention_rows(shape(length, kv_heads), mode, DTYPE, "cpu", chosen, rounds)
+
+    for length, rounds in ((1024, 15), (2048, 15), (4096, 9)):
+        add("forward", length, [*FAMILY, WITHOUT, EAGER, FLEX], rounds)
+    add("forward", 8192, [*FAMILY, WITHOUT, *BANDED, FLEX], 5)
+    for length, rounds in ((1024, 15), (2048, 9), (4096, 5)):
+        add("forward+backward", length, [*FAMILY, EAGER], rounds)
+    add("forward+backward", 8192, [MAP, ("rerope, window 4096", "auto")], 3)
+    for length in (1024, 4096, 8192, 16384, 65536):
+        add("decode", length, [*FAMILY, ("rerope, window 4096", "auto")], 15 if length < 65536 else 5)
+        add("decode, grouped", length, [MAP, FAMILY[2]], 15 if length < 65536 else 5, kv_heads=2)
+    for name in (PEER, MAP, EAGER):
+        for mode in ("forward", "forward+backward"):
+            for length in (2048, 4096) if name == EAGER else (4096, 8192, 16384):
+                result[f"memory {' '.join(name)} {mode} {length}"] = lambda a=(name, mode, length): memory_row(*a)
+    result["model forward 2048"] = lambda: model_rows("forward", 2048, DTYPE, "cpu", 3)
+    result["model LoRA step 512"] = lambda: model_rows("LoRA step", 512, DTYPE, "cpu", 3)
+    result["model decode 8192"] = lambda: model_rows("decode", 8192, DTYPE, "cpu", 9)
+    add("long forward", 16384, [MAP, *FAMILY[2:3], WITHOUT, *BANDED], 3)
+    add("long forward", 32768, [MAP, *BANDED[:2]], 2)
+    add("long forward", 65536, [MAP, *BANDED[:2]], 1)
+    add("long forward+backward", 16384, [MAP], 2)
+    add("long forward+backward", 32768, [MAP], 1)
+    for mode, length in (("forward", 32768), ("forward", 65536), ("forward+backward", 32768)):
+        for name in (PEER, MAP):
+            result[f"long memory {' '.join(name)} {mode} {length}"] = lambda a=(name, mode, length): memory_row(*a)
+    return result
+
+
+def memory_row(name: tuple[str, str], mode: str, length: int) -> Rows:
+    """Peak MiB beyond the inputs, in a fresh process."""
+    command = [sys.executable, __file__, "--memory", *name, mode, str(length)]
+    mib = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    print(f"{mode:17} {length:6} {name[0]:24} {name[1]:10} {mib:10.1f} MiB", flush=True)
+    return [{"method": name[0], "backend": name[1], **about_call(shape(length), mode, DTYPE, "cpu"), "peak_mib": mib}]
+
+
+def main() -> None:
+    parser = arguments(__doc__, RESULTS / "attention-cpu.json")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--memory", nargs=4, metavar=("METHOD", "BACKEND", "MODE", "LENGTH"), help="one call's peak MiB")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.memory:
+        method, backend, mode, length = args.memory
+        for n in (256, int(length)):  # the first call loads libraries
+            calls = attention_calls(shape(n), mode, DTYPE, "cpu", [(method, backend)])
+            peak = peak_of_this_process(calls[method, backend])
+        print(peak)
+    else:
+        chosen = {n: p for n, p in parts().items() if args.only or not n.startswith("long")}
+        run_parts(chosen, args, "python lab/speed/attention.py")
+
+
+if __name__ == "__main__":
+    main()

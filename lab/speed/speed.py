@@ -1,0 +1,176 @@
+"""The tables of docs/speed.md and its pictures from the result files of `make bench` and `make gpu`."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hf_longattn.evaluation import rows as store
+from hf_longattn.evaluation.report import figures, markdown
+
+ROOT = Path(__file__).parents[2]
+FILES = {"cpu": "attention-cpu.json", "gpu": "attention-gpu.json"}
+HOST = "host-cpu.json"
+Rows = list[dict[str, Any]]
+SDPA, MAP, FLEX = ("none", "torch sdpa"), ("scale_invariant", "auto"), ("scale_invariant", "torch flex")
+TRITON = ("scale_invariant", "triton")
+#: What, where, mode, length, the largest ratio that will do, method, and to which peer.
+TARGETS: list[tuple[str, str, str, int, float, tuple[str, str], tuple[str, str]]] = [
+    ("scale_invariant, CPU", "cpu", "forward", 4096, 1.2, MAP, SDPA),
+    ("scale_invariant, CPU", "cpu", "forward", 8192, 1.4, MAP, SDPA),
+    ("scale_invariant, CPU", "cpu", "forward+backward", 4096, 1.5, MAP, SDPA),
+    ("scale_invariant, CPU", "cpu", "forward+backward", 8192, 1.5, MAP, SDPA),
+    ("scale_invariant, CPU", "cpu", "forward", 4096, 0.8, MAP, FLEX),
+    ("scale_invariant, CPU", "cpu", "forward", 8192, 0.8, MAP, FLEX),
+    ("infoscale, CPU", "cpu", "forward", 4096, 1.03, ("infoscale", "auto"), SDPA),
+    ("infoscale, CPU", "cpu", "forward+backward", 4096, 1.05, ("infoscale", "auto"), SDPA),
+    ("cosscale, CPU", "cpu", "forward", 4096, 1.03, ("cosscale", "auto"), SDPA),
+    ("cosscale, CPU", "cpu", "forward+backward", 4096, 1.05, ("cosscale", "auto"), SDPA),
+    ("scale_invariant, GPU", "gpu", "forward", 16384, 1.15, TRITON, SDPA),
+    ("scale_invariant, GPU", "gpu", "forward+backward", 16384, 1.25, TRITON, SDPA),
+    ("scale_invariant, GPU", "gpu", "forward", 16384, 0.8, TRITON, FLEX),
+    ("scale_invariant, GPU", "gpu", "forward+backward", 16384, 0.8, TRITON, FLEX),
+    ("adaptive_temperature, GPU", "gpu", "forward", 16384, 1.6, ("adaptive_temperature", "triton"), SDPA),
+    ("adaptive_temperature, GPU", "gpu", "forward+backward", 16384, 1.8, ("adaptive_temperature", "triton"), SDPA),
+    ("scale_invariant, GPU", "gpu", "decode", 65536, 1.1, TRITON, SDPA),
+]
+
+
+def load_all() -> Rows:
+    """The rows of both files, each with "where"."""
+    result: Rows = []
+    for where, name in FILES.items():
+        rows = store.Rows(ROOT / "lab" / "results" / name)
+        result += [r | {"where": where} for r in rows if not r["part"].startswith(("exactness", "tiles"))]
+    return result
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """Method, and the backend where it is not the one that users get."""
+    method = "" if row["method"] == "none" else f"`{row['method'].split(',')[0]}`{row['method'].partition(',')[2]}"
+    return ", ".join(x for x in (method, "" if row["backend"] == "auto" else row["backend"]) if x)
+
+
+def chosen(rows: Rows, where: str, mode: str, has: str, grouped: bool = False) -> Rows:
+    rows = [r for r in rows if r["where"] == where and r["mode"] == mode and r.get(has) is not None]
+    return [r for r in rows if mode not in MODES or (r["heads"] != r["kv_heads"]) == grouped]
+
+
+MODES = ("forward", "forward+backward", "decode")
+
+
+def by_length(rows: Rows, cell: Callable[[dict[str, Any]], str], extra: Callable[[Rows], str] | None = None) -> str:
+    """A line for each method and backend, a column for each length."""
+    lengths = sorted({r["length"] for r in rows})
+    head, lines = ["", *(f"{n:,}" for n in lengths), *(["exponent"] if extra else [])], []
+    for key in dict.fromkeys((r["method"], r["backend"]) for r in rows):
+        own = [r for r in rows if (r["method"], r["backend"]) == key]
+        cells = {r["length"]: cell(r) for r in own}
+        lines.append([name_of(own[0]), *(cells.get(n, "–") for n in lengths), *([extra(own)] if extra else [])])
+    return markdown.table(head, lines)
+
+
+def ratio(row: dict[str, Any]) -> str:
+    if row["ratio_p20"] == row["ratio_p80"]:
+        return f"{row['ratio']:.2f}"
+    return f"{row['ratio']:.2f} ({row['ratio_p20']:.2f}–{row['ratio_p80']:.2f})"
+
+
+def exponent(rows: Rows) -> float:
+    """The slope of log memory against log length, by least squares."""
+    points = [(math.log(r["length"]), math.log(r["peak_mib"])) for r in rows]
+    x, y = (sum(p[i] for p in points) / len(points) for i in (0, 1))
+    return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
+
+
+def targets(rows: Rows, where: str) -> str:
+    lines = []
+    for what, here, mode, length, most, key, peer in TARGETS:
+        if here != where:
+            continue
+        result = {(r["method"], r["backend"]): r for r in chosen(rows, where, mode, "ratio") if r["length"] == length}
+        shown = "not measured"
+        if key in result and peer in result:
+            value = result[key]["ratio"] / result[peer]["ratio"]
+            shown = f"{value:.2f}" if value < most + 0.005 else f"**{value:.2f}**"
+        against = "sdpa" if peer == SDPA else "compiled FlexAttention"
+        lines.append([what, mode, f"{length:,}", against, f"≤ {most:g}", shown])
+    return markdown.table(["what", "mode", "length", "against", "target", "measured"], lines)
+
+
+def table(rows: Rows, words: list[str]) -> str:
+    """`WHERE targets`, `WHERE MODE ...` (ratios), `WHERE memory MODE ...`, `WHERE seconds MODE ...`; "grouped" may follow."""
+    where, *rest = words
+    if rest == ["targets"]:
+        return targets(rows, where)
+    grouped = rest[-1] == "grouped"
+    mode = " ".join(w for w in rest if w not in ("memory", "seconds", "grouped"))
+    has = "peak_mib" if "memory" in rest else "ratio"
+    rows = chosen(rows, where, mode, has, grouped)
+    if not rows:
+        return "Not measured yet."
+    if has == "peak_mib":
+        return by_length(rows, lambda r: f"{r['peak_mib']:,.0f}", lambda own: f"{exponent(own):.2f}" if len(own) > 2 else "–")
+    if "seconds" in rest:
+        return by_length(rows, lambda r: f"{1000 * r['seconds']:.3g} ms, {ratio(r)}")
+    return by_length([r for r in rows if (r["method"], r["backend"]) != SDPA], ratio)
+
+
+def host() -> str:
+    """Microseconds of a layer over sdpa's by method, where it changes nothing and where it acts."""
+    rows = list(store.Rows(ROOT / "lab" / "results" / HOST))
+    by_mode = {mode: {r["method"]: r["host_us"] for r in rows if r["mode"] == mode} for mode in ("within", "acting")}
+    lines = [
+        [f"`{name}`", *(f"{by_mode[mode][name]:.0f}" if name in by_mode[mode] else "–" for mode in by_mode)]
+        for name in dict.fromkeys(r["method"] for r in rows)
+    ]
+    layer = max(r["layer_us"] for r in rows)
+    return markdown.table(["", "changes nothing", "acts"], [*lines, ["a layer under sdpa", f"{layer:.0f}", f"{layer:.0f}"]])
+
+
+def contents() -> markdown.Contents:
+    """What stands below `<!-- speed: WHERE WHAT ... -->` (see `table`)."""
+    rows = load_all()
+    return {"speed": lambda what: host() if what == "host" else table(rows, what.split())}
+
+
+def picture(rows: Rows, where: str) -> bytes:
+    """Ratio to sdpa against length, for each mode, and memory against length."""
+    figure, panels = figures.pyplot().subplots(2, 2, figsize=(11, 8), constrained_layout=True)
+    names = list(dict.fromkeys((r["method"], r["backend"]) for r in rows if r["where"] == where and r["mode"] in MODES))
+    for panel, mode, what in zip(panels.flat, (*MODES, "forward"), ("ratio",) * 3 + ("peak_mib",), strict=True):
+        here = chosen(rows, where, mode, what)
+        for number, name in enumerate(names):
+            own = sorted((r for r in here if (r["method"], r["backend"]) == name), key=lambda r: r["length"])
+            if own:
+                style: dict[str, Any] = {
+                    "color": figures.COLOURS[number % 8],
+                    "marker": figures.MARKERS[number // 8],
+                    "label": ", ".join(name),
+                }
+                panel.plot([r["length"] for r in own], [r[what] for r in own], linewidth=1.5, markersize=5, **style)
+                if what == "ratio":
+                    panel.fill_between(
+                        [r["length"] for r in own],
+                        *([r[f"ratio_{p}"] for r in own] for p in ("p20", "p80")),
+                        color=style["color"],
+                        alpha=0.15,
+                        linewidth=0,
+                    )
+        panel.set_xscale("log", base=2)
+        panel.set(xlabel="length (tokens)", title=mode, ylabel="time, as a ratio to sdpa")
+        if what == "peak_mib":
+            panel.set_yscale("log", base=2)
+            panel.set(title="memory, forward", ylabel="MiB beyond the inputs")
+        else:
+            panel.set_ylim(bottom=0)
+    labels: dict[str, Any] = {}
+    for panel in panels.flat:
+        labels |= dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=3, fontsize=9)
+    return figures.png(figure)
+
+
+def pictures() -> dict[str, bytes]:
+    rows = load_all()
+    return {f"speed-{where}.png": picture(rows, where) for where in FILES if any(r["where"] == where for r in rows)}
