@@ -84,7 +84,7 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
     head = ["| checkpoint | trained length | `extend` to 2 × | to 8 × |", "|---|---|---|---|"]
     about = {r["name"]: r["name"] + f" ({r['note']})" * bool(r["note"]) for r in rows}
     table = [f"| {about[r['name']]} | {r['trained']} | {' | '.join(r['extend'])} |" for r in rows if not r["refused"]]
-    refused = [f"- **{about[r['name']]}**, {r['trained']}; {r['extend'][0]}" for r in rows if r["refused"]]
+    refused = [f"| {about[r['name']]} | {r['trained']} | {r['extend'][0]} |" for r in rows if r["refused"]]
     return [
         "## Published checkpoints",
         "",
@@ -98,11 +98,15 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
         "",
         "Refused by `extend` (for other methods see the lists by model type below):",
         "",
+        "| checkpoint | trained length | reason |",
+        "|---|---|---|",
         *refused,
         "",
         "Sources of the settings:",
         "",
-        *(f"- {source}: {', '.join(names)}" for source, names in sorted(sources.items())),
+        "| source | checkpoints |",
+        "|---|---|",
+        *(f"| {source} | {', '.join(names)} |" for source, names in sorted(sources.items())),
         "",
     ]
 

@@ -359,13 +359,14 @@ def page(results: dict[str, Any]) -> str:
 
 
 def _by_reason(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """One item for every reason, with the model types that it holds for."""
+    """A table: one row for every reason, with the model types that it holds for."""
     found: dict[str, list[str]] = {}
     for name, reason in pairs:
         reason = re.sub(r"\b(model|transformer|gpt_neox)\.\S+", "a layer", reason)
         reason = re.sub(r"^\S+ (cannot go into) (the layers .* of )?\w+: ", r"\1 it: ", reason)
         found.setdefault(reason, []).append(name)
-    return [f"- {', '.join(names)}: *{reason}*" for reason, names in found.items()]
+    rows = (f"| {', '.join(names)} | {reason} |" for reason, names in found.items())
+    return ["| model types | reason |", "|---|---|", *rows]
 
 
 def main() -> int:

@@ -161,13 +161,13 @@ def page(results: dict[str, Any]) -> str:
         lost = Counter(d["name"] for d in results["differences"] if d["family"] == family)
         cells = ["" if [family, n] in results["not_run"] else str(sdpa["passed"] - lost[n]) for n in results["names"]]
         lines.append(f"| {family} | {sdpa['passed']} | {sdpa['skipped']} | {sdpa['failed']} | {' | '.join(cells)} |")
-    lines += ["", "Differences, and their reasons:", ""]
+    lines += ["", "Differences:", "", "| test | reason | where |", "|---|---|---|"]
     where: dict[tuple[str, str], dict[str, list[str]]] = {}
     for d in results["differences"]:
         reason = d["reason"] or f"**not explained**: {d['message']}"
         where.setdefault((d["test"], reason), {}).setdefault(d["name"], []).append(d["family"])
     for (test, reason), names in where.items():
-        lines.append(f"- `{test}`: {reason} ({'; '.join(n + ': ' + ', '.join(f) for n, f in names.items())})")
+        lines.append(f"| `{test}` | {reason} | {'; '.join(n + ': ' + ', '.join(f) for n, f in names.items())} |")
     return "\n".join([*lines, ""])
 
 
