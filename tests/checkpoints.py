@@ -84,26 +84,29 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
     head = ["| checkpoint | trained length | `extend` to 2 × | to 8 × |", "|---|---|---|---|"]
     about = {r["name"]: r["name"] + f" ({r['note']})" * bool(r["note"]) for r in rows}
     table = [f"| {about[r['name']]} | {r['trained']} | {' | '.join(r['extend'])} |" for r in rows if not r["refused"]]
-    refused = [f"- **{about[r['name']]}**, {r['trained']}; {r['extend'][0]}" for r in rows if r["refused"]]
+    refused = [f"| {about[r['name']]} | {r['trained']} | {r['extend'][0]} |" for r in rows if r["refused"]]
     return [
         "## Published checkpoints",
         "",
-        f"{len(rows)} by name: the lengths, windows and rotary settings of their configs in tiny random models, under "
-        "[`extend`](how-to/extend.md). `hf-longattn doctor MODEL` prints the same lines for any config. They say what is "
-        "taken and what changes, not what it buys, which was [measured](lab/longer.md) on few models. Layers that slide or do "
-        "not rotate are counted among all of the config, or among 4 where what is quoted does not tell their number. "
-        "`make coverage-models` writes this part as well, `python tests/checkpoints.py` it alone.",
+        f"What [`extend`](how-to/extend.md) does to {len(rows)} checkpoints, found on tiny random models with the lengths, "
+        "windows and rotary settings of their configs. `hf-longattn doctor MODEL` prints the same for any config. The gain "
+        "was [measured](lab/longer.md) on few models. Layers are counted among all of the config, or among 4 where its source "
+        "does not give their number. `python tests/checkpoints.py` rewrites this part alone.",
         "",
         *head,
         *table,
         "",
-        "Refused by `extend`; what other methods do there, the lists below say by model type:",
+        "Refused by `extend` (for other methods see the lists by model type below):",
         "",
+        "| checkpoint | trained length | reason |",
+        "|---|---|---|",
         *refused,
         "",
-        "Where the settings are from:",
+        "Sources of the settings:",
         "",
-        *(f"- {source}: {', '.join(names)}" for source, names in sorted(sources.items())),
+        "| source | checkpoints |",
+        "|---|---|",
+        *(f"| {source} | {', '.join(names)} |" for source, names in sorted(sources.items())),
         "",
     ]
 

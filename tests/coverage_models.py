@@ -4,10 +4,10 @@
     python tests/coverage_models.py --shard 1/2        every second one; the rows of the others stay as they are
     python tests/coverage_models.py --only llama mpt   prints those rows; the others stay as they are
 
-A model is exact if a method of strength 0 gives its own logits in every way to feed it, if a method gives the same logits
-with a cache, in chunks and behind padding (where the model itself does), if a remapped RoPE does both as well, if loading
-with the method equals applying it, and if removing it gives the old logits back. It is refused if `apply` says why it can't.
-Anything else fails the run (exit status 1), but for models that could not be built, whose own error is recorded.
+A model is exact if a method of strength 0 gives its own logits however it is fed, if a method gives the same logits with a
+cache, in chunks and behind padding (where the model itself does), if the same holds under a remap, if loading with the method
+equals applying it, and if removing it restores the logits. It is refused if `apply` raises with a reason. Anything else fails
+the run (exit status 1), except models that could not be built, whose own error is recorded.
 """
 
 from __future__ import annotations
@@ -303,15 +303,11 @@ def _too_slow(*_: Any) -> None:
 NOTES = """\
 ### Sinks, biases and packed documents of a model's own
 
-- Learned sinks (`s_aux`: gpt-oss, granite_swa, granitemoe_swa, flint, mimo_v2_flash) stay a term of the denominator under
-  every method, with gradients in linear memory;
-  [attention_sink](reference/methods/attention_sink.md) adds another term, exactly.
-- A `position_bias` (inkling, inkling2) is refused. It is no table by distance but a tensor of heads x queries x keys that
-  every call makes from its own hidden states, under a temperature of the model's own: no kernel here holds one, forward
-  or backward, and whether a method's temperature scales it is not defined. T5's belongs to encoders and their decoders.
-- Packed documents need a mask that tells them apart, and transformers makes none in models that build their masks without
-  position_ids (gpt-oss, afmoe, granitemoehybrid, opt, Bart and its like): there documents see each other, also under
-  eager attention (logits of a tiny gpt-oss are off by 3). Under a method such a batch raises; give each document a row.
+- Learned sinks (`s_aux`: gpt-oss, granite_swa, granitemoe_swa, flint, mimo_v2_flash) remain under every method;
+  [attention_sink](reference/methods/attention_sink.md) adds another term.
+- A `position_bias` (inkling, inkling2) is refused: it is a tensor of heads x queries x keys that no kernel here supports.
+- Packed documents are refused in models that build their masks without position_ids (gpt-oss, afmoe, granitemoehybrid, opt,
+  Bart and its like): in transformers itself documents see each other there. Give each document a row.
 """.splitlines()
 
 
@@ -342,11 +338,10 @@ def page(results: dict[str, Any]) -> str:
     lines += [
         "### Exact",
         "",
-        '*Changed* counts attention layers of the tiny model, all of them under `layers="all"` where sliding windows would be '
-        "left alone otherwise. *Remaps* are rerope and its like; nothing is there to remap where all layers that rotate have "
-        "windows: a remap is taken with a warning, and the model runs as it did. *Differs by itself* names what changes the "
-        "model's logits "
-        "without us, so that only strength 0 could be compared there, or refused.",
+        '*Changed* counts attention layers of the tiny model, under `layers="all"` where it has sliding windows. *Remaps* are '
+        "rerope and similar methods; where only sliding layers rotate there is nothing to remap, and a remap warns and "
+        "changes nothing. *Differs by itself* names what changes the model's logits without us; only strength 0 was compared "
+        "there.",
         "",
         "| model type | changed | left alone | remaps | differs by itself |",
         "|---|---|---|---|---|",
@@ -364,13 +359,14 @@ def page(results: dict[str, Any]) -> str:
 
 
 def _by_reason(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """One item for every reason, with the model types that it holds for."""
+    """A table: one row for every reason, with the model types that it holds for."""
     found: dict[str, list[str]] = {}
     for name, reason in pairs:
         reason = re.sub(r"\b(model|transformer|gpt_neox)\.\S+", "a layer", reason)
         reason = re.sub(r"^\S+ (cannot go into) (the layers .* of )?\w+: ", r"\1 it: ", reason)
         found.setdefault(reason, []).append(name)
-    return [f"- {', '.join(names)}: *{reason}*" for reason, names in found.items()]
+    rows = (f"| {', '.join(names)} | {reason} |" for reason, names in found.items())
+    return ["| model types | reason |", "|---|---|", *rows]
 
 
 def main() -> int:

@@ -635,7 +635,7 @@ def test_auto_is_a_precision_that_the_cpu_multiplies_fast(
     arguments = [str(half), "--text", str(folder / "a.txt"), "--out"]
     result = CliRunner().invoke(app, ["eval", *arguments, str(out), "--lengths", "128", "--targets", "64"])
     assert result.exit_code == 0, result.output
-    assert ("Read in float32: this CPU multiplies" in result.output) is not fast
+    assert ("Read in float32: this CPU is slow" in result.output) is not fast
     (row,) = (json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines())
     assert row["dtype"] == json.loads((out / "report.json").read_text())["facts"]["Precision"] == read
     monkeypatch.setattr(cpu, "cpu_multiplies_bfloat16", lambda: not fast)

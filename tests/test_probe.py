@@ -94,7 +94,7 @@ def test_the_command_probes_every_setting_and_keeps_its_rows(folder: Path, tmp_p
     out = tmp_path / "out"
     result = run(folder, "--method", "rerope:window=600,@yarn:2", "--distances", "1280,3000,4k", "--out", str(out))
     assert result.exit_code == 0, (result.output, result.exception)
-    assert "knows nothing of dilution" in " ".join(result.output.split())
+    assert "does not measure dilution" in " ".join(result.output.split())
     data = json.loads((out / "probe.json").read_text())
     rows = {(r["setting"], r["distance"]): r for r in data["rows"]}
     assert set(rows) == {(s, d) for s in ("unmodified", "rerope:window=600", "@yarn:2") for d in (1280, 3000, 4096)}

@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 console = Console()
 
 Dtype = Annotated[
-    str, typer.Option(help="Precision to load the model in; auto: its own, float32 where the CPU multiplies that slowly.")
+    str, typer.Option(help="Precision to load the model in; auto: its own, or float32 if the CPU is slow in that.")
 ]
 Ropes = Annotated[
     list[str] | None,
-    typer.Option(help="Position encodings to cross every method without an @ with: plain,yarn:2,ntk:2."),
+    typer.Option(help="Position encodings to combine with every method that has no @: plain,yarn:2,ntk:2."),
 ]
 Adapters = Annotated[
     list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter, with the attention that it records.")
 ]
 TrainLength = Annotated[
-    str | None, typer.Option("--train-length", help="The length that MODEL was trained at; default what its config tells.")
+    str | None, typer.Option("--train-length", help="The length that MODEL was trained at; by default read from its config.")
 ]
 SettingsFile = Annotated[Path | None, typer.Option(help="More settings, in YAML: adapters, other checkpoints, lists.")]
-Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...; auto: a GPU where there is one.")]
+Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...; auto: a GPU if there is one.")]
 
 
 @contextmanager
@@ -63,7 +63,7 @@ class Commands(TyperGroup):
             if not disk_full(error):
                 raise
             console.print(
-                f"The disk is full: {error}. What was finished before is kept: make room, and the same command goes on.",
+                f"The disk is full: {error}. What was finished before is kept: make room, and the same command continues.",
                 markup=False,
                 highlight=False,
                 soft_wrap=True,
@@ -101,7 +101,7 @@ def precision(model: str, dtype: str, device: str) -> str:
     with refusing("--dtype"):
         chosen = precision_of(model, dtype, device)
     if chosen != dtype:
-        console.print(f"Read in {chosen}: this CPU multiplies the checkpoint's own precision slowly. --dtype takes another.")
+        console.print(f"Read in {chosen}: this CPU is slow in the checkpoint's own precision. --dtype overrides this.")
     return chosen
 
 

@@ -17,11 +17,11 @@ def doctor(
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
-    """Look for what would silently not work: with MODEL, and with what is installed here.
+    """Look for settings of MODEL, and of what is installed here, that would silently have no effect.
 
-    Versions; rotary settings that transformers ignores or loses, and whether the model rotates as its config asks; a method
-    that is recorded and does not run; kernels that are missing; engines that would drop the method; and the loss of one
-    passage at growing positions. Exit status 1 if there is a problem, 2 if MODEL cannot be read.
+    It checks versions; rotary settings that transformers ignores, and whether the model rotates as its config asks; a
+    recorded method that does not run; missing kernels; engines that would drop the method; and the loss of one passage at
+    growing positions. Exit status 1 if there is a problem, 2 if MODEL cannot be read.
     """
     from transformers.utils import logging
 

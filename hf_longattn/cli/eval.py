@@ -40,7 +40,7 @@ def evaluate(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A model on the Hub or a directory.")],
     text: Annotated[list[str], typer.Option(help="Texts, plain UTF-8; several with commas or by repeating the option.")],
-    out: Annotated[Path, typer.Option(help="A folder for the report; an interrupted run goes on where it stopped.")],
+    out: Annotated[Path, typer.Option(help="A folder for the report; an interrupted run continues where it stopped.")],
     method: Annotated[
         list[str] | None,
         typer.Option(
@@ -71,7 +71,7 @@ def evaluate(
     ] = 0.85,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    seed: Annotated[int, typer.Option(help="Of the tasks' texts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the tasks' texts.")] = 0,
     shortest_first: Annotated[
         bool, typer.Option("--shortest-first", help="All settings at the shortest length first; loads models more often.")
     ] = False,
@@ -82,17 +82,17 @@ def evaluate(
         str | None,
         typer.Option(
             help="METHOD, as streaming:window=4096: the text before the targets is read under it, once for all settings that "
-            "differ in positions or length temperatures alone. Much cheaper; what these do to that text is left out."
+            "differ only in positions or length temperatures. Much cheaper; ignores their effect on that text."
         ),
     ] = None,
     title: Annotated[str | None, typer.Option(help="The page's title.")] = None,
 ) -> None:
-    """Measure MODEL unmodified and under methods, and write a page that shows what each does.
+    """Measure MODEL unmodified and under methods, and write a page that shows what each costs and gains.
 
-    Loss by length (the same tokens, with ever longer context), by position, within the trained length (what a method costs),
-    and tasks. Everything that can be wrong is refused before weights are read. Rows are kept as they are done: the same
-    command goes on after an interruption, and more settings, tasks and texts can join a folder later. Several processes or
-    GPUs take turns: torchrun --nproc-per-node 8 -m hf_longattn.cli eval ...
+    It measures loss by length (the same tokens, with more and more context) and by position, and tasks. Mistakes in the
+    command are refused before weights are read. After an interruption the same command continues, and more settings, tasks
+    and texts can be added to a folder later. Several processes or GPUs:
+    torchrun --nproc-per-node 8 -m hf_longattn.cli eval ...
     """
 
     from ..checks import check_model, check_output, device_of, read_text

@@ -28,14 +28,14 @@ def extend(
     text: Annotated[Path, typer.Option(help="A text of at least that many tokens, of the kind you care about.")],
     out: Annotated[
         Path | None,
-        typer.Option(help="Where to save the best model, rows and plot; an interrupted run goes on where it stopped."),
+        typer.Option(help="Where to save the best model, rows and plot; an interrupted run continues where it stopped."),
     ] = None,
     purpose: Annotated[
         str, typer.Option("--for", help="What to minimise: loss on prose (reading), on far copies (retrieval), or both.")
     ] = "both",
     tolerance: Annotated[
         float,
-        typer.Option(help="Highest loss to accept within the trained length, in nats a token; 0.02 is 2 % of perplexity."),
+        typer.Option(help="Acceptable cost within the trained length, in nats per token; 0.02 is 2 % of perplexity."),
     ] = 0.02,
     train_length: TrainLength = None,
     dtype: Dtype = "auto",
@@ -43,9 +43,9 @@ def extend(
 ) -> None:
     """Make MODEL longer without training: probe a list of methods, read your text with the best of them, keep the best.
 
-    Candidates are probed at far positions of short passages, in seconds. The best kinds then read the text in one forward
-    pass each, into which passages are copied from far back: prose loss within and beyond the trained length leaves them out,
-    copy loss is theirs alone. Exit status 1 if nothing stays within the tolerance.
+    Candidates are first probed at far positions, in seconds. The best kinds then read the text in one forward pass each, with
+    some passages repeated from far back; loss is reported on prose, within and beyond the trained length, and on these
+    copies. Exit status 1 if nothing stays within the tolerance.
     """
     from transformers.utils import logging
 

@@ -55,9 +55,9 @@ def inspect(
 ) -> None:
     """Look into MODEL's attention on your text: entropy, attention by distance, logits, outputs, per layer and head.
 
-    One forward pass per setting over the first --length tokens; nothing of size length x length is held. With --method the
-    unmodified model comes first, to compare with. --out gets inspect.json (every number by layer, head and length),
-    figures/*.png and index.html, a page that needs nothing else.
+    One forward pass per setting over the first --length tokens; memory grows linearly with it. With --method the
+    unmodified model is measured too, for comparison. --out gets inspect.json (every number by layer, head and length),
+    figures/*.png and index.html, a self-contained page.
     """
     import torch
     import transformers

@@ -11,12 +11,12 @@ from .common import refusing
 
 
 def lm_eval(context: typer.Context) -> None:
-    """Run lm-evaluation-harness on a model under a method; everything behind -- goes to the harness.
+    """Run lm-evaluation-harness on a model under a method; everything after -- goes to the harness.
 
     hf-longattn lm-eval -- --model_args pretrained=MODEL,setting=infoscale@ntk:2,max_length=16384 --tasks niah_single_1
 
-    `setting` is as in `hf-longattn eval --method`, or a name in a YAML file given as `settings`. The harness cuts texts at the
-    config's maximum length unless `max_length` says otherwise. Its tasks come from the Hub, or from `--include_path`.
+    `setting` is as in `hf-longattn eval --method`, or a name in a YAML file given as `settings`. The harness truncates texts
+    at the config's maximum length unless `max_length` says otherwise. Its tasks come from the Hub, or from `--include_path`.
     """
     from ..evaluation import harness
 

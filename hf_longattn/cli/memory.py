@@ -18,10 +18,10 @@ def memory(
     batch: Annotated[int, typer.Option(help="Texts at a time.", min=1)] = 1,
     dtype: Annotated[str, typer.Option(help="Precision of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
 ) -> None:
-    """Print the memory that MODEL takes to generate behind a text of --to tokens: weights, KV cache, activations.
+    """Print the memory that MODEL needs to generate after a text of --to tokens: weights, KV cache, activations.
 
-    Weights and cache are counted on a model without storage, so sliding windows and shared or compressed keys are what they
-    are. Activations are an estimate for reading the text in one pass; generate(prefill_chunk_size=1024) divides them.
+    Weights and cache are exact, with sliding windows and shared or compressed keys as the config has them. Activations are
+    an estimate for reading the text in one pass; generate(prefill_chunk_size=1024) reduces them.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 RESULT = "probe.json"
 SAYS_NOT = (
-    "A probe reads 1,408 tokens whose positions jump. It knows nothing of dilution, the many more keys that a long text has "
-    "between the two: `hf-longattn eval` and `extend` read whole texts."
+    "A probe reads 1,408 tokens whose positions jump. It does not measure dilution by the many keys that a long text has "
+    "in between: `hf-longattn eval` and `extend` read whole texts."
 )
 
 
@@ -57,17 +57,17 @@ def probe(
     ] = None,
     passages: Annotated[int, typer.Option(help="Passages to take from each text.")] = 4,
     out: Annotated[
-        Path | None, typer.Option(help="A folder for rows and curves; an interrupted run goes on where it stopped.")
+        Path | None, typer.Option(help="A folder for rows and curves; an interrupted run continues where it stopped.")
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    seed: Annotated[int, typer.Option(help="Of the passages' places.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the passages' places.")] = 0,
 ) -> None:
     """Probe how far back MODEL reads, unmodified and under methods, without reading long texts.
 
-    A passage is read, then, so many positions farther on, other text and a repetition of the passage. The loss on that text
-    tells whether the model still reads there, the loss on the copy whether it still finds what lies so far back. Intervals
-    are over passages. Dilution is not part of it: a long text has many more keys in between.
+    The model reads a passage, then, after a jump in positions, other text and the passage again. The loss on the other text
+    shows whether the model works at that position, the loss on the copy whether it retrieves from that distance. Intervals
+    are over passages. In a long text many keys in between compete for attention; a probe does not measure that.
     """
     import torch
     from transformers.utils import logging

@@ -15,7 +15,7 @@ def push(
         Path, typer.Argument(metavar="DIR", help="A model or an adapter, as saved.", exists=True, file_okay=False)
     ],
     repo_id: Annotated[str, typer.Argument(help='The repository, "user/name".')],
-    base_model: Annotated[str | None, typer.Option(help="The Hub's name of the model that this was made from.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="The Hub name of the model that this was made from.")] = None,
     training_length: Annotated[list[str] | None, typer.Option(help="A length it was trained on; 32k is 32,768.")] = None,
     metrics: Annotated[Path | None, typer.Option(help='JSON: {"loss": {"4096": 2.9, ...}, ...}, by length.')] = None,
     evaluated_on: Annotated[str | None, typer.Option(help="The text that the metrics were measured on.")] = None,
@@ -23,10 +23,10 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Add a commit to a repository that exists without asking.")] = False,
 ) -> None:
-    """Upload DIR to the Hub as REPO_ID, with a card written from what the folder says and from these options.
+    """Upload DIR to the Hub as REPO_ID, with a model card written from the folder and these options.
 
     Safetensors and text are uploaded; optimizer states, checkpoints and logs are not. A README.md of your own is kept.
-    Log in first, with `hf auth login` or HF_TOKEN. Exit status 1 if a question is answered with no.
+    Log in first, with `hf auth login` or HF_TOKEN. Exit status 1 if you answer no to a question.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError

@@ -18,10 +18,9 @@ def run(context: typer.Context) -> None:
 
     hf-longattn run -- trl sft --model_name_or_path MODEL ...
 
-    It takes the place of this process. Tools that never import hf_longattn (trl, lm_eval, transformers serve, accelerate
-    launch, torchrun) load and train checkpoints under their method then. It costs a few milliseconds for each process: a
-    folder in PYTHONPATH whose sitecustomize.py imports the package, which waits until transformers is imported. `python -I`
-    and `python -E` ignore it.
+    Tools that never import hf_longattn (trl, lm_eval, transformers serve, accelerate launch, torchrun) can then load and train
+    checkpoints that record a method. The command replaces this process, with a folder in PYTHONPATH whose sitecustomize.py
+    imports the package; that costs a few milliseconds per process. `python -I` and `python -E` ignore it.
     """
     command = [*context.args]
     command = command[1:] if command[:1] == ["--"] else command

@@ -21,10 +21,12 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe; dots for nested keys.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would happen, and stop.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the output directory.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, and stop.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the last checkpoint in the output directory.")
+    ] = False,
 ) -> None:
-    """Train by RECIPE: its settings are the file's, with your overrides.
+    """Train by RECIPE, a YAML file of settings, with your overrides.
 
     For example: hf-longattn train continue_lora model=HuggingFaceTB/SmolLM2-135M data=book.txt output=runs/book
 

@@ -146,10 +146,10 @@ def compare(family: str, name: str, ours: Outcomes, sdpa: Outcomes, inherent: li
 def page(results: dict[str, Any]) -> str:
     """docs/conformance.md from the content of docs/conformance.json."""
     lines = [
-        "# transformers' own tests under our names",
+        "# Transformers' own tests under our methods",
         "",
-        "transformers' model and training tests, from the release's source distribution, and generation tests of ours where "
-        "the distribution has none, each run under sdpa and with one of our names as the default. Cells count tests.",
+        "Transformers' model and training tests, from the release's source distribution, and generation tests of ours where "
+        "the distribution has none, run under sdpa and with one of our methods as the default attention. Cells count tests.",
         "",
         f"`make conformance` wrote this page from [conformance.json](conformance.json): {results['versions']}, "
         f"{results['date']}, {results['minutes']} minutes.",
@@ -161,13 +161,13 @@ def page(results: dict[str, Any]) -> str:
         lost = Counter(d["name"] for d in results["differences"] if d["family"] == family)
         cells = ["" if [family, n] in results["not_run"] else str(sdpa["passed"] - lost[n]) for n in results["names"]]
         lines.append(f"| {family} | {sdpa['passed']} | {sdpa['skipped']} | {sdpa['failed']} | {' | '.join(cells)} |")
-    lines += ["", "What differs, and why it must:", ""]
+    lines += ["", "Differences:", "", "| test | reason | where |", "|---|---|---|"]
     where: dict[tuple[str, str], dict[str, list[str]]] = {}
     for d in results["differences"]:
         reason = d["reason"] or f"**not explained**: {d['message']}"
         where.setdefault((d["test"], reason), {}).setdefault(d["name"], []).append(d["family"])
     for (test, reason), names in where.items():
-        lines.append(f"- `{test}`: {reason} ({'; '.join(n + ': ' + ', '.join(f) for n, f in names.items())})")
+        lines.append(f"| `{test}` | {reason} | {'; '.join(n + ': ' + ', '.join(f) for n, f in names.items())} |")
     return "\n".join([*lines, ""])
 
 
