@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, logging
 
 import hf_longattn
+from hf_longattn.integration.engines import paged
 from lab.speed.model_step import SHAPE
 from lab.speed.timing import RESULTS, Call, Calls, Parts, Rows, arguments, compare, run_parts
-from hf_longattn.integration.engines import paged
 
 logging.disable_progress_bar()
 TRAINED = SHAPE["max_position_embeddings"]
