@@ -22,11 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_longattn
 from hf_longattn import reference_attention
+from hf_longattn.attention import attend as attend_module
 from hf_longattn.attention.attend import attend, merge_entropies
 from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Rows
-from hf_longattn.attention.kernels import flex, intervals, operators, precision, tiled, tiles
-from hf_longattn.attention.kernels.spec import KernelCall, LogitSpec
+from hf_longattn.attention.kernels import flex, intervals, operators, precision, spec, tiled, tiles
+from hf_longattn.attention.kernels.spec import KernelCall, LogitSpec, Result
+from hf_longattn.attention.lowering import KVSegment, LoweredAttention
 from hf_longattn.attention.rotary import Rotation
 from hf_longattn.attention.tables import SHARED, TableCache
 
@@ -806,6 +808,33 @@ def test_tables_belong_to_whom_the_call_names(case: str) -> None:
     assert torch.equal(attend(dataclasses.replace(call, tables=TableCache(0))), first)
     del cache, rows, call  # what a forward pass prepares goes with its rows
     assert all(t() is None for t in kept)
+
+
+def test_a_kernel_is_a_file_and_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked in its turn, picked where it can, refused by name with its reason, and handed the lowered call."""
+    seen: list[tuple[bool, bool]] = []
+
+    def run(call: LoweredAttention, segment: KVSegment) -> Result:
+        seen.append((call.with_lse, call.of_entropy))
+        return tiled.KERNEL.run(call, segment)
+
+    def why_not(call: Call) -> str | None:
+        return "it wants 8 queries" if call.query.shape[2] != 8 else None
+
+    mine = spec.Kernel("mine", why_not, run, picked=lambda call: call.by_entropy, entropies=True)
+    monkeypatch.setattr(attend_module, "KERNELS", {"mine": mine, **attend_module.KERNELS})
+    monkeypatch.setattr(attend_module, "BACKENDS", (*attend_module.BACKENDS, "mine"))
+    x = torch.randn(1, 2, 8, 8, requires_grad=True)
+    plain, entropic = CASES["alibi"], CASES["mapped+adaptive"]
+    close(hf_longattn.attention(x, x, x, entropic), reference_attention(x, x, x, entropic), 1e-5)
+    assert seen == [(False, True), (False, False)]
+    hf_longattn.attention(x, x, x, plain)
+    assert len(seen) == 2
+    close(hf_longattn.attention(x, x, x, plain, backend="mine"), reference_attention(x, x, x, plain), 1e-5)
+    assert len(seen) == 3
+    short = x[:, :, :7]
+    with pytest.raises(ValueError, match="backend 'mine' cannot compute this call: it wants 8 queries"):
+        hf_longattn.attention(short, short, short, plain, backend="mine")
 
 
 OF_NOTHING = ("infoscale", "scale_invariant", "rerope", "adaptive_temperature", "attention_sink", "windowed")

@@ -76,6 +76,8 @@ def test_they_are_changed_and_removed(tmp_path: Path) -> None:
     parts = hf_longattn.config_of(m).parts
     assert [x.backend for x in parts] == ["reference"] * 2
     close(m(ids).logits, hf_longattn.apply(stock("llama"), [NEAR, MAP.replace(strength=1.0)])(ids).logits)
+    with pytest.raises(TypeError, match=r"config\.longattn was read when the method was put into the model"):
+        m.config.longattn["parts"][0]["layers"] = [1]
     stock("llama").save_pretrained(tmp_path)
     section = {"parts": [{"preset": "rerope", "window": 7, "layers": [0, 2]}, MAP.replace(strength=1.0).to_dict()]}
     loaded = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="longattn", longattn=section)

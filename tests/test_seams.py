@@ -34,7 +34,7 @@ from transformers.loss import loss_utils
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 import hf_longattn
-from hf_longattn.integration import dispatch, masks, seam, seams
+from hf_longattn.integration import dispatch, masks, seam, seams, state
 from hf_longattn.integration.engines import paged
 from hf_longattn.sharing import adapters
 
@@ -284,3 +284,13 @@ def test_methods_are_documented(name: str) -> None:
     method = getattr(hf_longattn.methods, name)
     assert inspect.getdoc(method) != inspect.getdoc(method.__mro__[1])
     assert method.paper
+
+
+def test_what_a_model_carries_is_listed_where_its_owner_says_so() -> None:
+    """Every name that we give to an entry of somebody else's object, in `state` and nowhere else."""
+    found: set[str] = set()
+    for path in (ROOT / "hf_longattn" / "integration").rglob("*.py"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if "ContextVar(" not in line:
+                found |= set(re.findall(r"""["'.](_?longattn_\w+)""", line))
+    assert found - {"longattn_noted"} == set(re.findall(r"_?longattn_\w+", state.__doc__ or ""))  # of a class's __init__

@@ -258,7 +258,7 @@ def describe(model: nn.Module) -> Description:
         elif plan.config is None:
             rows.append((layer.name, "unchanged", f"{plan.reason}, {_runs(layer.module.config)}"))
         else:
-            rows.append((layer.name, ", ".join(map(_shown, plan.config.methods)), _how(plan)))
+            rows.append((layer.name, ", ".join(map(_in_words, plan.config.methods)), _how(plan)))
     return Description(type(base).__name__, running(base), tuple(rows), known)
 
 
@@ -278,7 +278,7 @@ def _runs(config: Any) -> str:
     return f"runs {known.base}" + f" in place of {known.implementation}" * (known.base != known.implementation)
 
 
-def _shown(method: Any) -> str:
+def _in_words(method: Any) -> str:
     parameters = {k: v for k, v in method.to_dict().items() if k != "name" and v is not None}
     short_lists = {k: f"<{len(v)} values>" if isinstance(v, list) else v for k, v in parameters.items()}
     return f"{method.name}({', '.join(f'{k}={v}' for k, v in short_lists.items())})"

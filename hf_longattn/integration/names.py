@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..config import CUSTOM
-from ..methods.registry import REMOVED, did_you_mean, method_names, removed, told_of_names
+from ..methods.registry import LISTENERS, REMOVED, did_you_mean, method_names, removed
 
 PREFIX = "hf_longattn."
 #: Before the class names in a strict checkpoint's config, which every other engine dispatches on and then refuses.
@@ -44,7 +44,7 @@ def register_names(attention: Callable[..., Any], mask: Callable[..., Any]) -> N
 
     for alias in aliases():
         known_as(alias)
-    told_of_names.append(known_as)
+    LISTENERS.append(known_as)
 
 
 def hint(name: Any) -> str:

@@ -20,7 +20,7 @@ from .layers import Layer, all_configs, candidates_of, layers_of, pretrained
 from .longrope import border_hooks
 from .names import is_ours, short
 from .rotation import find_rotary
-from .state import AttentionState, LayerPlan, Section, enrol, set_plan, state_of
+from .state import AttentionState, LayerPlan, RunningSection, enrol, set_plan, state_of
 from .trained import Trained, rope_settings, trained
 from .verify import rotation_of, verify_rotations, watch
 
@@ -82,7 +82,7 @@ def _plan(
     remapped = [x for part, layers in by_part if part.remap is not None for x in layers]
     types = dict.fromkeys(x.type for x in remapped)
     rotary = {t: rotation_of(model, target, [x for x in remapped if x.type == t]) for t in types}
-    section, plans = Section(bound.to_dict()), {}
+    section, plans = RunningSection(bound.to_dict()), {}
     for layer in (x for x in layers_of(model) if x.module.config is target):
         own = bound.for_layer(layer.index) if layer in chosen else None
         reason = "" if own else layer.why_not or "not in `layers`"

@@ -55,7 +55,7 @@ Numbering: TypeAlias = tuple[bool, bool, bool]
 _ANY: Numbering = (True, True, True)
 
 
-class _Shown(NamedTuple):
+class _Found(NamedTuple):
     """How the tokens of a call are numbered: those that come first behind cached keys (if any does), and all of them."""
 
     behind: Numbering
@@ -75,12 +75,12 @@ class _Pass:
     cache: Cache | None
     after: Numbering | None = None
 
-    def note(self, shown: _Shown) -> None:
+    def note(self, found: _Found) -> None:
         """What one of the masks of the pass showed. ValueError: the cached keys were numbered otherwise."""
-        known = self.cache.__dict__.get(_NOTE, _ANY) if shown.sees_cache and self.cache is not None else _ANY
-        if shown.sees_cache and not any(_both(known, shown.behind)):
+        known = self.cache.__dict__.get(_NOTE, _ANY) if found.sees_cache and self.cache is not None else _ANY
+        if found.sees_cache and not any(_both(known, found.behind)):
             raise ValueError(_OTHERWISE)
-        self.after = _both(_both(known, shown.all), self.after or _ANY)
+        self.after = _both(_both(known, found.all), self.after or _ANY)
 
 
 def _both(one: Numbering, other: Numbering) -> Numbering:
@@ -123,14 +123,14 @@ def with_positions(rows: Rows, counted: Tensor | None, mask: Tensor, position_id
         return _resolve(rows, counted, position_ids, kv_len)[0]
     kept: tuple[Tensor, Rows] | None = mask.__dict__.get("longattn_positions")
     if kept is None or kept[0] is not position_ids:
-        out, shown = _resolve(rows, counted, position_ids, kv_len)
+        out, found = _resolve(rows, counted, position_ids, kv_len)
         if (now := _PASS.get()) is not None:
-            now.note(shown)
+            now.note(found)
         mask.__dict__["longattn_positions"] = kept = position_ids, out
     return kept[1]
 
 
-class _Call:
+class _Numbered:
     """What position_ids say about a call, as tensors: p, cache_index and start (batch, q_len), keys (batch, kv_len)."""
 
     def __init__(self, rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> None:
@@ -176,13 +176,13 @@ class _Call:
 
     @property
     def behind(self) -> list[Tensor]:
-        """`_Shown.behind`, unread."""
+        """`_Found.behind`, unread."""
         by_count = self.by_start if self.counted is None else self.by_count
         return [(fits | ~self.sees_cache).all() for fits in (self.by_index, self.by_start, by_count)]
 
     @property
     def all(self) -> list[Tensor]:
-        """`_Shown.all`, unread."""
+        """`_Found.all`, unread."""
         from_start = self.cache_index - self.start
         count = from_start
         if self.counted is not None:
@@ -217,18 +217,18 @@ class _Call:
         return (p <= before) & self.real
 
 
-def _resolve(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> tuple[Rows, _Shown]:
+def _resolve(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> tuple[Rows, _Found]:
     if rows.index.shape[1] == 1 and rows.allowed is None and not _several_processes():
         fits, index, start, sees_cache = _decoding(rows, position_ids)
         if fits:
-            return rows, _Shown((index, start, start), (index, start, start), sees_cache)
-    call = _Call(rows, counted, position_ids, kv_len)
+            return rows, _Found((index, start, start), (index, start, start), sees_cache)
+    call = _Numbered(rows, counted, position_ids, kv_len)
     step, pair = call.p.diff(), call.real[:, 1:] & call.real[:, :-1]
     same = call.start[:, 1:] == call.start[:, :-1]
     new_document = (step > 1) & pair & ~same if rows.allowed is None else pair[:, :0]
     whole = call.sees_cache | call.by_index | call.by_start | call.by_count | call.none_real | (not _several_processes())
     usual = call.regular.all() & whole.all() & ~new_document.any()  # read from the device at once, with what is noted
-    usual, sees_cache, *shown = torch.stack([usual, call.sees_cache.any(), *call.behind, *call.all]).tolist()
+    usual, sees_cache, *found = torch.stack([usual, call.sees_cache.any(), *call.behind, *call.all]).tolist()
     if not usual:
         if bool(new_document.any()):
             raise ValueError(_JUMP)
@@ -239,7 +239,7 @@ def _resolve(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: i
         rows = call.explicit()
         if bool(_goes_back(call, rows, kv_len).any()):
             raise ValueError(_RESET)
-    return rows, _Shown(cast("Numbering", tuple(shown[:3])), cast("Numbering", tuple(shown[3:])), sees_cache)
+    return rows, _Found(cast("Numbering", tuple(found[:3])), cast("Numbering", tuple(found[3:])), sees_cache)
 
 
 def _decoding(rows: Rows, position_ids: Tensor) -> list[bool]:
@@ -252,7 +252,7 @@ def _decoding(rows: Rows, position_ids: Tensor) -> list[bool]:
     return cast("list[bool]", torch.stack(read).tolist())
 
 
-def _goes_back(call: _Call, out: Rows, kv_len: int) -> Tensor:
+def _goes_back(call: _Numbered, out: Rows, kv_len: int) -> Tensor:
     """Where a token sees earlier ones at positions that are not before its own; `out`: the call's rows with positions."""
     rows = call.rows
     if rows.allowed is None:
@@ -268,7 +268,7 @@ def _goes_back(call: _Call, out: Rows, kv_len: int) -> Tensor:
 
 def _traced(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> Rows:
     """The same where no tensor may be read: explicit positions wherever the mask has holes, and a check while it runs."""
-    call = _Call(rows, counted, position_ids, kv_len)
+    call = _Numbered(rows, counted, position_ids, kv_len)
     fits = call.regular if rows.allowed is None else call.known
     torch._assert_async(fits.all() & ~call.falls.any() if rows.hides_tokens else fits.all(), _TRACED)
     return rows if rows.allowed is None else call.explicit()

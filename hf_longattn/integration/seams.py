@@ -22,7 +22,7 @@ from .names import PREFIX, TRIPWIRE, hint, is_ours, short
 from .planning import prepare, refuse_name
 from .resume import load_checkpoint
 from .seam import Seam
-from .state import Section, own_configs, remember
+from .state import RunningSection, own_configs, remember
 
 #: The models whose __init__ is running, the outermost first.
 _BUILT: ContextVar[tuple[PreTrainedModel, ...]] = ContextVar("longattn_built", default=())
@@ -34,7 +34,7 @@ def _get_section(self: PreTrainedConfig) -> dict[str, Any] | None:
 
 def _set_section(self: PreTrainedConfig, value: dict[str, Any] | LongAttnConfig | None) -> None:
     if isinstance(value, LongAttnConfig):
-        value = Section(value.to_dict())  # a config must be JSON at any time
+        value = RunningSection(value.to_dict())  # a config must be JSON at any time
     self.__dict__["_longattn"] = value
     text = language_config(self)
     for key in self.sub_configs:  # as _attn_implementation does, but only towards the language model

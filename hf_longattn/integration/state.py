@@ -4,8 +4,17 @@
     module.longattn           its learned parts; state_dicts say so
     config._longattn          what `config.longattn` shows
     config._longattn_before   what ran before (`masks.Before`), where mask functions can see it
+    config._longattn_saved    that it came with a checkpoint of ours, for as long as it is loaded
+    module.longattn_vllm      in vLLM, in the place of a plan: the `Part` of each attention module
 
-There is nothing else. Copies and pickles of a model take it along; models that share their attention modules share it.
+Copies and pickles of a model take it along; models that share their attention modules share it. What belongs to less than a
+model goes with that:
+
+    mask.longattn_rows, longattn_positions, longattn_stock   of a pass's mask: its `Rows`, those with positions, what made it
+    cu_seq_lens.longattn_batches                             of a pass under continuous batching: its requests
+    cache.longattn_numbering, longattn_long                  how the keys in a KV cache were numbered, and turned (longrope)
+
+There is nothing else.
 """
 
 from __future__ import annotations
@@ -39,11 +48,17 @@ from .trained import hides
 TABLE_BYTES = 2 << 30
 
 
-class Section(dict[str, Any]):
+class RunningSection(dict[str, Any]):
     """The longattn section of a model that runs it: what is written there would be saved, not run. Copies are plain dicts."""
 
     def __init__(self, section: dict[str, Any]) -> None:
-        super().__init__({k: Section(v) if isinstance(v, dict) else v for k, v in section.items()})
+        super().__init__({k: self._held(v) for k, v in section.items()})
+
+    @staticmethod
+    def _held(value: Any) -> Any:
+        if isinstance(value, list):
+            return [RunningSection._held(x) for x in value]
+        return RunningSection(value) if isinstance(value, dict) else value
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
@@ -57,7 +72,7 @@ class Section(dict[str, Any]):
         return {k: copy.deepcopy(v, memo) for k, v in self.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Section, (dict(self),)
+        return RunningSection, (dict(self),)
 
 
 @dataclass(eq=False)

@@ -62,7 +62,7 @@ PRESETS = {
 }
 _loaded: dict[str, type[Method]] = {}
 #: Called with the name of every method that comes later.
-told_of_names: list[Callable[[str], object]] = []
+LISTENERS: list[Callable[[str], object]] = []
 M = TypeVar("M", bound=type[Method])
 
 
@@ -99,8 +99,8 @@ def register(method: M) -> M:
         raise ValueError(f"{method.__name__} lacks {', '.join(sorted(missing))}, which its slot asks for")
     new = method.name not in method_names()
     _loaded[method.name] = method
-    for tell in told_of_names if new else ():
-        tell(method.name)
+    for hear in LISTENERS if new else ():
+        hear(method.name)
     return method
 
 
