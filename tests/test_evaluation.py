@@ -23,20 +23,17 @@ from hf_longattn.cli import app
 from hf_longattn.evaluation import (
     Plan,
     Results,
-    Store,
     answer_scores,
     copy_losses,
     far_copies,
     prefix_of,
-    run_plan,
     token_losses,
     with_copies,
 )
-from hf_longattn.evaluation import run as runner
+from hf_longattn.evaluation.cells import Cells, reading
+from hf_longattn.evaluation.experiment import Experiment, fingerprint
 from hf_longattn.evaluation.measures import long_ppl
-from hf_longattn.evaluation.plan import fingerprint
 from hf_longattn.evaluation.results import over
-from hf_longattn.evaluation.run import reading
 from hf_longattn.evaluation.settings import (
     Setting,
     check_setting,
@@ -76,7 +73,7 @@ def plan(
     return Plan(**arguments | changes)
 
 
-def results(plan: Plan, store: Store) -> Results:
+def results(plan: Plan, store: Experiment) -> Results:
     names = [s.name for s in plan.settings]
     return Results(list(store.rows.values()), names, plan.targets, store.protocol["bos"], plan.train_length)
 
@@ -88,7 +85,7 @@ def results(plan: Plan, store: Store) -> Results:
 def test_losses_are_those_of_plain_forward_passes_over_the_same_targets(folder: Path, tmp_path: Path, model: str) -> None:
     this = plan(folder, model)
     store = this.open(tmp_path / "out")
-    run_plan(this, store)
+    store.run()
     found = results(this, store)
 
     start = [0] if model == "with_bos" else []
@@ -138,7 +135,8 @@ def test_copies_are_the_loss_on_passages_repeated_from_far_back(folder: Path, tm
     this = plan(folder, tasks=("copies",), lengths=[2560, 2816], model="longer", settings=parse_settings(["infoscale"]))
     copies = far_copies(2560)
     assert [(c.distance, c.position) for c in copies] == [(1024, 2048), (1945, 2176), (512, 2304), (1536, 2432)]
-    run_plan(this, store := this.open(tmp_path / "out"))
+    store = this.open(tmp_path / "out")
+    store.run()
     row = store.rows["unmodified | copies | 2560 | b.txt"]
     ids, _ = with_copies(this.context(this.documents[1], 2560), copies)
     losses = token_losses(AutoModelForCausalLM.from_pretrained(folder / "longer").eval(), ids)
@@ -157,7 +155,8 @@ def test_a_prefix_is_read_once_and_settings_read_on(folder: Path, tmp_path: Path
     lengths, prefix = [2560, 2816], "streaming:window=2500"
     this = plan(folder, tasks=("loss", "copies"), lengths=lengths, targets=512, model="longer", prefix=prefix,
                 settings=parse_settings([asked]))  # fmt: skip
-    run_plan(this, store := this.open(tmp_path / "out"))
+    store = this.open(tmp_path / "out")
+    store.run()
     model = load_setting(Setting.parse(asked), str(folder / "longer"))
     plain = AutoModelForCausalLM.from_pretrained(folder / "longer").eval()
     for document, length in itertools.product(this.documents, lengths):
@@ -210,7 +209,8 @@ def test_a_prefix_of_layers_that_slide(folder: Path, tmp_path: Path) -> None:
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     this = plan(folder, model=str(tmp_path / "model"), lengths=[256, 300], prefix="streaming:window=300",
                 settings=[Setting("unmodified")])  # fmt: skip
-    run_plan(this, store := this.open(tmp_path / "out"))
+    store = this.open(tmp_path / "out")
+    store.run()
     for document, length in itertools.product(this.documents, this.lengths):
         expected = token_losses(plain, document.ids[None, :length])
         found = store.rows[f"unmodified | loss | {length} | {document.name}"]["loss"]
@@ -228,7 +228,7 @@ def test_what_reads_on_from_one_prefix() -> None:
 
 def test_a_prefix_is_part_of_the_protocol_and_checked(folder: Path, tmp_path: Path) -> None:
     usual = {"settings": parse_settings(["infoscale"]), "lengths": [256, 512]}
-    run_plan(this := plan(folder, **usual), this.open(tmp_path / "out"))
+    plan(folder, **usual).open(tmp_path / "out").run()
     with pytest.raises(ValueError, match=r"another protocol \(prefix: None there, 'streaming:window=64' now\)"):
         plan(folder, prefix="streaming:window=64", **usual).open(tmp_path / "out")
     for prefix, message in (
@@ -473,7 +473,7 @@ def test_an_adapter_that_says_nothing_of_attention_is_told(folder: Path, tmp_pat
 
 def test_interrupted_runs_keep_their_rows_and_go_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     this, out = plan(folder), tmp_path / "out"
-    real, calls = runner._loss, []
+    real, calls = Cells._loss, []
 
     def stops(*arguments: Any) -> Any:
         calls.append(1)
@@ -481,21 +481,22 @@ def test_interrupted_runs_keep_their_rows_and_go_on(folder: Path, tmp_path: Path
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(runner, "_loss", stops)
+    monkeypatch.setattr(Cells, "_loss", stops)
     with pytest.raises(KeyboardInterrupt):
-        run_plan(this, this.open(out))
+        this.open(out).run()
     first = (out / "rows.jsonl").read_text()
     assert first.count("\n") == 5
     (out / "rows.jsonl").write_text(first + '{"key": "cut o')
-    monkeypatch.setattr(runner, "_loss", real)
+    monkeypatch.setattr(Cells, "_loss", real)
     store = this.open(out)
     assert len(store.rows) == 5
     told: list[bool] = []
-    run_plan(this, store, done=lambda item, new: told.append(new))
+    store.done = lambda row, new: told.append(new)
+    store.run()
     assert told == [False] * 5 + [True] * 13
     text = (out / "rows.jsonl").read_text()
     assert text.startswith(first)
-    assert [json.loads(line)["key"] for line in text.splitlines()] == [i.key for i in this.items()]
+    assert [store.name_of(json.loads(line)) for line in text.splitlines()] == [cell.name for cell in store.cells]
 
 
 def test_checkpoints_that_differ_in_one_weight_have_fingerprints_of_their_own(tmp_path: Path) -> None:
@@ -510,16 +511,16 @@ def test_checkpoints_that_differ_in_one_weight_have_fingerprints_of_their_own(tm
 
 
 def test_shortest_first_gives_the_same_rows_in_another_order(folder: Path) -> None:
-    usual, short = (list(plan(folder, shortest_first=x).items()) for x in (False, True))
-    assert {(i.key, i.digest) for i in usual} == {(i.key, i.digest) for i in short}
-    assert [i.length for i in short] == sorted(i.length for i in usual)
+    usual, short = (plan(folder, shortest_first=x).open(None).cells for x in (False, True))
+    assert {(i.name, i.digest) for i in usual} == {(i.name, i.digest) for i in short}
+    assert [i.key["length"] for i in short] == sorted(i.key["length"] for i in usual)
     assert [i.setting.name for i in short[:6]] == ["unmodified"] * 2 + ["scale_invariant:tau=3"] * 2 + ["@yarn:2"] * 2
 
 
 def test_rows_of_another_protocol_are_refused_and_not_mixed(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     this = plan(folder, settings=[Setting("unmodified")], lengths=[128, 512])
-    run_plan(this, this.open(out))
+    this.open(out).run()
     before = (out / "rows.jsonl").read_text()
     for changes, message in (
         ({"targets": 32}, "targets: 64 there, 32 now"),
@@ -539,7 +540,7 @@ def test_rows_of_another_protocol_are_refused_and_not_mixed(folder: Path, tmp_pa
 def test_a_setting_that_changed_under_its_name_is_refused(folder: Path, tmp_path: Path) -> None:
     first = [Setting("unmodified"), Setting("mine", "scale_invariant", {"tau": 3.0})]
     this = plan(folder, settings=first, lengths=[128])
-    run_plan(this, this.open(tmp_path / "out"))
+    this.open(tmp_path / "out").run()
     second = [Setting("unmodified"), Setting("mine", "scale_invariant", {"tau": 4.0})]
     with pytest.raises(ValueError, match=r"row 'mine \| loss \| 128 \| a.txt' of another setting"):
         plan(folder, settings=second, lengths=[128]).open(tmp_path / "out")
@@ -648,14 +649,14 @@ def test_auto_is_a_precision_that_the_cpu_multiplies_fast(
 
 
 def test_command_writes_the_page_of_an_interrupted_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, real = tmp_path / "out", runner._loss
+    out, real = tmp_path / "out", Cells._loss
 
-    def stops(plan: Plan, item: Any, *rest: Any) -> Any:
-        if item.length > 256:
+    def stops(cells: Cells, setting: Any, document: Any, length: int, *rest: Any) -> Any:
+        if length > 256:
             raise KeyboardInterrupt
-        return real(plan, item, *rest)
+        return real(cells, setting, document, length, *rest)
 
-    monkeypatch.setattr(runner, "_loss", stops)
+    monkeypatch.setattr(Cells, "_loss", stops)
     arguments = ["eval", str(folder / "model"), "--text", str(folder / "a.txt"), "--out", str(out)]
     arguments += ["--lengths", "256,1k", "--targets", "64"]
     for extra, code in (([], 130), (["--page-only"], 0)):
@@ -692,7 +693,8 @@ def test_long_ppl_is_the_loss_on_the_evaluators_key_tokens(
     this = plan(folder, lengths=[128, 512], tasks=["long_ppl"], near=128, evaluator="@yarn:2")
     store = this.open(tmp_path / "out")
     order = []
-    run_plan(this, store, done=lambda item, new: order.append((item.setting.name, item.length)))
+    store.done = lambda row, new: order.append((row["setting"], row["length"]))
+    store.run()
     assert order[:2] == [("@yarn:2", 512)] * 2
     assert len(order) == 6  # three settings, two documents, the one length beyond `near`
     network = load_setting(this.settings[-1], this.model)
@@ -723,7 +725,7 @@ def test_long_ppl_is_the_loss_on_the_evaluators_key_tokens(
 def test_long_ppl_without_key_tokens_is_a_dash_and_what_cannot_be_is_refused(folder: Path, tmp_path: Path) -> None:
     this = plan(folder, lengths=[128, 512], tasks=["long_ppl"], near=128, settings=parse_settings([]))
     store = this.open(tmp_path / "out")
-    run_plan(this, store)
+    store.run()
     assert {r["key_loss"] for r in store.rows.values()} == {None}
     ((_, section),) = results(this, store).sections()
     assert section.tables[0].rows == [["unmodified", None]]

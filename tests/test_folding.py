@@ -122,7 +122,7 @@ def test_a_projection_that_other_things_read_is_not_folded_in_silence(monkeypatc
 
 
 def test_calibrate_keeps_the_gain_for_heads_that_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_longattn.evaluation import calibration
+    from hf_longattn.evaluation import calibrate as calibration
 
     shares = torch.zeros(LAYERS, HEADS, dtype=torch.float64)
     shares[1, 2] = shares[3, 0] = 0.3

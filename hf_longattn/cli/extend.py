@@ -51,8 +51,8 @@ def extend(
 
     from ..checks import Refused, check_output, device_of, written_aside
     from ..config import LongAttnConfig
+    from ..evaluation.experiment import fingerprint
     from ..evaluation.extend import SEED, YARN, Search, by_head, check_purpose, plan_copies, temperature, tempered
-    from ..evaluation.plan import fingerprint
     from ..evaluation.rows import Rows, versions_line
     from ..evaluation.settings import (
         UNMODIFIED,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .common import (
     Adapters,
@@ -21,13 +20,14 @@ from .common import (
     console,
     precision,
     refusing,
+    run_experiment,
     table,
     tokens,
     told,
 )
 
 if TYPE_CHECKING:
-    from ..evaluation.rows import Row, Rows
+    from ..evaluation.rows import Rows
 
 RESULT = "probe.json"
 SAYS_NOT = (
@@ -70,17 +70,15 @@ def probe(
     are over passages. Dilution is not part of it: a long text has many more keys in between.
     """
     import torch
-    from transformers.utils import logging
 
     from ..checks import check_model, check_output, device_of, read_text
+    from ..evaluation.experiment import Experiment, fingerprint
     from ..evaluation.measures.copies import PASSAGE, SKIP
-    from ..evaluation.measures.probe import AFTER, BEFORE, check_kept, distances_to, probe_settings
+    from ..evaluation.measures.probe import AFTER, BEFORE, distances_to, probing
     from ..evaluation.measures.probe import passages as take
-    from ..evaluation.plan import fingerprint
     from ..evaluation.rows import Rows, versions_line
     from ..evaluation.settings import check_lengths, check_setting, load_setting, load_tokenizer, parse_settings
 
-    logging.disable_progress_bar()  # ours is enough
     with refusing("--text"):
         files = [Path(t) for part in text for t in part.split(",") if t]
         texts = {file.name: read_text(file) for file in files}
@@ -120,23 +118,11 @@ def probe(
     }
     with refusing("--out"):
         rows = Rows(None if out is None else out / RESULT, protocol=protocol)
-        check_kept(chosen, far, rows)
-    about = {"command": command_line(context), "versions": f"{versions_line()}, {torch.get_num_threads()} threads"}
-
-    interrupted = False
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    ) as progress:
-        bar = progress.add_task("Probing", total=len(chosen) * len(far))
-
-        def done(row: Row, new: bool) -> None:
-            progress.advance(bar)
-            progress.update(bar, description=escape(f"{row['setting']}, {row['distance']:,} back"))
-
-        try:
-            probe_settings(chosen, lambda s: load_setting(s, model, read_in, device), ids, far, rows, about, done)
-        except KeyboardInterrupt:
-            interrupted = True
+        about = {"command": command_line(context), "seed": seed}
+        about["versions"] = f"{versions_line()}, {torch.get_num_threads()} threads"
+        load = partial(load_setting, model=model, dtype=read_in, device=device)
+        experiment = Experiment(chosen, [ids], [probing(ids, far)], rows, load, about=about)
+    interrupted = run_experiment(experiment)
     names = [s.name for s in chosen if rows.find(setting=s.name)]
     for what, title in (("text", "Loss on text after the jump"), ("copy", "Loss on a passage read again")):
         body = [[n, *(_shown(rows, n, d, what) for d in far)] for n in names]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -22,9 +21,10 @@ from ..methods.registry import did_you_mean
 from ..methods.yarn_beyond import YarnBeyond
 from ..telling import warn
 from .calibrate import calibrate
+from .experiment import Cell, Experiment, Latest, Measure
 from .measures.copies import PASSAGE, Copy, copy_losses, with_copies
 from .measures.losses import loss_by_position, token_losses
-from .measures.probe import LEAST, TOKENS, passages, probe_settings
+from .measures.probe import LEAST, TOKENS, passages, probing
 from .rows import Row, Rows
 from .settings import UNMODIFIED, Setting
 
@@ -372,20 +372,20 @@ class Search:
         Raises:
             ValueError: nothing stays within the tolerance, or nothing is better than the model as it is.
         """
-        taken, plain = passages(self.input_ids, min(2, self.to // LEAST), SEED), self.settings[UNMODIFIED]
-        again = measured is not None and BY_HEAD not in self.settings
-        model = load(plain) if again or UNMODIFIED not in self.probed() or UNMODIFIED not in self.scores() else None
-        probe_settings([plain], lambda _: model, taken, self.distances, self.rows, self.about, done)
-        self._read(plain, lambda _: model, done)
-        if measured is not None and again:
-            self.settings[BY_HEAD] = measured(model)
-        probed = [s for s in self.settings.values() if s.name != UNMODIFIED and not tempered(s.name)]
-        probe_settings(probed, load, taken, self.distances, self.rows, self.about, done)
+        probe = probing(passages(self.input_ids, min(2, self.to // LEAST), SEED), self.distances)
+        load, plain = Latest(load), self.settings[UNMODIFIED]
+
+        def run(settings: Sequence[Setting], *measures: Measure) -> None:
+            Experiment(settings, [self.input_ids], measures, self.rows, load, about=self.about, done=done).run()
+
+        run([plain], probe, self._reading)
+        if measured is not None and BY_HEAD not in self.settings:
+            self.settings[BY_HEAD] = measured(load(plain))
+        run([s for s in self.settings.values() if s.name != UNMODIFIED and not tempered(s.name)], probe)
         for n, names in enumerate(self.ranked()):
             if n < FINALISTS or not self._tolerated():
                 beside = [name for name in self.settings if tempered(name) and kind(name) == kind(names[0])]
-                for name in names[:1] if n else names[:WINDOWS] + beside:
-                    self._read(self.settings[name], load, done)
+                run([self.settings[name] for name in (names[:1] if n else names[:WINDOWS] + beside)], self._reading)
         scores = self.scores()
         choice = best(scores, UNMODIFIED, self.tolerance, self.purpose)
         if self.to == self.trained and scores[choice].total(self.purpose) >= scores[UNMODIFIED].total(self.purpose):
@@ -397,21 +397,18 @@ class Search:
         scores = self.scores()
         return any(n != UNMODIFIED and s.within <= scores[UNMODIFIED].within + self.tolerance for n, s in scores.items())
 
-    def _read(self, setting: Setting, load: Callable[[Setting], Any], done: Callable[[Row, bool], None]) -> None:
-        """`score` under a setting; the unmodified model, a baseline within its trained length, reads that far only."""
-        if (kept := self.rows.find(setting=setting.name, distance=None)) is not None:
-            return done(kept, False)
-        model, wall, cpu = load(setting), time.monotonic(), time.process_time()
+    def _reading(self, setting: Setting, texts: Sequence[Tensor]) -> Iterator[Cell]:
+        """`score` as a measure; the unmodified model, a baseline within its trained length, reads that far only."""
         length = self.trained if setting.name == UNMODIFIED else self.to
-        copies = [c for c in self.copies if c.position + PASSAGE <= length]
-        s = score(model, self.input_ids[:, :length].to(model.device), self.edge, copies)
-        beyond = None if math.isnan(s.beyond) else s.beyond
-        row: Row = {"setting": setting.name, "read": length, "dtype": str(model.dtype).removeprefix("torch.")}
-        row |= {"within": s.within, "beyond": beyond}
-        row |= {"copies": [*s.copies, *[None] * (len(self.copies) - len(copies))], "what": setting.to_dict()}
-        row |= {"seconds": round(time.monotonic() - wall, 1), "cpu_seconds": round(time.process_time() - cpu, 1)}
-        self.rows.put(row | dict(self.about))
-        done(self.rows.all[-1], True)
+
+        def measured(model: Any) -> Row:
+            copies = [c for c in self.copies if c.position + PASSAGE <= length]
+            s = score(model, self.input_ids[:, :length].to(model.device), self.edge, copies)
+            beyond = None if math.isnan(s.beyond) else s.beyond
+            found = [*s.copies, *[None] * (len(self.copies) - len(copies))]
+            return {"read": length, "within": s.within, "beyond": beyond, "copies": found}
+
+        yield Cell(setting, {"distance": None}, measured)
 
 
 def _mean(values: Iterable[float]) -> float:

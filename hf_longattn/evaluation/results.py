@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .cells import BIN, COPIES, LONG_PPL, LOSS, ON_DOCUMENTS
 from .measures.copies import PASSAGE, SKIP
-from .plan import BIN, COPIES, LONG_PPL, LOSS, ON_DOCUMENTS
 from .report import Figure, Section, Table
 from .report.figures import curves, heat_map, tokens_shown
 from .rows import Row
