@@ -212,8 +212,9 @@ class Program:
             "length": text.length,
             "only": f"'^{re.escape(choice.name)}$'",
         }
-        said = {k: v.name if isinstance(v, Path) else v for k, v in vars(args).items() if k != "result"} | names
-        words = [f"--{k}" if v is True else f"--{k} {v}" for k, v in said.items() if v not in (None, False)]
+        said = vars(args) | names | {"result": None}
+        told = {k: v.name if isinstance(v, Path) else v for k, v in said.items() if v not in (None, False)}
+        words = [f"--{k}" if v is True else f"--{k} {v}" for k, v in told.items()]
         return " ".join([f"python lab/pretrained/{self.file}.py", *words])
 
 
