@@ -24,10 +24,11 @@ from transformers import AutoConfig, AutoTokenizer
 from hf_longattn import calibrate
 from hf_longattn.attention.kernels.precision import fast_dtype
 from hf_longattn.evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
+from hf_longattn.evaluation.loading import load_setting
 from hf_longattn.evaluation.report import figures
 from hf_longattn.evaluation.report.markdown import Contents, fill_pages, table
 from hf_longattn.evaluation.rows import Rows, versions_line
-from hf_longattn.evaluation.settings import Setting, load_setting, parse_rope
+from hf_longattn.evaluation.settings import Setting, parse_rope
 from hf_longattn.evaluation.statistics import mean_interval
 
 ROOT = Path(__file__).parent.parent

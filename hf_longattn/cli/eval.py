@@ -94,9 +94,11 @@ def evaluate(
     """
 
     from ..checks import check_model, check_output, device_of, read_text
+    from ..evaluation.loading import load_tokenizer
     from ..evaluation.plan import LOCK, Plan
     from ..evaluation.processes import own_device, together
-    from ..evaluation.settings import load_tokenizer, parse_settings
+    from ..evaluation.settings import parse_settings
+    from ..evaluation.verdict import summary
 
     with refusing("--text"):
         texts = [(Path(t).name, read_text(Path(t))) for part in text for t in part.split(",") if t]
@@ -142,7 +144,7 @@ def evaluate(
         raise typer.Exit(130 if interrupted else 0)
     results = _write(plan, experiment, out, title, keep)
     console.print(_table(results))
-    console.print(results.summary(), highlight=False)
+    console.print(summary(results), highlight=False)
     console.print(f"The report: {out / 'index.html'}", highlight=False)
     if interrupted:
         console.print(f"Interrupted; {len(experiment.rows)} rows are kept, and the same command goes on.")
@@ -163,9 +165,11 @@ def _write(plan: Plan, experiment: Experiment, out: Path, title: str | None, kee
     import torch
 
     from ..evaluation import Results
+    from ..evaluation.loading import own_method
     from ..evaluation.report import write_report
+    from ..evaluation.report.evaluation import sections
     from ..evaluation.rows import versions_line
-    from ..evaluation.settings import own_method
+    from ..evaluation.verdict import headline
 
     names = [s.name for s in plan.settings]
     names += [s for s in dict.fromkeys(r["setting"] for r in experiment.rows.values()) if s not in names]
@@ -183,7 +187,7 @@ def _write(plan: Plan, experiment: Experiment, out: Path, title: str | None, kee
     planned = [cell.name in experiment.rows for cell in experiment.cells]
     source = Path(plan.model) / "SOURCE"
     texts = [f"{name} (SHA-256 {sha256(content.encode()).hexdigest()[:16]})" for name, content in plan.texts]
-    summary = results.headline()
+    summary = headline(results)
     if own := own_method(plan.model):
         runs = f"The checkpoint itself runs {own}: “unmodified” is the model as it was saved"
         summary = f"{runs}, and other settings keep {own} in the slots that they leave free.\n\n{summary}"
@@ -198,7 +202,7 @@ def _write(plan: Plan, experiment: Experiment, out: Path, title: str | None, kee
         "Threads": str(torch.get_num_threads()),
         "Seconds": f"{sum(r['seconds'] for r in experiment.rows.values()):.0f} for all rows together",
     }
-    write_report(out, title or f"{Path(plan.model).name} under attention methods", summary, results.sections(), facts)
+    write_report(out, title or f"{Path(plan.model).name} under attention methods", summary, sections(results), facts)
     return results
 
 

@@ -53,17 +53,9 @@ def extend(
     from ..config import LongAttnConfig
     from ..evaluation.experiment import fingerprint
     from ..evaluation.extend import SEED, YARN, Search, by_head, check_purpose, plan_copies, temperature, tempered
+    from ..evaluation.loading import beside_own, check_setting, filled, load_setting, load_tokenizer, own_precision
     from ..evaluation.rows import Rows, versions_line
-    from ..evaluation.settings import (
-        UNMODIFIED,
-        Setting,
-        beside_own,
-        check_setting,
-        filled,
-        load_setting,
-        load_tokenizer,
-        own_precision,
-    )
+    from ..evaluation.settings import UNMODIFIED, Setting
     from ..integration import apply, describe, rope
     from ..integration.model import knowing
 

@@ -64,12 +64,13 @@ def inspect(
     from transformers.utils import logging
 
     from ..checks import check_model, check_output, device_of
-    from ..evaluation.inspect import headline, key_names, sections
+    from ..evaluation.loading import check_lengths, check_setting, load_setting, load_tokenizer
     from ..evaluation.measures.diagnostics import WHAT
     from ..evaluation.measures.sums import Options
     from ..evaluation.report import add_section, write_report
+    from ..evaluation.report.attention import headline, key_names, sections
     from ..evaluation.report.folder import HEAD
-    from ..evaluation.settings import check_lengths, check_setting, load_setting, load_tokenizer, parse_settings
+    from ..evaluation.settings import parse_settings
 
     if (n := tokens(length)) < 2:
         raise typer.BadParameter("one token attends to itself alone: give 2 or more", param_hint="--length")
@@ -193,8 +194,8 @@ def _observed(model: str, layers: list[int] | None) -> int:
     """How many layers will be looked at; ValueError if one that is named cannot be. Reads no weights."""
     from transformers import AutoConfig
 
+    from ..evaluation.loading import build
     from ..evaluation.measures.capture import capture
-    from ..evaluation.settings import build
 
     with capture(build(AutoConfig.from_pretrained(model)), layers) as seen:
         return seen.layers

@@ -73,11 +73,12 @@ def probe(
 
     from ..checks import check_model, check_output, device_of, read_text
     from ..evaluation.experiment import Experiment, fingerprint
+    from ..evaluation.loading import check_lengths, check_setting, load_setting, load_tokenizer
     from ..evaluation.measures.copies import PASSAGE, SKIP
     from ..evaluation.measures.probe import AFTER, BEFORE, distances_to, probing
     from ..evaluation.measures.probe import passages as take
     from ..evaluation.rows import Rows, versions_line
-    from ..evaluation.settings import check_lengths, check_setting, load_setting, load_tokenizer, parse_settings
+    from ..evaluation.settings import parse_settings
 
     with refusing("--text"):
         files = [Path(t) for part in text for t in part.split(",") if t]

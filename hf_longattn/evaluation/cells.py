@@ -15,21 +15,17 @@ from ..integration.model import knowing, methods_of
 from ..methods.base import LengthTemperature
 from ..methods.method import SLOTS
 from .experiment import Cell, Measure, digest, identity
+from .loading import load_setting
 from .measures.answers import AnswerScore, answer_scores
 from .measures.copies import PASSAGE, SHARES, SKIP, far_copies, with_copies
 from .measures.long_ppl import key_tokens, long_loss, short_losses
 from .measures.losses import Prefix, loss_by_position, prefix_of, shortened, token_losses
+from .results import BIN, COPIES, LONG_PPL, LOSS, ON_DOCUMENTS
 from .rows import Row
-from .settings import Setting, load_setting
+from .settings import Setting
 
 if TYPE_CHECKING:
     from .plan import Document, Plan
-
-LOSS, COPIES, LONG_PPL = "loss", "copies", "long_ppl"
-#: Tasks that read the documents; all others make texts of their own.
-ON_DOCUMENTS = (LOSS, COPIES, LONG_PPL)
-#: Positions over which losses are averaged before they are stored.
-BIN = 512
 
 
 class Cells:

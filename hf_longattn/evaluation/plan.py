@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from .cells import COPIES, LONG_PPL, LOSS, ON_DOCUMENTS, Cells
+from .cells import Cells
 from .experiment import Experiment, fingerprint
+from .loading import check_lengths, check_setting, load_setting
 from .measures.copies import TAIL, far_copies
+from .results import COPIES, LONG_PPL, LOSS, ON_DOCUMENTS
 from .rows import PROTOCOL, Row, Rows
-from .settings import UNMODIFIED, Setting, check_lengths, check_setting, load_setting
+from .settings import UNMODIFIED, Setting
 from .tasks import Encoder, Task, canonical, make_task
 
 ROWS = "rows.jsonl"

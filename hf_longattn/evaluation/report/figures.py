@@ -5,9 +5,13 @@ from __future__ import annotations
 import io
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .section import Figure
+
+#: The axis of most pictures.
+NATS = "loss (nats per token)"
 #: Okabe and Ito's palette, black first; markers differ too, so that no line is told by colour alone.
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 MARKERS = "osD^vPX*"
@@ -152,3 +156,18 @@ def heat_map(
 def tokens_shown(n: float) -> str:
     """A length as people say it: 16k for 16,384, 300 for 300."""
     return f"{int(n) // 1024}k" if n >= 1024 and n % 1024 == 0 else f"{int(n)}"
+
+
+def pair(draw: Callable[[tuple[float, float] | None], bytes], values: Sequence[float], name: str, alt: str) -> list[Figure]:
+    """A figure with all values, and one without those far above the rest where they would flatten it."""
+    if not values:
+        return []
+    axis = "The loss axis does not start at zero."
+    figures = [Figure(name, draw(None), alt, f"{alt}. {axis}")]
+    ordered = sorted(values)
+    low, middle, high = ordered[0], ordered[len(ordered) // 2], ordered[-1]
+    if high - low > 2.5 * max(middle - low, 0.05):
+        top = middle + 1.5 * max(middle - low, 0.05)
+        caption = f"The same, cut at {top:.2f} nats to tell close lines apart: what rises above is off the picture. {axis}"
+        figures.append(Figure(f"{name}-closer", draw((low - 0.05, top)), f"{alt}, cut at {top:.2f} nats", caption))
+    return figures
