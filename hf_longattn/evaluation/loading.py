@@ -21,7 +21,7 @@ from ..integration.names import RECORD, is_ours, short
 from ..integration.planning import bound_config
 from ..methods.method import SLOTS, ModelFacts
 from ..telling import warn
-from .settings import Setting, parse_rope
+from .settings import UNMODIFIED, Setting, parse_rope
 
 
 def precision_of(model: str, dtype: str = "auto", device: str = "cpu") -> str:
@@ -95,6 +95,28 @@ def load_setting(
         with knowing():
             apply(loaded, beside_own(loaded, calibrated(loaded, setting.config) if calibrated else setting.config))
     return loaded.to(device).eval()
+
+
+class OneModel:
+    """Loads settings of one checkpoint: the same model under method after method, the checkpoint's own beside each. Settings
+    of the rotation, or with other weights, get a model of their own.
+    """
+
+    def __init__(self, model: str, dtype: str = "auto", device: str = "cpu") -> None:
+        self.model, self.dtype, self.device = model, dtype, device
+        self.loaded: Any = None
+        self.own = LongAttnConfig()
+
+    def __call__(self, setting: Setting) -> Any:
+        if setting.rope is not None or setting.adapter is not None or setting.model is not None:
+            return load_setting(setting, self.model, self.dtype, self.device)
+        if self.loaded is None:
+            self.loaded = load_setting(Setting(UNMODIFIED), self.model, self.dtype, self.device)
+            self.own = beside_own(self.loaded, LongAttnConfig())
+        if setting.config is None:
+            return self.loaded
+        with knowing():
+            return apply(self.loaded, filled(setting.config, self.own))
 
 
 def check_setting(setting: Setting, model: str) -> ModelFacts:
