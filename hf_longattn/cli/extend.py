@@ -53,7 +53,7 @@ def extend(
     from transformers.utils import logging
 
     from ..checks import device_of
-    from ..evaluation.extend import Search, temperature
+    from ..evaluation.extend import SEED, Search, temperature
     from ..evaluation.loading import OneModel, check_setting, load_tokenizer, own_precision
     from ..evaluation.rows import versions_line
     from ..evaluation.settings import UNMODIFIED, Setting
@@ -72,7 +72,7 @@ def extend(
         ids = read_tokens(text, tokenizer, length)
     chosen = precision(model, dtype, device)
     rows = _rows(model, text, length, trained, chosen, out)
-    about = {"command": command_line(context), "versions": versions_line()}
+    about = {"command": command_line(context), "versions": versions_line(), "seed": SEED}
     search = Search(ids, trained, rows, purpose, tolerance, about, temperature(facts, length), facts.rope_type == "default")
     search.settings = {name: dataclasses.replace(s, train_length=given) for name, s in search.settings.items()}
     _leave_out(search, model)

@@ -74,7 +74,7 @@ def curves(
         limits: of the y axis; from the data if None.
         errors: half-widths of intervals around each line's points; NaN for none.
     """
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     figure, axes = pyplot().subplots(figsize=(4.8, 4.2), layout="constrained")
     for i, ((name, points), own) in enumerate(zip(lines.items(), styles(list(lines)), strict=True)):
@@ -90,7 +90,28 @@ def curves(
         if errors and name in errors:
             low, high = ([y + s * e for y, e in zip(ys, errors[name], strict=True)] for s in (-1, 1))
             axes.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
-    for label, x in (mark or {}).items():
+    _mark(axes, mark or {})
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    points = [point for line in lines.values() for point in line]
+    if log_x:
+        _in_powers_of_two(axes, sorted({x for x, _ in points}))
+    elif max((x for x, _ in points), default=0) > 4096:
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 4, 8]))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+        axes.tick_params(axis="x", labelsize=8)
+    if limits:
+        axes.set_ylim(*limits)
+    if title:
+        axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
+    if len(lines) > 1:
+        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    return png(figure)
+
+
+def _mark(axes: Any, mark: Mapping[str, float]) -> None:
+    """Vertical dotted lines."""
+    for label, x in mark.items():
         axes.axvline(x, color="#666666", linestyle=":", linewidth=1)
         axes.annotate(
             label,
@@ -102,25 +123,15 @@ def curves(
             rotation=90,
             color="#444444",
         )
-    axes.set(xlabel=xlabel, ylabel=ylabel)
-    if not log_x and max((x for points in lines.values() for x, _ in points), default=0) > 4096:
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 4, 8]))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-        axes.tick_params(axis="x", labelsize=8)
-    if log_x:
-        axes.set_xscale("log", base=2)
-        ticks = sorted({x for points in lines.values() for x, _ in points})
-        axes.set_xticks(ticks, [tokens_shown(x) for x in ticks])
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    if limits:
-        axes.set_ylim(*limits)
-    if title:
-        axes.set_title(title, fontsize=10)
-    axes.grid(alpha=0.3)
-    if len(lines) > 1:
-        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
-    return png(figure)
+
+
+def _in_powers_of_two(axes: Any, ticks: Sequence[float]) -> None:
+    from matplotlib.ticker import NullFormatter, NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [tokens_shown(x) for x in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def heat_map(
