@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ..evaluation.statistics import TOLERANCE
 from .common import Device, Dtype, TrainLength, command_line, console, precision, read_tokens, refusing, table, tokens, told
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def extend(
     tolerance: Annotated[
         float,
         typer.Option(help="Highest loss to accept within the trained length, in nats a token; 0.02 is 2 % of perplexity."),
-    ] = 0.02,
+    ] = TOLERANCE,
     train_length: TrainLength = None,
     dtype: Dtype = "auto",
     device: Device = "auto",

@@ -27,6 +27,7 @@ from .measures.losses import loss_by_position, token_losses
 from .measures.probe import LEAST, TOKENS, passages, probing
 from .rows import Row, Rows
 from .settings import UNMODIFIED, Setting
+from .statistics import TOLERANCE
 
 Model = TypeVar("Model", bound=nn.Module)
 YARN, BY_HEAD = "YaRN", "leaky_rerope by head"
@@ -309,7 +310,7 @@ class Search:
     trained: int
     rows: Rows
     purpose: str = "both"
-    tolerance: float = 0.02
+    tolerance: float = TOLERANCE
     about: Mapping[str, Any] = field(default_factory=dict)
     temperature: str | None = None
     plain: bool = True
