@@ -29,14 +29,11 @@ if TYPE_CHECKING:
 
 
 class Cells:
-    """The cells of a plan.
-
-    Args:
-        rows: of the experiment, by name: LongPPL reads key tokens that the evaluator has found.
-    """
+    """The cells of a plan."""
 
     def __init__(self, plan: Plan, device: str) -> None:
         self.plan, self.prefixes = plan, _Prefixes(plan, device)
+        #: The experiment's, by name: LongPPL is read at key tokens that the evaluator has found.
         self.rows: dict[str, Row] = {}
 
     @property
@@ -45,7 +42,7 @@ class Cells:
         return [partial(self._cells, task, length) for length in self.plan.lengths for task in self.plan.tasks]
 
     def order(self, cell: Cell) -> Any:
-        """Settings outermost, so that each model is loaded once; with a prefix documents, if asked for lengths."""
+        """The evaluator's first, then settings, so that each is loaded once; or by document with a prefix, or by length."""
         if self.plan.prefix is not None:
             names, which = [d.name for d in self.plan.documents], cell.key["which"]
             return names.index(which) if which in names else len(names)
