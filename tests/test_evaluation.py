@@ -32,18 +32,13 @@ from hf_longattn.evaluation import (
 )
 from hf_longattn.evaluation.cells import Cells, reading
 from hf_longattn.evaluation.experiment import Experiment, fingerprint
+from hf_longattn.evaluation.loading import check_setting, edit_rope, load_setting, precision_of
 from hf_longattn.evaluation.measures import long_ppl
+from hf_longattn.evaluation.report.evaluation import sections
 from hf_longattn.evaluation.results import over
-from hf_longattn.evaluation.settings import (
-    Setting,
-    check_setting,
-    edit_rope,
-    load_setting,
-    parse_settings,
-    precision_of,
-    read_settings,
-)
+from hf_longattn.evaluation.settings import Setting, parse_settings, read_settings
 from hf_longattn.evaluation.statistics import mean_interval, wilson
+from hf_longattn.evaluation.verdict import headline, summary
 from hf_longattn.training.loss import CausalLoss
 
 
@@ -284,22 +279,22 @@ def test_summary_says_what_helps_and_what_it_costs() -> None:
         for n, x in zip((512, 1024), values, strict=True)
         for d, shift in (("a", 0.0), ("b", 1.0))
     ]
-    summary = Results(rows, list(loss), 64, False, 512).summary()
-    assert "At 1,024 tokens the lowest loss is that of good, −1.500 ± 0.000" in summary
-    assert "changes by: good +0.010 ± 0.000 at 512; bad +0.500 ± 0.000 at 512 tokens" in summary
-    short = Results([r for r in rows if r["setting"] != "good"], ["unmodified", "bad"], 64, False, 512).summary()
+    said = summary(Results(rows, list(loss), 64, False, 512))
+    assert "At 1,024 tokens the lowest loss is that of good, −1.500 ± 0.000" in said
+    assert "changes by: good +0.010 ± 0.000 at 512; bad +0.500 ± 0.000 at 512 tokens" in said
+    short = summary(Results([r for r in rows if r["setting"] != "good"], ["unmodified", "bad"], 64, False, 512))
     assert "no setting has a lower loss than the unmodified model" in short
     same = [r | {"setting": "clamped"} for r in rows if r["setting"] == "unmodified"]
-    told = Results([*rows, *same], [*loss, "clamped"], 64, False, 512).summary()
+    told = summary(Results([*rows, *same], [*loss, "clamped"], 64, False, 512))
     assert "lowest loss is that of good" in told
     assert "Equal to the unmodified model in every loss: clamped." in told
     equal = Results(
         [r for r in rows + same if r["setting"] in ("unmodified", "clamped")], ["unmodified", "clamped"], 64, False, 512
     )
-    assert "nearest" not in equal.summary()
-    assert "Equal to the unmodified model in every loss: clamped." in equal.summary()
+    assert "nearest" not in summary(equal)
+    assert "Equal to the unmodified model in every loss: clamped." in summary(equal)
     partial = [r for r in rows if r["setting"] == "unmodified" or r["length"] == 512]
-    told = Results(partial, list(loss), 64, False, 512).summary()
+    told = summary(Results(partial, list(loss), 64, False, 512))
     assert "Only the unmodified model has been measured at 1,024 tokens yet" in told
     assert "bad +0.500" in told
 
@@ -322,25 +317,25 @@ def test_the_verdict_is_sorted_and_says_what_is_better_than_chance() -> None:
             answers = [{"log_likelihood": -10 * (copies + extra + y), "tokens": 10, "exact": False} for y in (-1, 1)]
             rows.append(about | {"task": "copies", "length": 1024, "answers": answers, "distances": [500, 900]})
     results = Results(rows, list(measured), 64, False, 512)
-    (table,) = results.sections()[0][1].tables
+    (table,) = sections(results)[0][1].tables
     assert table.columns == ["setting", "cost at 512", "gain at 1,024", "copies from far back: gain at 1,024"]
     assert [row[0] for row in table.rows] == ["good", "costly", "unmodified", "chance", "worse"]
     assert table.rows[0][1:] == ["+0.010 ± 0.000", "+1.500 ± 0.000", "+4.000 ± 0.000"]
     assert table.rows[3][2] == "−0.067 ± 0.717"
     assert table.tones == [[0, 0, 1, 1], [0, -1, 1, 1], [0] * 4, [0] * 4, [0, 0, -1, -1]]
-    assert results.headline().startswith("Take good. In nats per token, against the unmodified model: cost at 512 +0.010")
-    copies_table = results.sections()[-1][1].tables[0]
+    assert headline(results).startswith("Take good. In nats per token, against the unmodified model: cost at 512 +0.010")
+    copies_table = sections(results)[-1][1].tables[0]
     assert copies_table.columns == ["setting", "500 back", "900 back", "all"]
     assert copies_table.rows[3] == ["good", pytest.approx(1.0), pytest.approx(3.0), pytest.approx(2.0)]
     without = [r for r in rows if r["setting"] not in ("good", "costly")]
-    assert "no setting has a lower loss" in Results(without, ["unmodified", "worse"], 64, False, 512).headline()
+    assert "no setting has a lower loss" in headline(Results(without, ["unmodified", "worse"], 64, False, 512))
     unfinished = Results([r for r in rows if r["setting"] != "good" or r["which"] != "c"], list(measured), 64, False, 512)
-    table, fewer = unfinished.sections()[0][1].tables
+    table, fewer = sections(unfinished)[0][1].tables
     assert [row[0] for row in table.rows] == ["costly", "unmodified", "chance", "worse"]
     assert fewer.title == "All settings, on a and b alone"
     assert fewer.rows[0][:3] == ["good", "+0.010 ± 0.000", "+1.500 ± 0.000"]
-    assert [row[0] for row in unfinished.sections()[1][1].tables[0].rows] == ["unmodified", "chance", "costly", "worse"]
-    assert unfinished.headline().startswith("Take costly. ")
+    assert [row[0] for row in sections(unfinished)[1][1].tables[0].rows] == ["unmodified", "chance", "costly", "worse"]
+    assert headline(unfinished).startswith("Take costly. ")
 
 
 # settings ------------------------------------------------------------------------------------------------------------
@@ -352,11 +347,11 @@ def test_means_are_over_the_documents_that_all_settings_have_read() -> None:
         {"task": "loss", "setting": s, "length": 512, "which": d, "loss": x, "seconds": 1, "bins": [x]}
         for s, d, x in (("unmodified", "a", 3.0), ("unmodified", "b", 5.0), ("logn", "a", 3.5))
     ]
-    _, by_length, _, by_position = (section for _, section in Results(rows, ["unmodified", "logn"], 64, False, 512).sections())
+    _, by_length, _, by_position = (section for _, section in sections(Results(rows, ["unmodified", "logn"], 64, False, 512)))
     assert by_length.tables[0].rows == [["unmodified", 3.0], ["logn", 3.5]]
     assert "over the documents that all of these have read" in by_length.tables[0].note
     assert by_position.tables[0].rows == [["unmodified", 3.0], ["logn", 3.5]]
-    whole = Results([*rows, rows[2] | {"which": "b"}], ["unmodified", "logn"], 64, False, 512).sections()[1][1]
+    whole = sections(Results([*rows, rows[2] | {"which": "b"}], ["unmodified", "logn"], 64, False, 512))[1][1]
     assert whole.tables[0].rows[0] == ["unmodified", 4.0]
     assert not whole.tables[0].note
 
@@ -713,7 +708,7 @@ def test_long_ppl_is_the_loss_on_the_evaluators_key_tokens(
     found = Results(
         list(store.rows.values()), [s.name for s in this.settings], 64, False, 512, near=this.near, evaluator=this.evaluator
     )
-    ((_, section),) = found.sections()
+    ((_, section),) = sections(found)
     pooled = [r for r in store.rows.values() if r["setting"] == "unmodified"]
     mean = sum(r["key_loss"] * r["key_tokens"] for r in pooled) / sum(r["key_tokens"] for r in pooled)
     assert section.tables[0].rows[0] == ["unmodified", pytest.approx(math.exp(mean))]
@@ -727,7 +722,7 @@ def test_long_ppl_without_key_tokens_is_a_dash_and_what_cannot_be_is_refused(fol
     store = this.open(tmp_path / "out")
     store.run()
     assert {r["key_loss"] for r in store.rows.values()} == {None}
-    ((_, section),) = results(this, store).sections()
+    ((_, section),) = sections(results(this, store))
     assert section.tables[0].rows == [["unmodified", None]]
     with pytest.raises(ValueError, match="no length exceeds 1280"):
         plan(folder, tasks=["long_ppl"], near=1024)
@@ -761,7 +756,7 @@ def test_effective_length_is_the_longest_up_to_which_a_share_is_kept() -> None:
     assert found.score("holds", "passkey", 512) == pytest.approx(math.exp(-0.12))
     strict = Results(rows, list(likelihood), 64, False, 1024, keep=0.95)
     assert [strict.effective_length(s, "passkey") for s in likelihood] == [512, 512, 0]
-    section = found.sections()[-1][1]
+    section = sections(found)[-1][1]
     assert section.title == "Effective length"
     assert section.tables[0].rows == [["unmodified", 1024], ["holds", 4096], ["never", 0]]
     assert "keeps 85%" in section.text

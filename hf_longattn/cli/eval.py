@@ -93,17 +93,13 @@ def evaluate(
     GPUs take turns: torchrun --nproc-per-node 8 -m hf_longattn.cli eval ...
     """
 
-    from ..checks import check_model, check_output, device_of, read_text
-    from ..evaluation.plan import LOCK, Plan
-    from ..evaluation.processes import own_device, together
-    from ..evaluation.settings import load_tokenizer, parse_settings
+    from ..checks import check_model, device_of
+    from ..evaluation.loading import load_tokenizer
+    from ..evaluation.plan import Plan
+    from ..evaluation.settings import parse_settings
+    from ..evaluation.verdict import summary
 
-    with refusing("--text"):
-        texts = [(Path(t).name, read_text(Path(t))) for part in text for t in part.split(",") if t]
-    with refusing("--out"):
-        check_output(out)
-    if not 0 < keep <= 1:
-        raise typer.BadParameter(f"a share lies in (0, 1], not at {keep:g}", param_hint="--keep")
+    texts = _texts(text, out, keep)
     with refusing("--device"):
         device = device_of(device)
     with refusing():
@@ -127,26 +123,53 @@ def evaluate(
             shortest_first=shortest_first,
             prefix=prefix,
         )
-    with refusing("--out"):
-        if os.environ.get("RANK", "0") == "0":
-            alone(context, out / LOCK)
-        # its GPU is its own where a launcher started several processes
-        experiment = plan.open(out, own_device(device), {"command": command_line(context)})
-
-    with together() as rank:
-        console.quiet = rank > 0
-        if not page_only and (kept := sum(cell.name in experiment.rows for cell in experiment.cells)):
-            console.print(f"{kept} of {len(experiment.cells)} rows are in {out} already.", highlight=False)
-        interrupted = not page_only and run_experiment(experiment, _told)
-    if rank > 0:
-        raise typer.Exit(130 if interrupted else 0)
+    experiment = _open(context, plan, out, device)
+    interrupted = not page_only and _run(experiment, out)
     results = _write(plan, experiment, out, title, keep)
     console.print(_table(results))
-    console.print(results.summary(), highlight=False)
+    console.print(summary(results), highlight=False)
     console.print(f"The report: {out / 'index.html'}", highlight=False)
     if interrupted:
         console.print(f"Interrupted; {len(experiment.rows)} rows are kept, and the same command goes on.")
         raise typer.Exit(130)
+
+
+def _texts(given: list[str], out: Path, keep: float) -> list[tuple[str, str]]:
+    """By file name; and whether the options beside make sense."""
+    from ..checks import check_output, read_text
+
+    with refusing("--text"):
+        texts = [(Path(t).name, read_text(Path(t))) for part in given for t in part.split(",") if t]
+    with refusing("--out"):
+        check_output(out)
+    if not 0 < keep <= 1:
+        raise typer.BadParameter(f"a share lies in (0, 1], not at {keep:g}", param_hint="--keep")
+    return texts
+
+
+def _open(context: typer.Context, plan: Plan, out: Path, device: str) -> Experiment:
+    """The folder's rows; no other command measures into it meanwhile."""
+    from ..evaluation.plan import LOCK
+    from ..evaluation.processes import own_device
+
+    with refusing("--out"):
+        if os.environ.get("RANK", "0") == "0":
+            alone(context, out / LOCK)
+        return plan.open(out, own_device(device), {"command": command_line(context)})
+
+
+def _run(experiment: Experiment, out: Path) -> bool:
+    """Whether it was interrupted; only the first of several processes returns."""
+    from ..evaluation.processes import together
+
+    with together() as rank:
+        console.quiet = rank > 0
+        if kept := sum(cell.name in experiment.rows for cell in experiment.cells):
+            console.print(f"{kept} of {len(experiment.cells)} rows are in {out} already.", highlight=False)
+        interrupted = run_experiment(experiment, _told)
+    if rank > 0:
+        raise typer.Exit(130 if interrupted else 0)
+    return interrupted
 
 
 def _told(row: Row) -> str:
@@ -160,12 +183,11 @@ def _told(row: Row) -> str:
 
 
 def _write(plan: Plan, experiment: Experiment, out: Path, title: str | None, keep: float) -> Results:
-    import torch
-
     from ..evaluation import Results
+    from ..evaluation.loading import own_method
     from ..evaluation.report import write_report
-    from ..evaluation.rows import versions_line
-    from ..evaluation.settings import own_method
+    from ..evaluation.report.evaluation import sections
+    from ..evaluation.verdict import headline
 
     names = [s.name for s in plan.settings]
     names += [s for s in dict.fromkeys(r["setting"] for r in experiment.rows.values()) if s not in names]
@@ -180,14 +202,24 @@ def _write(plan: Plan, experiment: Experiment, out: Path, title: str | None, kee
         evaluator=experiment.protocol.get("evaluator", plan.evaluator),
         keep=keep,
     )
-    planned = [cell.name in experiment.rows for cell in experiment.cells]
-    source = Path(plan.model) / "SOURCE"
-    texts = [f"{name} (SHA-256 {sha256(content.encode()).hexdigest()[:16]})" for name, content in plan.texts]
-    summary = results.headline()
+    summary, facts = headline(results), _facts(plan, experiment, results)
     if own := own_method(plan.model):
         runs = f"The checkpoint itself runs {own}: “unmodified” is the model as it was saved"
         summary = f"{runs}, and other settings keep {own} in the slots that they leave free.\n\n{summary}"
-    facts = {
+    write_report(out, title or f"{Path(plan.model).name} under attention methods", summary, sections(results), facts)
+    return results
+
+
+def _facts(plan: Plan, experiment: Experiment, results: Results) -> dict[str, str]:
+    """What stands at the end of the page."""
+    import torch
+
+    from ..evaluation.rows import versions_line
+
+    planned = [cell.name in experiment.rows for cell in experiment.cells]
+    source = Path(plan.model) / "SOURCE"
+    texts = [f"{name} (SHA-256 {sha256(content.encode()).hexdigest()[:16]})" for name, content in plan.texts]
+    return {
         "Model": source.read_text(encoding="utf-8").strip() if source.is_file() else shown(plan.model),
         "Trained length": "not in its config" if plan.train_length is None else f"{plan.train_length:,} tokens",
         "Rows": f"{len(experiment.rows)} measured" + f"; of this command's {len(planned)}, {planned.count(False)} are open",
@@ -198,8 +230,6 @@ def _write(plan: Plan, experiment: Experiment, out: Path, title: str | None, kee
         "Threads": str(torch.get_num_threads()),
         "Seconds": f"{sum(r['seconds'] for r in experiment.rows.values()):.0f} for all rows together",
     }
-    write_report(out, title or f"{Path(plan.model).name} under attention methods", summary, results.sections(), facts)
-    return results
 
 
 def _table(results: Results) -> Table:

@@ -15,32 +15,25 @@ from ..integration.model import knowing, methods_of
 from ..methods.base import LengthTemperature
 from ..methods.method import SLOTS
 from .experiment import Cell, Measure, digest, identity
+from .loading import load_setting
 from .measures.answers import AnswerScore, answer_scores
 from .measures.copies import PASSAGE, SHARES, SKIP, far_copies, with_copies
 from .measures.long_ppl import key_tokens, long_loss, short_losses
 from .measures.losses import Prefix, loss_by_position, prefix_of, shortened, token_losses
+from .results import BIN, COPIES, LONG_PPL, LOSS, ON_DOCUMENTS
 from .rows import Row
-from .settings import Setting, load_setting
+from .settings import Setting
 
 if TYPE_CHECKING:
     from .plan import Document, Plan
 
-LOSS, COPIES, LONG_PPL = "loss", "copies", "long_ppl"
-#: Tasks that read the documents; all others make texts of their own.
-ON_DOCUMENTS = (LOSS, COPIES, LONG_PPL)
-#: Positions over which losses are averaged before they are stored.
-BIN = 512
-
 
 class Cells:
-    """The cells of a plan.
-
-    Args:
-        rows: of the experiment, by name: LongPPL reads key tokens that the evaluator has found.
-    """
+    """The cells of a plan."""
 
     def __init__(self, plan: Plan, device: str) -> None:
         self.plan, self.prefixes = plan, _Prefixes(plan, device)
+        #: The experiment's, by name: LongPPL is read at key tokens that the evaluator has found.
         self.rows: dict[str, Row] = {}
 
     @property
@@ -49,7 +42,7 @@ class Cells:
         return [partial(self._cells, task, length) for length in self.plan.lengths for task in self.plan.tasks]
 
     def order(self, cell: Cell) -> Any:
-        """Settings outermost, so that each model is loaded once; with a prefix documents, if asked for lengths."""
+        """The evaluator's first, then settings, so that each is loaded once; or by document with a prefix, or by length."""
         if self.plan.prefix is not None:
             names, which = [d.name for d in self.plan.documents], cell.key["which"]
             return names.index(which) if which in names else len(names)

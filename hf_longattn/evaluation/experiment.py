@@ -25,6 +25,7 @@ class Cell:
         measure: from the loaded model to what goes into the row, JSON-ready.
         depends: what the numbers depend on beside the setting, JSON-ready: part of the row's digest.
         first: whether others are measured by what this one finds.
+        column: what the setting's name stands under in the row.
     """
 
     setting: Any
@@ -32,10 +33,12 @@ class Cell:
     measure: Callable[[Any], Row]
     depends: Sequence[Any] = ()
     first: bool = False
+    column: str = "setting"
 
     @property
     def columns(self) -> dict[str, Any]:
-        return {"setting": self.setting.name, **self.key}
+        """What tells its row from all others."""
+        return {self.column: self.setting.name, **self.key}
 
     @property
     def name(self) -> str:
@@ -103,7 +106,7 @@ class Experiment:
         self.rows = {self.name_of(row): row for row in rows}
         for cell in self.cells:
             kept = self.rows.get(cell.name, {})
-            if kept.get("digest", cell.digest) != cell.digest:
+            if "digest" in kept and kept["digest"] != cell.digest:
                 raise ValueError(
                     f"{rows.path} holds a row {cell.name!r} of another setting, text or model; rows are not mixed: choose "
                     "another folder, or another name for the setting"
@@ -142,7 +145,8 @@ class Experiment:
     def _measured(self, cell: Cell) -> Row:
         model = self.load(cell.setting)
         wall, cpu = time.monotonic(), time.process_time()
-        row = {**cell.columns, "dtype": str(model.dtype).removeprefix("torch."), **cell.measure(model)}
+        dtype = {"dtype": str(model.dtype).removeprefix("torch.")} if hasattr(model, "dtype") else {}
+        row = {**cell.columns, **dtype, **cell.measure(model)}
         row |= {"what": cell.setting.to_dict(), "digest": cell.digest}
         row |= {"seconds": round(time.monotonic() - wall, 2), "cpu_seconds": round(time.process_time() - cpu, 2)}
         return {k: v for k, v in (row | self.about).items() if v is not None or k not in cell.key}

@@ -27,6 +27,7 @@ from .measures.losses import loss_by_position, token_losses
 from .measures.probe import LEAST, TOKENS, passages, probing
 from .rows import Row, Rows
 from .settings import UNMODIFIED, Setting
+from .statistics import TOLERANCE
 
 Model = TypeVar("Model", bound=nn.Module)
 YARN, BY_HEAD = "YaRN", "leaky_rerope by head"
@@ -81,19 +82,45 @@ def extend(
     if method is not None and purpose != PURPOSES[0]:
         raise ValueError(f"purpose chooses a method and {method!r} is one: leave out purpose={purpose!r}, or the method")
     length = length_of(to)
-    told = _told(model, train_length)
-    known = bound_config(model, LongAttnConfig(train_length=told))[1]
-    trained = known.train_length
-    if told is not None:
-        parameters["train_length"] = told
+    config = _config(model, length, method, purpose, _told(model, train_length), parameters)
+    facts = _checked(model, config, length)
+    trained = facts.train_length
+    assert trained is not None
+    replaced = "+".join(m.name for m in methods_of(model))
+    apply(model, config)
+    if replaced not in ("", config.name):
+        warn(f"{config.name} takes the place of {replaced}, which the model ran")
+    if (window := own_window(model)) is not None and window < length:
+        warn(
+            f"the model has a sliding window of its own, {window:,} tokens: what lies farther back stays unseen. To lift it, "
+            "build the model with sliding_window=None in its config"
+        )
+    rope.lengthen(model.config, trained, length)
+    return model
+
+
+def _config(
+    model: nn.Module,
+    length: int,
+    method: str | LongAttnConfig | None,
+    purpose: str,
+    told: int | None,
+    given: Mapping[str, Any],
+) -> LongAttnConfig:
+    """What is asked for; of no method the one that serves the purpose."""
+    parameters = dict(given) if told is None else {**given, "train_length": told}
     if method is None:
+        known = bound_config(model, LongAttnConfig(train_length=told))[1]
+        trained = known.train_length
         pays = None if "stack" in parameters else temperature(known, length)  # which could mean either
         method = "leaky_rerope" if purpose == "reading" else rerope_with(pays)
         if method == "leaky_rerope" and trained is not None:
             parameters = {"stretch": max(4.0, float(needed(trained // 2, trained, length)))} | parameters
-    config = (
-        method.replace(**parameters) if isinstance(method, LongAttnConfig) else LongAttnConfig.preset(method, **parameters)
-    )
+    return method.replace(**parameters) if isinstance(method, LongAttnConfig) else LongAttnConfig.preset(method, **parameters)
+
+
+def _checked(model: nn.Module, config: LongAttnConfig, length: int) -> ModelFacts:
+    """What methods know of a model that a config takes to a length; ValueError where it does not."""
     if not config.key_bands:
         raise ValueError(
             f"{config.name} extends nothing: beyond the trained length a model meets distances that it does not know, "
@@ -115,17 +142,7 @@ def extend(
             f"{bound.name} with these parameters reaches {reach} tokens, not {length}: beyond that it shows distances that "
             "the model does not know. Raise stretch, group or factor, lower window, or use rerope, which has no limit"
         )
-    replaced = "+".join(m.name for m in methods_of(model))
-    apply(model, config)
-    if replaced not in ("", config.name):
-        warn(f"{config.name} takes the place of {replaced}, which the model ran")
-    if (window := own_window(model)) is not None and window < length:
-        warn(
-            f"the model has a sliding window of its own, {window:,} tokens: what lies farther back stays unseen. To lift it, "
-            "build the model with sliding_window=None in its config"
-        )
-    rope.lengthen(model.config, facts.train_length, length)
-    return model
+    return facts
 
 
 def own_window(model: nn.Module) -> int | None:
@@ -293,7 +310,7 @@ class Search:
     trained: int
     rows: Rows
     purpose: str = "both"
-    tolerance: float = 0.02
+    tolerance: float = TOLERANCE
     about: Mapping[str, Any] = field(default_factory=dict)
     temperature: str | None = None
     plain: bool = True

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from .cells import COPIES, LONG_PPL, LOSS, ON_DOCUMENTS, Cells
+from .cells import Cells
 from .experiment import Experiment, fingerprint
+from .loading import check_lengths, check_setting, load_setting
 from .measures.copies import TAIL, far_copies
+from .results import COPIES, LONG_PPL, LOSS, ON_DOCUMENTS
 from .rows import PROTOCOL, Row, Rows
-from .settings import UNMODIFIED, Setting, check_lengths, check_setting, load_setting
+from .settings import UNMODIFIED, Setting
 from .tasks import Encoder, Task, canonical, make_task
 
 ROWS = "rows.jsonl"
@@ -106,6 +108,16 @@ class Plan:
             far_copies(self.lengths[0])
         if self.prefix is not None:
             self._check_prefix(self.prefix)
+        self._check_settings()
+        self._start = self._starting()
+        encoded = [(n, self._encode(n, t)) for n, t in self.texts]
+        if self._documents:
+            self._cut(encoded)
+        if LONG_PPL in self.tasks:
+            self._check_long_ppl()
+        self._make_tasks(torch.cat([ids for _, ids in encoded]) if encoded else None)
+
+    def _check_settings(self) -> None:
         check_lengths(self.model, self.lengths)
         for setting in self.settings:
             facts = check_setting(setting, self.model)
@@ -116,13 +128,8 @@ class Plan:
                 f"the model was trained at {self.train_length} tokens and all lengths lie beyond: add one within, so that "
                 "what a method costs there is part of the result"
             )
-        self._start = self._starting()
-        encoded = [(n, self._encode(n, t)) for n, t in self.texts]
-        if self._documents:
-            self._cut(encoded)
-        if LONG_PPL in self.tasks:
-            self._check_long_ppl()
-        haystack = torch.cat([ids for _, ids in encoded]) if encoded else None
+
+    def _make_tasks(self, haystack: Tensor | None) -> None:
         for name in (t for t in self.tasks if t not in ON_DOCUMENTS):
             self.makers[name] = make_task(name, self.tokenizer, haystack, self.depths, self.seed)
             for length in self.lengths:

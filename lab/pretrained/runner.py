@@ -25,9 +25,10 @@ from transformers import AutoConfig, AutoTokenizer
 from hf_longattn import calibrate
 from hf_longattn.attention.kernels.precision import fast_dtype
 from hf_longattn.evaluation import experiment
+from hf_longattn.evaluation.loading import load_setting
 from hf_longattn.evaluation.report.markdown import table
 from hf_longattn.evaluation.rows import Row, Rows, versions_line
-from hf_longattn.evaluation.settings import Setting, load_setting, parse_rope
+from hf_longattn.evaluation.settings import Setting, parse_rope
 
 ROOT = Path(__file__).parents[2]
 RESULTS, SETTINGS = ROOT / "lab" / "results", Path(__file__).parent / "settings"
