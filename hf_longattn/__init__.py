@@ -59,7 +59,8 @@ _NAMES = {
     "attention.rotary": ("Rotation",),
 }
 #: Modules that are known without the folder that they are in.
-_SHORT = {"diagnostics": "evaluation.measures.diagnostics", "report": "evaluation.report", "tasks": "evaluation.tasks"}
+_SHORT = {"calibration": "evaluation.calibrate", "diagnostics": "evaluation.measures.diagnostics"}
+_SHORT |= {name: f"evaluation.{name}" for name in ("report", "settings", "tasks")}
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted([*_HOME, "methods"])

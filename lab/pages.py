@@ -19,7 +19,8 @@ from hf_longattn.evaluation.rows import Rows
 from hf_longattn.evaluation.statistics import mean_interval
 from lab.papers import tables as papers
 from lab.pretrained import copies, dispersion_on_model, longer_on_model, methods_on_model, reading_far, trained
-from lab.pretrained.longer_on_model import STEP, summary
+from lab.pretrained.longer_on_model import summary
+from lab.pretrained.runner import STEP
 from lab.speed import speed
 
 ROOT = Path(__file__).parents[1]

@@ -17,7 +17,8 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
 import hf_longattn
-from hf_longattn import LongAttnConfig, Measurements, calibration
+from hf_longattn import LongAttnConfig, Measurements
+from hf_longattn.evaluation import calibrate as calibration
 from hf_longattn.evaluation import copying_heads
 from hf_longattn.integration import masks
 

@@ -85,7 +85,9 @@ def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_page_says_what_was_measured() -> None:
-    page = " ".join((dispersion.DOCS / "dispersion.md").read_text(encoding="utf-8").split()).replace("−", "-")
+    page = " ".join(
+        (dispersion.RESULTS.parents[1] / "docs" / "lab" / "dispersion.md").read_text(encoding="utf-8").split()
+    ).replace("−", "-")
     slopes = {
         (r["way"], r["query"]): dispersion.slope(r["lengths"], dispersion.over_heads(r)) for r in dispersion.rows_of("outputs")
     }

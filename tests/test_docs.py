@@ -18,11 +18,12 @@ import hf_longattn
 from hf_longattn.evaluation import copy_losses, prefix_of, token_losses, with_copies
 from hf_longattn.evaluation.report.markdown import filled
 from hf_longattn.evaluation.rows import Rows
+from hf_longattn.evaluation.settings import Setting
 from hf_longattn.evaluation.statistics import mean_interval
 from hf_longattn.methods.registry import method_names
 from lab import pages
 from lab.papers.paper import ARGMAX
-from lab.pretrained import copies, longer_on_model, reading_far
+from lab.pretrained import copies, longer_on_model, reading_far, runner
 from lab.speed import speed
 
 ROOT = Path(__file__).parent.parent
@@ -90,12 +91,12 @@ def test_an_adapters_weights_are_read_under_the_way_that_is_asked_for(tmp_path: 
     torch.manual_seed(1)
     peft.get_peft_model(hf_longattn.apply(base, "rerope+infoscale", window=64), lora).save_pretrained(tmp_path / "adapter")
     ids = torch.randint(97, (1, 200), generator=torch.Generator().manual_seed(0))
-    way = longer_on_model.remap("rerope", window=16)
+    way = runner.Choice(Setting("rerope", "rerope", {"window": 16}))
     read = reading_far.load(way, tmp_path / "base", "float32", ids, tmp_path / "adapter")
-    assert hf_longattn.config_of(read).methods == way.config.methods
+    assert hf_longattn.config_of(read).methods == way.setting.config.methods
     adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
     by_hand = hf_longattn.remove(adapted.merge_and_unload().eval())
-    plain = reading_far.load(longer_on_model.Choice("unmodified"), tmp_path / "base", "float32", ids, tmp_path / "adapter")
+    plain = reading_far.load(runner.Choice(Setting("unmodified")), tmp_path / "base", "float32", ids, tmp_path / "adapter")
     with torch.no_grad():
         torch.testing.assert_close(plain(ids).logits, by_hand(ids).logits, atol=1e-5, rtol=0)
         want = hf_longattn.apply(by_hand, "rerope", window=16)(ids).logits

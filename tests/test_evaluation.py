@@ -23,30 +23,22 @@ from hf_longattn.cli import app
 from hf_longattn.evaluation import (
     Plan,
     Results,
-    Store,
     answer_scores,
     copy_losses,
     far_copies,
     prefix_of,
-    run_plan,
     token_losses,
     with_copies,
 )
-from hf_longattn.evaluation import run as runner
+from hf_longattn.evaluation.cells import Cells, reading
+from hf_longattn.evaluation.experiment import Experiment, fingerprint
+from hf_longattn.evaluation.loading import check_setting, edit_rope, load_setting, precision_of
 from hf_longattn.evaluation.measures import long_ppl
-from hf_longattn.evaluation.plan import fingerprint
+from hf_longattn.evaluation.report.evaluation import sections
 from hf_longattn.evaluation.results import over
-from hf_longattn.evaluation.run import reading
-from hf_longattn.evaluation.settings import (
-    Setting,
-    check_setting,
-    edit_rope,
-    load_setting,
-    parse_settings,
-    precision_of,
-    read_settings,
-)
+from hf_longattn.evaluation.settings import Setting, parse_settings, read_settings
 from hf_longattn.evaluation.statistics import mean_interval, wilson
+from hf_longattn.evaluation.verdict import headline, summary
 from hf_longattn.training.loss import CausalLoss
 
 
@@ -76,7 +68,7 @@ def plan(
     return Plan(**arguments | changes)
 
 
-def results(plan: Plan, store: Store) -> Results:
+def results(plan: Plan, store: Experiment) -> Results:
     names = [s.name for s in plan.settings]
     return Results(list(store.rows.values()), names, plan.targets, store.protocol["bos"], plan.train_length)
 
@@ -88,7 +80,7 @@ def results(plan: Plan, store: Store) -> Results:
 def test_losses_are_those_of_plain_forward_passes_over_the_same_targets(folder: Path, tmp_path: Path, model: str) -> None:
     this = plan(folder, model)
     store = this.open(tmp_path / "out")
-    run_plan(this, store)
+    store.run()
     found = results(this, store)
 
     start = [0] if model == "with_bos" else []
@@ -138,7 +130,8 @@ def test_copies_are_the_loss_on_passages_repeated_from_far_back(folder: Path, tm
     this = plan(folder, tasks=("copies",), lengths=[2560, 2816], model="longer", settings=parse_settings(["infoscale"]))
     copies = far_copies(2560)
     assert [(c.distance, c.position) for c in copies] == [(1024, 2048), (1945, 2176), (512, 2304), (1536, 2432)]
-    run_plan(this, store := this.open(tmp_path / "out"))
+    store = this.open(tmp_path / "out")
+    store.run()
     row = store.rows["unmodified | copies | 2560 | b.txt"]
     ids, _ = with_copies(this.context(this.documents[1], 2560), copies)
     losses = token_losses(AutoModelForCausalLM.from_pretrained(folder / "longer").eval(), ids)
@@ -157,7 +150,8 @@ def test_a_prefix_is_read_once_and_settings_read_on(folder: Path, tmp_path: Path
     lengths, prefix = [2560, 2816], "streaming:window=2500"
     this = plan(folder, tasks=("loss", "copies"), lengths=lengths, targets=512, model="longer", prefix=prefix,
                 settings=parse_settings([asked]))  # fmt: skip
-    run_plan(this, store := this.open(tmp_path / "out"))
+    store = this.open(tmp_path / "out")
+    store.run()
     model = load_setting(Setting.parse(asked), str(folder / "longer"))
     plain = AutoModelForCausalLM.from_pretrained(folder / "longer").eval()
     for document, length in itertools.product(this.documents, lengths):
@@ -210,7 +204,8 @@ def test_a_prefix_of_layers_that_slide(folder: Path, tmp_path: Path) -> None:
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     this = plan(folder, model=str(tmp_path / "model"), lengths=[256, 300], prefix="streaming:window=300",
                 settings=[Setting("unmodified")])  # fmt: skip
-    run_plan(this, store := this.open(tmp_path / "out"))
+    store = this.open(tmp_path / "out")
+    store.run()
     for document, length in itertools.product(this.documents, this.lengths):
         expected = token_losses(plain, document.ids[None, :length])
         found = store.rows[f"unmodified | loss | {length} | {document.name}"]["loss"]
@@ -228,7 +223,7 @@ def test_what_reads_on_from_one_prefix() -> None:
 
 def test_a_prefix_is_part_of_the_protocol_and_checked(folder: Path, tmp_path: Path) -> None:
     usual = {"settings": parse_settings(["infoscale"]), "lengths": [256, 512]}
-    run_plan(this := plan(folder, **usual), this.open(tmp_path / "out"))
+    plan(folder, **usual).open(tmp_path / "out").run()
     with pytest.raises(ValueError, match=r"another protocol \(prefix: None there, 'streaming:window=64' now\)"):
         plan(folder, prefix="streaming:window=64", **usual).open(tmp_path / "out")
     for prefix, message in (
@@ -284,22 +279,22 @@ def test_summary_says_what_helps_and_what_it_costs() -> None:
         for n, x in zip((512, 1024), values, strict=True)
         for d, shift in (("a", 0.0), ("b", 1.0))
     ]
-    summary = Results(rows, list(loss), 64, False, 512).summary()
-    assert "At 1,024 tokens the lowest loss is that of good, −1.500 ± 0.000" in summary
-    assert "changes by: good +0.010 ± 0.000 at 512; bad +0.500 ± 0.000 at 512 tokens" in summary
-    short = Results([r for r in rows if r["setting"] != "good"], ["unmodified", "bad"], 64, False, 512).summary()
+    said = summary(Results(rows, list(loss), 64, False, 512))
+    assert "At 1,024 tokens the lowest loss is that of good, −1.500 ± 0.000" in said
+    assert "changes by: good +0.010 ± 0.000 at 512; bad +0.500 ± 0.000 at 512 tokens" in said
+    short = summary(Results([r for r in rows if r["setting"] != "good"], ["unmodified", "bad"], 64, False, 512))
     assert "no setting has a lower loss than the unmodified model" in short
     same = [r | {"setting": "clamped"} for r in rows if r["setting"] == "unmodified"]
-    told = Results([*rows, *same], [*loss, "clamped"], 64, False, 512).summary()
+    told = summary(Results([*rows, *same], [*loss, "clamped"], 64, False, 512))
     assert "lowest loss is that of good" in told
     assert "Equal to the unmodified model in every loss: clamped." in told
     equal = Results(
         [r for r in rows + same if r["setting"] in ("unmodified", "clamped")], ["unmodified", "clamped"], 64, False, 512
     )
-    assert "nearest" not in equal.summary()
-    assert "Equal to the unmodified model in every loss: clamped." in equal.summary()
+    assert "nearest" not in summary(equal)
+    assert "Equal to the unmodified model in every loss: clamped." in summary(equal)
     partial = [r for r in rows if r["setting"] == "unmodified" or r["length"] == 512]
-    told = Results(partial, list(loss), 64, False, 512).summary()
+    told = summary(Results(partial, list(loss), 64, False, 512))
     assert "Only the unmodified model has been measured at 1,024 tokens yet" in told
     assert "bad +0.500" in told
 
@@ -322,25 +317,25 @@ def test_the_verdict_is_sorted_and_says_what_is_better_than_chance() -> None:
             answers = [{"log_likelihood": -10 * (copies + extra + y), "tokens": 10, "exact": False} for y in (-1, 1)]
             rows.append(about | {"task": "copies", "length": 1024, "answers": answers, "distances": [500, 900]})
     results = Results(rows, list(measured), 64, False, 512)
-    (table,) = results.sections()[0][1].tables
+    (table,) = sections(results)[0][1].tables
     assert table.columns == ["setting", "cost at 512", "gain at 1,024", "copies from far back: gain at 1,024"]
     assert [row[0] for row in table.rows] == ["good", "costly", "unmodified", "chance", "worse"]
     assert table.rows[0][1:] == ["+0.010 ± 0.000", "+1.500 ± 0.000", "+4.000 ± 0.000"]
     assert table.rows[3][2] == "−0.067 ± 0.717"
     assert table.tones == [[0, 0, 1, 1], [0, -1, 1, 1], [0] * 4, [0] * 4, [0, 0, -1, -1]]
-    assert results.headline().startswith("Take good. In nats per token, against the unmodified model: cost at 512 +0.010")
-    copies_table = results.sections()[-1][1].tables[0]
+    assert headline(results).startswith("Take good. In nats per token, against the unmodified model: cost at 512 +0.010")
+    copies_table = sections(results)[-1][1].tables[0]
     assert copies_table.columns == ["setting", "500 back", "900 back", "all"]
     assert copies_table.rows[3] == ["good", pytest.approx(1.0), pytest.approx(3.0), pytest.approx(2.0)]
     without = [r for r in rows if r["setting"] not in ("good", "costly")]
-    assert "no setting has a lower loss" in Results(without, ["unmodified", "worse"], 64, False, 512).headline()
+    assert "no setting has a lower loss" in headline(Results(without, ["unmodified", "worse"], 64, False, 512))
     unfinished = Results([r for r in rows if r["setting"] != "good" or r["which"] != "c"], list(measured), 64, False, 512)
-    table, fewer = unfinished.sections()[0][1].tables
+    table, fewer = sections(unfinished)[0][1].tables
     assert [row[0] for row in table.rows] == ["costly", "unmodified", "chance", "worse"]
     assert fewer.title == "All settings, on a and b alone"
     assert fewer.rows[0][:3] == ["good", "+0.010 ± 0.000", "+1.500 ± 0.000"]
-    assert [row[0] for row in unfinished.sections()[1][1].tables[0].rows] == ["unmodified", "chance", "costly", "worse"]
-    assert unfinished.headline().startswith("Take costly. ")
+    assert [row[0] for row in sections(unfinished)[1][1].tables[0].rows] == ["unmodified", "chance", "costly", "worse"]
+    assert headline(unfinished).startswith("Take costly. ")
 
 
 # settings ------------------------------------------------------------------------------------------------------------
@@ -352,11 +347,11 @@ def test_means_are_over_the_documents_that_all_settings_have_read() -> None:
         {"task": "loss", "setting": s, "length": 512, "which": d, "loss": x, "seconds": 1, "bins": [x]}
         for s, d, x in (("unmodified", "a", 3.0), ("unmodified", "b", 5.0), ("logn", "a", 3.5))
     ]
-    _, by_length, _, by_position = (section for _, section in Results(rows, ["unmodified", "logn"], 64, False, 512).sections())
+    _, by_length, _, by_position = (section for _, section in sections(Results(rows, ["unmodified", "logn"], 64, False, 512)))
     assert by_length.tables[0].rows == [["unmodified", 3.0], ["logn", 3.5]]
     assert "over the documents that all of these have read" in by_length.tables[0].note
     assert by_position.tables[0].rows == [["unmodified", 3.0], ["logn", 3.5]]
-    whole = Results([*rows, rows[2] | {"which": "b"}], ["unmodified", "logn"], 64, False, 512).sections()[1][1]
+    whole = sections(Results([*rows, rows[2] | {"which": "b"}], ["unmodified", "logn"], 64, False, 512))[1][1]
     assert whole.tables[0].rows[0] == ["unmodified", 4.0]
     assert not whole.tables[0].note
 
@@ -473,7 +468,7 @@ def test_an_adapter_that_says_nothing_of_attention_is_told(folder: Path, tmp_pat
 
 def test_interrupted_runs_keep_their_rows_and_go_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     this, out = plan(folder), tmp_path / "out"
-    real, calls = runner._loss, []
+    real, calls = Cells._loss, []
 
     def stops(*arguments: Any) -> Any:
         calls.append(1)
@@ -481,21 +476,22 @@ def test_interrupted_runs_keep_their_rows_and_go_on(folder: Path, tmp_path: Path
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(runner, "_loss", stops)
+    monkeypatch.setattr(Cells, "_loss", stops)
     with pytest.raises(KeyboardInterrupt):
-        run_plan(this, this.open(out))
+        this.open(out).run()
     first = (out / "rows.jsonl").read_text()
     assert first.count("\n") == 5
     (out / "rows.jsonl").write_text(first + '{"key": "cut o')
-    monkeypatch.setattr(runner, "_loss", real)
+    monkeypatch.setattr(Cells, "_loss", real)
     store = this.open(out)
     assert len(store.rows) == 5
     told: list[bool] = []
-    run_plan(this, store, done=lambda item, new: told.append(new))
+    store.done = lambda row, new: told.append(new)
+    store.run()
     assert told == [False] * 5 + [True] * 13
     text = (out / "rows.jsonl").read_text()
     assert text.startswith(first)
-    assert [json.loads(line)["key"] for line in text.splitlines()] == [i.key for i in this.items()]
+    assert [store.name_of(json.loads(line)) for line in text.splitlines()] == [cell.name for cell in store.cells]
 
 
 def test_checkpoints_that_differ_in_one_weight_have_fingerprints_of_their_own(tmp_path: Path) -> None:
@@ -510,16 +506,16 @@ def test_checkpoints_that_differ_in_one_weight_have_fingerprints_of_their_own(tm
 
 
 def test_shortest_first_gives_the_same_rows_in_another_order(folder: Path) -> None:
-    usual, short = (list(plan(folder, shortest_first=x).items()) for x in (False, True))
-    assert {(i.key, i.digest) for i in usual} == {(i.key, i.digest) for i in short}
-    assert [i.length for i in short] == sorted(i.length for i in usual)
+    usual, short = (plan(folder, shortest_first=x).open(None).cells for x in (False, True))
+    assert {(i.name, i.digest) for i in usual} == {(i.name, i.digest) for i in short}
+    assert [i.key["length"] for i in short] == sorted(i.key["length"] for i in usual)
     assert [i.setting.name for i in short[:6]] == ["unmodified"] * 2 + ["scale_invariant:tau=3"] * 2 + ["@yarn:2"] * 2
 
 
 def test_rows_of_another_protocol_are_refused_and_not_mixed(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     this = plan(folder, settings=[Setting("unmodified")], lengths=[128, 512])
-    run_plan(this, this.open(out))
+    this.open(out).run()
     before = (out / "rows.jsonl").read_text()
     for changes, message in (
         ({"targets": 32}, "targets: 64 there, 32 now"),
@@ -539,7 +535,7 @@ def test_rows_of_another_protocol_are_refused_and_not_mixed(folder: Path, tmp_pa
 def test_a_setting_that_changed_under_its_name_is_refused(folder: Path, tmp_path: Path) -> None:
     first = [Setting("unmodified"), Setting("mine", "scale_invariant", {"tau": 3.0})]
     this = plan(folder, settings=first, lengths=[128])
-    run_plan(this, this.open(tmp_path / "out"))
+    this.open(tmp_path / "out").run()
     second = [Setting("unmodified"), Setting("mine", "scale_invariant", {"tau": 4.0})]
     with pytest.raises(ValueError, match=r"row 'mine \| loss \| 128 \| a.txt' of another setting"):
         plan(folder, settings=second, lengths=[128]).open(tmp_path / "out")
@@ -648,14 +644,14 @@ def test_auto_is_a_precision_that_the_cpu_multiplies_fast(
 
 
 def test_command_writes_the_page_of_an_interrupted_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, real = tmp_path / "out", runner._loss
+    out, real = tmp_path / "out", Cells._loss
 
-    def stops(plan: Plan, item: Any, *rest: Any) -> Any:
-        if item.length > 256:
+    def stops(cells: Cells, setting: Any, document: Any, length: int, *rest: Any) -> Any:
+        if length > 256:
             raise KeyboardInterrupt
-        return real(plan, item, *rest)
+        return real(cells, setting, document, length, *rest)
 
-    monkeypatch.setattr(runner, "_loss", stops)
+    monkeypatch.setattr(Cells, "_loss", stops)
     arguments = ["eval", str(folder / "model"), "--text", str(folder / "a.txt"), "--out", str(out)]
     arguments += ["--lengths", "256,1k", "--targets", "64"]
     for extra, code in (([], 130), (["--page-only"], 0)):
@@ -692,7 +688,8 @@ def test_long_ppl_is_the_loss_on_the_evaluators_key_tokens(
     this = plan(folder, lengths=[128, 512], tasks=["long_ppl"], near=128, evaluator="@yarn:2")
     store = this.open(tmp_path / "out")
     order = []
-    run_plan(this, store, done=lambda item, new: order.append((item.setting.name, item.length)))
+    store.done = lambda row, new: order.append((row["setting"], row["length"]))
+    store.run()
     assert order[:2] == [("@yarn:2", 512)] * 2
     assert len(order) == 6  # three settings, two documents, the one length beyond `near`
     network = load_setting(this.settings[-1], this.model)
@@ -711,7 +708,7 @@ def test_long_ppl_is_the_loss_on_the_evaluators_key_tokens(
     found = Results(
         list(store.rows.values()), [s.name for s in this.settings], 64, False, 512, near=this.near, evaluator=this.evaluator
     )
-    ((_, section),) = found.sections()
+    ((_, section),) = sections(found)
     pooled = [r for r in store.rows.values() if r["setting"] == "unmodified"]
     mean = sum(r["key_loss"] * r["key_tokens"] for r in pooled) / sum(r["key_tokens"] for r in pooled)
     assert section.tables[0].rows[0] == ["unmodified", pytest.approx(math.exp(mean))]
@@ -723,9 +720,9 @@ def test_long_ppl_is_the_loss_on_the_evaluators_key_tokens(
 def test_long_ppl_without_key_tokens_is_a_dash_and_what_cannot_be_is_refused(folder: Path, tmp_path: Path) -> None:
     this = plan(folder, lengths=[128, 512], tasks=["long_ppl"], near=128, settings=parse_settings([]))
     store = this.open(tmp_path / "out")
-    run_plan(this, store)
+    store.run()
     assert {r["key_loss"] for r in store.rows.values()} == {None}
-    ((_, section),) = results(this, store).sections()
+    ((_, section),) = sections(results(this, store))
     assert section.tables[0].rows == [["unmodified", None]]
     with pytest.raises(ValueError, match="no length exceeds 1280"):
         plan(folder, tasks=["long_ppl"], near=1024)
@@ -759,7 +756,7 @@ def test_effective_length_is_the_longest_up_to_which_a_share_is_kept() -> None:
     assert found.score("holds", "passkey", 512) == pytest.approx(math.exp(-0.12))
     strict = Results(rows, list(likelihood), 64, False, 1024, keep=0.95)
     assert [strict.effective_length(s, "passkey") for s in likelihood] == [512, 512, 0]
-    section = found.sections()[-1][1]
+    section = sections(found)[-1][1]
     assert section.title == "Effective length"
     assert section.tables[0].rows == [["unmodified", 1024], ["holds", 4096], ["never", 0]]
     assert "keeps 85%" in section.text

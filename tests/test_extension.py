@@ -26,8 +26,10 @@ from typer.testing import CliRunner
 import hf_longattn
 from hf_longattn.attention.kernels import precision
 from hf_longattn.cli import app
-from hf_longattn.evaluation import Copy, answer_scores, copy_losses, extension, loss_by_position, token_losses, with_copies
+from hf_longattn.evaluation import Copy, answer_scores, copy_losses, loss_by_position, token_losses, with_copies
+from hf_longattn.evaluation import extend as extension
 from hf_longattn.evaluation.extend import Scores, best, candidates, plan_copies, score
+from hf_longattn.evaluation.measures import probe as probing
 from hf_longattn.evaluation.rows import Rows
 from hf_longattn.evaluation.settings import UNMODIFIED, Setting
 from hf_longattn.integration.model import methods_of
@@ -427,18 +429,15 @@ def searched(
         beyond = 3.0 if ids.shape[1] > edge else torch.nan
         return Scores(within.get(model.name, 3.0), beyond, (copies.get(model.name, 1.0),) * len(planned))
 
-    def probing(settings: Any, load: Any, ids: Any, distances: Any, rows: Rows, *more: Any) -> None:
-        for setting in settings:
-            for distance in distances if rows.find(setting=setting.name) is None else ():
-                rows.put(
-                    {"setting": setting.name, "distance": distance, "text": [4.0], "copy": [losses.get(setting.name, 4.0)]}
-                )
+    def probed(model: Any, ids: torch.Tensor, distances: Any) -> probing.Probe:
+        copies = torch.full((1, 1), losses.get(model.name, 4.0), dtype=torch.float64)
+        return probing.Probe(distances, torch.full((1, 1), 4.0), copies, None)
 
     def load(setting: Any) -> Any:
         return SimpleNamespace(name=setting.name, device="cpu", dtype=torch.float32)
 
     monkeypatch.setattr(extension, "score", scored)
-    monkeypatch.setattr(extension, "probe_settings", probing)
+    monkeypatch.setattr(probing, "probe", probed)
     search = extension.Search(torch.zeros(1, 4096, dtype=torch.int64), 2048, rows, **about)
     choice = search.run(load)
     assert plotted(search) == set(search.probed() | search.scores())

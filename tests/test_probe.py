@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn.cli import app
-from hf_longattn.evaluation import probe as probing
 from hf_longattn.evaluation import token_losses
+from hf_longattn.evaluation.measures import probe as probing
 from hf_longattn.evaluation.measures.copies import PASSAGE, SKIP
 from hf_longattn.evaluation.measures.probe import AFTER, BEFORE, distances_to, passages, probe
 
@@ -148,7 +148,7 @@ def test_an_interrupted_probe_goes_on_and_mixes_nothing(folder: Path, tmp_path: 
         assert message in " ".join(refused.output.replace("│", " ").split())
     (tmp_path / "settings.yaml").write_text("rerope: {method: rerope, parameters: {window: 600}}")
     other = run(folder, "--settings", str(tmp_path / "settings.yaml"), "--distances", "1280", "--out", str(out))
-    assert "rows of another setting 'rerope'" in " ".join(other.output.replace("│", " ").split())
+    assert "a row 'rerope | 1280' of another setting" in " ".join(other.output.replace("│", " ").split())
     assert (out / "probe.json").read_text() == before
 
 

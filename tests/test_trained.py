@@ -24,8 +24,9 @@ import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.cli import app
 from hf_longattn.evaluation import settings as setting_grammar
+from hf_longattn.evaluation.loading import check_setting, edit_rope, load_setting
 from hf_longattn.evaluation.miniature import miniature
-from hf_longattn.evaluation.settings import Setting, check_setting, edit_rope, load_setting, parse_settings
+from hf_longattn.evaluation.settings import Setting, parse_settings
 from hf_longattn.integration.trained import ORIGINAL, trained
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -18,6 +19,9 @@ from ..config import length_of
 
 if TYPE_CHECKING:
     import torch
+
+    from ..evaluation import Experiment
+    from ..evaluation.rows import Row
 
 console = Console()
 
@@ -82,6 +86,37 @@ def alone(context: typer.Context, file: Path) -> None:
         raise ValueError(f"another command is measuring into {file.parent}: wait for it, or choose another folder") from None
 
 
+def run_experiment(experiment: Experiment, tell: Callable[[Row], str] | None = None) -> bool:
+    """Measure with a progress bar; returns whether it was interrupted.
+
+    Args:
+        tell: what to print of a row that was measured now.
+    """
+    import itertools
+
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # ours is enough
+    names = [cell.name for cell in experiment.cells]
+    following = dict(itertools.pairwise(names))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("Loading", total=len(names))
+
+        def done(row: Row, new: bool) -> None:
+            name = experiment.name_of(row)
+            progress.update(bar, advance=1, description=escape(following.get(name, "Done")))
+            if new and tell is not None:
+                console.print(f"{escape(name)}: {tell(row)}", highlight=False)
+
+        experiment.done = done
+        try:
+            experiment.run()
+        except KeyboardInterrupt:
+            return True
+    return False
+
+
 def tokens(text: str) -> int:
     """A number of tokens; "32k" is 32 * 1024."""
     with refusing():
@@ -95,8 +130,8 @@ def told(train_length: str | None) -> int | None:
 
 
 def precision(model: str, dtype: str, device: str) -> str:
-    """`settings.precision_of`, told where it is not what was asked for."""
-    from ..evaluation.settings import precision_of
+    """`loading.precision_of`, told where it is not what was asked for."""
+    from ..evaluation.loading import precision_of
 
     with refusing("--dtype"):
         chosen = precision_of(model, dtype, device)

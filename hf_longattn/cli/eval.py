@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .common import (
@@ -25,6 +22,7 @@ from .common import (
     console,
     precision,
     refusing,
+    run_experiment,
     shown,
     table,
     tokens,
@@ -32,8 +30,8 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..evaluation import Plan, Results, Store
-    from ..evaluation.plan import Item
+    from ..evaluation import Experiment, Plan, Results
+    from ..evaluation.rows import Row
 
 
 def evaluate(
@@ -95,18 +93,13 @@ def evaluate(
     torchrun --nproc-per-node 8 -m hf_longattn.cli eval ...
     """
 
-    from ..checks import check_model, check_output, device_of, read_text
-    from ..evaluation import Plan
-    from ..evaluation.processes import own_device, together
-    from ..evaluation.settings import load_tokenizer, parse_settings
-    from ..evaluation.store import LOCK
+    from ..checks import check_model, device_of
+    from ..evaluation.loading import load_tokenizer
+    from ..evaluation.plan import Plan
+    from ..evaluation.settings import parse_settings
+    from ..evaluation.verdict import summary
 
-    with refusing("--text"):
-        texts = [(Path(t).name, read_text(Path(t))) for part in text for t in part.split(",") if t]
-    with refusing("--out"):
-        check_output(out)
-    if not 0 < keep <= 1:
-        raise typer.BadParameter(f"a share lies in (0, 1], not at {keep:g}", param_hint="--keep")
+    texts = _texts(text, out, keep)
     with refusing("--device"):
         device = device_of(device)
     with refusing():
@@ -130,54 +123,56 @@ def evaluate(
             shortest_first=shortest_first,
             prefix=prefix,
         )
-    with refusing("--out"):
-        if os.environ.get("RANK", "0") == "0":
-            alone(context, out / LOCK)
-        store = plan.open(out)
-
-    with together() as rank:
-        console.quiet = rank > 0
-        interrupted = not page_only and _run_with_progress(plan, store, own_device(device), command_line(context))
-    if rank > 0:
-        raise typer.Exit(130 if interrupted else 0)
-    results = _write(plan, store, out, title, keep)
+    experiment = _open(context, plan, out, device)
+    interrupted = not page_only and _run(experiment, out)
+    results = _write(plan, experiment, out, title, keep)
     console.print(_table(results))
-    console.print(results.summary(), highlight=False)
+    console.print(summary(results), highlight=False)
     console.print(f"The report: {out / 'index.html'}", highlight=False)
     if interrupted:
-        console.print(f"Interrupted; {len(store.rows)} rows are kept, and the same command goes on.")
+        console.print(f"Interrupted; {len(experiment.rows)} rows are kept, and the same command goes on.")
         raise typer.Exit(130)
 
 
-def _run_with_progress(plan: Plan, store: Store, device: str, command: str) -> bool:
-    """With a progress bar; returns whether it was interrupted."""
-    from transformers.utils import logging
+def _texts(given: list[str], out: Path, keep: float) -> list[tuple[str, str]]:
+    """By file name; and whether the options beside make sense."""
+    from ..checks import check_output, read_text
 
-    from ..evaluation import run_plan
-
-    logging.disable_progress_bar()  # ours is enough
-    items = list(plan.items())
-    if kept := sum(i.key in store.rows for i in items):
-        console.print(f"{kept} of {len(items)} rows are in {store.folder} already.", highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("Loading", total=len(items))
-        following = {a.key: b.key for a, b in itertools.pairwise(items)}
-
-        def done(item: Item, new: bool) -> None:
-            progress.update(bar, advance=1, description=escape(following.get(item.key, "Done")))
-            if new:
-                console.print(f"{escape(item.key)}: {_told(store, item)}", highlight=False)
-
-        try:
-            run_plan(plan, store, device, done, command)
-        except KeyboardInterrupt:
-            return True
-    return False
+    with refusing("--text"):
+        texts = [(Path(t).name, read_text(Path(t))) for part in given for t in part.split(",") if t]
+    with refusing("--out"):
+        check_output(out)
+    if not 0 < keep <= 1:
+        raise typer.BadParameter(f"a share lies in (0, 1], not at {keep:g}", param_hint="--keep")
+    return texts
 
 
-def _told(store: Store, item: Item) -> str:
-    row = store.rows[item.key]
+def _open(context: typer.Context, plan: Plan, out: Path, device: str) -> Experiment:
+    """The folder's rows; no other command measures into it meanwhile."""
+    from ..evaluation.plan import LOCK
+    from ..evaluation.processes import own_device
+
+    with refusing("--out"):
+        if os.environ.get("RANK", "0") == "0":
+            alone(context, out / LOCK)
+        return plan.open(out, own_device(device), {"command": command_line(context)})
+
+
+def _run(experiment: Experiment, out: Path) -> bool:
+    """Whether it was interrupted; only the first of several processes returns."""
+    from ..evaluation.processes import together
+
+    with together() as rank:
+        console.quiet = rank > 0
+        if kept := sum(cell.name in experiment.rows for cell in experiment.cells):
+            console.print(f"{kept} of {len(experiment.cells)} rows are in {out} already.", highlight=False)
+        interrupted = run_experiment(experiment, _told)
+    if rank > 0:
+        raise typer.Exit(130 if interrupted else 0)
+    return interrupted
+
+
+def _told(row: Row) -> str:
     if "loss" in row:
         return f"{row['loss']:.3f} nats ({row['seconds']:.0f} s)"
     if "key_tokens" in row:
@@ -187,47 +182,54 @@ def _told(store: Store, item: Item) -> str:
     return f"{right} of {len(row['answers'])} right ({row['seconds']:.0f} s)"
 
 
-def _write(plan: Plan, store: Store, out: Path, title: str | None, keep: float) -> Results:
-    import torch
-
+def _write(plan: Plan, experiment: Experiment, out: Path, title: str | None, keep: float) -> Results:
     from ..evaluation import Results
+    from ..evaluation.loading import own_method
     from ..evaluation.report import write_report
-    from ..evaluation.rows import versions_line
-    from ..evaluation.settings import own_method
+    from ..evaluation.report.evaluation import sections
+    from ..evaluation.verdict import headline
 
     names = [s.name for s in plan.settings]
-    names += [s for s in dict.fromkeys(r["setting"] for r in store.rows.values()) if s not in names]
+    names += [s for s in dict.fromkeys(r["setting"] for r in experiment.rows.values()) if s not in names]
     results = Results(
-        rows=list(store.rows.values()),
+        rows=list(experiment.rows.values()),
         settings=names,
-        targets=store.protocol.get("targets", plan.targets),
-        bos=store.protocol["bos"],
+        targets=experiment.protocol.get("targets", plan.targets),
+        bos=experiment.protocol["bos"],
         train_length=plan.train_length,
-        prefix=store.protocol.get("prefix"),
-        near=store.protocol.get("near", plan.near),
-        evaluator=store.protocol.get("evaluator", plan.evaluator),
+        prefix=experiment.protocol.get("prefix"),
+        near=experiment.protocol.get("near", plan.near),
+        evaluator=experiment.protocol.get("evaluator", plan.evaluator),
         keep=keep,
     )
-    planned = [i.key in store.rows for i in plan.items()]
-    source = Path(plan.model) / "SOURCE"
-    texts = [f"{name} (SHA-256 {sha256(content.encode()).hexdigest()[:16]})" for name, content in plan.texts]
-    summary = results.headline()
+    summary, facts = headline(results), _facts(plan, experiment, results)
     if own := own_method(plan.model):
         runs = f"The checkpoint itself runs {own}: “unmodified” is the model as it was saved"
         summary = f"{runs}, and other settings keep {own} in the slots that they leave free.\n\n{summary}"
-    facts = {
+    write_report(out, title or f"{Path(plan.model).name} under attention methods", summary, sections(results), facts)
+    return results
+
+
+def _facts(plan: Plan, experiment: Experiment, results: Results) -> dict[str, str]:
+    """What stands at the end of the page."""
+    import torch
+
+    from ..evaluation.rows import versions_line
+
+    planned = [cell.name in experiment.rows for cell in experiment.cells]
+    source = Path(plan.model) / "SOURCE"
+    texts = [f"{name} (SHA-256 {sha256(content.encode()).hexdigest()[:16]})" for name, content in plan.texts]
+    return {
         "Model": source.read_text(encoding="utf-8").strip() if source.is_file() else shown(plan.model),
         "Trained length": "not in its config" if plan.train_length is None else f"{plan.train_length:,} tokens",
-        "Rows": f"{len(store.rows)} measured" + f"; of this command's {len(planned)}, {planned.count(False)} are open",
+        "Rows": f"{len(experiment.rows)} measured" + f"; of this command's {len(planned)}, {planned.count(False)} are open",
         "Texts": ", ".join(texts),
-        "Precision": ", ".join(dict.fromkeys(r.get("dtype", plan.dtype) for r in store.rows.values())) or plan.dtype,
+        "Precision": ", ".join(dict.fromkeys(r.get("dtype", plan.dtype) for r in experiment.rows.values())) or plan.dtype,
         "Commands": results.command(),
         "Versions": versions_line("hf_longattn", "transformers", "torch"),
         "Threads": str(torch.get_num_threads()),
-        "Seconds": f"{sum(r['seconds'] for r in store.rows.values()):.0f} for all rows together",
+        "Seconds": f"{sum(r['seconds'] for r in experiment.rows.values()):.0f} for all rows together",
     }
-    write_report(out, title or f"{Path(plan.model).name} under attention methods", summary, results.sections(), facts)
-    return results
 
 
 def _table(results: Results) -> Table:

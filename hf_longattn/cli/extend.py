@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,11 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ..evaluation.statistics import TOLERANCE
 from .common import Device, Dtype, TrainLength, command_line, console, precision, read_tokens, refusing, table, tokens, told
 
 if TYPE_CHECKING:
     from ..evaluation.extend import Search
-    from ..evaluation.rows import Row
+    from ..evaluation.rows import Row, Rows
+    from ..evaluation.settings import Setting
+    from ..methods.method import ModelFacts
 
 RESULT = "extend.json"
 
@@ -36,7 +40,7 @@ def extend(
     tolerance: Annotated[
         float,
         typer.Option(help="Acceptable cost within the trained length, in nats per token; 0.02 is 2 % of perplexity."),
-    ] = 0.02,
+    ] = TOLERANCE,
     train_length: TrainLength = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -49,28 +53,44 @@ def extend(
     """
     from transformers.utils import logging
 
-    from ..checks import Refused, check_output, device_of, written_aside
-    from ..config import LongAttnConfig
-    from ..evaluation.extend import SEED, YARN, Search, by_head, check_purpose, plan_copies, temperature, tempered
-    from ..evaluation.plan import fingerprint
-    from ..evaluation.rows import Rows, versions_line
-    from ..evaluation.settings import (
-        UNMODIFIED,
-        Setting,
-        beside_own,
-        check_setting,
-        filled,
-        load_setting,
-        load_tokenizer,
-        own_precision,
-    )
-    from ..integration import apply, describe, rope
-    from ..integration.model import knowing
+    from ..checks import device_of
+    from ..evaluation.extend import SEED, Search, temperature
+    from ..evaluation.loading import OneModel, check_setting, load_tokenizer, own_precision
+    from ..evaluation.rows import versions_line
+    from ..evaluation.settings import UNMODIFIED, Setting
 
     logging.disable_progress_bar()  # ours is enough
+    length = tokens(to)
+    _check(out, purpose, tolerance)
+    with refusing("--device"):
+        device = device_of(device)
+    with refusing("MODEL"):
+        given = told(train_length)
+        facts = check_setting(Setting(UNMODIFIED, train_length=given), model)
+        tokenizer = load_tokenizer(model)
+    trained = _trained(facts, length)
+    with refusing("--text"):
+        ids = read_tokens(text, tokenizer, length)
+    chosen = precision(model, dtype, device)
+    rows = _rows(model, text, length, trained, chosen, out)
+    about = {"command": command_line(context), "versions": versions_line(), "seed": SEED}
+    search = Search(ids, trained, rows, purpose, tolerance, about, temperature(facts, length), facts.rope_type == "default")
+    search.settings = {name: dataclasses.replace(s, train_length=given) for name, s in search.settings.items()}
+    _leave_out(search, model)
+    choice = _run(search, OneModel(model, chosen, device), given, out)
+    _conclude(search, choice)
+    if out is not None:
+        # what was read in float32 is saved in the precision it came in
+        _save(search, choice, model, dtype if chosen == dtype else own_precision(model), tokenizer, out)
+
+
+def _check(out: Path | None, purpose: str, tolerance: float) -> None:
+    """What can be wrong with these options alone."""
+    from ..checks import check_output
+    from ..evaluation.extend import check_purpose
+
     if not tolerance >= 0:
         raise typer.BadParameter(f"a cost in nats is 0 or more, not {tolerance:g}", param_hint="--tolerance")
-    length = tokens(to)
     with refusing("--for"):
         check_purpose(purpose)
     if out is not None:
@@ -78,12 +98,12 @@ def extend(
             check_output(out)
         if out.exists() and {p.name for p in out.iterdir()} - {RESULT}:
             raise typer.BadParameter(f"{out} is not empty; nothing is overwritten", param_hint="--out")
-    with refusing("--device"):
-        device = device_of(device)
-    with refusing("MODEL"):
-        given = told(train_length)
-        facts = check_setting(Setting(UNMODIFIED, train_length=given), model)
-        tokenizer = load_tokenizer(model)
+
+
+def _trained(facts: ModelFacts, length: int) -> int:
+    """The trained length, from which there is something to extend."""
+    from ..evaluation.extend import plan_copies
+
     trained = facts.train_length
     if trained is None or length < trained:
         message = f"the model was trained at {trained} tokens ({facts.trained}); nothing to extend"
@@ -91,23 +111,30 @@ def extend(
     console.print(f"Trained at {trained:,} tokens: {facts.trained}.", highlight=False)
     with refusing("--to"):
         plan_copies(trained if length > trained else trained // 2, length)
-    with refusing("--text"):
-        ids = read_tokens(text, tokenizer, length)
-    chosen = precision(model, dtype, device)
+    return trained
+
+
+def _rows(model: str, text: Path, length: int, trained: int, dtype: str, out: Path | None) -> Rows:
+    from ..evaluation.experiment import fingerprint
+    from ..evaluation.extend import SEED
+    from ..evaluation.rows import Rows
+
     protocol = {
         "model": fingerprint(model),
         "to": length,
         "trained": trained,
-        "dtype": chosen,
+        "dtype": dtype,
         "text": {text.name: sha256(text.read_bytes()).hexdigest()[:16]},
         "seed": SEED,
     }
     with refusing("--out"):
-        rows = Rows(None if out is None else out / RESULT, protocol=protocol)
-    about = {"command": command_line(context), "versions": versions_line()}
-    search = Search(ids, trained, rows, purpose, tolerance, about, temperature(facts, length), facts.rope_type == "default")
+        return Rows(None if out is None else out / RESULT, protocol=protocol)
 
-    search.settings = {name: dataclasses.replace(s, train_length=given) for name, s in search.settings.items()}
+
+def _leave_out(search: Search, model: str) -> None:
+    """Candidates that rotate in another way, where the model cannot."""
+    from ..evaluation.loading import check_setting
+
     for name, setting in [(n, s) for n, s in search.settings.items() if s.rope is not None]:
         try:
             check_setting(setting, model)
@@ -115,29 +142,19 @@ def extend(
             del search.settings[name]
             console.print(f"{name} is left out: {error}", highlight=False, markup=False, soft_wrap=True)
 
-    loaded: Any = None
-    own: Any = None
 
-    def load(setting: Setting) -> Any:
-        """One model for all, the checkpoint's own method beside each; of its own only what other rotary settings need."""
-        nonlocal loaded, own
-        if setting.rope is not None:
-            return load_setting(setting, model, chosen, device)
-        if loaded is None:
-            loaded = load_setting(Setting(UNMODIFIED), model, chosen, device)
-            own = beside_own(loaded, LongAttnConfig())
-        if setting.config is None:
-            return loaded
-        with knowing():
-            return apply(loaded, filled(setting.config, own))
+def _run(search: Search, load: Callable[[Setting], Any], given: int | None, out: Path | None) -> str:
+    """The best setting's name."""
+    from ..checks import Refused
+    from ..evaluation.extend import by_head, tempered
 
     def measured(unmodified: Any) -> Setting:
         leaky = next(s for name, s in search.settings.items() if name.startswith("leaky"))
-        found = by_head(unmodified, ids.to(unmodified.device), leaky, trained)
+        found = by_head(unmodified, search.input_ids.to(unmodified.device), leaky, search.trained)
         return dataclasses.replace(found, train_length=given)
 
     probes = sum(not tempered(name) for name in search.settings)
-    console.print(f"Probing {probes} candidates, then reading {length} tokens with the best.", highlight=False)
+    console.print(f"Probing {probes} candidates, then reading {search.to} tokens with the best.", highlight=False)
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     try:
         with Progress(*columns, console=console) as progress:
@@ -147,12 +164,11 @@ def extend(
                 progress.advance(bar, search.share(row))
                 _tell(row, new)
 
-            choice = search.run(load, done, measured if trained >= 2048 and length > trained else None)
+            choice = search.run(load, done, measured if search.trained >= 2048 and search.to > search.trained else None)
             progress.update(bar, completed=search.work)
     except KeyboardInterrupt:
-        kept = (
-            "nothing is kept without --out" if out is None else f"{len(rows.all)} rows are kept, and the same command goes on"
-        )
+        n = len(search.rows.all)
+        kept = "nothing is kept without --out" if out is None else f"{n} rows are kept, and the same command goes on"
         console.print(f"Interrupted; {kept}.")
         raise typer.Exit(130) from None
     except Refused:  # weights, which no row is measured of
@@ -161,27 +177,36 @@ def extend(
         _show(search)
         console.print(str(error))
         raise typer.Exit(1) from None
+    return choice
+
+
+def _conclude(search: Search, choice: str) -> None:
+    from ..evaluation.extend import YARN
+
     _show(search)
-    scores, probed = search.scores(), search.probed()
-    spent = [sum(row["seconds"] for row in rows if ("distance" in row) is by_probe) for by_probe in (True, False)]
-    console.print(
-        f"Best for {_said(purpose)}: {choice}. Probed in {spent[0]:.0f} s, read in {spent[1]:.0f} s.", highlight=False
-    )
-    if choice != YARN and YARN in scores and scores[YARN].total(purpose) <= scores[choice].total(purpose) + tolerance:
+    scores, purpose = search.scores(), search.purpose
+    spent = [sum(row["seconds"] for row in search.rows if ("distance" in row) is by_probe) for by_probe in (True, False)]
+    said = f"Best for {_said(purpose)}: {choice}. Probed in {spent[0]:.0f} s, read in {spent[1]:.0f} s."
+    console.print(said, highlight=False)
+    if choice != YARN and YARN in scores and scores[YARN].total(purpose) <= scores[choice].total(purpose) + search.tolerance:
         console.print("Plain YaRN is as good on this text, and needs no plugin.")
-    if out is None:
-        return
-    loaded = None  # it goes before the winner comes
-    # what was read in float32 is saved in the precision it came in
-    saved = dtype if chosen == dtype else own_precision(model)
-    winner = load_setting(search.settings[choice], model, saved)
+
+
+def _save(search: Search, choice: str, model: str, dtype: str, tokenizer: Any, out: Path) -> None:
+    """The winner, the rows and a picture."""
+    from ..checks import written_aside
+    from ..evaluation.loading import load_setting
+    from ..integration import describe, rope
+
+    winner = load_setting(search.settings[choice], model, dtype)
     if search.settings[choice].config is not None:
-        rope.lengthen(winner.config, trained, length)
+        rope.lengthen(winner.config, search.trained, search.to)
         console.print(str(describe(winner)).splitlines()[0])
     with written_aside(out) as aside:
         winner.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
-    rows.head |= {"choice": choice, "for": purpose, "tolerance": tolerance, "probed": probed}
+    rows = search.rows
+    rows.head |= {"choice": choice, "for": search.purpose, "tolerance": search.tolerance, "probed": search.probed()}
     rows.head |= {"edge": search.edge, "copies": [[c.distance, c.position] for c in search.copies]}
     rows.put()
     plot(search, out / "extend.png")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from ..evaluation.measures.diagnostics import Diagnostics
     from ..evaluation.measures.sums import Options
+    from ..evaluation.settings import Setting
 
 RESULT = "inspect.json"
 
@@ -59,17 +60,13 @@ def inspect(
     unmodified model is measured too, for comparison. --out gets inspect.json (every number by layer, head and length),
     figures/*.png and index.html, a self-contained page.
     """
-    import torch
-    import transformers
     from transformers.utils import logging
 
     from ..checks import check_model, check_output, device_of
-    from ..evaluation.inspect import headline, key_names, sections
+    from ..evaluation.loading import check_lengths, check_setting, load_tokenizer
     from ..evaluation.measures.diagnostics import WHAT
     from ..evaluation.measures.sums import Options
-    from ..evaluation.report import add_section, write_report
-    from ..evaluation.report.folder import HEAD
-    from ..evaluation.settings import check_lengths, check_setting, load_setting, load_tokenizer, parse_settings
+    from ..evaluation.settings import parse_settings
 
     if (n := tokens(length)) < 2:
         raise typer.BadParameter("one token attends to itself alone: give 2 or more", param_hint="--length")
@@ -97,48 +94,63 @@ def inspect(
     with refusing("--layers"):
         numbers = None if layers is None else _numbers(layers)
         observed = _observed(model, numbers)
-
-    chosen = precision(model, dtype, device)
-    results: dict[str, Diagnostics] = {}
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("layers"),
-        TimeElapsedColumn(),
-        console=console,
-    ) as progress:
-        for setting in settings:
-            task = progress.add_task(f"{escape(setting.name)}: {n} tokens", total=observed)
-            loaded = load_setting(setting, model, chosen, device)
-            read_in = str(loaded.dtype).removeprefix("torch.")
-            results[setting.name] = _look(loaded, ids, numbers, options, partial(progress.advance, task))
-            del loaded
-
+    results, read_in = _results(settings, model, precision(model, dtype, device), device, ids, numbers, options, observed)
     read = "all query rows" if options.choose(n) is None else f"{rows} query rows spread evenly, all keys"
     protocol = f"The first {n:,} tokens of {text.name} in {read_in}, one forward pass per setting; {read}."
-    command = command_line(context)
-    names = key_names(options.local, options.sinks)
-    parts = sections(results, names, protocol, command)
+    about = {"model": model, "text": text.name, "length": n, "rows": rows, "command": command_line(context)}
+    _show(results, options, protocol, about, out)
+
+
+def _results(
+    settings: Sequence[Setting],
+    model: str,
+    dtype: str,
+    device: str,
+    ids: torch.Tensor,
+    layers: list[int] | None,
+    options: Options,
+    observed: int,
+) -> tuple[dict[str, Diagnostics], str]:
+    """By setting, and the precision that they were read in."""
+    from ..evaluation.loading import load_setting
+
+    results, read_in = {}, dtype
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("layers"), TimeElapsedColumn()
+    with Progress(*columns, console=console) as progress:
+        for setting in settings:
+            task = progress.add_task(f"{escape(setting.name)}: {ids.shape[1]} tokens", total=observed)
+            loaded = load_setting(setting, model, dtype, device)
+            read_in = str(loaded.dtype).removeprefix("torch.")
+            results[setting.name] = _look(loaded, ids, layers, options, partial(progress.advance, task))
+            del loaded
+    return results, read_in
+
+
+def _show(results: dict[str, Diagnostics], options: Options, protocol: str, about: dict[str, Any], out: Path | None) -> None:
+    """The means on the console; with a folder, every number and a page."""
+    import torch
+    import transformers
+
+    from ..evaluation.report import add_section, write_report
+    from ..evaluation.report.attention import headline, key_names, sections
+    from ..evaluation.report.folder import HEAD
+
+    parts = sections(results, key_names(options.local, options.sinks), protocol, about["command"])
     means = parts[0][1].tables[0]
     cells = [[str(name), *("–" if v is None else f"{v:.3f}" for v in values)] for name, *values in means.rows]
     console.print(table(means.title, means.columns, cells))
     if out is None:
         return
-    facts = {
-        "model": model,
-        "command": command,
-        "versions": f"hf_longattn {__version__}, transformers {transformers.__version__}, torch {torch.__version__}",
-    }
-    record = {"model": model, "text": text.name, "length": n, "rows": rows, "command": command, "versions": facts["versions"]}
-    record["settings"] = {name: heads.to_dict() for name, heads in results.items()}
+    installed = f"hf_longattn {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
+    record = about | {"versions": installed, "settings": {name: heads.to_dict() for name, heads in results.items()}}
     out.mkdir(parents=True, exist_ok=True)
     (out / RESULT).write_text(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
     if (out / HEAD).exists():
         for order, part in parts:
             page = add_section(out, part, order)
     else:
-        page = write_report(out, f"Attention of {Path(model).name}", headline(results), parts, facts)
+        facts = {"model": about["model"], "command": about["command"], "versions": installed}
+        page = write_report(out, f"Attention of {Path(about['model']).name}", headline(results), parts, facts)
     console.print(f"Written: {page}", highlight=False)
 
 
@@ -193,8 +205,8 @@ def _observed(model: str, layers: list[int] | None) -> int:
     """How many layers will be looked at; ValueError if one that is named cannot be. Reads no weights."""
     from transformers import AutoConfig
 
+    from ..evaluation.loading import build
     from ..evaluation.measures.capture import capture
-    from ..evaluation.settings import build
 
     with capture(build(AutoConfig.from_pretrained(model)), layers) as seen:
         return seen.layers

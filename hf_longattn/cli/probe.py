@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .common import (
     Adapters,
@@ -21,13 +21,16 @@ from .common import (
     console,
     precision,
     refusing,
+    run_experiment,
     table,
     tokens,
     told,
 )
 
 if TYPE_CHECKING:
-    from ..evaluation.rows import Row, Rows
+    import torch
+
+    from ..evaluation.rows import Rows
 
 RESULT = "probe.json"
 SAYS_NOT = (
@@ -70,27 +73,17 @@ def probe(
     are over passages. In a long text many keys in between compete for attention; a probe does not measure that.
     """
     import torch
-    from transformers.utils import logging
 
-    from ..checks import check_model, check_output, device_of, read_text
-    from ..evaluation.measures.copies import PASSAGE, SKIP
-    from ..evaluation.measures.probe import AFTER, BEFORE, check_kept, distances_to, probe_settings
-    from ..evaluation.measures.probe import passages as take
-    from ..evaluation.plan import fingerprint
+    from ..checks import check_model, device_of
+    from ..evaluation.experiment import Experiment
+    from ..evaluation.loading import check_setting, load_setting, load_tokenizer
+    from ..evaluation.measures.probe import probing
     from ..evaluation.rows import Rows, versions_line
-    from ..evaluation.settings import check_lengths, check_setting, load_setting, load_tokenizer, parse_settings
+    from ..evaluation.settings import parse_settings
 
-    logging.disable_progress_bar()  # ours is enough
-    with refusing("--text"):
-        files = [Path(t) for part in text for t in part.split(",") if t]
-        texts = {file.name: read_text(file) for file in files}
-        if len(texts) < len(files):
-            raise ValueError(f"two texts share a file name: {', '.join(map(str, files))}")
+    texts = _texts(text)
     if out is not None:
-        with refusing("--out"):
-            check_output(out)
-            if foreign := sorted({p.name for p in out.iterdir()} - {RESULT, *PICTURES} if out.exists() else ()):
-                raise ValueError(f"{out} holds something else ({foreign[0]}); nothing is overwritten: choose another folder")
+        _check_out(out)
     with refusing("--device"):
         device = device_of(device)
     with refusing():
@@ -98,60 +91,103 @@ def probe(
         chosen = parse_settings(method or [], rope or [], settings, adapter or [], told(train_length))
         trained, *_ = [check_setting(setting, model).train_length for setting in chosen]
         tokenizer = load_tokenizer(model)
-    with refusing("--distances"):
-        if distances is None and trained is None:
-            raise ValueError("the model's config names no trained length: say which distances to probe")
-        far = distances_to(2 * trained) if distances is None else [tokens(d) for d in distances.split(",")]  # type: ignore[operator]
-        far = sorted(set(far))
-        distances_to(far[0])
-        check_lengths(model, [far[-1] + PASSAGE])
-    with refusing("--passages"):
-        encoded = [tokenizer(t, return_tensors="pt", verbose=False).input_ids for t in texts.values()]
-        ids = torch.cat([take(e, passages, seed) for e in encoded])
+    far = _distances(distances, trained, model)
+    ids = _passages(texts.values(), tokenizer, passages, seed)
     read_in = precision(model, dtype, device)
-    protocol = {
+    protocol = _protocol(model, trained, read_in, texts, passages, seed)
+    with refusing("--out"):
+        rows = Rows(None if out is None else out / RESULT, protocol=protocol)
+        about = {"command": command_line(context), "seed": seed}
+        about["versions"] = f"{versions_line()}, {torch.get_num_threads()} threads"
+        load = partial(load_setting, model=model, dtype=read_in, device=device)
+        experiment = Experiment(chosen, [ids], [probing(ids, far)], rows, load, about=about)
+    interrupted = run_experiment(experiment)
+    _conclude(rows, [s.name for s in chosen], far, trained, len(ids), out)
+    if interrupted:
+        kept = "." if out is None else f"; {len(rows.all)} rows are kept, and the same command goes on."
+        console.print(f"Interrupted{kept}")
+        raise typer.Exit(130)
+
+
+def _texts(given: list[str]) -> dict[str, str]:
+    """By file name."""
+    from ..checks import read_text
+
+    with refusing("--text"):
+        files = [Path(t) for part in given for t in part.split(",") if t]
+        texts = {file.name: read_text(file) for file in files}
+        if len(texts) < len(files):
+            raise ValueError(f"two texts share a file name: {', '.join(map(str, files))}")
+    return texts
+
+
+def _passages(texts: Iterable[str], tokenizer: Any, count: int, seed: int) -> torch.Tensor:
+    import torch
+
+    from ..evaluation.measures.probe import passages
+
+    with refusing("--passages"):
+        encoded = [tokenizer(t, return_tensors="pt", verbose=False).input_ids for t in texts]
+        return torch.cat([passages(ids, count, seed) for ids in encoded])
+
+
+def _protocol(
+    model: str, trained: int | None, dtype: str, texts: Mapping[str, str], passages: int, seed: int
+) -> dict[str, Any]:
+    """What must be the same for all rows of a file."""
+    from ..evaluation.experiment import fingerprint
+    from ..evaluation.measures.copies import PASSAGE, SKIP
+    from ..evaluation.measures.probe import AFTER, BEFORE
+
+    return {
         "model": fingerprint(model),
         "trained": trained,
-        "dtype": read_in,
+        "dtype": dtype,
         "texts": {name: sha256(content.encode()).hexdigest()[:16] for name, content in texts.items()},
         "passages": passages,
         "seed": seed,
         "tokens": {"before": BEFORE, "after": AFTER, "copy": PASSAGE, "of which not counted": SKIP},
     }
+
+
+def _check_out(out: Path) -> None:
+    from ..checks import check_output
+
     with refusing("--out"):
-        rows = Rows(None if out is None else out / RESULT, protocol=protocol)
-        check_kept(chosen, far, rows)
-    about = {"command": command_line(context), "versions": f"{versions_line()}, {torch.get_num_threads()} threads"}
+        check_output(out)
+        if foreign := sorted({p.name for p in out.iterdir()} - {RESULT, *PICTURES} if out.exists() else ()):
+            raise ValueError(f"{out} holds something else ({foreign[0]}); nothing is overwritten: choose another folder")
 
-    interrupted = False
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    ) as progress:
-        bar = progress.add_task("Probing", total=len(chosen) * len(far))
 
-        def done(row: Row, new: bool) -> None:
-            progress.advance(bar)
-            progress.update(bar, description=escape(f"{row['setting']}, {row['distance']:,} back"))
+def _distances(given: str | None, trained: int | None, model: str) -> list[int]:
+    from ..evaluation.loading import check_lengths
+    from ..evaluation.measures.copies import PASSAGE
+    from ..evaluation.measures.probe import distances_to
 
-        try:
-            probe_settings(chosen, lambda s: load_setting(s, model, read_in, device), ids, far, rows, about, done)
-        except KeyboardInterrupt:
-            interrupted = True
-    names = [s.name for s in chosen if rows.find(setting=s.name)]
+    with refusing("--distances"):
+        if given is not None:
+            far = sorted({tokens(d) for d in given.split(",")})
+        elif trained is not None:
+            far = list(distances_to(2 * trained))
+        else:
+            raise ValueError("the model's config names no trained length: say which distances to probe")
+        distances_to(far[0])
+        check_lengths(model, [far[-1] + PASSAGE])
+    return far
+
+
+def _conclude(rows: Rows, names: list[str], far: list[int], trained: int | None, passages: int, out: Path | None) -> None:
+    """What was found, on the console and as curves."""
+    names = [name for name in names if rows.find(setting=name)]
     for what, title in (("text", "Loss on text after the jump"), ("copy", "Loss on a passage read again")):
         body = [[n, *(_shown(rows, n, d, what) for d in far)] for n in names]
-        head = f"{title}, nats a token, ± 95 % over {len(ids)} passages; trained at {trained}"
+        head = f"{title}, nats a token, ± 95 % over {passages} passages; trained at {trained}"
         console.print(table(head, ["tokens back", *(f"{d:,}" for d in far)], body))
     console.print(SAYS_NOT, highlight=False)
     if out is not None and names:
         for name, png in pictures(rows, names, trained).items():
             (out / name).write_bytes(png)
         console.print(f"Rows and curves: {out}", highlight=False)
-    if interrupted:
-        console.print(
-            "Interrupted." if out is None else f"Interrupted; {len(rows.all)} rows are kept, and the same command goes on."
-        )
-        raise typer.Exit(130)
 
 
 def _shown(rows: Rows, name: str, distance: int, what: str) -> str:

@@ -1,28 +1,40 @@
-"""What a method does to a model's loss and answers, short and long."""
+"""What a method does to a model's loss and answers, short and long. Names are imported when they are first used."""
 
-from .measures.answers import AnswerScore, answer_scores
-from .measures.copies import PASSAGE, Copy, copy_losses, far_copies, with_copies
-from .measures.heads import copying_heads
-from .measures.losses import loss_by_position, prefix_of, token_losses
-from .plan import Plan
-from .results import Results
-from .run import run_plan
-from .store import Store
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "PASSAGE",
-    "AnswerScore",
-    "Copy",
-    "Plan",
-    "Results",
-    "Store",
-    "answer_scores",
-    "copy_losses",
-    "copying_heads",
-    "far_copies",
-    "loss_by_position",
-    "prefix_of",
-    "run_plan",
-    "token_losses",
-    "with_copies",
-]
+if TYPE_CHECKING:
+    from .experiment import Cell as Cell
+    from .experiment import Experiment as Experiment
+    from .measures.answers import AnswerScore as AnswerScore
+    from .measures.answers import answer_scores as answer_scores
+    from .measures.copies import PASSAGE as PASSAGE
+    from .measures.copies import Copy as Copy
+    from .measures.copies import copy_losses as copy_losses
+    from .measures.copies import far_copies as far_copies
+    from .measures.copies import with_copies as with_copies
+    from .measures.heads import copying_heads as copying_heads
+    from .measures.losses import loss_by_position as loss_by_position
+    from .measures.losses import prefix_of as prefix_of
+    from .measures.losses import token_losses as token_losses
+    from .plan import Plan as Plan
+    from .results import Results as Results
+
+_HOME = {
+    "experiment": ("Cell", "Experiment"),
+    "measures.answers": ("AnswerScore", "answer_scores"),
+    "measures.copies": ("PASSAGE", "Copy", "copy_losses", "far_copies", "with_copies"),
+    "measures.heads": ("copying_heads",),
+    "measures.losses": ("loss_by_position", "prefix_of", "token_losses"),
+    "plan": ("Plan",),
+    "results": ("Results",),
+}
+
+__all__ = sorted(name for names in _HOME.values() for name in names)
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,8 +26,8 @@ from ..integration.layers import language_config, pretrained
 from ..integration.model import knowing
 from ..integration.names import RECORD, is_ours
 from ..integration.rope import lengthened
+from .loading import load_tokenizer, load_weights, precision_of
 from .outlook import outlook, trained_line
-from .settings import load_tokenizer, load_weights, precision_of
 
 #: Engines that build a model by its architecture's name, from code of their own, and read nothing of a method.
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llama_cpp": "llama.cpp", "ctranslate2": "CTranslate2", "mlx_lm": "MLX"}

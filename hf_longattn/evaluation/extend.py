@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -22,11 +21,13 @@ from ..methods.registry import did_you_mean
 from ..methods.yarn_beyond import YarnBeyond
 from ..telling import warn
 from .calibrate import calibrate
+from .experiment import Cell, Experiment, Latest, Measure
 from .measures.copies import PASSAGE, Copy, copy_losses, with_copies
 from .measures.losses import loss_by_position, token_losses
-from .measures.probe import LEAST, TOKENS, passages, probe_settings
+from .measures.probe import LEAST, TOKENS, passages, probing
 from .rows import Row, Rows
 from .settings import UNMODIFIED, Setting
+from .statistics import TOLERANCE
 
 Model = TypeVar("Model", bound=nn.Module)
 YARN, BY_HEAD = "YaRN", "leaky_rerope by head"
@@ -81,19 +82,45 @@ def extend(
     if method is not None and purpose != PURPOSES[0]:
         raise ValueError(f"purpose chooses a method and {method!r} is one: leave out purpose={purpose!r}, or the method")
     length = length_of(to)
-    told = _told(model, train_length)
-    known = bound_config(model, LongAttnConfig(train_length=told))[1]
-    trained = known.train_length
-    if told is not None:
-        parameters["train_length"] = told
+    config = _config(model, length, method, purpose, _told(model, train_length), parameters)
+    facts = _checked(model, config, length)
+    trained = facts.train_length
+    assert trained is not None
+    replaced = "+".join(m.name for m in methods_of(model))
+    apply(model, config)
+    if replaced not in ("", config.name):
+        warn(f"{config.name} takes the place of {replaced}, which the model ran")
+    if (window := own_window(model)) is not None and window < length:
+        warn(
+            f"the model has a sliding window of its own, {window:,} tokens: what lies farther back stays unseen. To lift it, "
+            "build the model with sliding_window=None in its config"
+        )
+    rope.lengthen(model.config, trained, length)
+    return model
+
+
+def _config(
+    model: nn.Module,
+    length: int,
+    method: str | LongAttnConfig | None,
+    purpose: str,
+    told: int | None,
+    given: Mapping[str, Any],
+) -> LongAttnConfig:
+    """What is asked for; of no method the one that serves the purpose."""
+    parameters = dict(given) if told is None else {**given, "train_length": told}
     if method is None:
+        known = bound_config(model, LongAttnConfig(train_length=told))[1]
+        trained = known.train_length
         pays = None if "stack" in parameters else temperature(known, length)  # which could mean either
         method = "leaky_rerope" if purpose == "reading" else rerope_with(pays)
         if method == "leaky_rerope" and trained is not None:
             parameters = {"stretch": max(4.0, float(needed(trained // 2, trained, length)))} | parameters
-    config = (
-        method.replace(**parameters) if isinstance(method, LongAttnConfig) else LongAttnConfig.preset(method, **parameters)
-    )
+    return method.replace(**parameters) if isinstance(method, LongAttnConfig) else LongAttnConfig.preset(method, **parameters)
+
+
+def _checked(model: nn.Module, config: LongAttnConfig, length: int) -> ModelFacts:
+    """What methods know of a model that a config takes to a length; ValueError where it does not."""
     if not config.key_bands:
         raise ValueError(
             f"{config.name} extends nothing: beyond the trained length a model meets distances that it does not know, "
@@ -115,17 +142,7 @@ def extend(
             f"{bound.name} with these parameters reaches {reach} tokens, not {length}: beyond that it shows distances that "
             "the model does not know. Raise stretch, group or factor, lower window, or use rerope, which has no limit"
         )
-    replaced = "+".join(m.name for m in methods_of(model))
-    apply(model, config)
-    if replaced not in ("", config.name):
-        warn(f"{config.name} takes the place of {replaced}, which the model ran")
-    if (window := own_window(model)) is not None and window < length:
-        warn(
-            f"the model has a sliding window of its own, {window:,} tokens: what lies farther back stays unseen. To lift it, "
-            "build the model with sliding_window=None in its config"
-        )
-    rope.lengthen(model.config, facts.train_length, length)
-    return model
+    return facts
 
 
 def own_window(model: nn.Module) -> int | None:
@@ -293,7 +310,7 @@ class Search:
     trained: int
     rows: Rows
     purpose: str = "both"
-    tolerance: float = 0.02
+    tolerance: float = TOLERANCE
     about: Mapping[str, Any] = field(default_factory=dict)
     temperature: str | None = None
     plain: bool = True
@@ -372,20 +389,20 @@ class Search:
         Raises:
             ValueError: nothing stays within the tolerance, or nothing is better than the model as it is.
         """
-        taken, plain = passages(self.input_ids, min(2, self.to // LEAST), SEED), self.settings[UNMODIFIED]
-        again = measured is not None and BY_HEAD not in self.settings
-        model = load(plain) if again or UNMODIFIED not in self.probed() or UNMODIFIED not in self.scores() else None
-        probe_settings([plain], lambda _: model, taken, self.distances, self.rows, self.about, done)
-        self._read(plain, lambda _: model, done)
-        if measured is not None and again:
-            self.settings[BY_HEAD] = measured(model)
-        probed = [s for s in self.settings.values() if s.name != UNMODIFIED and not tempered(s.name)]
-        probe_settings(probed, load, taken, self.distances, self.rows, self.about, done)
+        probe = probing(passages(self.input_ids, min(2, self.to // LEAST), SEED), self.distances)
+        load, plain = Latest(load), self.settings[UNMODIFIED]
+
+        def run(settings: Sequence[Setting], *measures: Measure) -> None:
+            Experiment(settings, [self.input_ids], measures, self.rows, load, about=self.about, done=done).run()
+
+        run([plain], probe, self._reading)
+        if measured is not None and BY_HEAD not in self.settings:
+            self.settings[BY_HEAD] = measured(load(plain))
+        run([s for s in self.settings.values() if s.name != UNMODIFIED and not tempered(s.name)], probe)
         for n, names in enumerate(self.ranked()):
             if n < FINALISTS or not self._tolerated():
                 beside = [name for name in self.settings if tempered(name) and kind(name) == kind(names[0])]
-                for name in names[:1] if n else names[:WINDOWS] + beside:
-                    self._read(self.settings[name], load, done)
+                run([self.settings[name] for name in (names[:1] if n else names[:WINDOWS] + beside)], self._reading)
         scores = self.scores()
         choice = best(scores, UNMODIFIED, self.tolerance, self.purpose)
         if self.to == self.trained and scores[choice].total(self.purpose) >= scores[UNMODIFIED].total(self.purpose):
@@ -397,21 +414,18 @@ class Search:
         scores = self.scores()
         return any(n != UNMODIFIED and s.within <= scores[UNMODIFIED].within + self.tolerance for n, s in scores.items())
 
-    def _read(self, setting: Setting, load: Callable[[Setting], Any], done: Callable[[Row, bool], None]) -> None:
-        """`score` under a setting; the unmodified model, a baseline within its trained length, reads that far only."""
-        if (kept := self.rows.find(setting=setting.name, distance=None)) is not None:
-            return done(kept, False)
-        model, wall, cpu = load(setting), time.monotonic(), time.process_time()
+    def _reading(self, setting: Setting, texts: Sequence[Tensor]) -> Iterator[Cell]:
+        """`score` as a measure; the unmodified model, a baseline within its trained length, reads that far only."""
         length = self.trained if setting.name == UNMODIFIED else self.to
-        copies = [c for c in self.copies if c.position + PASSAGE <= length]
-        s = score(model, self.input_ids[:, :length].to(model.device), self.edge, copies)
-        beyond = None if math.isnan(s.beyond) else s.beyond
-        row: Row = {"setting": setting.name, "read": length, "dtype": str(model.dtype).removeprefix("torch.")}
-        row |= {"within": s.within, "beyond": beyond}
-        row |= {"copies": [*s.copies, *[None] * (len(self.copies) - len(copies))], "what": setting.to_dict()}
-        row |= {"seconds": round(time.monotonic() - wall, 1), "cpu_seconds": round(time.process_time() - cpu, 1)}
-        self.rows.put(row | dict(self.about))
-        done(self.rows.all[-1], True)
+
+        def measured(model: Any) -> Row:
+            copies = [c for c in self.copies if c.position + PASSAGE <= length]
+            s = score(model, self.input_ids[:, :length].to(model.device), self.edge, copies)
+            beyond = None if math.isnan(s.beyond) else s.beyond
+            found = [*s.copies, *[None] * (len(self.copies) - len(copies))]
+            return {"read": length, "within": s.within, "beyond": beyond, "copies": found}
+
+        yield Cell(setting, {"distance": None}, measured)
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from .settings import UNMODIFIED, Setting, check_setting, load_setting, read_settings
+from .loading import check_setting, load_setting
+from .settings import UNMODIFIED, Setting, read_settings
 
 NAME = "hf_longattn"
 

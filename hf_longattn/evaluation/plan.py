@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,20 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from .measures.copies import SHARES, TAIL, far_copies
-from .settings import UNMODIFIED, Setting, check_lengths, check_setting
-from .store import Store, digest
+from .cells import Cells
+from .experiment import Experiment, fingerprint
+from .loading import check_lengths, check_setting, load_setting
+from .measures.copies import TAIL, far_copies
+from .results import COPIES, LONG_PPL, LOSS, ON_DOCUMENTS
+from .rows import PROTOCOL, Row, Rows
+from .settings import UNMODIFIED, Setting
 from .tasks import Encoder, Task, canonical, make_task
 
-LOSS, COPIES, LONG_PPL = "loss", "copies", "long_ppl"
-#: Tasks that read the documents; all others make texts of their own.
-ON_DOCUMENTS = (LOSS, COPIES, LONG_PPL)
-#: Positions over which losses are averaged before they are stored.
-BIN = 512
+ROWS = "rows.jsonl"
+#: Held by the command that measures into the folder.
+LOCK = ".lock"
+#: What else a folder of rows may hold: what another command that adds to the same report may have left there.
+REPORT = {LOCK, "index.html", "report.json", "report-head.json", "sections", "figures"}
 BOS = ("auto", "always", "never")
 
 
@@ -33,25 +36,10 @@ class Document:
     name: str
     ids: Tensor
 
-
-def row_key(setting: str, task: str, length: int, which: str) -> str:
-    """What a row is kept under."""
-    return f"{setting} | {task} | {length} | {which}"
-
-
-@dataclass(frozen=True)
-class Item:
-    """One row to measure: a document or a sample, at a length, under a setting."""
-
-    setting: Setting
-    task: str
-    length: int
-    which: str
-    digest: str
-
-    @property
-    def key(self) -> str:
-        return row_key(self.setting.name, self.task, self.length, self.which)
+    @cached_property
+    def numbers(self) -> list[int]:
+        """The tokens, for digests."""
+        return self.ids.tolist()
 
 
 @dataclass
@@ -120,6 +108,16 @@ class Plan:
             far_copies(self.lengths[0])
         if self.prefix is not None:
             self._check_prefix(self.prefix)
+        self._check_settings()
+        self._start = self._starting()
+        encoded = [(n, self._encode(n, t)) for n, t in self.texts]
+        if self._documents:
+            self._cut(encoded)
+        if LONG_PPL in self.tasks:
+            self._check_long_ppl()
+        self._make_tasks(torch.cat([ids for _, ids in encoded]) if encoded else None)
+
+    def _check_settings(self) -> None:
         check_lengths(self.model, self.lengths)
         for setting in self.settings:
             facts = check_setting(setting, self.model)
@@ -130,13 +128,8 @@ class Plan:
                 f"the model was trained at {self.train_length} tokens and all lengths lie beyond: add one within, so that "
                 "what a method costs there is part of the result"
             )
-        self._start = self._starting()
-        encoded = [(n, self._encode(n, t)) for n, t in self.texts]
-        if self._documents:
-            self._cut(encoded)
-        if LONG_PPL in self.tasks:
-            self._check_long_ppl()
-        haystack = torch.cat([ids for _, ids in encoded]) if encoded else None
+
+    def _make_tasks(self, haystack: Tensor | None) -> None:
         for name in (t for t in self.tasks if t not in ON_DOCUMENTS):
             self.makers[name] = make_task(name, self.tokenizer, haystack, self.depths, self.seed)
             for length in self.lengths:
@@ -169,14 +162,15 @@ class Plan:
                 f"long_ppl asks what context beyond {self.near} tokens helps with, and no length exceeds "
                 f"{self.near_window[0]}: raise lengths, or lower near"
             )
-        if (found := self._evaluator).model is not None:
+        if (found := self.found_by).model is not None:
             text = self.texts[0][1][:2000]
             theirs, ours = (AutoTokenizer.from_pretrained(m)(text).input_ids for m in (found.model, self.model))
             if theirs != ours:
                 raise ValueError(f"the evaluator {self.evaluator!r} has another tokenizer: its tokens are not the model's")
 
     @property
-    def _evaluator(self) -> Setting:
+    def found_by(self) -> Setting:
+        """The evaluator."""
         for setting in self.settings:
             if setting.name == self.evaluator:
                 return setting
@@ -227,51 +221,31 @@ class Plan:
             out |= {"near": self.near, "evaluator": self.evaluator}
         return out | ({} if self.prefix is None else {"prefix": self.prefix})
 
-    def items(self) -> Iterator[Item]:
-        """Every row, settings outermost, so that each model is loaded once; within a setting the short ones first.
+    def open(
+        self,
+        folder: Path | None,
+        device: str = "cpu",
+        about: Mapping[str, Any] | None = None,
+        done: Callable[[Row, bool], None] = lambda row, new: None,
+    ) -> Experiment:
+        """The plan's experiment, with the rows of a folder (None: of no folder), checked against this plan.
 
-        The evaluator's rows of `long_ppl` stand before those of the other settings, which are scored on its key tokens.
+        Raises:
+            ValueError: the folder holds rows of another protocol, setting, text or model, or something that is no report.
         """
-        if self.prefix is not None:
-            names = [d.name for d in self.documents]
-            return iter(sorted(self._items(), key=lambda i: names.index(i.which) if i.which in names else len(names)))
-        return iter(sorted(self._items(), key=lambda i: i.length)) if self.shortest_first else self._items()
+        there = {p.name for p in folder.iterdir()} if folder is not None and folder.exists() else set()
+        if there - REPORT and PROTOCOL not in there:
+            raise ValueError(f"{folder} is not empty and holds no evaluation; nothing is overwritten: choose another folder")
+        cells = Cells(self, device)
+        rows = Rows(folder and folder / ROWS, {"prefix": None}, protocol=self.protocol)  # texts were then read whole
 
-    def _items(self) -> Iterator[Item]:
-        haystack = digest([hashlib.sha256(text.encode()).hexdigest() for _, text in self.texts])
-        found = []
-        if LONG_PPL in self.tasks:
-            found = [_identity(self._evaluator)]
-            for length in self.lengths:
-                yield from self._long_ppl(self._evaluator, length, found)
-        for setting in self.settings:
-            what = _identity(setting)
-            for length in self.lengths:
-                for task in self.tasks:
-                    if task == LONG_PPL:
-                        if setting.name != self.evaluator:
-                            yield from self._long_ppl(setting, length, found)
-                        continue
-                    if task in ON_DOCUMENTS:
-                        for document in self.documents:
-                            how = [*filter(None, [self.prefix]), *(SHARES if task == COPIES else ())]
-                            yield Item(setting, task, length, document.name, digest([what, document.ids.tolist(), *how]))
-                        continue
-                    for index in range(self.samples * (self.depths if task == "needle" else 1)):
-                        seen = digest([what, self.depths if task == "needle" else 0, haystack if "needle" in task else ""])
-                        yield Item(setting, task, length, str(index), seen)
+        def load(setting: Setting) -> Any:
+            return load_setting(setting, self.model, self.dtype, device)
 
-    def _long_ppl(self, setting: Setting, length: int, evaluator: Sequence[Any]) -> Iterator[Item]:
-        """Nothing where a length has no far context."""
-        for document in self.documents if length > self.near_window[0] else ():
-            seen = digest([_identity(setting), document.ids.tolist(), *evaluator])
-            yield Item(setting, LONG_PPL, length, document.name, seen)
-
-    def open(self, folder: Path) -> Store:
-        """The folder's rows, checked against this plan."""
-        store = Store(folder, self.protocol)
-        store.check((i.key, i.digest) for i in self.items())
-        return store
+        settings, texts = self.settings, self.documents
+        out = Experiment(settings, texts, cells.measures, rows, load, about=about, done=done, order=cells.order)
+        cells.rows = out.rows
+        return out
 
     def context(self, document: Document, length: int) -> Tensor:
         """The last `length` tokens of a document (with a prefix the first), (1, length), behind the beginning-of-text token
@@ -280,29 +254,3 @@ class Plan:
         start = torch.tensor(self._start, dtype=torch.int64)
         first = 0 if self.prefix else len(document.ids) - (length - len(start))
         return torch.cat([start, document.ids[first : first + length - len(start)]])[None]
-
-
-def _identity(setting: Setting) -> dict[str, Any]:
-    """What tells settings apart whatever their names: equal ones measure the same."""
-    return setting.to_dict() | {"weights": [fingerprint(p) for p in (setting.adapter, setting.model) if p is not None]}
-
-
-def fingerprint(model: str) -> str:
-    """What tells checkpoints apart: a Hub name as it is; of a directory a digest of its config and weights, read whole."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return model
-    files = [
-        (file, file.stat())
-        for file in sorted(folder.resolve().iterdir())
-        if file.suffix in (".safetensors", ".bin") or file.name in ("config.json", "adapter_config.json")
-    ]
-    facts = [[file.name, _sha256(file, stat.st_size, stat.st_mtime_ns)] for file, stat in files]
-    return f"{folder.resolve().name} {digest(facts)}"
-
-
-@functools.lru_cache(maxsize=1024)
-def _sha256(file: Path, size: int, changed: int) -> str:
-    """Of a file's content, once per process while size and time of change stay: some three seconds a gigabyte."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+#: Of JSON lines, what all rows share.
+PROTOCOL = "protocol.json"
 
 
 def refuse_mixing(where: Path | str, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -34,15 +36,17 @@ class Rows:
 
     Args:
         path: None keeps them in memory alone.
-        head: a mapping `protocol` among it must be the file's.
+        unsaid: what the protocol of rows that do not say it had for these keys.
+        head: a mapping `protocol` among it must be the file's, whose further keys it gets; that of JSON lines is kept beside
+            them, in protocol.json.
 
     Raises:
         ValueError: the file holds no rows, rows of another protocol, or a line that is no row. A last line that was cut off
             is left out, to be measured again.
     """
 
-    def __init__(self, path: Path | None, **head: Any) -> None:
-        self.path, self.head = path, head
+    def __init__(self, path: Path | None, unsaid: Mapping[str, Any] | None = None, **head: Any) -> None:
+        self.path, self.unsaid, self.head = path, unsaid or {}, head
         self.all: list[Row] = []
         self.all = self._read()
 
@@ -60,11 +64,24 @@ class Rows:
             return
         if self.path.suffix == ".jsonl":
             text = "".join(json.dumps(row) + "\n" for row in self.all)
+            if "protocol" in self.head and self._protocol() != self.head["protocol"]:
+                write_whole(self.path.with_name(PROTOCOL), json.dumps(self.head["protocol"], indent=1) + "\n")
         else:
             lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in self.all)
             text = "".join(f"{json.dumps(k)}: {json.dumps(v)},\n" for k, v in self.head.items()) + f'"rows": [\n{lines}\n]'
             text = f"{{{text}}}\n"
         write_whole(self.path, text)
+
+    def _protocol(self) -> dict[str, Any]:
+        """That beside JSON lines."""
+        file = self.path and self.path.with_name(PROTOCOL)
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file and file.exists() else {}
+
+    def _agree(self, there: Mapping[str, Any]) -> None:
+        """Refuse rows of another protocol, and take over what theirs says beside."""
+        if self.path is not None and there and isinstance(now := self.head.get("protocol"), Mapping):
+            refuse_mixing(self.path, {**self.unsaid, **there}, {**self.unsaid, **now})
+            self.head["protocol"] = {**there, **now}
 
     def _read(self) -> list[Row]:
         if self.path is None or not self.path.exists():
@@ -74,9 +91,9 @@ class Rows:
             data = json.loads(text)
             if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
                 raise ValueError(f"{self.path} holds no rows; nothing is overwritten: choose another folder")
-            if isinstance(protocol := self.head.get("protocol"), Mapping):
-                refuse_mixing(self.path, data.get("protocol", {}), protocol)
+            self._agree(data.get("protocol", {}))
             return list(data["rows"])
+        self._agree(self._protocol())
         lines, rows = text.split("\n"), []
         for number, line in enumerate(lines, 1):
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 #: 97.5 % quantiles of Student's t by degrees of freedom, 1 to 30.
 _T = (
@@ -11,6 +11,16 @@ _T = (
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
 _Z = 1.959964
+
+
+#: Nats per token that a setting may cost within the trained length: 2 % of perplexity.
+TOLERANCE = 0.02
+
+
+def mean_of(values: Iterable[float]) -> float | None:
+    """The mean; None of nothing."""
+    listed = list(values)
+    return math.fsum(listed) / len(listed) if listed else None
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer, NanoCh
 
 from ..checks import check_dtype
 from ..config import LongAttnConfig
-from ..evaluation.settings import build, edit_rope, load_weights
-from ..evaluation.settings import load_tokenizer as tokenizer_of
+from ..evaluation.loading import build, edit_rope, load_weights
+from ..evaluation.loading import load_tokenizer as tokenizer_of
 from ..integration import apply, rope
 from ..integration.model import knowing
 from .recipe import Architecture, Lora, Recipe

@@ -26,7 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Con
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.evaluation import token_losses
-from hf_longattn.evaluation.settings import Setting, edit_rope
+from hf_longattn.evaluation.loading import edit_rope
+from hf_longattn.evaluation.settings import Setting
 from hf_longattn.training.optim import MuonWithAdam
 from hf_longattn.training.recipe import Muon, Skip
 from hf_longattn.training.skip import skipped

@@ -48,6 +48,24 @@ QUICK = ROOT / "build" / "reproduce"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    parser = options()
+    args = parser.parse_args(arguments)
+    args.models = args.models or (QUICK / "models" if args.quick else MODELS)
+    results = args.results or (QUICK if args.quick else RESULTS)
+    if args.show or not args.names:
+        print(tables.SECTIONS[args.show](tables.load(args.results or RESULTS)).text if args.show else listed(results))
+        return 0
+    texts = Texts(tuple(args.text), args.heldout)
+    try:
+        for experiment in chosen(parser, args):
+            perform(experiment, args, results, texts if experiment.text else Texts())
+    except ValueError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="EXPERIMENT", help="what to run, or all; nothing: list what there is")
     parser.add_argument("--only", default="", metavar="REGEX", help="only these variants")
@@ -57,43 +75,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--heldout", type=Path, help="a plain text to measure on")
     parser.add_argument("--results", type=Path, help="where rows are kept (default lab/results/reproductions)")
     parser.add_argument("--models", type=Path, help="where trained models are kept (default runs/reproduce)")
-    parser.add_argument(
-        "--dtype",
-        choices=["bfloat16", "float32"],
-        default=fast_dtype(),
-        help="what language models multiply in while they train (default: what this CPU multiplies fast, %(default)s)",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="every run in seconds, into build/: shows that it works, not what it gives"
-    )
+    fast = "what language models multiply in while they train (default: what this CPU multiplies fast, %(default)s)"
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default=fast_dtype(), help=fast)
+    quick = "every run in seconds, into build/: shows that it works, not what it gives"
+    parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--show", metavar="TABLE", choices=sorted(tables.SECTIONS), help="run nothing; print one table")
-    args = parser.parse_args(arguments)
-    args.models = args.models or (QUICK / "models" if args.quick else MODELS)
-    results = args.results or (QUICK if args.quick else RESULTS)
-    if args.show:
-        print(tables.SECTIONS[args.show](tables.load(args.results or RESULTS)).text)
-        return 0
-    if not args.names:
-        print(listed(results))
-        return 0
+    return parser
+
+
+def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Experiment]:
+    """What is asked for; exits with a message where that cannot run."""
     if unknown := [n for n in args.names if n not in (*EXPERIMENTS, "all")]:
         parser.error(f"there is no experiment {unknown[0]!r}; choose from {', '.join(EXPERIMENTS)}, or all")
-    chosen = [e for e in EXPERIMENTS.values() if e.name in args.names or "all" in args.names]
+    found = [e for e in EXPERIMENTS.values() if e.name in args.names or "all" in args.names]
     if missing := [p for p in (*args.text, args.heldout) if p is not None and not p.is_file()]:
         parser.error(f"there is no file {missing[0]}")
-    for experiment in chosen:
-        if experiment.text and not (args.text and args.heldout):
-            parser.error(f"{experiment.name} trains on text: give --text FILES and --heldout FILE")
-    if not any(re.search(args.only, v) for e in chosen for v in e.variants):
-        parser.error(f"no variant of {', '.join(e.name for e in chosen)} matches {args.only!r}")
-    texts = Texts(tuple(args.text), args.heldout)
-    try:
-        for experiment in chosen:
-            perform(experiment, args, results, texts if experiment.text else Texts())
-    except ValueError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    if wanting := [e for e in found if e.text and not (args.text and args.heldout)]:
+        parser.error(f"{wanting[0].name} trains on text: give --text FILES and --heldout FILE")
+    if not any(re.search(args.only, v) for e in found for v in e.variants):
+        parser.error(f"no variant of {', '.join(e.name for e in found)} matches {args.only!r}")
+    return found
 
 
 def perform(experiment: Experiment, args: argparse.Namespace, results: Path, texts: Texts) -> None:

@@ -105,16 +105,8 @@ def section(name: str, *experiments: str, only: str = "") -> Callable[[Callable[
             except NotRun:
                 texts = " --text FILES --heldout FILE" if any("text" in LISTED[e] for e in experiments) else ""
                 return Shown(f'Not run yet: `make reproduce ARGS="{" ".join(experiments)}{only}{texts}"`.', {})
-            text = ""
-            for block, next_one in zip(blocks, [*blocks[1:], None], strict=True):
-                text += block if isinstance(block, str) else f"![{block.about}]({block.file})"
-                text += (
-                    ""
-                    if next_one is None
-                    else "\n"
-                    if isinstance(block, Picture) and isinstance(next_one, Picture)
-                    else "\n\n"
-                )
+            told = [b if isinstance(b, str) else f"![{b.about}]({b.file})" for b in blocks]
+            text = "\n\n".join(told).replace(")\n\n![", ")\n![")  # pictures stand together
             return Shown(text, {p.file: p.drawn for p in blocks if isinstance(p, Picture)})
 
         SECTIONS[name] = shown

@@ -31,9 +31,9 @@ from hf_longattn.evaluation.report.figures import COLOURS, MARKERS, png, pyplot
 from hf_longattn.evaluation.report.markdown import Contents, table
 from hf_longattn.evaluation.rows import Row, Rows, versions
 from hf_longattn.evaluation.statistics import mean_interval
+from lab.pretrained.runner import RESULTS
 
-ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "lab" / "results" / "dispersion.json"
+RESULT = RESULTS / "dispersion.json"
 PROMPT = "What is the maximum in the following sequence: {seq}? The maximum is:"
 #: The paper's three ways of drawing texts, and whether positions are encoded.
 WAYS = {

@@ -196,7 +196,7 @@ def run(longest: int, samples: int) -> dict[str, Any]:
 
 def claims(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Each statement with what is expected and what came out; `holds` says whether they agree within `within`."""
-    schemes, closed, out = result["schemes"], result["closed"], []
+    out: list[dict[str, Any]] = []
 
     def claim(text: str, expected: float, measured: float, within: float) -> None:
         holds = abs(measured - expected) <= within
@@ -205,25 +205,29 @@ def claims(result: dict[str, Any]) -> list[dict[str, Any]]:
     def more(text: str, bound: float, measured: float) -> None:
         out.append({"claim": text, "expected": bound, "measured": measured, "within": None, "holds": measured > bound})
 
+    _total_claims(result["closed"], claim)
+    _length_claims(result["schemes"], claim, more)
+    _range_claims(result["schemes"], claim, more)
+    _output_claims(result["schemes"][PLAIN], claim)
+    _entropy_claims(result["infoscale"], claim, more)
+    _cosine_claims(result["cosscale"], claim, more)
+    return out
+
+
+def _total_claims(closed: dict[str, Any], claim: Callable[..., None]) -> None:
     limit = math.exp(0.5) * TAU * math.log(10)
     for letter, what in (("Z", "total attention (Eq. 4)"), ("N", "negentropy (Eq. 7)")):
-        value = closed[INVARIANT][letter]
-        claim(
-            f"scale-invariant: expected {what} in [t, 10t) tends to e^½ τ ln 10, t = 100,000", limit, value[-1], 1e-3 * limit
-        )
-        claim(
-            f"plain: expected {what} in [t, 10t) grows in proportion to t (log-log slope)",
-            1,
-            _slope(closed[PLAIN], letter),
-            1e-9,
-        )
+        value, expected = closed[INVARIANT][letter][-1], f"expected {what} in [t, 10t)"
+        claim(f"scale-invariant: {expected} tends to e^½ τ ln 10, t = 100,000", limit, value, 1e-3 * limit)
+        slope = _slope(closed[PLAIN], letter)
+        claim(f"plain: {expected} grows in proportion to t (log-log slope)", 1, slope, 1e-9)
 
+
+def _length_claims(schemes: dict[str, Any], claim: Callable[..., None], more: Callable[..., None]) -> None:
     longest = schemes[PLAIN]["lengths"][-1]
     entropy = {name: schemes[name]["entropy"][-1][0] for name in SCHEMES}
     claim(f"plain: entropy over n = {longest} keys is ln n - 1/2", math.log(longest) - 0.5, entropy[PLAIN], 0.02)
-    far = [n for n, length in enumerate(schemes[PLAIN]["lengths"]) if length >= 256]
-    x = [math.log(schemes[PLAIN]["lengths"][n]) for n in far]
-    slope = fit(x, [schemes[PLAIN]["entropy"][n][0] for n in far])["slope"]
+    slope = fit(*_far(schemes[PLAIN], "entropy"))["slope"]
     claim("plain: entropy grows like ln n (slope from 256 keys)", 1, slope, 0.01)
     more("Fig. 1: plain entropy is above LogN's", entropy[LOGN], entropy[PLAIN])
     more("Fig. 1: plain entropy is above scale-invariant's", entropy[INVARIANT], entropy[PLAIN])
@@ -237,35 +241,34 @@ def claims(result: dict[str, Any]) -> list[dict[str, Any]]:
     text = f"Fig. 1: scale-invariant: the last 100 of {longest} keys get E[Z] of 100 keys / E[Z] of n of the attention"
     claim(text, share, local[0], 0.05 * share + 4 * local[1])
 
+
+def _range_claims(schemes: dict[str, Any], claim: Callable[..., None], more: Callable[..., None]) -> None:
     for delta, curve in schemes[PLAIN]["range_entropy"].items():
-        claim(f"Fig. 6: plain, Δ = {delta}: entropy in [t, tΔ) grows like ln t (slope)", 1.0, curve["log"]["slope"], 0.06)
-        claim(
-            f"Fig. 6: plain, Δ = {delta}: at the last t it is ln((Δ - 1) t) - 1/2",
-            math.log((int(delta) - 1) * curve["t"][-1]) - 0.5,
-            curve["entropy"][-1][0],
-            0.02,
-        )
+        name, last = f"Fig. 6: plain, Δ = {delta}", math.log((int(delta) - 1) * curve["t"][-1]) - 0.5
+        claim(f"{name}: entropy in [t, tΔ) grows like ln t (slope)", 1.0, curve["log"]["slope"], 0.06)
+        claim(f"{name}: at the last t it is ln((Δ - 1) t) - 1/2", last, curve["entropy"][-1][0], 0.02)
     for delta, curve in schemes[INVARIANT]["range_entropy"].items():
+        name = f"Fig. 2: scale-invariant, Δ = {delta}"
         late = [(math.log(t), e) for t, (e, _) in zip(curve["t"], curve["entropy"], strict=True) if t >= TAU]
         slope = fit([t for t, _ in late], [e for _, e in late])["slope"]
-        more(
-            f"Fig. 2: scale-invariant, Δ = {delta}: entropy grows more slowly than ln t (1 - slope from t = τ)", 0.5, 1 - slope
-        )
+        more(f"{name}: entropy grows more slowly than ln t (1 - slope from t = τ)", 0.5, 1 - slope)
         if len(curve["t"]) >= 4:
-            text = f"Fig. 2: scale-invariant, Δ = {delta}: a line in √ln t fits better than one in ln t (R²)"
+            text = f"{name}: a line in √ln t fits better than one in ln t (R²)"
             more(text, curve["log"]["r2"], curve["sqrt_log"]["r2"])
-    deviation = [math.log(schemes[PLAIN]["output_deviation"][n][0]) for n in far]
+
+
+def _output_claims(plain: dict[str, Any], claim: Callable[..., None]) -> None:
+    x, deviation = _far(plain, "output_deviation")
+    y, limit = [math.log(d) for d in deviation], math.sqrt(math.e / plain["lengths"][-1])
     text = "Proposition 1: plain: deviation of outputs falls like n^-1/2 (log-log slope from 256 keys)"
-    claim(text, -0.5, fit(x, deviation)["slope"], 0.03)
-    claim(
-        "Proposition 1: plain: at the longest it is √(e/n)",
-        math.sqrt(math.e / longest),
-        math.exp(deviation[-1]),
-        0.1 * math.sqrt(math.e / longest),
-    )
-    _entropy_claims(result["infoscale"], claim, more)
-    _cosine_claims(result["cosscale"], claim, more)
-    return out
+    claim(text, -0.5, fit(x, y)["slope"], 0.03)
+    claim("Proposition 1: plain: at the longest it is √(e/n)", limit, math.exp(y[-1]), 0.1 * limit)
+
+
+def _far(scheme: dict[str, Any], quantity: str) -> tuple[list[float], list[float]]:
+    """ln n and the quantity from 256 keys on."""
+    far = [n for n, length in enumerate(scheme["lengths"]) if length >= 256]
+    return [math.log(scheme["lengths"][n]) for n in far], [scheme[quantity][n][0] for n in far]
 
 
 def _entropy_claims(found: dict[str, Any], claim: Callable[..., None], more: Callable[..., None]) -> None:
@@ -314,72 +317,53 @@ def _slope(curve: dict[str, list[float]], letter: str) -> float:
     return fit([math.log(t) for t in curve["t"]], [math.log(v) for v in curve[letter]])["slope"]
 
 
+Curves = dict[str, tuple[Sequence[float], Sequence[float]]]
+
+
 def plot(result: dict[str, Any], path: Path) -> None:
     """Eight panels, legible at the width of a page."""
     figure, panels = pyplot().subplots(2, 4, figsize=(15, 7.4), layout="constrained")
-    schemes = result["schemes"]
+    schemes, share = result["schemes"], {"ylabel": "share", "ylim": (0, 1.02)}
 
-    def lines(axes: Any, curves: dict[str, tuple[Sequence[float], Sequence[float]]], **labels: Any) -> None:
-        for i, (name, (x, y)) in enumerate(curves.items()):
-            i = list(SCHEMES).index(name) if name in SCHEMES else i
-            axes.plot(x, y, label=name, color=COLOURS[i], marker=MARKERS[i], markersize=4)
-        axes.set(**labels)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+    def by_length(axes: Any, quantity: str, title: str, **labels: Any) -> None:
+        curves = {name: (s["lengths"], [v for v, _ in s[quantity]]) for name, s in schemes.items()}
+        _lines(axes, curves, title=title, xlabel="length n", xscale="log", **labels)
 
-    def by_length(quantity: str) -> dict[str, tuple[Sequence[float], Sequence[float]]]:
-        return {name: (s["lengths"], [v for v, _ in s[quantity]]) for name, s in schemes.items()}
-
-    def in_ranges(axes: Any, name: str, scale: Any, key: str, **labels: Any) -> None:
-        curves = schemes[name]["range_entropy"]
-        lines(
-            axes, {f"Δ = {d}": ([scale(t) for t in c["t"]], [e for e, _ in c["entropy"]]) for d, c in curves.items()}, **labels
-        )
-        for i, c in enumerate(curves.values()):
-            x = [scale(t) for t in c["t"] if t >= 2]
-            axes.plot(x, [c[key]["intercept"] + c[key]["slope"] * v for v in x], color=COLOURS[i], linestyle="--", linewidth=1)
-
-    length = {"xlabel": "length n", "xscale": "log"}
-    lines(panels[0, 0], by_length("entropy"), title="Entropy of attention (Fig. 1)", ylabel="nats", **length)
-    lines(
-        panels[0, 1],
-        by_length("local_mass"),
-        title="Attention on the last 100 keys (Fig. 1)",
-        ylabel="share",
-        ylim=(0, 1.02),
-        **length,
-    )
-    in_ranges(panels[0, 2], PLAIN, math.log, "log", title="Plain: entropy in [t, tΔ) (Fig. 6)", xlabel="ln t", ylabel="nats")
-    in_ranges(
-        panels[1, 0],
-        INVARIANT,
-        lambda t: math.sqrt(math.log(t)),
-        "sqrt_log",
-        title="Scale-invariant: entropy in [t, tΔ) (Fig. 2)",
-        xlabel="√ln t",
-        ylabel="nats",
-    )
-    closed = {name: (c["t"], c["Z"]) for name, c in result["closed"].items()}
-    lines(
-        panels[1, 1],
-        closed,
-        title="Expected total attention in [t, 10t)",
-        xlabel="t",
-        ylabel="E[Z], unnormalised",
-        xscale="log",
-        yscale="log",
-    )
+    by_length(panels[0, 0], "entropy", "Entropy of attention (Fig. 1)", ylabel="nats")
+    by_length(panels[0, 1], "local_mass", "Attention on the last 100 keys (Fig. 1)", **share)
+    by_length(panels[1, 2], "output_deviation", "Deviation of outputs (Prop. 1)", ylabel="standard deviation", yscale="log")
+    plain, invariant = (schemes[name]["range_entropy"] for name in (PLAIN, INVARIANT))
+    _in_ranges(panels[0, 2], plain, math.log, "log", title="Plain: entropy in [t, tΔ) (Fig. 6)", xlabel="ln t")
+    title = "Scale-invariant: entropy in [t, tΔ) (Fig. 2)"
+    _in_ranges(panels[1, 0], invariant, lambda t: math.sqrt(math.log(t)), "sqrt_log", title=title, xlabel="√ln t")
+    totals = {name: (c["t"], c["Z"]) for name, c in result["closed"].items()}
+    labels = {"title": "Expected total attention in [t, 10t)", "xlabel": "t", "ylabel": "E[Z], unnormalised"}
+    _lines(panels[1, 1], totals, xscale="log", yscale="log", **labels)
     panels[1, 1].axhline(math.exp(0.5) * TAU * math.log(10), color="#666666", linestyle=":", linewidth=1)
-    lines(
-        panels[1, 2],
-        by_length("output_deviation"),
-        title="Deviation of outputs (Prop. 1)",
-        ylabel="standard deviation",
-        yscale="log",
-        **length,
-    )
-    found, labels = result["infoscale"], {"plain": "plain", "published": "InfoScale", "own entropy": "InfoScale, ε = H(n_tr)"}
-    axes = panels[0, 3]
+    _growth(panels[0, 3], result["infoscale"])
+    _distances(panels[1, 3], result["cosscale"])
+    path.write_bytes(png(figure))
+
+
+def _lines(axes: Any, curves: Curves, **labels: Any) -> None:
+    for i, (name, (x, y)) in enumerate(curves.items()):
+        i = list(SCHEMES).index(name) if name in SCHEMES else i
+        axes.plot(x, y, label=name, color=COLOURS[i], marker=MARKERS[i], markersize=4)
+    axes.set(**labels)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def _in_ranges(axes: Any, curves: dict[str, Any], scale: Callable[[float], float], key: str, **labels: Any) -> None:
+    shown = {f"Δ = {d}": ([scale(t) for t in c["t"]], [e for e, _ in c["entropy"]]) for d, c in curves.items()}
+    _lines(axes, shown, ylabel="nats", **labels)
+    for i, c in enumerate(curves.values()):
+        x = [scale(t) for t in c["t"] if t >= 2]
+        axes.plot(x, [c[key]["intercept"] + c[key]["slope"] * v for v in x], color=COLOURS[i], linestyle="--", linewidth=1)
+
+
+def _growth(axes: Any, found: dict[str, Any]) -> None:
+    labels = {"plain": "plain", "published": "InfoScale", "own entropy": "InfoScale, ε = H(n_tr)"}
     for i, (variance, curves) in enumerate(found["variances"].items()):
         for (key, label), style in zip(labels.items(), ("-", "--", ":"), strict=True):
             y = [h - curves["plain"][0][0] for h, _ in curves[key]]
@@ -390,22 +374,15 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize=6)
-    found = result["cosscale"]
-    lines(
-        panels[1, 3],
-        {
-            "last 100 keys, cosines at η*(c)": (found["scale"], [v for v, _ in found["at the peak"]["local_mass"]]),
-            "variance by distance, cosines at η*(c)": (found["scale"], found["at the peak"]["share"]),
-            "last 100 keys, evenly spread": (found["scale"], [v for v, _ in found["even"]["local_mass"]]),
-            "variance by distance, evenly spread": (found["scale"], found["even"]["share"]),
-        },
-        title="RoPE under CosScale (Theorem 3.5)",
-        xlabel="c",
-        ylabel="share",
-        xscale="log",
-        ylim=(-0.02, 1.5),
-    )
-    path.write_bytes(png(figure))
+
+
+def _distances(axes: Any, found: dict[str, Any]) -> None:
+    curves = {}
+    for key, name in (("at the peak", "cosines at η*(c)"), ("even", "evenly spread")):
+        curves[f"last 100 keys, {name}"] = (found["scale"], [v for v, _ in found[key]["local_mass"]])
+        curves[f"variance by distance, {name}"] = (found["scale"], found[key]["share"])
+    title = "RoPE under CosScale (Theorem 3.5)"
+    _lines(axes, curves, title=title, xlabel="c", ylabel="share", xscale="log", ylim=(-0.02, 1.5))
 
 
 def main() -> int:

@@ -9,9 +9,9 @@ Layers with a sliding window of their own count tokens, not positions, and see a
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +19,9 @@ from torch import Tensor
 
 from ...config import LongAttnConfig
 from ...integration.planning import bound_config
-from ..plan import fingerprint
-from ..rows import Row, Rows
-from ..settings import Setting
+from ..experiment import Cell, Measure
+from ..rows import Row
 from ..statistics import mean_interval
-from ..store import digest
 from .copies import PASSAGE, SKIP
 from .losses import hidden_of, logits_of
 
@@ -118,51 +116,18 @@ def probe(model: Any, input_ids: Tensor, distances: Sequence[int]) -> Probe:
     return Probe(tuple(distances), text, copies, trained)
 
 
-def check_kept(settings: Sequence[Setting], distances: Sequence[int], rows: Rows) -> None:
-    """Raise ValueError if rows that are kept under the name of one of these settings are another's."""
-    for setting in settings:
-        kept = (rows.find(setting=setting.name, distance=d) for d in distances)
-        if any(row is not None and row["digest"] != _digest(setting) for row in kept):
-            raise ValueError(
-                f"{rows.path} holds rows of another setting {setting.name!r}, or of other weights; rows are not mixed: choose "
-                "another folder, or another name for the setting"
-            )
-
-
-def probe_settings(
-    settings: Sequence[Setting],
-    load: Callable[[Setting], Any],
-    input_ids: Tensor,
-    distances: Sequence[int],
-    rows: Rows,
-    about: Mapping[str, Any] | None = None,
-    done: Callable[[Row, bool], None] = lambda row, new: None,
-) -> None:
-    """`probe` every setting at every distance that `rows` lacks; each row is kept as soon as it is measured.
+def probing(input_ids: Tensor, distances: Sequence[int]) -> Measure:
+    """`probe` as a measure of an experiment: a row a distance.
 
     Args:
-        load: from a setting to its model.
         input_ids: as for `probe`.
-        about: put into every row.
-        done: told of every row when it is there, and whether it was measured now.
     """
-    check_kept(settings, distances, rows)
-    for setting in settings:
-        model: Any = None
-        for distance in distances:
-            if (kept := rows.find(setting=setting.name, distance=distance)) is not None:
-                done(kept, False)
-                continue
-            model = load(setting) if model is None else model
-            wall, cpu = time.monotonic(), time.process_time()
-            result = probe(model, input_ids, [distance])
-            row: Row = {"setting": setting.name, "distance": distance, "dtype": str(model.dtype).removeprefix("torch.")}
-            row |= {k: [round(x, 5) for x in v[:, 0].tolist()] for k, v in (("text", result.text), ("copy", result.copies))}
-            row |= {"what": setting.to_dict(), "digest": _digest(setting), "seed": rows.head.get("protocol", {}).get("seed")}
-            row |= {"seconds": round(time.monotonic() - wall, 1), "cpu_seconds": round(time.process_time() - cpu, 1)}
-            rows.put(row | dict(about or {}))
-            done(row, True)
 
+    def measured(distance: int, model: Any) -> Row:
+        result = probe(model, input_ids, [distance])
+        return {k: [round(x, 5) for x in v[:, 0].tolist()] for k, v in (("text", result.text), ("copy", result.copies))}
 
-def _digest(setting: Setting) -> str:
-    return digest(setting.to_dict() | {"weights": [fingerprint(p) for p in (setting.adapter, setting.model) if p is not None]})
+    def cells(setting: Any, texts: Sequence[Any]) -> Iterator[Cell]:
+        return (Cell(setting, {"distance": d}, partial(measured, d)) for d in distances)
+
+    return cells

@@ -5,9 +5,13 @@ from __future__ import annotations
 import io
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .section import Figure
+
+#: The axis of most pictures.
+NATS = "loss (nats per token)"
 #: Okabe and Ito's palette, black first; markers differ too, so that no line is told by colour alone.
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 MARKERS = "osD^vPX*"
@@ -70,7 +74,7 @@ def curves(
         limits: of the y axis; from the data if None.
         errors: half-widths of intervals around each line's points; NaN for none.
     """
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     figure, axes = pyplot().subplots(figsize=(4.8, 4.2), layout="constrained")
     for i, ((name, points), own) in enumerate(zip(lines.items(), styles(list(lines)), strict=True)):
@@ -86,7 +90,28 @@ def curves(
         if errors and name in errors:
             low, high = ([y + s * e for y, e in zip(ys, errors[name], strict=True)] for s in (-1, 1))
             axes.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
-    for label, x in (mark or {}).items():
+    _mark(axes, mark or {})
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    points = [point for line in lines.values() for point in line]
+    if log_x:
+        _in_powers_of_two(axes, sorted({x for x, _ in points}))
+    elif max((x for x, _ in points), default=0) > 4096:
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 4, 8]))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+        axes.tick_params(axis="x", labelsize=8)
+    if limits:
+        axes.set_ylim(*limits)
+    if title:
+        axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
+    if len(lines) > 1:
+        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    return png(figure)
+
+
+def _mark(axes: Any, mark: Mapping[str, float]) -> None:
+    """Vertical dotted lines."""
+    for label, x in mark.items():
         axes.axvline(x, color="#666666", linestyle=":", linewidth=1)
         axes.annotate(
             label,
@@ -98,25 +123,15 @@ def curves(
             rotation=90,
             color="#444444",
         )
-    axes.set(xlabel=xlabel, ylabel=ylabel)
-    if not log_x and max((x for points in lines.values() for x, _ in points), default=0) > 4096:
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 4, 8]))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-        axes.tick_params(axis="x", labelsize=8)
-    if log_x:
-        axes.set_xscale("log", base=2)
-        ticks = sorted({x for points in lines.values() for x, _ in points})
-        axes.set_xticks(ticks, [tokens_shown(x) for x in ticks])
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    if limits:
-        axes.set_ylim(*limits)
-    if title:
-        axes.set_title(title, fontsize=10)
-    axes.grid(alpha=0.3)
-    if len(lines) > 1:
-        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
-    return png(figure)
+
+
+def _in_powers_of_two(axes: Any, ticks: Sequence[float]) -> None:
+    from matplotlib.ticker import NullFormatter, NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [tokens_shown(x) for x in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def heat_map(
@@ -152,3 +167,18 @@ def heat_map(
 def tokens_shown(n: float) -> str:
     """A length as people say it: 16k for 16,384, 300 for 300."""
     return f"{int(n) // 1024}k" if n >= 1024 and n % 1024 == 0 else f"{int(n)}"
+
+
+def pair(draw: Callable[[tuple[float, float] | None], bytes], values: Sequence[float], name: str, alt: str) -> list[Figure]:
+    """A figure with all values, and one without those far above the rest where they would flatten it."""
+    if not values:
+        return []
+    axis = "The loss axis does not start at zero."
+    figures = [Figure(name, draw(None), alt, f"{alt}. {axis}")]
+    ordered = sorted(values)
+    low, middle, high = ordered[0], ordered[len(ordered) // 2], ordered[-1]
+    if high - low > 2.5 * max(middle - low, 0.05):
+        top = middle + 1.5 * max(middle - low, 0.05)
+        caption = f"The same, cut at {top:.2f} nats to tell close lines apart: what rises above is off the picture. {axis}"
+        figures.append(Figure(f"{name}-closer", draw((low - 0.05, top)), f"{alt}, cut at {top:.2f} nats", caption))
+    return figures

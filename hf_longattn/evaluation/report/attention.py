@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from .measures.diagnostics import Diagnostics
-from .report import Figure, Section, Table
-from .report.figures import curves, heat_map, tokens_shown
-from .report.section import Cell
+from ..measures.diagnostics import Diagnostics
+from .figures import curves, heat_map, tokens_shown
+from .section import Cell, Figure, Section, Table
 
 #: Quantities of the tables: name, column, decimals.
 COLUMNS = {

@@ -1,0 +1,122 @@
+"""What an evaluation says in a sentence: which setting to take, and what it costs."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from .results import COPIES, Interval, Results
+from .settings import UNMODIFIED
+from .statistics import TOLERANCE
+
+
+def judged(results: Results, setting: str) -> list[tuple[str, int, Interval | None]]:
+    """What the verdict is about: its name, the sign of what is good, and the difference from the unmodified model."""
+    out: list[tuple[str, int, Interval | None]] = []
+    if results.within:
+        out.append((f"cost at {results.within[-1]:,}", -1, results.difference(setting, results.within[-1])))
+    if results.lengths and results.lengths[-1] not in results.within:
+        out.append((f"gain at {results.lengths[-1]:,}", 1, negative(results.difference(setting, results.lengths[-1]))))
+    for task in results.tasks:
+        n = max(r["length"] for r in results.rows if r["task"] == task)
+        found = results.paired(task, setting, n, functools.partial(results.answers, task=task, length=n))
+        out.append((f"{title_of(task).lower()}: gain at {n:,}", 1, negative(found)))
+    return out
+
+
+def ranked(results: Results) -> list[str]:
+    """The settings that are measured in all that the verdict is about, best first.
+
+    First what gains and costs at most TOLERANCE within the trained length, then what gains more than it costs, then the
+    unmodified model, then the others; the mean of the gains decides, or the cost where nothing else was measured.
+    """
+
+    def place(setting: str) -> tuple[int, float]:
+        means = [(sign, found[0]) for _, sign, found in about[setting] if found]
+        cost = math.fsum(mean for sign, mean in means if sign < 0)
+        gains = [mean for sign, mean in means if sign > 0]
+        gain = math.fsum(gains) / len(gains) if gains else -cost
+        if setting == UNMODIFIED:
+            return 2, 0.0
+        return (3 if gain <= max(cost, 0.0) else int(cost > TOLERANCE)), -gain
+
+    about = {s: judged(results, s) for s in results.settings}
+    whole = [s for s in results.settings if about[s] and all(found for _, _, found in about[s])]
+    return sorted(whole, key=place)
+
+
+def summary(results: Results) -> str:
+    """Whether something helps at the longest length, and what it costs within the trained one."""
+    if not results.lengths:
+        return "No losses were measured; what each setting costs on short text is not known from this page."
+    longest, others = results.lengths[-1], [s for s in results.settings if s != UNMODIFIED]
+    result = {s: d for s in others if (d := results.difference(s, longest))}
+    sentences = []
+    if not result:
+        sentences.append(f"Only the unmodified model has been measured at {longest:,} tokens yet.")
+    else:
+        same = [s for s in result if equal(results, s)]
+        changed = [s for s in result if s not in same]
+        if changed:
+            best = min(changed, key=lambda s: result[s][0])
+            against = f"{best}, {signed(result[best])} nats per token against the unmodified model"
+            sentences.append(
+                f"At {longest:,} tokens the lowest loss is that of {against}."
+                if result[best][0] < 0
+                else f"At {longest:,} tokens no setting has a lower loss than the unmodified model; nearest is {against}."
+            )
+        if same:
+            sentences.append(
+                f"Equal to the unmodified model in every loss: {', '.join(same)}. Clamped temperatures, windows and "
+                "position remaps change nothing at the lengths that they leave alone."
+            )
+    costs = {s: (d, n) for s in others for n in results.within if (d := results.difference(s, n))}  # the longest there is
+    if costs:
+        message = "; ".join(f"{s} {signed(d)} at {n:,}" for s, (d, n) in costs.items())
+        sentences.append(f"Within the trained length the loss changes by: {message} tokens.")
+    return " ".join(sentences)
+
+
+def headline(results: Results) -> str:
+    """Which setting to take, with its price; the summary where none is better than the unmodified model."""
+    if (whole := results.complete()) is not results:
+        return headline(whole)
+    first, *others = ranked(results) or [UNMODIFIED]
+    if first == UNMODIFIED:
+        return summary(results)
+    told = [f"{text} {signed(found)}" for text, _, found in judged(results, first) if found]
+    after = f" Next: {others[0]}." if others[:1] not in ([], [UNMODIFIED]) else ""
+    return f"Take {first}. In nats per token, against the unmodified model: {'; '.join(told)}.{after}"
+
+
+def equal(results: Results, setting: str) -> bool:
+    """Whether a setting's losses are the unmodified model's, to the digits that are shown: mostly so by design."""
+    base = {n: results.losses(UNMODIFIED, n) for n in results.lengths}
+    return all(abs(x - base[n].get(d, x)) < 0.0005 for n in base for d, x in results.losses(setting, n).items())
+
+
+def negative(difference: Interval | None) -> Interval | None:
+    return difference and (-difference[0], difference[1])
+
+
+def tone(sign: int, difference: Interval) -> int:
+    """1 for better and -1 for worse than the unmodified model; 0 for less than chance (if that is known) or TOLERANCE."""
+    mean, half = difference
+    told = abs(mean) > TOLERANCE and not abs(mean) <= half
+    return told * (1 if mean * sign > 0 else -1)
+
+
+def signed(difference: Interval) -> str:
+    mean, half = difference
+    text = f"{mean:+.3f}".replace("-", "−")
+    return text if math.isnan(half) else f"{text} ± {half:.3f}"
+
+
+def title_of(task: str) -> str:
+    titles = {
+        "needle": "Needle by length and depth",
+        "needles": "Three needles",
+        "passkey": "Pass key",
+        COPIES: "Copies from far back",
+    }
+    return titles.get(task, task.replace("_", " ").capitalize())

@@ -1,0 +1,259 @@
+"""A pretrained model under a list of settings, on texts, a row each: what the programs beside this file share.
+
+A program says which settings (settings/NAME.yaml), what is measured of one text under one of them, and what its rows mean.
+Rows that the result file has are not measured again; every row is kept as it is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
+
+from hf_longattn import calibrate
+from hf_longattn.attention.kernels.precision import fast_dtype
+from hf_longattn.evaluation import experiment
+from hf_longattn.evaluation.loading import load_setting
+from hf_longattn.evaluation.report.markdown import table
+from hf_longattn.evaluation.rows import Row, Rows, versions_line
+from hf_longattn.evaluation.settings import Setting, parse_rope
+
+ROOT = Path(__file__).parents[2]
+RESULTS, SETTINGS = ROOT / "lab" / "results", Path(__file__).parent / "settings"
+#: Tokens at the end of a text that no pass reads, on which settings are calibrated.
+CALIBRATION = 1536
+STEP = 1024
+MAP = {"name": "scale_invariant", "tau": 1000.0, "decay": 0.25, "sink_tokens": 1}
+#: Key heads (layer, head) of SmolLM2-135M with 0.019 or more in `copying_heads`, on the tokens 20,000 to 24,096 of Emma.
+COPYING = [(17, 1), (18, 2), (20, 1), (20, 2), (21, 2), (22, 1), (22, 2), (23, 0), (23, 2), (24, 0), (24, 2)]
+LAYERS, HEADS = 30, 3
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting, calibrated or not, at some lengths (none named: at any)."""
+
+    setting: Setting
+    calibrated: bool = False
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.setting.name
+
+    @property
+    def adapter(self) -> str | None:
+        return self.setting.adapter
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.setting.to_dict() | ({"calibrated": CALIBRATION} if self.calibrated else {})
+
+
+def choices(name: str, **symbols: float) -> list[Choice]:
+    """The settings of settings/NAME.yaml: `Setting`'s fields, and `calibrated`, `lengths`, `map` and `capped`.
+
+    Args:
+        symbols: numbers that parameters name, and that stand in braces in names and ropes.
+    """
+    read = yaml.safe_load((SETTINGS / f"{name}.yaml").read_text(encoding="utf-8"))
+    return [choice(key.format(**symbols), entry, symbols) for key, entry in read.items()]
+
+
+def choice(name: str, entry: Mapping[str, Any], symbols: Mapping[str, float]) -> Choice:
+    parameters, added = (
+        {k: symbols.get(v, v) if isinstance(v, str) else v for k, v in entry.get(field, {}).items()}
+        for field in ("parameters", "map")
+    )
+    if heads := entry.get("capped"):
+        parameters["stretch"] = capped(parameters["stretch"], heads)
+    setting = Setting(name, entry.get("method"), parameters, entry["rope"].format(**symbols) if "rope" in entry else None)
+    if added:
+        setting = Setting(
+            name, (setting.config.to_dict() if setting.config else {}) | {"logit_map": MAP | added}, {}, setting.rope
+        )
+    return Choice(setting, bool(added) or entry.get("calibrated", False), tuple(entry.get("lengths", ())))
+
+
+def capped(stretch: float, which: Sequence[str]) -> list[list[float]]:
+    """By layer and key head of SmolLM2-135M: the far keys of some heads are capped, of the others stretched."""
+    heads = set(COPYING) if "copying" in which else set()
+    for first, last in (map(int, layers.split("-")) for layers in which if layers != "copying"):
+        heads |= {(layer, head) for layer in range(first, last + 1) for head in range(HEADS)}
+    return [[math.inf if (layer, head) in heads else stretch for head in range(HEADS)] for layer in range(LAYERS)]
+
+
+def load(choice: Choice, model: Path, dtype: str, calibration: Tensor) -> Any:
+    """The model under a choice, measured on the calibration text (1, tokens) first if the choice wants it."""
+    calibrated = (lambda model, method: calibrate(model, [calibration], method)) if choice.calibrated else None
+    return load_setting(choice.setting, str(model), dtype, calibrated=calibrated)
+
+
+class Kept(experiment.Cell):
+    """A cell whose row calls its setting `name`."""
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        return {"name": self.setting.name, **self.key}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text as tokens (1, tokens) of its first `length`, and those that calibration reads."""
+
+    path: Path
+    tokens: Tensor
+    length: int
+    trained: int
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @property
+    def ids(self) -> Tensor:
+        return self.tokens[:, : self.length]
+
+    @property
+    def calibration(self) -> Tensor:
+        return self.tokens[:, -CALIBRATION:]
+
+
+@dataclass(frozen=True)
+class Program:
+    """
+    Args:
+        file: of the program; its name stands in rows' commands.
+        protocol: what a row means, in words, above the rows.
+        settings: from a text to what is measured on it; a choice that names other lengths is left out.
+        measure: from a loaded model, a text, a choice and the arguments to what goes into the row.
+        key: what tells rows apart beside the setting's name.
+        load: see `load`.
+        options: adds the program's own to the command line.
+        spare: tokens behind the length that a text must have.
+    """
+
+    file: str
+    result: Path
+    protocol: str
+    settings: Callable[[Text], Sequence[Choice]]
+    measure: Callable[[Any, Text, Choice, argparse.Namespace], Row]
+    key: Callable[[Text, argparse.Namespace], dict[str, Any]]
+    load: Callable[[Choice, Text, argparse.Namespace], Any] | None = None
+    options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    lengths: tuple[int, ...] = (16384,)
+    dtype: str | None = None
+    spare: int = CALIBRATION
+
+    def main(self, doc: str, arguments: Sequence[str] | None = None) -> None:
+        parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        default, dtype = ROOT / "models" / "SmolLM2-135M-Instruct", self.dtype or fast_dtype()
+        parser.add_argument("--model", type=Path, default=default, help="as the demo obtains it")
+        parser.add_argument("--text", type=Path, nargs="+", required=True, help="plain texts; a file's name names it in rows")
+        parser.add_argument("--length", type=int, nargs="+", default=list(self.lengths))
+        parser.add_argument("--only", default="", help="only settings whose name matches this regular expression")
+        parser.add_argument("--dtype", default=dtype, help="default: %(default)s")
+        parser.add_argument("--result", type=Path, default=self.result)
+        self.options(parser)
+        args = parser.parse_args(arguments)
+        transformers.set_seed(0)
+        transformers.logging.disable_progress_bar()
+        for text in self.texts(args):
+            self.experiment(text, args).run()
+
+    def texts(self, args: argparse.Namespace) -> Iterator[Text]:
+        """Every length of every text, the shorter lengths first."""
+        encode, config = AutoTokenizer.from_pretrained(args.model), AutoConfig.from_pretrained(args.model).get_text_config()
+        read = {p: encode(p.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"] for p in args.text}
+        for path, tokens in read.items():
+            if tokens.shape[1] < (needed := max(args.length) + self.spare):
+                sys.exit(f"{path.name} has {tokens.shape[1]} tokens; {needed} are needed")
+        for length in args.length:
+            yield from (Text(p, tokens, length, config.max_position_embeddings) for p, tokens in read.items())
+
+    def experiment(self, text: Text, args: argparse.Namespace) -> experiment.Experiment:
+        """The settings on one text, which calibrated ones are measured on."""
+        settings = [c for c in self.settings(text) if not c.lengths or text.length in c.lengths]
+        rows = Rows(args.result, protocol=self.protocol)
+        loaded = self.load or (lambda c, t, a: load(c, a.model, a.dtype, t.calibration))
+        source = args.model / "SOURCE"
+        about = {
+            "source": source.read_text().strip() if source.exists() else args.model.name,
+            "versions": f"{versions_line('hf_longattn', 'transformers', 'torch')}, {torch.get_num_threads()} threads",
+        }
+
+        def cells(choice: Choice, texts: Sequence[Text]) -> Iterator[Kept]:
+            for text in texts:
+                measure = functools.partial(self.row, choice, text, args)
+                yield Kept(choice, self.key(text, args), measure, [experiment.fingerprint(str(args.model))])
+
+        chosen = [c for c in settings if re.search(args.only, c.name)]
+        return experiment.Experiment(chosen, [text], [cells], rows, lambda c: loaded(c, text, args), about=about, done=report)
+
+    def row(self, choice: Choice, text: Text, args: argparse.Namespace, model: Any) -> Row:
+        own = {"calibration": CALIBRATION} if choice.calibrated else {}
+        return self.measure(model, text, choice, args) | own | {"command": self.command(choice, text, args)}
+
+    def command(self, choice: Choice, text: Text, args: argparse.Namespace) -> str:
+        """What makes this row alone; files by their names."""
+        names = {
+            "model": args.model.name,
+            "text": text.path.name,
+            "length": text.length,
+            "only": f"'^{re.escape(choice.name)}$'",
+        }
+        said = vars(args) | names | {"result": None}
+        told = {k: v.name if isinstance(v, Path) else v for k, v in said.items() if v not in (None, False)}
+        words = [f"--{k}" if v is True else f"--{k} {v}" for k, v in told.items()]
+        return " ".join([f"python lab/pretrained/{self.file}.py", *words])
+
+
+def report(row: Row, new: bool) -> None:
+    if new:
+        print(
+            *(f"{k}: {row[k]}" for k in ("name", "length", "prose", "copying", "loss", "cpu_seconds") if k in row), flush=True
+        )
+
+
+def described(choice: Choice, trained: int) -> Row:
+    """What rows say of their setting: its config (numbers that calibration measured left out) and rope, as ["yarn", 2.0]."""
+    config, rope = choice.setting.config, parse_rope(choice.setting.rope) if choice.setting.rope else ()
+    return {
+        "trained": trained,
+        "config": config and config.to_dict(),
+        "rope": [rope[0], *rope[1]] if rope else [],
+    }
+
+
+def with_adapter(choice: Choice, adapter: Path | None) -> Choice:
+    return replace(choice, setting=replace(choice.setting, adapter=adapter and str(adapter)))
+
+
+# tables ---------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(pattern: str) -> list[Row]:
+    """Rows of the result files of that pattern, each with its label: its setting, and its adapter."""
+    rows = [row for file in sorted(RESULTS.glob(pattern)) for row in Rows(file)]
+    return [row | {"label": row["name"] + (f", {row['adapter']}" if "adapter" in row else "")} for row in rows]
+
+
+def parts(what: str) -> tuple[list[str], list[str]]:
+    """What a mark asks for: "WORD WORD ... | label | label ..."."""
+    first, *labels = (part.strip() for part in what.split("|"))
+    return first.split(), labels
+
+
+def lines(head: Sequence[str], body: Mapping[str, Sequence[str]]) -> str:
+    return table(head, [[f"`{label}`", *cells] for label, cells in body.items()])
