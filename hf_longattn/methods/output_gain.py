@@ -1,4 +1,4 @@
-"""Head gains: a factor on what each head returns, small enough to train on a few samples and to fold into the weights."""
+"""Head gains: a factor on the output of each head; few enough to train on a few samples, and they fold into the weights."""
 
 from __future__ import annotations
 
