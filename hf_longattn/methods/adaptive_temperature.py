@@ -1,4 +1,4 @@
-"""Adaptive temperature: sharpen a row of attention by as much as its own entropy asks for."""
+"""Adaptive temperature: sharpen a row of attention by a factor of its own entropy."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class AdaptiveTemperature(EntropyTemperature):
 
     Args:
         coefficients: of the polynomial, highest power first. The published one peaks at 2.42 (H = 4.4) and falls below 1
-            at H = 5.95, about 380 equally weighted keys: beyond that the published rule does nothing.
-        threshold: entropy in nats up to which a row is left alone.
+            at H = 5.95, about 380 equally weighted keys: beyond that the published rule changes nothing.
+        threshold: entropy in nats up to which a row does not change.
         beyond: "published", or "saturate": hold the polynomial's largest value for every higher entropy.
 
     Veličković et al., "Softmax is not Enough (for Sharp Size Generalisation)", Fig. 4, App. F.

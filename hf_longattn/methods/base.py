@@ -25,7 +25,7 @@ class Band:
     """Keys of one row that form an interval and share one way of being rotated.
 
     All positions count from the start of the row's sequence. first, last: the interval, int64 like the query positions they
-    were made from; None is no limit. query, key: remaps of positions (see `Remap`); None leaves a side as it is. spectrum: the
+    were made from; None is no limit. query, key: remaps of positions (see `Remap`); None: unchanged. spectrum: the
     frequencies that remapped sides are turned by; None: the model's.
     """
 
@@ -63,7 +63,7 @@ class KeyBands(Method, ABC):
 
     @property
     def own_temperature(self) -> str | None:
-        """The temperature that the method brings by itself, in words, or None."""
+        """The temperature that is part of the method, in words, or None."""
         return None
 
     @property
@@ -250,7 +250,7 @@ class Sink(Method, ABC):
 
 
 class OutputNorm(Method, ABC):
-    """What becomes of the attention output before the output projection: a normalisation over features."""
+    """A change of the attention output before the output projection: a normalisation over features."""
 
     slot: ClassVar[str] = "output_norm"
 

@@ -21,7 +21,7 @@ class CosScale(Score):
         stack: allow it where the model's own temperature acts through the norm of q and k, which this removes.
 
     In half precision the fused kernels get unit vectors that are rounded once more, and c multiplies that: on random vectors
-    the error is 2 (c = 16) to 5 (c = 128) times that of plain sdpa; backend="tiled" folds in float32 and has none of it.
+    the error is 2 (c = 16) to 5 (c = 128) times that of plain sdpa; backend="tiled" folds in float32 and avoids it.
 
     "Information Entropy Invariance", Sections 2.3 and 3.2. A model must be trained (or adapted) with it.
     """

@@ -17,8 +17,8 @@ class ModelFacts:
     """What a method may need to know about the model it is put into.
 
     Args:
-        train_length: the longest text of its training; trained: where that number is from, in words.
-        rotation_is_own: it was trained under the rotation that it has, with whatever scaling that brings.
+        train_length: the longest text of its training; trained: the source of that number, in words.
+        rotation_is_own: it was trained with its rotation, including any scaling.
     """
 
     num_layers: int
@@ -36,7 +36,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Heads:
-    """Those of a layer's query heads that this process computes, where heads are split across processes.
+    """The query heads of a layer that this process computes, where heads are split across processes.
 
     Args:
         mean: the mean of a tensor over these processes, with its gradient.
@@ -80,7 +80,7 @@ class Method:
             raise ValueError(f"{self.name}: a parameter has the wrong type ({error}): {self.to_dict()}") from None
 
     def validate(self) -> None:
-        """Raise ValueError, naming the parameter and the way out, if the parameters make no sense."""
+        """Raise ValueError for invalid parameters; it names the parameter and what to do."""
 
     def bind(self, facts: ModelFacts) -> Self:
         """The same method with every default that depends on the model filled in, checked against it."""
@@ -96,20 +96,20 @@ class Method:
 
     @property
     def needs_training(self) -> bool:
-        """Whether a pretrained model gets worse under these parameters, until it is trained or they are calibrated."""
+        """Whether these parameters harm a pretrained model until it is trained with them or they are calibrated."""
         return False
 
     @property
     def identity_below(self) -> float:
-        """How long a text may be, in tokens, for the method to change nothing in it: every position lies below this.
+        """Length in tokens below which the method changes nothing: every position lies below it.
 
-        0: it changes every text, or nobody knows better.
+        0: it changes every text, or this is not known.
         """
         return 0
 
     @property
     def head_dependent(self) -> bool:
-        """Whether heads differ or meet, so that one that is computed apart must know which it is."""
+        """Whether heads differ or are combined, so that a head computed on its own must know its index."""
         return False
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Output norms: standardise what attention returns, so that its spread does not shrink as the keys grow in number."""
+"""Output norms: standardise the attention output, so that its spread does not shrink with the number of keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OutputStandardise(OutputNorm):
     Args:
         per_head: statistics over each head's features instead of over all heads' together (the paper has one head, where both
             are the same).
-        deviation, mean: constants that put the result back on the model's own scale: a number, or one per
+        deviation, mean: constants that restore the model's own scale: a number, or one per
             (layer, head); 1 and 0 as published, measured values from `hf_longattn.calibrate` for a pretrained model.
         epsilon: added to the variance (in the paper to the deviation).
 

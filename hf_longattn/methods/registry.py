@@ -140,7 +140,7 @@ def parameters_of(name: str) -> set[str]:
 
 
 def method(name: str, **parameters: Any) -> Method:
-    """The method of that name; ValueError for a parameter that it has not."""
+    """The method of that name; ValueError for a parameter that it does not have."""
     if unknown := sorted(parameters.keys() - (known := parameters_of(name))):
         hint = did_you_mean(unknown[0], known)
         raise ValueError(f"{name} has no parameter {', '.join(unknown)}; {hint}it has: {', '.join(sorted(known))}")
@@ -149,6 +149,6 @@ def method(name: str, **parameters: Any) -> Method:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A hint to put before the list of what is known: the nearest, if one is near."""
+    """A hint that names the closest known name, if one is close."""
     near = difflib.get_close_matches(str(name), list(known), 1)
     return f"did you mean {near[0]!r}? " if near else ""

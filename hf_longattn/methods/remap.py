@@ -12,7 +12,7 @@ from .method import ModelFacts
 
 
 def near(i: Tensor, w: int) -> Band:
-    """Keys less than w away from queries at i, on both sides: causality is the mask's affair."""
+    """Keys less than w away from queries at i, on both sides: the mask takes care of causality."""
     return Band(first=i - w + 1, last=i + w - 1)
 
 
@@ -39,7 +39,7 @@ def check_at_least_one(**values: float) -> None:
 
 
 def check_remap(name: str, facts: ModelFacts, stack: bool) -> None:
-    """Refuse what a remap of rotary distances cannot be put on top of."""
+    """Refuse models whose rotary distances cannot be remapped."""
     if facts.rope_type is None:
         raise ValueError(f"{name} remaps rotary distances, and this model has no rotary position encoding")
     if not facts.rotation_is_own and not stack:
@@ -51,7 +51,7 @@ def check_remap(name: str, facts: ModelFacts, stack: bool) -> None:
 
 
 def bind_window(method, facts: ModelFacts, share: int, may_equal: bool = False):  # type: ignore[no-untyped-def]
-    """Fill in window = trained length / share, and hold it below the trained length."""
+    """Fill in window = trained length / share, and check that it is below the trained length."""
     if method.window is None:
         if facts.train_length is None:
             raise ValueError(f"{method.name} needs window: the model's config names no maximum length")

@@ -19,10 +19,10 @@ class ScaleInvariant(LogitMap):
     """L_ij = a_t S_ij + m_t at distance t = |i - j|, so that of N(0, 1) logits every range [t, Δt) gets the same attention.
 
     Paper's form (Eq. 16):      a_t² = 2 [ln(1 + t/τ) - ln α + β/α],   m_t = -a_t² + β/α.
-        Default α = β = e^{1/2}: a_0 = 1, m_0 = 0, the token itself is left alone.
+        Default α = β = e^{1/2}: a_0 = 1, m_0 = 0, the token itself does not change.
     Calibrated form, for logits ~ N(μ, σ²) and decay γ (used as soon as one of the three is given):
         L = μ + a_t (S - μ) + m_t,   a_t² = 1 + (2γ/σ²) ln(1 + t/τ),   m_t = -2γ ln(1 + t/τ);
-        E[exp L] falls as (1 + t/τ)^-γ, so that ranges keep their share for γ = 1 alone;
+        E[exp L] falls as (1 + t/τ)^-γ, so that ranges keep their share only for γ = 1;
         μ = 0, σ² = 1, γ = 1 is the paper's default; γ = 0 is plain attention.
 
     Args:

@@ -18,8 +18,8 @@ from .remap import check_remap, check_window, known
 class String(Positions):
     """Distance shown: t for t < shift, else t - shift + window.
 
-    Distances near the trained length are rare in training: a text of L tokens holds L - t pairs at t. Shown a shift nearer,
-    keys that far back are found again, within the trained length and for `shift - window` tokens beyond it.
+    Distances near the trained length are rare in training: a text of L tokens holds L - t pairs at t. Shown closer by
+    shift - window, keys that far back can be retrieved, within the trained length and for `shift - window` tokens beyond it.
 
     Args:
         shift: S; default a third of the trained length.

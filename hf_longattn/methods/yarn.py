@@ -1,4 +1,4 @@
-"""YaRN's frequencies, for the methods that show some keys at them and others as the model rotates them."""
+"""YaRN's frequencies, for methods that use them for some keys and the model's own for the others."""
 
 from __future__ import annotations
 

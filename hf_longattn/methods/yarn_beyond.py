@@ -1,4 +1,4 @@
-"""YaRN beyond the trained length alone: rows within it keep the model's own RoPE, and so their logits."""
+"""YaRN only beyond the trained length: rows within it keep the model's own RoPE, and so their logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YaRN for far keys alone: near ones as the model rotates them, those between at one distance that it knows."""
+"""YaRN only for far keys: near keys as the model rotates them, those between at one known distance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class YarnFar(YarnPositions):
 
     Args:
         window: w; default half the trained length.
-        border: b >= w, from where on YaRN's frequencies serve; default the trained length. Equal to window: two bands.
+        border: b >= w, from where on YaRN's frequencies are used; default the trained length. Equal to window: two bands.
         stretch: of the middle band; "inf", the default, shows all its keys at w.
         attention_factor: on far keys and queries; None: YaRN's 0.1 ln(factor) + 1. Default 1: far scores keep their size.
         factor, train_length, beta_fast, beta_slow, truncate: see `YarnPositions`.
