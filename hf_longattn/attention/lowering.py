@@ -136,7 +136,7 @@ def lower(
 
     Args:
         wide: fold into query and key in float32 at least, for kernels that compute so anyway.
-        rotate_reading: the kernel re-rotates keys as it reads them, where a call has few queries; it has no gradients.
+        rotate_reading: whoever computes re-rotates keys while reading them, without gradients.
         tables: where gain, bias and angles are kept for the next call; default a cache that all calls without one share.
         strength: the logit map's, in place of the config's.
     """
@@ -178,7 +178,7 @@ def _segments(
     if not config.key_bands:
         return [KVSegment(query, key, rows)]
     i, j = rows.query_positions(), rows.key_positions(key.shape[2])
-    reading = rotate_reading and readable(query) and query.shape[2] <= FEW_QUERIES
+    reading = rotate_reading and readable(query)
     segments: list[KVSegment] = []
     for bands in itertools.product(*(_named(method, i) for method in config.key_bands)):
         names = tuple(name for name, _ in bands)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...attention.attend import Call
 from ...attention.geometry import Rows
 from ...attention.kernels.spec import MASK_VALUE
-from ...attention.lowering import lower
+from ...attention.lowering import FEW_QUERIES, lower
 from ...methods.base import EntropyTemperature
 
 #: Logits held at a time, over batch, heads, query rows and keys; a few tensors of this size exist at once.
@@ -57,7 +57,8 @@ def blocks(call: Call, chosen: Tensor | None = None) -> Iterator[Block]:
         "sink_logits": call.sink_logits,
         "tables": call.tables,
     }
-    lowered = lower(config, call.query, call.key, rows, wide=True, rotate_reading=True, **model)
+    few = call.query.shape[2] <= FEW_QUERIES
+    lowered = lower(config, call.query, call.key, rows, wide=True, rotate_reading=few, **model)
     factor = lowered.factor
     if chosen is None:
         chosen = torch.arange(rows.index.shape[1], device=rows.index.device)
