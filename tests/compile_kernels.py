@@ -64,7 +64,7 @@ def registers(cubin: bytes) -> dict[str, int]:
 
 
 def launch(
-    dtype: torch.dtype, head_dim: int, mapped: bool, bias_scale: bool, entropy: bool, value: bool, decode: bool
+    dtype: torch.dtype, head_dim: int, mapped: bool, bias_scale: bool, entropy: bool, value: bool, pages: bool, decode: bool
 ) -> None:
     """One call of the public kernel with gradients, on tensors that are never read."""
     heads, kv_heads, q_len, kv_len = 16, 4, 1 if decode else 4096, 4096
@@ -76,6 +76,13 @@ def launch(
     if bias_scale:
         options["bias_scale"] = torch.ones(1, heads, q_len, requires_grad=not decode)
     rows = Rows.causal(q_len, kv_len, None, 0, torch.device("cpu"))
+    if pages:
+        half, angles = query.detach(), torch.ones(1, kv_len, 1, head_dim)
+        table = torch.zeros(1, kv_len // 16, dtype=torch.int32)
+        turned = launcher.Pages(table) if mapped else launcher.Pages(table, half, angles, angles)
+        cache = torch.empty(kv_len // 16, kv_heads, 16, 2 * head_dim, dtype=dtype)
+        launcher.triton_attention(half, *cache.split(head_dim, -1), rows, LogitSpec(0.1, **options), pages=turned)
+        return
     out, lse, h = launcher.triton_attention(
         query, key, other if value else None, rows, LogitSpec(0.1, **options), with_lse=not value, with_entropy=entropy
     )
@@ -83,14 +90,16 @@ def launch(
         sum(x.float().sum() for x in (out, lse, h) if x.numel()).backward()
 
 
-#: mapped, bias_scale, entropy, value: plain; scale-invariant; the entropy pass of an adaptive temperature, without a map and
-#: with one; and what it then runs.
+#: mapped, bias_scale, entropy, value, pages: plain; scale-invariant; the entropy pass of an adaptive temperature, without a
+#: map and with one; and what it then runs; and keys in pages that are re-rotated as they are read.
 CALLS = {
-    "plain": (False, False, False, True),
-    "map": (True, False, False, True),
-    "entropy": (False, False, True, False),
-    "map, entropy": (True, False, True, False),
-    "map, row bias": (True, True, False, True),
+    "plain": (False, False, False, True, False),
+    "map": (True, False, False, True, False),
+    "entropy": (False, False, True, False, False),
+    "map, entropy": (True, False, True, False, False),
+    "map, row bias": (True, True, False, True, False),
+    "pages, remap": (False, False, False, True, True),
+    "pages, map": (True, False, False, True, True),
 }
 
 

@@ -16,10 +16,14 @@ from torch import Tensor
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation
+from hf_longattn.attention.attend import attend
+from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Rows
 from hf_longattn.attention.kernels import triton
 from hf_longattn.attention.kernels.triton import Blocks, why_not_triton
 from hf_longattn.attention.lowering import distance_tables
+from hf_longattn.attention.paging import attend_pages, why_not_pages
+from hf_longattn.integration.engines.paged import batches_of
 
 pytestmark = pytest.mark.skipif(triton.triton is None, reason="triton is not installed")
 CPU = torch.device("cpu")
@@ -184,6 +188,83 @@ def test_compiled_calls_know_where_a_cubic_is_exact() -> None:
     gain, bias = distance_tables(config.logit_map, 2, 4096, torch.zeros(1))
     traced = torch.compile(triton._far_from, backend="eager", fullgraph=True)(gain, bias)
     assert int(traced) == int(triton._cached_far_from(gain, bias)) < 1500
+
+
+PAGED = [
+    "calibrated",
+    "rerope",
+    "dual_chunk",
+    "string",
+    "yarn_beyond",
+    "streaming",
+    "attention_sink_learned",
+    "mapped+adaptive",
+    "leaky_rerope+scale_invariant",
+    "sink+rerope+adaptive",
+]
+
+
+def in_pages(lengths: list[int], page: int, heads: int, width: int) -> tuple[Tensor, Tensor]:
+    """A cache (pages, heads, page, 2 width) with NaN wherever no request has a key, and each one's pages, in no order."""
+    most = -(-max(lengths) // page)
+    order = torch.randperm(most * len(lengths) + 3)
+    table = order[: most * len(lengths)].view(len(lengths), most).int()
+    cache = torch.full((len(order), heads, page, 2 * width), torch.nan)
+    for own, length in zip(table, lengths, strict=True):
+        at = torch.arange(length)
+        cache[own[at // page].long(), :, at % page] = torch.randn(length, heads, 2 * width)
+    return cache, table
+
+
+def check_pages(
+    case: str, queries: int, lengths: list[int], window: int | None = None, page: int = 16, sinks: Tensor | None = None
+) -> None:
+    """Keys read where they lie, beside keys gathered and the dense formula."""
+    heads, kv_heads, width = 4, 2, 16
+    cache, table = in_pages(lengths, page, kv_heads, width)
+    key, value = cache.split(width, -1)
+    config, rotation = CASES[case].for_layer(0), Rotation(torch.tensor([1.0, 0.3, 0.1, 0.01]))
+    total = torch.tensor(lengths)
+    starts = torch.stack([torch.arange(len(lengths) + 1) * queries, torch.cat([torch.zeros(1).long(), total.cumsum(0)])], -1)
+    seen = 0
+    for batch in batches_of(starts, total, window, CPU):
+        own = table[list(batch.requests), : -(-batch.keys.shape[1] // page)]
+        query = torch.randn(len(own), heads, queries, width)
+        model: dict[str, Any] = {"scaling": 0.3, "rotation": rotation, "sink_logits": sinks}
+        with torch.no_grad():
+            got = attend_pages(Call(query, key, value, config, batch.rows, **model), own)
+            at = torch.minimum(torch.arange(batch.keys.shape[1]), total[list(batch.requests), None] - 1)
+            gathered = cache[own.long().gather(1, at // page), :, at % page].transpose(1, 2)
+            want = attend(Call(query, *gathered.split(width, -1), config, batch.rows, backend="reference", **model))
+        close(got, want, 2e-5)
+        seen += len(own)
+    assert seen == len(lengths)
+
+
+@pytest.mark.parametrize(("queries", "lengths"), [(1, [18, 27, 45]), (18, [18, 27])], ids=["one", "chunk"])
+@pytest.mark.parametrize("case", PAGED)
+def test_pages(case: str, queries: int, lengths: list[int]) -> None:
+    """Requests of mixed lengths, as a serving engine has them."""
+    check_pages(case, queries, lengths)
+
+
+@pytest.mark.parametrize("case", ["scale_invariant", "rerope"])
+def test_pages_of_sliding_layers_and_learned_sinks(case: str) -> None:
+    check_pages(case, 7, [7, 30, 41], window=20, page=8, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))
+    check_pages(case, 1, [200], window=20, page=32)  # split among programs, most of which see nothing
+
+
+def test_pages_refuse() -> None:
+    cache, table = in_pages([4], 16, 2, 16)
+    query, rows = torch.randn(1, 4, 4, 16), Rows.causal(4, 16, 0, 0, CPU)
+    for config, of, softcap, reason in (
+        (CASES["cosscale"], query, None, "every key's norm"),
+        (CASES["rerope"], query.half(), None, "the cache is in torch.float32"),
+        (CASES["rerope"], query, 30.0, "no softcap"),
+    ):
+        assert reason in str(why_not_pages(of, cache, config, softcap))
+    with pytest.raises(ValueError, match="attention over pages cannot compute this call: cosscale needs"):
+        attend_pages(Call(query, *cache.split(16, -1), CASES["cosscale"], rows, scaling=1.0), table)
 
 
 def test_refusals() -> None:

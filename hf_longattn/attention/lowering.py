@@ -141,7 +141,7 @@ def lower(call: Call, *, wide: bool = False, rotate_reading: bool = False) -> Lo
 
     Args:
         wide: fold into query and key in float32 at least, for kernels that compute so anyway.
-        rotate_reading: the kernel re-rotates keys as it reads them, where a call has few queries; it has no gradients.
+        rotate_reading: whoever computes re-rotates keys while reading them, without gradients.
     """
     config, query, rows, scaling, kv_len = call.config, call.query, call.rows, call.scaling, call.key.shape[2]
     segments = _segments(call, rotate_reading)
@@ -174,7 +174,7 @@ def _segments(call: Call, rotate_reading: bool) -> list[KVSegment]:
     if not config.key_bands:
         return [KVSegment(query, key, rows)]
     i, j = rows.query_positions(), rows.key_positions(key.shape[2])
-    reading = rotate_reading and readable(query) and query.shape[2] <= FEW_QUERIES
+    reading = rotate_reading and readable(query)
     segments: list[KVSegment] = []
     for bands in itertools.product(*(_named(method, i) for method in config.key_bands)):
         names = tuple(name for name, _ in bands)

@@ -90,7 +90,7 @@ class Rotation:
 
         cos, sin = tables.get((self, name, length, position.device, version(self.inv_freq)), build_all)
         first, n = int(position[0, 0]), position.shape[1]
-        if position.shape[0] == 1 and bool((position[0] == torch.arange(first, first + n, device=position.device)).all()):
+        if bool((position == torch.arange(first, first + n, device=position.device)).all()):
             return cos[None, first : first + n], sin[None, first : first + n]
         return cos[position], sin[position]
 

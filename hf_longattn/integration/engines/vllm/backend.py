@@ -1,11 +1,13 @@
 """An attention backend of vLLM that runs every method: keys and values by page, requests of a step in batches of `Rows`.
 
 vLLM asks for a builder, which turns block table and lengths into batches once a step and cache group, and for an
-implementation, one for each layer, which writes new keys and values to their slots, gathers each request's and calls `attend`.
+implementation, one for each layer, which writes new keys and values to their slots. On CUDA a kernel reads them there; where
+that cannot be exact, and on a CPU, each request's are gathered for `attend`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -22,6 +24,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from ....attention.attend import attend
 from ....attention.call import Call
+from ....attention.paging import attend_pages, why_not_pages
 from ..paged import Batch, batches_of
 from .plans import Part
 
@@ -38,20 +41,27 @@ class Metadata:
         self.block_size, self.table = block_size, step.block_table_tensor
         self.queries = step.query_start_loc_cpu[: step.num_reqs + 1].long()
         self.total = step.seq_lens[: step.num_reqs].long().cpu()  # on a GPU this waits for it
-        self.made: dict[int | None, list[tuple[Batch, Tensor]]] = {}
+        self.made: dict[tuple[int | None, bool], list[tuple[Batch, Tensor]]] = {}
 
-    def batches(self, window: int | None) -> list[tuple[Batch, Tensor]]:
-        """For layers with this sliding window; made once a step."""
-        if window not in self.made:
-            self.made[window] = list(self._make(window))
-        return self.made[window]
+    def batches(self, window: int | None, paged: bool) -> list[tuple[Batch, Tensor]]:
+        """For layers with this sliding window; made once a step.
 
-    def _make(self, window: int | None) -> Iterator[tuple[Batch, Tensor]]:
+        Args:
+            paged: with the pages of a request's whole text, int32 (requests, n), in place of the slots of what it sees.
+        """
+        if (window, paged) not in self.made:
+            self.made[window, paged] = list(self._make(window, paged))
+        return self.made[window, paged]
+
+    def _make(self, window: int | None, paged: bool) -> Iterator[tuple[Batch, Tensor]]:
         device, size = self.table.device, self.block_size
-        seen = self.total if window is None else torch.minimum(self.total, self.queries.diff() + window - 1)
+        seen = self.total if window is None or paged else torch.minimum(self.total, self.queries.diff() + window - 1)
         keys = torch.cat([torch.zeros(1, dtype=torch.int64), seen.cumsum(0)])
         for batch in batches_of(torch.stack([self.queries, keys], -1), self.total, window, device):
             requests = torch.tensor(batch.requests)
+            if paged:
+                yield batch, self.table[requests.to(device), : -(-batch.keys.shape[1] // size)]
+                continue
             first = (self.total - seen - keys[:-1])[requests, None].to(device)  # of a request's text, before its first key
             position = batch.keys + first
             table = self.table[requests.to(device)].long()
@@ -121,25 +131,19 @@ class Implementation(AttentionImpl[Metadata]):
             return output.fill_(0)
         part: Part | None = self.part
         assert part is not None
-        size = kv_cache.shape[2]
-        for batch, slots in attn_metadata.batches(self.window):
-            pages = kv_cache[slots // size, :, slots % size].to(query.dtype).transpose(1, 2)
-            k, v = pages.split(self.head_size, -1)
+        size, paged = kv_cache.shape[2], why_not_pages(query, kv_cache, part.config, self.softcap) is None
+        rotation = None if part.rotary is None else part.rotary.rotation(query)
+        model: dict[str, Any] = {"scaling": self.scale, "softcap": self.softcap, "sink_logits": self.sinks}
+        model |= {"learned": part.learned, "tables": part.tables, "rotation": rotation}
+        for batch, at in attn_metadata.batches(self.window, paged):
             q = query[batch.queries].transpose(1, 2)
-            call = Call(
-                q,
-                k,
-                v,
-                part.config,
-                batch.rows,
-                scaling=self.scale,
-                softcap=self.softcap,
-                learned=part.learned,
-                rotation=None if part.rotary is None else part.rotary.rotation(q),
-                sink_logits=self.sinks,
-                tables=part.tables,
-            )
-            out = attend(call)
+            call = Call(q, *kv_cache.split(self.head_size, -1), part.config, batch.rows, **model)
+            if paged:
+                out = attend_pages(call, at)
+            else:
+                pages = kv_cache[at // size, :, at % size].to(query.dtype).transpose(1, 2)
+                key, value = pages.split(self.head_size, -1)
+                out = attend(dataclasses.replace(call, key=key, value=value))
             output[batch.queries] = out.transpose(1, 2).to(output.dtype)
         return output
 

@@ -95,4 +95,4 @@ def of_these_heads(
 
 
 def _mean(processes: int, x: Tensor) -> Tensor:
-    return tensor_model_parallel_all_reduce(x) / processes
+    return tensor_model_parallel_all_reduce(x.clone()) / processes  # on a CPU it sums in place
