@@ -137,13 +137,14 @@ class Implementation(AttentionImpl[Metadata]):
         model |= {"learned": part.learned, "tables": part.tables, "rotation": rotation}
         for batch, at in attn_metadata.batches(self.window, paged):
             q = query[batch.queries].transpose(1, 2)
-            call = Call(q, *kv_cache.split(self.head_size, -1), part.config, batch.rows, **model)
+            key_pages, value_pages = kv_cache.split(self.head_size, -1)
+            call = Call(q, key_pages, value_pages, part.config, batch.rows, **model)
             if paged:
                 out = attend_pages(call, at)
             else:
                 pages = kv_cache[at // size, :, at % size].to(query.dtype).transpose(1, 2)
-                key, value = pages.split(self.head_size, -1)
-                out = attend(dataclasses.replace(call, key=key, value=value))
+                gathered_key, gathered_value = pages.split(self.head_size, -1)
+                out = attend(dataclasses.replace(call, key=gathered_key, value=gathered_value))
             output[batch.queries] = out.transpose(1, 2).to(output.dtype)
         return output
 
