@@ -100,14 +100,6 @@ def load(choice: Choice, model: Path, dtype: str, calibration: Tensor) -> Any:
     return load_setting(choice.setting, str(model), dtype, calibrated=calibrated)
 
 
-class Kept(experiment.Cell):
-    """A cell whose row calls its setting `name`."""
-
-    @property
-    def columns(self) -> dict[str, Any]:
-        return {"name": self.setting.name, **self.key}
-
-
 @dataclass(frozen=True)
 class Text:
     """A text as tokens (1, tokens) of its first `length`, and those that calibration reads."""
@@ -193,10 +185,11 @@ class Program:
             "versions": f"{versions_line('hf_longattn', 'transformers', 'torch')}, {torch.get_num_threads()} threads",
         }
 
-        def cells(choice: Choice, texts: Sequence[Text]) -> Iterator[Kept]:
+        def cells(choice: Choice, texts: Sequence[Text]) -> Iterator[experiment.Cell]:
             for text in texts:
                 measure = functools.partial(self.row, choice, text, args)
-                yield Kept(choice, self.key(text, args), measure, [experiment.fingerprint(str(args.model))])
+                model = experiment.fingerprint(str(args.model))
+                yield experiment.Cell(choice, self.key(text, args), measure, [model], column="name")
 
         chosen = [c for c in settings if re.search(args.only, c.name)]
         return experiment.Experiment(chosen, [text], [cells], rows, lambda c: loaded(c, text, args), about=about, done=report)

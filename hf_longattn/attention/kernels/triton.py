@@ -395,8 +395,8 @@ def _why_not(call: Call) -> str | None:
 
 def run(call: LoweredAttention, segment: KVSegment) -> Result:
     query, key = (x.to(call.half) for x in (segment.query, segment.key))
-    asked = call.with_lse, call.of_entropy
-    return triton_attention(query, key, call.value, segment.rows, call.spec, *asked)
+    asked: dict[str, Any] = {"with_lse": call.with_lse, "with_entropy": call.of_entropy}
+    return triton_attention(query, key, call.value, segment.rows, call.spec, **asked)
 
 
 KERNEL = Kernel("triton", _why_not, run, entropies=True)
