@@ -24,8 +24,8 @@ ENVIRONMENT = {
 NEW, PAGE = 16, 32
 ENGINES: dict[str, dict[str, Any]] = {
     "whole": {"max_num_batched_tokens": 4096},
-    # fewer tokens a step than a prompt has, and fewer pages than the requests need, sliding layers or not
-    "tight": {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 13},
+    # fewer tokens a step than a prompt has, and fewer pages than the requests need
+    "tight": {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 17},
     "tp2": {"tensor_parallel_size": 2},
     "compiled": {"enforce_eager": False},
     "adapters": {},
