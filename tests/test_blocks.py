@@ -34,14 +34,15 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 FIRST_WORDS = ("hf-longattn", "make", "python", "pip", "accelerate", "torchrun", "git", ".ci/run")
 #: Examples that other tests run: with data, with several processes, with a server.
-ELSEWHERE = {"share.md", "engines.md", "serve.md"}
+ELSEWHERE = {"add-a-method.md", "share.md", "engines.md", "serve.md"}
 
 
 def python_blocks(elsewhere: bool = False) -> dict[str, str]:
     found = {}
     for page in PAGES:
         if (page.name in ELSEWHERE) is elsewhere:
-            for n, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)):
+            blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+            for n, code in enumerate(blocks):
                 found[f"{page.relative_to(ROOT)}-{n}"] = code
     return found
 
@@ -127,7 +128,9 @@ def options_of(source: str) -> set[str]:
 
 def check_script(source: str, words: list[str]) -> None:
     assert (ROOT / source).is_file()
-    unknown = {w for w in words if w.startswith("--")} - options_of(source) - {"--help"}
+    shared = source.replace(Path(source).name, "runner.py")
+    known = options_of(source) | (options_of(shared) if (ROOT / shared).exists() else set())
+    unknown = {w for w in words if w.startswith("--")} - known - {"--help"}
     assert not unknown, f"{source} has no {unknown}"
 
 

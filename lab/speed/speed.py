@@ -1,5 +1,6 @@
 """The tables of docs/speed.md and its pictures from the result files of `make bench` and `make gpu`."""
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from hf_longattn.evaluation.report import figures, markdown
 
 ROOT = Path(__file__).parents[2]
 FILES = {"cpu": "attention-cpu.json", "gpu": "attention-gpu.json"}
-HOST = "host-cpu.json"
+HOST, GENERATION = "host-cpu.json", "generation-cpu.json"
 Rows = list[dict[str, Any]]
 SDPA, MAP, FLEX = ("none", "torch sdpa"), ("scale_invariant", "auto"), ("scale_invariant", "torch flex")
 TRITON = ("scale_invariant", "triton")
@@ -128,10 +129,23 @@ def host() -> str:
     return markdown.table(["", "changes nothing", "acts"], [*lines, ["a layer under sdpa", f"{layer:.0f}", f"{layer:.0f}"]])
 
 
+def generation() -> str:
+    """Tokens per second by sequences and context, with the ratio of times to the unmodified model's."""
+    rows = list(store.Rows(ROOT / "lab" / "results" / GENERATION))
+    names = {(r["method"], r["backend"]): r["method"] for r in rows}
+    lines = []
+    for (mode, batch, length), own in itertools.groupby(rows, lambda r: (r["mode"], r["batch"], r["length"])):
+        by_name = {(r["method"], r["backend"]): r for r in own}
+        what = f"{batch} × {length:,}" if mode == "generate" else f"{batch} × mixed, {mode}"
+        cells = [f"{r['tokens_per_second']:g} ({ratio(r)})" for r in (by_name[name] for name in names)]
+        lines.append([what, *cells])
+    return markdown.table(["sequences × context", *names.values()], lines)
+
+
 def contents() -> markdown.Contents:
     """What stands below `<!-- speed: WHERE WHAT ... -->` (see `table`)."""
-    rows = load_all()
-    return {"speed": lambda what: host() if what == "host" else table(rows, what.split())}
+    rows, apart = load_all(), {"host": host, "generation": generation}
+    return {"speed": lambda what: apart[what]() if what in apart else table(rows, what.split())}
 
 
 def picture(rows: Rows, where: str) -> bytes:
