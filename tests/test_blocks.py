@@ -120,7 +120,8 @@ def test_python_that_runs_elsewhere_names_what_there_is(block: str) -> None:
 def options_of(source: str) -> set[str]:
     """The options that a script adds, with those of the modules beside it that it imports."""
     path, found = ROOT / source, set()
-    for file in (path, *(path.parent / f"{m}.py" for m in re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.M))):
+    modules = re.findall(r"^(?:from|import) (?:[\w.]+\.)?(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    for file in (path, *(path.parent / f"{module}.py" for module in modules)):
         if file.is_file():
             found |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', file.read_text(encoding="utf-8")))
     return found
@@ -128,9 +129,7 @@ def options_of(source: str) -> set[str]:
 
 def check_script(source: str, words: list[str]) -> None:
     assert (ROOT / source).is_file()
-    shared = source.replace(Path(source).name, "runner.py")
-    known = options_of(source) | (options_of(shared) if (ROOT / shared).exists() else set())
-    unknown = {w for w in words if w.startswith("--")} - known - {"--help"}
+    unknown = {w for w in words if w.startswith("--")} - options_of(source) - {"--help"}
     assert not unknown, f"{source} has no {unknown}"
 
 
