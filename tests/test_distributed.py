@@ -186,6 +186,10 @@ def test_a_recipe_over_processes(kind: str, out: Path) -> None:
             close(two(tokens()).logits, whole(tokens()).logits, 0, "resumed")
 
 
+#: What differs between two runs of one evaluation.
+TIMES = ("seconds", "cpu_seconds", "command")
+
+
 def test_an_evaluation_in_turns(out: Path) -> None:
     """The rows are those of one process, in the same order; the first process alone writes and prints."""
     found = of(out, "evaluate")
@@ -196,7 +200,7 @@ def test_an_evaluation_in_turns(out: Path) -> None:
     rows = [(out / f"report.{n}" / "rows.jsonl").read_text().splitlines() for n in (1, RANKS)]
     assert len(rows[0]) == 2 * 2 * (1 + 2)
     for one, two in zip(*rows, strict=True):
-        a, b = ({k: v for k, v in json.loads(row).items() if k not in ("seconds", "command")} for row in (one, two))
+        a, b = ({k: v for k, v in json.loads(row).items() if k not in TIMES} for row in (one, two))
         assert a == b
     assert (out / "report.2" / "index.html").exists()
 
