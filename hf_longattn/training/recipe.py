@@ -295,6 +295,11 @@ def dump(recipe: Recipe) -> str:
 
 def check(recipe: Recipe) -> None:
     """Raise ValueError for whatever can be seen to be wrong without opening a file."""
+    for part in (_check_inputs, _check_method, _check_distill, _check_long_ce, _check_skip, _check_parallel, _check_trainer):
+        part(recipe)
+
+
+def _check_inputs(recipe: Recipe) -> None:
     if (recipe.model is None) == (recipe.architecture is None):
         raise ValueError("give a model (model=NAME or a directory) to adapt, or an architecture to train from scratch")
     if recipe.architecture is not None and (recipe.tokenizer is None or recipe.lora or recipe.rope or recipe.method):
@@ -308,10 +313,16 @@ def check(recipe: Recipe) -> None:
         entries = value if isinstance(value, list) else [value]
         if value is not None and not all(isinstance(entry, str) and entry for entry in entries):
             raise ValueError(f"{name} must be a file, a data set or a list of them, got {value!r}")
+    for name, entries in (("lengths", recipe.evaluation.lengths), ("final_lengths", recipe.evaluation.final_lengths)):
+        if not all(isinstance(entry, int) for entry in entries or ()):
+            raise ValueError(f"evaluation.{name} must be a list of numbers of tokens, got {entries!r}")
     if recipe.length < 2 or any(n < 2 for n in (*recipe.lengths, *recipe.final_lengths)):
         raise ValueError("length and evaluation lengths must be at least 2 tokens")
     if recipe.hub.streaming and recipe.heldout is None and recipe.needle is None:
         raise ValueError("a streamed data set has no last part to hold out: give heldout")
+
+
+def _check_method(recipe: Recipe) -> None:
     attention = recipe.setting.config
     if recipe.strength is not None:
         if attention is None or not hasattr(attention.logit_map, "strength"):
@@ -323,51 +334,48 @@ def check(recipe: Recipe) -> None:
         raise ValueError(
             "freeze leaves the method's learned parameters to train: give a method, and neither lora nor optimizer"
         )
-    if recipe.distill is not None:
-        _require_shares("distill", recipe.distill, "weight")
-        if not recipe.distill.temperature > 0:
-            raise ValueError("distill.temperature must be > 0")
-        if recipe.lora is None:
-            raise ValueError("the teacher of a distillation is the model without its adapter: it needs lora")
-        if heads := {"lm_head", "embed_tokens", "all-linear"} & set(recipe.lora.targets):
-            raise ValueError(f"teacher and student share embeddings and head: take {sorted(heads)} out of lora.targets")
-        if recipe.needle is not None:
-            raise ValueError("distill and needle exclude each other: the unmodified model does not know the answer")
-    if recipe.long_ce is not None:
-        near, stride = recipe.long_ce.near, recipe.long_ce.stride
-        if not 2 <= near < recipe.length:
-            raise ValueError(f"long_ce.near must lie in [2, {recipe.length - 1}], below length, got {near}")
-        if stride is not None and not 1 <= stride < near:
-            raise ValueError(f"long_ce.stride must lie in [1, {near - 1}], got {stride}")
-        if not recipe.long_ce.most >= 1:
-            raise ValueError(f"long_ce.most must be >= 1, what a token without far context weighs, not {recipe.long_ce.most}")
-        if recipe.needle is not None or recipe.packing == "documents":
-            raise ValueError("long_ce reads what stands just before a token as a text: no needles, and packing=concat")
-        if recipe.parallel.sequence > 1 or recipe.parallel.shard:
-            raise ValueError("long_ce reads whole windows with whole weights: leave out parallel.sequence and parallel.shard")
-    if recipe.positions == "skip":
-        if recipe.needle is not None or recipe.packing == "documents":
-            raise ValueError("positions: skip works on plain windows of text, not on needles or packed documents")
-        _require_shares("skip", recipe.skip, "unskipped", "repeat")
-        if not 2 <= recipe.skip.chunks <= recipe.length // 2:
-            raise ValueError(f"skip.chunks must lie in [2, {recipe.length // 2}], got {recipe.skip.chunks}")
-        if (target := recipe.skip.target_length) is not None and target <= recipe.length:
-            raise ValueError(f"skip.target_length must exceed length ({recipe.length}), got {target}")
-    _check_parallel(recipe)
-    if recipe.schedule is not None:
-        require_in("schedule.warmup + schedule.cooldown", recipe.schedule.warmup + recipe.schedule.cooldown, 0.0, 1.0)
-        if {"lr_scheduler_type", "warmup_steps", "warmup_ratio", "lr_scheduler_kwargs"} & set(recipe.trainer):
-            raise ValueError("schedule and trainer.lr_scheduler_type (or trainer.warmup_*) exclude each other: schedule=null")
-    if recipe.trainer.get("max_steps", -1) <= 0:
-        raise ValueError("trainer.max_steps must say how many steps to train")
-    if recipe.trainer.get("label_smoothing_factor"):
-        raise ValueError("trainer.label_smoothing_factor does not reach the recipes' own loss: leave it out")
-    logs, saves = (recipe.trainer.get(k, 500) for k in ("logging_steps", "save_steps"))
-    if recipe.trainer.get("save_strategy", "steps") == "steps" and (saves < 1 or logs < 1 or saves % logs):
-        raise ValueError(
-            f"trainer.save_steps ({saves}) must be a multiple of trainer.logging_steps ({logs}): a resumed run would log "
-            "other means"
-        )
+
+
+def _check_distill(recipe: Recipe) -> None:
+    if recipe.distill is None:
+        return
+    _require_shares("distill", recipe.distill, "weight")
+    if not recipe.distill.temperature > 0:
+        raise ValueError("distill.temperature must be > 0")
+    if recipe.lora is None:
+        raise ValueError("the teacher of a distillation is the model without its adapter: it needs lora")
+    if heads := {"lm_head", "embed_tokens", "all-linear"} & set(recipe.lora.targets):
+        raise ValueError(f"teacher and student share embeddings and head: take {sorted(heads)} out of lora.targets")
+    if recipe.needle is not None:
+        raise ValueError("distill and needle exclude each other: the unmodified model does not know the answer")
+
+
+def _check_long_ce(recipe: Recipe) -> None:
+    if recipe.long_ce is None:
+        return
+    near, stride = recipe.long_ce.near, recipe.long_ce.stride
+    if not 2 <= near < recipe.length:
+        raise ValueError(f"long_ce.near must lie in [2, {recipe.length - 1}], below length, got {near}")
+    if stride is not None and not 1 <= stride < near:
+        raise ValueError(f"long_ce.stride must lie in [1, {near - 1}], got {stride}")
+    if not recipe.long_ce.most >= 1:
+        raise ValueError(f"long_ce.most must be >= 1, what a token without far context weighs, not {recipe.long_ce.most}")
+    if recipe.needle is not None or recipe.packing == "documents":
+        raise ValueError("long_ce reads what stands just before a token as a text: no needles, and packing=concat")
+    if recipe.parallel.sequence > 1 or recipe.parallel.shard:
+        raise ValueError("long_ce reads whole windows with whole weights: leave out parallel.sequence and parallel.shard")
+
+
+def _check_skip(recipe: Recipe) -> None:
+    if recipe.positions != "skip":
+        return
+    if recipe.needle is not None or recipe.packing == "documents":
+        raise ValueError("positions: skip works on plain windows of text, not on needles or packed documents")
+    _require_shares("skip", recipe.skip, "unskipped", "repeat")
+    if not 2 <= recipe.skip.chunks <= recipe.length // 2:
+        raise ValueError(f"skip.chunks must lie in [2, {recipe.length // 2}], got {recipe.skip.chunks}")
+    if (target := recipe.skip.target_length) is not None and target <= recipe.length:
+        raise ValueError(f"skip.target_length must exceed length ({recipe.length}), got {target}")
 
 
 def _check_parallel(recipe: Recipe) -> None:
@@ -387,6 +395,23 @@ def _check_parallel(recipe: Recipe) -> None:
         raise ValueError("parallel.shard works with the optimisers of transformers' Trainer: optimizer=null")
     if parallel.shard and (not_sharded := {"fsdp", "deepspeed", "fp16", "load_best_model_at_end"} & set(recipe.trainer)):
         raise ValueError(f"parallel.shard and trainer.{sorted(not_sharded)[0]} exclude each other")
+
+
+def _check_trainer(recipe: Recipe) -> None:
+    if recipe.schedule is not None:
+        require_in("schedule.warmup + schedule.cooldown", recipe.schedule.warmup + recipe.schedule.cooldown, 0.0, 1.0)
+        if {"lr_scheduler_type", "warmup_steps", "warmup_ratio", "lr_scheduler_kwargs"} & set(recipe.trainer):
+            raise ValueError("schedule and trainer.lr_scheduler_type (or trainer.warmup_*) exclude each other: schedule=null")
+    if recipe.trainer.get("max_steps", -1) <= 0:
+        raise ValueError("trainer.max_steps must say how many steps to train")
+    if recipe.trainer.get("label_smoothing_factor"):
+        raise ValueError("trainer.label_smoothing_factor does not reach the recipes' own loss: leave it out")
+    logs, saves = (recipe.trainer.get(k, 500) for k in ("logging_steps", "save_steps"))
+    if recipe.trainer.get("save_strategy", "steps") == "steps" and (saves < 1 or logs < 1 or saves % logs):
+        raise ValueError(
+            f"trainer.save_steps ({saves}) must be a multiple of trainer.logging_steps ({logs}): a resumed run would log "
+            "other means"
+        )
 
 
 def _require_shares(section: str, values: Any, *names: str) -> None:
