@@ -102,6 +102,34 @@ def test_yarn_stretches_the_low_frequencies_and_sharpens() -> None:
     assert built.attention_scaling == pytest.approx(0.1 * math.log(4) + 1)
 
 
+@pytest.mark.parametrize(("head_dim", "pairs", "fading"), [(128, None, 20), (64, None, 10), (64, 4, 4), (16, 8, 8)])
+def test_cope_fades_out_the_lowest_frequencies(head_dim: int, pairs: int | None, fading: int) -> None:
+    sizes = {"intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8, "max_position_embeddings": LENGTH}
+    config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, **sizes)
+    built = build(rope.cope(config, pairs)).model.rotary_emb
+    plain = 10_000.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2))
+    weights = torch.cat([torch.ones(head_dim // 2 - fading), (1 + torch.linspace(0, math.pi, fading).cos()) / 2])
+    close(built.inv_freq, plain * weights, 1e-7)
+    assert built.attention_scaling == 1
+    frequencies_before = built.inv_freq.clone()
+    built(torch.zeros(1, 1), torch.arange(3 * LENGTH)[None])
+    assert torch.equal(built.inv_freq, frequencies_before), "nothing changes where a call becomes long"
+
+
+@torch.no_grad()
+def test_methods_on_cope_keep_its_trained_length_and_decode_as_they_read() -> None:
+    model, ids = build(rope.cope(short(), 2)), tokens(length=2 * LENGTH)
+    plain = model(ids).logits
+    hf_longattn.apply(model, "rerope")
+    assert hf_longattn.config_of(model).positions.window == LENGTH // 2
+    whole = model(ids).logits
+    close(whole[:, : LENGTH // 2], plain[:, : LENGTH // 2], 1e-5)
+    assert (whole - plain).abs().max() > 1e-4
+    first = model(ids[:, : LENGTH - 3], use_cache=True)
+    rest = model(ids[:, LENGTH - 3 :], past_key_values=first.past_key_values)
+    close(torch.cat([first.logits, rest.logits], 1), whole, 1e-5)
+
+
 def test_only_full_attention_layers_are_edited() -> None:
     config = model_config("gemma3")
     before = {kind: dict(settings) for kind, settings in config.rope_parameters.items()}
@@ -122,6 +150,8 @@ def test_refusals() -> None:
         rope.ntk(short(), 0.5)
     with pytest.raises(ValueError, match="fraction"):
         rope.prope(short(), 1.5)
+    with pytest.raises(ValueError, match=f"from 2 to the {PAIRS} that the model rotates"):
+        rope.cope(short(), PAIRS + 1)
 
 
 @pytest.mark.parametrize("method", ["infoscale", "logn", "cosscale", "softmax_plus", "yarn_temperature", "log_length"])

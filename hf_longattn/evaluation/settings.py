@@ -27,7 +27,7 @@ from ..methods.registry import did_you_mean
 
 UNMODIFIED = "unmodified"
 #: Position encodings by name, and the fewest and most numbers they take.
-ROPES = {"yarn": (1, 1), "ntk": (1, 1), "linear": (1, 1), "prope": (1, 2), "nope": (0, 0)}
+ROPES = {"yarn": (1, 1), "ntk": (1, 1), "linear": (1, 1), "prope": (1, 2), "nope": (0, 0), "cope": (0, 1)}
 PLAIN = "plain"
 
 

@@ -11,15 +11,18 @@ that the model was trained at; default what its config tells.
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
 
 from ..methods.method import require_in, require_positive
-from .trained import ORIGINAL, filled_in, trained
+from .trained import ORIGINAL, filled_in, rope_settings, trained
 
 Config = TypeVar("Config")
+#: A share of a frequency that turns nothing at any length, where transformers divides by its inverse.
+NO_ROTATION = 1e-12
 
 
 def prope(config: Config, fraction: float = 0.5, theta: float | None = None, effective_base: float | None = None) -> Config:
@@ -76,6 +79,31 @@ def linear(config: Config, factor: float, train_length: int | None = None) -> Co
 def yarn(config: Config, factor: float, train_length: int | None = None, **parameters: Any) -> Config:
     """YaRN for `factor` times the trained length (rope_type "yarn"); it brings a temperature of its own."""
     return _scaled(config, "yarn", factor, train_length, **parameters)
+
+
+def cope(config: Config, pairs: int | None = None, train_length: int | None = None) -> Config:
+    """CoPE (arXiv:2602.05258): the `pairs` of lowest frequency fade out by a raised cosine (rope_type "longrope").
+
+    Of these n pairs, k = 0 .. n-1 by falling frequency, ω_k' = ω_k (1 + cos(π k / (n-1))) / 2: the first keeps its frequency,
+    the last is not rotated. Made for continued training.
+
+    Args:
+        pairs: n, at least 2; default 20 of 64 as in the paper, to the nearest whole number.
+
+    Raises:
+        ValueError: there are not so many pairs.
+    """
+    text = _text(config)
+    known, present = trained(text, told=train_length).length, rope_settings(text).get("partial_rotary_factor", 1.0)
+    rotated = int(_head_dim(text) * present) // 2
+    pairs = round(20 / 64 * rotated) if pairs is None else pairs
+    if pairs != int(pairs) or not 2 <= pairs <= rotated:
+        raise ValueError(f"pairs must be a whole number from 2 to the {rotated} that the model rotates, got {pairs!r}")
+    fading = [(1 + math.cos(math.pi * k / (pairs - 1))) / 2 for k in range(int(pairs))]
+    divide = [1.0] * (rotated - int(pairs)) + [1 / max(weight, NO_ROTATION) for weight in fading]
+    unscaled = {"factor": 1.0, "attention_factor": 1.0}
+    lists = {"short_factor": divide, "long_factor": divide}  # equal: nothing changes where a call becomes long
+    return _edit(config, {"rope_type": "longrope", ORIGINAL: known} | lists | unscaled)
 
 
 def lengthen(config: Any, known: int, length: int) -> None:

@@ -34,13 +34,14 @@ class Hub:
 class Rope:
     """A change to the model's rotary encoding (see `hf_longattn.rope`); the teacher of a distillation keeps the old one."""
 
-    kind: Literal["prope", "nope", "ntk", "linear", "yarn"] = "prope"
+    kind: Literal["prope", "nope", "ntk", "linear", "yarn", "cope"] = "prope"
     fraction: float = 0.5  # prope: share of the pairs that still rotate, highest frequencies first
     theta: float | None = None  # prope: a new base
     factor: float = 2.0  # ntk, linear, yarn: how many times longer
+    pairs: int | None = None  # cope: how many pairs fade out, lowest frequencies last
 
     def __str__(self) -> str:
-        numbers = {"prope": (self.fraction, self.theta), "nope": ()}.get(self.kind, (self.factor,))
+        numbers = {"prope": (self.fraction, self.theta), "nope": (), "cope": (self.pairs,)}.get(self.kind, (self.factor,))
         return ":".join([self.kind, *(str(n) for n in numbers if n is not None)])
 
 
