@@ -104,13 +104,18 @@ class Finish:
     def __call__(self, index: int, ids: Tensor, positions: Tensor) -> Row:
         ids = ids.long()
         if self.skip is not None:
-            ids, positions = skipped(ids, self.skip, random.Random(f"{self.seed}:{index}"))
-            # without a mask transformers would read the jumps as borders between documents
-            return {"input_ids": ids, "labels": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
+            row = _jumping(ids, self.skip, self.seed, index)
+            return row | {"labels": row["input_ids"]}
         if not self.by_document:
             return {"input_ids": ids, "labels": ids}
         labels = ids.masked_fill(positions == 0, IGNORE)  # nothing predicts a document's first token
         return {"input_ids": ids, "labels": labels, "position_ids": positions.long()}
+
+
+def _jumping(ids: Tensor, skip: Skip, seed: int, index: int) -> Row:
+    """A window whose positions jump; without a mask transformers would read the jumps as borders between documents."""
+    ids, positions = skipped(ids, skip, random.Random(f"{seed}:{index}"))
+    return {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
 
 
 class Part:
@@ -159,15 +164,18 @@ class StreamedRows(IterableDataset[Row]):
 
 
 class NeedleRows(Dataset[Row]):
-    def __init__(self, task: NeedleTask, length: int, count: int) -> None:
-        self.task, self.length, self.count = task, length, count
+    """Texts with needles; under `skip` their positions jump, in front of the question."""
+
+    def __init__(self, task: NeedleTask, length: int, count: int, skip: Skip | None = None) -> None:
+        self.task, self.length, self.count, self.skip = task, length, count, skip
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> Row:
         sample = self.task.sample(index, self.length)
-        return {"input_ids": sample.input_ids, "labels": sample.labels}
+        row = {"input_ids": sample.input_ids, "labels": sample.labels}
+        return row if self.skip is None else row | _jumping(sample.input_ids, self.skip, self.task.seed, index)
 
 
 def flat(sources: list[str], hub: Hub, tokenizer: Any, limit: int | None = None) -> Tensor:
@@ -194,6 +202,7 @@ class Data:
         self.train: Dataset[Row]
         if kept_out is not None:
             self.held_out = flat(kept_out, recipe.hub, tokenizer, limit or kept)
+        skip = recipe.skip if recipe.positions == "skip" else None
         if recipe.needle is not None:
             haystack = flat(sources, recipe.hub, tokenizer, limit)
             if kept_out is None:
@@ -204,9 +213,9 @@ class Data:
             self.train_task.check(recipe.length)
             for length in {*recipe.lengths, *recipe.final_lengths}:
                 self.test_task.check(length)
-            self.train = NeedleRows(self.train_task, recipe.length, _samples(recipe))
+            self.train = NeedleRows(self.train_task, recipe.length, _samples(recipe), skip)
             return
-        finish = Finish(recipe.packing == "documents", recipe.skip if recipe.positions == "skip" else None, recipe.seed)
+        finish = Finish(recipe.packing == "documents", skip, recipe.seed)
         if recipe.hub.streaming:
             self.train = StreamedRows(sources, recipe.hub, tokenizer, recipe.length, finish)
         elif kept_out is not None:

@@ -370,9 +370,11 @@ def _check_long_ce(recipe: Recipe) -> None:
 def _check_skip(recipe: Recipe) -> None:
     if recipe.positions != "skip":
         return
-    if recipe.needle is not None or recipe.packing == "documents":
-        raise ValueError("positions: skip works on plain windows of text, not on needles or packed documents")
+    if recipe.packing == "documents":
+        raise ValueError("positions: skip works on plain windows of text, not on packed documents")
     _require_shares("skip", recipe.skip, "unskipped", "repeat")
+    if recipe.needle is not None and recipe.skip.repeat:
+        raise ValueError("skip.repeat overwrites a part of each text, and needles with it: set it to 0")
     if not 2 <= recipe.skip.chunks <= recipe.length // 2:
         raise ValueError(f"skip.chunks must lie in [2, {recipe.length // 2}], got {recipe.skip.chunks}")
     if (target := recipe.skip.target_length) is not None and target <= recipe.length:

@@ -31,16 +31,20 @@ def main() -> None:
     parser.add_argument("--text", default="emma.txt", help="a plain text to train on, or several: [A.txt,B.txt]")
     parser.add_argument("--held-out", default="pride-and-prejudice.txt", help="a plain text to measure on")
     parser.add_argument("--only", nargs="*", choices=RUNS, default=list(RUNS))
+    parser.add_argument(
+        "--keep", type=Path, help="a folder for the adapters, each in one of its run's name; default: not kept"
+    )
     args = parser.parse_args()
     for file, run in {file_of(name): RUNS[name]["train"] for name in args.only}.items():
         if file.exists():
             continue
         with tempfile.TemporaryDirectory() as folder:
+            output = (args.keep or Path(folder)) / file.stem.removeprefix("recipes-")
             # bfloat16 where the CPU multiplies it fast; each result's settings say which
-            own = [f"model={args.model}", f"data={args.text}", f"heldout={args.held_out}", f"output={folder}/out"]
+            own = [f"model={args.model}", f"data={args.text}", f"heldout={args.held_out}", f"output={output}"]
             command = [sys.executable, "-m", "hf_longattn.cli", "train", *run, f"dtype={fast_dtype()}", *own]
             subprocess.run(command, check=True)
-            metrics = json.loads(Path(folder, "out/metrics.json").read_text())
+            metrics = json.loads((output / "metrics.json").read_text())
         file.write_text(json.dumps(metrics, indent=1) + "\n")
 
 
