@@ -32,10 +32,11 @@ from transformers import (
 import hf_longattn
 from hf_longattn.attention.kernels import precision
 from hf_longattn.cli import app
+from hf_longattn.evaluation.tasks.needle import IGNORE, NeedleTask
 from hf_longattn.training import POSITIONS, RECIPES, Recipe, dump, load_recipe, plan, prepare, run
 from hf_longattn.training import data as data_module
 from hf_longattn.training import loss as loss_module
-from hf_longattn.training.data import Finish, Rows, documents, pack
+from hf_longattn.training.data import Finish, NeedleRows, Rows, documents, pack
 from hf_longattn.training.loss import CausalLoss, trained_by
 from hf_longattn.training.models import from_scratch
 from hf_longattn.training.optim import MuonWithAdam
@@ -381,6 +382,7 @@ REFUSED = {
     "must be a multiple of trainer.logging_steps": ["trainer.logging_steps=4", "trainer.save_steps=6"],
     "exclude each other": ["schedule.warmup=0.1", "trainer.warmup_steps=3"],
     "lie in \\[0, 1\\]": ["skip.repeat=2", "positions=skip"],
+    "overwrites a part of each text": ["needle.needles=3", "skip.repeat=0.5", "positions=skip"],
     "no torch dtype": ["dtype=float31"],
     "give a model": ["model=null"],
     "--dry-run|max_steps must": ["trainer.max_steps=0"],
@@ -591,6 +593,23 @@ def test_skipped_windows_are_one_document_to_the_model() -> None:
     expected = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
     assert jump > 0
     assert out["loss"].item() == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_needles_under_positions_that_skip() -> None:
+    """The text and its answer stay; the positions jump in front of the question, and stay below the target."""
+    task = NeedleTask(ByT5Tokenizer(extra_ids=0), "Some prose to hide them in. " * 40)
+    plain, rows = (NeedleRows(task, 400, 20, skip) for skip in (None, Skip(target_length=5000, unskipped=0.25)))
+    jumped = 0
+    for want, row in zip((plain[i] for i in range(20)), (rows[i] for i in range(20)), strict=True):
+        assert torch.equal(row["input_ids"], want["input_ids"])
+        assert torch.equal(row["labels"], want["labels"])
+        assert row["attention_mask"].all()
+        steps = row["position_ids"].diff()
+        answer = int((row["labels"] != IGNORE).nonzero()[0])
+        assert (steps[answer - 30 :] == 1).all()
+        assert row["position_ids"][-1] < 5000
+        jumped += int(steps.max() > 1)
+    assert 10 <= jumped < 20
 
 
 # loss -----------------------------------------------------------------------------------------------------------------

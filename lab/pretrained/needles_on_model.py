@@ -35,13 +35,13 @@ from lab.pretrained.runner import RESULTS, Choice, Program, Text, choices, descr
 
 PROTOCOL = (
     "The first `length` tokens of a text with needles (' The special magic CITY number is NUMBER.') at `depths`, read once "
-    "under streaming (window 4096, 4 sinks) by the weights that answer (under its own rope scaling by a setting that has one). "
+    "under streaming (window 4096, 4 sinks) by the weights that answer (under its rope scaling by a setting that has one). "
     "sentence: that sentence again for every needle, in random order, in one text behind it; list: 'CITY=NUMBER;...', as "
     "needle_lora trains. Of each needle: whether all digits are the likeliest, given the true answers before, and the loss of "
     "the number in nats. chat: generated answers to a question for one needle each, and for all names of a chain of variables."
 )
-NEEDLES, CHAINS, HOPS = 48, 6, 3
-ASKED = 12
+NEEDLES, CHAINS, HOPS = 48, 4, 3
+ASKED = 8
 NAMES = [a + b + c for a in "BDFGKLMN" for b in "AEIOU" for c in "PRSTVX"]
 
 
@@ -147,7 +147,7 @@ def answered(
 
 
 def chatted(model: Any, hay: Haystack, before: Prefix, tokenizer: Any) -> dict[str, list[int]]:
-    """Generated answers: whether the number of every fourth needle is in them, and how many names of each chain."""
+    """Generated answers: whether the number of every sixth needle is in them, and how many names of each chain."""
     after, step = chat(tokenizer)[1], NEEDLES // ASKED
     numbers = []
     for needle in hay.needles[step // 2 :: step]:
