@@ -94,9 +94,9 @@ def test_the_page_says_what_was_measured() -> None:
     for way, query, told in (
         ("random tokens, no positions", "the same", "the slope is {} from 64 tokens on"),
         ("random tokens", "the same", "Positions change it little ({})"),
-        ("random tokens, no positions", "its own", "the text's own: {},"),
+        ("random tokens, no positions", "its own", "for the text's own query: {},"),
         ("random tokens", "its own", "with positions {},"),
-        ("sentences", "its own", "for sentences {},"),
+        ("sentences", "its own", "for sentences {} ("),
         ("sentences", "the same", "as random tokens do ({})"),
     ):
         assert told.format(f"{slopes[way, query]:.2f}") in page

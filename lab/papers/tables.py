@@ -674,13 +674,20 @@ def conversion_steps(rows: list[Row]) -> Mapping[str, str]:
     return variants
 
 
-@section("conversion-orders", "conversion")
-def conversion_orders(rows: list[Row]) -> Parts:
-    """Paired differences at the two greatest lengths."""
-    body = []
-    for first, second in LISTS["orders"]:
-        pairs = [(series(rows, first, task), series(rows, second, task)) for task in COPIES]
-        if gains(*pairs[0]):
-            cells = [cell for a, b in pairs for cell in spans(gains(a, b)[-2:], 2)]
-            body.append([f"`{first}` less `{second}`", *cells, str(len(pairs[0][0].keys() & pairs[0][1].keys()))])
-    yield table(["", *(f"{task} at {size(n)}" for task in COPIES for n in lengths_of(rows)[-2:]), "seeds"], body)
+def orders(name: str, normed: bool) -> None:
+    """Register: paired differences at the two greatest lengths, on the base with QK-norm or on the other."""
+
+    @section(name, "conversion")
+    def shown(rows: list[Row]) -> Parts:
+        body = []
+        for first, second in LISTS["orders"]:
+            pairs = [(series(rows, first, task), series(rows, second, task)) for task in COPIES]
+            if first.startswith(QK) is normed and gains(*pairs[0]):
+                cells = [cell for a, b in pairs for cell in spans(gains(a, b)[-2:], 2)]
+                label = f"`{first}` less `{second}`".replace(f"`{QK}", "`")
+                body.append([label, *cells, str(len(pairs[0][0].keys() & pairs[0][1].keys()))])
+        yield table(["", *(f"{task} at {size(n)}" for task in COPIES for n in lengths_of(rows)[-2:]), "seeds"], body)
+
+
+orders("conversion-orders", normed=False)
+orders("conversion-orders-normed", normed=True)

@@ -76,7 +76,7 @@ Scale-invariant attention (τ = 10) on {facts["measured"]:,} held-out tokens in 
   [measured](../lab/calibration.md) on 1,024 tokens first, it harms less, and {facts["steps"]} LoRA steps on other windows of
   the same kind of text adapt the model to it.
 - **The price:** a control that is trained alike without the method gains from the text too, and more
-  ([training.md](../lab/training.md#what-short-runs-gave)). What the method is for, long texts after training from scratch,
+  ([training.md](../lab/training.md#short-runs-on-smollm2)). What the method is for, long texts after training from scratch,
   windows this short cannot show: [length.md](../lab/length.md) does.
 - **Saved and reloaded:** one adapter (`LongAttnLoraConfig`) that records the method; largest difference of logits
   {facts["difference"]:g}.
