@@ -18,7 +18,16 @@ from hf_longattn.evaluation.report.page import shown
 from hf_longattn.evaluation.rows import Rows
 from hf_longattn.evaluation.statistics import mean_interval
 from lab.papers import tables as papers
-from lab.pretrained import copies, dispersion_on_model, longer_on_model, methods_on_model, reading_far, trained
+from lab.pretrained import (
+    copies,
+    dispersion_on_model,
+    longer_on_model,
+    methods_on_model,
+    needles_on_model,
+    reading_far,
+    regret,
+    trained,
+)
 from lab.pretrained.longer_on_model import summary
 from lab.pretrained.runner import STEP
 from lab.speed import speed
@@ -166,7 +175,8 @@ def contents() -> Contents:
         "probe": probed,
         "headline": headline,
     }
-    for measured in (papers, copies, dispersion_on_model, longer_on_model, methods_on_model, reading_far, speed, trained):
+    pretrained = (copies, dispersion_on_model, longer_on_model, methods_on_model, needles_on_model, reading_far, regret, trained)
+    for measured in (papers, *pretrained, speed):
         own |= measured.contents()
     return own
 

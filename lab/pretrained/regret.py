@@ -1,0 +1,109 @@
+"""How far each simple rule for a longer text is behind the best untrained setting that was measured, over all rows.
+
+A case is one model on one text of one length beyond its trained one, measured by one program. A rule's regret is its loss
+less the lowest of any setting: on prose beyond the trained length, on copies that stand there, and on the mean of the two.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hf_longattn.evaluation.report.markdown import Contents, table
+from hf_longattn.evaluation.rows import Row
+from lab.pretrained.runner import STEP, rows_of
+
+MEASURED = ("copies.json", "longer-*.json", "reading-*.json")
+#: Models whose queries and keys are normalised.
+QK_NORM = {"gemma-3-270m"}
+
+Losses = tuple[float, float]
+
+
+def losses(row: Row) -> Losses:
+    """Mean loss on prose beyond the trained length, and on the copies that stand there."""
+    edge = 0 if "segment" in row else row["trained"] // STEP
+    copies = [x for (_, at), x in zip(row["copies"], row["copying"], strict=True) if at >= row["trained"]]
+    prose = row["prose"][edge:]
+    return sum(prose) / len(prose), sum(copies) / len(copies)
+
+
+def methods(row: Row) -> str:
+    """A row's methods and position encoding by name, where their parameters are those that grow with the length."""
+    config, rope, times = row["config"] or {}, row["rope"], row["length"] / row["trained"]
+    if rope:
+        return f"{rope[0]} × length" if rope[1:] == [max(2.0, times)] else str(rope)
+    named = [x for x in config.values() if isinstance(x, dict) and "name" in x]
+    if any(isinstance(x, list) for m in named for x in m.values()):
+        return row["name"]  # by layer and head
+    window = next((m["window"] for m in named if m.get("window")), None)
+    other = "" if window in (None, row["trained"] // 2, row["trained"] // 8) else f" {window}"
+    border = " two bands" if any(m.get("border") == m.get("window") and m.get("border") for m in named) else ""
+    return ("+".join(m["name"] for m in named) or "unmodified") + other + border
+
+
+def default(row: Row) -> str:
+    """What `extend` takes in that row's case."""
+    name, times = ("logn", 4) if row["model"] in QK_NORM else ("infoscale", 8)
+    return f"rerope+{name}" if row["length"] >= times * row["trained"] else "rerope"
+
+
+RULES: dict[str, Callable[[Row], str]] = {
+    "`extend`": default,
+    "`rerope`": lambda row: "rerope",
+    "`rerope+infoscale`": lambda row: "rerope+infoscale",
+    "`rerope+logn`": lambda row: "rerope+logn",
+    "`yarn_far`": lambda row: "yarn_far",
+    "`self_extend`": lambda row: "self_extend",
+    "`leaky_rerope`": lambda row: "leaky_rerope",
+    "`yarn_beyond`": lambda row: "yarn_beyond",
+    "YaRN × length": lambda row: "yarn × length",
+    "CoPE": lambda row: str(["cope"]),
+    "`streaming`": lambda row: "streaming 4096",
+    "unmodified": lambda row: "unmodified",
+}
+
+
+def cases() -> Iterator[list[Row]]:
+    """Rows of one program, model, text and length beyond the trained one; no adapters, no calibration."""
+    for pattern in MEASURED:
+        found: dict[Any, list[Row]] = defaultdict(list)
+        for row in rows_of(pattern):
+            if row["length"] > row["trained"] and not (row.get("adapter") or row.get("whole") or row.get("calibration")):
+                found[row["model"], row["text"], row["length"]].append(row)
+        yield from (rows for rows in found.values() if len(rows) > 1)
+
+
+def regrets() -> dict[str, list[tuple[float, float, float]]]:
+    """Of each rule, its regret on prose, on copies and on their mean, case by case."""
+    result: dict[str, list[tuple[float, float, float]]] = {name: [] for name in RULES}
+    for rows in cases():
+        of = {methods(row): losses(row) for row in rows}
+        best = [min(values) for values in zip(*((p, c, (p + c) / 2) for p, c in of.values()), strict=True)]
+        for name, rule in RULES.items():
+            if (taken := rule(rows[0])) in of:
+                p, c = of[taken]
+                result[name].append(tuple(x - y for x, y in zip((p, c, (p + c) / 2), best, strict=True)))
+    return result
+
+
+def contents() -> Contents:
+    """What stands below `<!-- regret: all -->`."""
+
+    def asked(_: str) -> str:
+        body = []
+        for name, found in regrets().items():
+            if found:
+                means = [sum(column) / len(found) for column in zip(*found, strict=True)]
+                body.append(
+                    (means[2], [name, str(len(found)), *(f"{x:.3f}" for x in means), f"{max(x[2] for x in found):.3f}"])
+                )
+        head = ["rule", "cases", "behind the best on prose", "on copies", "on their mean", "worst case of the mean"]
+        return table(head, [cells for _, cells in sorted(body)])
+
+    return {"regret": asked}
+
+
+if __name__ == "__main__":
+    print(contents()["regret"]("all"))
