@@ -30,7 +30,7 @@ from hf_longattn.evaluation import Copy, answer_scores, copy_losses, loss_by_pos
 from hf_longattn.evaluation import extend as extension
 from hf_longattn.evaluation.extend import Scores, best, candidates, plan_copies, score
 from hf_longattn.evaluation.measures import probe as probing
-from hf_longattn.evaluation.rows import Rows
+from hf_longattn.evaluation.rows import RowFile
 from hf_longattn.evaluation.settings import UNMODIFIED, Setting
 from hf_longattn.integration.model import methods_of
 from hf_longattn.integration.planning import bound_config
@@ -386,7 +386,7 @@ def test_an_interrupted_command_goes_on_to_the_same_result(
 
 
 def test_a_purpose_weighs_what_is_measured(saved: tuple[Path, Path]) -> None:
-    rows = Rows(None, protocol={})
+    rows = RowFile(None, protocol={})
     search = extension.Search(torch.zeros(1, 4096, dtype=torch.int64), 2048, rows)
     assert search.distances == [3072, 3968]
     losses = {"unmodified": (9, 9), "YaRN": (3.5, 0.9), "rerope:window=1024": (3.6, 0.5), "rerope:window=512": (3.4, 0.8)}
@@ -422,7 +422,7 @@ def searched(
     **about: Any,
 ) -> tuple[str, list[tuple[str, int, int]]]:
     """What a search that measures these takes, and what read the text: each setting, how much of it, how many copies."""
-    rows, read = Rows(None, protocol={}), []
+    rows, read = RowFile(None, protocol={}), []
 
     def scored(model: Any, ids: torch.Tensor, edge: int, planned: Any) -> Scores:
         read.append((model.name, ids.shape[1], len(planned)))

@@ -25,7 +25,7 @@ from .experiment import Cell, Experiment, Latest, Measure
 from .measures.copies import PASSAGE, Copy, copy_losses, with_copies
 from .measures.losses import loss_by_position, token_losses
 from .measures.probe import LEAST, TOKENS, passages, probing
-from .rows import Row, Rows
+from .rows import Row, RowFile
 from .settings import UNMODIFIED, Setting
 from .statistics import TOLERANCE
 
@@ -116,7 +116,7 @@ def _config(
         method = "leaky_rerope" if purpose == "reading" else rerope_with(pays)
         if method == "leaky_rerope" and trained is not None:
             parameters = {"stretch": max(4.0, float(needed(trained // 2, trained, length)))} | parameters
-    return method.replace(**parameters) if isinstance(method, LongAttnConfig) else LongAttnConfig.preset(method, **parameters)
+    return LongAttnConfig.of(method, **parameters)
 
 
 def _checked(model: nn.Module, config: LongAttnConfig, length: int) -> ModelFacts:
@@ -308,7 +308,7 @@ class Search:
 
     input_ids: Tensor
     trained: int
-    rows: Rows
+    rows: RowFile
     purpose: str = "both"
     tolerance: float = TOLERANCE
     about: Mapping[str, Any] = field(default_factory=dict)

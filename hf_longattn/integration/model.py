@@ -52,10 +52,7 @@ def apply(
     """
     if isinstance(method, (list, tuple)):
         method = LongAttnConfig(parts=tuple(method))
-    if isinstance(method, LongAttnConfig):
-        config = method.replace(**parameters) if parameters else method
-    else:
-        config = LongAttnConfig.preset(method, **parameters)
+    config = LongAttnConfig.of(method, **parameters)
     base = pretrained(model)
     _put(base, config, set() if isinstance(config.layers, str) else _changed(base))
     return model

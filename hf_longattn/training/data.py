@@ -134,7 +134,7 @@ class Part:
         return {name: x.chunk(self.parts, 1)[self.rank] for name, x in batch.items()}
 
 
-class Rows(Dataset[Row]):
+class Windows(Dataset[Row]):
     """Windows in memory."""
 
     def __init__(self, rows: Iterable[tuple[Tensor, Tensor]], finish: Finish) -> None:
@@ -151,7 +151,7 @@ class Rows(Dataset[Row]):
         return self.finish(index, self.ids[index], positions)
 
 
-class StreamedRows(IterableDataset[Row]):
+class StreamedWindows(IterableDataset[Row]):
     """Windows made as training goes; every pass gives the same."""
 
     def __init__(self, sources: list[str], hub: Hub, tokenizer: Any, length: int, finish: Finish) -> None:
@@ -163,7 +163,7 @@ class StreamedRows(IterableDataset[Row]):
             yield self.finish(index, ids, positions)
 
 
-class NeedleRows(Dataset[Row]):
+class NeedleWindows(Dataset[Row]):
     """Texts with needles; under `skip` their positions jump, in front of the question."""
 
     def __init__(self, task: NeedleTask, length: int, count: int, skip: Skip | None = None) -> None:
@@ -213,17 +213,17 @@ class Data:
             self.train_task.check(recipe.length)
             for length in {*recipe.lengths, *recipe.final_lengths}:
                 self.test_task.check(length)
-            self.train = NeedleRows(self.train_task, recipe.length, _samples(recipe), skip)
+            self.train = NeedleWindows(self.train_task, recipe.length, _samples(recipe), skip)
             return
         finish = Finish(recipe.packing == "documents", skip, recipe.seed)
         if recipe.hub.streaming:
-            self.train = StreamedRows(sources, recipe.hub, tokenizer, recipe.length, finish)
+            self.train = StreamedWindows(sources, recipe.hub, tokenizer, recipe.length, finish)
         elif kept_out is not None:
-            self.train = Rows(pack(documents(sources, recipe.hub, tokenizer), recipe.length), finish)
+            self.train = Windows(pack(documents(sources, recipe.hub, tokenizer), recipe.length), finish)
         else:
             tokens = list(documents(sources, recipe.hub, tokenizer))
             tokens, self.held_out = _split(tokens, kept)
-            self.train = Rows(pack(tokens, recipe.length), finish)
+            self.train = Windows(pack(tokens, recipe.length), finish)
         if not recipe.hub.streaming and len(self.train) == 0:  # type: ignore[arg-type]
             raise ValueError(f"the data is shorter than one window of {recipe.length} tokens" + _also_held_out(kept_out, kept))
         if len(self.held_out) < longest:

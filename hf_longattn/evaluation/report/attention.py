@@ -44,8 +44,8 @@ def sections(results: Results, names: Mapping[str, str], protocol: str, command:
     first = next(iter(results.values()))
     tables = [_summary(results, names)] + ([_by_distance(results, names)] if "range_mass" in first.values else [])
     parts = [(50, Section("Attention", _text(results, names), tables, _figures(results), **about))]
-    shown = {name: heads for name, heads in results.items() if heads.values.keys() & COLUMNS.keys()}
-    tables = [_by_layer(name, result, names) for name, result in shown.items()]
+    by_head = {name: heads for name, heads in results.items() if heads.values.keys() & COLUMNS.keys()}
+    tables = [_by_layer(name, result, names) for name, result in by_head.items()]
     if tables:
         parts.append((51, Section("Attention by layer", "Means over heads.", tables, _heads(first), **about)))
     return parts
