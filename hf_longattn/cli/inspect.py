@@ -64,7 +64,6 @@ def inspect(
 
     from ..checks import check_model, check_output, device_of
     from ..evaluation.loading import check_lengths, check_setting, load_tokenizer
-    from ..evaluation.measures.diagnostics import WHAT
     from ..evaluation.measures.sums import Options
     from ..evaluation.settings import parse_settings
 
@@ -76,7 +75,7 @@ def inspect(
     if rows != "all" and not rows.isdigit():
         raise typer.BadParameter(f"{rows!r} is neither a number of rows nor all", param_hint="--rows")
     with refusing("--what, --rows or --delta"):
-        options = Options(tuple(what.split(",")) if what else WHAT, None if rows == "all" else int(rows), delta)
+        options = Options(what.split(",") if what else None, None if rows == "all" else int(rows), delta)
     if out is not None:
         with refusing("--out"):
             check_output(out)

@@ -16,7 +16,8 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import default_data_collator
 
 from ..checks import read_text
-from ..evaluation.tasks.needle import IGNORE, NeedleTask
+from ..evaluation.tasks import NeedleTask
+from ..evaluation.tasks.sample import IGNORE
 from .recipe import Hub, Recipe, Skip
 from .skip import skipped
 

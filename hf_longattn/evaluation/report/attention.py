@@ -43,7 +43,7 @@ def sections(results: Results, names: Mapping[str, str], protocol: str, command:
     about = {"protocol": protocol, "command": command}
     first = next(iter(results.values()))
     tables = [_summary(results, names)] + ([_by_distance(results, names)] if "range_mass" in first.values else [])
-    parts = [(50, Section("Attention", _text(results, names), tables, _figures(results), **about))]
+    parts = [(50, Section("Attention", _text(first), tables, _figures(results), **about))]
     by_head = {name: heads for name, heads in results.items() if heads.values.keys() & COLUMNS.keys()}
     tables = [_by_layer(name, result, names) for name, result in by_head.items()]
     if tables:
@@ -64,22 +64,10 @@ def headline(results: Results) -> str:
     return ""
 
 
-def _text(results: Results, names: Mapping[str, str]) -> str:
-    sentences = []
-    for name, result in results.items():
-        parts = []
-        if "entropy" in result.values:
-            parts.append(f"entropy {float(result.overall('entropy').mean()):.2f} nats")
-        if "sink_mass" in result.values:
-            sink, local = (float(result.overall(q).mean()) for q in ("sink_mass", "local_mass"))
-            parts.append(f"{sink:.0%} of attention on the first {names['sinks']}, {local:.0%} on the last {names['local']}")
-        if "output_slope" in result.values and not bool(result["output_slope"].isnan().any()):
-            parts.append(f"deviation of outputs like n to the power {float(result['output_slope'].mean()):.2f}")
-        if parts:
-            sentences.append(f"{name}: {'; '.join(parts)}.")
-    first = next(iter(results.values()))
-    means = f"Means over query rows, heads and {len(first.layers)} layers"
-    return f"{' '.join(sentences)}\n\n{'; '.join([means, *(m for q, m in MEANINGS.items() if q in first.values)])}."
+def _text(result: Diagnostics) -> str:
+    """What the numbers are."""
+    means = f"Means over query rows, heads and {len(result.layers)} layers"
+    return f"{'; '.join([means, *(m for q, m in MEANINGS.items() if q in result.values)])}."
 
 
 def _summary(results: Results, names: Mapping[str, str]) -> Table:
