@@ -32,7 +32,7 @@ from hf_longattn.evaluation.extend import Scores, best, candidates, plan_copies,
 from hf_longattn.evaluation.measures import probe as probing
 from hf_longattn.evaluation.rows import RowFile
 from hf_longattn.evaluation.settings import UNMODIFIED, Setting
-from hf_longattn.integration.model import methods_of
+from hf_longattn.integration.model import running
 from hf_longattn.integration.planning import bound_config
 from hf_longattn.training.loss import CausalLoss, trained_by
 
@@ -334,7 +334,7 @@ def test_the_command_saves_what_it_measured_of_a_checkpoint_with_a_method(
     assert result.exit_code == 0, result.output
     record = json.loads((out / "extend.json").read_text())
     winner = AutoModelForCausalLM.from_pretrained(out).eval()
-    assert {m.name for m in methods_of(winner)} in ({"rerope", "alibi"}, {"leaky_rerope", "alibi"})
+    assert {m.name for m in running(winner).methods} in ({"rerope", "alibi"}, {"leaky_rerope", "alibi"})
     ids = AutoTokenizer.from_pretrained(own)(text.read_text(), return_tensors="pt").input_ids[:, :4096]
     again = score(winner, ids, 2048, [Copy(*pair) for pair in record["copies"]])
     kept = next(row for row in record["rows"] if row["setting"] == record["choice"] and "read" in row)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..config import LongAttnConfig, length_of
 from ..integration import apply, rope
 from ..integration.layers import candidates_of, pretrained
-from ..integration.model import methods_of, running
+from ..integration.model import running
 from ..integration.planning import bound_config
 from ..methods.method import ModelFacts
 from ..methods.registry import did_you_mean
@@ -86,10 +86,10 @@ def extend(
     facts = _checked(model, config, length)
     trained = facts.train_length
     assert trained is not None
-    replaced = "+".join(m.name for m in methods_of(model))
+    replaced = running(model)
     apply(model, config)
-    if replaced not in ("", config.name):
-        warn(f"{config.name} takes the place of {replaced}, which the model ran")
+    if replaced is not None and replaced.name != config.name:
+        warn(f"{config.name} takes the place of {replaced.name}, which the model ran")
     if (window := own_window(model)) is not None and window < length:
         warn(
             f"the model has a sliding window of its own, {window:,} tokens: what lies farther back stays unseen. To lift it, "

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..config import LongAttnConfig
-from ..integration import apply, config_of
-from ..integration.model import knowing, methods_of
+from ..integration import apply
+from ..integration.model import knowing, running
 from ..methods.base import LengthTemperature
 from ..methods.method import SLOTS
 from .experiment import Cell, Experiment, Measure, digest, fingerprint
@@ -301,7 +301,7 @@ class _Prefixes:
             return None
         if self.document != document.name:
             self.document, self.kept = document.name, {}
-        method = reading(config_of(model) if methods_of(model) else LongAttnConfig(), plan.prefix)
+        method = reading(running(model) or LongAttnConfig(), plan.prefix)
         layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         end = self._end(length)
         last = self._end(plan.lengths[-1]) if layers <= {"full_attention"} else end  # others cannot give tokens back
