@@ -17,13 +17,16 @@ from ..integration.layers import Layer
 from ..integration.observe import observe
 from ..integration.planning import bound_config
 from ..methods import LeakyReRope, OutputStandardise, ScaleInvariant
-from .measures.blocks import blocks
 from .measures.heads import copying_heads
+from .measures.sums import Options, Sums, collect
 
 #: What a model is measured on: keyword arguments of its forward, or input ids alone; one of these, or several.
 Batches: TypeAlias = Mapping[str, Any] | Tensor | Iterable[Mapping[str, Any] | Tensor]
 #: The least share of attention on the expected token at which a head counts as one that copies.
 COPIES = 0.02
+#: Of `Measurements`: what is measured of logits, and of outputs.
+OF_LOGITS = ("logit_mean", "logit_variance", "entropy", "sink_mass")
+OF_OUTPUTS = ("output_mean", "output_deviation", "all_heads_mean", "all_heads_deviation")
 
 
 @dataclass(frozen=True)
@@ -58,40 +61,33 @@ def measure(model: nn.Module, batches: Batches, sink_tokens: int = 1) -> Measure
 
     Memory: blocks of query rows; never a tensor of q_len x kv_len.
     """
-    sums: dict[int, dict[str, Tensor]] = {}
+    logits: dict[int, Sums] = {}
+    outputs: dict[int, dict[str, Tensor]] = {}
+    options = Options(("logits", "entropy", "mass"), sinks=sink_tokens)
 
     def seen(layer: Layer, call: Call) -> None:
-        real = call.rows.tokens(call.key.shape[2])
-        result = _statistics(call, real, sink_tokens) | _output_statistics(call.output, real)
-        total = sums.setdefault(layer.index, {name: torch.zeros_like(x) for name, x in result.items()})
-        for name, x in result.items():
-            total[name] += x
+        own = dataclasses.replace(call, config=LongAttnConfig())  # without the method that the model may run
+        logits.setdefault(layer.index, Sums(options)).add(own)
+        total = outputs.setdefault(layer.index, {})
+        for name, x in _output_sums(call.output, call.rows.tokens(call.key.shape[2])).items():
+            total[name] = total.get(name, 0) + x
 
     with observe(model, seen) as layers:
         config: Any = layers[0].module.config
         for batch in _batches(batches):
             inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
             model(**inputs, use_cache=False)
-    if not sums:
+    if not logits:
         raise ValueError("no batches to measure")
+    found = collect(logits)
 
-    def collect(numerator: str, denominator: str) -> Tensor:
-        rows = [sums[i][numerator] / sums[i][denominator] if i in sums else None for i in range(config.num_hidden_layers)]
-        like = next(r for r in rows if r is not None)
-        return torch.stack([torch.full_like(like, torch.nan) if r is None else r for r in rows]).cpu()
+    def by_layer(values: Mapping[int, Tensor]) -> Tensor:
+        missing = torch.full_like(next(iter(values.values())), torch.nan)
+        return torch.stack([values.get(i, missing) for i in range(config.num_hidden_layers)]).cpu()
 
-    mean = collect("logit", "pairs")
-    return Measurements(
-        logit_mean=mean,
-        logit_variance=collect("square", "pairs") - mean**2,
-        entropy=collect("entropy", "rows"),
-        sink_mass=collect("sink", "rows"),
-        output_mean=collect("mean", "tokens"),
-        output_deviation=collect("deviation", "tokens"),
-        all_heads_mean=collect("all_mean", "tokens")[:, 0],
-        all_heads_deviation=collect("all_deviation", "tokens")[:, 0],
-        tokens=int(next(iter(sums.values()))["tokens"]),
-    )
+    overall = {q: by_layer(dict(zip(found.layers, found.overall(q), strict=True))) for q in OF_LOGITS}
+    means = {name: by_layer({i: x[name] / x["tokens"] for i, x in outputs.items()}) for name in OF_OUTPUTS}
+    return Measurements(**overall, **means, tokens=int(next(iter(outputs.values()))["tokens"]))
 
 
 def calibrate(
@@ -159,38 +155,15 @@ def _batches(given: Batches) -> list[Mapping[str, Any] | Tensor]:
     return [given] if isinstance(given, (Tensor, Mapping)) else list(given)
 
 
-def _statistics(call: Call, real: Tensor, sink_tokens: int) -> dict[str, Tensor]:
-    """Sums over one call, each (heads,) in float64, of the logits that the model would have without a method."""
-    names = ("logit", "square", "pairs", "entropy", "sink", "rows")
-    total = {name: torch.zeros(call.query.shape[1], dtype=torch.float64, device=call.query.device) for name in names}
-    for block in blocks(dataclasses.replace(call, config=LongAttnConfig())):
-        visible = block.visible & real[:, None, block.which, None]
-        sink = block.rows.sinks(block.logits.shape[-1], sink_tokens)[:, None]
-        counted = visible & ~sink
-        kept = torch.where(counted, block.logits, 0.0)
-        seen = visible.any(-1, keepdim=True)
-        p = block.log_p.exp() * seen
-        for name, x in (
-            ("logit", kept),
-            ("square", kept * kept),
-            ("pairs", counted.expand_as(kept)),
-            ("entropy", -p * block.log_p),
-            ("sink", p * sink),
-            ("rows", seen.expand_as(kept[..., :1])),
-        ):
-            total[name] += x.sum(-1).double().sum((0, 2))
-    return total
-
-
-def _output_statistics(out: Tensor, real: Tensor) -> dict[str, Tensor]:
-    """Sums over the tokens of one call; (heads,), or (1,) for all heads together."""
+def _output_sums(out: Tensor, real: Tensor) -> dict[str, Tensor]:
+    """Sums over the tokens of one call; (heads,), or of all heads together, ()."""
     out, real = out.double(), real.expand(out.shape[0], -1)
     return {
-        "mean": (out.mean(-1) * real[:, None]).sum((0, 2)),
-        "deviation": (out.std(-1, correction=0) * real[:, None]).sum((0, 2)),
-        "all_mean": (out.mean((1, 3)) * real).sum()[None],
-        "all_deviation": (out.std((1, 3), correction=0) * real).sum()[None],
-        "tokens": real.sum().double()[None],
+        "output_mean": (out.mean(-1) * real[:, None]).sum((0, 2)),
+        "output_deviation": (out.std(-1, correction=0) * real[:, None]).sum((0, 2)),
+        "all_heads_mean": (out.mean((1, 3)) * real).sum(),
+        "all_heads_deviation": (out.std((1, 3), correction=0) * real).sum(),
+        "tokens": real.sum().double(),
     }
 
 

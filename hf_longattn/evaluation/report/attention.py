@@ -13,8 +13,8 @@ from .section import Cell, Figure, Section, Table
 #: Quantities of the tables: name, column, decimals.
 COLUMNS = {
     "entropy": "entropy (nats)",
-    "local_mass": "last {local}",
-    "sink_mass": "first {sinks}",
+    "local_mass": "last 100 keys",
+    "sink_mass": "first key",
     "spread": "logit spread",
     "logit_mean": "logit mean",
     "logit_variance": "logit variance",
@@ -33,19 +33,14 @@ MEANINGS = {
 Results = Mapping[str, Diagnostics]
 
 
-def key_names(local: int, sinks: int) -> dict[str, str]:
-    """How tables and sentences call the last keys and the first."""
-    return {"local": f"{local} keys", "sinks": "key" if sinks == 1 else f"{sinks} keys"}
-
-
-def sections(results: Results, names: Mapping[str, str], protocol: str, command: str) -> list[tuple[int, Section]]:
+def sections(results: Results, protocol: str, command: str) -> list[tuple[int, Section]]:
     """(order, section) of a report on what was found under each setting, the first of them being the one to compare with."""
     about = {"protocol": protocol, "command": command}
     first = next(iter(results.values()))
-    tables = [_summary(results, names)] + ([_by_distance(results, names)] if "range_mass" in first.values else [])
+    tables = [_summary(results)] + ([_by_distance(results)] if "range_mass" in first.values else [])
     parts = [(50, Section("Attention", _text(first), tables, _figures(results), **about))]
     by_head = {name: heads for name, heads in results.items() if heads.values.keys() & COLUMNS.keys()}
-    tables = [_by_layer(name, result, names) for name, result in by_head.items()]
+    tables = [_by_layer(name, result) for name, result in by_head.items()]
     if tables:
         parts.append((51, Section("Attention by layer", "Means over heads.", tables, _heads(first), **about)))
     return parts
@@ -70,13 +65,13 @@ def _text(result: Diagnostics) -> str:
     return f"{'; '.join([means, *(m for q, m in MEANINGS.items() if q in result.values)])}."
 
 
-def _summary(results: Results, names: Mapping[str, str]) -> Table:
+def _summary(results: Results) -> Table:
     used = _used(results)
-    rows: list[list[Cell]] = [[COLUMNS[q].format(**names), *(_mean(result, q) for result in results.values())] for q in used]
+    rows: list[list[Cell]] = [[COLUMNS[q], *(_mean(result, q) for result in results.values())] for q in used]
     return Table("Means", ["", *results], rows)
 
 
-def _by_distance(results: Results, names: Mapping[str, str]) -> Table:
+def _by_distance(results: Results) -> Table:
     first = next(iter(results.values()))
     shares = [dict(_shares(result)) for result in results.values()]
     away = [*map(_range, first.ranges[:-1]), f"{tokens_shown(first.ranges[-1][0])} and farther"]
@@ -84,10 +79,10 @@ def _by_distance(results: Results, names: Mapping[str, str]) -> Table:
     note = f"For queries at {_group(first, _typical(first))} tokens"
     if all("sink_mass" in result.values for result in results.values()):
         sinks = [float(result["sink_mass"][:, :, _typical(result)].mean()) for result in results.values()]
-        rows.append([f"first {names['sinks']}", *sinks])
+        rows.append(["first key", *sinks])
         note += "; each column adds up to one."
     else:
-        note += f", without the first {names['sinks']}."
+        note += ", without the first key."
     return Table("Share of attention by distance", ["tokens back", *results], rows, note=note, shade=(0.0, 1.0))
 
 
@@ -103,9 +98,9 @@ def _used(results: Results) -> list[str]:
     return measured if warm else [q for q in measured if not q.startswith("temperature")]
 
 
-def _by_layer(name: str, result: Diagnostics, names: Mapping[str, str]) -> Table:
+def _by_layer(name: str, result: Diagnostics) -> Table:
     used = [q for q in _used({name: result}) if q in result.values]
-    columns = ["layer", *(COLUMNS[q].format(**names) for q in used)]
+    columns = ["layer", *(COLUMNS[q] for q in used)]
     by_layer = [result.overall(q).nanmean(1).tolist() for q in used]
     return Table(name, columns, [[n, *values] for n, *values in zip(map(str, result.layers), *by_layer, strict=True)])
 
