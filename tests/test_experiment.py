@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import hf_longattn
 from hf_longattn.evaluation import Cell, Experiment
 from hf_longattn.evaluation.rows import RowFile
 from hf_longattn.evaluation.settings import Setting
@@ -95,12 +94,3 @@ def test_another_setting_another_text_and_another_protocol_are_refused_and_rows_
     older = [{k: v for k, v in json.loads(line).items() if k != "digest"} for line in file.read_text().splitlines()]
     file.write_text("".join(json.dumps(row) + "\n" for row in older))
     assert experiment(file, [partial(lengths, calls=[])], other)[0].run() == older
-
-
-def test_the_former_name_of_the_package_warns() -> None:
-    with pytest.warns(DeprecationWarning, match="hf_longattn.measuring is hf_longattn.evaluation now"):
-        from hf_longattn.measuring.evaluation import copying_heads
-    from hf_longattn.measuring.probe import probe
-
-    assert copying_heads is hf_longattn.evaluation.copying_heads
-    assert probe is hf_longattn.evaluation.measures.probe.probe

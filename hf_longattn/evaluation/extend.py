@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -355,7 +356,7 @@ class Search:
         for name in self.settings:
             found = [row for d in self.distances if (row := self.rows.find(setting=name, distance=d))]
             if len(found) == len(self.distances):
-                text, copying = (_mean(x for row in found for x in row[what]) for what in ("text", "copy"))
+                text, copying = (fmean(x for row in found for x in row[what]) for what in ("text", "copy"))
                 out[name] = weighed(text, copying, self.purpose)
         return out
 
@@ -426,11 +427,6 @@ class Search:
             return {"read": length, "within": s.within, "beyond": beyond, "copies": found}
 
         yield Cell(setting, {"distance": None}, measured)
-
-
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return math.fsum(listed) / len(listed)
 
 
 def _or_nan(value: float | None) -> float:

@@ -42,7 +42,7 @@ class Options:
             raise ValueError(f"unknown {', '.join(map(repr, unknown))}; `what` is any of {', '.join(WHAT)}")
         if not self.groups:
             raise ValueError(f"`what` is empty; choose any of {', '.join(WHAT)}")
-        for name, least in (("rows", 1), ("delta", 2), ("local", 1), ("sinks", 1)):
+        for name, least in (("rows", 1), ("delta", 2), ("local", 1), ("sinks", 0)):
             value = getattr(self, name)
             if not (name == "rows" and value is None) and (
                 isinstance(value, bool) or not isinstance(value, int) or value < least

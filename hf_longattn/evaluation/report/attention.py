@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..measures.diagnostics import Diagnostics
 from .figures import curves, heat_map, tokens_shown
-from .section import Cell, Figure, Section, Table
+from .section import Figure, Section, Table, Value
 
 #: Quantities of the tables: name, column, decimals.
 COLUMNS = {
@@ -30,10 +30,10 @@ MEANINGS = {
     "output_slope": "output slope is that of the outputs' log deviation against ln n, -1/2 for independent tokens",
 }
 
-Results = Mapping[str, Diagnostics]
+BySetting = Mapping[str, Diagnostics]
 
 
-def sections(results: Results, protocol: str, command: str) -> list[tuple[int, Section]]:
+def sections(results: BySetting, protocol: str, command: str) -> list[tuple[int, Section]]:
     """(order, section) of a report on what was found under each setting, the first of them being the one to compare with."""
     about = {"protocol": protocol, "command": command}
     first = next(iter(results.values()))
@@ -46,7 +46,7 @@ def sections(results: Results, protocol: str, command: str) -> list[tuple[int, S
     return parts
 
 
-def headline(results: Results) -> str:
+def headline(results: BySetting) -> str:
     """What a reader in a hurry takes away."""
     first = next(iter(results.values()))
     for quantity, text, unit in (
@@ -65,17 +65,17 @@ def _text(result: Diagnostics) -> str:
     return f"{'; '.join([means, *(m for q, m in MEANINGS.items() if q in result.values)])}."
 
 
-def _summary(results: Results) -> Table:
+def _summary(results: BySetting) -> Table:
     used = _used(results)
-    rows: list[list[Cell]] = [[COLUMNS[q], *(_mean(result, q) for result in results.values())] for q in used]
+    rows: list[list[Value]] = [[COLUMNS[q], *(_mean(result, q) for result in results.values())] for q in used]
     return Table("Means", ["", *results], rows)
 
 
-def _by_distance(results: Results) -> Table:
+def _by_distance(results: BySetting) -> Table:
     first = next(iter(results.values()))
     shares = [dict(_shares(result)) for result in results.values()]
     away = [*map(_range, first.ranges[:-1]), f"{tokens_shown(first.ranges[-1][0])} and farther"]
-    rows: list[list[Cell]] = [[name, *(s.get(r, 0.0) for s in shares)] for name, r in zip(away, first.ranges, strict=True)]
+    rows: list[list[Value]] = [[name, *(s.get(r, 0.0) for s in shares)] for name, r in zip(away, first.ranges, strict=True)]
     note = f"For queries at {_group(first, _typical(first))} tokens"
     if all("sink_mass" in result.values for result in results.values()):
         sinks = [float(result["sink_mass"][:, :, _typical(result)].mean()) for result in results.values()]
@@ -90,7 +90,7 @@ def _mean(result: Diagnostics, quantity: str) -> float | None:
     return float(result.overall(quantity).nanmean()) if quantity in result.values else None
 
 
-def _used(results: Results) -> list[str]:
+def _used(results: BySetting) -> list[str]:
     """The quantities that were measured, but temperatures that are 1 everywhere."""
     measured = [q for q in COLUMNS if any(q in result.values for result in results.values())]
     shares = [result["temperature_share"] for result in results.values() if "temperature_share" in result.values]
@@ -105,7 +105,7 @@ def _by_layer(name: str, result: Diagnostics) -> Table:
     return Table(name, columns, [[n, *values] for n, *values in zip(map(str, result.layers), *by_layer, strict=True)])
 
 
-def _figures(results: Results) -> list[Figure]:
+def _figures(results: BySetting) -> list[Figure]:
     first = next(iter(results.values()))
     figures = []
     if "entropy" in first.values:
