@@ -4,7 +4,9 @@ VENV ?= .venv
 OLDEST := .venv-oldest
 VLLM := .venv-vllm
 BIN := $(VENV)/bin
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+# Each process goes through files of its own, so that what a file prepares is prepared once.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+PACKAGES = import sysconfig; print(sysconfig.get_path("purelib"))
 
 .PHONY: demo test check lint docs bench report theory reproduce gpu engines vllm conformance coverage-models test-oldest wheel release-check clean
 .PRECIOUS: %/bin/pip
@@ -19,7 +21,7 @@ test: lint  ## everything: format, lint, types, imports, all tests
 check: $(VENV)/.dev  ## the inner loop: formats in place, then lint, types, imports, fast tests
 	$(BIN)/ruff format .
 	@$(MAKE) --no-print-directory lint
-	$(PYTEST) -q -m "not slow"
+	$(PYTEST) -q -m "not slow and not crossed"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -59,7 +61,7 @@ coverage-models: $(VENV)/.dev  ## every causal language model of transformers, t
 	$(BIN)/python tests/coverage_models.py $(ARGS)
 
 test-oldest: $(OLDEST)/.dev  ## exactness and persistence on the oldest supported transformers
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 tests/test_exactness.py tests/test_persistence.py tests/test_traps.py \
+	$(subst $(BIN),$(OLDEST)/bin,$(PYTEST)) -m "not crossed" tests/test_exactness.py tests/test_persistence.py tests/test_traps.py \
 		tests/test_adapters.py tests/test_positions.py tests/test_models.py
 
 wheel: $(VENV)/.release  ## builds into dist/
@@ -79,11 +81,13 @@ $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	$(BIN)/pip check
 	touch $@
 
-$(OLDEST)/.dev: pyproject.toml constraints.txt constraints-oldest.txt | $(OLDEST)/bin/pip
+# What is older lies over the packages of $(VENV).
+$(OLDEST)/.dev: $(VENV)/.dev constraints-oldest.txt
+	$(BIN)/python -m venv --clear --without-pip $(OLDEST)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(PACKAGES)')')" > "$$($(OLDEST)/bin/python -c '$(PACKAGES)')/newer.pth"
 	sed 's/=.*/==/' constraints-oldest.txt | grep --invert-match --file - constraints.txt > $(OLDEST)/constraints.txt
-	cat constraints-oldest.txt >> $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/pip install --quiet --editable '.[dev]' --constraint $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/pip check
+	$(BIN)/pip --python $(OLDEST)/bin/python install --quiet --requirement constraints-oldest.txt --constraint $(OLDEST)/constraints.txt
+	$(BIN)/pip --python $(OLDEST)/bin/python check
 	touch $@
 
 # vLLM brings torch and an older transformers; its torchvision and torchaudio do not load beside the CPU build.

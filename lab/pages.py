@@ -20,7 +20,6 @@ from lab.markdown import Contents, fill_pages, filled, table
 from lab.papers import tables as papers
 from lab.pretrained import (
     copies,
-    dispersion_on_model,
     longer_on_model,
     methods_on_model,
     needles_on_model,
@@ -177,7 +176,6 @@ def contents() -> Contents:
     }
     pretrained = (
         copies,
-        dispersion_on_model,
         longer_on_model,
         methods_on_model,
         needles_on_model,
@@ -194,7 +192,7 @@ def main() -> None:
     fill_pages(DOCS, contents())
     readme = ROOT / "README.md"
     readme.write_text(filled(readme.read_text(encoding="utf-8"), contents()), encoding="utf-8")
-    pictures = {"headline.png": picture()} | longer_on_model.pictures() | dispersion_on_model.pictures() | speed.pictures()
+    pictures = {"headline.png": picture()} | longer_on_model.pictures() | speed.pictures()
     for path, drawn in (papers.pictures() | pictures).items():
         (DOCS / path).write_bytes(drawn)
     for file, badge in badges().items():

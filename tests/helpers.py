@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Any
 
 import closed_form
+import pytest
 import torch
 import transformers
 from cases import FAMILIES, VOCAB, WINDOW, model_config
@@ -25,6 +26,12 @@ import hf_longattn
 from hf_longattn import LongAttnConfig
 
 TOLERANCE = 1e-5  # float32, on logits of order one
+
+
+def crossed(values: Iterable[Any], inner: Container[Any]) -> list[Any]:
+    """Parameters of a test: those not in `inner` show what the others show, and are left out of the inner loop."""
+    each = ((v if isinstance(v, tuple) else (v,), [] if v in inner else [pytest.mark.crossed]) for v in values)
+    return [pytest.param(*parameters, marks=marks) for parameters, marks in each]
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE, what: str = "") -> None:

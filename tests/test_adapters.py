@@ -600,6 +600,7 @@ def test_config_round_trip(tmp_path: Path) -> None:
     assert peft.PeftConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(f"ignore:.*{UNKNOWING}")
 def test_without_the_package_peft_warns_of_a_key_that_names_it(bases: dict[str, Path], tmp_path: Path) -> None:
     unknowing(bases["llama"]).save_pretrained(tmp_path)
@@ -616,6 +617,7 @@ def run(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_without_the_package_every_loader_fails_and_names_it(bases: dict[str, Path], tmp_path: Path) -> None:
     adapted(bases["llama"]).save_pretrained(tmp_path)
     result = run(

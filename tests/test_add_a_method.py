@@ -33,6 +33,7 @@ def steps() -> dict[str, str]:
     return {where.removeprefix("# "): code for where, _, code in (text.partition("\n") for text in texts)}
 
 
+@pytest.mark.slow
 def test_the_steps_in_a_copy_of_the_tree(tmp_path: Path) -> None:
     for folder in ("hf_longattn", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "*.json"))

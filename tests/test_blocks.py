@@ -83,6 +83,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Python ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", PYTHON)
 def test_python(block: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -219,6 +220,7 @@ def runnable() -> list[str]:
     return [line for line in full if not any(f" {word}" in line for word in NOT_RUN)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", runnable())
 def test_command_runs(line: str, home: Path, tmp_path: Path) -> None:
     text = line.rpartition(": hf-longattn ")[2]

@@ -133,6 +133,7 @@ def test_a_calibrated_norm_keeps_the_mean_and_spread(name: str, per_head: bool) 
         torch.testing.assert_close(getattr(after, field)[0], getattr(before, field)[0], atol=1e-5, rtol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_copying_heads_attend_to_what_came_next(family: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four passages of 128 tokens in 2048: read again from 1024 on, the nearest first; and the heads found are capped."""

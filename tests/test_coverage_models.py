@@ -32,6 +32,7 @@ NAMES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_models_are_what_the_page_says(name: str) -> None:
     row = coverage_models.examine(name)

@@ -12,6 +12,7 @@ pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_demo_quick(tmp_path):
     script = [
         sys.executable,

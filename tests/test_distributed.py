@@ -32,6 +32,7 @@ from distributed_worker import (
 from helpers import close, tokens
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 SECONDS = 400
 Record = Callable[[str, object], None]

@@ -275,6 +275,7 @@ def test_random_calls_of_random_methods(call: dict[str, Any]) -> None:
 # compiled ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -295,6 +296,7 @@ def test_methods_compile(case: str) -> None:
     close(compiled(ids, use_cache=False).logits, m(ids, use_cache=False).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["scale_invariant", "rerope+scale_invariant"])
 @torch.no_grad()
 def test_a_strength_compiles_nothing_anew(case: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, DEFAULT, FAMILIES, WINDOW
-from helpers import TOLERANCE, fresh, tokens
+from helpers import TOLERANCE, crossed, fresh, tokens
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -18,6 +18,8 @@ from hf_longattn.integration.engines import paged
 # continuous batching -------------------------------------------------------------------------------------------------
 
 batching = pytest.mark.skipif(not paged.SUPPORTED, reason="this release of transformers has another paged cache")
+#: The inner loop's: a map, a remap, what depends on a whole row.
+INNER = ("scale_invariant", "rerope", "mapped+adaptive")
 GREEDY = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
 
 
@@ -81,7 +83,7 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 @batching
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", crossed(CASES, INNER))
 def test_continuous_batching(
     case: str, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
@@ -92,6 +94,7 @@ def test_continuous_batching(
 
 
 @batching
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("llama", "gemma4")])
 def test_continuous_batching_of_families(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Softcaps, sliding layers beside full ones, learned positions."""

@@ -5,21 +5,30 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import closed_form
 import pytest
 import torch
-from cases import CASES, DEFAULT, FAMILIES, SUBSET, families
-from helpers import NO_WINDOWS, RELATIVE_ONLY, SCENARIOS, close, expected, fresh, model, static, stock, tokens
+from cases import CASES, DEFAULT, FAMILIES, SUBSET, families, model_config
+from helpers import NO_WINDOWS, RELATIVE_ONLY, SCENARIOS, close, crossed, expected, fresh, model, static, stock, tokens
 from tiny import tokenizer
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import AutoModelForCausalLM
 
 import hf_longattn
 from hf_longattn.attention.geometry import Rows
 from hf_longattn.integration import masks
 
+OTHERS = [case for case in CASES if case != DEFAULT]
+#: Of each case the family that it runs on in the inner loop, another one from case to case.
+FIRST = {case: families(case)[n % len(families(case))] for n, case in enumerate(OTHERS)}
+INNER = [*((family, DEFAULT) for family in FAMILIES), *((family, case) for case, family in FIRST.items())]
 #: The cases beyond the default, each on a few families.
-CROSSED = [(family, case) for case in CASES if case != DEFAULT for family in families(case)]
-EVERY = [(family, DEFAULT) for family in FAMILIES] + CROSSED
+FEW = [(family, case) for case in OTHERS for family in families(case)]
+EVERY, CROSSED = crossed([*INNER[: len(FAMILIES)], *FEW], INNER), crossed(FEW, INNER)
+#: FlexAttention, on the CPU a check alone, on one family a case.
+BACKENDS = [pytest.param(backend, *p.values, marks=p.marks) for backend in ("tiled", "reference") for p in EVERY]
+BACKENDS += [("flex", *pair) for pair in INNER]
 
 
 def holds_for(name: str, family: str) -> bool:
@@ -27,10 +36,9 @@ def holds_for(name: str, family: str) -> bool:
     return not (name in RELATIVE_ONLY and family == "gpt2") and not (name in NO_WINDOWS and sliding)
 
 
-@pytest.mark.parametrize(("family", "case"), EVERY)
-@pytest.mark.parametrize("backend", ["tiled", "flex", "reference"])
+@pytest.mark.parametrize(("backend", "family", "case"), BACKENDS)
 @torch.no_grad()
-def test_forward_is_the_closed_form(family: str, case: str, backend: str) -> None:
+def test_forward_is_the_closed_form(backend: str, family: str, case: str) -> None:
     config, ids = CASES[case], tokens()
     close(model(family, config, backend)(ids, use_cache=False).logits, expected(family, config, ids))
 
@@ -54,10 +62,12 @@ def test_scenario(name: str, family: str) -> None:
 
 @pytest.mark.parametrize(("family", "case"), CROSSED)
 def test_all_scenarios(family: str, case: str) -> None:
+    """Every one on Llama and on the case's first family, a third of them on each of the others."""
     config, ids = CASES[case], tokens()
     want = expected(family, config, ids)
-    for name, run in SCENARIOS.items():
-        if holds_for(name, family):
+    whole = family in ("llama", FIRST[case])
+    for n, (name, run) in enumerate(SCENARIOS.items(), families(case).index(family)):
+        if holds_for(name, family) and (whole or n % 3 == 0):
             close(run(model(family, config), ids), want, what=name)
 
 
@@ -212,6 +222,14 @@ def test_dropout_under_gradient_checkpointing(family: str) -> None:
 # compiled and reduced precision -------------------------------------------------------------------------------------
 
 
+def shallow(family: str = "llama") -> Any:
+    """A model with one layer of each kind: compiling takes seconds a layer."""
+    types = {"layer_types": ["sliding_attention", "full_attention"]} if "layer_types" in FAMILIES[family][1] else {}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(model_config(family, num_hidden_layers=1 + len(types), **types)).eval()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma4", "gpt2"])
 def test_compiled_forward(family: str) -> None:
     config, ids, pad = CASES[DEFAULT], tokens(), 5
@@ -228,20 +246,20 @@ def test_compiled_forward(family: str) -> None:
 
 
 def test_compiled_training_step() -> None:
-    config, ids = CASES[DEFAULT], tokens()
-    want = gradients(fresh("llama", config), ids)
+    m, ids = hf_longattn.apply(shallow(), CASES[DEFAULT]), tokens()
+    want = gradients(copy.deepcopy(m), ids)
     torch._dynamo.reset()
-    inner = fresh("llama", config)
-    got = gradients(torch.compile(inner, fullgraph=True, backend="aot_eager"), ids)
+    got = gradients(torch.compile(m, fullgraph=True, backend="aot_eager"), ids)
     for name in want:
         close(got["_orig_mod." + name], want[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("case", [DEFAULT, "streaming+adaptive", "leaky_rerope+scale_invariant", "logn_learned"])
 def test_compiled_training_step_with_padding(case: str, holes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing may be read while a graph is traced, and still no mask of q_len x kv_len is made."""
-    m, ids = fresh("llama", CASES[case]), tokens()
+    m, ids = hf_longattn.apply(shallow(), CASES[case]), tokens()
     m(ids)  # verifies the rotation
     mask = torch.ones_like(ids)
     mask[0, :5] = mask[1, -4:] = 0
@@ -268,13 +286,14 @@ def decode_compiled(m: Any, ids: Tensor) -> tuple[Tensor, int]:
     return torch.cat(out, 1), counter.frame_count
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_compiled_static_decode(family: str) -> None:
     """No graph more than stock sdpa needs: one, and others while the sliding window of Gemma 3 fills."""
     config, ids = CASES[DEFAULT], tokens(2, 9)
-    logits, graphs = decode_compiled(fresh(family, config), ids)
-    close(logits, expected(family, config, ids))
-    assert graphs <= decode_compiled(stock(family), ids)[1]
+    logits, graphs = decode_compiled(hf_longattn.apply(shallow(family), config), ids)
+    with torch.no_grad():
+        close(logits, closed_form.attach(shallow(family), config)(ids, use_cache=False).logits)
+    assert graphs <= decode_compiled(shallow(family), ids)[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -327,7 +346,7 @@ def test_dense_carrier_is_taken_only_where_needed(monkeypatch: pytest.MonkeyPatc
     assert set(seen[-4:]) == {"dense"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", crossed(FAMILIES, SUBSET))
 def test_dense_carrier_is_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, ids = CASES["sinks"], tokens()
     monkeypatch.setattr(masks, "recognise", lambda mask_function: None)

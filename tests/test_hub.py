@@ -205,6 +205,7 @@ def test_strict_checkpoints_are_for_this_package_alone(tmp_path: Path, monkeypat
     assert json.loads((tmp_path / "plain" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
+@pytest.mark.slow
 def test_remote_code(tmp_path: Path) -> None:
     """In another process that does not import the package; and where the package is missing."""
     m = changed()

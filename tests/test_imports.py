@@ -28,6 +28,7 @@ def test_the_package_and_its_config_are_imported_without_torch(code):
     assert not modules_after(code) & {"torch", "transformers", "numpy", "peft"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [
@@ -50,6 +51,7 @@ def test_names_are_registered_whichever_comes_first_and_only_the_core_is_importe
     assert not {"peft", "matplotlib", "typer"} & found
 
 
+@pytest.mark.slow
 def test_peft_knows_our_adapters_when_it_is_imported_after_us():
     code = "import hf_longattn\nimport peft\nassert 'hf_longattn.LORA' in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING"
     assert "hf_longattn.sharing.adapters" in modules_after(code)

@@ -172,6 +172,7 @@ def test_every_learned_parameter_gets_its_gradient(family: str, case: str) -> No
         torch.testing.assert_close((losses[0] - losses[1]) / (2 * step), slope, rtol=0.01, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_they_train_when_compiled() -> None:
     name, parameters = LEARNED["both"]
     m, ids = disturbed(hf_longattn.apply(stock("llama"), name, **parameters)), tokens()

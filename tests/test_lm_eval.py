@@ -64,6 +64,7 @@ def choices_by_hand(model: Any) -> list[list[float]]:
     return out
 
 
+@pytest.mark.slow
 def test_the_harness_sees_the_method(folder: Path, tmp_path: Path) -> None:
     setting = "scale_invariant:tau=3"
     arguments = ["lm-eval", "--", "--model_args", f"pretrained={folder / 'model'},setting={setting}", "--tasks", "letters"]

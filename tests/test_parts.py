@@ -85,6 +85,7 @@ def test_they_are_changed_and_removed(tmp_path: Path) -> None:
     assert torch.equal(hf_longattn.remove(m)(ids).logits, stock("llama")(ids).logits)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_graphs_read_each_parts_own_strength() -> None:
     """One number serves a model's graphs where one config has it; parts may differ."""

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, DEFAULT, FAMILIES, model_config
-from helpers import close, expected, fresh, model, multimodal, picture, stock, tokens, write_gguf
+from helpers import close, crossed, expected, fresh, model, multimodal, picture, stock, tokens, write_gguf
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -60,7 +60,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # saving and loading -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "case"), [(f, "sinks") for f in FAMILIES] + [("llama", c) for c in CASES])
+@pytest.mark.parametrize(
+    ("family", "case"), [*crossed([(f, "sinks") for f in FAMILIES], [("gemma4", "sinks")]), *(("llama", c) for c in CASES)]
+)
 def test_save_and_load_twice(family: str, case: str, tmp_path: Path) -> None:
     config = CASES[case]
     m, want = model(family, config), logits(model(family, config))
@@ -222,6 +224,7 @@ METHODS_THEN_AND_NOW = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", METHODS_THEN_AND_NOW)
 def test_trainer_refuses_to_go_on_under_another_attention(kind: str, tmp_path: Path) -> None:
     then, now, message = METHODS_THEN_AND_NOW[kind]
@@ -347,6 +350,7 @@ def run(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_without_the_package_loading_fails_and_names_it(tmp_path: Path) -> None:
     hf_longattn.apply(stock("llama"), CONFIG).save_pretrained(tmp_path / "AutoModelForCausalLM")
     hf_longattn.apply(multimodal(), CONFIG).save_pretrained(tmp_path / "AutoModelForImageTextToText")
@@ -364,6 +368,7 @@ def test_without_the_package_loading_fails_and_names_it(tmp_path: Path) -> None:
     assert result.stdout.splitlines() == ["ValueError True"] * 2, result.stderr
 
 
+@pytest.mark.slow
 def test_imports_in_any_order_and_twice(base: Path) -> None:
     """The package after a model was made, reloaded, and its modules imported anew: one wrapper each, and it works."""
     result = run(

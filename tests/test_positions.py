@@ -184,6 +184,7 @@ def test_a_pad_token_inside_a_prompt_is_generated_through(case: str) -> None:
         close(torch.stack(out.logits), torch.stack(want.logits))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["scale_invariant", "rerope"])
 @torch.no_grad()
 def test_compiled(case: str) -> None:

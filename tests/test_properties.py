@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, VOCAB
-from helpers import close, model
+from helpers import close, crossed, model
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -144,7 +144,7 @@ def test_packing_and_skipping(case: str, lengths: list[int], form: str, skip: tu
         compare(m, lambda: m(torch.cat(ids)[None], **inputs).logits, texts, benign)
 
 
-@pytest.mark.parametrize("case", METHODS)
+@pytest.mark.parametrize("case", crossed(METHODS, ["scale_invariant", "rerope", "infoscale"]))
 @quick
 @given(parents=st.lists(st.integers(0, 99), min_size=1, max_size=9), prefix=st.integers(1, 6), split=st.booleans())
 @torch.no_grad()

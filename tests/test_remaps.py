@@ -645,6 +645,7 @@ def test_set_attn_implementation_proves_at_once() -> None:
     assert logits(broken).isfinite().all()
 
 
+@pytest.mark.slow
 def test_compiling_before_any_call_says_what_to_do(base: Path) -> None:
     m = AutoModelForCausalLM.from_pretrained(base, attn_implementation="rerope", longattn={"window": 7})
     torch._dynamo.reset()
@@ -655,6 +656,7 @@ def test_compiling_before_any_call_says_what_to_do(base: Path) -> None:
     close(logits(torch.compile(m, fullgraph=True, backend="eager")), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dual_chunk", "streaming"])
 def test_compiled_steps_with_a_static_cache(name: str) -> None:
     m, ids = hf_longattn.apply(stock("llama"), name, **METHODS[name]), tokens(2, 12)

@@ -147,6 +147,7 @@ def test_dictionary_lookup(the: Any, tmp_path: Path) -> None:
     assert row["measured"]["loss"] < math.log(64) + 0.1
 
 
+@pytest.mark.slow
 def test_from_scratch_and_needles(the: Any, tmp_path: Path, texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("omegaconf")
     pytest.importorskip("accelerate")
@@ -231,6 +232,7 @@ def test_needles_beyond(the: Any, tmp_path: Path, texts: list[str], capsys: pyte
     assert lines["`rerope+logn` less `rerope`, at the window"] == [*(f"{x:+.2f}" for x in less), "1"]
 
 
+@pytest.mark.slow
 def test_needles_from_a_pretrained_model(the: Any, tmp_path: Path, texts: list[str]) -> None:
     pytest.importorskip("omegaconf")
     pytest.importorskip("peft")
@@ -310,6 +312,7 @@ def test_algorithms(the: Any, tmp_path: Path, name: str) -> None:
     assert labels[-3:] == [f"mean, {x}" for x in ("plain", "adaptive θ in training", "adaptive θ at inference alone")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fast", "dtype"), [(False, "float32"), (True, "bfloat16")])
 def test_training_multiplies_what_the_cpu_multiplies_fast(
     the: Any,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 import transformers
 from cases import FAMILIES, HEADS, OTHERS
-from helpers import SCENARIOS, feed, tokens
+from helpers import SCENARIOS, crossed, feed, tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -39,6 +40,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "streaming": {"window": 6, "sinks": 2},
     "lm_infinite": {"window": 6, "sinks": 2},
 }
+#: Of every family with every method, each once.
+DIAGONAL = [*zip(LATENT, METHODS, strict=True)]
 WIDE = {name: p | ({"chunk": 40} if "chunk" in p else {"window": 30}) for name, p in METHODS.items()}
 
 
@@ -82,8 +85,7 @@ def row_by_row(m: Any, ids: Tensor, name: str) -> Tensor:
 # latent attention -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", LATENT)
+@pytest.mark.parametrize(("family", "method"), crossed(itertools.product(LATENT, METHODS), DIAGONAL))
 def test_latent_attention_under_a_remap_is_the_models_own_at_other_distances(family: str, method: str) -> None:
     """In full, with caches of every kind, in chunks, padded and packed."""
     m, ids = build(*LATENT[family], num_hidden_layers=1), tokens()
@@ -94,8 +96,7 @@ def test_latent_attention_under_a_remap_is_the_models_own_at_other_distances(fam
         close(run(m, ids), want, 2e-5, name)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", LATENT)
+@pytest.mark.parametrize(("family", "method"), crossed(itertools.product(LATENT, METHODS), DIAGONAL))
 def test_latent_attention_below_the_window_is_the_plain_models(family: str, method: str) -> None:
     m, ids = build(*LATENT[family]), tokens()
     plain = logits(m, ids)

@@ -59,6 +59,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_run_reaches_the_processes_that_a_command_starts(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -73,6 +74,7 @@ def test_run_reaches_the_processes_that_a_command_starts(checkpoint: Path, tmp_p
     assert "theirs" in done.stderr  # the user's own sitecustomize runs, too
 
 
+@pytest.mark.slow
 def test_run_gives_back_the_status_and_names_what_is_missing(tmp_path: Path) -> None:
     assert run(sys.executable, "-c", "raise SystemExit(7)", cwd=tmp_path).returncode == 7
     for command in ([], ["no-such-command"]):
@@ -96,6 +98,7 @@ def test_a_python_without_this_package_says_so(tmp_path: Path) -> None:
     assert "has no hf_longattn" in done.stdout
 
 
+@pytest.mark.slow
 def test_transformers_serve_answers_as_generate_does(
     checkpoint: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -151,6 +154,7 @@ def test_transformers_serve_answers_as_generate_does(
     record_property("transformers serve", "logn")
 
 
+@pytest.mark.slow
 def test_trl_trains_and_saves_under_the_method_of_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     rows = [{"text": tiny.text(tmp_path / "text", 200, seed=n).read_text()} for n in range(4)]
     (tmp_path / "data").mkdir()
@@ -165,6 +169,7 @@ def test_trl_trains_and_saves_under_the_method_of_the_checkpoint(checkpoint: Pat
     assert hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).name == "logn"
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_autoload_package_registers_by_itself(checkpoint: Path, tmp_path: Path) -> None:
     """As pip would install it: its module and its entry points beside the package, which nothing imports."""

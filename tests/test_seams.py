@@ -171,6 +171,7 @@ def test_warnings_point_at_the_line_of_the_user(tmp_path: Path) -> None:
         assert {x.filename for x in told if "hf_longattn" in str(x.message)} == {__file__}, number
 
 
+@pytest.mark.slow
 def test_foreign_configs_are_untouched() -> None:
     """Every config class that transformers has writes with us what it wrote without us, and takes a section."""
     checked = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
 from collections.abc import Callable
@@ -64,7 +63,7 @@ def test_every_line_task_has_a_solver() -> None:
 @pytest.mark.parametrize("bos", [False, True])
 def test_answers_are_right_and_texts_fill_their_length(name: str, bos: bool) -> None:
     task = make_task(name, tiny.tokenizer(bos))
-    for index, length in itertools.product(range(4), (2500, 6000)):
+    for index, length in enumerate((2500, 6000, 2500, 6000)):
         sample = task.sample(index, length)
         ids = sample.input_ids.tolist()
         assert length - 150 <= len(ids) <= length

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, model_config
-from helpers import close, fresh, stock, tokens
+from helpers import close, crossed, fresh, stock, tokens
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,6 +23,8 @@ from hf_longattn.attention.tracing import keepable, readable
 WITHOUT_VALUES = {"meta": lambda: torch.device("meta"), "fake": FakeTensorMode}
 #: One of each way in which a method depends on lengths and values.
 KINDS = ("sinks", "alibi", "infoscale", "mapped+adaptive", "adaptive_saturated", "leaky_by_layer", "streaming", "all_slots")
+#: Compiled in the inner loop.
+INNER = ("sinks", "rerope", "adaptive_temperature")
 
 #: Their parameters are those of four layers.
 BY_LAYER = ("calibrated", "attention_sink", "output_gain", "output_standardise", "leaky_by_layer")
@@ -40,7 +42,7 @@ def logits(m: Any, ids: Tensor, **inputs: Any) -> Tensor:
 # shapes alone ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", WITHOUT_VALUES)
+@pytest.mark.parametrize("where", crossed(WITHOUT_VALUES, ["meta"]))
 @pytest.mark.parametrize(
     ("family", "case"), [*(("llama", c) for c in (*KINDS, "logn_learned", "rerope", "dual_chunk")), ("gemma2", "sinks")]
 )
@@ -167,6 +169,7 @@ class Logits(nn.Module):
         return self.model(input_ids, attention_mask=attention_mask, use_cache=False).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "case", "padded"),
     [
@@ -176,7 +179,7 @@ class Logits(nn.Module):
     ],
 )
 def test_one_exported_graph_serves_every_length_and_batch(family: str, case: str, padded: bool) -> None:
-    m = built(family, case, num_hidden_layers=2) if case != "all_slots" else hf_longattn.apply(stock(family), CASES[case])
+    m = built(family, case, num_hidden_layers=1)
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("n", min=2, max=512)}
 
     def inputs(length: int, batch: int) -> tuple[Tensor, ...]:
@@ -205,6 +208,7 @@ def test_one_traced_graph_serves_every_length(case: str) -> None:
             close(graph(tokens(2, length)), logits(m, tokens(2, length)))
 
 
+@pytest.mark.slow
 def test_one_compiled_graph_serves_every_length() -> None:
     m, graphs = built("llama", "leaky_rerope+scale_invariant", num_hidden_layers=1), 0
 
@@ -220,6 +224,7 @@ def test_one_compiled_graph_serves_every_length() -> None:
     assert graphs == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_one_graph_serves_padded_batches_of_every_size(family: str) -> None:
     m, counter = fresh(family, CASES["infoscale"]), CompileCounter()
@@ -240,7 +245,7 @@ def test_one_graph_serves_padded_batches_of_every_size(family: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", [x for x in CASES if x not in BY_LAYER])
+@pytest.mark.parametrize("case", crossed([x for x in CASES if x not in BY_LAYER], INNER))
 def test_generate_compiles_one_step(case: str) -> None:
     """One graph from the first new token to beyond every window, which nothing breaks; the logits are those without it."""
     m, graphs = built("llama", case, num_hidden_layers=1), 0

@@ -198,6 +198,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RESUMED)
 @pytest.mark.parametrize("killed_at", [3])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
