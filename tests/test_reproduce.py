@@ -76,7 +76,7 @@ def test_max_retrieval_learns(the: Any, tmp_path: Path) -> None:
     assert measured["adaptive"]["accuracy"][1] > measured["plain"]["accuracy"][1]  # sharper, on sets that disperse
     assert measured["attention"]["entropy"][0] < math.log(16)
     assert len(measured["coefficients"]) == 5
-    assert row["settings"] == json.loads(json.dumps(dataclasses.asdict(the.sets.QUICK)))
+    assert row["settings"] == vars(the.sets.MAX_RETRIEVAL.quick)
     assert (row["seed"], row["threads"]) == (0, torch.get_num_threads())
     assert row["cpu_seconds"] > 0
     assert row["versions"]["torch"] == torch.__version__
@@ -104,11 +104,11 @@ def test_max_retrieval_with_the_l2_term(the: Any, tmp_path: Path) -> None:
 
 
 def test_sets_grow_to_the_last_step(the: Any) -> None:
-    growing, fixed = the.sets.Growing(), the.sets.Settings()
-    assert [growing.largest_at(step) for step in (0, 2500, 4999)] == [16, 136, 256]
-    assert {fixed.largest_at(step) for step in range(fixed.steps)} == {16}
+    growing, fixed = the.sets.LARGER.settings, the.sets.ARGMAX.settings
+    assert [the.sets.largest_at(growing, step) for step in (0, 2500, 4999)] == [16, 136, 256]
+    assert {the.sets.largest_at(fixed, step) for step in range(fixed.steps)} == {16}
     drawn: list[int] = []
-    settings = the.sets.Growing(steps=40, batch=2, smallest=3, first=4, largest=64)
+    settings = growing.but(steps=40, batch=2, smallest=3, first=4, largest=64)
     model, draw = the.sets.argmax_model("layer_norm", settings)
 
     def watched(items: int, *rest: Any) -> Any:
@@ -116,14 +116,14 @@ def test_sets_grow_to_the_last_step(the: Any) -> None:
         return draw(items, *rest)
 
     the.sets.train(model, watched, settings, seed=0)
-    assert all(3 <= n <= settings.largest_at(step) for step, n in enumerate(drawn))
+    assert all(3 <= n <= the.sets.largest_at(settings, step) for step, n in enumerate(drawn))
     assert max(drawn[:10]) < 20
     assert max(drawn) > 40
 
 
 def test_the_spread_and_its_bound_are_those_of_the_proposition(the: Any) -> None:
     torch.manual_seed(0)
-    model, draw = the.sets.argmax_model("baseline", the.sets.Settings())
+    model, draw = the.sets.argmax_model("baseline", the.sets.ARGMAX.settings)
     the.sets.start_as_flax(model)
     deviation = torch.stack([m.weight.std() * m.in_features**0.5 for m in model.modules() if hasattr(m, "in_features")])
     assert float(deviation.detach().mean()) == pytest.approx(1, abs=0.05)
@@ -282,7 +282,7 @@ def test_masked_in_other_encodings(the: Any, tmp_path: Path, texts: list[str], c
 
 def test_distance_explains_what_it_decides(the: Any) -> None:
     """Of scores that position alone decides everything, of those of random vectors next to nothing."""
-    settings = dataclasses.replace(the.masked.QUICK, layers=1, width=32)
+    settings = the.masked.MASKED.quick.but(layers=1, width=32)
     torch.manual_seed(0)
     model = the.masked.encoder(settings).eval()
     ids = torch.randint(3, 259, (20, 16), generator=torch.Generator().manual_seed(1))
@@ -302,7 +302,7 @@ def test_distance_explains_what_it_decides(the: Any) -> None:
 def test_algorithms(the: Any, tmp_path: Path, name: str) -> None:
     assert quick(the, tmp_path, name, "--seeds", "0") == 0
     plain, adaptive = (r["measured"] for r in rows(tmp_path, name))
-    tasks = the.algorithms.TASKS if name == "algorithms" else the.algorithms.Pretrained().tasks
+    tasks = the.algorithms.TASKS if name == "algorithms" else the.algorithms.ALGORITHMS_PRETRAINED.settings.tasks
     assert set(plain["as trained"]) == set(tasks)
     assert "adaptive at inference" in plain
     assert "adaptive at inference" not in adaptive
@@ -399,7 +399,7 @@ def test_rows_of_other_settings_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert quick(the, tmp_path, "argmax-retrieval", "--seeds", "0") == 0
-    changed = dataclasses.replace(the.sets.QUICK, steps=7)
+    changed = the.sets.ARGMAX.quick.but(steps=7)
     stub = dataclasses.replace(the.run.EXPERIMENTS["argmax-retrieval"], quick=changed)
     monkeypatch.setitem(the.run.EXPERIMENTS, stub.name, stub)
     before = (tmp_path / "argmax-retrieval.jsonl").read_text()
@@ -486,7 +486,7 @@ def test_conversions_are_measured_on_what_stood_far_back(the: Any) -> None:
 
 def test_the_mixture_repeats_what_came_shortly_before(the: Any) -> None:
     text = "".join(random.Random(1).choices(the.conversion.LETTERS, k=100_000))
-    settings = the.conversion.Settings()
+    settings = the.conversion.CONVERSION.settings
     batches = [next(the.conversion.mixture(text, settings, seed)) for seed in (1, 1, 2)]
     assert batches[0].shape == (settings.batch, settings.length)
     assert torch.equal(batches[0], batches[1])
@@ -498,7 +498,7 @@ def test_the_mixture_repeats_what_came_shortly_before(the: Any) -> None:
 
 def test_the_temperature_is_the_published_one(the: Any) -> None:
     """β from the row's entropy by the published polynomial, and attention by it, in a few lines without the package."""
-    model, draw = the.sets.argmax_model("baseline", the.sets.Settings())
+    model, draw = the.sets.argmax_model("baseline", the.sets.ARGMAX.settings)
     features, query, _ = draw(64, 8, torch.Generator().manual_seed(0))
     with torch.no_grad():
         q, k, v = model.project(features, query)
@@ -517,7 +517,7 @@ def test_the_temperature_is_the_published_one(the: Any) -> None:
 
 
 def test_the_encoder_sees_both_ways_and_the_whole_length(the: Any) -> None:
-    settings = dataclasses.replace(the.masked.QUICK, layers=2)
+    settings = the.masked.MASKED.quick.but(layers=2)
     torch.manual_seed(0)
     model = the.masked.encoder(settings).eval()
     for layer in model.model.layers:
@@ -653,7 +653,7 @@ def test_the_pages_are_the_rows(the: Any) -> None:
         shown |= set(re.findall(r"--show ([\w-]+)", text))  # longer tables are printed from the rows
     assert shown == set(the.tables.SECTIONS)
     for name, found in data.items():
-        settings = json.loads(json.dumps(dataclasses.asdict(the.run.EXPERIMENTS[name].settings)))
+        settings = vars(the.run.EXPERIMENTS[name].settings)
         for row in found:
             assert row["settings"] == settings
             assert row["variant"] in the.run.EXPERIMENTS[name].variants

@@ -291,6 +291,7 @@ IN_ONNX = (
 )
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_onnx_runs_at_any_length_and_batch(tmp_path: Path) -> None:
     """By the dynamo exporter, with the reference in place of the tiled operator."""

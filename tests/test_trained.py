@@ -16,7 +16,7 @@ import torch
 import transformers
 from cases import model_config
 from checkpoints import CHECKPOINTS, tiny_config
-from helpers import SCENARIOS, close, feed, tokens
+from helpers import SCENARIOS, close, crossed, feed, tokens
 from transformers import AutoModelForCausalLM, DynamicCache
 from typer.testing import CliRunner
 
@@ -59,7 +59,7 @@ def test_the_trained_length_of_published_checkpoints(name: str) -> None:
     assert (known.assumed is not None) == CHECKPOINTS[name].get("assumed", False)
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", crossed(CHECKPOINTS, [*CHECKPOINTS][::8]))
 def test_extend_takes_half_the_trained_length(name: str) -> None:
     """Or says why it cannot; the model is then what it was."""
     model, length = miniature(_config(CHECKPOINTS[name])), CHECKPOINTS[name]["trained"] or 1024

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("peft")
 pytest.importorskip("omegaconf")
+from helpers import crossed
 from transformers import (
     AutoModelForCausalLM,
     ByT5Tokenizer,
@@ -304,7 +305,7 @@ def test_freeze(tiny: Path, tmp_path: Path) -> None:
         assert message in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("position", crossed(POSITIONS, ["scale_invariant_prope"]))
 def test_pretrain_small(tiny: Path, tmp_path: Path, position: str) -> None:
     once = {"trainer__max_steps": 2, "trainer__save_strategy": "no", "trainer__eval_strategy": "no"}
     metrics = trained("pretrain_small", small(tiny, tmp_path / "out", architecture__position=position, **once))
@@ -740,6 +741,7 @@ def test_the_teacher_of_skipped_windows_reads_a_plain_text(tiny: Path, tmp_path:
     assert asked[1] == ["attention_mask", "input_ids", "position_ids", "use_cache"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [f"trainer.{CHECKPOINTING}=true", "trainer.bf16=true", "lora=null", "dtype=bfloat16"])
 def test_variants_train_alike(tiny: Path, tmp_path: Path, change: str) -> None:
     common = {"trainer__max_steps": 3, "trainer__save_strategy": "no", "evaluation__compare": False}

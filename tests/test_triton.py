@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES
-from helpers import close, model, tokens
+from helpers import close, crossed, model, tokens
 from test_kernels import by_options, dense, geometries, inputs, tables
 from torch import Tensor
 
@@ -28,6 +29,8 @@ from hf_longattn.integration.engines.paged import batches_of
 pytestmark = pytest.mark.skipif(triton.triton is None, reason="triton is not installed")
 CPU = torch.device("cpu")
 triton_attention = by_options(triton.triton_attention)
+IN_A_MODEL = ("scale_invariant", "sinks", "calibrated", "alibi", "adaptive_temperature", "mapped+adaptive", "rerope")
+IN_A_MODEL += ("streaming+adaptive", "attention_sink_learned")
 INTERVALS = {name: g for name, g in geometries().items() if g[2].allowed is None}
 
 
@@ -62,8 +65,10 @@ def check(query: Tensor, key: Tensor, value: Tensor, rows: Rows, tolerance: floa
         close(a.double(), b, 5 * tolerance * max(1.0, float(b.abs().max())))
 
 
-@pytest.mark.parametrize("options", ["plain", "mapped", "everything"])
-@pytest.mark.parametrize("geometry", INTERVALS)
+@pytest.mark.parametrize(
+    ("geometry", "options"),
+    crossed(itertools.product(INTERVALS, ("plain", "mapped", "everything")), [("packed", "everything"), ("decode", "mapped")]),
+)
 def test_geometries(geometry: str, options: str) -> None:
     q_len, kv_len, rows = INTERVALS[geometry]
     gain, bias = tables(4, torch.float32)
@@ -75,6 +80,7 @@ def test_geometries(geometry: str, options: str) -> None:
     check(*inputs(q=q_len, k=kv_len, dtype=torch.float32), rows, **given[options])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "length", "sinks"), [("alibi", 330, 0), ("scale_invariant", 700, 3)], ids=["alibi", "scale_invariant"]
 )
@@ -128,20 +134,7 @@ def test_float16() -> None:
     close(lse.double(), want[1], 1e-5)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "scale_invariant",
-        "sinks",
-        "calibrated",
-        "alibi",
-        "adaptive_temperature",
-        "mapped+adaptive",
-        "rerope",
-        "streaming+adaptive",
-        "attention_sink_learned",
-    ],
-)
+@pytest.mark.parametrize("case", crossed(IN_A_MODEL, ["sinks"]))
 @torch.no_grad()
 def test_in_a_model(case: str) -> None:
     ids = tokens(2, 20)
@@ -167,6 +160,7 @@ def test_learned_sinks() -> None:
         close(got, want, 2e-5)
 
 
+@pytest.mark.slow
 def test_training_and_compile() -> None:
     ids, config = tokens(1, 20), CASES["scale_invariant"]
     a, b = (model("llama", config, backend) for backend in ("triton", "reference"))
@@ -285,6 +279,7 @@ def test_refusals() -> None:
         hf_longattn.attention(query.double(), key.double(), value.double(), CASES["sinks"], backend="triton")
 
 
+@pytest.mark.slow
 def test_without_interpreter_the_cpu_is_refused() -> None:
     code = "import torch; from hf_longattn.attention.geometry import Rows; "
     code += "from hf_longattn.attention.kernels.triton import why_not_triton as w; "

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,39 +20,9 @@ import hf_longattn
 from hf_longattn.training.optim import MuonWithAdam
 from hf_longattn.training.recipe import Muon
 from lab.papers.conversion import Way, adapted
-from lab.papers.experiment import Run, experiment
+from lab.papers.experiment import Run, Settings, experiment
 from lab.papers.loop import fit, small_llama
 from recipes.models import DOWNLOADED, SMOLLM2, obtain, random_model
-
-
-@dataclass(frozen=True)
-class Settings:
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
-    batch: int = 64
-    steps: int = 2000
-    matrix_lr: float = 0.02
-    trained: tuple[int, ...] = (4, 5, 6, 7, 8, 9, 10)
-    sizes: tuple[int, ...] = (4, 6, 8, 10, 12, 14, 16, 20, 24, 32)
-    samples: int = 128
-
-
-@dataclass(frozen=True)
-class Pretrained:
-    pretrained: bool = True  # False: a tiny random model, for QUICK
-    tasks: tuple[str, ...] = ("minimum", "insertion_sort", "binary_search")
-    rank: int = 16
-    batch: int = 8
-    steps: int = 200
-    rate: float = 1e-3
-    trained: tuple[int, ...] = (4, 5, 6, 7, 8)
-    sizes: tuple[int, ...] = (4, 8, 10, 12, 16, 24, 32)
-    samples: int = 64
-
-
-QUICK = Settings(layers=1, width=16, heads=2, batch=4, steps=4, trained=(4, 5), sizes=(4, 6), samples=4)
-QUICK_PRETRAINED = Pretrained(pretrained=False, batch=2, steps=2, trained=(4, 5), sizes=(4, 6), samples=4)
 
 
 def _numbers(values: list[int]) -> str:
@@ -151,7 +120,7 @@ def answer_loss(model: Any, ids: Tensor, first: int) -> Tensor:
 
 @torch.no_grad()
 def accuracies(
-    model: Any, settings: Settings | Pretrained, seed: int, tasks: Iterable[str] = TASKS, encode: Encode = words
+    model: Any, settings: Settings, seed: int, tasks: Iterable[str] = TASKS, encode: Encode = words
 ) -> dict[str, dict[str, list[float]]]:
     """Of each task, by size: the share of answers that greedy decoding gives exactly, and of tokens given those before."""
     out: dict[str, dict[str, list[float]]] = {}
@@ -168,7 +137,7 @@ def accuracies(
 
 
 def run_algorithms(run: Run) -> dict[str, Any]:
-    settings: Settings = run.settings
+    settings = run.settings
     torch.manual_seed(run.seed)
     model, rng = model_for(run.variant, settings), random.Random(f"train:{run.seed}")
 
@@ -185,7 +154,7 @@ def run_algorithms(run: Run) -> dict[str, Any]:
 
 
 def run_pretrained(run: Run) -> dict[str, Any]:
-    settings: Pretrained = run.settings
+    settings = run.settings
     torch.manual_seed(run.seed)
     source = obtain(SMOLLM2, DOWNLOADED) if settings.pretrained else random_model(run.models)
     tokenizer = AutoTokenizer.from_pretrained(source)
@@ -213,5 +182,5 @@ def run_pretrained(run: Run) -> dict[str, Any]:
 
 
 VARIANTS = ("plain", "adaptive_temperature")
-ALGORITHMS = experiment("algorithms", VARIANTS, Settings(), QUICK, run_algorithms)
-ALGORITHMS_PRETRAINED = experiment("algorithms-pretrained", VARIANTS, Pretrained(), QUICK_PRETRAINED, run_pretrained)
+ALGORITHMS = experiment("algorithms", VARIANTS, run_algorithms)
+ALGORITHMS_PRETRAINED = experiment("algorithms-pretrained", VARIANTS, run_pretrained)

@@ -31,7 +31,7 @@ from hf_longattn.evaluation.settings import Setting
 from hf_longattn.training.optim import MuonWithAdam
 from hf_longattn.training.recipe import Muon, Skip
 from hf_longattn.training.skip import skipped
-from lab.papers.experiment import Run, experiment, require
+from lab.papers.experiment import Run, Settings, experiment, require
 from lab.papers.loop import fit
 
 LETTERS = string.ascii_letters + string.digits
@@ -40,26 +40,6 @@ PASSAGE, NOTICED = 32, 8
 BASE, QK = "base", "qk+"
 #: What is measured: loss on prose, on repeated passages of it, on repeated random strings.
 TASKS = ("prose", "passages", "strings")
-
-
-@dataclass(frozen=True)
-class Settings:
-    layers: int = 3
-    width: int = 128
-    heads: int = 2
-    length: int = 128
-    rope_theta: float = 312.5
-    batch: int = 8
-    first_steps: int = 400  # on short windows of repeated random strings, from which a model learns to copy
-    steps: int = 1000
-    matrix_lr: float = 0.02
-    learning_rate: float = 1e-3  # of a conversion, AdamW
-    calibration_windows: int = 8
-    lengths: tuple[int, ...] = (128, 512, 2048, 8192)
-    windows: tuple[int, ...] = (64, 16, 8, 2)
-
-
-QUICK = Settings(1, 16, 1, batch=2, first_steps=3, steps=20, calibration_windows=2, lengths=(128, 512), windows=(4, 2))
 
 
 @dataclass(frozen=True)
@@ -111,7 +91,7 @@ VARIANTS |= {f"{name}-scratch": (way, 100, True) for name, way in SCRATCH.items(
 
 
 def run_conversion(run: Run) -> dict[str, Any]:
-    settings: Settings = run.settings
+    settings = run.settings
     way, share, scratch = VARIANTS[run.variant]
     train, heldout = "\n".join(read(p) for p in run.texts.train), read(run.texts.heldout)
     steps = settings.steps * share // 100
@@ -147,7 +127,7 @@ def run_conversion(run: Run) -> dict[str, Any]:
 
 def model_of(run: Run, way: Way, scratch: bool, data: Iterator[Tensor]) -> Any:
     """The model to train or measure, in float32, under the way."""
-    settings: Settings = run.settings
+    settings = run.settings
     base = run.models / "conversion" / f"{way.base}-seed{run.seed}"
     if not scratch:
         require(base, f"conversion --only '^{re.escape(way.base)}$' --seeds {run.seed}")
@@ -313,4 +293,4 @@ def window(heldout: str, length: int, number: int, count: int) -> tuple[Tensor, 
     return ids, kind
 
 
-CONVERSION = experiment("conversion", VARIANTS, Settings(), QUICK, run_conversion)
+CONVERSION = experiment("conversion", VARIANTS, run_conversion)

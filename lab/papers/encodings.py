@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,23 +18,12 @@ import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.methods import CosScale, InfoScale
 from lab.papers.experiment import Run, experiment, require
-from lab.papers.masked import QUICK as MASKED_QUICK
-from lab.papers.masked import WARM, Settings, encoder, losses_by_length, put, scale_of, texts_of, trainer
+from lab.papers.masked import WARM, encoder, losses_by_length, projected, put, scale_of, states, texts_of, trainer
 
 BASE = "dot_product"
 ENCODINGS = ("rope", "yarn16", "windowed", "streaming", "lm_infinite")
 #: Keys this near count as near, on both sides.
 NEAR = 4
-
-
-@dataclass(frozen=True)
-class Encoded(Settings):
-    """texts: of the training length, in which attention by distance is read."""
-
-    steps: int = 400
-    lengths: tuple[int, ...] = (64, 256, 1024, 4096)
-    measured_tokens: int = 8192
-    texts: int = 64
 
 
 def encoded(model: Any, encoding: str, scale: int | None, temperature: Any) -> Any:
@@ -57,20 +45,11 @@ def by_distance(model: Any, ids: Tensor, scale: int | None) -> dict[str, float]:
     """Of texts (batch, length): the share of the variance of scores that distance alone explains, and attention on the keys
     at most `NEAR` away, both means over layers. Scores are what the softmax sees, over the pairs of a text.
     """
-    seen: list[Tensor] = []
-    attentions = [layer.self_attn for layer in model.model.layers]
-    hooks = [p.register_forward_hook(lambda *a: seen.append(a[2])) for x in attentions for p in (x.q_proj, x.k_proj)]
-    try:
-        length = ids.shape[1]
-        everything = torch.ones(ids.shape[0], 1, length, length, dtype=torch.bool)
-        model.model(ids, attention_mask=everything, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    cos, sin = model.model.rotary_emb(seen[0], torch.arange(length)[None])
+    length, seen = ids.shape[1], projected(model, ids)
+    cos, sin = model.model.rotary_emb(seen[0][0], torch.arange(length)[None])
     distance = (torch.arange(length)[:, None] - torch.arange(length)).flatten() + length - 1
     shares, near = [], []
-    for query, key in zip(seen[::2], seen[1::2], strict=True):
+    for query, key in seen:
         q, k = (x * cos + torch.cat([-x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1) * sin for x in (query, key))
         if scale:
             score = scale * nn.functional.normalize(q, dim=-1) @ nn.functional.normalize(k, dim=-1).mT
@@ -88,14 +67,13 @@ def by_distance(model: Any, ids: Tensor, scale: int | None) -> dict[str, float]:
 
 def entropy(model: Any, ids: Tensor) -> float:
     """Of attention over texts (batch, length) in nats, a mean over rows, heads and layers."""
-    everything = torch.ones(ids.shape[0], 1, ids.shape[1], ids.shape[1], dtype=torch.bool)
     with hf_longattn.capture(model, what="entropy") as seen, torch.no_grad():
-        model.model(ids, attention_mask=everything, use_cache=False)
+        states(model, ids)
     return float(seen.result().overall("entropy").mean())
 
 
 def run_encodings(run: Run) -> dict[str, Any]:
-    settings: Encoded = run.settings
+    settings = run.settings
     text, heldout = texts_of(run)
     scale = scale_of(run.variant)
     start = run.models / ENCODED.name / f"{BASE}-seed{run.seed}"
@@ -129,5 +107,4 @@ def run_encodings(run: Run) -> dict[str, Any]:
 
 
 VARIANTS = (BASE, f"{BASE}{WARM}", f"cosscale128{WARM}")
-QUICK = Encoded(**vars(MASKED_QUICK) | {"texts": 2})
-ENCODED = experiment("infoscale-cosscale-encodings", VARIANTS, Encoded(), QUICK, run_encodings)
+ENCODED = experiment("infoscale-cosscale-encodings", VARIANTS, run_encodings)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -27,6 +27,13 @@ class Texts:
         return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in files}
 
 
+class Settings(SimpleNamespace):
+    """Everything that decides a run's numbers, as experiments.yaml has it."""
+
+    def but(self, **changes: Any) -> Settings:
+        return Settings(**vars(self) | changes)
+
+
 @dataclass(frozen=True)
 class Run:
     """One training: a variant under a seed. A model that later experiments start from goes to `folder`, in `models`.
@@ -37,7 +44,7 @@ class Run:
 
     variant: str
     seed: int
-    settings: Any
+    settings: Settings
     folder: Path
     models: Path
     texts: Texts = Texts()
@@ -48,7 +55,7 @@ class Run:
 class Experiment:
     """
     Args:
-        settings, quick: dataclasses; everything that decides a run's numbers, and the same in seconds, for tests.
+        quick: settings that take seconds, for tests.
         measure: trains and measures; returns what goes into the row's "measured".
         minutes: CPU minutes of one run on one thread, measured; the list uses it until rows say it themselves.
         needs: the experiment whose models this one starts from.
@@ -57,8 +64,8 @@ class Experiment:
 
     name: str
     variants: tuple[str, ...]
-    settings: Any
-    quick: Any
+    settings: Settings
+    quick: Settings
     measure: Callable[[Run], dict[str, Any]]
     about: str
     seeds: tuple[int, ...]
@@ -75,12 +82,12 @@ class Experiment:
 LISTED: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("experiments.yaml").read_text(encoding="utf-8"))
 
 
-def experiment(
-    name: str, variants: Iterable[str], settings: Any, quick: Any, measure: Callable[[Run], dict[str, Any]]
-) -> Experiment:
+def experiment(name: str, variants: Iterable[str], measure: Callable[[Run], dict[str, Any]]) -> Experiment:
     """An experiment of experiments.yaml, which says the rest."""
     listed = LISTED[name]
-    return Experiment(name, tuple(variants), settings, quick, measure, **listed | {"seeds": tuple(listed["seeds"])})
+    settings = Settings(**listed["settings"])
+    read = {"settings": settings, "quick": settings.but(**listed["quick"]), "seeds": tuple(listed["seeds"])}
+    return Experiment(name, tuple(variants), measure=measure, **listed | read)
 
 
 def require(model: Path, command: str, file: str = "config.json") -> None:
@@ -93,12 +100,12 @@ def require(model: Path, command: str, file: str = "config.json") -> None:
 
 
 def refuse_other_settings(
-    rows: Sequence[Row], settings: Any, texts: dict[str, str], path: Path, dtype: str = "float32", before: str = "float32"
+    rows: Sequence[Row], settings: Settings, texts: dict[str, str], path: Path, dtype: str = "float32", before: str = "float32"
 ) -> None:
     """Raise ValueError if a row was made with other settings, texts or precision than a run would have now: they would not
     compare. `before`: the precision of rows that do not say theirs.
     """
-    now = json.loads(json.dumps(asdict(settings))) | {"texts": texts, "dtype": dtype}
+    now = vars(settings) | {"texts": texts, "dtype": dtype}
     for row in rows:
         then = row["settings"] | {"texts": row["texts"], "dtype": row.get("dtype", before)}
         if changed := {k: v for k, v in now.items() if then.get(k) != v}:

@@ -11,7 +11,6 @@ training length. At that θ p-RoPE's lowest frequency is a step of the spacing a
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,25 +31,8 @@ VARIANTS |= {f"{name}{ENDPOINT}": (name, {}) for name in ("prope", "logn_prope",
 VARIANTS |= {f"scale_invariant_prope_tau{tau:g}": ("scale_invariant_prope", {"tau": tau}) for tau in TAUS}
 
 
-@dataclass(frozen=True)
-class Settings:
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
-    length: int = 256
-    rope_theta: float = 625.0
-    prope_theta: float = 4096.0
-    batch: int = 8
-    steps: int = 700
-    lengths: tuple[int, ...] = (256, 1024, 4096)
-    measured_tokens: int = 65536
-
-
-QUICK = Settings(layers=1, width=16, heads=1, length=32, batch=2, steps=3, lengths=(32, 128), measured_tokens=256)
-
-
 def run_length(run: Run) -> dict[str, Any]:
-    settings: Settings = run.settings
+    settings = run.settings
     position, parameters = VARIANTS[run.variant]
     overrides = {
         "tokenizer": "bytes",
@@ -97,27 +79,17 @@ def training(steps: int, batch: int, seed: int, dtype: str) -> dict[str, Any]:
     }
 
 
-LENGTH = experiment("length-generalisation", VARIANTS, Settings(), QUICK, run_length)
-
-
-@dataclass(frozen=True)
-class Attention:
-    length: int = 4095  # so that every doubling of the length is whole
-    windows: int = 4  # of held-out text, spread over it
-    rows: int = 512  # of each
-    local: int = 100  # as in the paper, and so is delta
-    delta: int = 10
+LENGTH = experiment("length-generalisation", VARIANTS, run_length)
 
 
 #: Models of `conversion`, which can copy: from scratch at 128 bytes with QK-norm.
 COPYING = tuple(conversion.QK + name for name in ("base", "prope-scratch", "prope+scale_invariant-scratch"))
-QUICK_ATTENTION = Attention(length=127, windows=2, rows=127, local=10)
 
 
 @torch.inference_mode()
 def run_attention(run: Run) -> dict[str, Any]:
     """Means over the layers and heads of a trained model, by the length so far, and by distance in the longest doubling."""
-    settings: Attention = run.settings
+    settings = run.settings
     source = "conversion" if run.variant in COPYING else LENGTH.name
     folder = run.models / source / f"{run.variant}-seed{run.seed}"
     require(folder, f"{source} --only '^{re.escape(run.variant)}$' --seeds {run.seed}")
@@ -140,4 +112,4 @@ def run_attention(run: Run) -> dict[str, Any]:
 
 
 LOOKED_INTO = (*COPYING, *(v for v in VARIANTS if v.endswith(ENDPOINT)), "rope", "alibi")
-ATTENTION = experiment("attention-by-length", LOOKED_INTO, Attention(), QUICK_ATTENTION, run_attention)
+ATTENTION = experiment("attention-by-length", LOOKED_INTO, run_attention)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from transformers import ByT5Tokenizer
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.training.held_out import windows_of
-from lab.papers.experiment import Run, experiment
+from lab.papers.experiment import Run, Settings, experiment
 from lab.papers.loop import fit, small_llama
 
 SCALES = (8, 16, 32, 64, 128, 256)
@@ -29,23 +28,6 @@ WARM, WARM_SCALES = "_warm", (16, 64, 128, 256)
 SCORED = (*(f"cosscale{c}" for c in SCALES), *(f"cosscale{c}{WARM}" for c in WARM_SCALES))
 TEMPERATURES = ("", "infoscale", "softmax_plus")
 BINS = 400
-
-
-@dataclass(frozen=True)
-class Settings:
-    layers: int = 4
-    width: int = 128
-    length: int = 64
-    batch: int = 32
-    steps: int = 1200
-    learning_rate: float = 1e-3
-    masked: float = 0.15
-    lengths: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096)
-    measured_tokens: int = 32768
-    peak_length: int = 1024
-
-
-QUICK = Settings(layers=1, width=16, length=16, batch=4, steps=30, lengths=(16, 64), measured_tokens=512, peak_length=64)
 
 
 def encoder(settings: Settings) -> Any:
@@ -65,13 +47,16 @@ def put(model: Any, score: str | None, temperature: str, scale: int | None = Non
     return hf_longattn.apply(model, LongAttnConfig.preset(names, backend="sdpa", **parameters))
 
 
+def states(model: Any, ids: Tensor) -> Tensor:
+    """The last hidden states of texts (batch, length), every token seeing the whole of its text."""
+    everything = torch.ones(len(ids), 1, ids.shape[1], ids.shape[1], dtype=torch.bool)
+    return model.model(ids, attention_mask=everything, use_cache=False).last_hidden_state
+
+
 def predictions(model: Any, ids: Tensor, hidden: Tensor) -> Tensor:
     """Logits at the masked places, (places, vocabulary). ids (batch, length), hidden bool alike: what the model must guess."""
     mask_id = ByT5Tokenizer(extra_ids=0).unk_token_id
-    length = ids.shape[1]
-    everything = torch.ones(ids.shape[0], 1, length, length, dtype=torch.bool)
-    out = model.model(ids.masked_fill(hidden, mask_id), attention_mask=everything, use_cache=False).last_hidden_state
-    return model.lm_head(out[hidden])
+    return model.lm_head(states(model, ids.masked_fill(hidden, mask_id))[hidden])
 
 
 def losses_by_length(model: Any, heldout: Tensor, settings: Settings, seed: int) -> dict[str, list[float]]:
@@ -100,21 +85,26 @@ def expected_peak(scale: float, head_dim: int) -> float:
 
 
 @torch.no_grad()
+def projected(model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Queries and keys before their rotation, (batch, length, width), of every layer."""
+    seen: list[Tensor] = []
+    layers = [layer.self_attn for layer in model.model.layers]
+    hooks = [p.register_forward_hook(lambda *a: seen.append(a[2])) for x in layers for p in (x.q_proj, x.k_proj)]
+    try:
+        states(model, ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(zip(seen[::2], seen[1::2], strict=True))
+
+
 def peaks(model: Any, ids: Tensor, scale: float) -> dict[str, Any]:
     """Where cos(q, k) before the rotation is most frequent over all pairs of a text (1, length), of all layers and of each.
 
     "weighted": pairs count as much as exp(c cos), the integrand of the theorem.
     """
-    seen: list[Tensor] = []
-    layers = [layer.self_attn for layer in model.model.layers]
-    hooks = [p.register_forward_hook(lambda *a: seen.append(a[2])) for x in layers for p in (x.q_proj, x.k_proj)]
-    try:
-        predictions(model, ids, torch.zeros_like(ids, dtype=torch.bool))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    unit = [nn.functional.normalize(x[0], dim=-1) for x in seen]
-    cosines = [(q @ k.T).flatten() for q, k in zip(unit[::2], unit[1::2], strict=True)]
+    unit = [[nn.functional.normalize(x[0], dim=-1) for x in pair] for pair in projected(model, ids)]
+    cosines = [(q @ k.T).flatten() for q, k in unit]
     plain = [torch.histc(c, BINS, -1, 1) for c in cosines]
     middle = (torch.arange(BINS) + 0.5) * 2 / BINS - 1
     weighted = [h * torch.exp(scale * (middle - 1)) for h in plain]
@@ -150,7 +140,7 @@ def scale_of(variant: str) -> int | None:
 
 def trainer(model: Any, text: Tensor, run: Run) -> Callable[[], float]:
     """Trains for the settings' steps on what its own generator draws next; returns the loss."""
-    settings: Settings = run.settings
+    settings = run.settings
     generator = torch.Generator().manual_seed(run.seed)
 
     def loss() -> Tensor:
@@ -167,7 +157,7 @@ def trainer(model: Any, text: Tensor, run: Run) -> Callable[[], float]:
 
 
 def run_masked(run: Run) -> dict[str, Any]:
-    settings: Settings = run.settings
+    settings = run.settings
     text, heldout = texts_of(run)
     scale = scale_of(run.variant)
     score = None if scale is None else "cosscale"
@@ -188,4 +178,4 @@ def run_masked(run: Run) -> dict[str, Any]:
     return result
 
 
-MASKED = experiment("infoscale-cosscale", ("dot_product", *SCORED), Settings(), QUICK, run_masked)
+MASKED = experiment("infoscale-cosscale", ("dot_product", *SCORED), run_masked)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,58 +25,12 @@ from hf_longattn.evaluation.tasks import NeedleTask
 from hf_longattn.training import POSITIONS, load_recipe, prepare
 from hf_longattn.training import run as train
 from lab.papers import conversion
-from lab.papers.conversion import LORA_RATE, QK, TRAINED, Way
-from lab.papers.experiment import Run, experiment, require
+from lab.papers.conversion import CONVERSION, QK, TRAINED, Way
+from lab.papers.experiment import Run, Settings, experiment, require
 from lab.papers.length import LENGTH, training
 from lab.papers.loop import fit
 from recipes.models import DOWNLOADED, SMOLLM2, obtain, random_model
 
-
-@dataclass(frozen=True)
-class Settings:
-    needles: int = 3
-    length: int = 256
-    batch: int = 8
-    steps: int = 2000
-    matrix_lr: float = 0.02
-    warmup: float = 0.05
-    lengths: tuple[int, ...] = (256, 1024, 4096)
-    samples: int = 100
-
-
-@dataclass(frozen=True)
-class Pretrained:
-    pretrained: bool = True  # False: a tiny random model, for QUICK
-    needles: int = 3
-    length: int = 256
-    batch: int = 1
-    steps: int = 120
-    lengths: tuple[int, ...] = (256, 1024, 4096)
-    samples: int = 16
-
-
-@dataclass(frozen=True)
-class Stage:
-    length: int
-    batch: int
-    steps: int
-
-
-@dataclass(frozen=True)
-class Beyond:
-    needles: int = 1
-    #: At the base's own window, as in the paper, then beyond it.
-    window: Stage = Stage(128, 8, 200)
-    beyond: Stage = Stage(512, 4, 60)
-    rate: float = LORA_RATE  # AdamW
-    rank: int = 16
-    lengths: tuple[int, ...] = (128, 512, 2048, 8192)
-    samples: tuple[int, ...] = (64, 32, 16, 4)
-
-
-QUICK = Settings(needles=1, length=160, batch=2, steps=3, lengths=(160, 320), samples=2)
-QUICK_PRETRAINED = Pretrained(pretrained=False, needles=1, length=160, steps=3, lengths=(160, 320), samples=2)
-QUICK_BEYOND = Beyond(window=Stage(128, 2, 3), beyond=Stage(256, 2, 3), lengths=(128, 320), samples=(2, 1))
 #: A method and its parameters, by variant: LogN acts below the training length too, as in the paper, where s is learned.
 METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "plain": (None, {}),
@@ -94,7 +48,7 @@ BEYOND |= {n: conversion.SCRATCH[n.removesuffix("-scratch")] for n in FROM_SCRAT
 
 
 def run_needles(run: Run) -> dict[str, Any]:
-    settings: Settings = run.settings
+    settings = run.settings
     model = run.models / LENGTH.name / f"{run.variant}-seed{run.seed}"
     require(model, f"{LENGTH.name} --only '^{run.variant}$' --seeds {run.seed}")
     own = {"method": "null", "lora": "null", "optimizer.matrix_lr": settings.matrix_lr, "schedule.warmup": settings.warmup}
@@ -110,7 +64,7 @@ def run_pretrained(run: Run) -> dict[str, Any]:
 
 def on_needles(run: Run, model: Path, own: dict[str, Any]) -> dict[str, Any]:
     """What the recipe measures at its end, with settings of this run's and its `own`."""
-    settings: Settings | Pretrained = run.settings
+    settings = run.settings
     overrides = own | {
         "model": model,
         "data": f"[{','.join(map(str, run.texts.train))}]",
@@ -143,8 +97,8 @@ class Bytes:
 
 
 def run_beyond(run: Run) -> dict[str, Any]:
-    settings: Beyond = run.settings
-    base = conversion.QUICK if settings == QUICK_BEYOND else conversion.Settings()
+    settings = run.settings
+    base = CONVERSION.quick if settings == NEEDLES_BEYOND.quick else CONVERSION.settings
     train, heldout = "\n".join(conversion.read(p) for p in run.texts.train), conversion.read(run.texts.heldout)
     way = replace(BEYOND[run.variant], lora=settings.rank)
     torch.manual_seed(run.seed)
@@ -159,9 +113,9 @@ def run_beyond(run: Run) -> dict[str, Any]:
     task, drawn = NeedleTask(Bytes(), train, settings.needles, seed=run.seed), itertools.count()
     tests = NeedleTask(Bytes(), heldout, settings.needles, seed=1_000_000)  # the same texts for every variant and seed
 
-    def loss(stage: Stage) -> Tensor:
+    def loss(stage: dict[str, int]) -> Tensor:
         """Of the answers alone, in nats a byte."""
-        samples = [task.sample(next(drawn), stage.length) for _ in range(stage.batch)]
+        samples = [task.sample(next(drawn), stage["length"]) for _ in range(stage["batch"])]
         ids, labels = (torch.stack([getattr(s, name) for s in samples]) for name in ("input_ids", "labels"))
         logits = model(ids, use_cache=False).logits[:, :-1].float()
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
@@ -169,12 +123,12 @@ def run_beyond(run: Run) -> dict[str, Any]:
     out: dict[str, Any] = {"lengths": list(settings.lengths)}
     for name, stage in (("window", settings.window), ("beyond", settings.beyond)):
         optimizer = torch.optim.AdamW(model.parameters(), settings.rate, weight_decay=0.0)
-        train_loss = fit(model, functools.partial(loss, stage), optimizer, stage.steps, 0.05, run.dtype)
+        train_loss = fit(model, functools.partial(loss, stage), optimizer, stage["steps"], 0.05, run.dtype)
         out[name] = {"train_loss": round(train_loss, 5)} | found(model.get_base_model(), tests, settings)
     return out
 
 
-def found(model: Any, tests: NeedleTask, settings: Beyond) -> dict[str, list[float]]:
+def found(model: Any, tests: NeedleTask, settings: Settings) -> dict[str, list[float]]:
     """The share of answers that are right, and their loss in nats a byte, by length."""
     out: dict[str, list[float]] = {"accuracy": [], "loss": []}
     for length, count in zip(settings.lengths, settings.samples, strict=True):
@@ -185,6 +139,6 @@ def found(model: Any, tests: NeedleTask, settings: Beyond) -> dict[str, list[flo
     return out
 
 
-NEEDLES = experiment("needles", POSITIONS, Settings(), QUICK, run_needles)
-PRETRAINED = experiment("needles-pretrained", METHODS, Pretrained(), QUICK_PRETRAINED, run_pretrained)
-NEEDLES_BEYOND = experiment("needles-beyond", BEYOND, Beyond(), QUICK_BEYOND, run_beyond)
+NEEDLES = experiment("needles", POSITIONS, run_needles)
+PRETRAINED = experiment("needles-pretrained", METHODS, run_pretrained)
+NEEDLES_BEYOND = experiment("needles-beyond", BEYOND, run_beyond)

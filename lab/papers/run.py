@@ -122,7 +122,7 @@ def perform(experiment: Experiment, args: argparse.Namespace, results: Path, tex
             "experiment": experiment.name,
             "variant": variant,
             "seed": seed,
-            "settings": dataclasses.asdict(settings),
+            "settings": vars(settings),
             "texts": texts.named(),
             "dtype": dtype,
             "measured": measured,

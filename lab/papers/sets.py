@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Rows
 from hf_longattn.methods import AdaptiveTemperature
 from hf_longattn.methods.method import ModelFacts
-from lab.papers.experiment import Run, experiment
+from lab.papers.experiment import Run, Settings, experiment
 from lab.papers.samples import dictionary_lookup, max_retrieval
 
 CLASSES, KEYS, VALUES = 10, 16384, 64
@@ -33,48 +32,6 @@ NORMS = {
 }
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Sets are measured until `sets` of them or `items` items are done; `fitted`: sets of each size to refit on."""
-
-    steps: int = 5000
-    batch: int = 128
-    smallest: int = 5
-    largest: int = 16
-    width: int = 128
-    learning_rate: float = 1e-3
-    weight_decay: float = 1e-3
-    sizes: tuple[int, ...] = tuple(2**n for n in range(4, 15))
-    sets: int = 4096
-    items: int = 1 << 21
-    fitted: int = 128
-    fitted_up_to: int = 4096
-
-    def largest_at(self, step: int) -> int:
-        """The most items in a set at that step."""
-        return self.largest
-
-
-@dataclass(frozen=True)
-class Growing(Settings):
-    """Sets grow during training, from `first` items at most to `largest`."""
-
-    largest: int = 256
-    first: int = 16
-
-    def largest_at(self, step: int) -> int:
-        return self.first + (self.largest - self.first) * step // max(self.steps - 1, 1)
-
-
-@dataclass(frozen=True)
-class InLoss(Settings):
-    """As in the first paper's code: λ/2 |w|² in the loss, which goes through Adam's scaling, and Flax's initial weights."""
-
-    weight_decay: float = 0.0
-    l2: float = 1e-3
-
-
-QUICK = Settings(steps=150, sizes=(16, 64), sets=256, items=1 << 13, fitted=64, fitted_up_to=64)
 #: Steps after which the spread of logits is read beside its bound.
 SPREAD_AT = (0, 100, 300, 1000, 2000, 3000, 5000)
 
@@ -161,6 +118,13 @@ def start_as_flax(model: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
+def largest_at(settings: Settings, step: int) -> int:
+    """The most items in a set at that step."""
+    if not hasattr(settings, "first"):
+        return settings.largest
+    return settings.first + (settings.largest - settings.first) * step // max(settings.steps - 1, 1)
+
+
 def train(
     model: SetModel,
     draw: Draw,
@@ -184,7 +148,7 @@ def train(
     losses = []
     for step in range(settings.steps):
         before_step(step)
-        items = int(torch.randint(settings.smallest, settings.largest_at(step) + 1, (), generator=generator))
+        items = int(torch.randint(settings.smallest, largest_at(settings, step) + 1, (), generator=generator))
         *inputs, answers = draw(items, settings.batch, generator)
         loss = nn.functional.cross_entropy(model(*inputs), answers)
         optimizer.zero_grad()
@@ -271,12 +235,12 @@ def _batches(sets: int, size: int) -> list[int]:
 
 
 def run_sets(make: Callable[[str, Settings], tuple[SetModel, Draw]], run: Run) -> dict[str, Any]:
-    settings: Settings = run.settings
+    settings = run.settings
     torch.manual_seed(run.seed)
     norm, _, otherwise = run.variant.partition("-")
     model, draw = make(norm, settings)
     l2 = None
-    if isinstance(settings, InLoss):
+    if hasattr(settings, "l2"):
         l2 = 0.0 if otherwise == "no_l2" else settings.l2
         if otherwise != "torch_start":
             start_as_flax(model)
@@ -301,17 +265,15 @@ def run_sets(make: Callable[[str, Settings], tuple[SetModel, Draw]], run: Run) -
 
 
 RETRIEVAL, LOOKUP = (functools.partial(run_sets, make) for make in (argmax_model, dictionary_model))
-SHORT, GROWN = replace(QUICK, steps=30), Growing(**vars(QUICK) | {"largest": 32})
-QUICK_IN_LOSS = InLoss(**vars(QUICK) | {"weight_decay": 0.0, "steps": 100})
 TWO = ("baseline", "layer_norm")
 #: What each of the two, L2 term and start, does without the other.
 APART = ("baseline-no_l2", "baseline-torch_start")
-MAX_RETRIEVAL = experiment("max-retrieval", TWO[:1], Settings(), QUICK, RETRIEVAL)
-ARGMAX = experiment("argmax-retrieval", ("layer_norm", "standardise"), Settings(), QUICK, RETRIEVAL)
-LONGER = experiment("argmax-retrieval-100k", NORMS, Settings(steps=100_000), QUICK, RETRIEVAL)
-LARGER = experiment("argmax-retrieval-256", TWO, Growing(), GROWN, RETRIEVAL)
-IN_LOSS = experiment("argmax-retrieval-l2", (*NORMS, *APART), InLoss(), QUICK_IN_LOSS, RETRIEVAL)
-DICTIONARY = experiment("dictionary-lookup", NORMS, Settings(), SHORT, LOOKUP)
-DICTIONARY_LONGER = experiment("dictionary-lookup-10k", TWO, Settings(steps=10_000), SHORT, LOOKUP)
-DICTIONARY_LARGER = experiment("dictionary-lookup-256", TWO, Growing(), replace(GROWN, steps=30), LOOKUP)
+MAX_RETRIEVAL = experiment("max-retrieval", TWO[:1], RETRIEVAL)
+ARGMAX = experiment("argmax-retrieval", ("layer_norm", "standardise"), RETRIEVAL)
+LONGER = experiment("argmax-retrieval-100k", NORMS, RETRIEVAL)
+LARGER = experiment("argmax-retrieval-256", TWO, RETRIEVAL)
+IN_LOSS = experiment("argmax-retrieval-l2", (*NORMS, *APART), RETRIEVAL)
+DICTIONARY = experiment("dictionary-lookup", NORMS, LOOKUP)
+DICTIONARY_LONGER = experiment("dictionary-lookup-10k", TWO, LOOKUP)
+DICTIONARY_LARGER = experiment("dictionary-lookup-256", TWO, LOOKUP)
 SETS = (MAX_RETRIEVAL, ARGMAX, LONGER, LARGER, IN_LOSS, DICTIONARY, DICTIONARY_LONGER, DICTIONARY_LARGER)

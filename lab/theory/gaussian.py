@@ -27,6 +27,7 @@ from hf_longattn.evaluation.measures.diagnostics import Diagnostics
 from hf_longattn.evaluation.measures.sums import Options, Sums, collect
 from hf_longattn.evaluation.report.figures import COLOURS, MARKERS, png, pyplot
 from hf_longattn.methods import InfoScale
+from lab.papers.masked import expected_peak
 
 TAU, DELTAS, HEADS, BATCH, WIDTH = 10.0, (2, 5, 10), 8, 4, 8
 SCHEMES = {
@@ -132,12 +133,6 @@ def temperatures(longest: int, samples: int, seed: int = 1) -> dict[str, Any]:
     return {"lengths": lengths.tolist(), "variances": by_variance}
 
 
-def peak(scale: float) -> float:
-    """η* of Theorem 3.4."""
-    d = COSINE_DIM - 3
-    return (-d + math.sqrt(d * d + 4 * scale * scale)) / (2 * scale)
-
-
 def cosines(samples: int, seed: int = 2) -> dict[str, Any]:
     """Cosine attention with RoPE of the last query over `KEYS` keys, by its scale c: the share of the variance of a row's
     scores that distance alone explains, and attention on the last 100 keys.
@@ -149,7 +144,7 @@ def cosines(samples: int, seed: int = 2) -> dict[str, Any]:
     distance = torch.arange(KEYS).flip(0)[:, None]
     angle = distance * BASE ** -(torch.arange(COSINE_DIM // 2) * 2 / COSINE_DIM)
     cos, sin = angle.cos(), angle.sin()
-    out: dict[str, Any] = {"scale": list(SCALES), "peak": [peak(c) for c in SCALES]}
+    out: dict[str, Any] = {"scale": list(SCALES), "peak": [expected_peak(c, COSINE_DIM) for c in SCALES]}
     rows = Rows.causal(1, KEYS, None, KEYS - 1, torch.device("cpu"))
     for name in ("even", "at the peak"):
         curves: dict[str, list[Any]] = {"share": [], "local_mass": []}
@@ -158,7 +153,8 @@ def cosines(samples: int, seed: int = 2) -> dict[str, Any]:
             query = torch.nn.functional.normalize(query, dim=-1)
             if name == "at the peak":
                 key = torch.nn.functional.normalize(key - (key * query).sum(-1, keepdim=True) * query, dim=-1)
-                key = peak(c) * query + math.sqrt(1 - peak(c) ** 2) * key
+                peak = expected_peak(c, COSINE_DIM)
+                key = peak * query + math.sqrt(1 - peak**2) * key
             first, second = key.chunk(2, -1)
             key = torch.cat([first * cos + second * sin, second * cos - first * sin], -1)  # turned back by its distance
             score = torch.nn.functional.cosine_similarity(query, key, dim=-1)
