@@ -28,9 +28,15 @@ from hf_longattn import LongAttnConfig
 TOLERANCE = 1e-5  # float32, on logits of order one
 
 
-def crossed(values: Iterable[Any], inner: Container[Any]) -> list[Any]:
-    """Parameters of a test: those not in `inner` show what the others show, and are left out of the inner loop."""
-    each = ((v if isinstance(v, tuple) else (v,), [] if v in inner else [pytest.mark.crossed]) for v in values)
+def crossed(values: Iterable[Any], inner: Container[Any] | int) -> list[Any]:
+    """Parameters of a test: those not in `inner` show what the others show, and are left out of the inner loop.
+
+    Args:
+        inner: a number n for every n-th of them.
+    """
+    listed = list(values)
+    chosen = listed[::inner] if isinstance(inner, int) else inner
+    each = ((v if isinstance(v, tuple) else (v,), [] if v in chosen else [pytest.mark.crossed]) for v in listed)
     return [pytest.param(*parameters, marks=marks) for parameters, marks in each]
 
 

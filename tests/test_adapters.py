@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from cases import CASES
-from helpers import close, multimodal, picture, stock, tokens
+from helpers import close, crossed, multimodal, picture, stock, tokens
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -95,8 +95,7 @@ LOADERS = {
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize(
-    ("family", "method"),
-    [("llama", m) for m in METHODS] + [("gemma3", "learned"), ("gpt2", "learned")],
+    ("family", "method"), crossed([*(("llama", m) for m in METHODS), ("gemma3", "learned"), ("gpt2", "learned")], 3)
 )
 def test_every_loader_gives_the_same_model(
     family: str, method: str, loader: str, bases: dict[str, Path], tmp_path: Path

@@ -13,6 +13,7 @@ import coverage_models
 import pytest
 import tiny
 import torch
+from helpers import crossed
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
@@ -142,7 +143,7 @@ def test_copies_are_the_loss_on_passages_repeated_from_far_back(folder: Path, tm
 
 
 @pytest.mark.parametrize(
-    "asked", ["unmodified", "rerope:window=1000", "rerope+logn:window=1000", "scale_invariant:tau=3", "@yarn:2"]
+    "asked", crossed(["unmodified", "rerope:window=1000", "rerope+logn:window=1000", "scale_invariant:tau=3", "@yarn:2"], 3)
 )
 def test_a_prefix_is_read_once_and_settings_read_on(folder: Path, tmp_path: Path, asked: str) -> None:
     """The prefix's window is longer than the text here: what reads it by itself gives what one pass does."""
@@ -580,6 +581,7 @@ def test_a_share_that_is_none_is_refused(folder: Path, tmp_path: Path) -> None:
     assert "a share lies in (0, 1], not at 85" in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_command_measures_and_writes_the_page(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["eval", str(folder / "model"), "--text", f"{folder / 'a.txt'},{folder / 'b.txt'}", "--out", str(out)]

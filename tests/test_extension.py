@@ -269,6 +269,7 @@ def test_command_tries_saves_and_reloads(saved: tuple[Path, Path], tmp_path: Pat
     assert "not empty" in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast", [False, True])
 def test_command_reads_fast_and_saves_the_checkpoints_own_precision(
     saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
@@ -289,6 +290,7 @@ def test_command_reads_fast_and_saves_the_checkpoints_own_precision(
         assert torch.equal(reloaded.state_dict()[name], weight), name
 
 
+@pytest.mark.slow
 def test_the_command_takes_the_trained_length_that_it_is_told(
     saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,6 +321,7 @@ def test_the_command_takes_the_trained_length_that_it_is_told(
     assert "put in for inference" in " ".join(refused.output.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_the_command_saves_what_it_measured_of_a_checkpoint_with_a_method(
     saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +345,7 @@ def test_the_command_saves_what_it_measured_of_a_checkpoint_with_a_method(
     assert again.beyond == pytest.approx(kept["beyond"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_an_interrupted_command_goes_on_to_the_same_result(
     saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

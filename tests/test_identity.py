@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, DEFAULT, HEADS
-from helpers import NO_WINDOWS, SCENARIOS, close, stock, tokens, with_sinks
+from helpers import NO_WINDOWS, SCENARIOS, close, crossed, stock, tokens, with_sinks
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -94,7 +94,7 @@ def test_what_is_never_the_identity_says_so() -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", crossed(["llama", "gemma3"], ["llama"]))
 def test_within_the_range_the_model_runs_its_own_attention(family: str, scenario: str, calls: list[int]) -> None:
     if family == "gemma3" and scenario in NO_WINDOWS:
         pytest.skip("its own sliding windows count cache indices")

@@ -93,6 +93,7 @@ def test_public_names_are_there_for_people_and_for_type_checkers():
 COMMANDS = ([], ["extend"], ["eval"], ["inspect"], ["train"], ["push"], ["doctor"], ["env"], ["lm-eval"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [*([*command, "--help"] for command in COMMANDS), ["--version"]], ids=" ".join)
 def test_help_costs_no_torch_and_less_than_a_second(arguments):
     code = (

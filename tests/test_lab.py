@@ -49,6 +49,7 @@ def run(program: Program, result: Path, model: Path, text: Path, *words: str) ->
     return json.loads(result.read_text(encoding="utf-8"))["rows"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "length", "only", "names"),
     [

@@ -117,6 +117,7 @@ def test_the_command_probes_every_setting_and_keeps_its_rows(folder: Path, tmp_p
     assert all((out / name).stat().st_size > 5_000 for name in ("probe-copy.png", "probe-text.png"))
 
 
+@pytest.mark.slow
 def test_an_interrupted_probe_goes_on_and_mixes_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
     given = ("--method", "rerope", "--distances", "1280,3000")

@@ -26,6 +26,7 @@ def settings(kind: str) -> Any:
     return BitsAndBytesConfig(load_in_8bit=True) if kind.endswith("8") else BitsAndBytesConfig(load_in_4bit=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["logn_learned", "rerope"])
 @pytest.mark.parametrize("kind", ["bitsandbytes 8", "bitsandbytes 4", "torchao int8", "gguf 8"])
 def test_an_adapter_on_a_quantised_base_reloads(kind: str, case: str, tmp_path: Path) -> None:

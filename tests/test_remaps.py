@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from cases import FAMILIES, HEAD_DIM, model_config
-from helpers import SCENARIOS, close, model, static, stock, tokens
+from helpers import SCENARIOS, close, crossed, model, static, stock, tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -121,7 +121,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("blocks", [1 << 21, 64])
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("interleaved", crossed([False, True], [False]))
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_attention_is_the_reference(
@@ -393,8 +393,8 @@ def scaled(kind: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.parametrize("length", [12, 24])
-@pytest.mark.parametrize("name", ["rerope", "self_extend", "streaming"])
+@pytest.mark.parametrize("length", crossed([12, 24], [24]))
+@pytest.mark.parametrize("name", crossed(["rerope", "self_extend", "streaming"], ["rerope"]))
 @pytest.mark.parametrize("kind", SCALED)
 def test_every_rope_type(kind: str, name: str, length: int) -> None:
     """Within the trained length of 16 and beyond it, where two of them change their frequencies as they run."""

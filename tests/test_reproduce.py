@@ -86,6 +86,7 @@ def test_max_retrieval_learns(the: Any, tmp_path: Path) -> None:
     assert row["measured"]["plain"]["accuracy"][0] > 0.6
 
 
+@pytest.mark.slow
 def test_max_retrieval_with_the_l2_term(the: Any, tmp_path: Path) -> None:
     """The term shrinks what it reaches, from torch's small start everything; the spread of logits stays below its bound."""
     assert quick(the, tmp_path, "argmax-retrieval-l2", "--only", "^baseline(-torch_start)?$", "--seeds", "0") == 0
@@ -185,6 +186,7 @@ def test_from_scratch_and_needles(the: Any, tmp_path: Path, texts: list[str], ca
     assert cells(the.tables.length(data).text)[4][:2] == ["`scale_invariant_prope`, end point included", "3.244"]
 
 
+@pytest.mark.slow
 def test_attention_by_length(the: Any, tmp_path: Path, texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("omegaconf")
     pytest.importorskip("accelerate")
@@ -208,6 +210,7 @@ def test_attention_by_length(the: Any, tmp_path: Path, texts: list[str], capsys:
     assert lines["entropy, `prope`, end point included"] == [f"{x:.2f}" for x in found["entropy"][-2:]]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's own
 def test_needles_beyond(the: Any, tmp_path: Path, texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("peft")
@@ -264,6 +267,7 @@ def test_masked(the: Any, tmp_path: Path, texts: list[str]) -> None:
     assert cells(the.tables.peaks(data).text)[2][:2] == ["32", f"{the.masked.expected_peak(32, 16):.3f}"]
 
 
+@pytest.mark.slow
 def test_masked_in_other_encodings(the: Any, tmp_path: Path, texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     name = "infoscale-cosscale-encodings"
     assert quick(the, tmp_path, name, "--only", "cosscale128", "--seeds", "0", *texts) == 2
@@ -298,6 +302,7 @@ def test_distance_explains_what_it_decides(the: Any) -> None:
     assert of_position["near"] > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["algorithms", "algorithms-pretrained"])
 def test_algorithms(the: Any, tmp_path: Path, name: str) -> None:
     assert quick(the, tmp_path, name, "--seeds", "0") == 0
@@ -435,6 +440,7 @@ def test_the_list_names_every_experiment_with_its_cost(the: Any, tmp_path: Path,
         assert (int(done), int(to_do)) == (0, len(experiment.variants) * len(experiment.seeds))
 
 
+@pytest.mark.slow
 def test_conversion(the: Any, tmp_path: Path, texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     variants = ["windowed-untrained", "infoscale-untrained", "rerope+map-untrained", "qk+yarn16+logn-untrained"]
     variants += ["rerope+logn-15%", "pose+rerope-15%"]

@@ -118,6 +118,7 @@ def full(self: Any, directory: Any, *args: Any, **kwargs: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.slow
 def test_extend_keeps_its_rows_when_the_disk_is_full(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(PreTrainedModel, "save_pretrained", full)
@@ -134,6 +135,7 @@ def test_extend_keeps_its_rows_when_the_disk_is_full(files: Path, tmp_path: Path
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_train_says_what_is_kept_when_the_disk_is_full(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("hf_longattn.training.run"), "save", lambda model, output, **_: full(None, output))
     code, said = run(TRAIN, files, tmp_path / "out")
@@ -173,6 +175,7 @@ def test_two_evaluations_of_one_folder_do_not_measure_twice(files: Path, tmp_pat
 # longer and longer --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_extend_takes_a_folder_that_extend_made(files: Path, tmp_path: Path) -> None:
     tokenizer = tiny.tokenizer()
     model = hf_longattn.extend(AutoModelForCausalLM.from_pretrained(files / "model"), 2048, "self_extend", group=4, window=256)

@@ -44,7 +44,8 @@ def logits(m: Any, ids: Tensor, **inputs: Any) -> Tensor:
 
 @pytest.mark.parametrize("where", crossed(WITHOUT_VALUES, ["meta"]))
 @pytest.mark.parametrize(
-    ("family", "case"), [*(("llama", c) for c in (*KINDS, "logn_learned", "rerope", "dual_chunk")), ("gemma2", "sinks")]
+    ("family", "case"),
+    crossed([*(("llama", c) for c in (*KINDS, "logn_learned", "rerope", "dual_chunk")), ("gemma2", "sinks")], 3),
 )
 def test_shapes_pass_through(family: str, case: str, where: str) -> None:
     """Forward, backward, a cached step, weights and all."""

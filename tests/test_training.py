@@ -233,6 +233,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
         prepare(load_recipe(name, overrides), resume=True)
 
 
+@pytest.mark.slow
 def test_convert_distill(tiny: Path, tmp_path: Path) -> None:
     result = command("convert_distill", *settings(tiny, tmp_path / "out", distill__weight=0.25, evaluation__compare=False))
     assert result.exit_code == 0, result.output
@@ -271,6 +272,7 @@ def test_every_process_has_needles_of_its_own(tiny: Path, tmp_path: Path, monkey
     assert data_module._samples(recipe) == 4 * alone
 
 
+@pytest.mark.slow
 def test_needle_lora(tiny: Path, tmp_path: Path) -> None:
     overrides = settings(tiny, tmp_path / "out", length=300, evaluation__final_lengths="[300,600]", method="infoscale")
     result = command("needle_lora", *overrides)
@@ -282,6 +284,7 @@ def test_needle_lora(tiny: Path, tmp_path: Path) -> None:
     assert rates == pytest.approx([0, 5e-4, 1e-3, 1e-3, 1e-3, 5e-4])  # up, level, down in thirds
 
 
+@pytest.mark.slow
 def test_freeze(tiny: Path, tmp_path: Path) -> None:
     """Nothing but a method's learned parameters moves."""
     learned = {"lora": "null", "freeze": True, "method": "logn", "parameters__learned": True, "length": 300}
@@ -333,6 +336,7 @@ def test_pretrain_small_has_prope_as_published(tiny: Path) -> None:
         assert float(1 / rotary[rotary > 0].min()) == pytest.approx(lowest, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_304m_model_is_the_papers(tiny: Path, tmp_path: Path) -> None:
     """Its size, the rate of its matrices, and a cosine from the full rate to zero."""
     recipe = load_recipe("pretrain_304m", ["data=x.txt", "tokenizer=bytes"])
@@ -490,6 +494,7 @@ def test_packed_documents_do_not_see_each_other() -> None:
     assert out["loss"].item() == pytest.approx(float(alone) / 21, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_packed_documents_of_a_recipe_do_not_see_each_other(tiny: Path, tmp_path: Path) -> None:
     """The first step's loss, before anything is learned, is that of every document alone."""
     changes = {"packing": "documents", "data": tiny / "table.jsonl", "trainer__max_steps": 1, "trainer__save_steps": 1}
@@ -753,6 +758,7 @@ def test_variants_train_alike(tiny: Path, tmp_path: Path, change: str) -> None:
     assert other[2]["loss"] == pytest.approx(plain[2]["loss"], rel=max(tolerance, 1e-4))
 
 
+@pytest.mark.slow
 def test_calibration_and_strength(tiny: Path, tmp_path: Path) -> None:
     changes = {
         "method": "scale_invariant",
@@ -767,6 +773,7 @@ def test_calibration_and_strength(tiny: Path, tmp_path: Path) -> None:
     assert np.shape(found.logit_mean) == (2, 4)
 
 
+@pytest.mark.slow
 def test_a_strength_schedule_beside_a_remap(tiny: Path, tmp_path: Path) -> None:
     changes = {"method": "rerope+scale_invariant", "parameters__window": 16, "strength__start": 0.1}
     trained("continue_lora", settings(tiny, tmp_path / "out", evaluation__compare=False, **changes))

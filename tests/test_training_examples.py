@@ -53,6 +53,7 @@ def short(code: str) -> str:
     return code.replace("max_steps=20", quiet).replace("max_length=512", "max_length=32").replace("lr=1e-4", "lr=1e-2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name: str, names: dict[str, Any], base: Path) -> None:
     if name == "trl":

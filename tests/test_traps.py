@@ -18,6 +18,7 @@ from helpers import (
     RELATIVE_ONLY,
     SCENARIOS,
     close,
+    crossed,
     expected,
     feed,
     fresh,
@@ -75,7 +76,7 @@ def outputs_by_layer(m: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
     return out
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gemma3n", "gemma4"])
+@pytest.mark.parametrize("family", crossed(["gemma3", "gemma2", "gemma3n", "gemma4"], ["gemma3"]))
 @pytest.mark.parametrize("name", sorted(name for name in SCENARIOS if "interleaved" not in name))  # eager adds a bool mask
 def test_sliding_layers_are_stock(name: str, family: str) -> None:
     """Under a method that changes one full layer only, the first, sliding layer must be bit-equal to stock."""
@@ -504,7 +505,8 @@ def test_own_4d_mask_may_be_written_to_between_calls(kind: str) -> None:
 @pytest.mark.parametrize("keep", [1, 3])
 @pytest.mark.parametrize(
     ("family", "case"),
-    [(f, DEFAULT) for f in ("llama", "gemma3", "gemma3n")] + [("gemma4", c) for c in CASES if "gemma4" in families(c)],
+    [(f, DEFAULT) for f in ("llama", "gemma3", "gemma3n")]
+    + crossed((("gemma4", c) for c in CASES if "gemma4" in families(c)), 5),
 )
 @torch.no_grad()
 def test_logits_to_keep(family: str, case: str, keep: int) -> None:

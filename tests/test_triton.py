@@ -236,7 +236,7 @@ def check_pages(
 
 
 @pytest.mark.parametrize(("queries", "lengths"), [(1, [18, 27, 45]), (18, [18, 27])], ids=["one", "chunk"])
-@pytest.mark.parametrize("case", PAGED)
+@pytest.mark.parametrize("case", crossed(PAGED, ["calibrated", "streaming"]))
 def test_pages(case: str, queries: int, lengths: list[int]) -> None:
     """Requests of mixed lengths, as a serving engine has them."""
     check_pages(case, queries, lengths)
