@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -12,6 +13,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton kernels run on the CPU;
 
 import pytest
 import torch
+from helpers import stock
 
 logging.getLogger("torch.__trace").propagate = False  # pytest would capture, and torch format, megabytes of traces
 
@@ -26,3 +28,26 @@ def _seeded() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)  # tiny tensors: threads only cost
+
+
+class Checkpoints(dict[str, Path]):
+    """Folders of the families' models without a method, saved when they are asked for; nothing may be written there."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        super().__init__()
+        self.factory = factory
+
+    def __missing__(self, family: str) -> Path:
+        self[family] = self.factory.mktemp(family)
+        stock(family).save_pretrained(self[family])
+        return self[family]
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def base(bases: Checkpoints) -> Path:
+    return bases["llama"]

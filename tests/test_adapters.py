@@ -42,15 +42,6 @@ def logits(m: Any, **inputs: Tensor) -> Tensor:
     return m.eval()(**(inputs or {"input_ids": tokens()})).logits
 
 
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints without a method."""
-    paths = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
-    for family, path in paths.items():
-        stock(family).save_pretrained(path)
-    return paths
-
-
 def lora(family: str = "llama", kind: Any = None, **options: Any) -> Any:
     target = "c_attn" if family == "gpt2" else "q_proj"
     target = options.pop("target", [target])

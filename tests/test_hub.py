@@ -53,13 +53,6 @@ def adapted(base: Path | None = None) -> Any:
     return peft.get_peft_model(hf_longattn.apply(model, CONFIG), config)
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("base")
-    stock("llama").save_pretrained(path)
-    return path
-
-
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     fake = FakeHub()

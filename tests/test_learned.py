@@ -73,15 +73,6 @@ def logits(m: Any) -> Tensor:
     return m.eval()(tokens()).logits
 
 
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints without a method."""
-    paths = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
-    for family, path in paths.items():
-        stock(family).save_pretrained(path)
-    return paths
-
-
 # before the weights load ------------------------------------------------------------------------------------------------
 
 

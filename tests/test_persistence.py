@@ -50,13 +50,6 @@ def longattn_keys(path: Path) -> set[str]:
     return {"attn_implementation", "longattn", "_longattn"} & saved(path).keys()
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("base")
-    stock("llama").save_pretrained(path)
-    return path
-
-
 # saving and loading -------------------------------------------------------------------------------------------------
 
 
