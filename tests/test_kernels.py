@@ -551,14 +551,14 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_tensor_of_all_pairs(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1024 tokens and 4 heads make 4.2 million pairs; no tensor comes near, forward or backward."""
-    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", 1 << 15)
-    n = 1024
+    """2048 tokens and 4 heads make 16.8 million pairs; no tensor comes near, forward or backward."""
+    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", 1 << 17)
+    n = 2048
     leaves = [x.requires_grad_() for x in inputs(b=1, h=HEADS, q=n, k=n, d=8, dtype=torch.float32)]
     config = CASES[case].for_layer(0)
     with Largest() as seen:
         hf_longattn.attention(*leaves, config, backend="tiled", rotation=ROTATION).sum().backward()
-    assert seen.elements <= 1 << 16
+    assert seen.elements <= 1 << 18
 
 
 # random calls -------------------------------------------------------------------------------------------------------
