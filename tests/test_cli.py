@@ -182,6 +182,7 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(RecipeTrainer, "compute_loss", compute_loss)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_resumed_as_if_it_had_not_been(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

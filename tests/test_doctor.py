@@ -78,6 +78,7 @@ ON_THE_PAGE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_THE_PAGE)
 def test_doctor_prints_the_lines_of_the_page_of_models(name: str, tmp_path: Path) -> None:
     checkpoints.tiny_config(checkpoints.CHECKPOINTS[name]).save_pretrained(tmp_path)

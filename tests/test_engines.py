@@ -102,6 +102,7 @@ def test_continuous_batching_of_families(family: str, monkeypatch: pytest.Monkey
     assert counts["tokens"] >= 3 * WINDOW + 3 * WINDOW
 
 
+@pytest.mark.slow
 @batching
 @pytest.mark.parametrize("sharing", [True, False])
 def test_batched_requests_share_a_prefix(sharing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +115,7 @@ def test_batched_requests_share_a_prefix(sharing: bool, monkeypatch: pytest.Monk
     assert counts["tokens"] < whole - 16 if sharing else counts["tokens"] == whole
 
 
+@pytest.mark.slow
 @batching
 def test_batched_requests_are_evicted_and_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache too small for all answers: requests are thrown out and computed anew, so that more tokens go through."""
@@ -123,6 +125,7 @@ def test_batched_requests_are_evicted_and_resumed(monkeypatch: pytest.MonkeyPatc
     assert counts["tokens"] > sum(len(t) + 15 for t in texts)
 
 
+@pytest.mark.slow
 @batching
 def test_batched_requests_with_learned_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     m = fresh("gemma3", CASES["logn_learned"].replace(layers="all"))

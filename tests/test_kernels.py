@@ -376,7 +376,7 @@ def test_rows_that_see_nothing_are_zero(backend: str) -> None:
     assert out[:, :, 6].abs().min() > 0
 
 
-@pytest.mark.parametrize("backend", ["tiled", "flex"])
+@pytest.mark.parametrize("backend", crossed(["tiled", "flex"], ["tiled"]))
 @pytest.mark.parametrize(("window", "start"), [(1, 1), (3, 2), (5, 40)])
 def test_windows_that_reach_past_the_keys(window: int, start: int, backend: str) -> None:
     """They show, and count, the keys that are there; beyond them a row is fully masked."""
@@ -549,7 +549,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", crossed(CASES, 3))
 def test_no_tensor_of_all_pairs(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """2048 tokens and 4 heads make 16.8 million pairs; no tensor comes near, forward or backward."""
     monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", 1 << 17)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SCENARIOS, close, stock, tokens
+from helpers import SCENARIOS, close, crossed, stock, tokens
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 import hf_longattn
@@ -38,7 +38,7 @@ def by_hand(family: str, *configs: LongAttnConfig) -> PreTrainedModel:
     return m
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", crossed(["llama", "gpt2"], ["llama"]))
 @torch.no_grad()
 def test_each_layer_computes_its_own_method(family: str, tmp_path: Path) -> None:
     parts = [REST, MAP, NEAR] if family == "llama" else WITHOUT_ROTATION

@@ -66,6 +66,7 @@ def cells(text: str) -> list[list[str]]:
 # every experiment, end to end -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_max_retrieval_learns(the: Any, tmp_path: Path) -> None:
     assert quick(the, tmp_path, "max-retrieval", "argmax-retrieval", "--only", "baseline|standardise", "--seeds", "0") == 0
     (row,) = rows(tmp_path, "max-retrieval")

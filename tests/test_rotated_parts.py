@@ -136,7 +136,7 @@ def by_closed_form(m: Any, ids: Tensor, config: LongAttnConfig, still: int) -> T
     return logits(m, ids)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", crossed(METHODS, 3))
 def test_layers_without_rotation_keep_theirs(method: str) -> None:
     ids, config = tokens(), LongAttnConfig.preset(method, **METHODS[method])
     want = by_closed_form(build("SmolLM3", _SOME), ids, config, still=1)

@@ -29,6 +29,7 @@ def result(theory: Any) -> dict[str, Any]:
     return theory.run(longest=2048, samples=64)
 
 
+@pytest.mark.slow
 def test_every_claim_holds_on_short_texts(theory: Any, result: dict[str, Any]) -> None:
     found = theory.claims(result)
     assert len(found) >= 40

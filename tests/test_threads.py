@@ -49,6 +49,7 @@ def together(threads: int, what: Callable[[int], Any]) -> list[Any]:
         return list(pool.map(run, range(threads)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["rerope", "streaming", "dual_chunk"])
 def test_first_calls_at_once_all_run_the_method(case: str, tmp_path: Path) -> None:
     fresh("llama", CASES[case]).save_pretrained(tmp_path)

@@ -282,6 +282,7 @@ def test_a_name_given_to_the_whole_composite_model_leaves_the_vision_tower_alone
         close(ours(**picture()).logits, hf_longattn.apply(multimodal(), CONFIG)(**picture()).logits, 1e-6)
 
 
+@pytest.mark.slow
 def test_image_blocks_look_ahead() -> None:
     """Inside a picture keys lie ahead of queries: |t| counts, nothing is NaN, and tiled equals the reference."""
     runs = []
