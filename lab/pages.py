@@ -175,7 +175,16 @@ def contents() -> Contents:
         "probe": probed,
         "headline": headline,
     }
-    pretrained = (copies, dispersion_on_model, longer_on_model, methods_on_model, needles_on_model, reading_far, regret, trained)
+    pretrained = (
+        copies,
+        dispersion_on_model,
+        longer_on_model,
+        methods_on_model,
+        needles_on_model,
+        reading_far,
+        regret,
+        trained,
+    )
     for measured in (papers, *pretrained, speed):
         own |= measured.contents()
     return own
