@@ -20,6 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from hf_longattn.evaluation.report.markdown import Contents, table
+
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "lab" / "results" / "vllm-cpu.json"
 #: By name: the method that the checkpoint gets, and what is passed to vLLM.
@@ -34,6 +36,18 @@ SETTINGS: dict[str, tuple[str | None, dict[str, Any]]] = {
 PEER = "no method"
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
 ENVIRONMENT |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+
+
+def contents() -> Contents:
+    """A table for docs/engines.md."""
+    return {"vllm-speed": speeds}
+
+
+def speeds(length: str) -> str:
+    """Time beside vLLM without a method, of prompts of a length."""
+    rows = [r for r in json.loads(RESULT.read_text(encoding="utf-8"))["rows"] if r["length"] == int(length)]
+    body = [[r["setting"], f"{r['prefill ratio']:.2f}", f"{r['decode ratio']:.2f}"] for r in rows if r["setting"] != PEER]
+    return table(["time beside no method", "reading", "writing"], body)
 
 
 def saved(source: str, method: str | None, parent: Path) -> Path:

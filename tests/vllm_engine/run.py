@@ -57,10 +57,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "smollm3": {},
     "gpt_oss": {},
     "phi3": {"head_dim": None},
+    "gemma4": {"global_head_dim": 64},
     "cope": LLAMAS["cope"],
 }
 #: No method at all.
 PLAIN = "none"
+#: A script of its own.
+PICTURES = "pictures"
 ON_MODELS = ("scale_invariant", "infoscale+cosscale", "rerope")
 #: What heads and ranks meet in: per head, over all heads, learned, remapped, folded.
 ON_TWO_RANKS = ("calibrated", "infoscale", "logn_learned", "output_layer_norm", "output_standardise", "rerope")
@@ -174,7 +177,7 @@ def jobs(engine: str, short: bool) -> Jobs:
     pairs = [(case, "llama") for case in CASES] + [(case, family) for family in MODELS for case in ON_MODELS]
     pairs = [("rerope", "llama"), ("infoscale", "llama"), ("scale_invariant", "gemma2")] if short else pairs
     pairs = [(c, "llama") for c in ON_TWO_RANKS] if engine == "tp2" else pairs
-    pairs = [(c, "llama") for c in COMPILED] if engine == "compiled" else pairs
+    pairs = [*((c, "llama") for c in COMPILED), ("rerope", "cope")] if engine == "compiled" else pairs
     return {f"{case} on {family}": (case, family, {}) for case, family in pairs}
 
 
@@ -217,13 +220,16 @@ def wrong(row: dict[str, Any]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--engines", nargs="+", default=[*ENGINES, PICTURES], choices=[*ENGINES, PICTURES])
     parser.add_argument("--only", default="", help="only jobs whose name matches this regular expression")
     parser.add_argument("--short", action="store_true", help="three checkpoints; nothing is written")
     args = parser.parse_args()
     WORK.mkdir(exist_ok=True)
     bad = False
     for engine in args.engines:
+        if engine == PICTURES:
+            bad |= not args.short and subprocess.run([sys.executable, HERE / "pictures.py"]).returncode != 0
+            continue
         asked, start = jobs(engine, args.short), time.time()
         found = rows(engine, {name: job for name, job in asked.items() if re.search(args.only, name)})
         for row in filter(wrong, found):
