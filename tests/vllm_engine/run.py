@@ -228,7 +228,7 @@ def main() -> None:
     bad = False
     for engine in args.engines:
         if engine == PICTURES:
-            bad |= not args.short and subprocess.run([sys.executable, HERE / "pictures.py"]).returncode != 0
+            bad |= not (args.short or args.only) and subprocess.run([sys.executable, HERE / "pictures.py"]).returncode != 0
             continue
         asked, start = jobs(engine, args.short), time.time()
         found = rows(engine, {name: job for name, job in asked.items() if re.search(args.only, name)})
