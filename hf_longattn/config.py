@@ -150,6 +150,13 @@ class LongAttnConfig:
         return "|".join(parts) or CUSTOM
 
     @classmethod
+    def of(cls, method: str | LongAttnConfig, **parameters: Any) -> LongAttnConfig:
+        """A config from a name with its parameters, or another config with some changed: `preset` or `replace`."""
+        if isinstance(method, LongAttnConfig):
+            return method.replace(**parameters) if parameters else method
+        return cls.preset(method, **parameters)
+
+    @classmethod
     def preset(cls, name: str, **parameters: Any) -> LongAttnConfig:
         """A config by name: one method, or several joined by "+" ("infoscale+cosscale").
 

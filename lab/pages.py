@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_longattn.evaluation.report import figures
-from hf_longattn.evaluation.report.markdown import Contents, fill_pages, filled, table
 from hf_longattn.evaluation.report.page import shown
-from hf_longattn.evaluation.rows import Rows
+from hf_longattn.evaluation.rows import RowFile
 from hf_longattn.evaluation.statistics import mean_interval
+from lab.markdown import Contents, fill_pages, filled, table
 from lab.papers import tables as papers
 from lab.pretrained import (
     copies,
@@ -97,7 +97,7 @@ SETTINGS = {"unmodified": "unmodified", "YaRN × 2": "YaRN × 2", "rerope(window
 
 def rows_of(setting: str) -> list[dict[str, Any]]:
     """One row a text, in the order of TEXTS."""
-    plain = [r for r in Rows(copies.RESULT) if "adapter" not in r]
+    plain = [r for r in RowFile(copies.RESULT) if "adapter" not in r]
     found = {r["text"]: r for r in plain if (r["name"], r["model"], r["length"]) == (setting, MODEL, LENGTH)}
     return [found[text] for text in TEXTS]
 

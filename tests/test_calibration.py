@@ -6,7 +6,6 @@ import dataclasses
 import math
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 from cases import SUBSET
@@ -161,60 +160,6 @@ def test_copying_heads_attend_to_what_came_next(family: str, calls: Calls, monke
     assert each == [tuple(math.inf if p >= calibration.COPIES else 3 for p in layer) for layer in groups.tolist()]
     assert {math.inf, 3} == {k for layer in each for k in layer}
     assert all(stretch[n] == 3 for n in range(4) if n not in full)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_logit_gaps_are_the_fit_through_dense_rows(family: str, calls: Calls) -> None:
-    """NumPy's least squares over every row of the model's own scores; calibrate takes the median head's."""
-    model, text = stock(family), tokens(batch=2, length=150)
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        model(text, use_cache=False)
-    eager = dict(calls)
-    model = stock(family)
-    found = calibration.logit_gaps(model, [text])
-    full = [i for i, layer in enumerate(model.model.layers) if getattr(layer.self_attn, "sliding_window", None) is None]
-    for i in full:
-        for h in range(4):
-            rows = [(n, eager[i][0][b, h, n, 1 : n + 1].double().numpy()) for b in range(2) for n in range(16, 150)]
-            x = numpy.log(numpy.log([n for n, _ in rows]))
-            y = numpy.log([s.max() - s.mean() for _, s in rows])
-            growth, level = numpy.polyfit(x, y, 1, w=numpy.array([n for n, _ in rows]) ** -0.5)
-            assert found.growth[i, h] == pytest.approx(growth, abs=1e-4)
-            assert found.level[i, h] == pytest.approx(numpy.exp(level), rel=1e-4)
-    assert found.growth[full].isfinite().all()
-    assert len(full) == 4 or found.growth[[i for i in range(4) if i not in full]].isnan().all()
-    config = hf_longattn.calibrate(model, [text], "logn+cosscale")
-    assert config.temperature.exponent == pytest.approx(1 - float(found.growth[full].median()))  # type: ignore[union-attr]
-    assert config.temperature.scale is None  # type: ignore[union-attr]
-    scaled = hf_longattn.calibrate(model, [text], LongAttnConfig.preset("logn", scale=1.0)).temperature
-    assert scaled.scale == pytest.approx(1 / float(found.level[full].median()))  # type: ignore[union-attr]
-
-
-def test_gaps_by_law_give_their_exponent() -> None:
-    """Rows whose largest logit lies c (ln n)^q above the mean: the exponent is 1 - q; beyond 1 there is none."""
-    from hf_longattn.attention.call import Call
-    from hf_longattn.attention.geometry import Rows
-
-    n = 400
-    for q in (0.0, 0.5, 1.3):
-        keys = torch.zeros(1, 1, n, 2, dtype=torch.float64)
-        keys[0, 0, 1, 0] = 1.0  # the second key's logit is the query's first feature; all others 0
-        size = torch.arange(n).clamp(min=2).double()  # keys that a row sees but its sink
-        query = torch.zeros_like(keys)
-        query[0, 0, :, 0] = 2.5 * size.log() ** q * size / (size - 1)
-        rows = Rows.causal(n, n, None, 0, query.device)
-        call = Call(query, keys, keys, LongAttnConfig(), rows, 1.0, output=keys)
-        weight, x, y, xx, xy = calibration._gap_sums(call, rows.tokens(n), 1)
-        growth = (weight * xy - x * y) / (weight * xx - x * x)
-        gaps = calibration.LogitGaps(growth[None], torch.exp((y - growth * x) / weight)[None])
-        assert float(gaps.growth) == pytest.approx(q, abs=1e-9)
-        assert float(gaps.level) == pytest.approx(2.5)
-        if q < 1:
-            assert calibration._critical(hf_longattn.methods.LogN(), gaps).exponent == pytest.approx(1 - q)
-        else:
-            with pytest.raises(ValueError, match=r"grow as \(ln n\)\^1\.30.*nothing to add"):
-                calibration._critical(hf_longattn.methods.LogN(), gaps)
 
 
 def test_calibrating_heads_needs_a_text_and_one_stretch() -> None:

@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 
 import hf_longattn
 from hf_longattn.evaluation import copy_losses, prefix_of, token_losses, with_copies
-from hf_longattn.evaluation.report.markdown import filled
-from hf_longattn.evaluation.rows import Rows
+from hf_longattn.evaluation.rows import RowFile
 from hf_longattn.evaluation.settings import Setting
 from hf_longattn.evaluation.statistics import mean_interval
 from hf_longattn.methods.registry import method_names
 from lab import pages
+from lab.markdown import filled
 from lab.papers.paper import ARGMAX
 from lab.pretrained import copies, longer_on_model, reading_far, runner
 from lab.speed import speed
@@ -320,7 +320,7 @@ def test_the_gains_that_are_told_are_those_of_the_table() -> None:
 
 
 def test_what_is_said_of_copies_is_in_the_rows() -> None:
-    rows = list(Rows(ROOT / "lab" / "results" / "copies.json"))
+    rows = list(RowFile(ROOT / "lab" / "results" / "copies.json"))
     text = prose("docs/lab/copies.md")
     for name, other, said in (
         ("rerope(window 4096)", "YaRN × 2", "by {:.2f} ± {:.2f} nats, and costs"),
@@ -346,7 +346,7 @@ def test_the_quickstart_is_short_and_shows_what_it_prints() -> None:
 
 def test_what_is_said_of_gemma_is_in_the_rows() -> None:
     rows: dict[str, dict[str, Any]] = {}
-    for row in Rows(ROOT / "lab" / "results" / "reading-gemma.json"):
+    for row in RowFile(ROOT / "lab" / "results" / "reading-gemma.json"):
         rows.setdefault(row["text"], {})[row["name"]] = row
     assert len(rows) == 3
     pairs = [(r["rerope(window 16384) + logn"], r["rerope(window 16384)"]) for r in rows.values()]

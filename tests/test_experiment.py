@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-import hf_longattn
 from hf_longattn.evaluation import Cell, Experiment
-from hf_longattn.evaluation.rows import Rows
+from hf_longattn.evaluation.rows import RowFile
 from hf_longattn.evaluation.settings import Setting
 
 SETTINGS = [Setting("unmodified"), Setting("mine", "scale_invariant", {"tau": 3.0})]
@@ -27,15 +26,15 @@ def experiment(file: Path | None, measures: Any, settings: Any = SETTINGS, **mor
         loaded.append(setting.name)
         return SimpleNamespace(name=setting.name, dtype=torch.float32)
 
-    rows = Rows(file, {"prefix": None}, protocol=more.pop("protocol", {"model": "m"}))
+    rows = RowFile(file, {"prefix": None}, protocol=more.pop("protocol", {"model": "m"}))
     return Experiment(settings, ["a", "b"], measures, rows, load, about={"command": "this"}, **more), loaded
 
 
-def lengths(setting: Setting, texts: Any, calls: list[Any], first: str = "", depends: Any = ()) -> Any:
+def lengths(setting: Setting, texts: Any, calls: list[Any], depends: Any = ()) -> Any:
     for length in (1, 2):
         for text in texts:
             key = {"length": length, "which": text}
-            yield Cell(setting, key, partial(measured, calls, setting.name, text, length), depends, setting.name == first)
+            yield Cell(setting, key, partial(measured, calls, setting.name, text, length), depends)
 
 
 def measured(calls: list[Any], *what: Any) -> dict[str, Any]:
@@ -66,16 +65,16 @@ def test_an_interrupted_experiment_keeps_its_rows_and_goes_on(tmp_path: Path, na
     assert experiment(tmp_path / name, [partial(lengths, calls=[])])[0].run() == rows  # nothing is left to measure
 
 
-def test_what_others_are_measured_by_comes_first_and_an_order_sorts_the_rest() -> None:
+def test_an_order_sorts_the_cells() -> None:
     calls: list[Any] = []
-    this, loaded = experiment(None, [partial(lengths, calls=calls[:0], first="mine")], order=lambda cell: cell.key["length"])
+    this, loaded = experiment(None, [partial(lengths, calls=calls)], order=lambda cell: cell.key["length"])
     assert [cell.name for cell in this.cells][:3] == ["unmodified | 1 | a", "unmodified | 1 | b", "mine | 1 | a"]
     order: list[str] = []
     this.done = lambda row, new: order.append(row["setting"])
     with pytest.raises(KeyboardInterrupt):
         this.run()
-    assert order == ["mine"] * 4 + ["unmodified"]
-    assert loaded == ["mine", "unmodified"]
+    assert order == ["unmodified", "unmodified", "mine", "mine", "unmodified"]
+    assert loaded == ["unmodified", "mine", "unmodified"]
 
 
 def test_another_setting_another_text_and_another_protocol_are_refused_and_rows_of_no_digest_are_not(tmp_path: Path) -> None:
@@ -95,12 +94,3 @@ def test_another_setting_another_text_and_another_protocol_are_refused_and_rows_
     older = [{k: v for k, v in json.loads(line).items() if k != "digest"} for line in file.read_text().splitlines()]
     file.write_text("".join(json.dumps(row) + "\n" for row in older))
     assert experiment(file, [partial(lengths, calls=[])], other)[0].run() == older
-
-
-def test_the_former_name_of_the_package_warns() -> None:
-    with pytest.warns(DeprecationWarning, match="hf_longattn.measuring is hf_longattn.evaluation now"):
-        from hf_longattn.measuring.evaluation import copying_heads
-    from hf_longattn.measuring.probe import probe
-
-    assert copying_heads is hf_longattn.evaluation.copying_heads
-    assert probe is hf_longattn.evaluation.measures.probe.probe

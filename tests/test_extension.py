@@ -30,9 +30,9 @@ from hf_longattn.evaluation import Copy, answer_scores, copy_losses, loss_by_pos
 from hf_longattn.evaluation import extend as extension
 from hf_longattn.evaluation.extend import Scores, best, candidates, plan_copies, score
 from hf_longattn.evaluation.measures import probe as probing
-from hf_longattn.evaluation.rows import Rows
+from hf_longattn.evaluation.rows import RowFile
 from hf_longattn.evaluation.settings import UNMODIFIED, Setting
-from hf_longattn.integration.model import methods_of
+from hf_longattn.integration.model import running
 from hf_longattn.integration.planning import bound_config
 from hf_longattn.training.loss import CausalLoss, trained_by
 
@@ -334,7 +334,7 @@ def test_the_command_saves_what_it_measured_of_a_checkpoint_with_a_method(
     assert result.exit_code == 0, result.output
     record = json.loads((out / "extend.json").read_text())
     winner = AutoModelForCausalLM.from_pretrained(out).eval()
-    assert {m.name for m in methods_of(winner)} in ({"rerope", "alibi"}, {"leaky_rerope", "alibi"})
+    assert {m.name for m in running(winner).methods} in ({"rerope", "alibi"}, {"leaky_rerope", "alibi"})
     ids = AutoTokenizer.from_pretrained(own)(text.read_text(), return_tensors="pt").input_ids[:, :4096]
     again = score(winner, ids, 2048, [Copy(*pair) for pair in record["copies"]])
     kept = next(row for row in record["rows"] if row["setting"] == record["choice"] and "read" in row)
@@ -386,7 +386,7 @@ def test_an_interrupted_command_goes_on_to_the_same_result(
 
 
 def test_a_purpose_weighs_what_is_measured(saved: tuple[Path, Path]) -> None:
-    rows = Rows(None, protocol={})
+    rows = RowFile(None, protocol={})
     search = extension.Search(torch.zeros(1, 4096, dtype=torch.int64), 2048, rows)
     assert search.distances == [3072, 3968]
     losses = {"unmodified": (9, 9), "YaRN": (3.5, 0.9), "rerope:window=1024": (3.6, 0.5), "rerope:window=512": (3.4, 0.8)}
@@ -422,7 +422,7 @@ def searched(
     **about: Any,
 ) -> tuple[str, list[tuple[str, int, int]]]:
     """What a search that measures these takes, and what read the text: each setting, how much of it, how many copies."""
-    rows, read = Rows(None, protocol={}), []
+    rows, read = RowFile(None, protocol={}), []
 
     def scored(model: Any, ids: torch.Tensor, edge: int, planned: Any) -> Scores:
         read.append((model.name, ids.shape[1], len(planned)))

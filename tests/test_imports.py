@@ -76,9 +76,10 @@ def test_an_error_of_a_late_registration_is_an_error_of_the_import():
 
 
 def test_public_names_are_there_for_people_and_for_type_checkers():
-    tree = ast.parse(Path(hf_longattn.__file__).read_text(encoding="utf-8"))
-    block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
-    assert sorted(a.asname for n in block.body for a in n.names) == hf_longattn.__all__
+    for package in (hf_longattn, hf_longattn.methods, hf_longattn.evaluation):
+        tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
+        block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+        assert sorted(a.asname for n in block.body for a in n.names) == sorted(package.__all__)
     assert set(hf_longattn.__all__) <= set(dir(hf_longattn))
     for name in hf_longattn.__all__:
         assert getattr(hf_longattn, name) is not None

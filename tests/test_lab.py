@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longattn import LongAttnConfig
-from lab.pretrained import reading_far
+from lab.pretrained import needles_on_model, reading_far, regret
 from lab.pretrained.copies import COPIES
 from lab.pretrained.longer_on_model import LONGER
 from lab.pretrained.methods_on_model import METHODS
+from lab.pretrained.needles_on_model import NEEDLES_ON_MODEL
 from lab.pretrained.reading_far import READING
 from lab.pretrained.runner import RESULTS, Program, Text, choices
 from recipes.models import random_model
@@ -54,8 +55,9 @@ def run(program: Program, result: Path, model: Path, text: Path, *words: str) ->
         (METHODS, 1536, r"^unmod|^scale_invariant\(\), cal", ["unmodified", "scale_invariant(), calibrated"]),
         (COPIES, 4096, "^unmod|^rerope.*1024", ["rerope(window 1024)", "unmodified"]),
         (READING, 4096, "^rerope.*1024.$|YaRN × 2", ["rerope(window 1024)", "YaRN × 2"]),
+        (NEEDLES_ON_MODEL, 4096, "^rerope.*1024.$|YaRN × 2", ["YaRN × 2", "rerope(window 1024)"]),
     ],
-    ids=("methods", "copies", "reading"),
+    ids=("methods", "copies", "reading", "needles"),
 )
 def test_a_program_measures_what_is_missing(
     program: Program,
@@ -67,7 +69,8 @@ def test_a_program_measures_what_is_missing(
     text: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reading_far, "PREFILL", LongAttnConfig.preset("streaming", window=1024))  # the model knows 2,048
+    for module in (reading_far, needles_on_model):  # the model knows 2,048
+        monkeypatch.setattr(module, "PREFILL", LongAttnConfig.preset("streaming", window=1024))
     result, words = tmp_path / "rows.json", ["--length", str(length), "--only", only]
     words += ["--copies", "4"] if program is COPIES else []
     rows = run(program, result, model, text, *words)
@@ -75,7 +78,7 @@ def test_a_program_measures_what_is_missing(
     assert all(row["dtype"] == "float32" and row["length"] == length and row["digest"] for row in rows)
     assert all(row["command"].startswith(f"python lab/pretrained/{program.file}.py --model random") for row in rows)
     assert ["calibration" in row for row in rows] == ["calibrated" in name for name in names]
-    measured = [row.get("copying") or list(row["loss"].values()) for row in rows]
+    measured = [row.get("copying") or row.get("list", {}).get("loss") or list(row["loss"].values()) for row in rows]
     assert measured[0] != measured[1]
     before = result.read_text(encoding="utf-8")
     assert run(program, result, model, text, *words) == rows
@@ -99,6 +102,37 @@ def test_committed_rows_are_not_measured_again(program: Program) -> None:
 
 #: Rows of `longer_on_model` at lengths, and of `reading_far` under windows, that their lists have no more.
 NOT_LISTED = {"longer_on_model": 3, "methods_on_model": 1, "copies": 0, "reading_far": 3}
+
+
+def test_needles_stand_where_the_row_says(text: Path, model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokens = tokenizer(text.read_text(), return_tensors="pt")["input_ids"]
+    hay = needles_on_model.haystack(Text(text, tokens, 6000, 2048), tokenizer)
+    assert hay.ids.shape == (1, 6000)
+    written = tokenizer.decode(hay.ids[0])
+    assert len({n.city for n in hay.needles}) == needles_on_model.NEEDLES
+    for needle, depth in zip(hay.needles, hay.depths, strict=True):
+        assert written.index(needle.sentence) / 6000 == pytest.approx(depth, abs=0.02)
+    for number, chain in hay.chains:
+        places = [
+            written.index(f" VAR {a} = {b}.") for a, b in zip(chain, [number, *(f"VAR {n}" for n in chain)], strict=False)
+        ]
+        assert places == sorted(places)
+
+
+def test_regret_is_what_a_rule_is_behind_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(rope: list[Any], config: dict[str, Any] | None, prose: float, copying: float, **more: Any) -> dict[str, Any]:
+        case = {"model": "m", "text": "t", "length": 2048, "trained": 1024, "copies": [[9, 5], [9, 1500]]}
+        return case | {"rope": rope, "config": config, "prose": [9.0, prose], "copying": [9.0, copying]} | more
+
+    remap = {"positions": {"name": "rerope", "window": 512}}
+    rows = [row(["yarn", 2.0], None, 3.0, 2.0), row([], remap, 3.2, 1.0), row([], remap, 0.0, 0.0, adapter="a")]
+    monkeypatch.setattr(regret, "MEASURED", ("one",))
+    monkeypatch.setattr(regret, "rows_of", lambda pattern: rows)
+    found = regret.regrets()
+    assert found["YaRN × length"] == [pytest.approx((0.0, 1.0, 0.4))]
+    assert found["`extend`"] == found["`rerope`"] == [pytest.approx((0.2, 0.0, 0.0))]
+    assert not found["unmodified"]
 
 
 def test_every_list_of_settings_can_be_read() -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import ByT5Tokenizer
 
 from hf_longattn.evaluation.tasks import NeedleTask
-from hf_longattn.evaluation.tasks.needle import IGNORE
+from hf_longattn.evaluation.tasks.sample import IGNORE
 
 HAY = "abcdefghij" * 200  # no capital, no digit: whatever has one is a needle or the answer
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from hf_longattn.attention.kernels import precision
-from hf_longattn.evaluation.report.markdown import filled
+from lab.markdown import filled
 
 ROOT = Path(__file__).parents[1]
 MODULES = (

@@ -14,8 +14,8 @@ import tiny
 import torch
 
 from hf_longattn.evaluation.tasks import TASK_NAMES, make_task
-from hf_longattn.evaluation.tasks.sets import dictionary_lookup, max_retrieval
 from hf_longattn.evaluation.tasks.text import LINE_TASKS
+from lab.papers.samples import dictionary_lookup, max_retrieval
 
 HAYSTACK = "it is a truth universally acknowledged. " * 300
 

@@ -36,7 +36,7 @@ from hf_longattn.evaluation.tasks.needle import IGNORE, NeedleTask
 from hf_longattn.training import POSITIONS, RECIPES, Recipe, dump, load_recipe, plan, prepare, run
 from hf_longattn.training import data as data_module
 from hf_longattn.training import loss as loss_module
-from hf_longattn.training.data import Finish, NeedleRows, Rows, documents, pack
+from hf_longattn.training.data import Finish, NeedleWindows, Windows, documents, pack
 from hf_longattn.training.loss import CausalLoss, trained_by
 from hf_longattn.training.models import from_scratch
 from hf_longattn.training.optim import MuonWithAdam
@@ -477,7 +477,7 @@ def test_packed_documents_do_not_see_each_other() -> None:
     model = from_scratch_model()
     hf_longattn.apply(model, "scale_invariant")
     texts = [torch.randint(3, 200, (n,)).tolist() for n in (9, 5, 10)]
-    row = Rows(pack([list(t) for t in texts], 24), Finish(True, None, 0))[0]
+    row = Windows(pack([list(t) for t in texts], 24), Finish(True, None, 0))[0]
     out = CausalLoss(model)(**{k: v[None] for k, v in row.items()})
     alone = torch.zeros(())
     for text in texts:
@@ -598,7 +598,7 @@ def test_skipped_windows_are_one_document_to_the_model() -> None:
 def test_needles_under_positions_that_skip() -> None:
     """The text and its answer stay; the positions jump in front of the question, and stay below the target."""
     task = NeedleTask(ByT5Tokenizer(extra_ids=0), "Some prose to hide them in. " * 40)
-    plain, rows = (NeedleRows(task, 400, 20, skip) for skip in (None, Skip(target_length=5000, unskipped=0.25)))
+    plain, rows = (NeedleWindows(task, 400, 20, skip) for skip in (None, Skip(target_length=5000, unskipped=0.25)))
     jumped = 0
     for want, row in zip((plain[i] for i in range(20)), (rows[i] for i in range(20)), strict=True):
         assert torch.equal(row["input_ids"], want["input_ids"])

@@ -160,13 +160,13 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> 
     return out
 
 
-def shown(path: str) -> str:
+def portable(path: str) -> str:
     """A path as it may stand in a report: an absolute one is shortened to its last part."""
     return Path(path).name if Path(path).is_absolute() else path
 
 
 def command_line(context: typer.Context) -> str:
-    """The running command with every option that differs from its default; paths as `shown`."""
+    """The running command with every option that differs from its default; paths as `portable`."""
     words = ["hf-longattn", str(context.info_name)]  # not as it was started, which may be python -m
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
@@ -176,6 +176,6 @@ def command_line(context: typer.Context) -> str:
             words.append(parameter.opts[0])
             continue
         listed = value if isinstance(value, (list, tuple)) else [value]
-        for text in (",".join(map(shown, str(v).split(","))) for v in listed):
+        for text in (",".join(map(portable, str(v).split(","))) for v in listed):
             words += [text] if parameter.param_type_name == "argument" else [parameter.opts[0], text]
     return shlex.join(words)

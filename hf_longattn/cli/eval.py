@@ -20,10 +20,10 @@ from .common import (
     alone,
     command_line,
     console,
+    portable,
     precision,
     refusing,
     run_experiment,
-    shown,
     table,
     tokens,
     told,
@@ -52,18 +52,13 @@ def evaluate(
     train_length: TrainLength = None,
     lengths: Annotated[str, typer.Option(help="Tokens, with commas; 16k is 16,384.")] = "2k,4k,8k",
     tasks: Annotated[
-        str, typer.Option(help="loss, copies, long_ppl and tasks, with commas: needle, needles, passkey, multi_key, ...")
+        str, typer.Option(help="loss, copies and tasks, with commas: needle, needles, passkey, multi_key, ...")
     ] = "loss",
     windows: Annotated[int, typer.Option(help="Documents of the longest length to take from each text.")] = 1,
     targets: Annotated[int, typer.Option(help="The last tokens of each document, scored at every length.")] = 512,
     bos: Annotated[str, typer.Option(help="A beginning-of-text token: auto (as the tokenizer does), always, never.")] = "auto",
     samples: Annotated[int, typer.Option(help="Texts per task and length; for needle per depth.")] = 3,
     depths: Annotated[int, typer.Option(help="Places of the needle, from first to last.")] = 5,
-    near: Annotated[str, typer.Option(help="long_ppl: tokens of the short context.")] = "4k",
-    evaluator: Annotated[
-        str,
-        typer.Option(help="long_ppl: the setting that selects the key tokens; of another model by an entry of --settings."),
-    ] = "unmodified",
     keep: Annotated[
         float, typer.Option(help="Effective length: the share of its score at the shortest length that a task must keep.")
     ] = 0.85,
@@ -118,8 +113,6 @@ def evaluate(
             depths=depths,
             dtype=precision(model, dtype, device),
             seed=seed,
-            near=tokens(near),
-            evaluator=evaluator,
             shortest_first=shortest_first,
             prefix=prefix,
         )
@@ -166,18 +159,15 @@ def _run(experiment: Experiment, out: Path) -> bool:
         console.quiet = rank > 0
         if kept := sum(cell.name in experiment.rows for cell in experiment.cells):
             console.print(f"{kept} of {len(experiment.cells)} rows are in {out} already.", highlight=False)
-        interrupted = run_experiment(experiment, _told)
+        interrupted = run_experiment(experiment, _in_a_line)
     if rank > 0:
         raise typer.Exit(130 if interrupted else 0)
     return interrupted
 
 
-def _told(row: Row) -> str:
+def _in_a_line(row: Row) -> str:
     if "loss" in row:
         return f"{row['loss']:.3f} nats ({row['seconds']:.0f} s)"
-    if "key_tokens" in row:
-        said = "none" if row["key_loss"] is None else f"{row['key_loss']:.3f} nats"
-        return f"{row['key_tokens']} key tokens, {said} ({row['seconds']:.0f} s)"
     right = sum(a["exact"] for a in row["answers"])
     return f"{right} of {len(row['answers'])} right ({row['seconds']:.0f} s)"
 
@@ -198,8 +188,6 @@ def _write(plan: Plan, experiment: Experiment, out: Path, title: str | None, kee
         bos=experiment.protocol["bos"],
         train_length=plan.train_length,
         prefix=experiment.protocol.get("prefix"),
-        near=experiment.protocol.get("near", plan.near),
-        evaluator=experiment.protocol.get("evaluator", plan.evaluator),
         keep=keep,
     )
     summary, facts = headline(results), _facts(plan, experiment, results)
@@ -220,7 +208,7 @@ def _facts(plan: Plan, experiment: Experiment, results: Results) -> dict[str, st
     source = Path(plan.model) / "SOURCE"
     texts = [f"{name} (SHA-256 {sha256(content.encode()).hexdigest()[:16]})" for name, content in plan.texts]
     return {
-        "Model": source.read_text(encoding="utf-8").strip() if source.is_file() else shown(plan.model),
+        "Model": source.read_text(encoding="utf-8").strip() if source.is_file() else portable(plan.model),
         "Trained length": "not in its config" if plan.train_length is None else f"{plan.train_length:,} tokens",
         "Rows": f"{len(experiment.rows)} measured" + f"; of this command's {len(planned)}, {planned.count(False)} are open",
         "Texts": ", ".join(texts),

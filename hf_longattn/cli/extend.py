@@ -16,7 +16,7 @@ from .common import Device, Dtype, TrainLength, command_line, console, precision
 
 if TYPE_CHECKING:
     from ..evaluation.extend import Search
-    from ..evaluation.rows import Row, Rows
+    from ..evaluation.rows import Row, RowFile
     from ..evaluation.settings import Setting
     from ..methods.method import ModelFacts
 
@@ -114,10 +114,10 @@ def _trained(facts: ModelFacts, length: int) -> int:
     return trained
 
 
-def _rows(model: str, text: Path, length: int, trained: int, dtype: str, out: Path | None) -> Rows:
+def _rows(model: str, text: Path, length: int, trained: int, dtype: str, out: Path | None) -> RowFile:
     from ..evaluation.experiment import fingerprint
     from ..evaluation.extend import SEED
-    from ..evaluation.rows import Rows
+    from ..evaluation.rows import RowFile
 
     protocol = {
         "model": fingerprint(model),
@@ -128,7 +128,7 @@ def _rows(model: str, text: Path, length: int, trained: int, dtype: str, out: Pa
         "seed": SEED,
     }
     with refusing("--out"):
-        return Rows(None if out is None else out / RESULT, protocol=protocol)
+        return RowFile(None if out is None else out / RESULT, protocol=protocol)
 
 
 def _leave_out(search: Search, model: str) -> None:

@@ -64,7 +64,6 @@ def inspect(
 
     from ..checks import check_model, check_output, device_of
     from ..evaluation.loading import check_lengths, check_setting, load_tokenizer
-    from ..evaluation.measures.diagnostics import WHAT
     from ..evaluation.measures.sums import Options
     from ..evaluation.settings import parse_settings
 
@@ -76,7 +75,7 @@ def inspect(
     if rows != "all" and not rows.isdigit():
         raise typer.BadParameter(f"{rows!r} is neither a number of rows nor all", param_hint="--rows")
     with refusing("--what, --rows or --delta"):
-        options = Options(tuple(what.split(",")) if what else WHAT, None if rows == "all" else int(rows), delta)
+        options = Options(what.split(",") if what else None, None if rows == "all" else int(rows), delta)
     if out is not None:
         with refusing("--out"):
             check_output(out)
@@ -98,7 +97,7 @@ def inspect(
     read = "all query rows" if options.choose(n) is None else f"{rows} query rows spread evenly, all keys"
     protocol = f"The first {n:,} tokens of {text.name} in {read_in}, one forward pass per setting; {read}."
     about = {"model": model, "text": text.name, "length": n, "rows": rows, "command": command_line(context)}
-    _show(results, options, protocol, about, out)
+    _show(results, protocol, about, out)
 
 
 def _results(
@@ -126,16 +125,16 @@ def _results(
     return results, read_in
 
 
-def _show(results: dict[str, Diagnostics], options: Options, protocol: str, about: dict[str, Any], out: Path | None) -> None:
+def _show(results: dict[str, Diagnostics], protocol: str, about: dict[str, Any], out: Path | None) -> None:
     """The means on the console; with a folder, every number and a page."""
     import torch
     import transformers
 
     from ..evaluation.report import add_section, write_report
-    from ..evaluation.report.attention import headline, key_names, sections
+    from ..evaluation.report.attention import headline, sections
     from ..evaluation.report.folder import HEAD
 
-    parts = sections(results, key_names(options.local, options.sinks), protocol, about["command"])
+    parts = sections(results, protocol, about["command"])
     means = parts[0][1].tables[0]
     cells = [[str(name), *("–" if v is None else f"{v:.3f}" for v in values)] for name, *values in means.rows]
     console.print(table(means.title, means.columns, cells))

@@ -46,8 +46,8 @@ def memory(
         "KV cache for each 1,000 tokens, on average": whole * 1000 // length,
         "activations of one pass, about": batch * length * (4 * text.hidden_size + 2 * inner) * width,
     }
-    shown = [[name, f"{number / 2**20:,.0f} MiB"] for name, number in rows.items()]
-    console.print(table(f"{model}: {batch} x {length:,} tokens in {dtype}", ["", "memory"], shown))
+    cells = [[name, f"{number / 2**20:,.0f} MiB"] for name, number in rows.items()]
+    console.print(table(f"{model}: {batch} x {length:,} tokens in {dtype}", ["", "memory"], cells))
 
 
 def cache_bytes(model: nn.Module, length: int) -> int:

@@ -30,7 +30,7 @@ from .common import (
 if TYPE_CHECKING:
     import torch
 
-    from ..evaluation.rows import Rows
+    from ..evaluation.rows import RowFile
 
 RESULT = "probe.json"
 SAYS_NOT = (
@@ -78,7 +78,7 @@ def probe(
     from ..evaluation.experiment import Experiment
     from ..evaluation.loading import check_setting, load_setting, load_tokenizer
     from ..evaluation.measures.probe import probing
-    from ..evaluation.rows import Rows, versions_line
+    from ..evaluation.rows import RowFile, versions_line
     from ..evaluation.settings import parse_settings
 
     texts = _texts(text)
@@ -96,7 +96,7 @@ def probe(
     read_in = precision(model, dtype, device)
     protocol = _protocol(model, trained, read_in, texts, passages, seed)
     with refusing("--out"):
-        rows = Rows(None if out is None else out / RESULT, protocol=protocol)
+        rows = RowFile(None if out is None else out / RESULT, protocol=protocol)
         about = {"command": command_line(context), "seed": seed}
         about["versions"] = f"{versions_line()}, {torch.get_num_threads()} threads"
         load = partial(load_setting, model=model, dtype=read_in, device=device)
@@ -176,11 +176,11 @@ def _distances(given: str | None, trained: int | None, model: str) -> list[int]:
     return far
 
 
-def _conclude(rows: Rows, names: list[str], far: list[int], trained: int | None, passages: int, out: Path | None) -> None:
+def _conclude(rows: RowFile, names: list[str], far: list[int], trained: int | None, passages: int, out: Path | None) -> None:
     """What was found, on the console and as curves."""
     names = [name for name in names if rows.find(setting=name)]
     for what, title in (("text", "Loss on text after the jump"), ("copy", "Loss on a passage read again")):
-        body = [[n, *(_shown(rows, n, d, what) for d in far)] for n in names]
+        body = [[n, *(_cell(rows, n, d, what) for d in far)] for n in names]
         head = f"{title}, nats a token, ± 95 % over {passages} passages; trained at {trained}"
         console.print(table(head, ["tokens back", *(f"{d:,}" for d in far)], body))
     console.print(SAYS_NOT, highlight=False)
@@ -190,7 +190,7 @@ def _conclude(rows: Rows, names: list[str], far: list[int], trained: int | None,
         console.print(f"Rows and curves: {out}", highlight=False)
 
 
-def _shown(rows: Rows, name: str, distance: int, what: str) -> str:
+def _cell(rows: RowFile, name: str, distance: int, what: str) -> str:
     from ..evaluation.statistics import mean_interval
 
     if (row := rows.find(setting=name, distance=distance)) is None:
@@ -206,7 +206,7 @@ PICTURES = {
 }
 
 
-def pictures(rows: Rows, names: list[str], trained: int | None) -> dict[str, Any]:
+def pictures(rows: RowFile, names: list[str], trained: int | None) -> dict[str, Any]:
     """A PNG of each of PICTURES: a curve a setting, the trained length marked."""
     from ..evaluation.report.figures import curves, tokens_shown
     from ..evaluation.statistics import mean_interval

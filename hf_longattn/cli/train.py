@@ -40,13 +40,13 @@ def train(
 
     try:
         prepared = prepare(load_recipe(recipe, overrides or []), resume=resume)
-        shown = plan(prepared)
+        lines = plan(prepared)
     except (ValueError, OSError, ImportError) as error:
         console.print(f"Error: {error}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     first = int(os.environ.get("RANK", "0")) == 0
     if first:
-        console.print(shown, markup=False, highlight=False, soft_wrap=True)
+        console.print(lines, markup=False, highlight=False, soft_wrap=True)
     if dry_run:
         return
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,16 +16,17 @@ from ..config import LongAttnConfig
 from ..integration.layers import Layer
 from ..integration.observe import observe
 from ..integration.planning import bound_config
-from ..methods import LeakyReRope, LogN, OutputLayerNorm, OutputStandardise, ScaleInvariant
-from .measures.blocks import blocks
+from ..methods import LeakyReRope, OutputStandardise, ScaleInvariant
 from .measures.heads import copying_heads
+from .measures.sums import Options, Sums, collect
 
 #: What a model is measured on: keyword arguments of its forward, or input ids alone; one of these, or several.
 Batches: TypeAlias = Mapping[str, Any] | Tensor | Iterable[Mapping[str, Any] | Tensor]
 #: The least share of attention on the expected token at which a head counts as one that copies.
 COPIES = 0.02
-#: The least number of keys of a row that counts in the growth of gaps: below it ln ln n says little.
-FEWEST_KEYS = 16
+#: Of `Measurements`: what is measured of logits, and of outputs.
+OF_LOGITS = ("logit_mean", "logit_variance", "entropy", "sink_mass")
+OF_OUTPUTS = ("output_mean", "output_deviation", "all_heads_mean", "all_heads_deviation")
 
 
 @dataclass(frozen=True)
@@ -49,56 +50,6 @@ class Measurements:
     tokens: int
 
 
-@dataclass(frozen=True)
-class LogitGaps:
-    """How the gap between a row's largest logit and their mean grows with its n keys: gap(n) = level (ln n)^growth.
-
-    Both float64 (layers, heads); NaN where a layer was not seen. A least-squares line through ln gap over ln ln n, rows
-    weighed by 1 / n, so that each doubling of n counts alike. The largest key keeps its share as n grows where the factor on
-    the logits goes as ln n / gap(n) = (ln n)^(1 - growth) / level: growth 0 of bounded logits asks for LogN's exponent 1,
-    growth 1/2 of Gaussian ones for 1/2.
-    """
-
-    growth: Tensor
-    level: Tensor
-
-
-@torch.no_grad()
-def logit_gaps(model: nn.Module, batches: Batches, sink_tokens: int = 1) -> LogitGaps:
-    """Run `batches` through a model once, as `measure` does, for the gaps of its own logits.
-
-    Args:
-        sink_tokens: the first keys of each sequence, left out.
-    """
-    sums: dict[int, Tensor] = {}
-
-    def seen(layer: Layer, call: Call) -> None:
-        sums[layer.index] = sums.get(layer.index, 0) + _gap_sums(call, call.rows.tokens(call.key.shape[2]), sink_tokens)
-
-    config = _run(model, batches, seen)
-    if not sums:
-        raise ValueError("no batches to measure")
-    missing = torch.full_like(next(iter(sums.values())), torch.nan)
-    weight, x, y, xx, xy = torch.stack([sums.get(i, missing) for i in range(config.num_hidden_layers)]).cpu().unbind(1)
-    growth = (weight * xy - x * y) / (weight * xx - x * x)
-    return LogitGaps(growth, torch.exp((y - growth * x) / weight))
-
-
-def _run(model: nn.Module, batches: Batches, seen: Callable[[Layer, Call], None]) -> Any:
-    """The batches through the model, every call of its layers to `seen`; returns the config of those layers."""
-    with observe(model, seen) as layers:
-        config = layers[0].module.config
-        for batch in _batches(batches):
-            inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
-            model(**inputs, use_cache=False)
-    return config
-
-
-def _batches(given: Batches) -> Iterable[Mapping[str, Any] | Tensor]:
-    """One batch is a list of one."""
-    return [given] if isinstance(given, (Tensor, Mapping)) else given
-
-
 @torch.no_grad()
 def measure(model: nn.Module, batches: Batches, sink_tokens: int = 1) -> Measurements:
     """Run `batches` through a model once and measure the attention of every layer that a method would change.
@@ -110,36 +61,33 @@ def measure(model: nn.Module, batches: Batches, sink_tokens: int = 1) -> Measure
 
     Memory: blocks of query rows; never a tensor of q_len x kv_len.
     """
-    sums: dict[int, dict[str, Tensor]] = {}
+    logits: dict[int, Sums] = {}
+    outputs: dict[int, dict[str, Tensor]] = {}
+    options = Options(("logits", "entropy", "mass"), sinks=sink_tokens)
 
     def seen(layer: Layer, call: Call) -> None:
-        real = call.rows.tokens(call.key.shape[2])
-        result = _statistics(call, real, sink_tokens) | _output_statistics(call.output, real)
-        total = sums.setdefault(layer.index, {name: torch.zeros_like(x) for name, x in result.items()})
-        for name, x in result.items():
-            total[name] += x
+        own = dataclasses.replace(call, config=LongAttnConfig())  # without the method that the model may run
+        logits.setdefault(layer.index, Sums(options)).add(own)
+        total = outputs.setdefault(layer.index, {})
+        for name, x in _output_sums(call.output, call.rows.tokens(call.key.shape[2])).items():
+            total[name] = total.get(name, 0) + x
 
-    config = _run(model, batches, seen)
-    if not sums:
+    with observe(model, seen) as layers:
+        config: Any = layers[0].module.config
+        for batch in _batches(batches):
+            inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
+            model(**inputs, use_cache=False)
+    if not logits:
         raise ValueError("no batches to measure")
+    found = collect(logits)
 
-    def collect(numerator: str, denominator: str) -> Tensor:
-        rows = [sums[i][numerator] / sums[i][denominator] if i in sums else None for i in range(config.num_hidden_layers)]
-        like = next(r for r in rows if r is not None)
-        return torch.stack([torch.full_like(like, torch.nan) if r is None else r for r in rows]).cpu()
+    def by_layer(values: Mapping[int, Tensor]) -> Tensor:
+        missing = torch.full_like(next(iter(values.values())), torch.nan)
+        return torch.stack([values.get(i, missing) for i in range(config.num_hidden_layers)]).cpu()
 
-    mean = collect("logit", "pairs")
-    return Measurements(
-        logit_mean=mean,
-        logit_variance=collect("square", "pairs") - mean**2,
-        entropy=collect("entropy", "rows"),
-        sink_mass=collect("sink", "rows"),
-        output_mean=collect("mean", "tokens"),
-        output_deviation=collect("deviation", "tokens"),
-        all_heads_mean=collect("all_mean", "tokens")[:, 0],
-        all_heads_deviation=collect("all_deviation", "tokens")[:, 0],
-        tokens=int(next(iter(sums.values()))["tokens"]),
-    )
+    overall = {q: by_layer(dict(zip(found.layers, found.overall(q), strict=True))) for q in OF_LOGITS}
+    means = {name: by_layer({i: x[name] / x["tokens"] for i, x in outputs.items()}) for name in OF_OUTPUTS}
+    return Measurements(**overall, **means, tokens=int(next(iter(outputs.values()))["tokens"]))
 
 
 def calibrate(
@@ -154,7 +102,6 @@ def calibrate(
     norms get deviation and mean, per layer and head if they work per head. leaky_rerope, where its stretch
     is one number, gets one per key head: a cap where a head copies (`evaluation.copying_heads` at COPIES or more), which has
     to find keys from anywhere, that number elsewhere.
-    logn gets the exponent 1 - growth of the median head's `logit_gaps`, and, where its scale is a number, 1 / level.
 
     Args:
         model: without a method in it, or with one: the logits measured are the model's own either way.
@@ -164,112 +111,59 @@ def calibrate(
     Raises:
         ValueError: none of the methods has anything to calibrate.
     """
-    config = (
-        method.replace(**parameters) if isinstance(method, LongAttnConfig) else LongAttnConfig.preset(method, **parameters)
-    )
+    config = LongAttnConfig.of(method, **parameters)
+    texts = _batches(batches)
     changes: dict[str, Any] = {}
-    batches, remap, logit_map, norm = list(_batches(batches)), config.positions, config.logit_map, config.output_norm
+    remap, logit_map, norm = config.positions, config.logit_map, config.output_norm
     if isinstance(remap, LeakyReRope) and not isinstance(remap.stretch, tuple):
-        changes["positions"] = dataclasses.replace(remap, stretch=_stretches(model, batches, remap.stretch))
-    if isinstance(config.temperature, LogN):
-        changes["temperature"] = _critical(config.temperature, logit_gaps(model, batches))
+        changes["positions"] = dataclasses.replace(remap, stretch=_stretches(model, texts, remap.stretch))
     if isinstance(logit_map, ScaleInvariant) and "sink_tokens" not in parameters and isinstance(method, str):
         logit_map = dataclasses.replace(logit_map, sink_tokens=1)
-    if not isinstance(logit_map, ScaleInvariant) and not isinstance(norm, (OutputStandardise, OutputLayerNorm)):
-        if changes:
-            return dataclasses.replace(config, **changes)
-        raise ValueError(
-            f"{config.name} has nothing to calibrate; scale_invariant, logn, leaky_rerope and the output norms have"
-        )
-    result = measure(model, batches, max(logit_map.sink_tokens, 1) if isinstance(logit_map, ScaleInvariant) else 1)
-    if isinstance(logit_map, ScaleInvariant):
-        changes["logit_map"] = dataclasses.replace(
-            logit_map, logit_mean=_nested(result.logit_mean, 0.0), logit_variance=_nested(result.logit_variance, 1.0)
-        )
-    if isinstance(norm, OutputStandardise):
-        heads = result.output_mean.shape[1]
-        mean, deviation = result.output_mean, result.output_deviation
-        if not norm.per_head:
-            mean, deviation = (x[:, None].expand(-1, heads) for x in (result.all_heads_mean, result.all_heads_deviation))
-        changes["output_norm"] = dataclasses.replace(norm, deviation=_nested(deviation, 1.0), mean=_nested(mean, 0.0))
-    return dataclasses.replace(config, **changes)
+    if isinstance(logit_map, ScaleInvariant) or isinstance(norm, OutputStandardise):
+        result = measure(model, texts, max(getattr(logit_map, "sink_tokens", 1), 1))
+        if isinstance(logit_map, ScaleInvariant):
+            mean, variance = _nested(result.logit_mean, 0.0), _nested(result.logit_variance, 1.0)
+            changes["logit_map"] = dataclasses.replace(logit_map, logit_mean=mean, logit_variance=variance)
+        if isinstance(norm, OutputStandardise):
+            changes["output_norm"] = _standing(norm, result)
+    if not changes:
+        raise ValueError(f"{config.name} has nothing to calibrate; scale_invariant, leaky_rerope and the output norms have")
+    return config.replace(**changes)
 
 
 def _stretches(model: nn.Module, batches: list[Any], stretch: float) -> tuple[float | tuple[float, ...], ...]:
     """The stretch of every layer: one number, or one for each key head where one of its heads copies."""
     _, facts = bound_config(model, LongAttnConfig())
-    copies = _copying(model, batches).unflatten(1, (facts.num_kv_heads, -1)).amax(-1) >= COPIES
+    texts = [batch if isinstance(batch, Tensor) else batch["input_ids"] for batch in batches]
+    shares = torch.stack([copying_heads(model, row[None]) for text in texts for row in text]).mean(0)
+    copies = shares.unflatten(1, (facts.num_kv_heads, -1)).amax(-1) >= COPIES
     return tuple(
         tuple(math.inf if head else stretch for head in layer) if any(layer) else stretch for layer in copies.tolist()
     )
 
 
-def _critical(method: LogN, gaps: LogitGaps) -> LogN:
-    """LogN with the median head's exponent, and scale if it has one."""
-    exponent = 1 - float(gaps.growth.nanmedian())
-    if not exponent > 0:
-        raise ValueError(
-            f"the gaps between logits grow as (ln n)^{1 - exponent:.2f} in the median head, as fast as ln n or faster: they "
-            "outweigh the number of keys by themselves, and logn has nothing to add"
-        )
-    scale = None if method.scale is None else float(1 / gaps.level.nanmedian())
-    return dataclasses.replace(method, exponent=exponent, scale=scale)
+def _standing(norm: OutputStandardise, result: Measurements) -> OutputStandardise:
+    """A norm with the mean and deviation that outputs have, of each head, or of all together."""
+    mean, deviation, heads = result.output_mean, result.output_deviation, result.output_mean.shape[1]
+    if not norm.per_head:
+        mean, deviation = (x[:, None].expand(-1, heads) for x in (result.all_heads_mean, result.all_heads_deviation))
+    return dataclasses.replace(norm, deviation=_nested(deviation, 1.0), mean=_nested(mean, 0.0))
 
 
-def _gap_sums(call: Call, real: Tensor, sink_tokens: int) -> Tensor:
-    """Weighted sums over rows of 1, x, y, x² and x y for x = ln ln n and y = ln gap, float64 (5, heads)."""
-    total = torch.zeros(5, call.query.shape[1], dtype=torch.float64, device=call.query.device)
-    for block in blocks(dataclasses.replace(call, config=LongAttnConfig())):
-        counted = block.visible & real[:, None, block.which, None]
-        counted = (counted & ~block.rows.sinks(block.logits.shape[-1], sink_tokens)[:, None]).expand_as(block.logits)
-        n = counted.sum(-1).double()
-        mean = torch.where(counted, block.logits, 0.0).double().sum(-1) / n.clamp(min=1)
-        most = block.logits.masked_fill(~counted, -torch.inf).amax(-1).double()
-        used = (n >= FEWEST_KEYS) & (most > mean)
-        n, gap = torch.where(used, n, FEWEST_KEYS), torch.where(used, most - mean, 1.0)
-        x, y, weight = n.log().log(), gap.log(), used / n
-        total += torch.stack([(weight * z).sum((0, 2)) for z in (torch.ones_like(x), x, y, x * x, x * y)])
-    return total
+def _batches(given: Batches) -> list[Mapping[str, Any] | Tensor]:
+    """One batch is a list of one."""
+    return [given] if isinstance(given, (Tensor, Mapping)) else list(given)
 
 
-def _copying(model: nn.Module, batches: list[Any]) -> Tensor:
-    """`evaluation.copying_heads`, the mean over texts."""
-    texts = [batch if isinstance(batch, Tensor) else batch["input_ids"] for batch in batches]
-    return torch.stack([copying_heads(model, row[None]) for text in texts for row in text]).mean(0)
-
-
-def _statistics(call: Call, real: Tensor, sink_tokens: int) -> dict[str, Tensor]:
-    """Sums over one call, each (heads,) in float64, of the logits that the model would have without a method."""
-    names = ("logit", "square", "pairs", "entropy", "sink", "rows")
-    total = {name: torch.zeros(call.query.shape[1], dtype=torch.float64, device=call.query.device) for name in names}
-    for block in blocks(dataclasses.replace(call, config=LongAttnConfig())):
-        visible = block.visible & real[:, None, block.which, None]
-        sink = block.rows.sinks(block.logits.shape[-1], sink_tokens)[:, None]
-        counted = visible & ~sink
-        kept = torch.where(counted, block.logits, 0.0)
-        seen = visible.any(-1, keepdim=True)
-        p = block.log_p.exp() * seen
-        for name, x in (
-            ("logit", kept),
-            ("square", kept * kept),
-            ("pairs", counted.expand_as(kept)),
-            ("entropy", -p * block.log_p),
-            ("sink", p * sink),
-            ("rows", seen.expand_as(kept[..., :1])),
-        ):
-            total[name] += x.sum(-1).double().sum((0, 2))
-    return total
-
-
-def _output_statistics(out: Tensor, real: Tensor) -> dict[str, Tensor]:
-    """Sums over the tokens of one call; (heads,), or (1,) for all heads together."""
+def _output_sums(out: Tensor, real: Tensor) -> dict[str, Tensor]:
+    """Sums over the tokens of one call; (heads,), or of all heads together, ()."""
     out, real = out.double(), real.expand(out.shape[0], -1)
     return {
-        "mean": (out.mean(-1) * real[:, None]).sum((0, 2)),
-        "deviation": (out.std(-1, correction=0) * real[:, None]).sum((0, 2)),
-        "all_mean": (out.mean((1, 3)) * real).sum()[None],
-        "all_deviation": (out.std((1, 3), correction=0) * real).sum()[None],
-        "tokens": real.sum().double()[None],
+        "output_mean": (out.mean(-1) * real[:, None]).sum((0, 2)),
+        "output_deviation": (out.std(-1, correction=0) * real[:, None]).sum((0, 2)),
+        "all_heads_mean": (out.mean((1, 3)) * real).sum(),
+        "all_heads_deviation": (out.std((1, 3), correction=0) * real).sum(),
+        "tokens": real.sum().double(),
     }
 
 

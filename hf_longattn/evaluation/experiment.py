@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .processes import gathered, place
-from .rows import Row, Rows
+from .rows import Row, RowFile
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,6 @@ class Cell:
         key: what its row is found by, beside the setting's name; None stands for a column that the row lacks.
         measure: from the loaded model to what goes into the row, JSON-ready.
         depends: what the numbers depend on beside the setting, JSON-ready: part of the row's digest.
-        first: whether others are measured by what this one finds.
         column: what the setting's name stands under in the row.
     """
 
@@ -32,7 +31,6 @@ class Cell:
     key: Mapping[str, Any]
     measure: Callable[[Any], Row]
     depends: Sequence[Any] = ()
-    first: bool = False
     column: str = "setting"
 
     @property
@@ -90,7 +88,7 @@ class Experiment:
         settings: Iterable[Any],
         texts: Sequence[Any],
         measures: Sequence[Measure],
-        rows: Rows,
+        rows: RowFile,
         load: Callable[[Any], Any],
         *,
         about: Mapping[str, Any] | None = None,
@@ -131,15 +129,14 @@ class Experiment:
         for cell in self.cells:
             if rank == 0 and cell.name in self.rows:
                 self.done(self.rows[cell.name], False)
-        for part in ([c for c in missing if c.first], [c for c in missing if not c.first]):
-            for n in range(0, len(part), processes):
-                turn = part[n : n + processes]
-                row = self._measured(turn[rank]) if rank < len(turn) else None
-                for cell, found in zip(turn, gathered(row), strict=False):
-                    self.rows[cell.name] = found
-                    if rank == 0:
-                        self.file.put(found)
-                        self.done(found, True)
+        for n in range(0, len(missing), processes):
+            turn = missing[n : n + processes]
+            row = self._measured(turn[rank]) if rank < len(turn) else None
+            for cell, found in zip(turn, gathered(row), strict=False):
+                self.rows[cell.name] = found
+                if rank == 0:
+                    self.file.put(found)
+                    self.done(found, True)
         return [self.rows[cell.name] for cell in self.cells]
 
     def _measured(self, cell: Cell) -> Row:

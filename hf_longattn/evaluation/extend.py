@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from ..config import LongAttnConfig, length_of
 from ..integration import apply, rope
 from ..integration.layers import candidates_of, pretrained
-from ..integration.model import methods_of, running
+from ..integration.model import running
 from ..integration.planning import bound_config
 from ..methods.method import ModelFacts
 from ..methods.registry import did_you_mean
@@ -25,7 +26,7 @@ from .experiment import Cell, Experiment, Latest, Measure
 from .measures.copies import PASSAGE, Copy, copy_losses, with_copies
 from .measures.losses import loss_by_position, token_losses
 from .measures.probe import LEAST, TOKENS, passages, probing
-from .rows import Row, Rows
+from .rows import Row, RowFile
 from .settings import UNMODIFIED, Setting
 from .statistics import TOLERANCE
 
@@ -86,10 +87,10 @@ def extend(
     facts = _checked(model, config, length)
     trained = facts.train_length
     assert trained is not None
-    replaced = "+".join(m.name for m in methods_of(model))
+    replaced = running(model)
     apply(model, config)
-    if replaced not in ("", config.name):
-        warn(f"{config.name} takes the place of {replaced}, which the model ran")
+    if replaced is not None and replaced.name != config.name:
+        warn(f"{config.name} takes the place of {replaced.name}, which the model ran")
     if (window := own_window(model)) is not None and window < length:
         warn(
             f"the model has a sliding window of its own, {window:,} tokens: what lies farther back stays unseen. To lift it, "
@@ -116,7 +117,7 @@ def _config(
         method = "leaky_rerope" if purpose == "reading" else rerope_with(pays)
         if method == "leaky_rerope" and trained is not None:
             parameters = {"stretch": max(4.0, float(needed(trained // 2, trained, length)))} | parameters
-    return method.replace(**parameters) if isinstance(method, LongAttnConfig) else LongAttnConfig.preset(method, **parameters)
+    return LongAttnConfig.of(method, **parameters)
 
 
 def _checked(model: nn.Module, config: LongAttnConfig, length: int) -> ModelFacts:
@@ -308,7 +309,7 @@ class Search:
 
     input_ids: Tensor
     trained: int
-    rows: Rows
+    rows: RowFile
     purpose: str = "both"
     tolerance: float = TOLERANCE
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -355,7 +356,7 @@ class Search:
         for name in self.settings:
             found = [row for d in self.distances if (row := self.rows.find(setting=name, distance=d))]
             if len(found) == len(self.distances):
-                text, copying = (_mean(x for row in found for x in row[what]) for what in ("text", "copy"))
+                text, copying = (fmean(x for row in found for x in row[what]) for what in ("text", "copy"))
                 out[name] = weighed(text, copying, self.purpose)
         return out
 
@@ -426,11 +427,6 @@ class Search:
             return {"read": length, "within": s.within, "beyond": beyond, "copies": found}
 
         yield Cell(setting, {"distance": None}, measured)
-
-
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return math.fsum(listed) / len(listed)
 
 
 def _or_nan(value: float | None) -> float:

@@ -76,7 +76,7 @@ def _reach(model: Any, to: int, told: int | None) -> Reach:
 def changes(model: Any) -> str:
     """Which attention layers a method changes, with what is left alone and why, in words."""
     plans = [plan for x in candidates_of(model) if (plan := plan_of(x.module)) is not None]
-    done = Counter(("+".join(map(_shown, p.config.methods)), p.reason) for p in plans if p.config is not None)
+    done = Counter(("+".join(map(_name_of, p.config.methods)), p.reason) for p in plans if p.config is not None)
     alone = Counter(p.reason for p in plans if p.config is None)
     if len(done) == 1 and not alone:
         return f"{next(iter(done))[0]} in every attention layer"
@@ -88,6 +88,6 @@ def changes(model: Any) -> str:
     return "; ".join(parts)
 
 
-def _shown(method: Method) -> str:
+def _name_of(method: Method) -> str:
     window = getattr(method, "window", None)
     return method.name if window is None else f"{method.name}(window={window:,})"

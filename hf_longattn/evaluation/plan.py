@@ -1,23 +1,29 @@
-"""What an evaluation measures, decided and checked before a model is loaded."""
+"""What an evaluation measures, decided and checked before a model is loaded; and how, as the cells of an experiment."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
-from .cells import Cells
-from .experiment import Experiment, fingerprint
+from ..config import LongAttnConfig
+from ..integration import apply
+from ..integration.model import knowing, running
+from ..methods.base import LengthTemperature
+from ..methods.method import SLOTS
+from .experiment import Cell, Experiment, Measure, digest, fingerprint
 from .loading import check_lengths, check_setting, load_setting
-from .measures.copies import TAIL, far_copies
-from .results import COPIES, LONG_PPL, LOSS, ON_DOCUMENTS
-from .rows import PROTOCOL, Row, Rows
+from .measures.answers import AnswerScore, answer_scores
+from .measures.copies import PASSAGE, SHARES, SKIP, TAIL, far_copies, with_copies
+from .measures.losses import Prefix, loss_by_position, prefix_of, shortened, token_losses
+from .results import BIN, COPIES, LOSS, ON_DOCUMENTS
+from .rows import PROTOCOL, Row, RowFile
 from .settings import UNMODIFIED, Setting
 from .tasks import Encoder, Task, canonical, make_task
 
@@ -51,13 +57,11 @@ class Plan:
         settings: the unmodified model first.
         lengths: tokens, beginning-of-text token included.
         texts: name and content; each gives `windows` documents of the longest length, one after another from its beginning.
-        tasks: "loss", "copies", "long_ppl" and names from `hf_longattn.tasks`.
+        tasks: "loss", "copies" and names from `hf_longattn.tasks`.
         targets: the last tokens of every document, scored at every length.
         bos: "auto" does what the tokenizer does, "always" and "never" what they say.
         samples: texts per task and length (`needle`: per depth).
         depths: places of the `needle` task.
-        near: the context that `long_ppl` takes for short: its key tokens are those that more of it helps with.
-        evaluator: the setting that finds the key tokens, the same for all.
         shortest_first: all settings at the shortest length first, and so on: what can be compared is there early, and the
             model is loaded anew for every setting and length.
         prefix: a method, as a setting's string ("streaming:window=4096"): the text before the targets is read under it, once
@@ -82,8 +86,6 @@ class Plan:
     depths: int = 5
     dtype: str = "auto"
     seed: int = 0
-    near: int = 4096
-    evaluator: str = UNMODIFIED
     shortest_first: bool = False
     prefix: str | None = None
     documents: list[Document] = field(init=False, default_factory=list)
@@ -113,8 +115,6 @@ class Plan:
         encoded = [(n, self._encode(n, t)) for n, t in self.texts]
         if self._documents:
             self._cut(encoded)
-        if LONG_PPL in self.tasks:
-            self._check_long_ppl()
         self._make_tasks(torch.cat([ids for _, ids in encoded]) if encoded else None)
 
     def _check_settings(self) -> None:
@@ -145,37 +145,8 @@ class Plan:
         check_setting(setting, self.model)
         if not self._documents:
             raise ValueError(f"a prefix belongs to the tasks {' and '.join(ON_DOCUMENTS)}; the others read whole texts")
-        if LONG_PPL in self.tasks:
-            raise ValueError("long_ppl reads whole documents: measure it without a prefix")
         if COPIES in self.tasks and self.targets < TAIL:
             raise ValueError(f"copies take the last {TAIL} tokens: with a prefix give as many targets, not {self.targets}")
-
-    @property
-    def near_window(self) -> tuple[int, int]:
-        """Tokens that are read at once for a short context, and by how many these windows move."""
-        stride = max(self.near // 4, 1)
-        return self.near + stride, stride
-
-    def _check_long_ppl(self) -> None:
-        if self.near < 2 or self.lengths[-1] <= self.near_window[0]:
-            raise ValueError(
-                f"long_ppl asks what context beyond {self.near} tokens helps with, and no length exceeds "
-                f"{self.near_window[0]}: raise lengths, or lower near"
-            )
-        if (found := self.found_by).model is not None:
-            text = self.texts[0][1][:2000]
-            theirs, ours = (AutoTokenizer.from_pretrained(m)(text).input_ids for m in (found.model, self.model))
-            if theirs != ours:
-                raise ValueError(f"the evaluator {self.evaluator!r} has another tokenizer: its tokens are not the model's")
-
-    @property
-    def found_by(self) -> Setting:
-        """The evaluator."""
-        for setting in self.settings:
-            if setting.name == self.evaluator:
-                return setting
-        names = ", ".join(s.name for s in self.settings)
-        raise ValueError(f"the evaluator {self.evaluator!r} is none of the settings: {names}")
 
     def _starting(self) -> list[int]:
         bos = self.tokenizer.bos_token_id
@@ -217,8 +188,6 @@ class Plan:
         out = {"model": fingerprint(self.model), "dtype": self.dtype, "seed": self.seed, "bos": bool(self._start)}
         if self._documents:
             out |= {"longest": self.lengths[-1], "targets": self.targets}
-        if LONG_PPL in self.tasks:
-            out |= {"near": self.near, "evaluator": self.evaluator}
         return out | ({} if self.prefix is None else {"prefix": self.prefix})
 
     def open(
@@ -237,15 +206,13 @@ class Plan:
         if there - REPORT and PROTOCOL not in there:
             raise ValueError(f"{folder} is not empty and holds no evaluation; nothing is overwritten: choose another folder")
         cells = Cells(self, device)
-        rows = Rows(folder and folder / ROWS, {"prefix": None}, protocol=self.protocol)  # texts were then read whole
+        rows = RowFile(folder and folder / ROWS, {"prefix": None}, protocol=self.protocol)  # texts were then read whole
 
         def load(setting: Setting) -> Any:
             return load_setting(setting, self.model, self.dtype, device)
 
-        settings, texts = self.settings, self.documents
-        out = Experiment(settings, texts, cells.measures, rows, load, about=about, done=done, order=cells.order)
-        cells.rows = out.rows
-        return out
+        measures, order = cells.measures, cells.order
+        return Experiment(self.settings, self.documents, measures, rows, load, about=about, done=done, order=order)
 
     def context(self, document: Document, length: int) -> Tensor:
         """The last `length` tokens of a document (with a prefix the first), (1, length), behind the beginning-of-text token
@@ -254,3 +221,115 @@ class Plan:
         start = torch.tensor(self._start, dtype=torch.int64)
         first = 0 if self.prefix else len(document.ids) - (length - len(start))
         return torch.cat([start, document.ids[first : first + length - len(start)]])[None]
+
+
+class Cells:
+    """Every task at every length, on documents and texts of the tasks' own."""
+
+    def __init__(self, plan: Plan, device: str) -> None:
+        self.plan, self.prefixes = plan, _Prefixes(plan, device)
+
+    @property
+    def measures(self) -> list[Measure]:
+        """The short lengths first."""
+        return [partial(self._cells, task, length) for length in self.plan.lengths for task in self.plan.tasks]
+
+    @property
+    def order(self) -> Callable[[Cell], Any] | None:
+        """By document with a prefix, or by length; None: settings outermost, so that each is loaded once."""
+        if self.plan.prefix is not None:
+            at = {document.name: n for n, document in enumerate(self.plan.documents)}
+            return lambda cell: at.get(cell.key["which"], len(at))
+        return (lambda cell: cell.key["length"]) if self.plan.shortest_first else None
+
+    @cached_property
+    def _haystack(self) -> str:
+        return digest([hashlib.sha256(text.encode()).hexdigest() for _, text in self.plan.texts])
+
+    def _cells(self, task: str, length: int, setting: Setting, documents: Sequence[Document]) -> Iterator[Cell]:
+        key = {"task": task, "length": length}
+        if task in ON_DOCUMENTS:
+            measure, more = {LOSS: (self._loss, ()), COPIES: (self._copies, SHARES)}[task]
+            prefix = [] if self.plan.prefix is None else [self.plan.prefix]
+            for document in documents:
+                depends = [document.numbers, *prefix, *more]
+                yield Cell(setting, key | {"which": document.name}, partial(measure, setting, document, length), depends)
+            return
+        places = self.plan.depths if task == "needle" else 0
+        depends = [places, self._haystack if "needle" in task else ""]
+        for index in range(self.plan.samples * max(places, 1)):
+            yield Cell(setting, key | {"which": str(index)}, partial(self._answers, task, length, index), depends)
+
+    def _loss(self, setting: Setting, document: Document, length: int, model: Any) -> Row:
+        """Mean loss on the document's last tokens; in the longest window, if it is read whole, also by position, in bins."""
+        plan, ids = self.plan, self.plan.context(document, length).to(model.device)
+        longest = plan.prefix is None and length == plan.lengths[-1]
+        prefix = self.prefixes.of(setting, document, length, model)
+        losses = token_losses(model, ids, last=None if longest else plan.targets, prefix=prefix)
+        row: Row = {"loss": round(float(losses[:, -plan.targets :].mean()), 5)}
+        if longest:
+            bins = loss_by_position(losses, [*range(0, length, BIN), length])
+            row["bins"] = [round(b, 5) for b in bins]
+        return row
+
+    def _copies(self, setting: Setting, document: Document, length: int, model: Any) -> Row:
+        """The document with passages repeated from far back in its last tokens; each copy is an answer."""
+        copies = far_copies(length)
+        ids, _ = with_copies(self.plan.context(document, length), copies)
+        spans = [(c.position + SKIP, c.position + PASSAGE) for c in copies]
+        scores = answer_scores(model, ids.to(model.device), spans, self.prefixes.of(setting, document, length, model))
+        answers = _as_rows([1 - share for share in SHARES], scores)
+        return {"tokens": length, "answers": answers, "distances": [c.distance for c in copies]}
+
+    def _answers(self, task: str, length: int, index: int, model: Any) -> Row:
+        sample = self.plan.makers[task].sample(index, length)
+        scores = answer_scores(model, sample.input_ids[None].to(model.device), sample.spans)
+        return {"tokens": int(sample.input_ids.shape[0]), "answers": _as_rows(sample.depths, scores)}
+
+
+class _Prefixes:
+    """The KV caches of one document's text before its targets, by what has read it."""
+
+    def __init__(self, plan: Plan, device: str) -> None:
+        self.plan, self.device, self.document = plan, device, ""
+        self.kept: dict[Any, Prefix] = {}
+
+    def of(self, setting: Setting, document: Document, length: int, model: Any) -> Prefix | None:
+        """None where the plan reads whole texts."""
+        plan = self.plan
+        if plan.prefix is None:
+            return None
+        if self.document != document.name:
+            self.document, self.kept = document.name, {}
+        method = reading(running(model) or LongAttnConfig(), plan.prefix)
+        layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+        end = self._end(length)
+        last = self._end(plan.lengths[-1]) if layers <= {"full_attention"} else end  # others cannot give tokens back
+        reader = (setting.rope, setting.adapter, setting.model, repr(method.to_dict()), last)
+        if reader not in self.kept:
+            own = load_setting(setting, plan.model, plan.dtype, self.device)
+            with knowing():
+                apply(own, method, stack=setting.rope is not None)
+            before = plan.context(document, plan.lengths[-1])[:, :last]
+            self.kept[reader] = prefix_of(own, before.to(self.device))
+        return shortened(self.kept[reader], end)
+
+    def _end(self, length: int) -> int:
+        return length - self.plan.targets - 1  # the token before the targets predicts the first of them
+
+
+def reading(own: LongAttnConfig, prefix: str) -> LongAttnConfig:
+    """What reads the text before the targets: a model's own method but for what does nothing in the prefix's window."""
+    method = Setting.parse(prefix).config
+    assert method is not None
+    own = own.replace(positions=None, visibility=None)
+    if isinstance(own.temperature, LengthTemperature):
+        own = own.replace(temperature=None)
+    return own.replace(**{slot: value for slot in SLOTS if (value := getattr(method, slot)) is not None})
+
+
+def _as_rows(depths: Sequence[float], scores: Sequence[AnswerScore]) -> list[Row]:
+    return [
+        {"depth": round(depth, 4), "log_likelihood": round(s.log_likelihood, 4), "tokens": s.tokens, "exact": s.exact}
+        for depth, s in zip(depths, scores, strict=True)
+    ]

@@ -12,9 +12,9 @@ from .rows import Row
 from .settings import UNMODIFIED
 from .statistics import mean_interval, mean_of
 
-LOSS, COPIES, LONG_PPL = "loss", "copies", "long_ppl"
+LOSS, COPIES = "loss", "copies"
 #: Tasks that read the documents; all others make texts of their own.
-ON_DOCUMENTS = (LOSS, COPIES, LONG_PPL)
+ON_DOCUMENTS = (LOSS, COPIES)
 #: Positions over which losses are averaged before they are stored.
 BIN = 512
 
@@ -31,7 +31,6 @@ class Results:
     Args:
         settings: names, in the order of tables and curves.
         targets, bos, prefix: of the protocol.
-        near, evaluator: of `long_ppl`.
         keep: the share of its score near that a task may not fall below, for effective lengths.
     """
 
@@ -41,8 +40,6 @@ class Results:
     bos: bool
     train_length: int | None
     prefix: str | None = None
-    near: int = 4096
-    evaluator: str = UNMODIFIED
     keep: float = 0.85
     lengths: list[int] = field(init=False)
 
@@ -91,7 +88,7 @@ class Results:
 
     @property
     def documents(self) -> list[str]:
-        return list(dict.fromkeys(r["which"] for r in self.rows if r["task"] in (LOSS, LONG_PPL)))
+        return list(dict.fromkeys(r["which"] for r in self.rows if r["task"] == LOSS))
 
     def command(self, *tasks: str) -> str:
         """What made the rows of these tasks; of all, if none is named."""
@@ -99,7 +96,7 @@ class Results:
 
     @property
     def tasks(self) -> list[str]:
-        return list(dict.fromkeys(r["task"] for r in self.rows if r["task"] not in (LOSS, LONG_PPL)))
+        return list(dict.fromkeys(r["task"] for r in self.rows if "answers" in r))
 
     @property
     def within(self) -> list[int]:

@@ -31,7 +31,7 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-class Rows:
+class RowFile:
     """The rows of a file, one a line: JSON lines, or in a .json file the list "rows" behind what `head` says of all.
 
     Args:

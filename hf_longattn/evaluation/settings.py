@@ -75,8 +75,8 @@ class Setting:
         """What `apply` gets."""
         if self.method is None:
             return None
-        named = isinstance(self.method, str)
-        config = LongAttnConfig.preset(self.method, **self.parameters) if named else LongAttnConfig.from_dict(self.method)  # type: ignore[arg-type]
+        method = self.method if isinstance(self.method, str) else LongAttnConfig.from_dict(self.method)
+        config = LongAttnConfig.of(method, **self.parameters)
         return config if config.train_length else dataclasses.replace(config, train_length=self.train_length)
 
     @property

@@ -84,9 +84,9 @@ def headline(results: Results) -> str:
     first, *others = ranked(results) or [UNMODIFIED]
     if first == UNMODIFIED:
         return summary(results)
-    told = [f"{text} {signed(found)}" for text, _, found in judged(results, first) if found]
+    against = [f"{text} {signed(found)}" for text, _, found in judged(results, first) if found]
     after = f" Next: {others[0]}." if others[:1] not in ([], [UNMODIFIED]) else ""
-    return f"Take {first}. In nats per token, against the unmodified model: {'; '.join(told)}.{after}"
+    return f"Take {first}. In nats per token, against the unmodified model: {'; '.join(against)}.{after}"
 
 
 def equal(results: Results, setting: str) -> bool:
@@ -102,8 +102,8 @@ def negative(difference: Interval | None) -> Interval | None:
 def tone(sign: int, difference: Interval) -> int:
     """1 for better and -1 for worse than the unmodified model; 0 for less than chance (if that is known) or TOLERANCE."""
     mean, half = difference
-    told = abs(mean) > TOLERANCE and not abs(mean) <= half
-    return told * (1 if mean * sign > 0 else -1)
+    clear = abs(mean) > TOLERANCE and not abs(mean) <= half
+    return clear * (1 if mean * sign > 0 else -1)
 
 
 def signed(difference: Interval) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 
 from ..config import LongAttnConfig
 from ..methods.learned import LearnedParts
-from ..methods.method import Method
 from ..telling import warn
-from .layers import candidates_of, layers_of, pretrained
+from .layers import Layer, candidates_of, layers_of, pretrained
 from .masks import base_implementation, before
 from .names import is_ours, name_for
 from .planning import attach, no_layer, prepare, show_section
@@ -52,10 +51,7 @@ def apply(
     """
     if isinstance(method, (list, tuple)):
         method = LongAttnConfig(parts=tuple(method))
-    if isinstance(method, LongAttnConfig):
-        config = method.replace(**parameters) if parameters else method
-    else:
-        config = LongAttnConfig.preset(method, **parameters)
+    config = LongAttnConfig.of(method, **parameters)
     base = pretrained(model)
     _put(base, config, set() if isinstance(config.layers, str) else _changed(base))
     return model
@@ -73,8 +69,8 @@ def _put(base: PreTrainedModel, config: LongAttnConfig, keep: Set[int] = frozens
     known = running(base)
     with change(base):
         if not (candidates := candidates_of(base)):
-            raise ValueError(no_layer(base, config, []))
-        warn_of_lost_softcap(base)
+            raise ValueError(no_layer(base, config))
+        warn_of_lost_softcap(candidates)
         target = candidates[0].module.config
         if not is_ours(target._attn_implementation):
             remember(base, target, target._attn_implementation)
@@ -98,10 +94,17 @@ def _put(base: PreTrainedModel, config: LongAttnConfig, keep: Set[int] = frozens
 @contextmanager
 def change(model: PreTrainedModel) -> Iterator[None]:
     """A transaction, after which adapters know what the model runs, and the user what harms untrained weights."""
-    known = methods_of(model)
+    known = running(model)
     with transaction(model):
         yield
-        tell_adapters(model)
+        config = running(model)
+        for adapter in (adapters := adapters_of(model)):
+            adapter.longattn = None if config is None else config.to_dict()
+        if adapters and any(isinstance(m.__dict__["_modules"].get("longattn"), LearnedParts) for m in model.modules()):
+            warn(
+                "the method's learned parameters came after the adapter, which will not save them: apply the method first, "
+                "then make the adapter",
+            )
         warn_untrained(model, known)
         release(model)
 
@@ -156,9 +159,9 @@ def remove(model: Model) -> Model:
     return model
 
 
-def warn_of_lost_softcap(model: PreTrainedModel) -> None:
+def warn_of_lost_softcap(layers: Iterable[Layer]) -> None:
     """Older releases of transformers run Gemma 2 under sdpa, which drops its softcap without a word."""
-    for layer in layers_of(model):
+    for layer in layers:
         cap, config = getattr(layer.module, "attn_logit_softcapping", None), layer.module.config
         if cap and config._attn_implementation == "sdpa":
             warn(
@@ -168,16 +171,16 @@ def warn_of_lost_softcap(model: PreTrainedModel) -> None:
             return
 
 
-def warn_untrained(model: PreTrainedModel, known: tuple[Method, ...] = ()) -> None:
-    """Warn of methods that pretrained weights get worse under, other than those known, where a model is put to use.
+def warn_untrained(model: PreTrainedModel, known: LongAttnConfig | None = None) -> None:
+    """Warn of methods that pretrained weights get worse under, other than those of `known`, where a model is put to use.
 
     A model in training mode is being trained, one with an adapter was, and one loaded from nowhere has nothing to lose.
     """
     of = model.__dict__
     if model.training or of.get("peft_config") or not of.get("name_or_path") or any(p.is_meta for p in model.parameters()):
         return
-    kinds = {type(m) for m in known if m.needs_training}
-    if names := [m.name for m in methods_of(model) if m.needs_training and type(m) not in kinds]:
+    kinds, now = set(map(type, known.methods if known else ())), running(model)
+    if names := [m.name for m in (now.methods if now else ()) if m.needs_training and type(m) not in kinds]:
         measured = {"scale_invariant", "output_standardise", "output_layer_norm"} & set(names)
         warn(
             f"{' and '.join(names)}: these weights were not trained under it, and have higher losses until they are. Train "
@@ -194,22 +197,6 @@ def knowing() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UntrainedWarning)
         yield
-
-
-def methods_of(model: nn.Module) -> tuple[Method, ...]:
-    return () if (config := running(model)) is None else config.methods
-
-
-def tell_adapters(model: PreTrainedModel) -> None:
-    """Adapters that record their model's attention (`hf_longattn.adapters`) follow every change of it."""
-    config = running(model)
-    for adapter in (adapters := adapters_of(model)):
-        adapter.longattn = None if config is None else config.to_dict()
-    if adapters and any(isinstance(m.__dict__["_modules"].get("longattn"), LearnedParts) for m in model.modules()):
-        warn(
-            "the method's learned parameters came after the adapter, which will not save them: apply the method first, "
-            "then make the adapter",
-        )
 
 
 def config_of(model: nn.Module) -> LongAttnConfig:

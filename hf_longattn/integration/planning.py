@@ -75,10 +75,10 @@ def _plan(
     chosen = [x for _, layers in by_part for x in layers]
     facts = facts_of(model, chosen or candidates, config.train_length)
     bound = config.bind(facts)
-    _refuse_layers(model, config, candidates, chosen)
+    _refuse_layers(type(model).__name__, config, candidates, chosen)
     _warn_of_assumption(config, chosen or candidates)
     for part, layers in by_part:
-        _refuse_part(model, part, candidates, layers)
+        _refuse_part(type(model).__name__, part, candidates, layers)
     remapped = [x for part, layers in by_part if part.remap is not None for x in layers]
     types = dict.fromkeys(x.type for x in remapped)
     rotary = {t: rotation_of(model, target, [x for x in remapped if x.type == t]) for t in types}
@@ -100,12 +100,20 @@ def chosen_by(part: LongAttnConfig, config: LongAttnConfig, candidates: list[Lay
     return [x for x in candidates if x.index not in others and (part.layers == "all" or not x.why_not)]
 
 
-def _refuse_part(model: PreTrainedModel, part: LongAttnConfig, candidates: list[Layer], chosen: list[Layer]) -> None:
+def _refuse_part(name: str, part: LongAttnConfig, candidates: list[Layer], chosen: list[Layer]) -> None:
     """Raise for layers that one part of a config names and that are not there, or cannot run it; and where it has none."""
     if missing := set(() if isinstance(part.layers, str) else part.layers) - {x.index for x in candidates}:
         raise ValueError(f"layers names {sorted(missing)}, which have no causal softmax attention in this model")
-    if not chosen or not part.methods:
-        raise ValueError(no_layer(model, part, candidates))
+    if not part.methods:
+        raise ValueError(
+            f"attn_implementation={CUSTOM!r} takes its method from the longattn section, and that fills no slot: pass "
+            'longattn={"preset": ...} or the slots written out'
+        )
+    if not chosen:
+        raise ValueError(
+            f"{part.name} applies to 0 layers of {name}: all {len(candidates)} causal attention layers have "
+            'a sliding window. Pass longattn={"layers": "all"} to change them anyway, or unset the window in the config'
+        )
     if part.key_bands and (windowed := [x.index for x in chosen if x.kind == "window"]):
         raise ValueError(
             f"{part.name} restricts or remaps far keys; the sliding-window layers {windowed} have none: leave them out of "
@@ -113,9 +121,8 @@ def _refuse_part(model: PreTrainedModel, part: LongAttnConfig, candidates: list[
         )
 
 
-def _refuse_layers(model: nn.Module, config: LongAttnConfig, candidates: list[Layer], chosen: list[Layer]) -> None:
+def _refuse_layers(name: str, config: LongAttnConfig, candidates: list[Layer], chosen: list[Layer]) -> None:
     """Raise for layers whose attention does more than the interface says."""
-    name = type(model).__name__
     if any(x.own_mask for x in candidates):  # also where they are left alone: all layers get one mask
         raise ValueError(
             f"{config.name} cannot go into {name}: its attention makes a mask of its own from transformers' mask, and could "
@@ -135,7 +142,7 @@ def bound_config(model: nn.Module, config: LongAttnConfig) -> tuple[LongAttnConf
     base = pretrained(model)
     layers = candidates_of(base)
     if not layers:
-        raise ValueError(no_layer(base, config, []))
+        raise ValueError(no_layer(base, config))
     facts = facts_of(base, [x for x in layers if not x.why_not] or layers, config.train_length)
     return config.bind(facts), facts
 
@@ -233,20 +240,11 @@ def _shapes(part: nn.Module) -> dict[str, torch.Size]:
 
 def refuse_name(model: PreTrainedModel, name: str, section: dict[str, Any] | None = None) -> NoReturn:
     """Raise what `apply` raises for a model that has no layer for a method."""
-    raise ValueError(no_layer(model, LongAttnConfig.parse(short(name), section), []))
+    raise ValueError(no_layer(model, LongAttnConfig.parse(short(name), section)))
 
 
-def no_layer(model: PreTrainedModel, config: LongAttnConfig, candidates: list[Layer]) -> str:
-    if not config.methods and candidates:
-        return (
-            f"attn_implementation={CUSTOM!r} takes its method from the longattn section, and that fills no slot: pass "
-            'longattn={"preset": ...} or the slots written out'
-        )
-    if candidates:
-        return (
-            f"{config.name} applies to 0 layers of {type(model).__name__}: all {len(candidates)} causal attention layers have "
-            'a sliding window. Pass longattn={"layers": "all"} to change them anyway, or unset the window in the config'
-        )
+def no_layer(model: PreTrainedModel, config: LongAttnConfig) -> str:
+    """What to say of a model without a layer that a method may go into."""
     why = "it has no causal attention that goes through transformers' attention interface"
     if parts := dict.fromkeys(type(x.module.config).__name__ for x in layers_of(model) if not x.why_never):
         why = (

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..config import LongAttnConfig
 from ..methods.method import SLOTS
 from ..telling import warn
-from .layers import all_configs, language_config
+from .layers import all_configs, language_config, layers_of
 from .model import change, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, hint, is_ours, short
 from .planning import prepare, refuse_name
@@ -158,7 +158,7 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     own_configs(self)
     prepare(self)  # first: learned parts must exist before weights are initialised or loaded
     original(self)
-    warn_of_lost_softcap(self)
+    warn_of_lost_softcap(layers_of(self))
     ours = any(is_ours(c._attn_implementation) for c in (self.config, language_config(self.config)))
     if (section := self.config.longattn) and not ours:
         if not {"version", *SLOTS} & section.keys():  # parameters as they are typed, not what a checkpoint saved
@@ -202,7 +202,7 @@ def _set_attn_implementation(
                 remember(self, c, implementation)
         if (name := _ours_in(attn_implementation)) and not any(is_ours(c._attn_implementation) for c, _ in before):
             refuse_name(self, name, self.config.longattn)  # transformers logs that it stays with what it runs
-        warn_of_lost_softcap(self)
+        warn_of_lost_softcap(layers_of(self))
         prepare(self, verify=True)
 
 

@@ -169,8 +169,9 @@ def alone(model: nn.Module) -> AbstractContextManager[None]:
 @contextmanager
 def transaction(model: nn.Module) -> Iterator[None]:
     """A change of a model's attention: after an exception the model is as it was. RuntimeError: the method is disabled."""
-    with alone(model):
-        if (state := state_of(model)) is not None and state.disabled is not None:
+    state = state_of(model)
+    with nullcontext() if state is None else state.gate.alone():
+        if state is not None and state.disabled is not None:
             raise RuntimeError("the model's method is disabled (disable_adapter): change it after enabling it again")
         own_configs(model)
         snapshot = Snapshot(model)

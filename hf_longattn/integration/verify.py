@@ -52,7 +52,7 @@ def verify_rotations(model: PreTrainedModel) -> None:
     Raises:
         ValueError: a rotation is not understood.
     """
-    layers = _unverified(model)
+    layers = _unverified(layers_of(model))
     if not layers or not _computes(model):
         return
     sources = {layer.name: _source(layer) for layer in layers}
@@ -84,21 +84,21 @@ def verify_rotations(model: PreTrainedModel) -> None:
         convention, still = settle(source, [(name, computed[name].query, computed[name].key) for name in names])
         settled.append((source, convention, [x for x in layers if x.name in still]))
     unrotated = [x for _, _, alone in settled for x in alone]
-    _tell_of_nothing(model, unrotated)
+    _tell_of_nothing(type(model).__name__, [x for x in layers_of(model) if not x.why_never], unrotated)
     for source, convention, alone in settled:
         source.convention = convention
         leave_unrotated(source, alone)
 
 
-def _tell_of_nothing(model: PreTrainedModel, unrotated: list[Layer]) -> None:
+def _tell_of_nothing(model: str, layers: list[Layer], unrotated: list[Layer]) -> None:
     """Where a remap finds no layer that rotates: raise, or warn if others do, within windows of their own."""
     config = next((plan.config for x in unrotated if (plan := plan_of(x.module)) is not None), None)
     names = {x.name for x in unrotated}
-    others = [x for x in layers_of(model) if x.name not in names and not x.why_never]
+    others = [x for x in layers if x.name not in names]
     if config is None or config.positions is None or any(_source(x) is not None for x in others):
         return
     nothing = (
-        f"{config.positions.name} remaps rotary distances, and there is nothing to remap in {type(model).__name__}: the "
+        f"{config.positions.name} remaps rotary distances, and there is nothing to remap in {model}: the "
         f"layers {[x.index for x in unrotated]} that it goes into do not rotate their queries and keys"
     )
     if not others or config.layers != "full_attention":
@@ -139,7 +139,7 @@ def watch(model: PreTrainedModel, state: AttentionState) -> None:
 
     While a model is built it has no weights to verify anything with; its first forward pass has.
     """
-    state.unverified = bool(_unverified(model))
+    state.unverified = bool(_unverified(layers_of(model)))
     if not state.passes:
         modules = {x.module for x in layers_of(model) if plan_of(x.module) is not None}
         # the innermost model around them: it may be called without the others (their heads)
@@ -205,5 +205,5 @@ def _source(layer: Layer) -> RotarySource | None:
     return None if (plan := plan_of(layer.module)) is None else plan.rotary
 
 
-def _unverified(model: nn.Module) -> list[Layer]:
-    return [x for x in layers_of(model) if (source := _source(x)) is not None and not source.verified]
+def _unverified(layers: Iterable[Layer]) -> list[Layer]:
+    return [x for x in layers if (source := _source(x)) is not None and not source.verified]

@@ -170,8 +170,8 @@ def _opening(config: LongAttnConfig, adapter: bool, base_model: str | None) -> s
 
 def _method(method: Method) -> str:
     parameters = {k: v for k, v in method.to_dict().items() if k != "name" and v is not None}
-    shown = (f"{k} = {f'{len(v)} values, in the config' if isinstance(v, list) else v}" for k, v in parameters.items())
-    return f"- `{method.name}` ({method.slot}): {', '.join(shown) or 'no parameters'}"
+    listed = (f"{k} = {f'{len(v)} values, in the config' if isinstance(v, list) else v}" for k, v in parameters.items())
+    return f"- `{method.name}` ({method.slot}): {', '.join(listed) or 'no parameters'}"
 
 
 def _rope(saved: dict[str, Any]) -> str:

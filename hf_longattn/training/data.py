@@ -16,14 +16,15 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import default_data_collator
 
 from ..checks import read_text
-from ..evaluation.tasks.needle import IGNORE, NeedleTask
+from ..evaluation.tasks import NeedleTask
+from ..evaluation.tasks.sample import IGNORE
 from .recipe import Hub, Recipe, Skip
 from .skip import skipped
 
 #: Kinds of local files, by ending, that the datasets library reads.
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
-Row = dict[str, Tensor]
+Example = dict[str, Tensor]
 
 
 def find(sources: Any) -> list[str]:
@@ -101,7 +102,7 @@ class Finish:
     def __init__(self, by_document: bool, skip: Skip | None, seed: int) -> None:
         self.by_document, self.skip, self.seed = by_document, skip, seed
 
-    def __call__(self, index: int, ids: Tensor, positions: Tensor) -> Row:
+    def __call__(self, index: int, ids: Tensor, positions: Tensor) -> Example:
         ids = ids.long()
         if self.skip is not None:
             row = _jumping(ids, self.skip, self.seed, index)
@@ -112,20 +113,20 @@ class Finish:
         return {"input_ids": ids, "labels": labels, "position_ids": positions.long()}
 
 
-def _jumping(ids: Tensor, skip: Skip, seed: int, index: int) -> Row:
+def _jumping(ids: Tensor, skip: Skip, seed: int, index: int) -> Example:
     """A window whose positions jump; without a mask transformers would read the jumps as borders between documents."""
     ids, positions = skipped(ids, skip, random.Random(f"{seed}:{index}"))
     return {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
 
 
-class Part:
+class PartCollator:
     """Collates rows to one process's part of each window, with what its tokens are to predict."""
 
     def __init__(self, rank: int, parts: int) -> None:
         self.rank, self.parts = rank, parts
 
-    def __call__(self, rows: list[Row]) -> Row:
-        batch: Row = default_data_collator(rows)
+    def __call__(self, rows: list[Example]) -> Example:
+        batch: Example = default_data_collator(rows)
         if self.parts == 1:
             return batch
         if "position_ids" not in batch:
@@ -134,7 +135,7 @@ class Part:
         return {name: x.chunk(self.parts, 1)[self.rank] for name, x in batch.items()}
 
 
-class Rows(Dataset[Row]):
+class Windows(Dataset[Example]):
     """Windows in memory."""
 
     def __init__(self, rows: Iterable[tuple[Tensor, Tensor]], finish: Finish) -> None:
@@ -146,24 +147,24 @@ class Rows(Dataset[Row]):
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> Example:
         positions = torch.empty(0) if self.positions is None else self.positions[index]
         return self.finish(index, self.ids[index], positions)
 
 
-class StreamedRows(IterableDataset[Row]):
+class StreamedWindows(IterableDataset[Example]):
     """Windows made as training goes; every pass gives the same."""
 
     def __init__(self, sources: list[str], hub: Hub, tokenizer: Any, length: int, finish: Finish) -> None:
         self.sources, self.hub, self.tokenizer, self.length, self.finish = sources, hub, tokenizer, length, finish
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[Example]:
         rows = pack(documents(self.sources, self.hub, self.tokenizer), self.length)
         for index, (ids, positions) in enumerate(rows):
             yield self.finish(index, ids, positions)
 
 
-class NeedleRows(Dataset[Row]):
+class NeedleWindows(Dataset[Example]):
     """Texts with needles; under `skip` their positions jump, in front of the question."""
 
     def __init__(self, task: NeedleTask, length: int, count: int, skip: Skip | None = None) -> None:
@@ -172,7 +173,7 @@ class NeedleRows(Dataset[Row]):
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> Example:
         sample = self.task.sample(index, self.length)
         row = {"input_ids": sample.input_ids, "labels": sample.labels}
         return row if self.skip is None else row | _jumping(sample.input_ids, self.skip, self.task.seed, index)
@@ -199,7 +200,7 @@ class Data:
         self.held_out = torch.empty(0, dtype=torch.int64)
         self.train_task: NeedleTask | None = None
         self.test_task: NeedleTask | None = None
-        self.train: Dataset[Row]
+        self.train: Dataset[Example]
         if kept_out is not None:
             self.held_out = flat(kept_out, recipe.hub, tokenizer, limit or kept)
         skip = recipe.skip if recipe.positions == "skip" else None
@@ -213,17 +214,17 @@ class Data:
             self.train_task.check(recipe.length)
             for length in {*recipe.lengths, *recipe.final_lengths}:
                 self.test_task.check(length)
-            self.train = NeedleRows(self.train_task, recipe.length, _samples(recipe), skip)
+            self.train = NeedleWindows(self.train_task, recipe.length, _samples(recipe), skip)
             return
         finish = Finish(recipe.packing == "documents", skip, recipe.seed)
         if recipe.hub.streaming:
-            self.train = StreamedRows(sources, recipe.hub, tokenizer, recipe.length, finish)
+            self.train = StreamedWindows(sources, recipe.hub, tokenizer, recipe.length, finish)
         elif kept_out is not None:
-            self.train = Rows(pack(documents(sources, recipe.hub, tokenizer), recipe.length), finish)
+            self.train = Windows(pack(documents(sources, recipe.hub, tokenizer), recipe.length), finish)
         else:
             tokens = list(documents(sources, recipe.hub, tokenizer))
             tokens, self.held_out = _split(tokens, kept)
-            self.train = Rows(pack(tokens, recipe.length), finish)
+            self.train = Windows(pack(tokens, recipe.length), finish)
         if not recipe.hub.streaming and len(self.train) == 0:  # type: ignore[arg-type]
             raise ValueError(f"the data is shorter than one window of {recipe.length} tokens" + _also_held_out(kept_out, kept))
         if len(self.held_out) < longest:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..evaluation.measures.long_ppl import long_ce_weights, short_losses
 from ..evaluation.measures.losses import hidden_of, logits_of
-from ..evaluation.tasks.needle import IGNORE
+from ..evaluation.tasks.sample import IGNORE
 from .recipe import Distill, LongCE
 
 #: Positions whose logits are held at a time.

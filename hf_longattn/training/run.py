@@ -9,6 +9,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -136,18 +138,12 @@ def _discard(prepared: Prepared) -> None:
 
 
 def _run(prepared: Prepared) -> dict[str, Any]:
-    recipe, output, args, data = prepared.recipe, prepared.output, prepared.args, prepared.data
+    recipe, output, args = prepared.recipe, prepared.output, prepared.args
     started, cpu = time.monotonic(), time.process_time()
     set_seed(args.seed)
-    model = load_model(recipe, prepared.config)
-    attention = prepared.attention
-    if recipe.calibrate and attention is not None:
-        model.eval()
-        attention = calibrate(model, data.first_windows(-(-recipe.calibrate // recipe.length)), attention)
-    put_method(model, recipe, attention)
-    wrapped = model if recipe.lora is None else put_adapter(model, recipe.lora, attention is not None, args.seed)
+    model, wrapped = _model(prepared)
     kind = ShardedTrainer if recipe.parallel.shard else RecipeTrainer
-    trainer = kind(recipe, data, wrapped, model, args, prepared.tokenizer)
+    trainer = kind(recipe, prepared.data, wrapped, model, args, prepared.tokenizer)
     first = trainer.is_world_process_zero()
     if first:
         write_whole(output / RECIPE_FILE, dump(recipe))
@@ -156,27 +152,8 @@ def _run(prepared: Prepared) -> dict[str, Any]:
     loss = CausalLoss(model, recipe.distill, base, teacher_positions=positions, part=part, long_ce=recipe.long_ce)
     with trained_by(model, loss), interruptible(trainer):
         result = trainer.train(resume_from_checkpoint=prepared.checkpoint)
-    measured = {"trained": trainer.held_out_metrics(recipe.final_lengths)}
-    final = measured["trained"][recipe.length]
-    if recipe.evaluation.compare and recipe.architecture is None:
-        if recipe.lora is not None:
-            with base():
-                measured["base"] = trainer.held_out_metrics(recipe.final_lengths)
-        else:
-            measured["base"] = _another(prepared, trainer, prepared.original)
-        measured |= _yarn(prepared, trainer)
-    weights = trainer.whole()
-    if attention is None:
-        trainer.save_model(str(output))
-        if first and recipe.rope is not None:
-            model.config.save_pretrained(output)  # a plain adapter does not record the rotary encoding
-    elif first:
-        card: dict[str, Any] = {
-            "training_lengths": [recipe.length],
-            "metrics": {m: {n: x[m] for n, x in measured["trained"].items()} for m in ("loss", "accuracy") if m in final},
-            "evaluated_on": _names(recipe.heldout or recipe.data),
-        }
-        save(wrapped, output, tokenizer=prepared.tokenizer, overwrite=True, state_dict=weights, **card)
+    measured = {"trained": trainer.held_out_metrics(recipe.final_lengths), **_compared(prepared, trainer, base)}
+    _save(prepared, trainer, wrapped, measured["trained"])
     metrics = {
         "recipe": recipe.name,
         "measured": measured,
@@ -196,6 +173,52 @@ def _run(prepared: Prepared) -> dict[str, Any]:
     if first:
         write_whole(output / METRICS_FILE, json.dumps(metrics, indent=1) + "\n")
     return metrics
+
+
+def _model(prepared: Prepared) -> tuple[Any, Any]:
+    """The model under its method, calibrated if the recipe says so; and what is trained: it, or an adapter around it."""
+    recipe, attention = prepared.recipe, prepared.attention
+    model = load_model(recipe, prepared.config)
+    if recipe.calibrate and attention is not None:
+        model.eval()
+        attention = calibrate(model, prepared.data.first_windows(-(-recipe.calibrate // recipe.length)), attention)
+    put_method(model, recipe, attention)
+    method = attention is not None
+    return model, model if recipe.lora is None else put_adapter(model, recipe.lora, method, prepared.args.seed)
+
+
+def _compared(prepared: Prepared, trainer: RecipeTrainer, base: Callable[[], AbstractContextManager[None]]) -> dict[str, Any]:
+    """Measurements of the unadapted base, and of it with YaRN for the longest length, if that is beyond its trained one."""
+    recipe, original = prepared.recipe, prepared.original
+    if not recipe.evaluation.compare or recipe.architecture is not None:
+        return {}
+    if recipe.lora is None:
+        out = {"base": _another(prepared, trainer, original)}
+    else:
+        with base():
+            out = {"base": trainer.held_out_metrics(recipe.final_lengths)}
+    factor = max(recipe.final_lengths) / _trained_length(original)
+    if factor > 1 and getattr(original.get_text_config(), "rope_parameters", None):
+        config = rope.yarn(copy.deepcopy(original), factor)
+        out[f"base + YaRN x{factor:g}"] = _another(prepared, trainer, config)
+    return out
+
+
+def _save(prepared: Prepared, trainer: RecipeTrainer, wrapped: Any, measured: dict[int, dict[str, Any]]) -> None:
+    """The trained weights; with a method, as `hf_longattn.save` does, with a card."""
+    recipe, output, weights = prepared.recipe, prepared.output, trainer.whole()
+    if prepared.attention is None:
+        trainer.save_model(str(output))
+        if trainer.is_world_process_zero() and recipe.rope is not None:
+            trainer.causal.config.save_pretrained(output)  # a plain adapter does not record the rotary encoding
+    elif trainer.is_world_process_zero():
+        names = [name for name in ("loss", "accuracy") if name in measured[recipe.length]]
+        card: dict[str, Any] = {
+            "training_lengths": [recipe.length],
+            "metrics": {name: {n: x[name] for n, x in measured.items()} for name in names},
+            "evaluated_on": _names(recipe.heldout or recipe.data),
+        }
+        save(wrapped, output, tokenizer=prepared.tokenizer, overwrite=True, state_dict=weights, **card)
 
 
 def _windows(recipe: Recipe, args: TrainingArguments) -> int:
@@ -246,15 +269,6 @@ def _with_target_length(recipe: Recipe, original: Any) -> Recipe:
 def _trained_length(config: Any) -> int:
     text = config.get_text_config()
     return recorded(text, text.longattn).length or sys.maxsize
-
-
-def _yarn(prepared: Prepared, trainer: RecipeTrainer) -> dict[str, Any]:
-    """The unadapted base with YaRN for the longest measured length, if that is beyond its trained one."""
-    factor = max(prepared.recipe.final_lengths) / _trained_length(prepared.original)
-    if factor <= 1 or not getattr(prepared.original.get_text_config(), "rope_parameters", None):
-        return {}
-    config = rope.yarn(copy.deepcopy(prepared.original), factor)
-    return {f"base + YaRN x{factor:g}": _another(prepared, trainer, config)}
 
 
 def _another(prepared: Prepared, trainer: RecipeTrainer, config: Any) -> dict[int, dict[str, Any]]:

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ..integration import update
 from ..integration.engines.ulysses import split_sequence, unsplit
-from .data import Data, Part
+from .data import Data, PartCollator
 from .held_out import held_out_sums, metrics
 from .loss import PARTS
 from .optim import MuonWithAdam
@@ -55,7 +55,7 @@ class RecipeTrainer(Trainer):
             args,
             train_dataset=data.train,
             eval_dataset=data.train,  # never read: `evaluate` has the held-out text
-            data_collator=Part(*self.part),  # a tokenizer's adds a mask, under which packed documents see each other
+            data_collator=PartCollator(*self.part),  # a tokenizer's adds a mask, under which packed documents see each other
             processing_class=tokenizer,
             optimizers=(optimizer, None),
             callbacks=[] if recipe.strength is None else [StrengthSchedule(recipe.strength)],

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from hf_longattn.attention.kernels.precision import fast_dtype
-from hf_longattn.evaluation.rows import Row, Rows, versions
+from hf_longattn.evaluation.rows import Row, RowFile, versions
 from lab.papers import tables
 from lab.papers.algorithms import ALGORITHMS, ALGORITHMS_PRETRAINED
 from lab.papers.conversion import CONVERSION
@@ -103,7 +103,7 @@ def perform(experiment: Experiment, args: argparse.Namespace, results: Path, tex
     Raises:
         ValueError: rows of other settings or texts are there, or a model of another experiment is not.
     """
-    rows = Rows(results / f"{experiment.name}.jsonl")
+    rows = RowFile(results / f"{experiment.name}.jsonl")
     settings = experiment.quick if args.quick else experiment.settings
     seeds = experiment.seeds if args.seeds is None else tuple(args.seeds)
     runs = [(v, s) for v, s in dataclasses.replace(experiment, seeds=seeds).runs() if re.search(args.only, v)]
@@ -149,7 +149,7 @@ def listed(results: Path) -> str:
     """Every experiment with its cost: CPU minutes of a run (of the rows that are there, else as noted), done, to do."""
     lines = [("experiment", "a run", "done", "to do", "left", "")]
     for experiment in EXPERIMENTS.values():
-        rows = Rows(results / f"{experiment.name}.jsonl").all
+        rows = RowFile(results / f"{experiment.name}.jsonl").all
         spent = [row["cpu_seconds"] / 60 for row in rows]
         minutes = sum(spent) / len(spent) if spent else experiment.minutes
         done = {(row["variant"], row["seed"]) for row in rows}

@@ -18,10 +18,10 @@ from hf_longattn import LongAttnConfig, fit_adaptive_temperature
 from hf_longattn.attention.attend import attend
 from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Rows
-from hf_longattn.evaluation.tasks.sets import dictionary_lookup, max_retrieval
 from hf_longattn.methods import AdaptiveTemperature
 from hf_longattn.methods.method import ModelFacts
 from lab.papers.experiment import Run, experiment
+from lab.papers.samples import dictionary_lookup, max_retrieval
 
 CLASSES, KEYS, VALUES = 10, 16384, 64
 #: Items in memory at a time when large sets are measured.

@@ -11,10 +11,10 @@ from typing import Any
 import yaml
 
 from hf_longattn.evaluation.report.figures import curves
-from hf_longattn.evaluation.report.markdown import Contents, table
-from hf_longattn.evaluation.rows import Row, Rows
+from hf_longattn.evaluation.rows import Row, RowFile
 from hf_longattn.evaluation.statistics import mean_interval
 from hf_longattn.training import POSITIONS
+from lab.markdown import Contents, table
 from lab.papers import paper
 from lab.papers.algorithms import TASKS
 from lab.papers.conversion import (
@@ -70,7 +70,7 @@ class NotRun(Exception):
 
 
 def load(results: Path = RESULTS) -> Data:
-    return {path.stem: Rows(path).all for path in sorted(results.glob("*.jsonl"))}
+    return {path.stem: RowFile(path).all for path in sorted(results.glob("*.jsonl"))}
 
 
 def contents() -> Contents:

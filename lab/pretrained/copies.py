@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hf_longattn.evaluation import PASSAGE, Copy
-from hf_longattn.evaluation.report.markdown import Contents
-from hf_longattn.evaluation.rows import Row, Rows
+from hf_longattn.evaluation.rows import Row, RowFile
 from hf_longattn.evaluation.statistics import mean_interval
+from lab.markdown import Contents
 from lab.pretrained.longer_on_model import measured
 from lab.pretrained.runner import RESULTS, STEP, Choice, Program, Text, choices, described, lines, parts
 
@@ -112,7 +112,7 @@ def prose_less(one: Row, other: Row) -> list[float]:
 
 def contents() -> Contents:
     """What stands below `<!-- places: model length dtype | other -->`: every setting less the other."""
-    rows = list(Rows(RESULT))
+    rows = list(RowFile(RESULT))
 
     def asked(what: str) -> str:
         (model, length, dtype), (other,) = parts(what)

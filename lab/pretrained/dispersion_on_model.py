@@ -28,9 +28,9 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, DynamicCache
 
 import hf_longattn
 from hf_longattn.evaluation.report.figures import COLOURS, MARKERS, png, pyplot
-from hf_longattn.evaluation.report.markdown import Contents, table
-from hf_longattn.evaluation.rows import Row, Rows, versions
+from hf_longattn.evaluation.rows import Row, RowFile, versions
 from hf_longattn.evaluation.statistics import mean_interval
+from lab.markdown import Contents, table
 from lab.pretrained.runner import RESULTS
 
 RESULT = RESULTS / "dispersion.json"
@@ -200,7 +200,7 @@ def bounds(attention: Any, length: Tensor, config: Any) -> list[float]:
 
 
 def rows_of(what: str) -> list[Row]:
-    return [row for row in Rows(RESULT) if row["what"] == what]
+    return [row for row in RowFile(RESULT) if row["what"] == what]
 
 
 def slope(lengths: Sequence[int], values: Sequence[float]) -> float:
@@ -303,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     needed = {"model": args.what, "text": "outputs" in args.what, "code": "spread" in args.what}
     if missing := [name for name, needs in needed.items() if needs and getattr(args, name) is None]:
         parser.error(f"{' '.join(args.what)} needs --{missing[0]}")
-    rows = Rows(args.out)
+    rows = RowFile(args.out)
     for what in args.what:
         started = time.process_time()
         found = list(MEASURES[what](args))

@@ -16,9 +16,9 @@ import torch
 
 from hf_longattn.evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
 from hf_longattn.evaluation.report import figures
-from hf_longattn.evaluation.report.markdown import Contents
 from hf_longattn.evaluation.rows import Row
 from hf_longattn.evaluation.statistics import mean_interval
+from lab.markdown import Contents
 from lab.pretrained import runner
 from lab.pretrained.runner import RESULTS, STEP, Choice, Program, Text, choices, described, lines, parts, with_adapter
 

@@ -12,8 +12,8 @@ import itertools
 from typing import Any
 
 from hf_longattn.evaluation import token_losses
-from hf_longattn.evaluation.report.markdown import Contents
-from hf_longattn.evaluation.rows import Row, Rows
+from hf_longattn.evaluation.rows import Row, RowFile
+from lab.markdown import Contents
 from lab.pretrained.runner import CALIBRATION, RESULTS, Choice, Program, Text, choices, lines, parts
 
 RESULT = RESULTS / "methods-smollm2.json"
@@ -49,7 +49,7 @@ METHODS = Program(
 
 def contents() -> Contents:
     """What stands below `<!-- table: book length ... | row | ... -->`."""
-    rows = Rows(RESULT).all
+    rows = RowFile(RESULT).all
 
     def content(what: str) -> str:
         (book, *lengths), names = parts(what)

@@ -24,11 +24,11 @@ from transformers import AutoTokenizer
 import hf_longattn
 from hf_longattn.evaluation import answer_scores, prefix_of
 from hf_longattn.evaluation.measures.losses import Prefix
-from hf_longattn.evaluation.report.markdown import Contents
 from hf_longattn.evaluation.rows import Row
 from hf_longattn.evaluation.settings import Setting
 from hf_longattn.evaluation.tasks import Encoder, Needle
 from hf_longattn.evaluation.tasks.needle import CITIES, QUESTION
+from lab.markdown import Contents
 from lab.pretrained import longer_on_model, runner
 from lab.pretrained.reading_far import PREFILL, load
 from lab.pretrained.runner import RESULTS, Choice, Program, Text, choices, described, lines, parts

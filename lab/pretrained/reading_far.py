@@ -28,10 +28,10 @@ import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.evaluation import PASSAGE, Copy, copy_losses, prefix_of, token_losses, with_copies
 from hf_longattn.evaluation.measures.losses import Prefix, shortened
-from hf_longattn.evaluation.report.markdown import Contents
 from hf_longattn.evaluation.rows import Row
 from hf_longattn.evaluation.settings import Setting
 from hf_longattn.evaluation.statistics import mean_interval
+from lab.markdown import Contents
 from lab.pretrained import longer_on_model, runner
 from lab.pretrained.runner import RESULTS, Choice, Program, Text, choices, described, lines, parts
 

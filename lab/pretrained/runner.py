@@ -26,9 +26,9 @@ from hf_longattn import calibrate
 from hf_longattn.attention.kernels.precision import fast_dtype
 from hf_longattn.evaluation import experiment
 from hf_longattn.evaluation.loading import load_setting
-from hf_longattn.evaluation.report.markdown import table
-from hf_longattn.evaluation.rows import Row, Rows, versions_line
+from hf_longattn.evaluation.rows import Row, RowFile, versions_line
 from hf_longattn.evaluation.settings import Setting, parse_rope
+from lab.markdown import table
 
 ROOT = Path(__file__).parents[2]
 RESULTS, SETTINGS = ROOT / "lab" / "results", Path(__file__).parent / "settings"
@@ -177,7 +177,7 @@ class Program:
     def experiment(self, text: Text, args: argparse.Namespace) -> experiment.Experiment:
         """The settings on one text, which calibrated ones are measured on."""
         settings = [c for c in self.settings(text) if not c.lengths or text.length in c.lengths]
-        rows = Rows(args.result, protocol=self.protocol)
+        rows = RowFile(args.result, protocol=self.protocol)
         loaded = self.load or (lambda c, t, a: load(c, a.model, a.dtype, t.calibration))
         source = args.model / "SOURCE"
         about = {
@@ -238,7 +238,7 @@ def with_adapter(choice: Choice, adapter: Path | None) -> Choice:
 
 def rows_of(pattern: str) -> list[Row]:
     """Rows of the result files of that pattern, each with its label: its setting, and its adapter."""
-    rows = [row for file in sorted(RESULTS.glob(pattern)) for row in Rows(file)]
+    rows = [row for file in sorted(RESULTS.glob(pattern)) for row in RowFile(file)]
     return [row | {"label": row["name"] + (f", {row['adapter']}" if "adapter" in row else "")} for row in rows]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from hf_longattn.attention.kernels.precision import fast_dtype
-from hf_longattn.evaluation.report.markdown import Contents, table
+from lab.markdown import Contents, table
 from lab.pretrained.runner import RESULTS, SETTINGS
 
 RUNS: dict[str, dict[str, Any]] = yaml.safe_load((SETTINGS / "trained.yaml").read_text(encoding="utf-8"))

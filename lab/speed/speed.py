@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_longattn.evaluation import rows as store
-from hf_longattn.evaluation.report import figures, markdown
+from hf_longattn.evaluation.report import figures
+from lab import markdown
 
 ROOT = Path(__file__).parents[2]
 FILES = {"cpu": "attention-cpu.json", "gpu": "attention-gpu.json"}
@@ -41,7 +42,7 @@ def load_all() -> Rows:
     """The rows of both files, each with "where"."""
     result: Rows = []
     for where, name in FILES.items():
-        rows = store.Rows(ROOT / "lab" / "results" / name)
+        rows = store.RowFile(ROOT / "lab" / "results" / name)
         result += [r | {"where": where} for r in rows if not r["part"].startswith(("exactness", "tiles"))]
     return result
 
@@ -119,7 +120,7 @@ def table(rows: Rows, words: list[str]) -> str:
 
 def host() -> str:
     """Microseconds of a layer over sdpa's by method, where it changes nothing and where it acts."""
-    rows = list(store.Rows(ROOT / "lab" / "results" / HOST))
+    rows = list(store.RowFile(ROOT / "lab" / "results" / HOST))
     by_mode = {mode: {r["method"]: r["host_us"] for r in rows if r["mode"] == mode} for mode in ("within", "acting")}
     lines = [
         [f"`{name}`", *(f"{by_mode[mode][name]:.0f}" if name in by_mode[mode] else "–" for mode in by_mode)]
@@ -131,7 +132,7 @@ def host() -> str:
 
 def generation() -> str:
     """Tokens per second by sequences and context, with the ratio of times to the unmodified model's."""
-    rows = list(store.Rows(ROOT / "lab" / "results" / GENERATION))
+    rows = list(store.RowFile(ROOT / "lab" / "results" / GENERATION))
     names = {(r["method"], r["backend"]): r["method"] for r in rows}
     lines = []
     for (mode, batch, length), own in itertools.groupby(rows, lambda r: (r["mode"], r["batch"], r["length"])):

@@ -219,7 +219,7 @@ def run_parts(parts: Parts, args: argparse.Namespace, command: str) -> None:
     """Run the parts, and write the result file after each."""
     start, command = time.perf_counter(), " ".join([command, *sys.argv[1:]])
     stamp = {"versions": machine(), "command": command, "date": datetime.now(UTC).date().isoformat()}
-    file = store.Rows(args.result)
+    file = store.RowFile(args.result)
     for name, part in parts.items():
         if not re.search(args.only, name) or (args.resume and file.find(part=name)):
             continue

@@ -5,10 +5,13 @@ from typing import Any
 
 from hf_longattn.evaluation.measures.probe import AFTER, BEFORE, PASSAGE, TOKENS, Probe
 from hf_longattn.evaluation.report.figures import png, pyplot
-from hf_longattn.evaluation.report.markdown import table
 
 Far = dict[str, Probe]
 COLOURS = {"unmodified": "black", "YaRN × 2": "tab:orange", "extend": "tab:blue"}
+
+
+def table(head: list[str], body: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
 
 
 def write_plot(path: Path, far: Far, near: dict[str, float], facts: dict[str, Any]) -> None:

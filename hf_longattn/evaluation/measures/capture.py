@@ -11,7 +11,7 @@ from ...attention.attend import Call
 from ...integration.layers import Layer
 from ...integration.observe import observe
 from .diagnostics import Diagnostics
-from .sums import Options, Sums, check_what, collect
+from .sums import Options, Sums, collect
 
 
 class Capture:
@@ -66,7 +66,7 @@ def capture(
     another exact kernel runs while the capture is open, and logits agree to rounding. Memory beyond the model's own: a few
     times 32 MB of logits, or one query row over all heads where that is more.
     """
-    options = Options(check_what(what), rows, delta, local, sinks, seed)
+    options = Options(what, rows, delta, local, sinks, seed)
     seen = Capture()
 
     def look(layer: Layer, call: Call) -> None:

@@ -28,18 +28,9 @@ OUTPUT_ROWS = 2048
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure and how finely.
+    """What to measure and how finely: as the arguments of `capture`, which says what they mean."""
 
-    Args:
-        what: groups of quantities, of `WHAT`.
-        rows: at most so many query rows of a call, spread evenly over it; None reads all. Keys are never sampled.
-        delta: Δ >= 2, ranges of distances are [0, 1), [1, Δ), [Δ, Δ²), ...
-        local: how many of the last keys `local_mass` counts.
-        sinks: how many of the first keys are the sink, which is in no range.
-        seed: of the rows and of the logits in the QQ plot.
-    """
-
-    what: tuple[str, ...] = WHAT
+    what: Collection[str] | str | None = None
     rows: int | None = None
     delta: int = 4
     local: int = 100
@@ -47,16 +38,21 @@ class Options:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if unknown := [w for w in self.what if w not in WHAT]:
+        if unknown := [w for w in self.groups if w not in WHAT]:
             raise ValueError(f"unknown {', '.join(map(repr, unknown))}; `what` is any of {', '.join(WHAT)}")
-        if not self.what:
+        if not self.groups:
             raise ValueError(f"`what` is empty; choose any of {', '.join(WHAT)}")
-        for name, least in (("rows", 1), ("delta", 2), ("local", 1), ("sinks", 1)):
+        for name, least in (("rows", 1), ("delta", 2), ("local", 1), ("sinks", 0)):
             value = getattr(self, name)
             if not (name == "rows" and value is None) and (
                 isinstance(value, bool) or not isinstance(value, int) or value < least
             ):
                 raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups of quantities in `what`; all for None."""
+        return WHAT if self.what is None else (self.what,) if isinstance(self.what, str) else tuple(self.what)
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
@@ -87,10 +83,10 @@ class Sums:
         real = call.rows.tokens(call.key.shape[2])
         group = torch.frexp(position.double()).exponent - 1
         groups = torch.nn.functional.one_hot(group.clamp(0, GROUPS - 1).long(), GROUPS) * real[..., None]
-        if "outputs" in self.options.what:
+        if "outputs" in self.options.groups:
             for rows in torch.arange(call.output.shape[2], device=groups.device).split(OUTPUT_ROWS):
                 self._add_outputs(call.output[:, :, rows], groups[:, rows].double(), position[:, rows])
-        if set(self.options.what) == {"outputs"}:
+        if set(self.options.groups) == {"outputs"}:
             return
         chosen = self.options.choose(call.query.shape[2])
         read = call.query.shape[2] if chosen is None else len(chosen)
@@ -102,7 +98,7 @@ class Sums:
             weight = (groups[:, block.which] * seen[..., None]).double()
             self._add("rows", weight.sum((0, 1)) * (call.query.shape[0] / weight.shape[0]))
             self._add_rows(block, weight)
-            if "qq" in self.options.what:
+            if "qq" in self.options.groups:
                 offsets = torch.arange((-done) % stride, len(block.which), stride, device=weight.device)
                 self._draw(block, offsets, weight[:, offsets].sum(-1))
             done += len(block.which)
@@ -117,7 +113,7 @@ class Sums:
         self._add(name, torch.einsum("bhn...,bnk->hk...", x.double(), weight))
 
     def _add_rows(self, block: Block, weight: Tensor) -> None:
-        what = self.options.what
+        what = self.options.groups
         if "entropy" in what:
             self._add_by_row("entropy", entropy(block.log_p), weight)
         if "temperature" in what:
@@ -195,19 +191,19 @@ class Sums:
         """Every quantity of this layer but for its first dimension, with all groups and ranges."""
         total, statistics = self.total, {}
         for name, quantity in QUANTITIES.items():
-            if quantity.what not in self.options.what:
+            if quantity.what not in self.options.groups:
                 continue
             if name == "range_entropy":
                 statistics[name] = total[name] / total["range_rows"]
             elif name in total:
                 statistics[name] = total[name] / total["rows"].view(-1, *[1] * (total[name].ndim - 2))
-        if "logits" in self.options.what:
+        if "logits" in self.options.groups:
             pairs = total["pairs"].sum(-1)
             statistics["logit_mean"] = total["logit"].sum(-1) / pairs
             statistics["logit_variance"] = total["square"].sum(-1) / pairs - statistics["logit_mean"] ** 2
-        if "qq" in self.options.what:
+        if "qq" in self.options.groups:
             statistics["qq"] = _quantiles(torch.cat([x for x, _ in self.drawn], 1), torch.cat([w for _, w in self.drawn]))
-        if "outputs" in self.options.what:
+        if "outputs" in self.options.groups:
             count = total["output_rows"]
             mean = total["output"] / count[:, None]
             variance = (total["output_square"] / count[:, None] - mean**2).clamp(min=0)
@@ -277,10 +273,3 @@ def _slope(log_length: Tensor, deviation: Tensor, count: Tensor) -> Tensor:
     x, y = log_length[use], deviation[:, use].log()
     x = x - x.mean()
     return (y * x).sum(-1) / x.square().sum()
-
-
-def check_what(what: Collection[str] | str | None) -> tuple[str, ...]:
-    """The groups in their own order; all of them for None."""
-    if what is None:
-        return WHAT
-    return (what,) if isinstance(what, str) else tuple(what)

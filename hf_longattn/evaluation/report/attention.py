@@ -8,13 +8,13 @@ from torch import Tensor
 
 from ..measures.diagnostics import Diagnostics
 from .figures import curves, heat_map, tokens_shown
-from .section import Cell, Figure, Section, Table
+from .section import Figure, Section, Table, Value
 
 #: Quantities of the tables: name, column, decimals.
 COLUMNS = {
     "entropy": "entropy (nats)",
-    "local_mass": "last {local}",
-    "sink_mass": "first {sinks}",
+    "local_mass": "last 100 keys",
+    "sink_mass": "first key",
     "spread": "logit spread",
     "logit_mean": "logit mean",
     "logit_variance": "logit variance",
@@ -30,28 +30,23 @@ MEANINGS = {
     "output_slope": "output slope is that of the outputs' log deviation against ln n, -1/2 for independent tokens",
 }
 
-Results = Mapping[str, Diagnostics]
+BySetting = Mapping[str, Diagnostics]
 
 
-def key_names(local: int, sinks: int) -> dict[str, str]:
-    """How tables and sentences call the last keys and the first."""
-    return {"local": f"{local} keys", "sinks": "key" if sinks == 1 else f"{sinks} keys"}
-
-
-def sections(results: Results, names: Mapping[str, str], protocol: str, command: str) -> list[tuple[int, Section]]:
+def sections(results: BySetting, protocol: str, command: str) -> list[tuple[int, Section]]:
     """(order, section) of a report on what was found under each setting, the first of them being the one to compare with."""
     about = {"protocol": protocol, "command": command}
     first = next(iter(results.values()))
-    tables = [_summary(results, names)] + ([_by_distance(results, names)] if "range_mass" in first.values else [])
-    parts = [(50, Section("Attention", _text(results, names), tables, _figures(results), **about))]
-    shown = {name: heads for name, heads in results.items() if heads.values.keys() & COLUMNS.keys()}
-    tables = [_by_layer(name, result, names) for name, result in shown.items()]
+    tables = [_summary(results)] + ([_by_distance(results)] if "range_mass" in first.values else [])
+    parts = [(50, Section("Attention", _text(first), tables, _figures(results), **about))]
+    by_head = {name: heads for name, heads in results.items() if heads.values.keys() & COLUMNS.keys()}
+    tables = [_by_layer(name, result) for name, result in by_head.items()]
     if tables:
         parts.append((51, Section("Attention by layer", "Means over heads.", tables, _heads(first), **about)))
     return parts
 
 
-def headline(results: Results) -> str:
+def headline(results: BySetting) -> str:
     """What a reader in a hurry takes away."""
     first = next(iter(results.values()))
     for quantity, text, unit in (
@@ -64,42 +59,30 @@ def headline(results: Results) -> str:
     return ""
 
 
-def _text(results: Results, names: Mapping[str, str]) -> str:
-    sentences = []
-    for name, result in results.items():
-        parts = []
-        if "entropy" in result.values:
-            parts.append(f"entropy {float(result.overall('entropy').mean()):.2f} nats")
-        if "sink_mass" in result.values:
-            sink, local = (float(result.overall(q).mean()) for q in ("sink_mass", "local_mass"))
-            parts.append(f"{sink:.0%} of attention on the first {names['sinks']}, {local:.0%} on the last {names['local']}")
-        if "output_slope" in result.values and not bool(result["output_slope"].isnan().any()):
-            parts.append(f"deviation of outputs like n to the power {float(result['output_slope'].mean()):.2f}")
-        if parts:
-            sentences.append(f"{name}: {'; '.join(parts)}.")
-    first = next(iter(results.values()))
-    means = f"Means over query rows, heads and {len(first.layers)} layers"
-    return f"{' '.join(sentences)}\n\n{'; '.join([means, *(m for q, m in MEANINGS.items() if q in first.values)])}."
+def _text(result: Diagnostics) -> str:
+    """What the numbers are."""
+    means = f"Means over query rows, heads and {len(result.layers)} layers"
+    return f"{'; '.join([means, *(m for q, m in MEANINGS.items() if q in result.values)])}."
 
 
-def _summary(results: Results, names: Mapping[str, str]) -> Table:
+def _summary(results: BySetting) -> Table:
     used = _used(results)
-    rows: list[list[Cell]] = [[COLUMNS[q].format(**names), *(_mean(result, q) for result in results.values())] for q in used]
+    rows: list[list[Value]] = [[COLUMNS[q], *(_mean(result, q) for result in results.values())] for q in used]
     return Table("Means", ["", *results], rows)
 
 
-def _by_distance(results: Results, names: Mapping[str, str]) -> Table:
+def _by_distance(results: BySetting) -> Table:
     first = next(iter(results.values()))
     shares = [dict(_shares(result)) for result in results.values()]
     away = [*map(_range, first.ranges[:-1]), f"{tokens_shown(first.ranges[-1][0])} and farther"]
-    rows: list[list[Cell]] = [[name, *(s.get(r, 0.0) for s in shares)] for name, r in zip(away, first.ranges, strict=True)]
+    rows: list[list[Value]] = [[name, *(s.get(r, 0.0) for s in shares)] for name, r in zip(away, first.ranges, strict=True)]
     note = f"For queries at {_group(first, _typical(first))} tokens"
     if all("sink_mass" in result.values for result in results.values()):
         sinks = [float(result["sink_mass"][:, :, _typical(result)].mean()) for result in results.values()]
-        rows.append([f"first {names['sinks']}", *sinks])
+        rows.append(["first key", *sinks])
         note += "; each column adds up to one."
     else:
-        note += f", without the first {names['sinks']}."
+        note += ", without the first key."
     return Table("Share of attention by distance", ["tokens back", *results], rows, note=note, shade=(0.0, 1.0))
 
 
@@ -107,7 +90,7 @@ def _mean(result: Diagnostics, quantity: str) -> float | None:
     return float(result.overall(quantity).nanmean()) if quantity in result.values else None
 
 
-def _used(results: Results) -> list[str]:
+def _used(results: BySetting) -> list[str]:
     """The quantities that were measured, but temperatures that are 1 everywhere."""
     measured = [q for q in COLUMNS if any(q in result.values for result in results.values())]
     shares = [result["temperature_share"] for result in results.values() if "temperature_share" in result.values]
@@ -115,14 +98,14 @@ def _used(results: Results) -> list[str]:
     return measured if warm else [q for q in measured if not q.startswith("temperature")]
 
 
-def _by_layer(name: str, result: Diagnostics, names: Mapping[str, str]) -> Table:
+def _by_layer(name: str, result: Diagnostics) -> Table:
     used = [q for q in _used({name: result}) if q in result.values]
-    columns = ["layer", *(COLUMNS[q].format(**names) for q in used)]
+    columns = ["layer", *(COLUMNS[q] for q in used)]
     by_layer = [result.overall(q).nanmean(1).tolist() for q in used]
     return Table(name, columns, [[n, *values] for n, *values in zip(map(str, result.layers), *by_layer, strict=True)])
 
 
-def _figures(results: Results) -> list[Figure]:
+def _figures(results: BySetting) -> list[Figure]:
     first = next(iter(results.values()))
     figures = []
     if "entropy" in first.values:

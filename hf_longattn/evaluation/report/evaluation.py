@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from ..results import BIN, LONG_PPL, LOSS, Results, over
-from ..rows import Row
+from ..results import BIN, LOSS, Results, over
 from ..settings import UNMODIFIED
-from ..statistics import TOLERANCE, mean_interval, mean_of
+from ..statistics import TOLERANCE, mean_of
 from ..verdict import judged, ranked, signed, tone
 from .answers import AS_ABOVE, effective, task
 from .figures import NATS, curves, pair, tokens_shown
@@ -29,8 +28,6 @@ def sections(results: Results) -> list[tuple[int, Section]]:
         out += [(10, _by_length(results)), (11, _short(results))]
     if any(results.bins(s) for s in results.settings):
         out.append((12, _by_position(results)))
-    if any(r["task"] == LONG_PPL for r in results.rows):
-        out.append((15, _long_ppl(results)))
     out += [(20 + i, task(results, name)) for i, name in enumerate(results.tasks)]
     several = len({r["length"] for r in results.rows if r["task"] in results.tasks}) > 1
     return out + ([(40, effective(results))] if several else [])
@@ -191,53 +188,6 @@ def _by_position(results: Results) -> Section:
 def _mark(results: Results, lengths: Sequence[int] = ()) -> dict[str, float]:
     beyond = results.train_length is not None and results.lengths[-1] > results.train_length
     return {f"trained: {tokens_shown(results.train_length)}": results.train_length} if beyond and results.train_length else {}
-
-
-def _long_ppl(results: Results) -> Section:
-    lengths = sorted({r["length"] for r in results.rows if r["task"] == LONG_PPL})
-    columns = ["setting", *(f"{n:,}" for n in lengths)]
-    found = {(s, n): {r["which"]: r for r in results.of(s, LONG_PPL, n)} for s in results.settings for n in lengths}
-    for n in lengths:  # after an interruption some have read fewer
-        common = set.intersection(*(set(found[s, n]) for s in results.settings if found[s, n]))
-        for s in results.settings:
-            found[s, n] = {d: r for d, r in found[s, n].items() if d in common and r["key_tokens"]}
-    losses = {at: _pooled(rows.values()) for at, rows in found.items()}
-    rows = [[s, *(losses[s, n] for n in lengths)] for s in results.settings]
-    perplexities = [[s, *(None if (x := losses[s, n]) is None else math.exp(x) for n in lengths)] for s in results.settings]
-    against = []
-    for s in results.settings:
-        cells: list[str | None] = []
-        for n in lengths:
-            base = found[UNMODIFIED, n]
-            paired = [r["key_loss"] - base[d]["key_loss"] for d, r in found[s, n].items() if d in base]
-            cells.append(signed(mean_interval(paired)) if paired else None)
-        if s != UNMODIFIED:
-            against.append([s, *cells])
-    counts = [sum(r["key_tokens"] for r in found[results.evaluator, n].values()) for n in lengths]
-    tables = [
-        Table("LongPPL: perplexity of the key tokens", columns, perplexities, digits=2),
-        Table("Mean loss of the key tokens, nats", columns, rows),
-        Table("Difference from the unmodified model, nats, ± 95 % interval", columns, against, note=_note(results.documents)),
-        Table("Key tokens", columns, [["all documents", *counts]]),
-    ]
-    text = (
-        f"Most tokens are predicted as well from the last {results.near:,} tokens as from the whole text. The key tokens are "
-        "the others: far context lowers their loss by more than 2 nats, to less than 2 nats. Lengths have key tokens of "
-        "their own: compare settings, not columns."
-    )
-    protocol = (
-        f"Key tokens are found by “{results.evaluator}”, the same for every setting: their loss with the whole text before "
-        f"them against that with the last {results.near:,} tokens or up to a quarter more (Fang et al. 2024). Means "
-        "over all key tokens, intervals over documents."
-    )
-    return Section("LongPPL", text, tables, (), protocol, results.command(LONG_PPL))
-
-
-def _pooled(rows: Iterable[Row]) -> float | None:
-    """The mean loss of all key tokens."""
-    listed = list(rows)
-    total = sum(r["key_tokens"] for r in listed)
-    return math.fsum(r["key_loss"] * r["key_tokens"] for r in listed) / total if total else None
 
 
 def _note(documents: Sequence[str]) -> str:

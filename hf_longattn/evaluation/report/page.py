@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
-from .section import Cell, Section, Table
+from .section import Section, Table, Value
 
 
 def html(head: Mapping[str, Any], sections: Sequence[Section]) -> str:
@@ -22,7 +22,7 @@ def html(head: Mapping[str, Any], sections: Sequence[Section]) -> str:
     return template.render(head=head, sections=sections)
 
 
-def shown(cell: Cell, digits: int) -> str:
+def shown(cell: Value, digits: int) -> str:
     """A cell as text: decimals for floats, thousands separators for integers, a dash for nothing."""
     if cell is None or (isinstance(cell, float) and cell != cell):
         return "–"
@@ -31,7 +31,7 @@ def shown(cell: Cell, digits: int) -> str:
     return f"{cell:,}".replace("-", "−") if isinstance(cell, int) else cell
 
 
-def colour(cell: Cell, table: Table) -> str:
+def colour(cell: Value, table: Table) -> str:
     """The style of a cell: for shaded tables a mix of white and blue by value, dark text while the ground is light."""
     if table.shade is None or isinstance(cell, str) or cell is None or cell != cell:
         return ""

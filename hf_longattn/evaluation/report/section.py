@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Cell = str | float | int | None
+Value = str | float | int | None
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Table:
 
     title: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[Value]]
     digits: int = 3
     note: str = ""
     shade: tuple[float, float] | None = None

@@ -15,10 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .sample import Encoder
-
-#: What a label says where there is no loss.
-IGNORE = -100
+from .sample import Encoder, Sample
 
 QUESTION = "\nThe special magic numbers are: "
 
@@ -46,23 +43,6 @@ class Needle:
     @property
     def answer(self) -> str:
         return f"{self.city}={self.number}"
-
-
-@dataclass(frozen=True)
-class NeedleSample:
-    """One text with its answer, ready for a causal language model.
-
-    input_ids, labels: int64 (length,); labels are IGNORE outside the answer. Everything before `prompt_length` is the prompt
-    that a generation starts from. Of each needle, in the order of the text: `depths`, the share of the haystack before it
-    (0 first, 1 last), and `spans`, the [first, last) positions of its "city=number" in the answer.
-    """
-
-    input_ids: Tensor
-    labels: Tensor
-    prompt_length: int
-    needles: tuple[Needle, ...]
-    depths: tuple[float, ...]
-    spans: tuple[tuple[int, int], ...]
 
 
 class NeedleTask:
@@ -114,7 +94,7 @@ class NeedleTask:
                 f"the haystack has {len(self.haystack)} tokens; texts of {length} need at least as many: add text or shorten"
             )
 
-    def sample(self, index: int, length: int, depths: Sequence[float] | None = None) -> NeedleSample:
+    def sample(self, index: int, length: int, depths: Sequence[float] | None = None) -> Sample:
         """Sample `index` at exactly `length` tokens, answer included.
 
         Args:
@@ -126,7 +106,7 @@ class NeedleTask:
         self.check(length)
         rng = random.Random(f"{self.seed}:{index}")
         needles = tuple(Needle(city, rng.randrange(1_000_000, 10_000_000)) for city in rng.sample(CITIES, self.needles))
-        answer, spans = self._answer(needles)
+        answer, within = self._answer(needles)
         room = length - self._fixed(needles) - len(answer)
         first = rng.randrange(len(self.haystack) - room + 1)
         hay = self.haystack[first : first + room].tolist()
@@ -141,15 +121,8 @@ class NeedleTask:
             ids += hay[used:place] + self.encode(needle.sentence)
             used = place
         ids += hay[used:] + self._question
-        labels = torch.tensor([IGNORE] * len(ids) + answer)
-        return NeedleSample(
-            input_ids=torch.tensor(ids + answer),
-            labels=labels,
-            prompt_length=len(ids),
-            needles=needles,
-            depths=tuple(place / room for place in places),
-            spans=tuple((len(ids) + a, len(ids) + b) for a, b in spans),
-        )
+        spans = tuple((len(ids) + a, len(ids) + b) for a, b in within)
+        return Sample(torch.tensor(ids + answer), spans, tuple(place / room for place in places), len(ids))
 
     def _answer(self, needles: Sequence[Needle]) -> tuple[list[int], list[tuple[int, int]]]:
         """The answer's ids, and of each needle its span in them; encoded in pieces, so that spans are exact."""

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ...methods.registry import did_you_mean
-from .needle import NeedleSample, NeedleTask
-from .sample import Task
+from .needle import NeedleTask
+from .sample import Sample, Task
 from .text import LINE_TASKS, LineTask
 
 ALIASES = {"argmax_retrieval": "max_retrieval"}
@@ -29,7 +29,7 @@ class NeedleGrid:
     def check(self, length: int) -> None:
         self.task.check(length)
 
-    def sample(self, index: int, length: int) -> NeedleSample:
+    def sample(self, index: int, length: int) -> Sample:
         depth = index % self.depths / (self.depths - 1)
         # the place in the grid, whatever token that is: the same at every length
         return dataclasses.replace(self.task.sample(index, length, depths=[depth]), depths=(depth,))

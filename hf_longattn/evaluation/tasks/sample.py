@@ -7,20 +7,32 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+#: What a label says where there is no loss.
+IGNORE = -100
 
-class Sample(Protocol):
+
+@dataclass(frozen=True)
+class Sample:
     """One text for a causal language model.
 
-    input_ids: int64 (length,). spans: the [first, last) positions of each answer. depths: of each answer, the share of the
-    text before what it asks for (0 first, 1 last).
+    Args:
+        input_ids: int64 (length,), answers included.
+        spans: the [first, last) positions of each answer.
+        depths: of each answer, the share of the text before what it asks for (0 first, 1 last).
+        prompt_length: everything before is the prompt that a generation starts from.
     """
 
+    input_ids: Tensor
+    spans: tuple[tuple[int, int], ...]
+    depths: tuple[float, ...]
+    prompt_length: int
+
     @property
-    def input_ids(self) -> Tensor: ...
-    @property
-    def spans(self) -> tuple[tuple[int, int], ...]: ...
-    @property
-    def depths(self) -> tuple[float, ...]: ...
+    def labels(self) -> Tensor:
+        """For training: the ids, IGNORE in the prompt."""
+        labels = self.input_ids.clone()
+        labels[: self.prompt_length] = IGNORE
+        return labels
 
 
 class Task(Protocol):
@@ -30,15 +42,6 @@ class Task(Protocol):
         """Raise ValueError, with the length that is needed, if there is no room for the task in `length` tokens."""
 
     def sample(self, index: int, length: int) -> Sample: ...
-
-
-@dataclass(frozen=True)
-class TextSample:
-    """A `Sample`."""
-
-    input_ids: Tensor
-    spans: tuple[tuple[int, int], ...]
-    depths: tuple[float, ...]
 
 
 class Encoder:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .sample import Encoder, TextSample
+from .sample import Encoder, Sample
 
 _SYLLABLES = tuple(c + v for c in "bdfgklmnprstvz" for v in "aeiou")
 NOISE = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -56,7 +56,7 @@ class LineTask:
         if (needed := len(self._build(0, self.least).input_ids)) > length:
             raise ValueError(f"{length} tokens have no room for this task: about {needed} are needed")
 
-    def sample(self, index: int, length: int) -> TextSample:
+    def sample(self, index: int, length: int) -> Sample:
         """Sample `index` with as many lines as fit into `length` tokens, answers included."""
         few = self.least
         sample = self._build(index, few)
@@ -74,7 +74,7 @@ class LineTask:
                 many = middle
         return sample
 
-    def _build(self, index: int, lines: int) -> TextSample:
+    def _build(self, index: int, lines: int) -> Sample:
         draft = self.make(random.Random(f"{self.seed}:{index}"), lines)
         ids = list(self.encode.start)
         starts: list[int] = []
@@ -83,7 +83,7 @@ class LineTask:
             ids += self.encode(line)
         body = max(len(ids), 1)
         ids += self.encode(draft.question)
-        spans, depths = [], []
+        prompt_length, spans, depths = len(ids), [], []
         for number, (answer, holder) in enumerate(draft.answers):
             if number:
                 ids += self.encode(self.separator)
@@ -91,7 +91,7 @@ class LineTask:
             ids += self.encode(answer)
             spans.append((first, len(ids)))
             depths.append(starts[holder] / body)
-        return TextSample(torch.tensor(ids), tuple(spans), tuple(depths))
+        return Sample(torch.tensor(ids), tuple(spans), tuple(depths), prompt_length)
 
 
 def words(rng: random.Random, count: int) -> list[str]:
