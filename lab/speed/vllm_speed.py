@@ -1,9 +1,9 @@
-"""What a method costs in vLLM: tokens per second beside the same model without one, paired in one run.
+"""What a method costs in vLLM on a CPU: seconds of one core beside the same model without one, paired in one run.
 
     .venv-vllm/bin/python lab/speed/vllm_speed.py MODEL
 
 One process for each setting, asked by turns: some requests at once are read, then each writes some tokens. A row has medians
-over rounds, of the time beside vLLM without a method in the same round.
+over rounds, of the core's time (which others on the machine change little) beside vLLM without a method in the same round.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hf_longattn.evaluation.report.markdown import Contents, table
-
 ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT)]
+
+from lab.markdown import Contents, table  # noqa: E402
+
 RESULT = ROOT / "lab" / "results" / "vllm-cpu.json"
 #: By name: the method that the checkpoint gets, and what is passed to vLLM.
 SETTINGS: dict[str, tuple[str | None, dict[str, Any]]] = {
@@ -35,7 +37,7 @@ SETTINGS: dict[str, tuple[str | None, dict[str, Any]]] = {
 }
 PEER = "no method"
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
-ENVIRONMENT |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def contents() -> Contents:
@@ -44,10 +46,10 @@ def contents() -> Contents:
 
 
 def speeds(length: str) -> str:
-    """Time beside vLLM without a method, of prompts of a length."""
+    """Core seconds beside vLLM without a method, for prompts of a length."""
     rows = [r for r in json.loads(RESULT.read_text(encoding="utf-8"))["rows"] if r["length"] == int(length)]
     body = [[r["setting"], f"{r['prefill ratio']:.2f}", f"{r['decode ratio']:.2f}"] for r in rows if r["setting"] != PEER]
-    return table(["time beside no method", "reading", "writing"], body)
+    return table(["core seconds beside no method", "reading", "writing"], body)
 
 
 def saved(source: str, method: str | None, parent: Path) -> Path:
@@ -78,10 +80,10 @@ def serve(folder: str, arguments: dict[str, Any], requests: int, length: int, ne
         for n in range(requests):
             prompt = {"prompt_token_ids": [(7 * i + n) % 1000 + 1 for i in range(length)]}
             engine.add_request(f"{number} {n}", prompt, sampling)
-        start, times = time.perf_counter(), []
+        start, times = time.process_time(), []
         while engine.has_unfinished_requests():
             engine.step()
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         print("\n" + json.dumps({"prefill": times[0], "decode": times[-1] - times[0]}), flush=True)
 
 
@@ -90,14 +92,13 @@ class Server:
         command = [sys.executable, __file__, str(folder), *sizes, "--one", name]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, env=os.environ | ENVIRONMENT, **pipes)
-        self._until("ready")
 
     def ask(self) -> dict[str, float]:
         assert self.process.stdin is not None
         print(file=self.process.stdin, flush=True)
-        return json.loads(self._until("{"))
+        return json.loads(self.until("{"))
 
-    def _until(self, start: str) -> str:
+    def until(self, start: str) -> str:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(start):
@@ -121,6 +122,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as parent:
         folders = {name: saved(args.model, method, Path(parent)) for name, (method, _) in SETTINGS.items()}
         servers = {name: Server(folder, name, sizes) for name, folder in folders.items()}
+        for server in servers.values():
+            server.until("ready")
     rounds = [{name: server.ask() for name, server in servers.items()} for _ in range(args.rounds + 1)][1:]
     for server in servers.values():
         server.process.terminate()
@@ -133,7 +136,7 @@ def row(name: str, rounds: list[dict[str, dict[str, float]]], args: argparse.Nam
     found: dict[str, Any] = {"setting": name, "requests": args.requests, "length": args.length}
     for what, count in tokens.items():
         found[f"{what} ratio"] = round(statistics.median(r[name][what] / r[PEER][what] for r in rounds), 3)
-        found[f"{what} tokens/s"] = round(count / statistics.median(r[name][what] for r in rounds), 1)
+        found[f"{what} tokens per core second"] = round(count / statistics.median(r[name][what] for r in rounds), 1)
     print(found, flush=True)
     return found
 
