@@ -10,7 +10,10 @@ _BETWEEN = frozenset({"hf_longattn", "transformers", "peft", "accelerate", "torc
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """As `warnings.warn`, at the innermost call that comes from outside of this package and those that call it."""
+    """As `warnings.warn`, at the innermost call that comes from outside of this package and those that call it.
+
+    Python 3.12 has an argument for that, `skip_file_prefixes`; 3.11 counts frames.
+    """
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1

@@ -157,7 +157,7 @@ def test_copying_heads_attend_to_what_came_next(family: str, calls: Calls, monke
     monkeypatch.setattr(calibration, "COPIES", float(groups.nanmedian()))
     stretch = hf_longattn.calibrate(model, [text], "leaky_rerope", window=100, stretch=3).positions.stretch
     each = [layer if isinstance(layer, tuple) else (layer, layer) for layer in stretch]
-    assert each == [tuple(math.inf if p >= calibration.COPIES else 3 for p in layer) for layer in groups.tolist()]
+    assert each == [tuple(math.inf if p >= calibration.COPYING else 3 for p in layer) for layer in groups.tolist()]
     assert {math.inf, 3} == {k for layer in each for k in layer}
     assert all(stretch[n] == 3 for n in range(4) if n not in full)
 

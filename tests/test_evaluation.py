@@ -554,7 +554,7 @@ def test_foreign_folders_are_left_alone(folder: Path, tmp_path: Path) -> None:
         ({"lengths": [1024, 2048]}, "trained at 512 tokens and all lengths lie beyond"),
         ({"tasks": ["loss", "passky"]}, "unknown task 'passky'; did you mean 'passkey'"),
         ({"tasks": ["los"]}, "did you mean 'loss'"),
-        ({"tasks": ["common_words"]}, "task common_words: 128 tokens have no room"),
+        ({"tasks": ["multi_key"], "lengths": [64]}, "task multi_key: 64 tokens have no room"),
         ({"targets": 128}, "128 targets do not fit into 128 tokens"),
         ({"model": "gpt2", "lengths": [128, 512], "settings": parse_settings(["logn"])}, "ends at 256 tokens; 512 cannot"),
         ({"bos": "perhaps"}, "bos must be one of"),

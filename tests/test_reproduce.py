@@ -621,7 +621,7 @@ def test_tables_hold_means_and_paired_gains(the: Any) -> None:
 
 def test_pictures_are_drawn(the: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    rows = the.run.Rows(tmp_path / "max-retrieval.jsonl")
+    rows = the.run.RowFile(tmp_path / "max-retrieval.jsonl")
     rows.put(fake(the, "baseline", 0, 0.5))
     monkeypatch.setattr(the.tables, "load", functools.partial(the.tables.load, tmp_path))
     page = filled("<!-- reproduction: max-retrieval -->\n<!-- end -->\n", the.tables.contents())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import re
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -36,27 +35,6 @@ def solve_multi_key(text: str) -> list[str]:
     held = dict(re.findall(r"number for (\w+) is (\d+)\.", text))
     asked = re.search(r"number for (\w+)[?]", text)[1]  # type: ignore[index]
     return [f" {held[asked]}"]
-
-
-def solve_variable_tracking(text: str) -> list[str]:
-    values: dict[str, str] = {}
-    for name, source, number in re.findall(r"VAR (\w+) = (?:VAR (\w+)|(\d+))\n", text):
-        values[name] = values[source] if source else number
-    asked = re.search(r"hold the value (\d+),", text)[1]  # type: ignore[index]
-    return [f" {name}" for name, value in values.items() if value == asked]
-
-
-def solve_common_words(text: str) -> list[str]:
-    listed = re.findall(r"^\d+\. (\w+)$", text, re.MULTILINE)
-    counts = Counter(listed)
-    return [f" {w}" for w in dict.fromkeys(listed) if counts[w] == max(counts.values())]
-
-
-def solve_frequent_words(text: str) -> list[str]:
-    (three, next_one) = (c := Counter(text.split("Coded text:")[1].split("\n")[0].split()).most_common(4))[:3], c[3]
-    counts = [n for _, n in [*three, next_one]]
-    assert counts == sorted(set(counts), reverse=True)
-    return [f" {word}" for word, _ in three]
 
 
 def solve_max_retrieval(text: str) -> list[str]:
@@ -98,7 +76,7 @@ def test_answers_are_right_and_texts_fill_their_length(name: str, bos: bool) -> 
         assert ids == task.sample(index, length).input_ids.tolist()
 
 
-@pytest.mark.parametrize("name", ["passkey", "multi_key", "dictionary_lookup", "max_retrieval"])
+@pytest.mark.parametrize("name", LINE_TASKS)
 def test_depth_is_where_the_answer_stands(name: str) -> None:
     task = make_task(name, tiny.tokenizer())
     for index in range(5):

@@ -140,6 +140,18 @@ def precision(model: str, dtype: str, device: str) -> str:
     return chosen
 
 
+def read_texts(given: list[str]) -> dict[str, str]:
+    """By file name, what --text names: files with commas, or by repeating the option."""
+    from ..checks import read_text
+
+    with refusing("--text"):
+        files = [Path(t) for part in given for t in part.split(",") if t]
+        texts = {file.name: read_text(file) for file in files}
+        if len(texts) < len(files):
+            raise ValueError(f"two texts share a file name: {', '.join(map(str, files))}")
+    return texts
+
+
 def read_tokens(text: Path, tokenizer: Any, length: int) -> torch.Tensor:
     """The first `length` tokens of a text, (1, length); ValueError if it has fewer."""
     from ..checks import read_text

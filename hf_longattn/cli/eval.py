@@ -22,6 +22,7 @@ from .common import (
     console,
     portable,
     precision,
+    read_texts,
     refusing,
     run_experiment,
     table,
@@ -94,7 +95,8 @@ def evaluate(
     from ..evaluation.settings import parse_settings
     from ..evaluation.verdict import summary
 
-    texts = _texts(text, out, keep)
+    texts = list(read_texts(text).items())
+    _check(out, keep)
     with refusing("--device"):
         device = device_of(device)
     with refusing():
@@ -127,17 +129,14 @@ def evaluate(
         raise typer.Exit(130)
 
 
-def _texts(given: list[str], out: Path, keep: float) -> list[tuple[str, str]]:
-    """By file name; and whether the options beside make sense."""
-    from ..checks import check_output, read_text
+def _check(out: Path, keep: float) -> None:
+    """What can be wrong with these options alone."""
+    from ..checks import check_output
 
-    with refusing("--text"):
-        texts = [(Path(t).name, read_text(Path(t))) for part in given for t in part.split(",") if t]
     with refusing("--out"):
         check_output(out)
     if not 0 < keep <= 1:
         raise typer.BadParameter(f"a share lies in (0, 1], not at {keep:g}", param_hint="--keep")
-    return texts
 
 
 def _open(context: typer.Context, plan: Plan, out: Path, device: str) -> Experiment:

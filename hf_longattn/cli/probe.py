@@ -20,6 +20,7 @@ from .common import (
     command_line,
     console,
     precision,
+    read_texts,
     refusing,
     run_experiment,
     table,
@@ -81,7 +82,7 @@ def probe(
     from ..evaluation.rows import RowFile, versions_line
     from ..evaluation.settings import parse_settings
 
-    texts = _texts(text)
+    texts = read_texts(text)
     if out is not None:
         _check_out(out)
     with refusing("--device"):
@@ -107,18 +108,6 @@ def probe(
         kept = "." if out is None else f"; {len(rows.all)} rows are kept, and the same command goes on."
         console.print(f"Interrupted{kept}")
         raise typer.Exit(130)
-
-
-def _texts(given: list[str]) -> dict[str, str]:
-    """By file name."""
-    from ..checks import read_text
-
-    with refusing("--text"):
-        files = [Path(t) for part in given for t in part.split(",") if t]
-        texts = {file.name: read_text(file) for file in files}
-        if len(texts) < len(files):
-            raise ValueError(f"two texts share a file name: {', '.join(map(str, files))}")
-    return texts
 
 
 def _passages(texts: Iterable[str], tokenizer: Any, count: int, seed: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ from .measures.sums import Options, Sums, collect
 #: What a model is measured on: keyword arguments of its forward, or input ids alone; one of these, or several.
 Batches: TypeAlias = Mapping[str, Any] | Tensor | Iterable[Mapping[str, Any] | Tensor]
 #: The least share of attention on the expected token at which a head counts as one that copies.
-COPIES = 0.02
+COPYING = 0.02
 #: Of `Measurements`: what is measured of logits, and of outputs.
 OF_LOGITS = ("logit_mean", "logit_variance", "entropy", "sink_mass")
 OF_OUTPUTS = ("output_mean", "output_deviation", "all_heads_mean", "all_heads_deviation")
@@ -100,7 +100,7 @@ def calibrate(
 
     The scale-invariant map gets logit_mean and logit_variance per layer and head, and sink_tokens=1 unless given; output
     norms get deviation and mean, per layer and head if they work per head. leaky_rerope, where its stretch
-    is one number, gets one per key head: a cap where a head copies (`evaluation.copying_heads` at COPIES or more), which has
+    is one number, gets one per key head: a cap where a head copies (`evaluation.copying_heads` at COPYING or more), which has
     to find keys from anywhere, that number elsewhere.
 
     Args:
@@ -136,7 +136,7 @@ def _stretches(model: nn.Module, batches: list[Any], stretch: float) -> tuple[fl
     _, facts = bound_config(model, LongAttnConfig())
     texts = [batch if isinstance(batch, Tensor) else batch["input_ids"] for batch in batches]
     shares = torch.stack([copying_heads(model, row[None]) for text in texts for row in text]).mean(0)
-    copies = shares.unflatten(1, (facts.num_kv_heads, -1)).amax(-1) >= COPIES
+    copies = shares.unflatten(1, (facts.num_kv_heads, -1)).amax(-1) >= COPYING
     return tuple(
         tuple(math.inf if head else stretch for head in layer) if any(layer) else stretch for layer in copies.tolist()
     )

@@ -39,14 +39,14 @@ KEYS: tuple[str, ...] = ("rope_type", "rope_theta", "factor", "partial_rotary_fa
 KEYS += ("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim")  # yarn
 KEYS += ("low_freq_factor", "high_freq_factor", "short_factor", "long_factor")  # llama3, longrope
 #: The same words at every position; how much their loss may change, in float32 and in half precision.
-PASSAGE = (
+WORDS = (
     "The harbour was quiet at that hour. Two men carried a heavy chest along the pier and set it down beside the boat, and "
     "the older of the two wiped his face and looked out over the water. There would be rain before noon, he said, and after "
     "the rain a wind from the north, and whoever wanted to be on the island by evening had better leave now. The younger "
     "man said nothing. He looked at the chest, then at the boat, and wondered which of them was the older one."
 )
-TOLERANCE = {torch.float32: 0.01, torch.float64: 0.01}
-HALF_TOLERANCE = 0.1
+MAY_CHANGE = {torch.float32: 0.01, torch.float64: 0.01}
+HALF_MAY_CHANGE = 0.1
 
 
 NOTE, PROBLEM = "note", "problem"
@@ -70,7 +70,7 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
     Raises:
         OSError: there is no such model.
     """
-    yield from versions()
+    yield from installed_versions()
     adapter = PreTrainedConfig.get_config_dict(model, _configuration_file="adapter_config.json")[0] if _adapter(model) else {}
     base = adapter.get("base_model_name_or_path") or model
     saved = PreTrainedConfig.get_config_dict(base)[0]
@@ -87,7 +87,7 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
     yield from lost_rotary_settings(saved, config)
     yield from trained_length(recorded, config)
     if not weights:
-        yield from running(recorded, config)
+        yield from what_runs(recorded, config)
         return
     with warnings.catch_warnings(record=True) as caught, knowing():
         warnings.simplefilter("always", UserWarning)
@@ -101,12 +101,12 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
             return
     yield from (Finding("loading", str(w.message), NOTE) for w in caught if w.category is UserWarning)
     loaded = loaded.to(device).eval()
-    yield from running(recorded, pretrained(loaded).config)
+    yield from what_runs(recorded, pretrained(loaded).config)
     yield from rotary_buffers(loaded)
     yield from positions(loaded, model)
 
 
-def versions() -> Iterator[Finding]:
+def installed_versions() -> Iterator[Finding]:
     """What is installed, against what this package asks for."""
     stated, extras = [], []
     for line in requires("hf_longattn") or ():
@@ -159,7 +159,7 @@ def _plugged() -> bool:
     return any(chosen is None or name in chosen.split(",") for name in plugins)
 
 
-def running(recorded: Mapping[str, Any] | None, config: Any) -> Iterator[Finding]:
+def what_runs(recorded: Mapping[str, Any] | None, config: Any) -> Iterator[Finding]:
     """Whether what a checkpoint records is what runs."""
     text = language_config(config)
     runs = text._attn_implementation
@@ -326,7 +326,7 @@ def positions(model: Any, name: str) -> Iterator[Finding]:
         yield Finding("positions", f"learned or none; the config ends at {size} tokens, and no method reads beyond a table")
         return
     try:
-        ids = load_tokenizer(name)(PASSAGE, return_tensors="pt")["input_ids"][:, :128]
+        ids = load_tokenizer(name)(WORDS, return_tensors="pt")["input_ids"][:, :128]
     except (OSError, ValueError) as error:
         yield Finding("tokenizer", f"none loads, and random tokens are read in its place: {error}", NOTE)
         ids = torch.randint(text.vocab_size, (1, 128), generator=torch.Generator().manual_seed(0))
@@ -335,7 +335,7 @@ def positions(model: Any, name: str) -> Iterator[Finding]:
     losses = [_loss(model, ids.to(model.device), start) for start in starts]
     curve = ", ".join(f"{loss:.3f} at {start:,}" for start, loss in zip(starts, losses, strict=True))
     change = max(abs(loss - losses[0]) for loss in losses)
-    if change <= TOLERANCE.get(model.dtype, HALF_TOLERANCE):
+    if change <= MAY_CHANGE.get(model.dtype, HALF_MAY_CHANGE):
         yield Finding("positions", f"one passage has the same loss wherever it stands: {curve}")
     else:
         why = "positions lose precision, or the rope scaling depends on the length of the text"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .rows import Row
@@ -41,10 +42,11 @@ class Results:
     train_length: int | None
     prefix: str | None = None
     keep: float = 0.85
-    lengths: list[int] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", sorted({r["length"] for r in self.rows if r["task"] == LOSS}))
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        """Those at which losses were measured."""
+        return sorted({r["length"] for r in self.rows if r["task"] == LOSS})
 
     def losses(self, setting: str, length: int) -> dict[str, float]:
         """By document."""

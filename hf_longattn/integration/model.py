@@ -179,8 +179,9 @@ def warn_untrained(model: PreTrainedModel, known: LongAttnConfig | None = None) 
     of = model.__dict__
     if model.training or of.get("peft_config") or not of.get("name_or_path") or any(p.is_meta for p in model.parameters()):
         return
-    kinds, now = set(map(type, known.methods if known else ())), running(model)
-    if names := [m.name for m in (now.methods if now else ()) if m.needs_training and type(m) not in kinds]:
+    untrained = [[m for m in (c.methods if c else ()) if m.needs_training] for c in (known, running(model))]
+    kinds = set(map(type, untrained[0]))
+    if names := [m.name for m in untrained[1] if type(m) not in kinds]:
         measured = {"scale_invariant", "output_standardise", "output_layer_norm"} & set(names)
         warn(
             f"{' and '.join(names)}: these weights were not trained under it, and have higher losses until they are. Train "

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hf_longattn.evaluation.report.markdown import Contents, table
 from hf_longattn.evaluation.rows import Row
+from lab.markdown import Contents, table
 from lab.pretrained.runner import STEP, rows_of
 
 MEASURED = ("copies.json", "longer-*.json", "reading-*.json")

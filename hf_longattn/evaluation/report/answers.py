@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..measures.copies import PASSAGE, SKIP
@@ -113,14 +113,8 @@ def _maps(results: Results, name: str, lengths: Sequence[int]) -> list[Figure]:
     def row_of(depth: float) -> int:
         return min(int(depth * 5), 4) if bands else depths.index(round(depth, 2))
 
-    figures, grids = [], {}
-    for s in results.settings:
-        cells: dict[tuple[int, int], list[Mapping[str, float]]] = {}
-        for r in results.of(s, name):
-            for a in r["answers"]:
-                cells.setdefault((row_of(a["depth"]), lengths.index(r["length"])), []).append(a)
-        if cells:
-            grids[s] = cells
+    grids = _grids(results, name, lengths, row_of)
+    figures = []
     worst = min((a["log_likelihood"] / a["tokens"] for g in grids.values() for c in g.values() for a in c), default=-1.0)
     scale = math.floor(worst) if worst < 0 else -1.0
     right = any(a["exact"] for g in grids.values() for c in g.values() for a in c)
@@ -146,6 +140,20 @@ def _maps(results: Results, name: str, lengths: Sequence[int]) -> list[Figure]:
             alt = f"Heat map of {kind} by length and depth of the needle under {s}"
             figures.append(Figure(f"{name}-{i:02d}-{kind}", png, alt, f"{s}: {kind}; all maps of a kind share one scale."))
     return figures
+
+
+#: Answers by (row, column) of a map.
+Grid = dict[tuple[int, int], list[Mapping[str, float]]]
+
+
+def _grids(results: Results, name: str, lengths: Sequence[int], row_of: Callable[[float], int]) -> dict[str, Grid]:
+    """By setting, of those that have answers."""
+    grids: dict[str, Grid] = {s: {} for s in results.settings}
+    for s, cells in grids.items():
+        for r in results.of(s, name):
+            for a in r["answers"]:
+                cells.setdefault((row_of(a["depth"]), lengths.index(r["length"])), []).append(a)
+    return {s: cells for s, cells in grids.items() if cells}
 
 
 def _share(hits: Sequence[bool]) -> str | None:

@@ -143,7 +143,6 @@ def heat_map(
     title: str,
     limits: tuple[float, float],
     unit: str,
-    digits: int = 2,
 ) -> bytes:
     """A PNG of a grid whose cells carry their numbers; `limits` are the ends of the colour scale, `unit` its label."""
     grid = [[float("nan") if v is None else v for v in row] for row in values]
@@ -159,7 +158,7 @@ def heat_map(
             for x, value in enumerate(row):
                 if value == value:
                     ink = "black" if value > middle else "white"
-                    axes.text(x, y, f"{value:.{digits}f}", ha="center", va="center", color=ink, fontsize=8)
+                    axes.text(x, y, f"{value:.2f}", ha="center", va="center", color=ink, fontsize=8)
     figure.colorbar(image, label=unit, fraction=0.05)
     return png(figure)
 

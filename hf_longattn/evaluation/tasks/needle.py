@@ -58,21 +58,14 @@ class NeedleTask:
         ValueError: more needles than cities.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        haystack: str | Sequence[str] | Tensor,
-        needles: int = 3,
-        seed: int = 0,
-        question: str = QUESTION,
-    ) -> None:
+    def __init__(self, tokenizer: Any, haystack: str | Sequence[str] | Tensor, needles: int = 3, seed: int = 0) -> None:
         if not 1 <= needles <= len(CITIES):
             raise ValueError(f"needles must lie in [1, {len(CITIES)}], got {needles}")
         self.tokenizer, self.encode, self.needles, self.seed = tokenizer, Encoder(tokenizer), needles, seed
         if not isinstance(haystack, Tensor):
             haystack = torch.tensor(self.encode(haystack if isinstance(haystack, str) else "\n\n".join(haystack)))
         self.haystack = haystack
-        self._question = self.encode(question)
+        self._question = self.encode(QUESTION)
         self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     @property
