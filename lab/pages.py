@@ -29,7 +29,7 @@ from lab.pretrained import (
 )
 from lab.pretrained.longer_on_model import summary
 from lab.pretrained.runner import STEP
-from lab.speed import speed
+from lab.speed import speed, vllm_speed
 
 ROOT = Path(__file__).parents[1]
 DOCS, RESULTS, BADGES = ROOT / "docs", ROOT / "lab" / "results", ROOT / "docs" / "badges"
@@ -183,7 +183,7 @@ def contents() -> Contents:
         regret,
         trained,
     )
-    for measured in (papers, *pretrained, speed):
+    for measured in (papers, *pretrained, speed, vllm_speed):
         own |= measured.contents()
     return own
 

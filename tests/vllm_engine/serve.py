@@ -30,6 +30,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "compiled": {"enforce_eager": False},
     "adapters": {},
     "asked otherwise": {},
+    "quantised": {},
     "refused": {},
 }
 

@@ -7,7 +7,6 @@ that cannot be exact, and on a CPU, each request's are gathered for `attend`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -25,11 +24,14 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from ....attention.attend import attend
 from ....attention.call import Call
 from ....attention.paging import attend_pages, why_not_pages
+from ....config import LongAttnConfig
 from ..paged import Batch, batches_of
 from .plans import Part
 
 #: vLLM looks a layer's backend up by name, and has this one for others' backends.
 NAME = "CUSTOM"
+#: Of layers in whose texts a method changes nothing.
+PLAIN = LongAttnConfig()
 
 
 class Metadata:
@@ -41,6 +43,7 @@ class Metadata:
         self.block_size, self.table = block_size, step.block_table_tensor
         self.queries = step.query_start_loc_cpu[: step.num_reqs + 1].long()
         self.total = step.seq_lens[: step.num_reqs].long().cpu()  # on a GPU this waits for it
+        self.lengths: list[int] = self.total.tolist()
         self.made: dict[tuple[int | None, bool], list[tuple[Batch, Tensor]]] = {}
 
     def batches(self, window: int | None, paged: bool) -> list[tuple[Batch, Tensor]]:
@@ -52,6 +55,10 @@ class Metadata:
         if (window, paged) not in self.made:
             self.made[window, paged] = list(self._make(window, paged))
         return self.made[window, paged]
+
+    def longest(self, batch: Batch) -> int:
+        """The length of its longest text."""
+        return max(self.lengths[request] for request in batch.requests)
 
     def _make(self, window: int | None, paged: bool) -> Iterator[tuple[Batch, Tensor]]:
         device, size = self.table.device, self.block_size
@@ -131,22 +138,30 @@ class Implementation(AttentionImpl[Metadata]):
             return output.fill_(0)
         part: Part | None = self.part
         assert part is not None
-        size, paged = kv_cache.shape[2], why_not_pages(query, kv_cache, part.config, self.softcap) is None
+        read = why_not_pages(query, kv_cache, part.config, self.softcap) is None
         rotation = None if part.rotary is None else part.rotary.rotation(query)
         model: dict[str, Any] = {"scaling": self.scale, "softcap": self.softcap, "sink_logits": self.sinks}
-        model |= {"learned": part.learned, "tables": part.tables, "rotation": rotation}
-        for batch, at in attn_metadata.batches(self.window, paged):
-            q = query[batch.queries].transpose(1, 2)
-            key_pages, value_pages = kv_cache.split(self.head_size, -1)
-            call = Call(q, key_pages, value_pages, part.config, batch.rows, **model)
-            if paged:
-                out = attend_pages(call, at)
-            else:
-                pages = kv_cache[at // size, :, at % size].to(query.dtype).transpose(1, 2)
-                gathered_key, gathered_value = pages.split(self.head_size, -1)
-                out = attend(dataclasses.replace(call, key=gathered_key, value=gathered_value))
+        model |= {"learned": part.learned, "tables": part.tables}
+        for batch, at in attn_metadata.batches(self.window, by_page := read or self.window is None):
+            acts = attn_metadata.longest(batch) > part.config.identity_below
+            config, turned = (part.config, rotation) if acts else (PLAIN, None)
+            gathered = kv_cache if read else _gathered(kv_cache, at, batch.keys.shape[1], by_page).to(query.dtype)
+            key, value = gathered.split(self.head_size, -1)
+            call = Call(query[batch.queries].transpose(1, 2), key, value, config, batch.rows, rotation=turned, **model)
+            out = attend_pages(call, at) if read else attend(call)
             output[batch.queries] = out.transpose(1, 2).to(output.dtype)
         return output
+
+
+def _gathered(kv_cache: Tensor, at: Tensor, length: int, by_page: bool) -> Tensor:
+    """Keys and values of some requests, (requests, kv_heads, length, 2 head_size); at: their pages, or the slots of each."""
+    size = kv_cache.shape[2]
+    if by_page:
+        heads = torch.arange(kv_cache.shape[1], device=kv_cache.device)[:, None]
+        rows = at.long()[:, None] * len(heads) + heads  # of the view with one row for each page and head
+        pages = kv_cache.flatten(0, 1).index_select(0, rows.flatten())
+        return pages.unflatten(0, rows.shape).flatten(2, 3)[:, :, :length]
+    return kv_cache[at // size, :, at % size].transpose(1, 2)
 
 
 class Backend(AttentionBackend):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from ...model import apply
 from ...names import is_ours, short
 from ...rotation import RotarySource
 from ...state import LayerPlan, plan_of
-from ...trained import rope_settings
+from ...trained import ORIGINAL, rope_settings
 from ...verify import NOT_ROTATED, leave_unrotated
 
 #: Under this name an attention module of vLLM's model holds its `Part`.
@@ -97,16 +98,26 @@ def _refuse(model_config: Any, model: nn.Module, layers: list[Layer]) -> None:
     narrow = methods.output_norm is not None and getattr(text, "v_head_dim", None) not in (None, text.head_dim)
     remaps = any(plan.rotary is not None for plan in plans)
     kinds = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
+    border = min((_border(text, x.type) for x in layers), default=math.inf)
     unfit = {
         "latent attention as vLLM computes it (set VLLM_MLA_DISABLE=1)": model_config.use_mla,
         "an output norm over values narrower than keys": narrow,
         f"layers of the kinds {sorted(kinds)}": bool(kinds),
         "M-RoPE under a remap": remaps and model_config.uses_mrope,
-        "rotations that change with a text's length under a remap": remaps
-        and any(rope_settings(text, x.type).get("rope_type") in ("longrope", "dynamic") for x in layers),
+        f"rotations that change where a text grows beyond {border:.0f} tokens, and would for all requests of a step (set "
+        f"max_model_len={border:.0f})": model_config.max_model_len > border,
     }
     if named := [name for name, value in unfit.items() if value]:
         raise ValueError(f"{methods.name} cannot be served in vLLM on {type(model).__name__}, which has {', '.join(named)}")
+
+
+def _border(text: Any, layer_type: str | None) -> float:
+    """Up to how many tokens layers of a type rotate by one and the same frequencies."""
+    rope = rope_settings(text, layer_type)
+    kind = rope.get("rope_type")
+    if kind == "longrope" and rope["short_factor"] != rope["long_factor"]:
+        return float(rope[ORIGINAL])
+    return float(text.max_position_embeddings) if kind == "dynamic" else math.inf
 
 
 def _settle(text: Any, model: nn.Module, remapped: list[Layer]) -> None:

@@ -43,6 +43,7 @@ def _resolve(original: Callable[..., Any], self: Any, architectures: Any, model_
     """Whatever architecture a checkpoint of ours names, or is given, it goes to our class."""
     config = model_config.hf_config
     if not plans.is_served(config):
+        _say_factor(config.get_text_config())
         return original(self, architectures, model_config)
     names = [architectures] if isinstance(architectures, str) else architectures
     names = [name.removeprefix(TRIPWIRE) for name in names]
@@ -57,6 +58,14 @@ def _resolve(original: Callable[..., Any], self: Any, architectures: Any, model_
         raise ValueError(f"hf_longattn serves models that generate text in vLLM, and this would be {name}")
     with _neutral(model_config):
         return original(self, [TRIPWIRE + name], model_config)
+
+
+def _say_factor(text: Any) -> None:
+    """longrope's attention_factor (of CoPE: 1) by the names that vLLM's own classes know; else they compute another one."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope" and rope.get("attention_factor") is not None:
+        for name in ("short_mscale", "long_mscale"):
+            rope.setdefault(name, rope["attention_factor"])
 
 
 class _neutral:
