@@ -82,7 +82,7 @@ def attend(call: Call) -> Tensor:
     if not torch.compiler.is_compiling() and 0 in (query.shape[0], query.shape[2], call.key.shape[2]):
         return finish(call.config, _nothing(call), call.learned)
     if call.asked in ("auto", "tiled") and decoding.serves(query, call.dropout) and not call.trains:
-        return decoding.decode(call, fuses=call.asked == "auto")
+        return decoding.decode(call)
     backend = choose_backend(call)
     if backend == "reference":
         return dense_attention(call)[0]
