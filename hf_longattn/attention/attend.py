@@ -13,9 +13,11 @@ from ..methods.base import EntropyTemperature
 from . import decoding
 from .call import Call as Call
 from .kernels.spec import MASK_VALUE, Kernel, Result
+from .kernels.tiled import tempered
 from .lowering import LoweredAttention, lower
 from .reference import dense_attention, finish
 from .rotary import Rotation
+from .tracing import keepable
 
 #: Every kernel by its name, in the order in which "auto" asks them.
 KERNELS: dict[str, Kernel] = {name: import_module(f".kernels.{name}", __package__).KERNEL for name in BACKENDS[1:-1]}
@@ -89,6 +91,8 @@ def attend(call: Call) -> Tensor:
     kernel = KERNELS[backend]
     lowered = lower(call, wide=kernel.wide and call.folds)
     if isinstance(call.config.temperature, EntropyTemperature):
+        if backend == "tiled" and not call.trains and not lowered.with_lse and keepable(query):
+            return finish(call.config, tempered(lowered, call.config.temperature.factor), call.learned).to(query.dtype)
         lowered = lowered.scaled(call.config.temperature.factor(_entropies(lowered, kernel)))
         if call.asked == "auto" and lowered.is_plain:
             kernel = KERNELS["sdpa"]
