@@ -19,17 +19,17 @@ from hf_longattn import LongAttnConfig
 preset = LongAttnConfig.preset
 #: Tensor operations that a layer may take beyond sdpa's, where the method acts on one query.
 ACTING = {
-    "infoscale": (preset("infoscale", train_length=4), 7),
-    "scale_invariant": (preset("scale_invariant"), 20),
-    "alibi": (preset("alibi"), 20),
-    "cosscale": (preset("cosscale"), 40),
-    "adaptive_temperature": (preset("adaptive_temperature"), 50),
-    "attention_sink": (preset("attention_sink"), 31),
-    "windowed": (preset("windowed", window=6), 22),
-    "streaming": (preset("streaming", window=6), 40),
-    "rerope": (preset("rerope", window=6), 85),
-    "dual_chunk": (preset("dual_chunk", chunk=6, local=2), 145),
-    "rerope+infoscale": (preset("rerope+infoscale", window=6, train_length=7), 90),
+    "infoscale": (preset("infoscale", train_length=4), 2),
+    "scale_invariant": (preset("scale_invariant"), 18),
+    "alibi": (preset("alibi"), 18),
+    "cosscale": (preset("cosscale"), 27),
+    "adaptive_temperature": (preset("adaptive_temperature"), 42),
+    "attention_sink": (preset("attention_sink"), 21),
+    "windowed": (preset("windowed", window=6), 5),
+    "streaming": (preset("streaming", window=6), 42),
+    "rerope": (preset("rerope", window=6), 36),
+    "dual_chunk": (preset("dual_chunk", chunk=6, local=2), 49),
+    "rerope+infoscale": (preset("rerope+infoscale", window=6, train_length=7), 36),
 }
 WITHIN = {name: preset(name) for name in ("infoscale", "rerope", "rerope+infoscale", "streaming", "yarn_beyond")}
 
@@ -87,7 +87,7 @@ def over_sdpa(config: LongAttnConfig) -> tuple[float, float]:
 def test_nothing_is_paid_while_nothing_changes(case: str) -> None:
     operations, calls = over_sdpa(WITHIN[case])
     assert operations == 0
-    assert calls <= 50
+    assert calls <= 15
 
 
 @pytest.mark.parametrize("case", ACTING)
@@ -95,4 +95,4 @@ def test_a_layer_repeats_nothing_that_the_forward_pass_knows(case: str) -> None:
     config, most = ACTING[case]
     operations, calls = over_sdpa(config)
     assert operations <= most
-    assert calls <= 100
+    assert calls <= 30

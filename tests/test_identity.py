@@ -19,6 +19,7 @@ from transformers.masking_utils import sdpa_mask
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
 from hf_longattn.attention.call import Call
+from hf_longattn.attention.decoding import Decoding
 from hf_longattn.attention.geometry import Rows
 from hf_longattn.integration import dispatch
 from hf_longattn.integration.observe import observe
@@ -50,13 +51,21 @@ NEVER += ("output_standardise", "output_layer_norm", "rerope+infoscale+cosscale"
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of queries of the calls that a method computes."""
     seen: list[int] = []
-    original = dispatch.attend
+    attend, decode = dispatch.attend, Decoding.__call__
 
     def counting(call: Call) -> Tensor:
-        seen.append(call.query.shape[2])
-        return original(call)
+        before = len(seen)
+        out = attend(call)
+        if len(seen) == before:
+            seen.append(call.query.shape[2])
+        return out
+
+    def decoding(self: Decoding, query: Tensor, *others: Any) -> Tensor:
+        seen.append(query.shape[2])
+        return decode(self, query, *others)
 
     monkeypatch.setattr(dispatch, "attend", counting)
+    monkeypatch.setattr(Decoding, "__call__", decoding)
     return seen
 
 

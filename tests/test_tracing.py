@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import CASES, model_config
-from helpers import close, crossed, fresh, stock, tokens
+from helpers import close, crossed, fresh, static, stock, tokens
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, CompileConfig
 
@@ -252,6 +254,22 @@ def test_generate_compiles_one_step(case: str) -> None:
     got = m.generate(tokens(2, 4), cache_implementation="static", compile_config=step, **options)
     close(torch.stack(got.logits), torch.stack(want.logits))
     assert len(graphs) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
+@torch.no_grad()
+def test_autotuned_steps_run_one_graph() -> None:
+    """From within the window to beyond it."""
+    m, ids = fresh("llama", CASES["rerope"]), tokens(2, 10)
+    want = m(ids).logits
+    torch._dynamo.reset()
+    counters.clear()
+    step, cache = torch.compile(m, fullgraph=True, mode="max-autotune"), static(m, ids)
+    out = [m(ids[:, :1], past_key_values=cache).logits]
+    out += [step(ids[:, i : i + 1].clone(), past_key_values=cache).logits.clone() for i in range(1, ids.shape[1])]
+    close(torch.cat(out, 1), want)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_what_runs_beside_a_graph_may_read() -> None:

@@ -13,9 +13,11 @@ from ..methods.base import EntropyTemperature
 from . import decoding
 from .call import Call as Call
 from .kernels.spec import MASK_VALUE, Kernel, Result
+from .kernels.tiled import tempered
 from .lowering import LoweredAttention, lower
 from .reference import dense_attention, finish
 from .rotary import Rotation
+from .tracing import keepable
 
 #: Every kernel by its name, in the order in which "auto" asks them.
 KERNELS: dict[str, Kernel] = {name: import_module(f".kernels.{name}", __package__).KERNEL for name in BACKENDS[1:-1]}
@@ -82,13 +84,15 @@ def attend(call: Call) -> Tensor:
     if not torch.compiler.is_compiling() and 0 in (query.shape[0], query.shape[2], call.key.shape[2]):
         return finish(call.config, _nothing(call), call.learned)
     if call.asked in ("auto", "tiled") and decoding.serves(query, call.dropout) and not call.trains:
-        return decoding.decode(call, fuses=call.asked == "auto")
+        return decoding.decode(call)
     backend = choose_backend(call)
     if backend == "reference":
         return dense_attention(call)[0]
     kernel = KERNELS[backend]
     lowered = lower(call, wide=kernel.wide and call.folds)
     if isinstance(call.config.temperature, EntropyTemperature):
+        if backend == "tiled" and not call.trains and not lowered.with_lse and keepable(query):
+            return finish(call.config, tempered(lowered, call.config.temperature.factor), call.learned).to(query.dtype)
         lowered = lowered.scaled(call.config.temperature.factor(_entropies(lowered, kernel)))
         if call.asked == "auto" and lowered.is_plain:
             kernel = KERNELS["sdpa"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +34,7 @@ class Call:
         backend: "auto" is the config's; another insists.
         tables: where tables are kept for the next call, a model's own; default a cache that all calls without one share.
         strength: the logit map's, in place of the config's: a number that a compiled graph reads when it runs.
+        kind: the same for calls of equal config and rotation, quicker to compare; None: these themselves are compared.
         output: (batch, heads, q_len, head_dim), what the call gave, for whoever observes it.
     """
 
@@ -51,6 +52,7 @@ class Call:
     backend: str = "auto"
     tables: TableCache | None = None
     strength: Tensor | None = None
+    kind: Hashable = None
     output: Tensor = field(default=None, repr=False)  # type: ignore[assignment]
 
     @classmethod

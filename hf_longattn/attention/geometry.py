@@ -58,7 +58,8 @@ class Rows:
     @property
     def columns(self) -> Columns:
         """The columns of `index`, each (batch or 1, q_len)."""
-        return Columns(*self.index.unbind(-1))
+        known: Columns = self.once("columns", lambda: Columns(*self.index.unbind(-1)))
+        return known
 
     @property
     def hides_tokens(self) -> bool:

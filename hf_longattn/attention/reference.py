@@ -163,13 +163,19 @@ def length_factor(
 
 def sink_of(call: Call) -> Tensor | None:
     """The logarithm of what joins the denominators, (heads,): the config's sink and the model's own, if there are any."""
-    query, learned, sink = call.query, call.learned, call.config.sink
-    if sink is None:
-        return call.sink_logits
-    own = sink.logits(query.shape[1], query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32)))
+    return joint_sink(call.config, call.query, call.learned, call.sink_logits)
+
+
+def joint_sink(
+    config: LongAttnConfig, query: Tensor, learned: Mapping[str, nn.Module] | None, sink_logits: Tensor | None
+) -> Tensor | None:
+    """`sink_of`, of a call in parts."""
+    if config.sink is None:
+        return sink_logits
+    own = config.sink.logits(query.shape[1], query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32)))
     if learned is not None and "sink" in learned:
         own = learned["sink"](own)
-    return own if call.sink_logits is None else torch.logaddexp(own, call.sink_logits.to(own))
+    return own if sink_logits is None else torch.logaddexp(own, sink_logits.to(own))
 
 
 def finish(config: LongAttnConfig, output: Tensor, learned: Mapping[str, nn.Module] | None) -> Tensor:

@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..attention.attend import attend
 from ..attention.call import Call
+from ..attention.decoding import named, prepared
 from ..attention.geometry import Rows
 from ..attention.reference import dense_attention
 from ..config import LongAttnConfig
@@ -82,8 +83,11 @@ def attention_forward(
     Returns:
         output (batch, q_len, heads, head_dim), and attention weights if output_attentions asks for them.
     """
-    plan, positions = current_plan(module), kwargs.get("position_ids")
-    asked = _Asked(module, plan, dropout, scaling, softcap, sliding_window, kwargs)
+    found, plan, positions = _found(attention_mask), plan_of(module), kwargs.get("position_ids")
+    asked = _Asked(module, plan, dropout, scaling, softcap, sliding_window, kwargs)  # type: ignore[arg-type]
+    if found is not None and (out := found.computed(asked, query, key, value)) is not None:
+        return out
+    plan = current_plan(module)
     if kwargs.get("cache") is not None:
         return _paged(asked, query, key, value), None
     split = ulysses.group_of(module)
@@ -102,17 +106,64 @@ def attention_forward(
     if counted is not None and not is_carrier(attention_mask):
         refuse_unknown_start(plan.config, rows, positions)
     weights = bool(kwargs.get("output_attentions"))
-    stock = None if weights else stock_of(attention_mask)
-    if stock is not None and _changes_nothing(plan, stock, rows, query):
-        return _run(stock.implementation, asked, query, key, value, stock.mask)
+    if (stock := stock_of(attention_mask)) is not None:
+        found = attention_mask.__dict__["longattn_found"] = _Found(plan, positions, query, key, rows, stock)
+        if found.changes_nothing(plan) and not weights:
+            return found.by_stock(asked, query, key, value)
     return _attend(asked, query, key, value, rows, with_weights=weights)
 
 
-def _changes_nothing(plan: LayerPlan, stock: Stock, rows: Rows, query: Tensor) -> bool:
-    """Whether the model's own attention computes this call, by its longest text; eager for one query alone, or it holds
-    all pairs."""
-    eager = stock.implementation == "eager" and query.shape[2] > 1
-    return not eager and plan.identity_below > 0 and stock.fits(rows, plan.identity_below)
+class _Found:
+    """What the first layer of a forward pass found out, for all layers that are called alike; kept with the pass's mask."""
+
+    def __init__(
+        self, plan: LayerPlan, positions: Tensor | None, query: Tensor, key: Tensor, rows: Rows, stock: Stock
+    ) -> None:
+        self.section, self.positions, self.kv_len = plan.section, positions, key.shape[2]
+        self.rows, self.stock, self.prepared = rows, stock, prepared(rows)
+        self.all_pairs = stock.implementation == "eager" and query.shape[2] > 1  # it would hold them
+        self._fits: dict[float, bool] = {}
+        self._functions: dict[type, Any] = {}
+
+    def computed(self, asked: _Asked, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """A layer that is called like the first one, and computed like one before it; None: it is to be looked at closely."""
+        plan, more = asked.plan, asked.more
+        if plan is None or plan.section is not self.section or plan.config is None or plan.observer is not None:
+            return None
+        if more.get("position_ids") is not self.positions or key.shape[2] != self.kv_len or not more.keys() <= _HARMLESS:
+            return None
+        if more.get("output_attentions") or (asked.sliding_window is not None and not plan.windowed):
+            return None
+        if self.changes_nothing(plan):
+            return self.by_stock(asked, query, key, value)
+        if asked.dropout or torch.is_grad_enabled() or query.shape[1] != plan.heads:
+            return None
+        learned, sinks = learned_parts(asked.module), more.get("s_aux")
+        scaling = query.shape[-1] ** -0.5 if asked.scaling is None else asked.scaling
+        decoding = self.prepared.get(named(plan.kind, query, key, scaling, asked.softcap, learned, sinks))
+        if decoding is None:
+            return None
+        return decoding(query, key, value, learned, sinks).transpose(1, 2).contiguous(), None
+
+    def changes_nothing(self, plan: LayerPlan) -> bool:
+        """Whether the model's own attention computes a layer, by the longest text of the pass."""
+        if (limit := plan.identity_below) <= 0 or self.all_pairs:
+            return False
+        if (fits := self._fits.get(limit)) is None:
+            fits = self._fits[limit] = self.stock.fits(self.rows, limit)
+        return fits
+
+    def by_stock(self, asked: _Asked, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A layer by the model's own attention."""
+        kind = type(asked.module)
+        if (function := self._functions.get(kind)) is None:
+            function = self._functions[kind] = _function(self.stock.implementation, asked.module)
+        return _run(function, asked, query, key, value, self.stock.mask)
+
+
+def _found(mask: Tensor | None) -> _Found | None:
+    """What a layer before this one found out in this forward pass."""
+    return None if mask is None or torch.compiler.is_compiling() else mask.__dict__.get("longattn_found")
 
 
 def _attend(
@@ -139,6 +190,7 @@ def _attend(
         tables=plan.state.tables,
         # a graph reads the strength when it runs; it would be compiled anew for each number
         strength=plan.state.strength if torch.compiler.is_compiling() and not torch.compiler.is_exporting() else None,
+        kind=None if torch.compiler.is_compiling() or config is not plan.config else plan.kind,
     )
     out, weights = dense_attention(call) if with_weights else (attend(call), None)
     if plan.observer is not None:
@@ -267,13 +319,20 @@ def _base(asked: _Asked, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
         name = "eager"
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
-    return _run(name, asked, query, key, value, mask)
+    return _run(_function(name, asked.module), asked, query, key, value, mask)
 
 
-def _run(name: str, asked: _Asked, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
+def _run(function: Any, asked: _Asked, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
     """One of transformers' attention functions, under the mask that it takes."""
-    eager = getattr(sys.modules[type(asked.module).__module__], "eager_attention_forward", None)
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
-    given = {"softcap": asked.softcap, "sliding_window": asked.sliding_window}
-    options = asked.more | {k: v for k, v in given.items() if v is not None}
-    return function(asked.module, query, key, value, mask, dropout=asked.dropout, scaling=asked.scaling, **options)
+    more = asked.more
+    if asked.softcap is not None:
+        more = more | {"softcap": asked.softcap}
+    if asked.sliding_window is not None:
+        more = more | {"sliding_window": asked.sliding_window}
+    return function(asked.module, query, key, value, mask, dropout=asked.dropout, scaling=asked.scaling, **more)  # type: ignore[no-any-return]
+
+
+def _function(name: str, module: Any) -> Any:
+    """One of transformers' attention functions by its name; "eager" is the model's own."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)

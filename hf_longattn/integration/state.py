@@ -10,7 +10,8 @@
 Copies and pickles of a model take it along; models that share their attention modules share it. What belongs to less than a
 model goes with that:
 
-    mask.longattn_rows, longattn_positions, longattn_stock   of a pass's mask: its `Rows`, those with positions, what made it
+    mask.longattn_rows, longattn_positions, longattn_stock   of a pass's mask: its `Rows`, those with positions, what made it,
+    mask.longattn_found                                      and what its first layer found out for the others
     cu_seq_lens.longattn_batches                             of a pass under continuous batching: its requests
     cache.longattn_numbering, longattn_long                  how the keys in a KV cache were numbered, and turned (longrope)
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -87,6 +88,7 @@ class AttentionState:
     guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse positions beyond a learned table
     remaps: tuple[RemovableHandle, ...] = ()  # hooks that refuse calls which a remap would compute wrongly
     disabled: tuple[list[tuple[Any, str]], Tables | None] | None = None  # what `enable` puts back: implementations, rotations
+    kinds: dict[Hashable, object] = field(default_factory=dict)  # see `LayerPlan.kind`
 
     def set_strength(self, config: LongAttnConfig) -> None:
         """Let compiled graphs run under this config's strength."""
@@ -115,6 +117,11 @@ class LayerPlan:
         """How many tokens a text may have for the layer to compute what it did before the method; 0: never that."""
         watched = self.observer is not None or self.config is None or self.config.backend != "auto"
         return 0 if watched else self.config.identity_below  # type: ignore[union-attr]
+
+    @functools.cached_property
+    def kind(self) -> object:
+        """The same for the layers of a model whose config and rotation are, and no others: quicker to compare than these."""
+        return self.state.kinds.setdefault((self.config, self.rotary), object())
 
 
 def plan_of(module: nn.Module) -> LayerPlan | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,9 +56,23 @@ def tiled_attention(
     return out, lse if with_lse else lse.new_zeros(0), entropy
 
 
-def _attend(call: KernelCall, half: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def tempered(call: LoweredAttention, temper: Callable[[Tensor], Tensor]) -> Tensor:
+    """The output of a call of one segment, without gradients, whose finished logits are multiplied by a factor of each row's
+    entropy: from the entropies, (heads, group, rows) of some heads and rows, to the factors.
+
+    Rows are held whole, so that their products with keys are computed once.
+    """
+    (segment,), value, seed = call.segments, call.value, dropout_seed(call.dropout)
+    rows = segment.rows.simplified(segment.key.shape[2])
+    own = KernelCall(segment.query, segment.key, value, rows, call.spec, call.dropout, seed, False, False)
+    return _attend(own, halves_are_fast(value), temper)[0]
+
+
+def _attend(
+    call: KernelCall, half: bool = False, temper: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
-        return Blocks(call, half).attend()
+        return Blocks(call, half, temper).attend()
 
 
 def _gradients(call: KernelCall, *outputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ strided view of a 1-D table serves a whole tile. Rows with explicit positions lo
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Self
 
 import torch
@@ -22,15 +22,23 @@ from .spec import MASK_VALUE, KernelCall
 BLOCK_ELEMENTS = 1 << 21
 #: Columns of a tile where rows see more than WHOLE_COLUMNS: whole rows would leave a block too few of them.
 TILE_COLUMNS, WHOLE_COLUMNS = 1 << 11, 1 << 13
+#: Logits of whole rows that are held at a time where they are gone over several times: what a core's cache takes.
+ROW_ELEMENTS = 1 << 19
 #: Columns whose products in half precision are summed at a time.
 HALF_COLUMNS = 1 << 11
 
 
 class Blocks:
-    """A call in computing dtype and block order: what all its tiles share."""
+    """A call in computing dtype and block order: what all its tiles share.
 
-    def __init__(self, call: KernelCall, half: bool = False) -> None:
+    Args:
+        half: probabilities are rounded to the values' dtype.
+        temper: from the entropies of finished logits, (heads, group, rows), to a factor on them; each tile holds whole rows.
+    """
+
+    def __init__(self, call: KernelCall, half: bool = False, temper: Callable[[Tensor], Tensor] | None = None) -> None:
         self.call, self.spec, rows = call, call.spec, call.rows.simplified(call.key.shape[2])
+        self.temper = temper
         query, key, value, gain, bias = call.query, call.key, call.value, call.spec.gain, call.spec.bias
         scales = (call.spec.row_scale, call.spec.bias_scale)
         self.batch, heads, self.q_len, self.head_dim = query.shape
@@ -72,14 +80,14 @@ class Blocks:
 
     def sizes(self) -> tuple[int, int, int]:
         """Heads, rows and columns of a tile."""
-        if self.kv_heads * self.group * self.q_len * self.kv_len <= BLOCK_ELEMENTS:
+        if self.kv_heads * self.group * self.q_len * self.kv_len <= (BLOCK_ELEMENTS if self.temper is None else ROW_ELEMENTS):
             return self.kv_heads, self.q_len, self.kv_len
         bounds = Columns(*self.bounds.unbind(-1))
         width = max(min(int((bounds.high - bounds.low).max()) + 1, self.kv_len), 1)
-        columns = TILE_COLUMNS if width > WHOLE_COLUMNS else self.kv_len
+        columns = TILE_COLUMNS if width > WHOLE_COLUMNS and self.temper is None else self.kv_len
         width = min(width, columns)
         heads = min(self.kv_heads, 2 if self.group == 1 else 1)
-        rows = BLOCK_ELEMENTS // (heads * self.group * width)
+        rows = (BLOCK_ELEMENTS if self.temper is None else ROW_ELEMENTS) // (heads * self.group * width)
         return heads, min(max(rows, 16), 256, self.q_len), columns
 
     def grouped(self, x: Tensor) -> Tensor:
@@ -333,12 +341,22 @@ class Tile:
             if self.fully_masked:
                 p.masked_fill_(top <= MASK_VALUE / 2, 0.0)
         elif self.value is not None:
-            self.softmax(logits)
+            self.softmax(logits if self.blocks.temper is None else self.tempered(logits, self.blocks.temper))
         if self.blocks.call.dropout:
             p.mul_(self.keep())
         if self.value is not None:
             out = self.average(p).view(*self.shape[:3], -1)
         return _Sums(out, lse, entropy)
+
+    def tempered(self, logits: Tensor, temper: Callable[[Tensor], Tensor]) -> Tensor:
+        """Logits times a factor of their entropy, up to a constant for each row, in place; rows are whole."""
+        top = logits.amax(-1, keepdim=True)
+        if self.fully_masked:  # such rows stay where they are
+            top.masked_fill_(top <= MASK_VALUE / 2, 0.0)
+        p = torch.softmax(logits.sub_(top), -1, out=self.blocks.buffer("p", *self.shape))
+        # the largest logit is 0, and its probability 1 / Z: H = ln Z - sum p L adds two terms >= 0, nothing cancels
+        entropy = -p.amax(-1).log_() - torch.linalg.vecdot(p, logits)
+        return logits.mul_(temper(entropy)[..., None])
 
     def average(self, p: Tensor) -> Tensor:
         """sum_j P v; probabilities are rounded to a half-precision value's dtype first."""
