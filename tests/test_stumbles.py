@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import shutil
 from importlib import import_module
@@ -14,6 +15,7 @@ import tiny
 import torch
 from filelock import FileLock
 from helpers import stock, tokens
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, T5Config
 from typer.testing import CliRunner
@@ -21,6 +23,7 @@ from typer.testing import CliRunner
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.cli import app
+from hf_longattn.cli.common import table
 from hf_longattn.evaluation import doctor
 
 
@@ -168,6 +171,22 @@ def test_two_evaluations_of_one_folder_do_not_measure_twice(files: Path, tmp_pat
     assert "anothercommandismeasuringinto" in said
     assert run(EVAL, files, out)[0] == 0
     assert run(EVAL, files, out)[0] == 0
+    assert not (out / ".lock").exists()
+
+
+def test_an_evaluation_that_is_refused_leaves_no_folder(files: Path, tmp_path: Path) -> None:
+    assert run(EVAL.replace("F/model", "F/nan"), files, tmp_path / "out")[0] == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_in_a_table_are_not_squeezed_by_its_numbers() -> None:
+    names = ["leaky_rerope:window=512:stretch=7.0", "unmodified"]
+    columns = ["", "prose to 1024", "prose beyond", *(f"copy {n} back" for n in range(1000, 1005))]
+    shown = table("", columns, [[name, *["5.001"] * 7] for name in names])
+    narrow = Console(width=80, file=io.StringIO())
+    narrow.print(shown)
+    lines = narrow.file.getvalue()
+    assert all(part in lines for part in ("unmodified", "leaky_rerope:windo", "5.001 │ 5.001"))
 
 
 # longer and longer --------------------------------------------------------------------------------------------------------

@@ -328,7 +328,7 @@ def positions(model: Any, name: str) -> Iterator[Finding]:
     try:
         ids = load_tokenizer(name)(WORDS, return_tensors="pt")["input_ids"][:, :128]
     except (OSError, ValueError) as error:
-        yield Finding("tokenizer", f"none loads, and random tokens are read in its place: {error}", NOTE)
+        yield Finding("tokenizer", f"cannot be loaded, so random tokens were used: {error}", NOTE)
         ids = torch.randint(text.vocab_size, (1, 128), generator=torch.Generator().manual_seed(0))
     announced, n = getattr(text, "max_position_embeddings", None) or 8192, ids.shape[1]
     starts = sorted({max(0, int(announced * share) - n) for share in (0, 0.25, 0.5, 0.75, 1)})
