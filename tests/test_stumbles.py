@@ -142,7 +142,7 @@ def test_train_says_what_is_kept_when_the_disk_is_full(files: Path, tmp_path: Pa
     code, said = run(TRAIN, files, tmp_path / "out")
     assert code == 1
     assert "Thediskisfull" in said
-    assert "checkpoint-2iskept.Togoon:" in said
+    assert "checkpoint-2iskept.Tocontinue:" in said
 
 
 def test_save_replaces_nothing_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ def test_extend_takes_a_folder_that_extend_made(files: Path, tmp_path: Path) -> 
 def test_a_method_in_place_of_the_one_that_reads_far_puts_the_length_back(tmp_path: Path) -> None:
     model = hf_longattn.extend(stock("llama"), 4 * stock("llama").config.max_position_embeddings)
     trained = stock("llama").config.max_position_embeddings
-    with pytest.warns(UserWarning, match=f"infoscale takes the place of rerope.*max_position_embeddings is {trained} again"):
+    with pytest.warns(UserWarning, match=f"infoscale replaces rerope.*max_position_embeddings is {trained} again"):
         hf_longattn.apply(model, "infoscale")
     assert model.config.max_position_embeddings == trained
     hf_longattn.save(model, tmp_path / "saved")
@@ -244,7 +244,7 @@ def test_describe_says_what_is_alike_once() -> None:
     assert len(described.rows) > 1
     lines = str(described).splitlines()
     assert len(lines) == 2
-    assert f"({len(described.rows)} alike)" in lines[1]
+    assert f"({len(described.rows)} modules)" in lines[1]
 
 
 def test_dir_shows_what_is_public() -> None:

@@ -70,6 +70,6 @@ def train(
 def _standing(why: str, checkpoint: Path | None) -> str:
     """Where a run that stopped stands, and what goes on with it."""
     if checkpoint is None:
-        return f"{why} before the first checkpoint: nothing is kept, and the same command starts anew."
+        return f"{why} before the first checkpoint: nothing is kept; the same command starts again."
     again = shlex.join(["hf-longattn", *sys.argv[1:], *["--resume"] * ("--resume" not in sys.argv)])
-    return f"{why}. {checkpoint} is kept. To go on: {again}"
+    return f"{why}. {checkpoint} is kept. To continue: {again}"

@@ -57,7 +57,7 @@ RECORDED = ("longattn", "rope_parameters", "base_rope_parameters", "base_has_met
 
 @dataclass
 class LongAttnLoraConfig(LoraConfig):
-    """PEFT's `LoraConfig`, with the attention that the adapter is trained under; use it wherever that goes.
+    """PEFT's `LoraConfig` plus the attention that the adapter is trained under; use it in place of that.
 
     `get_peft_model` fills in what follows from the model, which must run a method by then. Later changes of the method
     (`hf_longattn.update`, ...) are followed.
