@@ -239,7 +239,7 @@ def test_versions_kernels_and_engines(sound: Path, tmp_path: Path, monkeypatch: 
     assert code == 1, text
     assert "transformers 4.57.6 is installed, and transformers<6,>=5.17 is what is tested" in text
     assert "insists on backend 'flash': flash-attn is not installed" in text
-    assert "vLLM and SGLang would run this checkpoint without its method" in text
+    assert "vLLM and SGLang would silently run this checkpoint without its method" in text
     assert "3 problems found." in text
     (strict,) = doctor.engines({}, ["LongAttnLlamaForCausalLM"])
     assert strict.level == "ok"

@@ -82,7 +82,7 @@ def test_doctor_finds_weights_that_are_no_numbers(files: Path, tmp_path: Path) -
     {
         EVAL.replace("F/model", "F/mute"): "holds no tokenizer: there is no tokenizer.json in it",
         EVAL.replace("F/model", "F/missing"): "there is no folder",
-        EVAL.replace("F/model", "F/t5"): "t5 is no causal language model",
+        EVAL.replace("F/model", "F/t5"): "t5 is not a causal language model",
         EVAL.replace("F/model", "F/adapter"): "holds an adapter, not a model: give the model that it was made from",
         TRAIN.replace("F/model", "F/mute"): "holds no tokenizer",
         EXTEND + " --tolerance -1": "a cost in nats is 0 or more, not -1",
