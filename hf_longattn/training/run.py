@@ -100,7 +100,7 @@ def plan(run: Prepared) -> str:
         ("attention", f"{changed[0][1]}, in {layers}" if changed else f"unchanged, in all {len(described.rows)} layers"),
         ("rotary", str(text.rope_parameters) if getattr(text, "rope_parameters", None) else "none"),
         ("data", f"{have} of {recipe.length} tokens, positions {recipe.positions}; {len(run.data.held_out)} tokens held out"),
-        ("steps", f"{args.max_steps} of {rows} windows ({args.world_size} processes), {_count(tokens)} tokens"),
+        ("steps", f"{args.max_steps}, windows per step: {rows}, processes: {args.world_size}; {_count(tokens)} tokens in all"),
         ("precision", _precision(recipe, args)),
         ("evaluation", f"at {recipe.lengths}, at the end at {recipe.final_lengths}"),
         ("memory", f"about {memory / 2**30:.1f} GiB per process (weights, gradients, optimiser, activations: an estimate)"),
