@@ -187,6 +187,9 @@ def test_names_in_a_table_are_not_squeezed_by_its_numbers() -> None:
     narrow.print(shown)
     lines = narrow.file.getvalue()
     assert all(part in lines for part in ("unmodified", "leaky_rerope:windo", "5.001 │ 5.001"))
+    wide = Console(width=80, file=io.StringIO())
+    wide.print(table("", ["", "memory"], [["weights", "1,664 MiB"]]))
+    assert "1,664 MiB" in wide.file.getvalue()
 
 
 # longer and longer --------------------------------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> 
     listed = [list(row) for row in rows]
     out = Table(title=title)
     for n, column in enumerate(columns):  # a narrow window folds names, and breaks headings between words
-        widest = max(len(word) for text in (column, *(row[n] for row in listed)) for word in text.split() or [""])
+        widest = max(map(len, (*(row[n] for row in listed), *column.split(), "")))
         out.add_column(column, justify="right" if n else "left", max_width=widest if n else None, overflow="fold")
     for row in listed:
         out.add_row(*map(escape, row))
