@@ -57,9 +57,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Formulas as MathML, which browsers show without a script."""
+    """Formulas as MathML, which browsers show without a script; an interval stays on the line of its mean."""
 
     def formula(match: re.Match[str]) -> str:
         return convert(html.unescape(match[2]), display="block" if match[1] == "div" else "inline")
 
-    return FORMULA.sub(formula, content)
+    return FORMULA.sub(formula, content.replace(" ± ", "\u00a0±\u00a0"))

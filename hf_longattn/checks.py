@@ -56,7 +56,7 @@ def check_dtype(name: str, *more: str) -> None:
     known = (*more, *DTYPES)
     if name not in known:
         hint = did_you_mean(name, known)
-        raise ValueError(f"{name!r} is no torch dtype that a model can run in; {hint}known: {', '.join(known)}")
+        raise ValueError(f"{name!r} is not a torch dtype that a model can run in; {hint}known: {', '.join(known)}")
 
 
 def check_model(model: str | Path, adapter: bool = False) -> None:
@@ -107,7 +107,7 @@ def _check_name(name: str) -> None:
             return
         HfApi().model_info(name, timeout=10)
     except HFValidationError:
-        raise ValueError(f"there is no folder {name}, and the Hub has no names of that form") from None
+        raise ValueError(f"there is no folder {name}, and this cannot be a name on the Hub") from None
     except (OSError, failed) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(

@@ -40,10 +40,10 @@ class LongAttnConfig:
         layers: "full_attention" (every causal layer that sees all earlier keys), "all" (sliding-window
             layers too), or a sequence of layer indices.
         backend: "auto", or one of `BACKENDS` to insist on it.
-        train_length: the length that the model was trained at, in tokens, for all methods; default what its config says. In
-            a config that a model runs it is that number, and `trained` says where it is from.
+        train_length: the length that the model was trained at, in tokens, for all methods; by default read from its config.
+            In a config that a model runs it is that number, and `trained` says where it is from.
         parts: configs (or dicts) for different layers, in place of slots: each names its `layers`, and one that does not
-            takes all others. What they say of layers, backend and train_length is said of the whole.
+            takes all others. The whole takes layers, backend and train_length from them.
 
     Raises:
         ValueError: a parameter is invalid, or a method sits in a slot that is not its own.
@@ -239,6 +239,11 @@ class LongAttnConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LongAttnConfig:
+        """The config that `to_dict` wrote.
+
+        Raises:
+            ValueError: not a mapping, unknown keys, or an invalid parameter.
+        """
         known = {f.name for f in fields(cls)}
         if not isinstance(data, Mapping):
             raise ValueError(f"a config is a mapping of slots, as to_dict gives it, not {data!r}")

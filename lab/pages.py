@@ -126,10 +126,12 @@ def picture() -> bytes:
         right.plot(*zip(*beyond, strict=True), **style | {"linestyle": "none", "markersize": 6})
     for panel in (left, right):
         panel.axvline(rows[0]["trained"], color="#999999", linewidth=1, linestyle=":")
-        panel.set(yscale="log")
+        panel.set(yscale="log", xticks=range(0, LENGTH + 1, LENGTH // 4))
         panel.grid(visible=True, color="#eeeeee", which="both")
     left.set(title="Predicting a novel", xlabel="position (tokens); trained at 8,192", ylabel="perplexity")
-    right.set(title="Repeating a passage of the text", xlabel="how far back it stands (tokens)", ylabel="perplexity")
+    right.set(
+        title="Repeating a passage of the text", xlabel="distance from the first occurrence (tokens)", ylabel="perplexity"
+    )
     right.legend(fontsize=9)
     return figures.png(figure)
 

@@ -49,7 +49,7 @@ def test_a_sound_checkpoint(sound: Path) -> None:
     code, text = told(sound)
     assert code == 0, text
     assert "default: the 4 frequencies are those that the config asks for" in text
-    assert "one passage has the same loss wherever it stands" in text
+    assert "one passage has the same loss at every position" in text
     assert "ok trained trained at 512: max_position_embeddings" in text
     assert "ok extend to 1,024: rerope(window=256) in every attention layer" in text
     assert "No problem found." in text
@@ -146,7 +146,7 @@ PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 LOST = {
     "an old key beside the new": ({"rope_theta": 5e5}, "says rope_theta = 500000.0, and 10000.0 is what runs"),
     "both places": ({"rope_parameters": YARN, "rope_scaling": PLAIN}, "rope_parameters.factor = 4.0, and None is what runs"),
-    "a slip": ({"rope_parameters": YARN | {"beta_fats": 16}}, "rope_parameters.beta_fats in config.json is read by nothing"),
+    "a slip": ({"rope_parameters": YARN | {"beta_fats": 16}}, "rope_parameters.beta_fats in config.json is never read"),
     "no type": ({"rope_parameters": PLAIN | {"factor": 4.0}}, "has a factor and no rope_type: nothing is scaled"),
 }
 
@@ -226,7 +226,7 @@ def test_an_adapter(sound: Path, tmp_path: Path) -> None:
     assert "rerope, as recorded" in text
     plain = AutoModelForCausalLM.from_pretrained(sound)
     peft.get_peft_model(plain, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "plain")
-    assert "the adapter says nothing of attention" in told(tmp_path / "plain")[1]
+    assert "the adapter records no attention" in told(tmp_path / "plain")[1]
 
 
 def test_versions_kernels_and_engines(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +240,7 @@ def test_versions_kernels_and_engines(sound: Path, tmp_path: Path, monkeypatch: 
     assert code == 1, text
     assert "transformers 4.57.6 is installed, and transformers<6,>=5.17 is what is tested" in text
     assert "insists on backend 'flash': flash-attn is not installed" in text
-    assert "vLLM and SGLang would run this checkpoint without its method" in text
+    assert "vLLM and SGLang would silently run this checkpoint without its method" in text
     assert "3 problems found." in text
     (strict,) = doctor.engines({}, ["LongAttnLlamaForCausalLM"])
     assert strict.level == "ok"

@@ -451,7 +451,7 @@ def test_an_adapter_that_says_nothing_of_attention_is_told(folder: Path, tmp_pat
     peft = pytest.importorskip("peft")
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match=r"setting 'mine': the adapter in .* says nothing of attention.*measured without"):
+    with pytest.warns(UserWarning, match=r"setting 'mine': the adapter in .* records no attention.*measured without"):
         check_setting(Setting("mine", adapter=str(tmp_path)), str(folder / "model"))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

@@ -368,7 +368,7 @@ def test_an_interrupted_command_goes_on_to_the_same_result(
         patch.setattr(extension, "score", stops)
         stopped = run(tmp_path / "out")
     assert stopped.exit_code == 130, stopped.output
-    assert "22 rows are kept, and the same command goes on" in " ".join(stopped.output.split())  # 10 x 2 probed, 2 read
+    assert "22 rows are kept, and the same command continues" in " ".join(stopped.output.split())  # 10 x 2 probed, 2 read
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["extend.json"]
     before = (tmp_path / "out" / "extend.json").read_text()
     (tmp_path / "other.txt").write_text(text.read_text()[::-1])

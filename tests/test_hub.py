@@ -161,7 +161,7 @@ def test_saving_keeps_a_readme_of_ones_own(tmp_path: Path) -> None:
     assert "# second" in (tmp_path / "README.md").read_text()
     for model in (adapted(), changed()):  # PEFT puts a header of its own into a README
         (tmp_path / "README.md").write_text("What I found out.\n")
-        with pytest.warns(UserWarning, match=r"README\.md is no card of hf_longattn and stays"):
+        with pytest.warns(UserWarning, match=r"README\.md was not written by hf_longattn and is kept"):
             hf_longattn.save(model, tmp_path, overwrite=True)
         assert (tmp_path / "README.md").read_text() == "What I found out.\n"
 

@@ -233,7 +233,7 @@ def test_calls_on_one_cache_count_alike(case: str, second: int) -> None:
             if one == two:
                 close(call(slice(first, LENGTH), cache, two).logits, want, what=one)
                 continue
-            with pytest.raises(ValueError, match="count otherwise than those of the keys"):
+            with pytest.raises(ValueError, match="are counted differently from those of the keys"):
                 call(slice(first, LENGTH), cache, two)
             if given is not None:
                 cache.reset()
@@ -249,7 +249,7 @@ def test_generate_goes_on_from_a_cache_that_counts_as_it_does() -> None:
     want = m.generate(**given)
     assert torch.equal(m.generate(**given, past_key_values=m(**short).past_key_values), want)
     del short["position_ids"]
-    with pytest.raises(ValueError, match="count otherwise than those of the keys"):
+    with pytest.raises(ValueError, match="are counted differently from those of the keys"):
         m.generate(**given, past_key_values=m(**short).past_key_values)
 
 

@@ -133,7 +133,7 @@ def test_an_interrupted_probe_goes_on_and_mixes_nothing(folder: Path, tmp_path: 
     monkeypatch.setattr(probing, "probe", stops)
     stopped = run(folder, *given, "--out", str(out))
     assert stopped.exit_code == 130, stopped.output
-    assert "2 rows are kept, and the same command goes on" in " ".join(stopped.output.split())
+    assert "2 rows are kept, and the same command continues" in " ".join(stopped.output.split())
     assert run(folder, *given, "--out", str(out)).exit_code == 0
     assert len(calls) == 5
     first, second = (json.loads((p / "probe.json").read_text())["rows"] for p in (whole, out))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import shutil
 from importlib import import_module
@@ -14,6 +15,7 @@ import tiny
 import torch
 from filelock import FileLock
 from helpers import stock, tokens
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, T5Config
 from typer.testing import CliRunner
@@ -21,6 +23,7 @@ from typer.testing import CliRunner
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.cli import app
+from hf_longattn.cli.common import table
 from hf_longattn.evaluation import doctor
 
 
@@ -79,7 +82,7 @@ def test_doctor_finds_weights_that_are_no_numbers(files: Path, tmp_path: Path) -
     {
         EVAL.replace("F/model", "F/mute"): "holds no tokenizer: there is no tokenizer.json in it",
         EVAL.replace("F/model", "F/missing"): "there is no folder",
-        EVAL.replace("F/model", "F/t5"): "t5 is no causal language model",
+        EVAL.replace("F/model", "F/t5"): "t5 is not a causal language model",
         EVAL.replace("F/model", "F/adapter"): "holds an adapter, not a model: give the model that it was made from",
         TRAIN.replace("F/model", "F/mute"): "holds no tokenizer",
         EXTEND + " --tolerance -1": "a cost in nats is 0 or more, not -1",
@@ -141,7 +144,7 @@ def test_train_says_what_is_kept_when_the_disk_is_full(files: Path, tmp_path: Pa
     code, said = run(TRAIN, files, tmp_path / "out")
     assert code == 1
     assert "Thediskisfull" in said
-    assert "checkpoint-2iskept.Togoon:" in said
+    assert "checkpoint-2iskept.Tocontinue:" in said
 
 
 def test_save_replaces_nothing_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +173,25 @@ def test_two_evaluations_of_one_folder_do_not_measure_twice(files: Path, tmp_pat
     assert "anothercommandismeasuringinto" in said
     assert run(EVAL, files, out)[0] == 0
     assert run(EVAL, files, out)[0] == 0
+    assert not (out / ".lock").exists()
+
+
+def test_an_evaluation_that_is_refused_leaves_no_folder(files: Path, tmp_path: Path) -> None:
+    assert run(EVAL.replace("F/model", "F/nan"), files, tmp_path / "out")[0] == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_in_a_table_are_not_squeezed_by_its_numbers() -> None:
+    names = ["leaky_rerope:window=512:stretch=7.0", "unmodified"]
+    columns = ["", "prose to 1024", "prose beyond", *(f"copy {n} back" for n in range(1000, 1005))]
+    shown = table("", columns, [[name, *["5.001"] * 7] for name in names])
+    narrow = Console(width=80, file=io.StringIO())
+    narrow.print(shown)
+    lines = narrow.file.getvalue()
+    assert all(part in lines for part in ("unmodified", "leaky_rerope:windo", "5.001 │ 5.001"))
+    wide = Console(width=80, file=io.StringIO())
+    wide.print(table("", ["", "memory"], [["weights", "1,664 MiB"]]))
+    assert "1,664 MiB" in wide.file.getvalue()
 
 
 # longer and longer --------------------------------------------------------------------------------------------------------
@@ -190,7 +212,7 @@ def test_extend_takes_a_folder_that_extend_made(files: Path, tmp_path: Path) -> 
 def test_a_method_in_place_of_the_one_that_reads_far_puts_the_length_back(tmp_path: Path) -> None:
     model = hf_longattn.extend(stock("llama"), 4 * stock("llama").config.max_position_embeddings)
     trained = stock("llama").config.max_position_embeddings
-    with pytest.warns(UserWarning, match=f"infoscale takes the place of rerope.*max_position_embeddings is {trained} again"):
+    with pytest.warns(UserWarning, match=f"infoscale replaces rerope.*max_position_embeddings is {trained} again"):
         hf_longattn.apply(model, "infoscale")
     assert model.config.max_position_embeddings == trained
     hf_longattn.save(model, tmp_path / "saved")
@@ -228,7 +250,7 @@ def test_describe_says_what_is_alike_once() -> None:
     assert len(described.rows) > 1
     lines = str(described).splitlines()
     assert len(lines) == 2
-    assert f"({len(described.rows)} alike)" in lines[1]
+    assert f"({len(described.rows)} modules)" in lines[1]
 
 
 def test_dir_shows_what_is_public() -> None:

@@ -161,7 +161,7 @@ def test_extend_refuses_what_extends_nothing(saved: Path, name: str) -> None:
 
 def test_extend_announces_the_length_and_keeps_the_trained_one(saved: Path, tmp_path: Path) -> None:
     model = hf_longattn.apply(load(saved), "logn")
-    with pytest.warns(UserWarning, match=r"rerope\+infoscale takes the place of logn"):
+    with pytest.warns(UserWarning, match=r"rerope\+infoscale replaces logn"):
         hf_longattn.extend(model, to="1k")
     assert model.config.max_position_embeddings == 1024
     model.save_pretrained(tmp_path)

@@ -814,7 +814,7 @@ def test_plan_counts(tiny: Path, tmp_path: Path) -> None:
     parameters = 2 * (16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 32 + 2 * 16) + 2 * 259 * 16 + 16
     adapter = 2 * 16 * ((16 + 16) * 2 + (16 + 8) * 2)  # r (in + out) of q, o and of k, v
     assert f"{parameters / 1000:.1f}k parameters, {adapter / 1000:.1f}k trained" in lines
-    assert "6 of 2 windows (1 processes), 0.4k tokens" in lines
+    assert "6, windows per step: 2, processes: 1; 0.4k tokens in all" in lines
 
 
 @pytest.mark.parametrize("fast", [False, True])

@@ -79,9 +79,19 @@ def alone(context: typer.Context, file: Path) -> None:
     """Hold a lock until the command ends; ValueError if another process does. Without it both would measure every row."""
     from filelock import FileLock, Timeout  # torch and huggingface_hub need it too
 
+    @contextmanager
+    def held() -> Iterator[None]:
+        with FileLock(file, timeout=0):
+            try:
+                yield
+            finally:
+                file.unlink(missing_ok=True)
+                if not any(file.parent.iterdir()):  # nothing was measured
+                    file.parent.rmdir()
+
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        context.with_resource(FileLock(file, timeout=0))
+        context.with_resource(held())
     except Timeout:
         raise ValueError(f"another command is measuring into {file.parent}: wait for it, or choose another folder") from None
 
@@ -164,10 +174,12 @@ def read_tokens(text: Path, tokenizer: Any, length: int) -> torch.Tensor:
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     """For the console: names to the left, numbers to the right."""
+    listed = [list(row) for row in rows]
     out = Table(title=title)
-    for number, column in enumerate(columns):
-        out.add_column(column, justify="right" if number else "left", overflow="fold")  # nothing is cut off
-    for row in rows:
+    for n, column in enumerate(columns):  # a narrow window folds names, and breaks headings between words
+        widest = max(map(len, (*(row[n] for row in listed), *column.split(), "")))
+        out.add_column(column, justify="right" if n else "left", max_width=widest if n else None, overflow="fold")
+    for row in listed:
         out.add_row(*map(escape, row))
     return out
 

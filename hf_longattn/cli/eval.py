@@ -125,7 +125,7 @@ def evaluate(
     console.print(summary(results), highlight=False)
     console.print(f"The report: {out / 'index.html'}", highlight=False)
     if interrupted:
-        console.print(f"Interrupted; {len(experiment.rows)} rows are kept, and the same command goes on.")
+        console.print(f"Interrupted; {len(experiment.rows)} rows are kept, and the same command continues.")
         raise typer.Exit(130)
 
 

@@ -168,7 +168,7 @@ def _run(search: Search, load: Callable[[Setting], Any], given: int | None, out:
             progress.update(bar, completed=search.work)
     except KeyboardInterrupt:
         n = len(search.rows.all)
-        kept = "nothing is kept without --out" if out is None else f"{n} rows are kept, and the same command goes on"
+        kept = "nothing is kept without --out" if out is None else f"{n} rows are kept, and the same command continues"
         console.print(f"Interrupted; {kept}.")
         raise typer.Exit(130) from None
     except Refused:  # weights, which no row is measured of

@@ -193,9 +193,9 @@ def _numbers(text: str) -> list[int]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
-            raise ValueError(f"{text!r} is no list of layers; write 0,5,10-12")
+            raise ValueError(f"{text!r} is not a list of layers; write 0,5,10-12")
         if dash and int(last) < int(first):
-            raise ValueError(f"{part.strip()!r} is no range of layers; write {last}-{first}")
+            raise ValueError(f"{part.strip()!r} is not a range of layers; write {last}-{first}")
         layers += range(int(first), int(last if dash else first) + 1)
     return layers
 

@@ -44,7 +44,7 @@ def memory(
         "weights": weights,
         "KV cache": whole,
         "KV cache for each 1,000 tokens, on average": whole * 1000 // length,
-        "activations of one pass, about": batch * length * (4 * text.hidden_size + 2 * inner) * width,
+        "activations of one pass (estimate)": batch * length * (4 * text.hidden_size + 2 * inner) * width,
     }
     cells = [[name, f"{number / 2**20:,.0f} MiB"] for name, number in rows.items()]
     console.print(table(f"{model}: {batch} x {length:,} tokens in {dtype}", ["", "memory"], cells))

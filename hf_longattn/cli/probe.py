@@ -105,7 +105,7 @@ def probe(
     interrupted = run_experiment(experiment)
     _conclude(rows, [s.name for s in chosen], far, trained, len(ids), out)
     if interrupted:
-        kept = "." if out is None else f"; {len(rows.all)} rows are kept, and the same command goes on."
+        kept = "." if out is None else f"; {len(rows.all)} rows are kept, and the same command continues."
         console.print(f"Interrupted{kept}")
         raise typer.Exit(130)
 

@@ -64,12 +64,13 @@ def train(
             for length, m in by_length.items():
                 result = f", accuracy {m['accuracy']:.3f}" if "accuracy" in m else ""
                 console.print(f"{name} at {length}: loss {m['loss']:.3f}{result}", markup=False, highlight=False)
-        console.print(f"Written: {prepared.output}", markup=False, highlight=False, soft_wrap=True)
+        way = f"import hf_longattn; AutoModelForCausalLM.from_pretrained({str(prepared.output)!r})"
+        console.print(f"Written: {prepared.output}; load it with: {way}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _standing(why: str, checkpoint: Path | None) -> str:
-    """Where a run that stopped stands, and what goes on with it."""
+    """Where a run that stopped stands, and what continues it."""
     if checkpoint is None:
-        return f"{why} before the first checkpoint: nothing is kept, and the same command starts anew."
+        return f"{why} before the first checkpoint: nothing is kept; the same command starts again."
     again = shlex.join(["hf-longattn", *sys.argv[1:], *["--resume"] * ("--resume" not in sys.argv)])
-    return f"{why}. {checkpoint} is kept. To go on: {again}"
+    return f"{why}. {checkpoint} is kept. To continue: {again}"

@@ -100,8 +100,8 @@ def calibrate(
 
     The scale-invariant map gets logit_mean and logit_variance per layer and head, and sink_tokens=1 unless given; output
     norms get deviation and mean, per layer and head if they work per head. leaky_rerope, where its stretch
-    is one number, gets one per key head: a cap where a head copies (`evaluation.copying_heads` at COPYING or more), which has
-    to find keys from anywhere, that number elsewhere.
+    is one number, gets one per key head: infinity, a cap, for heads that copy (`evaluation.copying_heads` at COPYING or
+    more), and that number for the others.
 
     Args:
         model: without a method in it, or with one: the logits measured are the model's own either way.

@@ -76,7 +76,7 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
     saved = PreTrainedConfig.get_config_dict(base)[0]
     recorded = adapter.get("longattn") or (adapter.get(RECORD) or {}).get("longattn") or _section(saved)
     if adapter and recorded is None:
-        yield Finding("method", "the adapter says nothing of attention: trained under a method, it runs without", NOTE)
+        yield Finding("method", "the adapter records no attention: if it was trained under a method, it runs without it", NOTE)
     yield from kernels(recorded or {})
     yield from engines(recorded, saved.get("architectures") or ())
     try:
@@ -146,10 +146,10 @@ def engines(section: Mapping[str, Any] | None, architectures: Sequence[str] = ()
     if any(name.startswith("LongAttn") for name in architectures):
         yield Finding("engines", "the checkpoint is strict: engines with code of their own refuse it")
     elif result := [name for module, name in ENGINES.items() if find_spec(module) and not (module == "vllm" and _plugged())]:
-        text = f"{' and '.join(result)} would run this checkpoint without its method, and say nothing"
+        text = f"{' and '.join(result)} would silently run this checkpoint without its method"
         yield Finding("engines", f"{text}: save it with strict=True, and generate with transformers", PROBLEM)
     else:
-        yield Finding("engines", "none is installed that would drop the method")
+        yield Finding("engines", "no installed engine would drop the method")
 
 
 def _plugged() -> bool:
@@ -205,7 +205,7 @@ def lost_rotary_settings(saved: Mapping[str, Any], config: Any) -> Iterator[Find
     for where, kind, key, value in asked:
         runs = [s.get(key) for s in ([loaded[kind]] if kind in loaded else loaded.values())]
         if key not in KEYS and (near := difflib.get_close_matches(key, KEYS, 1)):
-            yield Finding("rope", f"{where}{key} in config.json is read by nothing: did you mean {near[0]}?", PROBLEM)
+            yield Finding("rope", f"{where}{key} in config.json is never read: did you mean {near[0]}?", PROBLEM)
         elif value not in (*runs, "default", 1.0) and ("rope" in where or key != TRAINED):
             mismatch = f"config.json says {where}{key} = {value!r}, and {runs[0] if runs else None!r} is what runs"
             way_out = "transformers ignores it: write it into rope_parameters of the text model's config"
@@ -328,7 +328,7 @@ def positions(model: Any, name: str) -> Iterator[Finding]:
     try:
         ids = load_tokenizer(name)(WORDS, return_tensors="pt")["input_ids"][:, :128]
     except (OSError, ValueError) as error:
-        yield Finding("tokenizer", f"none loads, and random tokens are read in its place: {error}", NOTE)
+        yield Finding("tokenizer", f"cannot be loaded, so random tokens were used: {error}", NOTE)
         ids = torch.randint(text.vocab_size, (1, 128), generator=torch.Generator().manual_seed(0))
     announced, n = getattr(text, "max_position_embeddings", None) or 8192, ids.shape[1]
     starts = sorted({max(0, int(announced * share) - n) for share in (0, 0.25, 0.5, 0.75, 1)})
@@ -336,7 +336,7 @@ def positions(model: Any, name: str) -> Iterator[Finding]:
     curve = ", ".join(f"{loss:.3f} at {start:,}" for start, loss in zip(starts, losses, strict=True))
     change = max(abs(loss - losses[0]) for loss in losses)
     if change <= MAY_CHANGE.get(model.dtype, HALF_MAY_CHANGE):
-        yield Finding("positions", f"one passage has the same loss wherever it stands: {curve}")
+        yield Finding("positions", f"one passage has the same loss at every position: {curve}")
     else:
         why = "positions lose precision, or the rope scaling depends on the length of the text"
         text_ = f"one passage changes its loss by {change:.3f} nats with where it stands: {curve}"

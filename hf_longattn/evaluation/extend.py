@@ -54,30 +54,29 @@ def extend(
 ) -> Model:
     """Make a model read texts of `to` tokens (32768 or "32k"), in place and without training; returns the model.
 
-    The default keeps every distance below half the trained length exact and caps all others there (ReRoPE): short texts give
-    the logits they always gave, and far tokens stay within reach. Pass the trained length as `to` to improve retrieval within
-    it: models have met their largest distances rarely. Far beyond the trained length a temperature joins it, since so many
-    keys dilute attention: LogN from four times on in models with QK-norm, InfoScale in others from eight times on. Other
-    methods and parameters as in `apply`.
-    A scaling of the rotation that the model was trained with is its own (Llama 3's, longrope, YaRN and linear scaling that are
-    trained in): distances change under it. One that was put in for inference is refused. Where no rotation depends on it, the
-    config's max_position_embeddings becomes `to`, so that harnesses and servers do not cut texts, and
-    original_max_position_embeddings keeps the trained length; under llama3, longrope and YaRN both stay.
-    Layers with a sliding window shorter than the trained length stay as they are, and distances change in those that rotate
-    alone. Where all of these have windows nothing is left to change, which a warning says.
+    The default keeps every distance below half the trained length exact and shows larger ones as that (ReRoPE): short texts
+    give the same logits as before, and far tokens stay visible. Pass the trained length as `to` to improve retrieval within
+    it. Where many keys would dilute attention a temperature is added: LogN from four times the trained length on in models
+    with QK-norm, InfoScale from eight times on in others. Other methods and parameters as in `apply`.
+    A RoPE scaling that the model was trained with (Llama 3's, longrope, YaRN, linear) stays, and the remap works on top of
+    it; one that was added for inference is refused. The config's max_position_embeddings becomes `to`, so that harnesses and
+    servers do not cut texts, and original_max_position_embeddings keeps the trained length. Both stay where a rotation
+    depends on them (llama3, longrope, YaRN).
+    Layers without rotation, and those with a sliding window shorter than the trained length, do not change. If no layer is
+    left, a warning says so.
 
     Args:
-        train_length: the length that the model was trained at; default what its config tells. `describe` shows it, with the
+        train_length: the length that the model was trained at, by default read from its config. `describe` shows it, with the
             reason.
         purpose: what the default is for. "retrieval" (of what lies far back) and "both" take ReRoPE; "reading", to
             predict long texts well, takes Leaky ReRoPE, which keeps order among far tokens, and no temperature.
 
     Raises:
-        ValueError: `to` is no length, below the trained length or beyond the method's reach, or the method extends nothing;
-            an unknown purpose, or one beside a method. The model is then unchanged.
+        ValueError: `to` is not a length, below the trained length, or beyond the method's reach; the method does not extend;
+            `purpose` is unknown, or given together with a method. The model is then unchanged.
 
-    Warns where a method is replaced, where the settings leave the trained length open, where there is nothing to remap, and of
-    a window of the model's own that is shorter than `to`.
+    Warns if a method is replaced, the trained length is ambiguous, there is nothing to remap, or the model has a sliding
+    window that is shorter than `to`.
     """
     check_purpose(purpose)
     if method is not None and purpose != PURPOSES[0]:
@@ -90,7 +89,7 @@ def extend(
     replaced = running(model)
     apply(model, config)
     if replaced is not None and replaced.name != config.name:
-        warn(f"{config.name} takes the place of {replaced.name}, which the model ran")
+        warn(f"{config.name} replaces {replaced.name}, which the model ran")
     if (window := own_window(model)) is not None and window < length:
         warn(
             f"the model has a sliding window of its own, {window:,} tokens: what lies farther back stays unseen. To lift it, "

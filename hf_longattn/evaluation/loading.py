@@ -70,7 +70,7 @@ def build(config: Any, **arguments: Any) -> Any:
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise
-        raise ValueError(f"{config.model_type} is no causal language model, which is what methods are for") from None
+        raise ValueError(f"{config.model_type} is not a causal language model; methods work in those alone") from None
 
 
 def load_setting(
@@ -221,7 +221,7 @@ def _adapters_method(setting: Setting, config: Any) -> LongAttnConfig | None:
         return LongAttnConfig.from_dict(section)
     if not is_ours(config.get_text_config()._attn_implementation):
         warn(
-            f"setting {setting.name!r}: the adapter in {setting.adapter} says nothing of attention, so it is measured without "
+            f"setting {setting.name!r}: the adapter in {setting.adapter} records no attention, so it is measured without "
             "a method. If it was trained under one, name that in its entry of a settings file (method: ...)",
         )
     return None

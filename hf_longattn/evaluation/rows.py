@@ -100,7 +100,9 @@ class RowFile:
                 rows += [json.loads(line)] if line else []
             except json.JSONDecodeError:
                 if number < len(lines):
-                    raise ValueError(f"{self.path}, line {number}, is no row: remove it, or choose another folder") from None
+                    raise ValueError(
+                        f"{self.path}, line {number}, is not a row: remove it, or choose another folder"
+                    ) from None
         return rows
 
 

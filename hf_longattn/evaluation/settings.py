@@ -42,7 +42,7 @@ class Setting:
         adapter: a directory with a LoRA adapter, which brings the attention that it records, or that a config.json in its
             directory names.
         model: another checkpoint in place of the command's, for weights that were trained under the method.
-        train_length: the length that the model was trained at; None: what its config tells.
+        train_length: the length that the model was trained at; None: read from its config.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Setting:
             if ((value := getattr(self, name)) is not None or name == "parameters") and not isinstance(value, kind):
                 raise ValueError(f"setting {self.name!r}: {name} cannot be {value!r}")
         if isinstance(self.method, Mapping) and self.parameters:
-            raise ValueError(f"setting {self.name!r}: parameters belong into the slots, where the method is written out")
+            raise ValueError(f"setting {self.name!r}: parameters belong in the slots, where the method is written out")
         if self.parameters and self.method is None:
             raise ValueError(f"setting {self.name!r} has parameters but no method")
         LongAttnConfig(train_length=self.train_length)
@@ -158,7 +158,7 @@ def read_settings(file: Path) -> list[Setting]:
         text = read_text(file)
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{file} is no YAML: {error}") from None
+        raise ValueError(f"{file} is not valid YAML: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{file} must map names to settings")
     names = [key.value for key, _ in yaml.compose(text, Loader=yaml.SafeLoader).value]

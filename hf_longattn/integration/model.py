@@ -29,7 +29,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class UntrainedWarning(UserWarning):
-    """A method that a pretrained model gets worse under, until it is trained, was put on one to run it."""
+    """A pretrained model is run under a method that makes it worse until it is trained with it."""
 
 
 def apply(
@@ -46,8 +46,8 @@ def apply(
         The same model.
 
     Raises:
-        ValueError: unknown method or parameter, or the method would change no layer, or would go into some layers of a
-            model that runs another in further ones. The model is then unchanged.
+        ValueError: unknown method or parameter; the method would change no layer; or the model runs another method in
+            layers that this one leaves out. The model is then unchanged.
     """
     if isinstance(method, (list, tuple)):
         method = LongAttnConfig(parts=tuple(method))
@@ -86,7 +86,7 @@ def _put(base: PreTrainedModel, config: LongAttnConfig, keep: Set[int] = frozens
         if known and known.key_bands and not config.key_bands and (trained := shorten(base.config)) is not None:
             lost = "+".join(m.name for m in known.key_bands)
             warn(
-                f"{config.name} takes the place of {lost}, by which the model read beyond the {trained} tokens that it was "
+                f"{config.name} replaces {lost}, with which the model read beyond the {trained} tokens that it was "
                 f'trained at: max_position_embeddings is {trained} again. To keep both: "{lost}+{config.name}"',
             )
 
@@ -112,8 +112,7 @@ def change(model: PreTrainedModel) -> Iterator[None]:
 def update(model: Model, **parameters: Any) -> Model:
     """Change parameters of the method that a model runs.
 
-    Its strength, for schedules, at no cost: nothing is planned anew, and of compiled graphs none is compiled anew once the
-    strength has been other than 1.
+    Changing `strength`, for schedules, costs nothing: no new plan, and no recompilation once it has been other than 1.
     """
     with alone(base := pretrained(model)):
         _update(base, config_of(base).replace(**parameters), parameters)
@@ -215,7 +214,7 @@ def running(model: nn.Module) -> LongAttnConfig | None:
 
 @dataclass(frozen=True)
 class Description:
-    """What each attention module of a model does; `print` it (modules alike in one line), or read `rows` and `config`."""
+    """What each attention module of a model does; `print` it (equal modules in one line), or read `rows` and `config`."""
 
     model: str
     config: LongAttnConfig | None
@@ -228,7 +227,7 @@ class Description:
         rows = []
         for what, alike in itertools.groupby(self.rows, key=lambda row: row[1:]):
             names = [name for name, *_ in alike]
-            rows.append((names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} alike)", *what))
+            rows.append((names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} modules)", *what))
         width = [max((len(r[i]) for r in rows), default=0) for i in (0, 1)]
         return "\n".join([head, *(f"  {a:<{width[0]}}  {b:<{width[1]}}  {c}" for a, b, c in rows)])
 

@@ -32,14 +32,14 @@ _RESET = (
     ", and never in models that make their masks without position_ids (gpt-oss): give each document a row of its own there"
 )
 _UNKNOWN = (
-    "position_ids do not go on where the KV cache ends: the positions of cached keys are unknown. They are known where they "
-    "count as cache indices do or, as generate() makes them, as attention_mask.cumsum(-1) - 1; otherwise pass all tokens "
+    "position_ids do not continue where the KV cache ends: the positions of cached keys are unknown. They are known where "
+    "they count as cache indices do or, as generate() makes them, as attention_mask.cumsum(-1) - 1; otherwise pass all tokens "
     "in one call"
 )
 _OTHERWISE = (
-    "position_ids count otherwise than those of the keys in the KV cache did: some calls skip padding, as generate() does "
+    "position_ids are counted differently from those of the keys in the KV cache: some calls skip padding, as generate() does "
     "(attention_mask.cumsum(-1) - 1), others count it, as calls without position_ids do, or start elsewhere. Every call on "
-    "one cache must count alike: pass position_ids to all of them"
+    "one cache must count in the same way: pass position_ids to all of them"
 )
 _SHARD = (
     "position_ids start at {off} although nothing comes before, and several processes run: this looks like one process's part "

@@ -44,7 +44,7 @@ def refuse_other_attention(model: nn.Module, folder: Path, scheduled: Collection
             differs = f"rope_parameters {saved_settings}, and the model has {settings}"
         way = "hf_longattn.remove(model)" if then is None else f"AutoModelForCausalLM.from_pretrained({str(folder)!r})"
         raise ValueError(
-            f"{file} says that this checkpoint was trained under {differs}: Trainer would go on with its weights under the "
+            f"{file} says that this checkpoint was trained under {differs}: Trainer would continue with its weights under the "
             f"model's attention. Resume with a model made as then ({way}), or start a new run from the checkpoint's weights"
         )
 

@@ -4,8 +4,8 @@
     model = AutoModelForCausalLM.from_pretrained(name, config=config, attn_implementation="scale_invariant")
 
 Each function edits the config in place and returns it. Where a model keeps settings per layer type, those of its
-full-attention layers are edited. A built model does not notice: its rotary tables are already made. train_length is the length
-that the model was trained at; default what its config tells.
+full-attention layers are edited. In a built model this has no effect: its rotary tables exist already. train_length is the
+length that the model was trained at, by default read from its config.
 """
 
 from __future__ import annotations

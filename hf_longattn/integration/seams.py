@@ -235,7 +235,7 @@ SEAMS = (
         PreTrainedConfig,
         "_attn_implementation",
         _keeping_our_name,
-        "None would take a method away where a config is there already",
+        "None would remove the method of a config that exists already",
         whole=True,
     ),
     Seam(PreTrainedModel, "__new__", _new, "post_init must know whether another model is being built around this one"),
@@ -261,7 +261,7 @@ SEAMS = (
         "transformers.trainer:Trainer",
         "_load_from_checkpoint",
         load_checkpoint,
-        "Trainer would go on from weights of another attention",
+        "Trainer would continue from weights of another attention",
     ),
     Seam(
         "transformers.trainer:Trainer",

@@ -67,9 +67,9 @@ M = TypeVar("M", bound=type[Method])
 
 
 def register(method: M) -> M:
-    """Give a method that lives outside of this package a name, as the methods of the package have theirs.
+    """Make a method of your own available by name.
 
-    By its `name` it then goes wherever a method does: `apply`, `attn_implementation=`, combinations ("mine+cosscale"), the
+    Its `name` then works wherever a method's does: `apply`, `attn_implementation=`, combinations ("mine+cosscale"), the
     commands, and checkpoints, which save the name and its parameters; load these after registering it. As a decorator:
 
         @hf_longattn.register
@@ -85,7 +85,7 @@ def register(method: M) -> M:
         The same class.
 
     Raises:
-        ValueError: it is none, its name is taken or no word, or its slot is unknown.
+        ValueError: it is not a method, its name is taken or not a word, or its slot is unknown.
     """
     if not (isinstance(method, type) and issubclass(method, Method)) or not is_dataclass(method):
         raise ValueError(f"{method!r} is no method: a frozen dataclass on one of the classes of hf_longattn.methods.base")

@@ -15,7 +15,7 @@ from .remap import bind_window, capped, check_remap, check_window, known, near
 
 @dataclass(frozen=True, kw_only=True)
 class Windowed(Visibility):
-    """The last `window` keys, the token itself included; where a mask lets tokens look ahead, the next ones likewise.
+    """The last `window` keys, the token itself included; where a mask lets tokens look ahead, the next ones too.
 
     Args:
         window: w; default half the trained length, at most all of it.

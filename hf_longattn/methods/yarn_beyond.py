@@ -20,8 +20,8 @@ NEVER = 1 << 30
 class YarnBeyond(YarnPositions):
     """Rows at positions i < train_length see RoPE as it is; the others see query and keys as YaRN rotates and scales them.
 
-    Distances stay as they are. Keys of one row are all rotated alike, so that a row beyond computes what stock YaRN does from
-    the same hidden states. Parameters: see `YarnPositions`.
+    Distances stay as they are. All keys of one row are rotated in the same way, so that a row beyond computes what stock YaRN
+    does from the same hidden states. Parameters: see `YarnPositions`.
 
     Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models" (2023), Sections 3.2 and 3.4; applied by
     row here, where it is published for whole texts.

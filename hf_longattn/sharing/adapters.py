@@ -57,7 +57,7 @@ RECORDED = ("longattn", "rope_parameters", "base_rope_parameters", "base_has_met
 
 @dataclass
 class LongAttnLoraConfig(LoraConfig):
-    """PEFT's `LoraConfig`, with the attention that the adapter is trained under; use it wherever that goes.
+    """PEFT's `LoraConfig` plus the attention that the adapter is trained under; use it in place of that.
 
     `get_peft_model` fills in what follows from the model, which must run a method by then. Later changes of the method
     (`hf_longattn.update`, ...) are followed.
@@ -282,18 +282,18 @@ def _from_peft_type(original: Any, cls: Any, **kwargs: Any) -> Any:
 
 
 SEAMS = (
-    Seam(PeftConfigMixin, "longattn", lambda _: None, "every adapter's config is told of changes of its model", whole=True),
+    Seam(PeftConfigMixin, "longattn", lambda _: None, "every adapter's config follows changes of its model", whole=True),
     Seam(
         BaseTuner,
         "inject_adapter",
         _inject_adapter,
-        "an adapter must note the attention that it is made under, or bring back the one that it was",
+        "an adapter must record the attention that it is made under, or restore the one that it recorded",
     ),
     Seam(
         PeftModel,
         "add_adapter",
         _add_adapter,
-        "PEFT takes adapters of one type; prompts are not injected, and note their attention here",
+        "PEFT takes adapters of one type; prompts are not injected, and record their attention here",
     ),
     Seam(PeftModel, "save_pretrained", _save_pretrained, "the method may have come, or changed, after the adapter"),
     Seam(PeftAdapterMixin, "disable_adapters", _disable_adapters, "a base without its adapter runs its own attention"),

@@ -56,7 +56,7 @@ def save(
         base_model: the Hub's name of the model that this was made from; default what the model was loaded from.
         remote_code: add the small file that makes loading with trust_remote_code=True import this package.
         strict: name the model's class LongAttn... in its config, so that engines which choose their own code by that name, and
-            never read what attention it needs (vLLM, SGLang), refuse it. transformers with this package loads it as ever.
+            never read what attention it needs (vLLM, SGLang), refuse it. transformers with this package loads it as usual.
         state_dict: the weights, where the model's own are sharded (torch's get_model_state_dict gathers them).
         overwrite: into a directory that holds something: weights, configs and a card of ours are replaced, all else stays.
         card: training_lengths, metrics, evaluated_on, license; see `hf_longattn.card.Facts`.
@@ -99,7 +99,7 @@ def save(
             _edit(aside / "config.json", **_tripwire(json.loads((aside / "config.json").read_text(encoding="utf-8"))))
         if TEMPLATE not in theirs and not _ours(theirs):
             (aside / readme.name).unlink(missing_ok=True)  # PEFT's
-            warn(f"{readme} is no card of hf_longattn and stays as it is: no card is written")
+            warn(f"{readme} was not written by hf_longattn and is kept: no model card is written")
             return directory
         base = base_model or hub_id(getattr(model, "name_or_path", None))
         text = model_card(aside, name or directory.name, facts, base_model=base, remote_code=remote_code)

@@ -269,12 +269,12 @@ def load_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
     try:
         file = OmegaConf.create(read_text(path))
         if not isinstance(file, DictConfig):
-            raise ValueError(f"{path} is no recipe: a recipe maps keys to values")
+            raise ValueError(f"{path} is not a recipe: a recipe maps keys to values")
         given = OmegaConf.merge(file, OmegaConf.from_dotlist(list(overrides)))
         _no_trainer_keys_outside(OmegaConf.to_container(given))
         recipe: Recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), given))  # type: ignore[assignment]
     except yaml.YAMLError as error:
-        raise ValueError(f"{path.name} or an override is no YAML: {error}") from None
+        raise ValueError(f"{path.name} or an override is not valid YAML: {error}") from None
     except (OmegaConfBaseException, TypeError) as error:  # the latter where a list stands for a mapping
         where = getattr(error, "full_key", None)
         raise ValueError(f"{path.name}: {f'{where}: ' if where else ''}{str(error).splitlines()[0]}") from None
@@ -434,7 +434,7 @@ def _no_trainer_keys_outside(given: Any) -> None:
     for key, value in trainer.items():
         if key not in known:
             hint = "use output" if key == "output_dir" else did_you_mean(key, known) or "see TrainingArguments"
-            raise ValueError(f"trainer.{key} is no key of transformers' TrainingArguments; {hint}")
+            raise ValueError(f"trainer.{key} is not a key of transformers' TrainingArguments; {hint}")
         if not _fits(value, hints[key]):
             raise ValueError(f"trainer.{key} cannot be {value!r}: it is {_said(hints[key])}")
         if key in NOT_NEGATIVE and not (value >= 0 and math.isfinite(value)):

@@ -100,7 +100,7 @@ def plan(run: Prepared) -> str:
         ("attention", f"{changed[0][1]}, in {layers}" if changed else f"unchanged, in all {len(described.rows)} layers"),
         ("rotary", str(text.rope_parameters) if getattr(text, "rope_parameters", None) else "none"),
         ("data", f"{have} of {recipe.length} tokens, positions {recipe.positions}; {len(run.data.held_out)} tokens held out"),
-        ("steps", f"{args.max_steps} of {rows} windows ({args.world_size} processes), {_count(tokens)} tokens"),
+        ("steps", f"{args.max_steps}, windows per step: {rows}, processes: {args.world_size}; {_count(tokens)} tokens in all"),
         ("precision", _precision(recipe, args)),
         ("evaluation", f"at {recipe.lengths}, at the end at {recipe.final_lengths}"),
         ("memory", f"about {memory / 2**30:.1f} GiB per process (weights, gradients, optimiser, activations: an estimate)"),
@@ -232,14 +232,14 @@ def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
     if not resume:
         there = output.exists() and (not output.is_dir() or any(output.iterdir()))
         if there and int(os.environ.get("RANK", "0")) == 0:  # other processes may come after the first has begun to write
-            raise ValueError(f"{output} exists; nothing is overwritten: choose another output, or go on with --resume")
+            raise ValueError(f"{output} exists; nothing is overwritten: choose another output, or continue with --resume")
         return None
     if not (output / RECIPE_FILE).is_file():
         raise ValueError(f"{output} holds no run to resume")
     if (output / METRICS_FILE).exists():
         raise ValueError(f"the run in {output} is finished: there is nothing to resume")
     if (output / RECIPE_FILE).read_text(encoding="utf-8") != dump(recipe):
-        raise ValueError(f"{output / RECIPE_FILE} says something else than this recipe: resume with the settings of its start")
+        raise ValueError(f"{output / RECIPE_FILE} differs from this recipe: resume with the settings that it was started with")
     checkpoint = last_checkpoint(output)  # none: from the start
     return None if checkpoint is None else str(checkpoint)
 

@@ -54,7 +54,7 @@ def write_summary(path: Path, far: Far, near: dict[str, float], facts: dict[str,
 ## Farther than trained, without training
 
 `hf_longattn.extend(model, to={2 * facts["trained"]})`. {BEFORE:,} tokens are read, then {AFTER} of other text, then {PASSAGE}
-that repeat the first. The table is the loss on both, in nats per token, with positions that jump behind the first reading: so
+that repeat the first. The table is the loss on both, in nats per token, with positions that jump in between, so that
 {TOKENS:,} tokens stand for a text of up to {2 * facts["trained"]:,}. Mean over two passages.
 
 {table(head, rows)}
@@ -63,13 +63,13 @@ that repeat the first. The table is the loss on both, in nats per token, with po
   token, nearby {of("unmodified", "copy", 0):.2f}) and the text itself ({of("unmodified", "text", -1):.2f}). YaRN has
   {of("YaRN × 2", "copy", -1):.2f} and {of("YaRN × 2", "text", -1):.2f}, `extend` {of("extend", "copy", -1):.2f} and
   {of("extend", "text", -1):.2f}.
-- **The price** nearby, on the copy and on other text: `extend` {price("extend", "copy")} and {price("extend", "text")}, YaRN
+- **The cost** nearby, on the copy and on other text: `extend` {price("extend", "copy")} and {price("extend", "text")}, YaRN
   {price("YaRN × 2", "copy")} and {price("YaRN × 2", "text")}. Under `extend` far tokens all seem equally far: their order is
   lost. A real text of this length has more keys to confuse: [longer.md](../lab/longer.md) has whole texts.
 
 ![loss by distance, and of scale-invariant attention](plot.png)
 
-## A method that wants training
+## A method that needs training
 
 Scale-invariant attention (τ = 10) on {facts["measured"]:,} held-out tokens in windows of {facts["window"]}:
 
@@ -78,7 +78,7 @@ Scale-invariant attention (τ = 10) on {facts["measured"]:,} held-out tokens in 
 - **As published it harms** a model that was pretrained with other attention. **Calibrated**, that is with each head's logits
   [measured](../lab/calibration.md) on 1,024 tokens first, it harms less, and {facts["steps"]} LoRA steps on other windows of
   the same kind of text adapt the model to it.
-- **The price:** a control that is trained alike without the method gains from the text too, and more
+- **The cost:** a control trained in the same way without the method also gains from the text, and gains more
   ([training.md](../lab/training.md#short-runs-on-smollm2)). What the method is for, long texts after training from scratch,
   windows this short cannot show: [length.md](../lab/length.md) does.
 - **Saved and reloaded:** one adapter (`LongAttnLoraConfig`) that records the method; largest difference of logits

@@ -37,7 +37,7 @@ def answer_scores(
     """
     for first, last in spans:
         if not 1 <= first < last <= input_ids.shape[1]:
-            raise ValueError(f"an answer at [{first}, {last}) is none of a text of {input_ids.shape[1]} tokens")
+            raise ValueError(f"an answer at [{first}, {last}) does not lie in a text of {input_ids.shape[1]} tokens")
     hidden, out = last_hidden(model, input_ids, prefix=prefix), []
     for first, last in spans:
         logits, target = logits_of(model, hidden[:, first - 1 : last - 1]), input_ids[:, first:last]
