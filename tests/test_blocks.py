@@ -205,6 +205,7 @@ SMALL = {
     r"(?<=skip.target_length=)\d+": "512",
     r"(?<=window=)\d+": "128",
     r"(?<=--lengths )\S+": "128,512,1k --targets 64",
+    r"(?<=--tasks )(loss,)?long_ppl(?= )": r"\g<0> --near 256",
     r"(?<=--length )\S+": "128",
     r"(?<=--to )\S+": "4k",
     r"(?<=--layers )\S+": "0,1",

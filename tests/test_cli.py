@@ -85,6 +85,8 @@ REFUSED = {
     EVAL + " --dtype int8": "is not a torch dtype that a model can run in",
     EVAL + " --device cuda": "no device 'cuda' here",
     EVAL + " --device gpu": "no device 'gpu' here",
+    EVAL + " --tasks long_ppl": "what context beyond 4096 tokens helps with, and no length exceeds 5120",
+    EVAL + " --tasks long_ppl --near 64 --evaluator rerope": "'rerope' is none of the settings",
     EVAL + " --tasks nedle": "did you mean 'needle'?",
     EVAL + " --method logn:train_length=many": "train_length must be an integer or None, got 'many'",
     EVAL + " --lengths 0": "is not a length",

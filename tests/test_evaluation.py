@@ -33,6 +33,7 @@ from hf_longattn.evaluation import (
 )
 from hf_longattn.evaluation.experiment import Experiment, fingerprint
 from hf_longattn.evaluation.loading import check_setting, edit_rope, load_setting, precision_of
+from hf_longattn.evaluation.measures import long_ppl
 from hf_longattn.evaluation.plan import Cells, reading
 from hf_longattn.evaluation.report.evaluation import sections
 from hf_longattn.evaluation.results import over
@@ -678,7 +679,66 @@ def test_command_refuses_bad_input(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-# effective lengths --------------------------------------------------------------------------------------------------
+# LongPPL and effective lengths ----------------------------------------------------------------------------------------
+
+
+def test_long_ppl_is_the_loss_on_the_evaluators_key_tokens(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a random model is never sure, and never helped by more than a little
+    monkeypatch.setattr(long_ppl.key_tokens, "__defaults__", (0.02, 4.0))
+    this = plan(folder, lengths=[128, 512], tasks=["long_ppl"], near=128, evaluator="@yarn:2")
+    store = this.open(tmp_path / "out")
+    order = []
+    store.done = lambda row, new: order.append((row["setting"], row["length"]))
+    store.run()
+    assert order[:2] == [("@yarn:2", 512)] * 2
+    assert len(order) == 6  # three settings, two documents, the one length beyond `near`
+    network = load_setting(this.settings[-1], this.model)
+    plain = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    for document in this.documents:
+        ids = this.context(document, 512)
+        long, short = token_losses(network, ids), long_ppl.short_losses(network, ids, 160, 32)
+        keys = (short - long > 0.02) & (long < 4.0)
+        rows = {r["setting"]: r for r in store.rows.values() if r["which"] == document.name}
+        assert rows["@yarn:2"]["keys"] == keys[0].nonzero()[:, 0].tolist()
+        assert len(rows["@yarn:2"]["keys"]) > 3
+        assert all(k >= 160 for k in rows["@yarn:2"]["keys"])  # the others have nothing far
+        for name, model in (("@yarn:2", network), ("unmodified", plain)):
+            assert rows[name]["key_loss"] == pytest.approx(float(token_losses(model, ids)[keys].mean()), abs=2e-5)
+            assert rows[name]["key_tokens"] == int(keys.sum())
+    found = Results(
+        list(store.rows.values()), [s.name for s in this.settings], 64, False, 512, near=this.near, evaluator=this.evaluator
+    )
+    ((_, section),) = sections(found)
+    pooled = [r for r in store.rows.values() if r["setting"] == "unmodified"]
+    mean = sum(r["key_loss"] * r["key_tokens"] for r in pooled) / sum(r["key_tokens"] for r in pooled)
+    assert section.tables[0].rows[0] == ["unmodified", pytest.approx(math.exp(mean))]
+    assert section.tables[1].rows[0] == ["unmodified", pytest.approx(mean)]
+    assert section.tables[3].rows == [["all documents", sum(r["key_tokens"] for r in pooled)]]
+    assert "found by “@yarn:2”" in section.protocol
+
+
+def test_long_ppl_without_key_tokens_is_a_dash_and_what_cannot_be_is_refused(folder: Path, tmp_path: Path) -> None:
+    this = plan(folder, lengths=[128, 512], tasks=["long_ppl"], near=128, settings=parse_settings([]))
+    store = this.open(tmp_path / "out")
+    store.run()
+    assert {r["key_loss"] for r in store.rows.values()} == {None}
+    ((_, section),) = sections(results(this, store))
+    assert section.tables[0].rows == [["unmodified", None]]
+    with pytest.raises(ValueError, match="no length exceeds 1280"):
+        plan(folder, tasks=["long_ppl"], near=1024)
+    with pytest.raises(ValueError, match="'bigger' is none of the settings: unmodified"):
+        plan(folder, tasks=["long_ppl"], near=128, evaluator="bigger")
+    with pytest.raises(ValueError, match="near: 128 there, 256 now"):
+        plan(folder, lengths=[128, 512], tasks=["long_ppl"], near=256).open(tmp_path / "out")
+
+
+def test_an_evaluator_of_another_tokenizer_is_refused(folder: Path) -> None:
+    settings = [*parse_settings([]), Setting("other", model=str(folder / "with_bos"))]
+    with pytest.raises(ValueError, match="'other' has another tokenizer"):
+        plan(folder, tasks=["long_ppl"], near=128, settings=settings, evaluator="other")
+    assert plan(folder, tasks=["long_ppl"], near=128, settings=settings)
 
 
 def test_effective_length_is_the_longest_up_to_which_a_share_is_kept() -> None:
@@ -706,9 +766,11 @@ def test_effective_length_is_the_longest_up_to_which_a_share_is_kept() -> None:
     assert Results(rows[4:], list(likelihood), 64, False, 1024).effective_length("holds", "passkey") is None
 
 
-def test_the_command_measures_effective_lengths(folder: Path, tmp_path: Path) -> None:
-    line = f"eval {folder / 'model'} --text {folder / 'a.txt'} --lengths 300,512 --targets 64 --tasks passkey"
+def test_the_command_measures_long_ppl_and_effective_lengths(folder: Path, tmp_path: Path) -> None:
+    line = (
+        f"eval {folder / 'model'} --text {folder / 'a.txt'} --lengths 300,512 --targets 64 --tasks long_ppl,passkey --near 128"
+    )
     result = CliRunner().invoke(app, [*line.split(), "--method", "rerope", "--samples", "2", "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, (result.output, result.exception)
     page = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert [s["title"] for s in page["sections"]] == ["Verdict", "Pass key", "Effective length"]
+    assert [s["title"] for s in page["sections"]] == ["Verdict", "LongPPL", "Pass key", "Effective length"]

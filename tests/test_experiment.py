@@ -77,6 +77,18 @@ def test_an_order_sorts_the_cells() -> None:
     assert loaded == ["unmodified", "mine", "unmodified"]
 
 
+def test_a_row_that_another_is_measured_by_comes_first() -> None:
+    def cells(setting: Any, texts: Any) -> Any:
+        yield Cell(setting, {"which": "before"}, lambda model: {"loss": 0.0})
+        found = Cell(SETTINGS[1], {"which": "a"}, lambda model: {"loss": 2.0})
+        read = Cell(setting, {"which": "a"}, lambda model, row: {"loss": row["loss"] + 1.0}, by=found)
+        yield found if setting == SETTINGS[1] else read
+
+    this, loaded = experiment(None, [cells])
+    assert [row["loss"] for row in this.run()] == [0.0, 3.0, 0.0, 2.0]
+    assert loaded == ["mine", "unmodified", "mine"]
+
+
 def test_another_setting_another_text_and_another_protocol_are_refused_and_rows_of_no_digest_are_not(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     first, _ = experiment(file, [partial(lengths, calls=[], depends=["text"])], SETTINGS[1:])

@@ -53,13 +53,18 @@ def evaluate(
     train_length: TrainLength = None,
     lengths: Annotated[str, typer.Option(help="Tokens, with commas; 16k is 16,384.")] = "2k,4k,8k",
     tasks: Annotated[
-        str, typer.Option(help="loss, copies and tasks, with commas: needle, needles, passkey, multi_key, ...")
+        str, typer.Option(help="loss, copies, long_ppl and tasks, with commas: needle, needles, passkey, multi_key, ...")
     ] = "loss",
     windows: Annotated[int, typer.Option(help="Documents of the longest length to take from each text.")] = 1,
     targets: Annotated[int, typer.Option(help="The last tokens of each document, scored at every length.")] = 512,
     bos: Annotated[str, typer.Option(help="A beginning-of-text token: auto (as the tokenizer does), always, never.")] = "auto",
     samples: Annotated[int, typer.Option(help="Texts per task and length; for needle per depth.")] = 3,
     depths: Annotated[int, typer.Option(help="Places of the needle, from first to last.")] = 5,
+    near: Annotated[str, typer.Option(help="long_ppl: tokens of the short context.")] = "4k",
+    evaluator: Annotated[
+        str,
+        typer.Option(help="long_ppl: the setting that selects the key tokens; of another model by an entry of --settings."),
+    ] = "unmodified",
     keep: Annotated[
         float, typer.Option(help="Effective length: the share of its score at the shortest length that a task must keep.")
     ] = 0.85,
@@ -115,6 +120,8 @@ def evaluate(
             depths=depths,
             dtype=precision(model, dtype, device),
             seed=seed,
+            near=tokens(near),
+            evaluator=evaluator,
             shortest_first=shortest_first,
             prefix=prefix,
         )
@@ -167,6 +174,9 @@ def _run(experiment: Experiment, out: Path) -> bool:
 def _in_a_line(row: Row) -> str:
     if "loss" in row:
         return f"{row['loss']:.3f} nats ({row['seconds']:.0f} s)"
+    if "key_tokens" in row:
+        loss = "none" if row["key_loss"] is None else f"{row['key_loss']:.3f} nats"
+        return f"{row['key_tokens']} key tokens, {loss} ({row['seconds']:.0f} s)"
     right = sum(a["exact"] for a in row["answers"])
     return f"{right} of {len(row['answers'])} right ({row['seconds']:.0f} s)"
 
@@ -187,6 +197,8 @@ def _write(plan: Plan, experiment: Experiment, out: Path, title: str | None, kee
         bos=experiment.protocol["bos"],
         train_length=plan.train_length,
         prefix=experiment.protocol.get("prefix"),
+        near=experiment.protocol.get("near", plan.near),
+        evaluator=experiment.protocol.get("evaluator", plan.evaluator),
         keep=keep,
     )
     summary, facts = headline(results), _facts(plan, experiment, results)

@@ -22,16 +22,18 @@ class Cell:
     Args:
         setting: what is loaded for it: a `Setting`, or anything with a name and to_dict().
         key: what its row is found by, beside the setting's name; None stands for a column that the row lacks.
-        measure: from the loaded model to what goes into the row, JSON-ready.
+        measure: from the loaded model (and the row of `by`) to what goes into the row, JSON-ready.
         depends: what the numbers depend on beside the setting, JSON-ready: part of the row's digest.
         column: what the setting's name stands under in the row.
+        by: another cell of the experiment, whose row `measure` needs: it is measured before.
     """
 
     setting: Any
     key: Mapping[str, Any]
-    measure: Callable[[Any], Row]
+    measure: Callable[..., Row]
     depends: Sequence[Any] = ()
     column: str = "setting"
+    by: Cell | None = None
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -129,21 +131,24 @@ class Experiment:
         for cell in self.cells:
             if rank == 0 and cell.name in self.rows:
                 self.done(self.rows[cell.name], False)
-        for n in range(0, len(missing), processes):
-            turn = missing[n : n + processes]
-            row = self._measured(turn[rank]) if rank < len(turn) else None
-            for cell, found in zip(turn, gathered(row), strict=False):
-                self.rows[cell.name] = found
-                if rank == 0:
-                    self.file.put(found)
-                    self.done(found, True)
+        needed = {cell.by.name for cell in self.cells if cell.by}
+        for part in ([c for c in missing if c.name in needed], [c for c in missing if c.name not in needed]):
+            for n in range(0, len(part), processes):
+                turn = part[n : n + processes]
+                row = self._measured(turn[rank]) if rank < len(turn) else None
+                for cell, found in zip(turn, gathered(row), strict=False):
+                    self.rows[cell.name] = found
+                    if rank == 0:
+                        self.file.put(found)
+                        self.done(found, True)
         return [self.rows[cell.name] for cell in self.cells]
 
     def _measured(self, cell: Cell) -> Row:
         model = self.load(cell.setting)
         wall, cpu = time.monotonic(), time.process_time()
         dtype = {"dtype": str(model.dtype).removeprefix("torch.")} if hasattr(model, "dtype") else {}
-        row = {**cell.columns, **dtype, **cell.measure(model)}
+        by = [self.rows[cell.by.name]] if cell.by else []
+        row = {**cell.columns, **dtype, **cell.measure(model, *by)}
         row |= {"what": cell.setting.to_dict(), "digest": cell.digest}
         row |= {"seconds": round(time.monotonic() - wall, 2), "cpu_seconds": round(time.process_time() - cpu, 2)}
         return {k: v for k, v in (row | self.about).items() if v is not None or k not in cell.key}

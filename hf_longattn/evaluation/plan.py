@@ -21,8 +21,9 @@ from .experiment import Cell, Experiment, Measure, digest, fingerprint
 from .loading import check_lengths, check_setting, load_setting
 from .measures.answers import AnswerScore, answer_scores
 from .measures.copies import PASSAGE, SHARES, SKIP, TAIL, far_copies, with_copies
+from .measures.long_ppl import KeyTokens
 from .measures.losses import Prefix, loss_by_position, prefix_of, shortened, token_losses
-from .results import BIN, COPIES, LOSS, ON_DOCUMENTS
+from .results import BIN, COPIES, LONG_PPL, LOSS, ON_DOCUMENTS
 from .rows import PROTOCOL, Row, RowFile
 from .settings import UNMODIFIED, Setting
 from .tasks import Encoder, Task, canonical, make_task
@@ -57,11 +58,13 @@ class Plan:
         settings: the unmodified model first.
         lengths: tokens, beginning-of-text token included.
         texts: name and content; each gives `windows` documents of the longest length, one after another from its beginning.
-        tasks: "loss", "copies" and names from `hf_longattn.tasks`.
+        tasks: "loss", "copies", "long_ppl" and names from `hf_longattn.tasks`.
         targets: the last tokens of every document, scored at every length.
         bos: "auto" does what the tokenizer does, "always" and "never" what they say.
         samples: texts per task and length (`needle`: per depth).
         depths: places of the `needle` task.
+        near: the context that `long_ppl` takes for short: its key tokens are those that more of it helps with.
+        evaluator: the setting that finds the key tokens, the same for all.
         shortest_first: all settings at the shortest length first, and so on: what can be compared is there early, and the
             model is loaded anew for every setting and length.
         prefix: a method, as a setting's string ("streaming:window=4096"): the text before the targets is read under it, once
@@ -86,11 +89,14 @@ class Plan:
     depths: int = 5
     dtype: str = "auto"
     seed: int = 0
+    near: int = 4096
+    evaluator: str = UNMODIFIED
     shortest_first: bool = False
     prefix: str | None = None
     documents: list[Document] = field(init=False, default_factory=list)
     makers: dict[str, Task] = field(init=False, default_factory=dict)
     train_length: int | None = field(init=False, default=None)
+    key_tokens: KeyTokens | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.lengths = sorted(set(self.lengths))
@@ -115,6 +121,9 @@ class Plan:
         encoded = [(n, self._encode(n, t)) for n, t in self.texts]
         if self._documents:
             self._cut(encoded)
+        if LONG_PPL in self.tasks:
+            self.key_tokens = KeyTokens(self.near, self.evaluator, self.settings)
+            self.key_tokens.check(self.lengths[-1], self.model, self.texts[0][1])
         self._make_tasks(torch.cat([ids for _, ids in encoded]) if encoded else None)
 
     def _check_settings(self) -> None:
@@ -144,7 +153,9 @@ class Plan:
             raise ValueError(f"the prefix is read under a method of its own, as streaming:window=4096, not under {prefix!r}")
         check_setting(setting, self.model)
         if not self._documents:
-            raise ValueError(f"a prefix belongs to the tasks {' and '.join(ON_DOCUMENTS)}; the others read whole texts")
+            raise ValueError(f"a prefix belongs to the tasks {LOSS} and {COPIES}; the others read whole texts")
+        if LONG_PPL in self.tasks:
+            raise ValueError("long_ppl reads whole documents: measure it without a prefix")
         if COPIES in self.tasks and self.targets < TAIL:
             raise ValueError(f"copies take the last {TAIL} tokens: with a prefix give as many targets, not {self.targets}")
 
@@ -188,6 +199,8 @@ class Plan:
         out = {"model": fingerprint(self.model), "dtype": self.dtype, "seed": self.seed, "bos": bool(self._start)}
         if self._documents:
             out |= {"longest": self.lengths[-1], "targets": self.targets}
+        if LONG_PPL in self.tasks:
+            out |= {"near": self.near, "evaluator": self.evaluator}
         return out | ({} if self.prefix is None else {"prefix": self.prefix})
 
     def open(
@@ -248,6 +261,11 @@ class Cells:
 
     def _cells(self, task: str, length: int, setting: Setting, documents: Sequence[Document]) -> Iterator[Cell]:
         key = {"task": task, "length": length}
+        if task == LONG_PPL and (keys := self.plan.key_tokens):
+            for document in documents if length > keys.window else ():
+                text = partial(self.plan.context, document, length)
+                yield keys.cell(setting, key | {"which": document.name}, text, [document.numbers])
+            return
         if task in ON_DOCUMENTS:
             measure, more = {LOSS: (self._loss, ()), COPIES: (self._copies, SHARES)}[task]
             prefix = [] if self.plan.prefix is None else [self.plan.prefix]

@@ -13,9 +13,9 @@ from .rows import Row
 from .settings import UNMODIFIED
 from .statistics import mean_interval, mean_of
 
-LOSS, COPIES = "loss", "copies"
+LOSS, COPIES, LONG_PPL = "loss", "copies", "long_ppl"
 #: Tasks that read the documents; all others make texts of their own.
-ON_DOCUMENTS = (LOSS, COPIES)
+ON_DOCUMENTS = (LOSS, COPIES, LONG_PPL)
 #: Positions over which losses are averaged before they are stored.
 BIN = 512
 
@@ -31,7 +31,7 @@ class Results:
 
     Args:
         settings: names, in the order of tables and curves.
-        targets, bos, prefix: of the protocol.
+        targets, bos, prefix: of the protocol; near and evaluator of `long_ppl`'s.
         keep: the share of its score near that a task may not fall below, for effective lengths.
     """
 
@@ -41,6 +41,8 @@ class Results:
     bos: bool
     train_length: int | None
     prefix: str | None = None
+    near: int = 4096
+    evaluator: str = UNMODIFIED
     keep: float = 0.85
 
     @functools.cached_property
@@ -83,6 +85,11 @@ class Results:
         rows = ((r["which"], r["answers"]) for r in self.of(setting, task, length))
         return {which: -math.fsum(a["log_likelihood"] / a["tokens"] for a in found) / len(found) for which, found in rows}
 
+    def key_rows(self, setting: str, length: int) -> list[Row]:
+        """Those of `long_ppl`, of the documents that have key tokens and that every setting has read."""
+        common = self.common(LONG_PPL, length)
+        return [r for r in self.of(setting, LONG_PPL, length) if r["which"] in common and r["key_tokens"]]
+
     def bucket_difference(self, setting: str, first: int, last: int) -> float | None:
         mine, base = self.bins(setting), self.bins(UNMODIFIED)
         common = [over(mine[d], first, last) - over(base[d], first, last) for d in mine if d in base]
@@ -90,7 +97,7 @@ class Results:
 
     @property
     def documents(self) -> list[str]:
-        return list(dict.fromkeys(r["which"] for r in self.rows if r["task"] == LOSS))
+        return list(dict.fromkeys(r["which"] for r in self.rows if r["task"] in (LOSS, LONG_PPL)))
 
     def command(self, *tasks: str) -> str:
         """What made the rows of these tasks; of all, if none is named."""

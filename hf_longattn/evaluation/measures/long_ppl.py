@@ -9,11 +9,17 @@ Fang et al., "What is Wrong with Perplexity for Long-context Language Modeling?"
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..experiment import Cell, identity
+from ..loading import load_tokenizer
+from ..rows import Row
+from ..settings import Setting
 from .losses import token_losses
 
 #: By how many nats far context must help, and the loss below which a token counts as predicted, as published.
@@ -55,3 +61,63 @@ def long_loss(losses: Tensor, keys: Tensor) -> float:
 def long_ce_weights(long: Tensor, short: Tensor, most: float = 5.0) -> Tensor:
     """LongCE's weight of each token in a training loss: min(P(token | all) / P(token | near), most); NaN counts as 0."""
     return (short - long).exp().clamp(max=most).nan_to_num(0.0)
+
+
+class KeyTokens:
+    """LongPPL in an evaluation: one of its settings, the evaluator, finds the key tokens that all settings are measured at.
+
+    Args:
+        near: the context that counts as short, in tokens; windows of a quarter more are read.
+
+    Raises:
+        ValueError: there is no such setting.
+    """
+
+    def __init__(self, near: int, evaluator: str, settings: Sequence[Setting]) -> None:
+        named = {setting.name: setting for setting in settings}
+        if evaluator not in named:
+            raise ValueError(f"the evaluator {evaluator!r} is none of the settings: {', '.join(named)}")
+        self.near, self.evaluator, self.stride = near, named[evaluator], max(near // 4, 1)
+        #: Tokens that are read at once for the short context; texts as short as that have no far context.
+        self.window = near + self.stride
+
+    def check(self, longest: int, model: str, text: str) -> None:
+        """Refuse lengths without far context, and an evaluator that reads a text as other tokens than the model."""
+        if self.near < 2 or longest <= self.window:
+            raise ValueError(
+                f"long_ppl asks what context beyond {self.near} tokens helps with, and no length exceeds {self.window}: raise "
+                "lengths, or lower near"
+            )
+        if (other := self.evaluator.model) is not None:
+            theirs, ours = (load_tokenizer(m)(text[:2000]).input_ids for m in (other, model))
+            if theirs != ours:
+                raise ValueError(
+                    f"the evaluator {self.evaluator.name!r} has another tokenizer: its tokens are not the model's"
+                )
+
+    def cell(self, setting: Setting, key: Mapping[str, Any], text: Callable[[], Tensor], depends: Sequence[Any]) -> Cell:
+        """The row of a setting on a text, (1, length) tokens: `key_loss` (nats, None without key tokens), `key_tokens`, how
+        many there are, and of the evaluator `keys`, their positions.
+        """
+        depends = [*depends, identity(self.evaluator)]
+        found = Cell(self.evaluator, key, partial(self._find, text), depends)
+        if setting.name == self.evaluator.name:
+            return found
+        return Cell(setting, key, partial(self._read, text), depends, by=found)
+
+    def _find(self, text: Callable[[], Tensor], model: Any) -> Row:
+        ids = text().to(model.device)
+        losses = token_losses(model, ids)
+        keys = key_tokens(losses, short_losses(model, ids, self.window, self.stride))
+        return _row(losses, keys) | {"keys": keys[0].nonzero()[:, 0].tolist()}
+
+    def _read(self, text: Callable[[], Tensor], model: Any, found: Row) -> Row:
+        losses = token_losses(model, text().to(model.device))
+        keys = torch.zeros_like(losses, dtype=torch.bool)
+        keys[:, found["keys"]] = True
+        return _row(losses, keys)
+
+
+def _row(losses: Tensor, keys: Tensor) -> Row:
+    loss = long_loss(losses, keys)
+    return {"key_loss": None if loss != loss else round(loss, 5), "key_tokens": int(keys.sum())}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from ..results import BIN, LOSS, Results, over
+from ..results import BIN, LONG_PPL, LOSS, Interval, Results, over
 from ..settings import UNMODIFIED
 from ..statistics import TOLERANCE, mean_of
 from ..verdict import judged, ranked, signed, tone
@@ -28,6 +28,8 @@ def sections(results: Results) -> list[tuple[int, Section]]:
         out += [(10, _by_length(results)), (11, _short(results))]
     if any(results.bins(s) for s in results.settings):
         out.append((12, _by_position(results)))
+    if any(r["task"] == LONG_PPL for r in results.rows):
+        out.append((15, _long_ppl(results)))
     out += [(20 + i, task(results, name)) for i, name in enumerate(results.tasks)]
     several = len({r["length"] for r in results.rows if r["task"] in results.tasks}) > 1
     return out + ([(40, effective(results))] if several else [])
@@ -98,16 +100,11 @@ def _by_length(results: Results) -> Section:
     perplexities = [
         [s, *(None if (m := mean[s, n]) is None else math.exp(m) for n in results.lengths)] for s in results.settings
     ]
-    against = [
-        [s, *(signed(d) if (d := results.difference(s, n)) else None for n in results.lengths)]
-        for s in results.settings
-        if s != UNMODIFIED
-    ]
     note = _left_out(results)
     tokens = "the same tokens" if results.prefix is None else f"the last {results.targets} tokens"
     tables = [
         Table(f"Mean loss of {tokens}, nats, by context length", columns, losses, note=note),
-        Table("Difference from the unmodified model, nats, ± 95 % interval", columns, against, note=_note(results.documents)),
+        _differences(results, results.lengths, results.difference),
         Table(f"Perplexity of {tokens}", columns, perplexities, digits=2),
     ]
     lines = {s: [(n, m) for n in results.lengths if (m := mean[s, n]) is not None] for s in results.settings}
@@ -190,5 +187,41 @@ def _mark(results: Results, lengths: Sequence[int] = ()) -> dict[str, float]:
     return {f"trained: {tokens_shown(results.train_length)}": results.train_length} if beyond and results.train_length else {}
 
 
-def _note(documents: Sequence[str]) -> str:
-    return "One document, so no interval." if len(documents) < 2 else ""
+def _differences(results: Results, lengths: Sequence[int], difference: Callable[[str, int], Interval | None]) -> Table:
+    rows = [
+        [s, *(signed(d) if (d := difference(s, n)) else None for n in lengths)] for s in results.settings if s != UNMODIFIED
+    ]
+    title = "Difference from the unmodified model, nats, ± 95 % interval"
+    note = "One document, so no interval." if len(results.documents) < 2 else ""
+    return Table(title, ["setting", *(f"{n:,}" for n in lengths)], rows, note=note)
+
+
+def _long_ppl(results: Results) -> Section:
+    lengths = sorted({r["length"] for r in results.rows if r["task"] == LONG_PPL})
+    columns = ["setting", *(f"{n:,}" for n in lengths)]
+    found = {(s, n): results.key_rows(s, n) for s in results.settings for n in lengths}
+    mean = {at: mean_of(r["key_loss"] for r in rows for _ in range(r["key_tokens"])) for at, rows in found.items()}
+    losses = [[s, *(mean[s, n] for n in lengths)] for s in results.settings]
+    perplexities = [[s, *(None if (m := mean[s, n]) is None else math.exp(m) for n in lengths)] for s in results.settings]
+    counts = [max(sum(r["key_tokens"] for r in found[s, n]) for s in results.settings) for n in lengths]
+
+    def difference(setting: str, n: int) -> Interval | None:
+        return results.paired(LONG_PPL, setting, n, lambda s: {r["which"]: r["key_loss"] for r in found[s, n]})
+
+    tables = [
+        Table("LongPPL: perplexity of the key tokens", columns, perplexities, digits=2),
+        Table("Mean loss of the key tokens, nats", columns, losses),
+        _differences(results, lengths, difference),
+        Table("Key tokens", columns, [["all documents", *counts]]),
+    ]
+    text = (
+        f"Most tokens are predicted as well from the last {results.near:,} tokens as from the whole text. The key tokens are "
+        "the others: far context lowers their loss by more than 2 nats, to less than 2 nats. Lengths have key tokens of "
+        "their own: compare settings, not columns."
+    )
+    protocol = (
+        f"Key tokens are found by “{results.evaluator}”, the same for every setting: their loss with the whole text before "
+        f"them against that with the last {results.near:,} tokens or up to a quarter more (Fang et al. 2024). Means "
+        "over all key tokens, intervals over documents."
+    )
+    return Section("LongPPL", text, tables, (), protocol, results.command(LONG_PPL))
