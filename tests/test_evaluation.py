@@ -730,8 +730,25 @@ def test_long_ppl_without_key_tokens_is_a_dash_and_what_cannot_be_is_refused(fol
         plan(folder, tasks=["long_ppl"], near=1024)
     with pytest.raises(ValueError, match="'bigger' is none of the settings: unmodified"):
         plan(folder, tasks=["long_ppl"], near=128, evaluator="bigger")
+    with pytest.raises(ValueError, match="long_ppl reads whole documents: measure it without a prefix"):
+        plan(folder, tasks=["loss", "long_ppl"], near=128, prefix="streaming:window=64")
     with pytest.raises(ValueError, match="near: 128 there, 256 now"):
         plan(folder, lengths=[128, 512], tasks=["long_ppl"], near=256).open(tmp_path / "out")
+
+
+def test_long_ppl_is_reported_without_an_evaluator_that_was_interrupted() -> None:
+    def row(setting: str, task: str, which: str = "a", **values: Any) -> dict[str, Any]:
+        return {"setting": setting, "task": task, "length": 512, "which": which, **values}
+
+    rows = [row(s, "loss", loss=3.0) for s in ("unmodified", "mine")]
+    for s, first, second in (("finder", 0.5, 0.8), ("unmodified", 2.0, 3.0), ("mine", 1.0, 1.4)):
+        rows += [row(s, "long_ppl", key_loss=first, key_tokens=3), row(s, "long_ppl", "b", key_loss=second, key_tokens=1)]
+        rows += [row(s, "long_ppl", "c", key_loss=None, key_tokens=0)]
+    found = Results(rows, ["unmodified", "finder", "mine"], 64, False, 512, near=128, evaluator="finder")
+    (section,) = [section for _, section in sections(found) if section.title == "LongPPL"]
+    assert section.tables[1].rows == [["unmodified", 2.25], ["mine", 1.1]]
+    assert section.tables[2].rows == [["mine", "−1.300 ± 3.812"]]
+    assert section.tables[3].rows == [["all documents", 4]]
 
 
 def test_an_evaluator_of_another_tokenizer_is_refused(folder: Path) -> None:
