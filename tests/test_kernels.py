@@ -27,8 +27,8 @@ from hf_longattn.attention.attend import attend, merge_entropies
 from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Rows
 from hf_longattn.attention.kernels import flex, intervals, operators, precision, spec, tiled, tiles
+from hf_longattn.attention.kernels.lowered import KVSegment, LoweredAttention
 from hf_longattn.attention.kernels.spec import KernelCall, LogitSpec, Result
-from hf_longattn.attention.lowering import KVSegment, LoweredAttention
 from hf_longattn.attention.rotary import Rotation
 from hf_longattn.attention.tables import SHARED, TableCache
 

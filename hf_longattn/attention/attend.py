@@ -12,9 +12,10 @@ from ..config import BACKENDS, LongAttnConfig
 from ..methods.base import EntropyTemperature
 from . import decoding
 from .call import Call as Call
-from .kernels.spec import MASK_VALUE, Kernel, Result
+from .kernels.lowered import Kernel, LoweredAttention
+from .kernels.spec import MASK_VALUE, Result
 from .kernels.tiled import tempered
-from .lowering import LoweredAttention, lower
+from .lowering import lower
 from .reference import dense_attention, finish
 from .rotary import Rotation
 from .tracing import keepable

@@ -10,9 +10,10 @@ from ..config import LongAttnConfig
 from ..methods.base import EntropyTemperature
 from .attend import merge_entropies, merge_outputs
 from .call import Call
+from .kernels.lowered import KVSegment, LoweredAttention
 from .kernels.spec import Result
 from .kernels.triton import Pages, triton_attention, why_not_triton
-from .lowering import KVSegment, LoweredAttention, lower
+from .lowering import lower
 from .reference import finish
 from .tracing import readable
 

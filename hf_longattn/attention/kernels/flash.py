@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ..geometry import Rows
+from .lowered import Kernel, KVSegment, LoweredAttention
 from .sdpa import visible
-from .spec import Kernel, Result
+from .spec import Result
 
 if TYPE_CHECKING:
     from ..call import Call
-    from ..lowering import KVSegment, LoweredAttention
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, rows: Rows, *, scaling: float, dropout: float = 0.0) -> Tensor:

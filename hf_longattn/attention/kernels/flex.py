@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from ..geometry import Rows
-from .spec import Kernel, LogitSpec, Result
+from .lowered import Kernel, KVSegment, LoweredAttention
+from .spec import LogitSpec, Result
 
 if TYPE_CHECKING:
     from ..call import Call
-    from ..lowering import KVSegment, LoweredAttention
 
 
 def why_not_flex(query: Tensor, dropout: float = 0.0) -> str | None:
@@ -44,8 +44,37 @@ def flex_attention(
     To be compiled on CUDA; elsewhere PyTorch's own uncompiled form runs, which is dense and serves as a check.
     """
     batch, heads, q_len, kv_len = *query.shape[:3], key.shape[2]
+    mask_heads = heads if rows.allowed is not None and rows.allowed.shape[1] > 1 else None
+    device = str(query.device)
+    mask = rows.once(
+        ("block_mask", batch, mask_heads, kv_len),
+        lambda: torch_flex.create_block_mask(_mask(rows, batch), batch, mask_heads, q_len, kv_len, device=device),
+    )
+    run: Any = _compiled() if query.device.type == "cuda" and not torch.compiler.is_compiling() else torch_flex.flex_attention
+    asked, logit = torch_flex.AuxRequest(lse=with_lse), _logit(rows, spec, batch)
+    out, aux = run(query, key, value, logit, mask, spec.scaling, heads != key.shape[1], return_aux=asked)
+    return out, aux.lse if with_lse else out.new_empty(0), out.new_empty(0)
+
+
+def _mask(rows: Rows, batch: int) -> Callable[..., Tensor]:
+    """Whether the query in row q sees the key in column kv."""
     allowed = rows.allowed
-    position, first, start, low, high = (column.expand(batch, -1) for column in rows.columns)
+    _, first, _, low, high = (column.expand(batch, -1) for column in rows.columns)
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        index = first[b, q] + kv
+        inside = (index >= low[b, q]) & (index <= high[b, q])
+        if allowed is None:
+            return inside
+        b, h, q = (i if n > 1 else i * 0 for i, n in zip((b, h, q), allowed.shape, strict=False))
+        return inside & allowed[b, h, q, kv]
+
+    return mask_mod
+
+
+def _logit(rows: Rows, spec: LogitSpec, batch: int) -> Callable[..., Tensor]:
+    """From the score of row q and column kv to the logit that `LogitSpec` defines."""
+    position, first, start, _, _ = (column.expand(batch, -1) for column in rows.columns)
     softcap, row_scale, bias_scale, sinks = spec.softcap, spec.row_scale, spec.bias_scale, spec.sinks
     gain, bias = spec.gain, spec.bias
     ids = None
@@ -71,24 +100,7 @@ def flex_attention(
             mapped = torch.where((offset >= 0) & (offset < sinks), score, mapped)
         return mapped
 
-    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        index = first[b, q] + kv
-        inside = (index >= low[b, q]) & (index <= high[b, q])
-        if allowed is None:
-            return inside
-        b, h, q = (i if n > 1 else i * 0 for i, n in zip((b, h, q), allowed.shape, strict=False))
-        return inside & allowed[b, h, q, kv]
-
-    mask_heads = heads if allowed is not None and allowed.shape[1] > 1 else None
-    device = str(query.device)
-    block_mask = rows.once(
-        ("block_mask", batch, mask_heads, kv_len),
-        lambda: torch_flex.create_block_mask(mask_mod, batch, mask_heads, q_len, kv_len, device=device),
-    )
-    run: Any = _compiled() if query.device.type == "cuda" and not torch.compiler.is_compiling() else torch_flex.flex_attention
-    asked = torch_flex.AuxRequest(lse=with_lse)
-    out, aux = run(query, key, value, score_mod, block_mask, spec.scaling, heads != key.shape[1], return_aux=asked)
-    return out, aux.lse if with_lse else out.new_empty(0), out.new_empty(0)
+    return score_mod
 
 
 def run(call: LoweredAttention, segment: KVSegment) -> Result:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ..geometry import Rows
-from .spec import Kernel, Result
-
-if TYPE_CHECKING:
-    from ..lowering import KVSegment, LoweredAttention
+from .lowered import Kernel, KVSegment, LoweredAttention
+from .spec import Result
 
 
 def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, rows: Rows, *, scaling: float, dropout: float = 0.0) -> Tensor:

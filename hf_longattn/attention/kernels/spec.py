@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from ..geometry import Rows
-
-if TYPE_CHECKING:
-    from ..call import Call
-    from ..lowering import KVSegment, LoweredAttention
 
 #: The logit of a masked pair: its probability is exactly 0, and no arithmetic on it gives NaN.
 MASK_VALUE = -1e30
@@ -46,26 +41,6 @@ class LogitSpec:
 
 #: Output, logsumexp and entropy of every row; the latter two empty unless asked for.
 Result: TypeAlias = tuple[Tensor, Tensor, Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class Kernel:
-    """One way to compute a call: a file with a `KERNEL`, and its name in `config.BACKENDS`.
-
-    Args:
-        why_not: the reason why it cannot compute a call exactly, or None.
-        run: computes one segment of a lowered call, as `tiled.tiled_attention` defines it.
-        picked: whether "auto" takes it for a call that it can compute, in the order of `BACKENDS`; None: by name alone.
-        wide: it computes in float32 at least, so that scores and temperatures are folded in that.
-        entropies: it gives each row's entropy.
-    """
-
-    name: str
-    why_not: Callable[[Call], str | None]
-    run: Callable[[LoweredAttention, KVSegment], Result]
-    picked: Callable[[Call], bool] | None = None
-    wide: bool = False
-    entropies: bool = False
 
 
 class KernelCall(NamedTuple):

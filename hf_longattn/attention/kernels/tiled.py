@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,11 +11,9 @@ from torch import Tensor
 from ..geometry import Rows
 from ..tracing import keepable, readable
 from . import intervals, operators
-from .spec import Kernel, KernelCall, LogitSpec, Result
+from .lowered import Kernel, KVSegment, LoweredAttention
+from .spec import KernelCall, LogitSpec, Result
 from .tiles import Blocks, dropout_seed, halves_are_fast
-
-if TYPE_CHECKING:
-    from ..lowering import KVSegment, LoweredAttention
 
 
 def tiled_attention(

@@ -23,11 +23,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..geometry import Rows
 from ..tracing import readable
 from . import operators
-from .spec import Kernel, LogitSpec, Result
+from .lowered import Kernel, KVSegment, LoweredAttention
+from .spec import LogitSpec, Result
 
 if TYPE_CHECKING:
     from ..call import Call
-    from ..lowering import KVSegment, LoweredAttention
 
 try:
     import triton
