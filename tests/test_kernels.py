@@ -26,7 +26,7 @@ from hf_longattn.attention import attend as attend_module
 from hf_longattn.attention.attend import attend, merge_entropies
 from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Rows
-from hf_longattn.attention.kernels import flex, intervals, operators, precision, spec, tiled, tiles
+from hf_longattn.attention.kernels import flex, intervals, lowered, operators, precision, tiled, tiles
 from hf_longattn.attention.kernels.lowered import KVSegment, LoweredAttention
 from hf_longattn.attention.kernels.spec import KernelCall, LogitSpec, Result
 from hf_longattn.attention.rotary import Rotation
@@ -822,7 +822,7 @@ def test_a_kernel_is_a_file_and_its_name(monkeypatch: pytest.MonkeyPatch) -> Non
     def why_not(call: Call) -> str | None:
         return "it wants 8 queries" if call.query.shape[2] != 8 else None
 
-    mine = spec.Kernel("mine", why_not, run, picked=lambda call: call.by_entropy, entropies=True)
+    mine = lowered.Kernel("mine", why_not, run, picked=lambda call: call.by_entropy, entropies=True)
     monkeypatch.setattr(attend_module, "KERNELS", {"mine": mine, **attend_module.KERNELS})
     monkeypatch.setattr(attend_module, "BACKENDS", (*attend_module.BACKENDS, "mine"))
     x = torch.randn(1, 2, 8, 8, requires_grad=True)
