@@ -100,24 +100,18 @@ class KeyTokens:
         many there are, and of the evaluator `keys`, their positions.
         """
         depends = [*depends, identity(self.evaluator)]
-        found = Cell(self.evaluator, key, partial(self._find, text), depends)
-        if setting.name == self.evaluator.name:
-            return found
-        return Cell(setting, key, partial(self._read, text), depends, by=found)
+        found = Cell(self.evaluator, key, partial(self._row, text), depends)
+        own = setting.name == self.evaluator.name
+        return found if own else Cell(setting, key, partial(self._row, text), depends, by=found)
 
-    def _find(self, text: Callable[[], Tensor], model: Any) -> Row:
+    def _row(self, text: Callable[[], Tensor], model: Any, found: Row | None = None) -> Row:
         ids = text().to(model.device)
         losses = token_losses(model, ids)
-        keys = key_tokens(losses, short_losses(model, ids, self.window, self.stride))
-        return _row(losses, keys) | {"keys": keys[0].nonzero()[:, 0].tolist()}
-
-    def _read(self, text: Callable[[], Tensor], model: Any, found: Row) -> Row:
-        losses = token_losses(model, text().to(model.device))
-        keys = torch.zeros_like(losses, dtype=torch.bool)
-        keys[:, found["keys"]] = True
-        return _row(losses, keys)
-
-
-def _row(losses: Tensor, keys: Tensor) -> Row:
-    loss = long_loss(losses, keys)
-    return {"key_loss": None if loss != loss else round(loss, 5), "key_tokens": int(keys.sum())}
+        if found is None:
+            keys = key_tokens(losses, short_losses(model, ids, self.window, self.stride))
+        else:
+            keys = torch.zeros_like(losses, dtype=torch.bool)
+            keys[:, found["keys"]] = True
+        loss, positions = long_loss(losses, keys), keys[0].nonzero()[:, 0].tolist()
+        row = {"key_loss": None if loss != loss else round(loss, 5), "key_tokens": len(positions)}
+        return row if found else row | {"keys": positions}
