@@ -253,7 +253,7 @@ def test_answers_are_scored_as_generation_would_give_them(folder: Path) -> None:
         assert score.tokens == 4
         assert score.log_likelihood == pytest.approx(sum(logs[i - 1, ids[0, i]].item() for i in range(20, 24)), abs=1e-4)
     for span in ((0, 3), (5, 5), (20, 25)):
-        with pytest.raises(ValueError, match="none of a text of 24 tokens"):
+        with pytest.raises(ValueError, match="does not lie in a text of 24 tokens"):
             answer_scores(model, greedy, [span])
 
 
