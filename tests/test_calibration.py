@@ -155,7 +155,7 @@ def test_copying_heads_attend_to_what_came_next(family: str, calls: Calls, monke
     torch.testing.assert_close(found, want, atol=1e-7, rtol=1e-3, check_dtype=False, equal_nan=True)
 
     groups = found.unflatten(1, (2, 2)).amax(-1)
-    monkeypatch.setattr(calibration, "COPIES", float(groups.nanmedian()))
+    monkeypatch.setattr(calibration, "COPYING", float(groups.nanmedian()))
     stretch = hf_longattn.calibrate(model, [text], "leaky_rerope", window=100, stretch=3).positions.stretch
     each = [layer if isinstance(layer, tuple) else (layer, layer) for layer in stretch]
     assert each == [tuple(math.inf if p >= calibration.COPYING else 3 for p in layer) for layer in groups.tolist()]
