@@ -120,7 +120,7 @@ class Decoding:
     def _grouped(self, x: Tensor) -> Tensor:
         """(batch or 1, heads or 1, q_len, m) so that it fits (batch, kv_heads, group * q_len, m)."""
         if x.shape[1] > 1:
-            return x.reshape(x.shape[0], self.kv_heads, -1, x.shape[3])
+            return x.unflatten(1, (self.kv_heads, -1)).flatten(2, 3)  # of no keys too
         return x if x.shape[2] == 1 else x.repeat(1, 1, self.group, 1)
 
     # by sdpa: nothing but a factor on queries acts between them and the softmax ----------------------------------------------
