@@ -357,7 +357,7 @@ def test_dry_run_loads_no_weights(tiny: Path, tmp_path: Path, monkeypatch: pytes
     for name, make in (("continue_lora", settings), ("pretrain_small", small)):
         result = command(name, *make(tiny, tmp_path / "out"), "--dry-run")
         assert result.exit_code == 0, result.output
-        for line in ("model ", "attention ", "steps      6 of 2 windows", "memory ", "0.4k tokens"):
+        for line in ("model ", "attention ", "steps      6, windows per step: 2", "memory ", "0.4k tokens"):
             assert line in result.output
         assert not (tmp_path / "out").exists()
 
@@ -390,7 +390,7 @@ REFUSED = {
     "exclude each other": ["schedule.warmup=0.1", "trainer.warmup_steps=3"],
     "lie in \\[0, 1\\]": ["skip.repeat=2", "positions=skip"],
     "overwrites a part of each text": ["needle.needles=3", "skip.repeat=0.5", "positions=skip"],
-    "no torch dtype": ["dtype=float31"],
+    "not a torch dtype": ["dtype=float31"],
     "give a model": ["model=null"],
     "--dry-run|max_steps must": ["trainer.max_steps=0"],
     "a streamed data set has no last part": ["hub.streaming=true", "heldout=null"],
@@ -428,7 +428,7 @@ def test_nothing_is_overwritten(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "out/recipe.yaml").write_text(dump(recipe))
     prepare(recipe, resume=True)
     recipe.trainer["learning_rate"] = 1.0
-    with pytest.raises(ValueError, match="says something else"):
+    with pytest.raises(ValueError, match="differs from this recipe"):
         prepare(recipe, resume=True)
 
 
