@@ -18,15 +18,7 @@ from hf_longattn.evaluation.rows import RowFile
 from hf_longattn.evaluation.statistics import mean_interval
 from lab.markdown import Contents, fill_pages, filled, table
 from lab.papers import tables as papers
-from lab.pretrained import (
-    copies,
-    longer_on_model,
-    methods_on_model,
-    needles_on_model,
-    reading_far,
-    regret,
-    trained,
-)
+from lab.pretrained import copies, longer_on_model, methods_on_model, needles_on_model, reading_far, regret, trained
 from lab.pretrained.longer_on_model import summary
 from lab.pretrained.runner import STEP
 from lab.speed import speed, vllm_speed
@@ -176,15 +168,7 @@ def contents() -> Contents:
         "probe": probed,
         "headline": headline,
     }
-    pretrained = (
-        copies,
-        longer_on_model,
-        methods_on_model,
-        needles_on_model,
-        reading_far,
-        regret,
-        trained,
-    )
+    pretrained = (copies, longer_on_model, methods_on_model, needles_on_model, reading_far, regret, trained)
     for measured in (papers, *pretrained, speed, vllm_speed):
         own |= measured.contents()
     return own

@@ -70,8 +70,7 @@ def test_a_program_measures_what_is_missing(
     text: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (reading_far, needles_on_model):  # the model knows 2,048
-        monkeypatch.setattr(module, "PREFILL", LongAttnConfig.preset("streaming", window=1024))
+    monkeypatch.setattr(reading_far, "PREFILL", LongAttnConfig.preset("streaming", window=1024))  # the model knows 2,048
     result, words = tmp_path / "rows.json", ["--length", str(length), "--only", only]
     words += ["--copies", "4"] if program is COPIES else []
     rows = run(program, result, model, text, *words)

@@ -54,7 +54,7 @@ def decode(call: Call) -> Tensor:
 
 
 def prepared(rows: Rows) -> dict[Hashable, Decoding]:
-    """What is prepared for a call's rows, as `named`."""
+    """The `Decoding`s that are prepared for a call's rows, by the keys that `named` makes."""
     known: dict[Hashable, Decoding] = rows.once("prepared", dict)
     return known
 
@@ -62,12 +62,12 @@ def prepared(rows: Rows) -> dict[Hashable, Decoding]:
 def named(
     kind: Hashable, query: Tensor, key: Tensor, scaling: float, softcap: float | None, learned: Learned, sinks: Tensor | None
 ) -> Hashable:
-    """The same for all calls over the same rows that one `Decoding` computes; kind: the same for equal config and rotation."""
+    """A key: calls over the same rows with equal keys share one `Decoding`. kind stands for the config and the rotation."""
     return kind, query.shape, key.shape, query.dtype, scaling, softcap, tuple(learned or ()), sinks is None
 
 
 class Decoding:
-    """One way to attend over a call's rows, prepared: computes every layer whose call is `named` as the one it is made of.
+    """Attention over a call's rows, prepared once; it computes every layer whose call has the same key (see `named`).
 
     Inside, the queries that share a key head are rows of it: (batch, kv_heads, group * q_len, head_dim).
     """

@@ -126,7 +126,7 @@ class _Found:
         self._functions: dict[type, Any] = {}
 
     def computed(self, asked: _Asked, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """A layer that is called like the first one, and computed like one before it; None: it is to be looked at closely."""
+        """The output of a layer that was called as an earlier one of the pass; None where it has to be worked out anew."""
         plan, more = asked.plan, asked.more
         if plan is None or plan.section is not self.section or plan.config is None or plan.observer is not None:
             return None

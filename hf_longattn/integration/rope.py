@@ -21,7 +21,7 @@ from ..methods.method import require_in, require_positive
 from .trained import ORIGINAL, filled_in, rope_settings, trained
 
 Config = TypeVar("Config")
-#: A share of a frequency that turns nothing at any length, where transformers divides by its inverse.
+#: Stands for a frequency of 0: transformers divides by a factor, and 1 / NO_ROTATION is one that leaves no rotation.
 NO_ROTATION = 1e-12
 
 
@@ -94,8 +94,8 @@ def cope(config: Config, pairs: int | None = None, train_length: int | None = No
         ValueError: there are not so many pairs.
     """
     text = _text(config)
-    known, present = trained(text, told=train_length).length, rope_settings(text).get("partial_rotary_factor", 1.0)
-    rotated = int(_head_dim(text) * present) // 2
+    known, share = trained(text, told=train_length).length, rope_settings(text).get("partial_rotary_factor", 1.0)
+    rotated = int(_head_dim(text) * share) // 2
     pairs = round(20 / 64 * rotated) if pairs is None else pairs
     if pairs != int(pairs) or not 2 <= pairs <= rotated:
         raise ValueError(f"pairs must be a whole number from 2 to the {rotated} that the model rotates, got {pairs!r}")

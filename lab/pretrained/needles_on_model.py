@@ -21,16 +21,14 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-import hf_longattn
 from hf_longattn.evaluation import answer_scores, prefix_of
 from hf_longattn.evaluation.measures.losses import Prefix
 from hf_longattn.evaluation.rows import Row
-from hf_longattn.evaluation.settings import Setting
 from hf_longattn.evaluation.tasks import Encoder, Needle
 from hf_longattn.evaluation.tasks.needle import CITIES, QUESTION
 from lab.markdown import Contents
 from lab.pretrained import longer_on_model, runner
-from lab.pretrained.reading_far import PREFILL, load
+from lab.pretrained.reading_far import load, read_by_itself, reader
 from lab.pretrained.runner import RESULTS, Choice, Program, Text, choices, described, lines, parts
 
 PROTOCOL = (
@@ -92,13 +90,10 @@ class Before:
 
     def __call__(self, model: Any, text: Text, choice: Choice, args: argparse.Namespace, ids: Tensor) -> Prefix:
         if choice.setting.rope:
-            before = prefix_of(hf_longattn.apply(model, PREFILL, stack=True), ids)
-            hf_longattn.remove(model)
-            return before
+            return read_by_itself(model, ids)
         if (key := (text.path, text.length)) not in self.read:
             self.read.clear()
-            reader = load(Choice(Setting("prefill", PREFILL.to_dict())), args.model, args.dtype, text.ids, args.adapter)
-            self.read[key] = prefix_of(reader, ids)
+            self.read[key] = prefix_of(reader(text, args), ids)
         return self.read[key]
 
 

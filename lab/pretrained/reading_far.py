@@ -83,6 +83,18 @@ def key(text: Text, args: argparse.Namespace) -> dict[str, Any]:
     return longer_on_model.key(text, args) | {"whole": args.whole}
 
 
+def read_by_itself(model: Any, ids: Tensor) -> Prefix:
+    """Keys and values of a text under a model's own rope scaling, read over distances that it knows."""
+    before = prefix_of(hf_longattn.apply(model, PREFILL, stack=True), ids)
+    hf_longattn.remove(model)
+    return before
+
+
+def reader(text: Text, args: argparse.Namespace) -> Any:
+    """The model, adapted or not, that reads a text for all settings that do not scale rope."""
+    return load(Choice(Setting("prefill", PREFILL.to_dict())), args.model, args.dtype, text.ids, args.adapter)
+
+
 class Before:
     """The text before the segment as keys and values, of one reading of each text for all ways that do not scale rope."""
 
@@ -92,10 +104,8 @@ class Before:
     def __call__(self, model: Any, text: Text, choice: Choice, args: argparse.Namespace, ids: Tensor) -> Prefix:
         if args.whole:
             return prefix_of(model, ids[:, :-SEGMENT])
-        if choice.setting.rope:  # keys of its own, read by itself over distances that it knows
-            before = prefix_of(hf_longattn.apply(model, PREFILL, stack=True), ids[:, :-SEGMENT])
-            hf_longattn.remove(model)
-            return before
+        if choice.setting.rope:
+            return read_by_itself(model, ids[:, :-SEGMENT])
         return shortened(self.shared(text, args), text.length - SEGMENT)
 
     def shared(self, text: Text, args: argparse.Namespace) -> Prefix:
@@ -106,8 +116,7 @@ class Before:
             self.read[text.path] = torch.load(file, weights_only=False)
         if text.path not in self.read or self.read[text.path].get_seq_length() < longest:
             start = time.process_time()
-            reader = load(Choice(Setting("prefill", PREFILL.to_dict())), args.model, args.dtype, text.ids, args.adapter)
-            self.read[text.path] = prefix_of(reader, text.tokens[:, :longest])
+            self.read[text.path] = prefix_of(reader(text, args), text.tokens[:, :longest])
             print(f"the text before: {time.process_time() - start:.0f} s", flush=True)
             if file:
                 torch.save(self.read[text.path], file)

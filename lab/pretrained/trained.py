@@ -35,14 +35,20 @@ def main() -> None:
         "--keep", type=Path, help="a folder for the adapters, each in one of its run's name; default: not kept"
     )
     args = parser.parse_args()
-    for file, run in {file_of(name): RUNS[name]["train"] for name in args.only}.items():
+    for name in args.only:
+        file, run = file_of(name), RUNS[name]
         if file.exists():
             continue
         with tempfile.TemporaryDirectory() as folder:
-            output = (args.keep or Path(folder)) / file.stem.removeprefix("recipes-")
+            output = (args.keep or Path(folder)) / name
             # bfloat16 where the CPU multiplies it fast; each result's settings say which
-            own = [f"model={args.model}", f"data={args.text}", f"heldout={args.held_out}", f"output={output}"]
-            command = [sys.executable, "-m", "hf_longattn.cli", "train", *run, f"dtype={fast_dtype()}", *own]
+            own = [
+                f"model={run.get('model', args.model)}",
+                f"data={args.text}",
+                f"heldout={args.held_out}",
+                f"output={output}",
+            ]
+            command = [sys.executable, "-m", "hf_longattn.cli", "train", *run["train"], f"dtype={fast_dtype()}", *own]
             subprocess.run(command, check=True)
             metrics = json.loads((output / "metrics.json").read_text())
         file.write_text(json.dumps(metrics, indent=1) + "\n")
