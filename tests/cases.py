@@ -57,7 +57,7 @@ CASES: dict[str, LongAttnConfig] = {
         "yarn_far", window=6, border=11, factor=8.0, train_length=12, beta_fast=2.0, beta_slow=0.01
     ),
     "yarn_far two bands": LongAttnConfig.preset(
-        "yarn_far", window=8, border=8, factor=4.0, train_length=12, attention_factor=1.2
+        "yarn_far", window=8, border=8, factor=4.0, train_length=12, attention_factor=None
     ),
     "windowed": LongAttnConfig.preset("windowed", window=7),
     "streaming": LongAttnConfig.preset("streaming", window=6, sinks=2),

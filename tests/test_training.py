@@ -21,12 +21,17 @@ from typer.testing import CliRunner
 pytest.importorskip("peft")
 pytest.importorskip("omegaconf")
 from helpers import crossed
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
     ByT5Tokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     NanoChatForCausalLM,
+    PreTrainedTokenizerFast,
     TrainingArguments,
 )
 
@@ -38,7 +43,8 @@ from hf_longattn.evaluation.tasks.sample import IGNORE
 from hf_longattn.training import POSITIONS, RECIPES, Recipe, dump, load_recipe, plan, prepare, run
 from hf_longattn.training import data as data_module
 from hf_longattn.training import loss as loss_module
-from hf_longattn.training.data import Finish, NeedleWindows, Windows, documents, pack
+from hf_longattn.training.data import Data, Finish, NeedleWindows, Windows, documents, pack
+from hf_longattn.training.held_out import windows_of
 from hf_longattn.training.loss import CausalLoss, trained_by
 from hf_longattn.training.models import from_scratch
 from hf_longattn.training.optim import MuonWithAdam
@@ -477,6 +483,29 @@ def test_packing_drops_nothing_but_the_rest() -> None:
         [0, 1, 2, 3, 4, 5, 0, 0],
         [0, 1, 2, 3, 4, 5, 0, 1],
     ]
+
+
+def test_every_document_and_every_row_starts_as_the_tokenizer_starts_a_text() -> None:
+    texts = [[11, 12, 13], [21, 22, 23, 24, 25, 26, 27, 28], [31]]
+    rows = list(pack(texts, 5, [1]))
+    assert [ids.tolist() for ids, _ in rows] == [[1, 11, 12, 13, 1], [1, 21, 22, 23, 24], [1, 25, 26, 27, 28]]
+    assert [p.tolist() for _, p in rows] == [[0, 1, 2, 3, 0], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    held_out = windows_of(torch.arange(100, 120), 5, 10, [1])
+    assert held_out.tolist() == [[1, 100, 101, 102, 103], [1, 110, 111, 112, 113]]
+
+
+def test_a_recipe_puts_the_start_of_a_text_where_the_tokenizer_does(tiny: Path, tmp_path: Path) -> None:
+    ids = {"<s>": 0, "a": 1, "b": 2, "</s>": 3, "?": 4}
+    starting = Tokenizer(WordLevel(ids, unk_token="?"))
+    starting.pre_tokenizer = Whitespace()
+    starting.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=starting, bos_token="<s>", eos_token="</s>", unk_token="?")
+    (tmp_path / "text.txt").write_text("a b " * 200)
+    changes = {"data": tmp_path / "text.txt", "heldout": None, "positions": "plain", "parameters": "{}"}
+    data = Data(load_recipe("continue_lora", settings(tiny, tmp_path / "out", **changes)), tokenizer)
+    assert data.start == [0]
+    assert data.train[3]["input_ids"].tolist()[:4] == [0, 2, 1, 2]  # 31 words a row: an odd number
+    assert 0 not in data.train[3]["input_ids"][1:]
 
 
 def test_packed_documents_do_not_see_each_other() -> None:

@@ -68,9 +68,9 @@ class Method:
     def __post_init__(self) -> None:
         for f in fields(self):  # JSON gives lists; tuples keep the dataclass hashable
             object.__setattr__(self, f.name, freeze(getattr(self, f.name)))
-            if getattr(self, f.name) is None and f.default is not None:
-                raise ValueError(f"{self.name}: {f.name} must not be None; leave it out for its default, {f.default!r}")
             value, kinds = getattr(self, f.name), _kinds_of(type(self))[f.name]
+            if value is None and f.default is not None and type(None) not in kinds:
+                raise ValueError(f"{self.name}: {f.name} must not be None; leave it out for its default, {f.default!r}")
             if kinds and not (type(value) in kinds or (type(value) is int and float in kinds)):
                 message = " or ".join(_KINDS[kind] for kind in kinds)
                 raise ValueError(f"{self.name}: {f.name} must be {message}, got {value!r}")

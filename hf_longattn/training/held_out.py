@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def held_out_sums(
             rows = [(i < count) * _needle(model, data.test_task, i % count, length) for i in range(*_mine(count, share))]
             out[length] = torch.stack(rows).sum(0)
             continue
-        windows = windows_of(data.held_out, length, recipe.evaluation.tokens)
+        windows = windows_of(data.held_out, length, recipe.evaluation.tokens, data.start)
         total = torch.zeros(len(edges(length)) - 1, 2, dtype=torch.float64)
         for i in range(*_mine(len(windows), share)):
             losses = token_losses(model, windows[i % len(windows)][None].to(model.device)).cpu()
@@ -60,12 +61,12 @@ def edges(length: int) -> list[int]:
     return [1, *(e for e in (length // 16, length // 8, length // 4, length // 2) if e > 1), length]
 
 
-def windows_of(held_out: Tensor, length: int, budget: int) -> Tensor:
-    """(windows, length): about `budget` tokens, spread evenly over the text; at least one window."""
+def windows_of(held_out: Tensor, length: int, budget: int, start: Sequence[int] = ()) -> Tensor:
+    """(windows, length): about `budget` tokens, spread evenly over the text, each behind `start`; at least one window."""
     available = len(held_out) // length
     count = min(max(budget // length, 1), available)
     starts = [i * available // count * length for i in range(count)]
-    return torch.stack([held_out[s : s + length] for s in starts])
+    return torch.stack([torch.cat([held_out.new_tensor(start), held_out[s : s + length - len(start)]]) for s in starts])
 
 
 def _needle(model: Any, task: NeedleTask, index: int, length: int) -> Tensor:

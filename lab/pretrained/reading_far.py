@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,15 +52,15 @@ PREFILL = LongAttnConfig.preset("streaming", window=4096)
 
 def settings(text: Text) -> list[Choice]:
     half, factor = text.trained // 2, text.length // (text.trained // 2)
-    shares = {"half": half, "eighth": text.trained // 8, "trained": text.trained}
+    shares = {"half": half, "quarter": half // 2, "eighth": text.trained // 8, "trained": text.trained}
     return choices("reading", **shares, factor=factor, halved=factor // 2)
 
 
 def copies_at(length: int, segment: int = SEGMENT) -> list[Copy]:
-    """Passages that the segment repeats, each behind as many tokens of prose."""
+    """Passages that the segment repeats, each behind as many tokens of prose; a longer segment goes through SHARES again."""
     before = length - segment
     positions = range(before + PASSAGE, length, 2 * PASSAGE)
-    return [Copy(p - int(before * share), p) for p, share in zip(positions, SHARES, strict=False)]
+    return [Copy(p - int(before * share), p) for p, share in zip(positions, itertools.cycle(SHARES), strict=False)]
 
 
 def load(choice: Choice, model: Path, dtype: str, calibration: Tensor, adapter: Path | None) -> Any:
@@ -75,12 +76,13 @@ def load(choice: Choice, model: Path, dtype: str, calibration: Tensor, adapter: 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", type=Path, help="a PEFT adapter to put into the model first")
+    parser.add_argument("--segment", type=int, default=SEGMENT, help="tokens at the end that are measured")
     parser.add_argument("--whole", action="store_true", help="each way reads the text before the segment itself")
     parser.add_argument("--keys", type=Path, help="keep the keys of the text before here, for the next call (23 KiB a token)")
 
 
 def key(text: Text, args: argparse.Namespace) -> dict[str, Any]:
-    return longer_on_model.key(text, args) | {"whole": args.whole}
+    return longer_on_model.key(text, args) | {"whole": args.whole, "segment": args.segment}
 
 
 def read_by_itself(model: Any, ids: Tensor) -> Prefix:
@@ -103,13 +105,13 @@ class Before:
 
     def __call__(self, model: Any, text: Text, choice: Choice, args: argparse.Namespace, ids: Tensor) -> Prefix:
         if args.whole:
-            return prefix_of(model, ids[:, :-SEGMENT])
+            return prefix_of(model, ids[:, : -args.segment])
         if choice.setting.rope:
-            return read_by_itself(model, ids[:, :-SEGMENT])
-        return shortened(self.shared(text, args), text.length - SEGMENT)
+            return read_by_itself(model, ids[:, : -args.segment])
+        return shortened(self.shared(text, args), text.length - args.segment)
 
     def shared(self, text: Text, args: argparse.Namespace) -> Prefix:
-        longest, file = max(args.length) - SEGMENT, args.keys
+        longest, file = max(args.length) - args.segment, args.keys
         if file and args.adapter:  # keys are those of the weights that read
             file = file.with_stem(f"{file.stem}-{args.adapter.name}")
         if text.path not in self.read and file and file.exists():
@@ -127,12 +129,11 @@ BEFORE = Before()
 
 
 def measure(model: Any, text: Text, choice: Choice, args: argparse.Namespace) -> Row:
-    copies = copies_at(text.length)
+    copies = copies_at(text.length, args.segment)
     ids, _ = with_copies(text.ids, copies)
     before = BEFORE(model, text, choice, args, ids)
-    found = measured(token_losses(model, ids, last=SEGMENT - 1, prefix=before), copies)
-    found |= {"copies": [[c.distance, c.position] for c in copies], "segment": SEGMENT}
-    return found | described(choice, text.trained)
+    found = measured(token_losses(model, ids, last=args.segment - 1, prefix=before), copies)
+    return found | {"copies": [[c.distance, c.position] for c in copies]} | described(choice, text.trained)
 
 
 def measured(losses: Tensor, copies: Sequence[Copy]) -> dict[str, list[float]]:
@@ -177,8 +178,9 @@ def contents() -> Contents:
         words, labels = parts(what)
         whole = words[-1] == "whole"
         *model, text, length = words[:-1] if whole else words
-        wanted = model[0] if model else "SmolLM2-135M-Instruct", text, int(length), whole
-        here = {r["label"]: r for r in rows if (r["model"], r["text"], r["length"], r["whole"]) == wanted}
+        wanted = model[0] if model else "SmolLM2-135M-Instruct", text, int(length), whole, SEGMENT
+        told = ("model", "text", "length", "whole", "segment")
+        here = {r["label"]: r for r in rows if tuple(r[k] for k in told) == wanted}
         return here, labels or [label for label, r in here.items() if "adapter" not in r]
 
     return {
