@@ -80,8 +80,8 @@ def pack(documents: Iterable[list[int]], length: int, start: Sequence[int] = ())
     """Documents one after another, cut into rows of `length`; the rest that fills no row is dropped.
 
     Args:
-        start: at most one token, with which every document and every row begins: a model whose tokenizer puts one in front of
-            each text reads badly without it (Gemma 3 270M by 1.1 nats a token in windows of 512).
+        start: at most one token, with which every document and every row begins: models whose tokenizer puts one in front of
+            each text (Gemma) read badly without it.
 
     Yields:
         int64 (length,) token ids, and positions that start at 0 with every document and every row.

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hf_longattn.evaluation import PASSAGE, Copy
 from hf_longattn.evaluation.rows import Row, RowFile
 from hf_longattn.evaluation.statistics import mean_interval
 from lab.markdown import Contents
+from lab.pretrained import reading_far
 from lab.pretrained.longer_on_model import measured
-from lab.pretrained.runner import RESULTS, STEP, Choice, Program, Text, choices, described, lines, parts
+from lab.pretrained.runner import RESULTS, STEP, Choice, Program, Text, choices, described, lines, parts, rows_of
 
 RESULT = RESULTS / "copies.json"
+#: Texts on which settings were chosen; tables show them apart.
+CHOOSING = ("emma", "northangerabbey")
 PROTOCOL = (
     "The first `length` tokens of a text, read through a cache, 2,048 at a time. Beyond the trained length, `copies` "
     "([distance, position]) overwrite 128 tokens by those `distance` before, at places and from distances drawn once per text "
@@ -84,17 +87,15 @@ def shown(differences: Sequence[float]) -> str:
     return f"{mean:+.3f} ± {half:.3f} ({sum(d < 0 for d in differences)} of {len(differences)})"
 
 
-def less(rows: list[Row], other: str) -> str:
+def less(rows: list[Row], other: str, prose: Callable[[list[tuple[Row, ...]]], str], head: str) -> str:
     """Every setting less another: all copies, those from up to the trained length back, those from farther, and prose."""
     body = {}
     for name in dict.fromkeys(r["name"] for r in rows if r["name"] != other):
         if found := pairs(rows, name, other):
             near = [d for d, distance, trained in found if distance <= trained]
             far = [d for d, distance, trained in found if distance > trained]
-            prose = [" / ".join(f"{x:+.3f}" for x in prose_less(a, b)) for a, b in by_text(rows, name, other)]
-            body[name] = [shown([d for d, *_ in found]), shown(near), shown(far), ", ".join(prose)]
-    columns = ["all copies", "up to the trained length back", "from farther back", "prose within / beyond, by text"]
-    return lines([f"less {other}", *columns], body)
+            body[name] = [shown([d for d, *_ in found]), shown(near), shown(far), prose(by_text(rows, name, other))]
+    return lines([f"less {other}", "all copies", "up to the trained length back", "from farther back", head], body)
 
 
 def by_text(rows: list[Row], *names: str) -> list[tuple[Row, ...]]:
@@ -110,15 +111,69 @@ def prose_less(one: Row, other: Row) -> list[float]:
     return [sum(x) / len(x) - sum(y) / len(y) for x, y in zip(*halves, strict=True)]
 
 
+def halves(texts: list[tuple[Row, ...]]) -> str:
+    return ", ".join(" / ".join(f"{x:+.3f}" for x in prose_less(*pair)) for pair in texts)
+
+
+def pieces(texts: list[tuple[Row, ...]]) -> str:
+    return shown([a - b for one, other in texts for a, b in zip(one["prose"], other["prose"], strict=True)])
+
+
+#: Settings of the committed probe, as copies.yaml names them.
+PROBED = {
+    "unmodified": "unmodified",
+    "@yarn:2": "YaRN × 2",
+    "rerope": "rerope(window 4096)",
+    "self_extend": "self_extend(window 1024, group 4)",
+}
+
+
+def probed(rows: list[Row]) -> str:
+    """Mean loss on copies in a probe and in whole texts, from up to the trained length back and from farther."""
+    probe, body = RowFile(RESULTS / "probe-smollm2.json"), {}
+    for setting, name in PROBED.items():
+        told = [(r["distance"], x) for r in probe if r["setting"] == setting for x in r["copy"]]
+        read = [(d, x) for r in rows if r["name"] == name for (d, _), x in zip(r["copies"], r["copying"], strict=True)]
+        trained = next(r["trained"] for r in rows if r["name"] == name)
+        split = [[x for d, x in found if (d > trained) == far] for far in (False, True) for found in (told, read)]
+        body[name] = [f"{sum(x) / len(x):.2f}" for x in split]
+    return lines(["", "probe, up to the trained length back", "whole texts", "probe, from farther back", "whole texts"], body)
+
+
 def contents() -> Contents:
-    """What stands below `<!-- places: model length dtype | other -->`: every setting less the other."""
+    """What stands below these marks.
+
+    `<!-- places: model length dtype | other -->`: every setting less the other, on the texts that chose nothing.
+    `<!-- choosing: ... -->`: likewise, on those that did.
+    `<!-- far copies: model length | other -->`: likewise, in rows of reading_far with long segments, without adapters or, with
+    `| label | ...` behind it, these alone.
+    `<!-- probe and copies: model length dtype -->`: mean losses on copies, beside those of a probe.
+    """
     rows = list(RowFile(RESULT))
 
-    def asked(what: str) -> str:
-        (model, length, dtype), (other,) = parts(what)
-        return less([r for r in rows if (r["model"], r["length"], r["dtype"]) == (model, int(length), dtype)], other)
+    def read(what: str, choosing: bool = False) -> tuple[list[Row], list[str]]:
+        (model, length, dtype), labels = parts(what)
+        wanted = model, int(length), dtype, choosing
+        keys = ((r["model"], r["length"], r["dtype"], r["text"] in CHOOSING) for r in rows)
+        return [r for r, key in zip(rows, keys, strict=True) if key == wanted], labels
 
-    return {"places": asked}
+    def places(what: str, choosing: bool = False) -> str:
+        found, (other,) = read(what, choosing)
+        return less(found, other, halves, "prose within / beyond, by text")
+
+    def far(what: str) -> str:
+        (model, length), (other, *only) = parts(what)
+        kept = [r | {"name": r["label"]} for r in rows_of("reading-*.json") if r["segment"] != reading_far.SEGMENT]
+        wanted = [r for r in kept if (r["model"], r["length"]) == (model, int(length))]
+        named = [r for r in wanted if (r["name"] in (other, *only) if only else "adapter" not in r)]
+        return less(named, other, pieces, "prose")
+
+    return {
+        "places": places,
+        "choosing": lambda what: places(what, True),
+        "far copies": far,
+        "probe and copies": lambda what: probed(read(what)[0]),
+    }
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 
 from hf_longattn.evaluation.rows import Row
 from lab.markdown import Contents, table
+from lab.pretrained.copies import CHOOSING
 from lab.pretrained.runner import STEP, rows_of
 
 MEASURED = ("copies.json", "longer-*.json", "reading-*.json")
@@ -37,15 +38,23 @@ def methods(row: Row) -> str:
     named = [x for x in config.values() if isinstance(x, dict) and "name" in x]
     if any(isinstance(x, list) for m in named for x in m.values()):
         return row["name"]  # by layer and head
+    if any(m["name"] == "yarn_far" and searched(m, max(2.0, times)) for m in named):
+        return row["name"]
     window = next((m["window"] for m in named if m.get("window")), None)
     other = "" if window in (None, row["trained"] // 2, row["trained"] // 8) else f" {window}"
     border = " two bands" if any(m.get("border") == m.get("window") and m.get("border") for m in named) else ""
     return ("+".join(m["name"] for m in named) or "unmodified") + other + border
 
 
+def searched(yarn_far: dict[str, Any], factor: float) -> bool:
+    """Whether parameters other than the window and a border there differ from the defaults at that factor."""
+    own = {"factor": factor, "stretch": "inf", "attention_factor": 1.0}
+    return yarn_far["border"] not in (None, yarn_far["window"]) or any(yarn_far[k] != x for k, x in own.items())
+
+
 def default(row: Row) -> str:
     """What `extend` takes in that row's case."""
-    name, times = ("logn", 4) if row["model"] in QK_NORM else ("infoscale", 8)
+    name, times = ("logn", 2) if row["model"] in QK_NORM else ("infoscale", 8)
     return f"rerope+{name}" if row["length"] >= times * row["trained"] else "rerope"
 
 
@@ -66,12 +75,13 @@ RULES: dict[str, Callable[[Row], str]] = {
 
 
 def cases() -> Iterator[list[Row]]:
-    """Rows of one program, model, text and length beyond the trained one; no adapters, no calibration."""
+    """Rows of one program, model, text (not one that chose settings), length and segment; no adapters, no calibration."""
     for pattern in MEASURED:
         found: dict[Any, list[Row]] = defaultdict(list)
         for row in rows_of(pattern):
-            if row["length"] > row["trained"] and not (row.get("adapter") or row.get("whole") or row.get("calibration")):
-                found[row["model"], row["text"], row["length"]].append(row)
+            other = row.get("adapter") or row.get("whole") or row.get("calibration") or row["text"] in CHOOSING
+            if row["length"] > row["trained"] and not other:
+                found[row["model"], row["text"], row["length"], row.get("segment")].append(row)
         yield from (rows for rows in found.values() if len(rows) > 1)
 
 
