@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ..evaluation.measures.long_ppl import long_ce_weights, short_losses
 from ..evaluation.measures.losses import hidden_of, logits_of
 from ..evaluation.tasks.sample import IGNORE
+from ..integration.jumps import masks_of_jumps
 from .recipe import Distill, LongCE
 
 #: Positions whose logits are held at a time.
@@ -31,7 +32,8 @@ class CausalLoss:
         model: a causal language model (inside PEFT's wrapper, if any).
         distill: how the teacher counts; None for no teacher.
         teacher: opens the context in which `model` is the teacher.
-        teacher_positions: whether the teacher is given position_ids too; if not, it reads every row as a plain text.
+        jumps: whether the positions of rows jump, each a text of its own: a sliding window is then counted in positions. The
+            teacher reads every row as a plain text.
         part: which part of its windows this process holds, and how many parts there are.
         long_ce: how tokens are weighted by what far context does for them; None weighs all alike. Whole windows only.
     """
@@ -41,11 +43,11 @@ class CausalLoss:
         model: Any,
         distill: Distill | None = None,
         teacher: Callable[[], AbstractContextManager[Any]] | None = None,
-        teacher_positions: bool = True,
+        jumps: bool = False,
         part: tuple[int, int] = (0, 1),
         long_ce: LongCE | None = None,
     ) -> None:
-        self.model, self.distill, self.teacher, self.teacher_positions = model, distill, teacher, teacher_positions
+        self.model, self.distill, self.teacher, self.jumps = model, distill, teacher, jumps
         self.part, self.long_ce = part, long_ce
 
     def __call__(
@@ -67,9 +69,11 @@ class CausalLoss:
             (PARTS,) by position in the window.
         """
         inputs = {name: x for name, x in inputs.items() if name in ("position_ids", "attention_mask") and x is not None}
+        if self.jumps:
+            inputs["attention_mask"] = masks_of_jumps(self.model, input_ids, inputs["position_ids"])
         taught = None
         if self.distill is not None and self.teacher is not None:
-            given = inputs if self.teacher_positions else {}
+            given = {} if self.jumps else inputs
             with torch.no_grad(), self.teacher():
                 taught = hidden_of(self.model, input_ids=input_ids, use_cache=False, **given)
         short = None if self.long_ce is None else self._short(input_ids)

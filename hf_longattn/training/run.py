@@ -148,8 +148,8 @@ def _run(prepared: Prepared) -> dict[str, Any]:
     if first:
         write_whole(output / RECIPE_FILE, dump(recipe))
     base = functools.partial(unadapted, wrapped, prepared.original)
-    positions, part = recipe.positions != "skip", trainer.part
-    loss = CausalLoss(model, recipe.distill, base, teacher_positions=positions, part=part, long_ce=recipe.long_ce)
+    jumps = recipe.positions == "skip"
+    loss = CausalLoss(model, recipe.distill, base, jumps, trainer.part, recipe.long_ce)
     with trained_by(model, loss), interruptible(trainer):
         result = trainer.train(resume_from_checkpoint=prepared.checkpoint)
     measured = {"trained": trainer.held_out_metrics(recipe.final_lengths), **_compared(prepared, trainer, base)}

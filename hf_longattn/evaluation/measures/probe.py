@@ -3,7 +3,7 @@
 A passage is read, then, some positions farther on, other text and a repetition of the passage's first tokens. The loss on the
 text tells whether the model still reads at that position, the loss on the copy whether it still finds what lies so far back.
 Seconds a distance, where reading takes minutes. It knows nothing of dilution: a long text has many more keys between the two.
-Layers with a sliding window of their own count tokens, not positions, and see across the jump.
+Recurrent layers know no positions, and remember across the jump.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...config import LongAttnConfig
+from ...integration.jumps import masks_of_jumps
 from ...integration.planning import bound_config
 from ..experiment import Cell, Measure
 from ..rows import Row
@@ -99,14 +100,14 @@ def probe(model: Any, input_ids: Tensor, distances: Sequence[int]) -> Probe:
     read = torch.cat([input_ids, input_ids[:, :PASSAGE]], 1).to(model.device)
     text, copies = torch.empty(2, len(read), len(distances))
     for n, distance in enumerate(distances):
-        position_ids = torch.arange(TOKENS, device=read.device)
-        position_ids[BEFORE:] += distance - LEAST
+        position_ids = torch.arange(TOKENS, device=read.device)[None]
+        position_ids[:, BEFORE:] += distance - LEAST
         for i, ids in enumerate(read.split(1)):
             hidden = hidden_of(
                 model,
                 input_ids=ids,
-                attention_mask=torch.ones_like(ids),  # without a mask a jump would start a new text
-                position_ids=position_ids[None],
+                attention_mask=masks_of_jumps(model, ids, position_ids),
+                position_ids=position_ids,
                 use_cache=False,
             )[:, BEFORE:-1]
             losses = torch.nn.functional.cross_entropy(logits_of(model, hidden)[0], ids[0, BEFORE + 1 :], reduction="none")
