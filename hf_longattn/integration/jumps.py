@@ -25,8 +25,8 @@ def masks_of_jumps(model: Any, input_ids: Tensor, position_ids: Tensor) -> Any:
         position_ids: int64 (batch, length).
 
     Returns:
-        masks by layer type, in which a sliding window is counted in positions. Ones (batch, length), without which a jump would
-        start a new text, for a model that has no such layers, or one whose window is as wide as its trained length.
+        masks by layer type, in which a sliding window is counted in positions. For a model without such layers, or with one as
+        wide as its trained length, ones (batch, length), without which a jump would start a new text.
     """
     config, ones = model.config.get_text_config(), torch.ones_like(input_ids)
     known = before(config)
