@@ -23,7 +23,7 @@ from hf_longattn.methods.registry import method_names
 from lab import pages
 from lab.markdown import filled
 from lab.papers.paper import ARGMAX
-from lab.pretrained import copies, longer_on_model, reading_far, runner
+from lab.pretrained import copies, longer_on_model, reading_far, regret, runner
 from lab.speed import speed
 
 ROOT = Path(__file__).parent.parent
@@ -358,6 +358,32 @@ def test_what_is_said_of_gemma_is_in_the_rows() -> None:
     told = "cost {:.2f} to {:.2f} nats in the three texts (`rerope`: {:.2f} to {:.2f}) and prose is {:.2f} to {:.2f} worse"
     bounds = [bound for values in (logn, rerope, prices) for bound in (min(values), max(values))]
     assert told.format(*bounds) in prose("docs/lab/longer.md")
+
+
+def test_the_regret_that_is_told_is_that_of_the_rows() -> None:
+    found = regret.regrets()
+    extend, rerope, yarn = ([r[2] for r in found[rule]] for rule in ("`extend`", "`rerope`", "YaRN × length"))
+    mean = {name: sum(x) / len(x) for name, x in (("extend", extend), ("rerope", rerope), ("yarn", yarn))}
+    text = prose("docs/lab/defaults.md")
+    assert f"takes is {mean['extend']:.3f} nats behind on average over {len(extend)} cases" in text
+    assert f"`rerope` alone is {mean['rerope']:.3f} behind, YaRN {mean['yarn']:.3f}" in text
+    assert min((sum(r[2] for r in rows) / len(rows), rule) for rule, rows in found.items() if rows)[1] == "`extend`"
+
+
+def test_what_is_said_of_gemma_at_twice_its_length_is_in_the_rows() -> None:
+    rows = [r | {"name": r["label"]} for r in runner.rows_of("reading-gemma.json") if r["length"] == 65536]
+    tempered = "rerope(window 16384) + logn"
+    found = {name: copies.pairs(rows, name, tempered) for name in {r["name"] for r in rows}}
+    plain = [-d for d, *_ in found["rerope(window 16384)"]]
+    assert f"{-mean_interval(plain)[0]:.2f} ± {mean_interval(plain)[1]:.2f} ahead of `rerope`" in prose("docs/lab/copies.md")
+    assert f"better than `rerope`** on {sum(d < 0 for d in plain)} of {len(plain)} copies" in prose("docs/lab/copies.md")
+    trained = [d for d, *_ in found[f"{tempered}, gemma-skipped"]]
+    far = [d for d, distance, length in found[f"{tempered}, gemma-skipped"] if distance > length]
+    (mean, half), (farther, interval) = mean_interval(trained), mean_interval(far)
+    said = (
+        f"copies are {-mean:.2f} ± {half:.2f} better than untrained, {-farther:.2f} ± {interval:.2f} those from farther back"
+    )
+    assert said in prose("docs/lab/training.md")
 
 
 def test_what_is_said_of_max_retrieval_in_100k_steps_is_in_the_rows() -> None:
