@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, families
-from helpers import close, crossed, fresh, model, tokens
+from helpers import close, crossed, fresh, model, stock, tokens
 from torch import Tensor
 from torch.distributed.tensor.experimental import context_parallel
 from transformers import StaticCache
 
 from hf_longattn import LongAttnConfig, Rotation, attention, reference_attention
+from hf_longattn.integration.jumps import masks_of_jumps
 
 LENGTH = 22
 SKIPS = ({6: 11, 15: 3}, {9: 17})  # per row of the batch: before which token how many positions are skipped
@@ -349,3 +350,17 @@ def test_where_a_text_starts_behind_a_window_is_not_guessed() -> None:
         else:
             with pytest.raises(ValueError, match="padding or lie before a window"):
                 m(ids[:, -new:], **last)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", [None, "rerope"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gemma4"])
+def test_a_sliding_window_is_counted_in_positions_across_a_jump(family: str, case: str | None) -> None:
+    """As in the long text, where it hides what lies before the gap; with a mask of ones such layers see across."""
+    m = stock(family).eval() if case is None else model(family, CASES[case])
+    ids, positions, slides = tokens(2, LENGTH), jumping(), family != "llama"
+    masks = masks_of_jumps(m, ids, positions)
+    assert isinstance(masks, dict) == slides
+    found = m(ids, position_ids=positions, attention_mask=masks, use_cache=False).logits
+    close(found, with_holes(m, ids, positions))
+    assert bool((with_skips(m, ids, positions) - found).abs().amax((1, 2)).gt(1e-3).all()) == slides

@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 
 pytest.importorskip("peft")
 pytest.importorskip("omegaconf")
-from cases import model_config
 from helpers import crossed
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -41,7 +40,6 @@ from hf_longattn.attention.kernels import precision
 from hf_longattn.cli import app
 from hf_longattn.evaluation.tasks import NeedleTask
 from hf_longattn.evaluation.tasks.sample import IGNORE
-from hf_longattn.integration.jumps import masks_of_jumps
 from hf_longattn.training import POSITIONS, RECIPES, Recipe, dump, load_recipe, plan, prepare, run
 from hf_longattn.training import data as data_module
 from hf_longattn.training import loss as loss_module
@@ -632,32 +630,6 @@ def test_skipped_windows_are_one_document_to_the_model() -> None:
     expected = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
     assert jump > 0
     assert out["loss"].item() == pytest.approx(float(expected), abs=1e-5)
-
-
-@pytest.mark.parametrize("method", [None, "rerope+logn"])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gemma4"])
-def test_a_sliding_window_is_counted_in_positions_across_a_jump(family: str, method: str | None) -> None:
-    """As in the long text, where it hides what lies before the gap."""
-    torch.manual_seed(0)
-    config = model_config(family)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    if method is not None:
-        hf_longattn.apply(model, method, window=9, train_length=20)
-    window = getattr(config, "sliding_window", None) or 8
-    ids = torch.randint(3, 90, (2, 24), generator=torch.Generator().manual_seed(1))
-    positions = torch.arange(24) + torch.tensor([[2], [window + 9]]) * (torch.arange(24) >= 12)
-    masks = masks_of_jumps(model, ids, positions)
-    found = model(ids, position_ids=positions, attention_mask=masks, use_cache=False).logits
-    for row, place, logits in zip(ids, positions, found, strict=True):
-        long = torch.full((1, int(place[-1]) + 1), 5)
-        long[0, place] = row
-        seen = torch.zeros_like(long)
-        seen[0, place] = 1
-        given = {"attention_mask": seen, "position_ids": torch.arange(long.shape[1])[None], "use_cache": False}
-        torch.testing.assert_close(logits, model(long, **given).logits[0, place], atol=1e-5, rtol=0)
-    ones = model(ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False).logits
-    assert ((ones - found)[:, 12:].abs().amax((1, 2)) > 1e-4).tolist() == [family != "llama"] * 2
-    assert isinstance(masks, dict) == (family != "llama")
 
 
 def test_needles_under_positions_that_skip() -> None:
