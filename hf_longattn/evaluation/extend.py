@@ -124,8 +124,8 @@ def _checked(model: nn.Module, config: LongAttnConfig, length: int) -> ModelFact
     if not config.key_bands:
         raise ValueError(
             f"{config.name} extends nothing: beyond the trained length a model meets distances that it does not know, "
-            'and only position remaps ("rerope", the default, "leaky_rerope", "self_extend", "dual_chunk", "yarn_beyond", "yarn_far") and '
-            "windows change those. Use hf_longattn.apply, beside hf_longattn.rope, if that is what you want"
+            'and only position remaps ("rerope", the default, "leaky_rerope", "self_extend", "dual_chunk", "yarn_beyond", '
+            '"yarn_far") and windows change those. Use hf_longattn.apply, beside hf_longattn.rope, if that is what you want'
         )
     bound, facts = bound_config(model, config)
     if facts.train_length is None:
