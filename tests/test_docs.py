@@ -360,6 +360,19 @@ def test_what_is_said_of_gemma_is_in_the_rows() -> None:
     assert told.format(*bounds) in prose("docs/lab/longer.md")
 
 
+def test_the_needles_that_gemma_is_said_to_find_are_those_of_the_rows() -> None:
+    tempered = "rerope(window 16384) + logn"
+    found = {
+        (r["label"], r["length"]): sum(r["list"]["found"])
+        for r in runner.rows_of("needles-on-model.json")
+        if r["model"] == "gemma-3-270m" and r["label"].startswith(tempered)
+    }
+    once, twice = (found[f"{tempered}, needle-gemma", length] for length in (32768, 65536))
+    assert f"({once} and {twice} of 48, untrained {found[tempered, 65536]})" in prose("docs/lab/needles.md")
+    control = [found[f"{tempered}, needle-gemma-control", length] for length in (32768, 65536)]
+    assert "the control {} within the trained length and {} at twice it".format(*control) in prose("docs/lab/needles.md")
+
+
 def test_the_regret_that_is_told_is_that_of_the_rows() -> None:
     found = regret.regrets()
     extend, rerope, yarn = ([r[2] for r in found[rule]] for rule in ("`extend`", "`rerope`", "YaRN × length"))
