@@ -322,10 +322,13 @@ def test_the_gains_that_are_told_are_those_of_the_table() -> None:
 def test_what_is_said_of_copies_is_in_the_rows() -> None:
     rows = [r for r in RowFile(ROOT / "lab" / "results" / "copies.json") if r["text"] not in copies.CHOOSING]
     text = prose("docs/lab/copies.md")
-    for length, said in ((12288, "by {:.2f} ± {:.2f} nats at one and a half times"), (16384, "by {:.2f} ± {:.2f} at twice")):
-        read = [r for r in rows if r["length"] == length]
-        found = copies.pairs(read, "rerope(window 4096)", "YaRN × 2")
-        assert len(found) == 72
+    for length, yarn, said in (
+        (12288, "YaRN × 2", "by {:.2f} ± {:.2f} nats at one and a half times"),
+        (16384, "YaRN × 2", "by {:.2f} ± {:.2f} at twice"),
+        (32768, "YaRN × 4", "by {:.2f} ± {:.2f} at four times"),
+    ):
+        found = copies.pairs([r for r in rows if r["length"] == length], "rerope(window 4096)", yarn)
+        assert len(found) == (48 if length == 32768 else 72)
         mean, half = mean_interval([d for d, *_ in found])
         assert said.format(-mean, half) in text
 
@@ -367,8 +370,10 @@ def test_the_needles_that_gemma_is_said_to_find_are_those_of_the_rows() -> None:
         for r in runner.rows_of("needles-on-model.json")
         if r["model"] == "gemma-3-270m" and r["label"].startswith(tempered)
     }
-    once, twice = (found[f"{tempered}, needle-gemma", length] for length in (32768, 65536))
-    assert f"({once} and {twice} of 48, untrained {found[tempered, 65536]})" in prose("docs/lab/needles.md")
+    once, twice, four = (found[f"{tempered}, needle-gemma", length] for length in (32768, 65536, 131072))
+    said = f"({once}, {twice} and {four} of 48; untrained {found[tempered, 65536]} at twice)"
+    assert said in prose("docs/lab/needles.md")
+    assert f"retrieves {four} of 48 needles at 131,072 tokens" in prose("docs/lab/needles.md")
     control = [found[f"{tempered}, needle-gemma-control", length] for length in (32768, 65536)]
     assert "the control {} within the trained length and {} at twice it".format(*control) in prose("docs/lab/needles.md")
 

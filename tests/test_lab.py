@@ -54,7 +54,7 @@ def run(program: Program, result: Path, model: Path, text: Path, *words: str) ->
     ("program", "length", "only", "names"),
     [
         (METHODS, 1536, r"^unmod|^scale_invariant\(\), cal", ["unmodified", "scale_invariant(), calibrated"]),
-        (COPIES, 4096, "^unmod|^rerope.*1024", ["rerope(window 1024)", "unmodified"]),
+        (COPIES, 4096, "^unmod|^rerope.*1024.$", ["rerope(window 1024)", "unmodified"]),
         (READING, 4096, "^rerope.*1024.$|YaRN × 2", ["rerope(window 1024)", "YaRN × 2"]),
         (NEEDLES_ON_MODEL, 4096, "^rerope.*1024.$|YaRN × 2", ["YaRN × 2", "rerope(window 1024)"]),
     ],
@@ -93,11 +93,11 @@ def test_committed_rows_are_not_measured_again(program: Program, tmp_path: Path)
     result = tmp_path / "rows.json"
     result.write_text(json.dumps(whole_file), encoding="utf-8")
     found = 0
-    for length, name, dtype, adapter, whole in {
-        (r["length"], r.get("text") or r["book"], r["dtype"], r.get("adapter"), r.get("whole")) for r in kept
+    for length, name, dtype, adapter, whole, segment in {
+        (r["length"], r.get("text") or r["book"], r["dtype"], r.get("adapter"), r.get("whole"), r.get("segment")) for r in kept
     }:
         args = Namespace(model=Path("SmolLM2-135M-Instruct"), result=result, only="", dtype=dtype)
-        args.adapter, args.whole, args.length = adapter and Path(adapter), whole, [length]
+        args.adapter, args.whole, args.segment, args.length = adapter and Path(adapter), whole, segment, [length]
         experiment = program.experiment(Text(Path(f"{name}.txt"), torch.zeros(1, 0), length, 8192), args)
         found += sum(cell.name in experiment.rows for cell in experiment.cells)
     assert found >= len(kept) - NOT_LISTED[program.file]
