@@ -52,7 +52,7 @@ PREFILL = LongAttnConfig.preset("streaming", window=4096)
 
 def settings(text: Text) -> list[Choice]:
     half, factor = text.trained // 2, text.length // (text.trained // 2)
-    shares = {"half": half, "quarter": half // 2, "eighth": text.trained // 8, "trained": text.trained}
+    shares = {"half": half, "eighth": text.trained // 8, "trained": text.trained}
     return choices("reading", **shares, factor=factor, halved=factor // 2)
 
 
