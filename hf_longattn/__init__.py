@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .integration import remove as remove
     from .integration import rope as rope
     from .integration import update as update
+    from .integration.jumps import masks_of_jumps as masks_of_jumps
     from .methods.adaptive_temperature import fit_adaptive_temperature as fit_adaptive_temperature
     from .methods.registry import register as register
     from .sharing.adapters import LongAttnLoraConfig as LongAttnLoraConfig
@@ -53,6 +54,7 @@ _NAMES = {
     "evaluation.extend": ("extend",),
     "sharing.hub": ("push", "save"),
     "integration": ("Description", "UntrainedWarning", "apply", "config_of", "describe", "remove", "rope", "update"),
+    "integration.jumps": ("masks_of_jumps",),
     "methods.adaptive_temperature": ("fit_adaptive_temperature",),
     "methods.registry": ("register",),
     "attention.reference": ("reference_attention",),

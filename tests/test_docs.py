@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -23,7 +24,7 @@ from hf_longattn.methods.registry import method_names
 from lab import pages
 from lab.markdown import filled
 from lab.papers.paper import ARGMAX
-from lab.pretrained import copies, longer_on_model, reading_far, regret, runner
+from lab.pretrained import copies, longer_on_model, paired, reading_far, regret, runner
 from lab.speed import speed
 
 ROOT = Path(__file__).parent.parent
@@ -66,8 +67,10 @@ def test_a_segment_over_kept_keys_is_read_as_in_one_pass(tmp_path: Path) -> None
     """By the way that made the keys; and by another over the first one's keys it is read differently."""
     model = AutoModelForCausalLM.from_pretrained(tiny.save(tmp_path)).eval()
     ids = torch.randint(97, (1, 900), generator=torch.Generator().manual_seed(0))
-    copies = reading_far.copies_at(900, 520)
-    assert [(c.distance, c.position) for c in copies] == [(489, 508), (574, 764)]
+    copies = reading_far.copies_at("tiny", 900, 520)
+    assert [c.position for c in copies] == [508, 764]
+    sources = sorted(c.position - c.distance for c in copies)  # in the text before, none repeated twice
+    assert 0 <= sources[0] <= sources[1] - 128 <= 380 - 256
     ids, taken = with_copies(ids, copies)
     assert int(taken.sum()) == 128 * len(copies)
     hf_longattn.apply(model, "rerope", window=64)
@@ -80,6 +83,13 @@ def test_a_segment_over_kept_keys_is_read_as_in_one_pass(tmp_path: Path) -> None
     assert found["prose"][-1] == pytest.approx(float(whole[:, 636:764].mean()), abs=2e-4)
     hf_longattn.apply(model, "rerope+logn", window=64, train_length=65)
     assert (token_losses(model, ids, last=519, prefix=before) - read)[:, 381:].abs().max() > 1e-2
+
+
+def test_no_passage_is_repeated_twice_over_kept_keys() -> None:
+    """The second repetition of a passage would be found in the first one, near by."""
+    for row in runner.rows_of("reading-*.json"):
+        sources = sorted(position - distance for distance, position in row["copies"])
+        assert min(b - a for a, b in itertools.pairwise(sources)) >= 128, row["command"]
 
 
 def test_an_adapters_weights_are_read_under_the_way_that_is_asked_for(tmp_path: Path) -> None:
@@ -268,6 +278,8 @@ def test_what_is_said_of_the_best_conversions_is_in_their_rows() -> None:
 
 def test_what_a_temperature_buys_at_64k_is_in_the_rows() -> None:
     read = json.loads((ROOT / "lab" / "results" / "reading-smollm2.json").read_text(encoding="utf-8"))["rows"]
+    about = {"segment": reading_far.SEGMENT, "text": "pride-and-prejudice"}
+    read = [row for row in read if "adapter" not in row and about.items() <= row.items()]
     rows = {row["name"]: row for row in read if row["length"] == 65536}
     plain = rows["rerope(window 4096)"]
     for name, said in {
@@ -280,7 +292,7 @@ def test_what_a_temperature_buys_at_64k_is_in_the_rows() -> None:
         assert said.startswith(f"{abs(mean):.2f} ± {half:.2f} ")
         assert said in prose("docs/lab/longer.md")
         assert (mean < 0) == (name == "infoscale")
-    short = {row["name"]: row for row in read if row["length"] == 32768 and "adapter" not in row}
+    short = {row["name"]: row for row in read if row["length"] == 32768}
     pair = (short[f"rerope(window 4096){name}"] for name in (" + infoscale", ""))
     mean, half = mean_interval([a - b for a, b in zip(*(reading_far.kept(row)[2] for row in pair), strict=True)])
     assert f"and {-mean:.2f} ± {half:.2f} lower; prose does not change measurably" in prose("docs/lab/longer.md")
@@ -327,10 +339,21 @@ def test_what_is_said_of_copies_is_in_the_rows() -> None:
         (16384, "YaRN × 2", "by {:.2f} ± {:.2f} at twice"),
         (32768, "YaRN × 4", "by {:.2f} ± {:.2f} at four times"),
     ):
-        found = copies.pairs([r for r in rows if r["length"] == length], "rerope(window 4096)", yarn)
+        found = paired.pairs([r for r in rows if r["length"] == length], "rerope(window 4096)", yarn)
         assert len(found) == (48 if length == 32768 else 72)
         mean, half = mean_interval([d for d, *_ in found])
         assert said.format(-mean, half) in text
+
+
+def test_what_is_said_of_infoscale_at_four_times_the_length_is_in_the_rows() -> None:
+    kept = [r | {"name": r["label"]} for r in runner.rows_of("reading-smollm2.json")]
+    rows = [r for r in kept if (r["length"], r["segment"]) == (32768, 5120)]
+    plain = "rerope(window 4096)"
+    found = [d for d, *_ in paired.pairs(rows, f"{plain} + infoscale", plain)]
+    better = f"{sum(d < 0 for d in found)} of {len(found)}"
+    price = paired.pieces(paired.by_text(rows, f"{plain} + infoscale", plain)).split(" (")[0].lstrip("+")
+    assert f"is better on {better} copies, near and far, at {price} on prose" in prose("docs/lab/copies.md")
+    assert f"better on {better}, at {price} on prose" in prose("docs/lab/defaults.md")
 
 
 def test_the_pictures_and_badges_of_the_readme_are_made_of_what_there_is() -> None:
@@ -350,7 +373,7 @@ def test_the_quickstart_is_short_and_shows_what_it_prints() -> None:
 def test_what_is_said_of_gemma_is_in_the_rows() -> None:
     rows: dict[str, dict[str, Any]] = {}
     for row in RowFile(ROOT / "lab" / "results" / "reading-gemma.json"):
-        if row["length"] == 131072 and "adapter" not in row:
+        if (row["length"], row["segment"]) == (131072, reading_far.SEGMENT) and "adapter" not in row:
             rows.setdefault(row["text"], {})[row["name"]] = row
     assert len(rows) == 3
     pairs = [(r["rerope(window 16384) + logn"], r["rerope(window 16384)"]) for r in rows.values()]
@@ -390,11 +413,17 @@ def test_the_regret_that_is_told_is_that_of_the_rows() -> None:
 
 def test_what_is_said_of_gemma_at_twice_its_length_is_in_the_rows() -> None:
     rows = [r | {"name": r["label"]} for r in runner.rows_of("reading-gemma.json") if r["length"] == 65536]
-    tempered = "rerope(window 16384) + logn"
-    found = {name: copies.pairs(rows, name, tempered) for name in {r["name"] for r in rows}}
-    plain = [-d for d, *_ in found["rerope(window 16384)"]]
-    assert f"{-mean_interval(plain)[0]:.2f} ± {mean_interval(plain)[1]:.2f} ahead of `rerope`" in prose("docs/lab/copies.md")
-    assert f"better than `rerope`** on {sum(d < 0 for d in plain)} of {len(plain)} copies" in prose("docs/lab/copies.md")
+    tempered, plain = "rerope(window 16384) + logn", "rerope(window 16384)"
+    found = {name: paired.pairs(rows, name, tempered) for name in {r["name"] for r in rows}}
+    ahead = [
+        [-d for d, *_ in paired.pairs(rows, name, plain)] for name in (tempered, "self_extend(window 4096, group 4) + logn")
+    ]
+    said = " and ".join("{:.2f} ± {:.2f}".format(*mean_interval(x)) for x in ahead)
+    assert f"under `rerope+logn` and `self_extend+logn`, {said} ahead of `rerope`" in prose("docs/lab/copies.md")
+    better = f"on {sum(d > 0 for d in ahead[0])} of {len(ahead[0])} copies"
+    price = paired.pieces(paired.by_text(rows, tempered, plain)).split(" (")[0].lstrip("+")
+    assert f"better than `rerope`** {better}, near and far, at {price} on prose" in prose("docs/lab/copies.md")
+    assert f"better {better} in three texts, two of which suggested nothing, at {price}" in prose("docs/lab/defaults.md")
     trained = [d for d, *_ in found[f"{tempered}, gemma-skipped"]]
     far = [d for d, distance, length in found[f"{tempered}, gemma-skipped"] if distance > length]
     (mean, half), (farther, interval) = mean_interval(trained), mean_interval(far)

@@ -158,7 +158,7 @@ def test_extend_puts_a_temperature_beside_where_one_pays() -> None:
         return hf_longattn.config_of(hf_longattn.extend(fresh(family, max_position_embeddings=24), to=to, **how)).name
 
     assert [chosen("qwen3", to) for to in (47, 48, 400)] == ["rerope", "rerope+logn", "rerope+logn"]
-    assert [chosen("llama", to) for to in (191, 192)] == ["rerope", "rerope+infoscale"]
+    assert [chosen("llama", to) for to in (95, 96)] == ["rerope", "rerope+infoscale"]
     assert chosen("qwen3", 200, purpose="retrieval") == "rerope+logn"
     assert chosen("qwen3", 200, purpose="reading") == "leaky_rerope"
     assert chosen("qwen3", 200, method="rerope") == "rerope"

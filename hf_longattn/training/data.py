@@ -159,11 +159,14 @@ class Windows(Dataset[Example]):
 class StreamedWindows(IterableDataset[Example]):
     """Windows made as training goes; every pass gives the same."""
 
-    def __init__(self, sources: list[str], hub: Hub, tokenizer: Any, length: int, finish: Finish) -> None:
-        self.sources, self.hub, self.tokenizer, self.length, self.finish = sources, hub, tokenizer, length, finish
+    def __init__(
+        self, sources: list[str], hub: Hub, tokenizer: Any, length: int, start: Sequence[int], finish: Finish
+    ) -> None:
+        self.sources, self.hub, self.tokenizer = sources, hub, tokenizer
+        self.length, self.start, self.finish = length, start, finish
 
     def __iter__(self) -> Iterator[Example]:
-        rows = pack(documents(self.sources, self.hub, self.tokenizer), self.length, Encoder(self.tokenizer).start)
+        rows = pack(documents(self.sources, self.hub, self.tokenizer), self.length, self.start)
         for index, (ids, positions) in enumerate(rows):
             yield self.finish(index, ids, positions)
 
@@ -224,7 +227,7 @@ class Data:
             return
         finish = Finish(recipe.packing == "documents", skip, recipe.seed)
         if recipe.hub.streaming:
-            self.train = StreamedWindows(sources, recipe.hub, tokenizer, recipe.length, finish)
+            self.train = StreamedWindows(sources, recipe.hub, tokenizer, recipe.length, self.start, finish)
         elif kept_out is not None:
             self.train = Windows(pack(documents(sources, recipe.hub, tokenizer), recipe.length, self.start), finish)
         else:

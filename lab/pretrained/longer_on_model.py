@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ COPIES = [
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--adapter", type=Path, help="a PEFT adapter to put into the model first")
+    runner.adapter_option(parser)
     parser.add_argument("--prefill", type=int, help="read through a cache, this many tokens at a time; default: one pass")
 
 

@@ -168,10 +168,6 @@ def settings(text: Text) -> list[Choice]:
     return [c for c in found if factor > 1 or not c.setting.rope]
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--adapter", type=Path, help="a PEFT adapter to put into the model first")
-
-
 NEEDLES_ON_MODEL = Program(
     "needles_on_model",
     RESULTS / "needles-on-model.json",
@@ -180,7 +176,7 @@ NEEDLES_ON_MODEL = Program(
     measure,
     longer_on_model.key,
     lambda choice, text, args: load(choice, args.model, args.dtype, text.calibration, args.adapter),
-    options,
+    runner.adapter_option,
     lengths=(8192, 16384, 32768),
 )
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ from hf_longattn.evaluation.rows import Row
 from hf_longattn.evaluation.settings import Setting
 from hf_longattn.evaluation.statistics import mean_interval
 from lab.markdown import Contents
-from lab.pretrained import longer_on_model, runner
+from lab.pretrained import longer_on_model, paired, runner
 from lab.pretrained.runner import RESULTS, Choice, Program, Text, choices, described, lines, parts
 
 PROTOCOL = (
@@ -52,15 +52,21 @@ PREFILL = LongAttnConfig.preset("streaming", window=4096)
 
 def settings(text: Text) -> list[Choice]:
     half, factor = text.trained // 2, text.length // (text.trained // 2)
-    shares = {"half": half, "eighth": text.trained // 8, "trained": text.trained}
+    shares = {"half": half, "quarter": text.trained // 4, "eighth": text.trained // 8, "trained": text.trained}
     return choices("reading", **shares, factor=factor, halved=factor // 2)
 
 
-def copies_at(length: int, segment: int = SEGMENT) -> list[Copy]:
-    """Passages that the segment repeats, each behind as many tokens of prose; a longer segment goes through SHARES again."""
+def copies_at(text: str, length: int, segment: int = SEGMENT) -> list[Copy]:
+    """Passages that the segment repeats, each behind as many tokens of prose: from SHARES, or in a segment of another length
+    from places drawn once per text and length, evenly spread over the text before."""
     before = length - segment
-    positions = range(before + PASSAGE, length, 2 * PASSAGE)
-    return [Copy(p - int(before * share), p) for p, share in zip(positions, itertools.cycle(SHARES), strict=False)]
+    positions = range(before + PASSAGE, length - PASSAGE + 1, 2 * PASSAGE)
+    if segment == SEGMENT:
+        return [Copy(p - int(before * share), p) for p, share in zip(positions, SHARES, strict=True)]
+    rng = random.Random(f"{text}:{length}")
+    sources = runner.drawn(rng, len(positions), before)
+    rng.shuffle(sources)
+    return [Copy(p - source, p) for p, source in zip(positions, sources, strict=True)]
 
 
 def load(choice: Choice, model: Path, dtype: str, calibration: Tensor, adapter: Path | None) -> Any:
@@ -75,7 +81,7 @@ def load(choice: Choice, model: Path, dtype: str, calibration: Tensor, adapter: 
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--adapter", type=Path, help="a PEFT adapter to put into the model first")
+    runner.adapter_option(parser)
     parser.add_argument("--segment", type=int, default=SEGMENT, help="tokens at the end that are measured")
     parser.add_argument("--whole", action="store_true", help="each way reads the text before the segment itself")
     parser.add_argument("--keys", type=Path, help="keep the keys of the text before here, for the next call (23 KiB a token)")
@@ -129,7 +135,7 @@ BEFORE = Before()
 
 
 def measure(model: Any, text: Text, choice: Choice, args: argparse.Namespace) -> Row:
-    copies = copies_at(text.length, args.segment)
+    copies = copies_at(text.name, text.length, args.segment)
     ids, _ = with_copies(text.ids, copies)
     before = BEFORE(model, text, choice, args, ids)
     found = measured(token_losses(model, ids, last=args.segment - 1, prefix=before), copies)
@@ -170,8 +176,13 @@ def kept(row: Row) -> tuple[list[float], list[float], list[float]]:
 
 
 def contents() -> Contents:
-    """What stands below `<!-- reading: [model] text length [whole] -->`, with `| label | ...` behind it these rows alone, and
-    below `<!-- reading-less: [model] text length -->`, with `| label | label | ...` the further ones less the first."""
+    """What stands below these marks.
+
+    `<!-- reading: [model] text length [whole] -->`: means; with `| label | ...` behind it of these rows alone.
+    `<!-- reading-less: [model] text length -->`: with `| label | label | ...` the further ones less the first.
+    `<!-- far copies: model length | other -->`: rows of longer segments, of all texts, less the other; without adapters, or
+    with `| label | ...` behind it these alone.
+    """
     rows = runner.rows_of("reading-*.json")
 
     def asked(what: str) -> tuple[dict[str, Row], list[str]]:
@@ -183,7 +194,15 @@ def contents() -> Contents:
         here = {r["label"]: r for r in rows if tuple(r[k] for k in told) == wanted}
         return here, labels or [label for label, r in here.items() if "adapter" not in r]
 
+    def far(what: str) -> str:
+        (model, length), (other, *only) = parts(what)
+        kept = [r | {"name": r["label"]} for r in rows if r["segment"] != SEGMENT]
+        wanted = [r for r in kept if (r["model"], r["length"]) == (model, int(length))]
+        named = [r for r in wanted if (r["name"] in (other, *only) if only else "adapter" not in r)]
+        return paired.less(named, other, paired.pieces, "prose")
+
     return {
+        "far copies": far,
         "reading": lambda what: shown(*asked(what)),
         "reading-less": lambda what: lines(["", "Δ prose", "Δ all copies", f"Δ {FAR}"], less(*asked(what), "|" in what)),
     }

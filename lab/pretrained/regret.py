@@ -10,7 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hf_longattn.evaluation.extend import rerope_with, temperature
 from hf_longattn.evaluation.rows import Row
+from hf_longattn.methods.method import ModelFacts
 from lab.markdown import Contents, table
 from lab.pretrained.copies import CHOOSING
 from lab.pretrained.runner import STEP, rows_of
@@ -33,6 +35,8 @@ def losses(row: Row) -> Losses:
 def methods(row: Row) -> str:
     """A row's methods and position encoding by name, where their parameters are those that grow with the length."""
     config, rope, times = row["config"] or {}, row["rope"], row["length"] / row["trained"]
+    if "parts" in config:
+        return row["name"]
     if rope:
         return f"{rope[0]} × length" if rope[1:] == [max(2.0, times)] else str(rope)
     named = [x for x in config.values() if isinstance(x, dict) and "name" in x]
@@ -54,8 +58,9 @@ def searched(yarn_far: dict[str, Any], factor: float) -> bool:
 
 def default(row: Row) -> str:
     """What `extend` takes in that row's case."""
-    name, times = ("logn", 2) if row["model"] in QK_NORM else ("infoscale", 8)
-    return f"rerope+{name}" if row["length"] >= times * row["trained"] else "rerope"
+    known = {"train_length": row["trained"], "qk_norm": row["model"] in QK_NORM}
+    facts = ModelFacts(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, value_dim=1, **known)
+    return rerope_with(temperature(facts, row["length"]))
 
 
 RULES: dict[str, Callable[[Row], str]] = {
@@ -65,6 +70,8 @@ RULES: dict[str, Callable[[Row], str]] = {
     "`rerope+logn`": lambda row: "rerope+logn",
     "`yarn_far`": lambda row: "yarn_far",
     "`self_extend`": lambda row: "self_extend",
+    "`self_extend+infoscale`": lambda row: "self_extend+infoscale",
+    "`self_extend+logn`": lambda row: "self_extend+logn",
     "`leaky_rerope`": lambda row: "leaky_rerope",
     "`yarn_beyond`": lambda row: "yarn_beyond",
     "YaRN × length": lambda row: "yarn × length",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from hf_longattn import calibrate
 from hf_longattn.attention.kernels.precision import fast_dtype
-from hf_longattn.evaluation import experiment
+from hf_longattn.evaluation import PASSAGE, experiment
 from hf_longattn.evaluation.loading import load_setting
 from hf_longattn.evaluation.rows import Row, RowFile, versions_line
 from hf_longattn.evaluation.settings import Setting, parse_rope
@@ -227,6 +228,18 @@ def described(choice: Choice, trained: int) -> Row:
         "config": config and config.to_dict(),
         "rope": [rope[0], *rope[1]] if rope else [],
     }
+
+
+def drawn(rng: random.Random, count: int, length: int) -> list[int]:
+    """A place for a passage in each of `count` equal parts of a text; none meets another."""
+    part = length // count
+    if part < PASSAGE + 1:
+        raise SystemExit(f"{count} passages do not fit in {length} tokens")
+    return [n * part + rng.randrange(part - PASSAGE) for n in range(count)]
+
+
+def adapter_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--adapter", type=Path, help="a PEFT adapter to put into the model first")
 
 
 def with_adapter(choice: Choice, adapter: Path | None) -> Choice:
