@@ -197,7 +197,8 @@ def test_candidates_reach(trained: int, to: int) -> None:
 
 def test_a_temperature_is_a_candidate_where_it_pays() -> None:
     names = [s.name for s in candidates(8192, 65536)]
-    assert [s.name for s in candidates(8192, 65536, "infoscale")] == [*names, "rerope+infoscale:window=4096"]
+    beside = ["rerope+infoscale:window=4096", "self_extend+infoscale:window=1024:group=9"]
+    assert [s.name for s in candidates(8192, 65536, "infoscale")] == [*names, *beside]
     assert not any(map(extension.tempered, names))
 
 

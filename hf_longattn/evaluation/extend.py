@@ -185,7 +185,7 @@ def rerope_with(temperature: str | None) -> str:
 
 def candidates(train_length: int, to: int, temperature: str | None = None, plain: bool = True) -> list[Setting]:
     """What `hf-longattn extend` tries: the unmodified model, YaRN where rotation is plain, each kind of remap that reaches
-    `to`, two ways, and where a temperature pays ReRoPE with it.
+    `to`, two ways, and where a temperature pays ReRoPE and SelfExtend with it.
 
     `to` the trained length: what improves retrieval within it.
     """
@@ -206,7 +206,7 @@ def candidates(train_length: int, to: int, temperature: str | None = None, plain
     if plain:
         remaps.append(f"yarn_beyond:factor={to / train_length}")
     if temperature is not None:
-        remaps.append(f"{rerope_with(temperature)}:window={half}")
+        remaps += [f"rerope+{temperature}:window={half}", f"self_extend+{temperature}:window={eighth}:group={fine}"]
     return [Setting(UNMODIFIED), *yarn, *map(Setting.parse, remaps)]
 
 

@@ -7,7 +7,7 @@ less the lowest of any setting: on prose beyond the trained length, on copies th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hf_longattn.evaluation.extend import rerope_with, temperature
@@ -92,32 +92,38 @@ def cases() -> Iterator[list[Row]]:
         yield from (rows for rows in found.values() if len(rows) > 1)
 
 
-def regrets() -> dict[str, list[tuple[float, float, float]]]:
-    """Of each rule, its regret on prose, on copies and on their mean, case by case."""
-    result: dict[str, list[tuple[float, float, float]]] = {name: [] for name in RULES}
-    for rows in cases():
+def regrets() -> dict[str, dict[int, tuple[float, float, float]]]:
+    """Of each rule, its regret on prose, on copies and on their mean, by the number of the case."""
+    result: dict[str, dict[int, tuple[float, float, float]]] = {name: {} for name in RULES}
+    for case, rows in enumerate(cases()):
         of = {methods(row): losses(row) for row in rows}
         best = [min(values) for values in zip(*((p, c, (p + c) / 2) for p, c in of.values()), strict=True)]
         for name, rule in RULES.items():
             if (taken := rule(rows[0])) in of:
                 p, c = of[taken]
-                result[name].append(tuple(x - y for x, y in zip((p, c, (p + c) / 2), best, strict=True)))
+                result[name][case] = (p - best[0], c - best[1], (p + c) / 2 - best[2])
     return result
 
 
+def apart(one: Mapping[int, tuple[float, float, float]], other: Mapping[int, tuple[float, float, float]]) -> list[float]:
+    """By how much one rule's regret of the mean exceeds another's, of the cases where they take different settings."""
+    return [x for case in one if case in other and (x := one[case][2] - other[case][2])]
+
+
 def contents() -> Contents:
-    """What stands below `<!-- regret: all -->`."""
+    """What stands below `<!-- regret: all -->`: in brackets, in how many cases a rule is ahead of `extend`."""
 
     def asked(_: str) -> str:
-        body = []
-        for name, found in regrets().items():
+        body, regret = [], regrets()
+        for name, found in regret.items():
             if found:
-                means = [sum(column) / len(found) for column in zip(*found, strict=True)]
-                body.append(
-                    (means[2], [name, str(len(found)), *(f"{x:.3f}" for x in means), f"{max(x[2] for x in found):.3f}"])
-                )
+                means = [sum(column) / len(found) for column in zip(*found.values(), strict=True)]
+                less = apart(found, regret["`extend`"])
+                beside = f"{sum(less) / len(less):+.3f} ({sum(x < 0 for x in less)} of {len(less)})" if less else "–"
+                worst = f"{max(x[2] for x in found.values()):.3f}"
+                body.append((means[2], [name, str(len(found)), *(f"{x:.3f}" for x in means), worst, beside]))
         head = ["rule", "cases", "behind the best on prose", "on copies", "on their mean", "worst case of the mean"]
-        return table(head, [cells for _, cells in sorted(body)])
+        return table([*head, "mean less that of `extend`, cases of both"], [cells for _, cells in sorted(body)])
 
     return {"regret": asked}
 
