@@ -111,7 +111,7 @@ def test_a_sound_checkpoint_of_ours(tmp_path: Path, sound: Path) -> None:
     hf_longattn.save(model, tmp_path)
     code, text = told(tmp_path)
     assert code == 0, text
-    assert "rerope, as recorded" in text
+    assert "rerope+infoscale, as recorded" in text
     assert "trained at 512: max_position_embeddings" in text
     assert "ok extend to 4,096: rerope(window=256)+infoscale in every attention layer" in text  # from the trained length on
     assert "at 1,920" in text  # as far as the config announces

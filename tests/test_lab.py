@@ -133,8 +133,9 @@ def test_regret_is_what_a_rule_is_behind_the_best(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(regret, "MEASURED", ("one",))
     monkeypatch.setattr(regret, "rows_of", lambda pattern: rows)
     found = regret.regrets()
-    assert found["YaRN × length"] == [pytest.approx((0.0, 1.0, 0.4))]
-    assert found["`extend`"] == found["`rerope`"] == [pytest.approx((0.2, 0.0, 0.0))]
+    assert found["YaRN × length"] == {0: pytest.approx((0.0, 1.0, 0.4))}
+    assert found["`extend`"] == found["`rerope`"] == {0: pytest.approx((0.2, 0.0, 0.0))}
+    assert regret.apart(found["YaRN × length"], found["`extend`"]) == [pytest.approx(0.4)]
     assert not found["unmodified"]
 
 
