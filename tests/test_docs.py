@@ -397,8 +397,9 @@ def test_the_needles_that_gemma_is_said_to_find_are_those_of_the_rows() -> None:
     said = f"({once}, {twice} and {four} of 48; untrained {found[tempered, 65536]} at twice)"
     assert said in prose("docs/lab/needles.md")
     assert f"retrieves {four} of 48 needles at 131,072 tokens" in prose("docs/lab/needles.md")
-    control = [found[f"{tempered}, needle-gemma-control", length] for length in (32768, 65536)]
-    assert "the control {} within the trained length and {} at twice it".format(*control) in prose("docs/lab/needles.md")
+    control = [found[f"{tempered}, needle-gemma-control", length] for length in (32768, 65536, 131072)]
+    said = "the control {} within the trained length and {} at twice it, {} at four times".format(*control)
+    assert said in prose("docs/lab/needles.md")
 
 
 def test_the_regret_that_is_told_is_that_of_the_rows() -> None:
