@@ -404,7 +404,7 @@ def test_the_needles_that_gemma_is_said_to_find_are_those_of_the_rows() -> None:
 
 def test_the_regret_that_is_told_is_that_of_the_rows() -> None:
     found = regret.regrets()
-    extend, rerope, yarn = ([r[2] for r in found[rule].values()] for rule in ("`extend`", "`rerope`", "YaRN × length"))
+    extend, rerope, yarn = ([r.mean for r in found[rule].values()] for rule in ("`extend`", "`rerope`", "YaRN × length"))
     mean = {name: sum(x) / len(x) for name, x in (("extend", extend), ("rerope", rerope), ("yarn", yarn))}
     text = prose("docs/lab/defaults.md")
     assert f"takes is {mean['extend']:.3f} nats behind on average over {len(extend)} cases" in text

@@ -20,7 +20,7 @@ from lab.pretrained.runner import RESULTS, Choice, Program, Text, choices, descr
 
 RESULT = RESULTS / "copies.json"
 #: Texts on which settings were chosen; tables show them apart.
-CHOOSING = ("emma", "northangerabbey")
+CHOOSING = ("emma", "mansfieldpark", "northangerabbey")
 PROTOCOL = (
     "The first `length` tokens of a text, read through a cache, 2,048 at a time. Beyond the trained length, `copies` "
     "([distance, position]) overwrite 128 tokens by those `distance` before, at places and from distances drawn once per text "

@@ -34,6 +34,7 @@ from hf_longattn.evaluation.settings import Setting
 from hf_longattn.evaluation.statistics import mean_interval
 from lab.markdown import Contents
 from lab.pretrained import longer_on_model, paired, runner
+from lab.pretrained.copies import CHOOSING
 from lab.pretrained.runner import RESULTS, Choice, Program, Text, choices, described, lines, parts
 
 PROTOCOL = (
@@ -53,7 +54,7 @@ PREFILL = LongAttnConfig.preset("streaming", window=4096)
 def settings(text: Text) -> list[Choice]:
     half, factor = text.trained // 2, text.length // (text.trained // 2)
     shares = {"half": half, "quarter": text.trained // 4, "eighth": text.trained // 8, "trained": text.trained}
-    return choices("reading", **shares, factor=factor, halved=factor // 2)
+    return choices("reading", **shares, factor=factor, halved=max(2, factor // 2))
 
 
 def copies_at(text: str, length: int, segment: int = SEGMENT) -> list[Copy]:
@@ -180,8 +181,9 @@ def contents() -> Contents:
 
     `<!-- reading: [model] text length [whole] -->`: means; with `| label | ...` behind it of these rows alone.
     `<!-- reading-less: [model] text length -->`: with `| label | label | ...` the further ones less the first.
-    `<!-- far copies: model length | other -->`: rows of longer segments, of all texts, less the other; without adapters, or
-    with `| label | ...` behind it these alone.
+    `<!-- far copies: model length | other -->`: rows of longer segments, of texts that chose nothing, less the other; without
+    adapters, or with `| label | ...` behind it these alone.
+    `<!-- far choosing: ... -->`: likewise, on those that did.
     """
     rows = runner.rows_of("reading-*.json")
 
@@ -194,15 +196,16 @@ def contents() -> Contents:
         here = {r["label"]: r for r in rows if tuple(r[k] for k in told) == wanted}
         return here, labels or [label for label, r in here.items() if "adapter" not in r]
 
-    def far(what: str) -> str:
+    def far(what: str, choosing: bool = False) -> str:
         (model, length), (other, *only) = parts(what)
-        kept = [r | {"name": r["label"]} for r in rows if r["segment"] != SEGMENT]
+        kept = [r | {"name": r["label"]} for r in rows if r["segment"] != SEGMENT and (r["text"] in CHOOSING) == choosing]
         wanted = [r for r in kept if (r["model"], r["length"]) == (model, int(length))]
         named = [r for r in wanted if (r["name"] in (other, *only) if only else "adapter" not in r)]
         return paired.less(named, other, paired.pieces, "prose")
 
     return {
         "far copies": far,
+        "far choosing": lambda what: far(what, True),
         "reading": lambda what: shown(*asked(what)),
         "reading-less": lambda what: lines(["", "Δ prose", "Δ all copies", f"Δ {FAR}"], less(*asked(what), "|" in what)),
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_longattn.evaluation.extend import rerope_with, temperature
 from hf_longattn.evaluation.rows import Row
@@ -21,15 +21,21 @@ MEASURED = ("copies.json", "longer-*.json", "reading-*.json")
 #: Models whose queries and keys are normalised.
 QK_NORM = {"gemma-3-270m"}
 
-Losses = tuple[float, float]
+
+class Losses(NamedTuple):
+    """On prose beyond the trained length, and on the copies that stand there; of a row, or of a rule less the best there."""
+
+    prose: float
+    copies: float
+    mean: float
 
 
 def losses(row: Row) -> Losses:
-    """Mean loss on prose beyond the trained length, and on the copies that stand there."""
     edge = 0 if "segment" in row else row["trained"] // STEP
     copies = [x for (_, at), x in zip(row["copies"], row["copying"], strict=True) if at >= row["trained"]]
     prose = row["prose"][edge:]
-    return sum(prose) / len(prose), sum(copies) / len(copies)
+    p, c = sum(prose) / len(prose), sum(copies) / len(copies)
+    return Losses(p, c, (p + c) / 2)
 
 
 def methods(row: Row) -> str:
@@ -92,22 +98,21 @@ def cases() -> Iterator[list[Row]]:
         yield from (rows for rows in found.values() if len(rows) > 1)
 
 
-def regrets() -> dict[str, dict[int, tuple[float, float, float]]]:
-    """Of each rule, its regret on prose, on copies and on their mean, by the number of the case."""
-    result: dict[str, dict[int, tuple[float, float, float]]] = {name: {} for name in RULES}
+def regrets() -> dict[str, dict[int, Losses]]:
+    """The regret of each rule, by the number of the case."""
+    result: dict[str, dict[int, Losses]] = {name: {} for name in RULES}
     for case, rows in enumerate(cases()):
         of = {methods(row): losses(row) for row in rows}
-        best = [min(values) for values in zip(*((p, c, (p + c) / 2) for p, c in of.values()), strict=True)]
+        best = Losses(*map(min, zip(*of.values(), strict=True)))
         for name, rule in RULES.items():
             if (taken := rule(rows[0])) in of:
-                p, c = of[taken]
-                result[name][case] = (p - best[0], c - best[1], (p + c) / 2 - best[2])
+                result[name][case] = Losses(*(x - least for x, least in zip(of[taken], best, strict=True)))
     return result
 
 
-def apart(one: Mapping[int, tuple[float, float, float]], other: Mapping[int, tuple[float, float, float]]) -> list[float]:
+def apart(one: Mapping[int, Losses], other: Mapping[int, Losses]) -> list[float]:
     """By how much one rule's regret of the mean exceeds another's, of the cases where they take different settings."""
-    return [x for case in one if case in other and (x := one[case][2] - other[case][2])]
+    return [x for case in one if case in other and (x := one[case].mean - other[case].mean)]
 
 
 def contents() -> Contents:
@@ -120,7 +125,7 @@ def contents() -> Contents:
                 means = [sum(column) / len(found) for column in zip(*found.values(), strict=True)]
                 less = apart(found, regret["`extend`"])
                 beside = f"{sum(less) / len(less):+.3f} ({sum(x < 0 for x in less)} of {len(less)})" if less else "–"
-                worst = f"{max(x[2] for x in found.values()):.3f}"
+                worst = f"{max(x.mean for x in found.values()):.3f}"
                 body.append((means[2], [name, str(len(found)), *(f"{x:.3f}" for x in means), worst, beside]))
         head = ["rule", "cases", "behind the best on prose", "on copies", "on their mean", "worst case of the mean"]
         return table([*head, "mean less that of `extend`, cases of both"], [cells for _, cells in sorted(body)])
