@@ -345,9 +345,28 @@ def test_what_is_said_of_copies_is_in_the_rows() -> None:
         assert said.format(-mean, half) in text
 
 
+def over_kept_keys(file: str, length: int, choosing: bool = False) -> list[dict[str, Any]]:
+    rows = [r for r in runner.rows_of(file) if (r["length"], r["segment"]) == (length, 5120)]
+    return [r | {"name": r["label"]} for r in rows if (r["text"] in copies.CHOOSING) == choosing]
+
+
+def test_what_is_said_of_wider_windows_of_self_extend_is_in_the_rows() -> None:
+    smollm2 = over_kept_keys("reading-smollm2.json", 32768, True), "rerope(window 4096) + infoscale", "4096, group 8"
+    gemma = (
+        (over_kept_keys("reading-gemma.json", length, True), "rerope(window 16384) + logn", f"16384, group {group}")
+        for length, group in ((65536, 4), (131072, 8))
+    )
+    told = []
+    for rows, base, window in (smollm2, *gemma):
+        found = paired.pairs(rows, f"self_extend(window {window}) + {base.split(' + ')[1]}", base)
+        mean, half = mean_interval([d for d, distance, trained in found if distance > trained])
+        assert mean > half
+        told.append(f"{mean:.2f} ± {half:.2f}")
+    assert "by {} in SmolLM2, by {} and {} in Gemma 3".format(*told) in prose("docs/lab/copies.md")
+
+
 def test_what_is_said_of_infoscale_at_four_times_the_length_is_in_the_rows() -> None:
-    kept = [r | {"name": r["label"]} for r in runner.rows_of("reading-smollm2.json")]
-    rows = [r for r in kept if (r["length"], r["segment"]) == (32768, 5120)]
+    rows = over_kept_keys("reading-smollm2.json", 32768)
     plain = "rerope(window 4096)"
     found = [d for d, *_ in paired.pairs(rows, f"{plain} + infoscale", plain)]
     better = f"{sum(d < 0 for d in found)} of {len(found)}"
@@ -415,7 +434,7 @@ def test_the_regret_that_is_told_is_that_of_the_rows() -> None:
 
 
 def test_what_is_said_of_gemma_at_twice_its_length_is_in_the_rows() -> None:
-    rows = [r | {"name": r["label"]} for r in runner.rows_of("reading-gemma.json") if r["length"] == 65536]
+    rows = over_kept_keys("reading-gemma.json", 65536)
     tempered, plain = "rerope(window 16384) + logn", "rerope(window 16384)"
     found = {name: paired.pairs(rows, name, tempered) for name in {r["name"] for r in rows}}
     ahead = [
@@ -444,7 +463,7 @@ def test_what_is_said_of_gemma_at_twice_its_length_is_in_the_rows() -> None:
 
 
 def test_what_half_strength_keeps_of_smollm2s_training_is_in_the_rows() -> None:
-    rows = [r | {"name": r["label"]} for r in runner.rows_of("reading-smollm2.json") if r["length"] == 16384]
+    rows = over_kept_keys("reading-smollm2.json", 16384)
     base = "rerope(window 4096)"
     whole, halved = ([d for d, *_ in paired.pairs(rows, f"{base}, rerope-skipped{x}", base)] for x in ("", "-half"))
     (gain, _), (kept, _), better = mean_interval(whole), mean_interval(halved), sum(d < 0 for d in halved)

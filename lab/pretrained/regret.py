@@ -20,6 +20,8 @@ from lab.pretrained.runner import STEP, rows_of
 MEASURED = ("copies.json", "longer-*.json", "reading-*.json")
 #: Models whose queries and keys are normalised.
 QK_NORM = {"gemma-3-270m"}
+#: The trained length in default windows, of methods whose window grows with it.
+WINDOWS = {"rerope": 2, "leaky_rerope": 2, "yarn_far": 2, "self_extend": 8}
 
 
 class Losses(NamedTuple):
@@ -50,8 +52,9 @@ def methods(row: Row) -> str:
         return row["name"]  # by layer and head
     if any(m["name"] == "yarn_far" and searched(m, max(2.0, times)) for m in named):
         return row["name"]
-    window = next((m["window"] for m in named if m.get("window")), None)
-    other = "" if window in (None, row["trained"] // 2, row["trained"] // 8) else f" {window}"
+    other = next(
+        (f" {m['window']}" for m in named if m.get("window") and m["window"] * WINDOWS.get(m["name"], 0) != row["trained"]), ""
+    )
     border = " two bands" if any(m.get("border") == m.get("window") and m.get("border") for m in named) else ""
     return ("+".join(m["name"] for m in named) or "unmodified") + other + border
 
