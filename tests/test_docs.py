@@ -444,8 +444,8 @@ def test_what_is_said_of_gemma_at_twice_its_length_is_in_the_rows() -> None:
     assert f"under `rerope+logn` and `self_extend+logn`, {said} ahead of `rerope`" in prose("docs/lab/copies.md")
     better = f"on {sum(d > 0 for d in ahead[0])} of {len(ahead[0])} copies"
     price = paired.pieces(paired.by_text(rows, tempered, plain)).split(" (")[0].lstrip("+")
-    assert f"better than `rerope`** {better}, near and far, at {price} on prose" in prose("docs/lab/copies.md")
-    assert f"better {better} in three texts, two of which suggested nothing, at {price}" in prose("docs/lab/defaults.md")
+    told = f"{better.removesuffix(' copies')} at twice, at {price}"
+    assert told in prose("docs/lab/defaults.md")
     trained = [d for d, *_ in found[f"{tempered}, gemma-skipped"]]
     far = [d for d, distance, length in found[f"{tempered}, gemma-skipped"] if distance > length]
     (mean, half), (farther, interval) = mean_interval(trained), mean_interval(far)
@@ -460,6 +460,30 @@ def test_what_is_said_of_gemma_at_twice_its_length_is_in_the_rows() -> None:
     assert said in prose("docs/lab/training.md")
     costs = f"at full strength for {float(full[:6]):.2f} nats on prose, at half strength for {float(less[:6]):.2f}"
     assert costs in prose("docs/how-to/fine-tune.md")
+
+
+def test_what_logn_gains_and_costs_in_gemma_is_in_the_rows() -> None:
+    tempered, plain, gains = "rerope(window 16384) + logn", "rerope(window 16384)", []
+    for length, said in (
+        (49152, "on {better} of 60 copies, at {price:.3f} ± {margin:.3f} on prose: `extend` takes it from here on"),
+        (65536, "on {better} of 60 copies, near and far, at {price:.3f} ± {margin:.3f} on prose"),
+        (131072, "on {better} of 60 copies, by {gain:.2f} ± {half:.2f}, for {price:.2f} ± {margin:.2f} on prose"),
+    ):
+        rows = over_kept_keys("reading-gemma.json", length)
+        found = [d for d, *_ in paired.pairs(rows, tempered, plain)]
+        pieces = [zip(a["prose"], b["prose"], strict=True) for a, b in paired.by_text(rows, tempered, plain)]
+        (gain, half), (price, margin) = (
+            mean_interval([-d for d in found]),
+            mean_interval([a - b for x in pieces for a, b in x]),
+        )
+        better = sum(d < 0 for d in found)
+        told = said.format(better=better, gain=gain, half=half, price=price, margin=margin)
+        assert told in prose("docs/lab/copies.md")
+        gains.append(f"{gain:.2f}")
+    told = "by {} nats in Gemma 3 at one and a half times its trained length, by {} at twice, by {} at four times".format(
+        *gains
+    )
+    assert told in prose("docs/reference/methods/logn.md")
 
 
 def test_what_half_strength_keeps_of_smollm2s_training_is_in_the_rows() -> None:

@@ -157,7 +157,7 @@ def test_extend_puts_a_temperature_beside_where_one_pays() -> None:
     def chosen(family: str, to: int, **how: Any) -> str:
         return hf_longattn.config_of(hf_longattn.extend(fresh(family, max_position_embeddings=24), to=to, **how)).name
 
-    assert [chosen("qwen3", to) for to in (47, 48, 400)] == ["rerope", "rerope+logn", "rerope+logn"]
+    assert [chosen("qwen3", to) for to in (35, 36, 400)] == ["rerope", "rerope+logn", "rerope+logn"]
     assert [chosen("llama", to) for to in (95, 96)] == ["rerope", "rerope+infoscale"]
     assert chosen("qwen3", 200, purpose="retrieval") == "rerope+logn"
     assert chosen("qwen3", 200, purpose="reading") == "leaky_rerope"

@@ -39,7 +39,7 @@ FINALISTS = 2
 #: How many settings of the best kind do: a probe knows nothing of dilution, which is what a window is wide or narrow for.
 WINDOWS = 2
 #: From how many times the trained length on a temperature beside ReRoPE pays.
-PAYS = {"logn": 2, "infoscale": 4}
+PAYS = {"logn": 1.5, "infoscale": 4}
 #: Of the places of the passages that are probed.
 SEED = 0
 
@@ -56,8 +56,8 @@ def extend(
 
     The default keeps every distance below half the trained length exact and shows larger ones as that (ReRoPE): short texts
     give the same logits as before, and far tokens stay visible. Pass the trained length as `to` to improve retrieval within
-    it. Where many keys would dilute attention a temperature is added: LogN from twice the trained length on in models
-    with QK-norm, InfoScale from four times on in others. Other methods and parameters as in `apply`.
+    it. Where many keys would dilute attention a temperature is added: LogN from one and a half times the trained
+    length on in models with QK-norm, InfoScale from four times on in others. Other methods and parameters as in `apply`.
     A RoPE scaling that the model was trained with (Llama 3's, longrope, YaRN, linear) stays, and the remap works on top of
     it; one that was added for inference is refused. The config's max_position_embeddings becomes `to`, so that harnesses and
     servers do not cut texts, and original_max_position_embeddings keeps the trained length. Both stay where a rotation
