@@ -413,7 +413,8 @@ def test_the_needles_that_gemma_is_said_to_find_are_those_of_the_rows() -> None:
         if r["model"] == "gemma-3-270m" and r["label"].startswith(tempered)
     }
     once, twice, four = (found[f"{tempered}, needle-gemma", length] for length in (32768, 65536, 131072))
-    said = f"({once}, {twice} and {four} of 48; untrained {found[tempered, 65536]} at twice)"
+    untrained = "{}, {} and {}".format(*(found[tempered, length] for length in (32768, 65536, 131072)))
+    said = f"({once}, {twice} and {four} of 48; untrained {untrained})"
     assert said in prose("docs/lab/needles.md")
     assert f"retrieves {four} of 48 needles at 131,072 tokens" in prose("docs/lab/needles.md")
     control = [found[f"{tempered}, needle-gemma-control", length] for length in (32768, 65536, 131072)]
