@@ -137,6 +137,9 @@ def test_regret_is_what_a_rule_is_behind_the_best(monkeypatch: pytest.MonkeyPatc
     assert found["`extend`"] == found["`rerope`"] == {0: pytest.approx((0.2, 0.0, 0.0))}
     assert regret.apart(found["YaRN × length"], found["`extend`"]) == [pytest.approx(0.4)]
     assert not found["unmodified"]
+    windows = [("self_extend", 128), ("self_extend", 512), ("rerope", 256), ("streaming", 512)]
+    named = [regret.methods(row([], {"positions": {"name": name, "window": w}}, 0.0, 0.0)) for name, w in windows]
+    assert named == ["self_extend", "self_extend 512", "rerope 256", "streaming 512"]
 
 
 def test_every_list_of_settings_can_be_read() -> None:

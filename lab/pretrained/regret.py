@@ -52,9 +52,8 @@ def methods(row: Row) -> str:
         return row["name"]  # by layer and head
     if any(m["name"] == "yarn_far" and searched(m, max(2.0, times)) for m in named):
         return row["name"]
-    other = next(
-        (f" {m['window']}" for m in named if m.get("window") and m["window"] * WINDOWS.get(m["name"], 0) != row["trained"]), ""
-    )
+    windows = [m["window"] for m in named if m.get("window") and m["window"] * WINDOWS.get(m["name"], 0) != row["trained"]]
+    other = "".join(f" {window}" for window in windows)
     border = " two bands" if any(m.get("border") == m.get("window") and m.get("border") for m in named) else ""
     return ("+".join(m["name"] for m in named) or "unmodified") + other + border
 
