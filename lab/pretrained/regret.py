@@ -48,8 +48,8 @@ def methods(row: Row) -> str:
     if rope:
         return f"{rope[0]} × length" if rope[1:] == [max(2.0, times)] else str(rope)
     named = [x for x in config.values() if isinstance(x, dict) and "name" in x]
-    if any(isinstance(x, list) for m in named for x in m.values()):
-        return row["name"]  # by layer and head
+    if any(isinstance(x, list) or (key == "train_length" and x) for m in named for key, x in m.items()):
+        return row["name"]  # by layer and head, or a temperature that begins elsewhere
     if any(m["name"] == "yarn_far" and searched(m, max(2.0, times)) for m in named):
         return row["name"]
     windows = [m["window"] for m in named if m.get("window") and m["window"] * WINDOWS.get(m["name"], 0) != row["trained"]]
