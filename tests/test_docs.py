@@ -346,8 +346,7 @@ def test_what_is_said_of_copies_is_in_the_rows() -> None:
 
 
 def over_kept_keys(file: str, length: int, choosing: bool = False) -> list[dict[str, Any]]:
-    rows = [r for r in runner.rows_of(file) if (r["length"], r["segment"]) == (length, 5120)]
-    return [r | {"name": r["label"]} for r in rows if (r["text"] in copies.CHOOSING) == choosing]
+    return reading_far.longer_segments(runner.rows_of(file), length, choosing)
 
 
 def test_what_is_said_of_wider_windows_of_self_extend_is_in_the_rows() -> None:

@@ -18,7 +18,7 @@ import argparse
 import contextlib
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,12 @@ def kept(row: Row) -> tuple[list[float], list[float], list[float]]:
     return row["prose"], [x for d, x in copies if d <= row["trained"]], [x for d, x in copies if d > row["trained"]]
 
 
+def longer_segments(rows: Iterable[Row], length: int, choosing: bool = False) -> list[Row]:
+    """Rows of segments longer than SEGMENT, on texts that chose nothing or on those that did, named by their label."""
+    wanted = [r for r in rows if r["length"] == length and r["segment"] != SEGMENT]
+    return [r | {"name": r["label"]} for r in wanted if (r["text"] in CHOOSING) == choosing]
+
+
 def contents() -> Contents:
     """What stands below these marks.
 
@@ -198,8 +204,7 @@ def contents() -> Contents:
 
     def far(what: str, choosing: bool = False) -> str:
         (model, length), (other, *only) = parts(what)
-        kept = [r | {"name": r["label"]} for r in rows if r["segment"] != SEGMENT and (r["text"] in CHOOSING) == choosing]
-        wanted = [r for r in kept if (r["model"], r["length"]) == (model, int(length))]
+        wanted = [r for r in longer_segments(rows, int(length), choosing) if r["model"] == model]
         named = [r for r in wanted if (r["name"] in (other, *only) if only else "adapter" not in r)]
         return paired.less(named, other, paired.pieces, "prose")
 
