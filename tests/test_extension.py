@@ -159,7 +159,8 @@ def test_extend_puts_a_temperature_beside_where_one_pays() -> None:
 
     assert [chosen("qwen3", to) for to in (35, 36, 400)] == ["rerope", "rerope+logn", "rerope+logn"]
     assert [chosen("llama", to) for to in (95, 96)] == ["rerope", "rerope+infoscale"]
-    assert chosen("qwen3", 200, purpose="retrieval") == "rerope+logn"
+    assert [chosen("qwen3", to, purpose="retrieval") for to in (35, 36)] == ["rerope", "rerope+yarn_temperature"]
+    assert chosen("llama", 96, purpose="retrieval") == "rerope+infoscale"
     assert chosen("qwen3", 200, purpose="reading") == "leaky_rerope"
     assert chosen("qwen3", 200, method="rerope") == "rerope"
     model, ids = fresh("qwen3", max_position_embeddings=24), tokens(1, 40)
@@ -197,7 +198,8 @@ def test_candidates_reach(trained: int, to: int) -> None:
 
 def test_a_temperature_is_a_candidate_where_it_pays() -> None:
     names = [s.name for s in candidates(8192, 65536)]
-    beside = ["rerope+infoscale:window=4096", "self_extend+infoscale:window=1024:group=9"]
+    beside = [f"rerope+infoscale:window={window}" for window in (4096, 2048)]
+    beside += [f"self_extend+infoscale:window={shape}" for shape in ("1024:group=9", "2048:group=11")]
     assert [s.name for s in candidates(8192, 65536, "infoscale")] == [*names, *beside]
     assert not any(map(extension.tempered, names))
 
@@ -481,13 +483,16 @@ def test_the_best_kind_reads_with_both_windows(monkeypatch: pytest.MonkeyPatch) 
     assert [name for name, *_ in read] == ["unmodified", "rerope:window=512", "rerope:window=1024", "YaRN"]
 
 
-def test_a_temperature_is_not_probed_and_reads_beside_its_remap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temperature_is_not_probed_and_reads_beside_the_better_window(monkeypatch: pytest.MonkeyPatch) -> None:
     name, losses = "rerope+logn:window=1024", {"rerope:window=1024": 0.5, "rerope:window=512": 0.6, "YaRN": 0.7}
     choice, read = searched(monkeypatch, {}, losses | {name: 0.0}, {name: 0.5}, temperature="logn")
     assert choice == name
     assert [n for n, *_ in read] == ["unmodified", "rerope:window=1024", "rerope:window=512", name, "YaRN"]
     _, read = searched(monkeypatch, {}, losses, {})
     assert [n for n, *_ in read] == ["unmodified", "rerope:window=1024", "rerope:window=512", "YaRN"]
+    _, read = searched(monkeypatch, {}, losses, {"rerope:window=512": 0.9}, temperature="logn")
+    assert "rerope+logn:window=512" in [n for n, *_ in read]
+    assert name not in [n for n, *_ in read]
     _, read = searched(monkeypatch, {}, losses | {"YaRN": 0.1}, {}, temperature="logn")
     assert [n for n, *_ in read] == ["unmodified", "YaRN", "rerope:window=1024"]
 

@@ -140,6 +140,8 @@ def test_regret_is_what_a_rule_is_behind_the_best(monkeypatch: pytest.MonkeyPatc
     windows = [("self_extend", 128), ("self_extend", 512), ("rerope", 256), ("streaming", 512)]
     named = [regret.methods(row([], {"positions": {"name": name, "window": w}}, 0.0, 0.0)) for name, w in windows]
     assert named == ["self_extend", "self_extend 512", "rerope 256", "streaming 512"]
+    stronger = {"positions": {"name": "rerope", "window": 512}, "temperature": {"name": "logn", "exponent": 2.0}}
+    assert regret.methods(row([], stronger, 0.0, 0.0, name="logn squared")) == "logn squared"
 
 
 def test_every_list_of_settings_can_be_read() -> None:

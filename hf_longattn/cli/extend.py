@@ -74,7 +74,8 @@ def extend(
     chosen = precision(model, dtype, device)
     rows = _rows(model, text, length, trained, chosen, out)
     about = {"command": command_line(context), "versions": versions_line(), "seed": SEED}
-    search = Search(ids, trained, rows, purpose, tolerance, about, temperature(facts, length), facts.rope_type == "default")
+    pays = temperature(facts, length, purpose)
+    search = Search(ids, trained, rows, purpose, tolerance, about, pays, facts.rope_type == "default")
     search.settings = {name: dataclasses.replace(s, train_length=given) for name, s in search.settings.items()}
     _leave_out(search, model)
     choice = _run(search, OneModel(model, chosen, device), given, out)

@@ -39,7 +39,7 @@ FINALISTS = 2
 #: How many settings of the best kind do: a probe knows nothing of dilution, which is what a window is wide or narrow for.
 WINDOWS = 2
 #: From how many times the trained length on a temperature beside ReRoPE pays.
-PAYS = {"logn": 1.5, "infoscale": 4}
+PAYS = {"logn": 1.5, "yarn_temperature": 1.5, "infoscale": 4}
 #: Of the places of the passages that are probed.
 SEED = 0
 
@@ -57,7 +57,8 @@ def extend(
     The default keeps every distance below half the trained length exact and shows larger ones as that (ReRoPE): short texts
     give the same logits as before, and far tokens stay visible. Pass the trained length as `to` to improve retrieval within
     it. Where many keys would dilute attention a temperature is added: LogN from one and a half times the trained
-    length on in models with QK-norm, InfoScale from four times on in others. Other methods and parameters as in `apply`.
+    length on in models with QK-norm (for retrieval YaRN's, which is stronger), InfoScale from four times on in others. Other
+    methods and parameters as in `apply`.
     A RoPE scaling that the model was trained with (Llama 3's, longrope, YaRN, linear) stays, and the remap works on top of
     it; one that was added for inference is refused. The config's max_position_embeddings becomes `to`, so that harnesses and
     servers do not cut texts, and original_max_position_embeddings keeps the trained length. Both stay where a rotation
@@ -68,8 +69,9 @@ def extend(
     Args:
         train_length: the length that the model was trained at, by default read from its config. `describe` shows it, with the
             reason.
-        purpose: what the default is for. "retrieval" (of what lies far back) and "both" take ReRoPE; "reading", to
-            predict long texts well, takes Leaky ReRoPE, which keeps order among far tokens, and no temperature.
+        purpose: what the default is for. "retrieval" (of what lies far back) and "both" take ReRoPE, with QK-norm under
+            temperatures of their own; "reading", to predict long texts well, takes Leaky ReRoPE, which keeps order among far
+            tokens, and no temperature.
 
     Raises:
         ValueError: `to` is not a length, below the trained length, or beyond the method's reach; the method does not extend;
@@ -112,7 +114,7 @@ def _config(
     if method is None:
         known = bound_config(model, LongAttnConfig(train_length=told))[1]
         trained = known.train_length
-        pays = None if "stack" in parameters else temperature(known, length)  # which could mean either
+        pays = None if "stack" in parameters else temperature(known, length, purpose)  # which could mean either
         method = "leaky_rerope" if purpose == "reading" else rerope_with(pays)
         if method == "leaky_rerope" and trained is not None:
             parameters = {"stretch": max(4.0, float(needed(trained // 2, trained, length)))} | parameters
@@ -169,11 +171,13 @@ def needed(window: int, train_length: int, to: int) -> int:
     return max(2, math.ceil((to - window) / (train_length - window)))
 
 
-def temperature(facts: ModelFacts, to: int) -> str | None:
-    """The temperature that pays beside ReRoPE at that length, if one does: LogN with QK-norm, which bounds how sharp a row of
-    attention can be, else InfoScale. None for models that have a temperature of their own.
+def temperature(facts: ModelFacts, to: int, purpose: str) -> str | None:
+    """The temperature that pays beside ReRoPE at that length, if one does: with QK-norm, which bounds how sharp a row of
+    attention can be, LogN, or for retrieval YaRN's, which copies better and costs more on prose; else InfoScale. None for
+    models that have a temperature of their own.
     """
-    name = "logn" if facts.qk_norm else "infoscale"
+    sharp = "yarn_temperature" if purpose == "retrieval" else "logn"
+    name = sharp if facts.qk_norm else "infoscale"
     if facts.own_temperature is not None or facts.train_length is None or to < PAYS[name] * facts.train_length:
         return None
     return name
@@ -185,7 +189,7 @@ def rerope_with(temperature: str | None) -> str:
 
 def candidates(train_length: int, to: int, temperature: str | None = None, plain: bool = True) -> list[Setting]:
     """What `hf-longattn extend` tries: the unmodified model, YaRN where rotation is plain, each kind of remap that reaches
-    `to`, two ways, and where a temperature pays ReRoPE and SelfExtend with it.
+    `to`, two ways, and where a temperature pays each ReRoPE and SelfExtend with it.
 
     `to` the trained length: what improves retrieval within it.
     """
@@ -206,13 +210,19 @@ def candidates(train_length: int, to: int, temperature: str | None = None, plain
     if plain:
         remaps.append(f"yarn_beyond:factor={to / train_length}")
     if temperature is not None:
-        remaps += [f"rerope+{temperature}:window={half}", f"self_extend+{temperature}:window={eighth}:group={fine}"]
+        remaps += [beside(temperature, name) for name in remaps if kind(name) in ("rerope", "self_extend")]
     return [Setting(UNMODIFIED), *yarn, *map(Setting.parse, remaps)]
 
 
 def kind(name: str) -> str:
     """What the candidates of one method have in common."""
     return re.split("[:+ ]", name)[0]
+
+
+def beside(temperature: str, name: str) -> str:
+    """A candidate's name with that temperature."""
+    method, _, parameters = name.partition(":")
+    return f"{method}+{temperature}:{parameters}"
 
 
 def tempered(name: str) -> bool:
@@ -401,8 +411,11 @@ class Search:
         run([s for s in self.settings.values() if s.name != UNMODIFIED and not tempered(s.name)], probe)
         for n, names in enumerate(self.ranked()):
             if n < FINALISTS or not self._tolerated():
-                beside = [name for name in self.settings if tempered(name) and kind(name) == kind(names[0])]
-                run([self.settings[name] for name in (names[:1] if n else names[:WINDOWS] + beside)], self._reading)
+                run([self.settings[name] for name in (names[:1] if n else names[:WINDOWS])], self._reading)
+            if not n and self.temperature is not None:
+                read = self.scores()
+                window = min(names[:WINDOWS], key=lambda name: read[name].total(self.purpose))
+                run([s for s in self.settings.values() if s.name == beside(self.temperature, window)], self._reading)
         scores = self.scores()
         choice = best(scores, UNMODIFIED, self.tolerance, self.purpose)
         if self.to == self.trained and scores[choice].total(self.purpose) >= scores[UNMODIFIED].total(self.purpose):
