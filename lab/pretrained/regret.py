@@ -78,6 +78,7 @@ RULES: dict[str, Callable[[Row], str]] = {
     "`rerope`": lambda row: "rerope",
     "`rerope+infoscale`": lambda row: "rerope+infoscale",
     "`rerope+logn`": lambda row: "rerope+logn",
+    "`rerope+yarn_temperature`": lambda row: "rerope+yarn_temperature",
     "`yarn_far`": lambda row: "yarn_far",
     "`self_extend`": lambda row: "self_extend",
     "`self_extend+infoscale`": lambda row: "self_extend+infoscale",
