@@ -504,11 +504,11 @@ def test_what_a_stronger_temperature_gains_and_costs_in_gemma_is_in_the_rows() -
         price = [a - b for x, y in paired.by_text(rows, sharp, logn) for a, b in zip(x["prose"], y["prose"], strict=True)]
         gains.append("{:.2f} ± {:.2f}".format(*mean_interval(found)))
         better.append(f"{sum(d > 0 for d in found)} of {len(found)}")
-        prices.append("{:.2f} ± {:.2f}".format(*mean_interval(price)))
+        prices.append("{:.3f} ± {:.3f}".format(*mean_interval(price)))
     text = prose("docs/lab/copies.md")
     assert f"ahead of LogN by {gains[0]}, {gains[1]} and {gains[2]} nats ({', '.join(better)})" in text
     assert f"for YaRN's temperature {prices[0]}, {prices[1]} and {prices[2]} more than for LogN" in text
-    assert f"and {gains[1]} better still under `rerope+yarn_temperature`, for {prices[1][:4]} on prose" in text
+    assert f"and {gains[1]} better still under `rerope+yarn_temperature`, for {float(prices[1][:5]):.2f} on prose" in text
 
 
 def test_what_gemmas_adapters_gain_at_four_times_its_length_is_in_the_rows() -> None:
