@@ -57,8 +57,7 @@ def extend(
     The default keeps every distance below half the trained length exact and shows larger ones as that (ReRoPE): short texts
     give the same logits as before, and far tokens stay visible. Pass the trained length as `to` to improve retrieval within
     it. Where many keys would dilute attention a temperature is added: LogN from one and a half times the trained
-    length on in models with QK-norm (for retrieval YaRN's, which is stronger), InfoScale from four times on in others. Other
-    methods and parameters as in `apply`.
+    length on in models with QK-norm, InfoScale from four times on in others. Other methods and parameters as in `apply`.
     A RoPE scaling that the model was trained with (Llama 3's, longrope, YaRN, linear) stays, and the remap works on top of
     it; one that was added for inference is refused. The config's max_position_embeddings becomes `to`, so that harnesses and
     servers do not cut texts, and original_max_position_embeddings keeps the trained length. Both stay where a rotation
@@ -69,9 +68,9 @@ def extend(
     Args:
         train_length: the length that the model was trained at, by default read from its config. `describe` shows it, with the
             reason.
-        purpose: what the default is for. "retrieval" (of what lies far back) and "both" take ReRoPE, with QK-norm under
-            temperatures of their own; "reading", to predict long texts well, takes Leaky ReRoPE, which keeps order among far
-            tokens, and no temperature.
+        purpose: what the default is for. "retrieval" (of what lies far back) and "both" take ReRoPE; with QK-norm "both" adds
+            LogN and "retrieval" YaRN's temperature. "reading", to predict long texts well, takes Leaky ReRoPE, which keeps
+            order among far tokens, and no temperature.
 
     Raises:
         ValueError: `to` is not a length, below the trained length, or beyond the method's reach; the method does not extend;
@@ -189,7 +188,7 @@ def rerope_with(temperature: str | None) -> str:
 
 def candidates(train_length: int, to: int, temperature: str | None = None, plain: bool = True) -> list[Setting]:
     """What `hf-longattn extend` tries: the unmodified model, YaRN where rotation is plain, each kind of remap that reaches
-    `to`, two ways, and where a temperature pays each ReRoPE and SelfExtend with it.
+    `to`, two ways, and where a temperature pays each ReRoPE and SelfExtend with it too.
 
     `to` the trained length: what improves retrieval within it.
     """
