@@ -496,6 +496,19 @@ def test_what_logn_gains_and_costs_in_gemma_is_in_the_rows() -> None:
     assert told in prose("docs/reference/methods/logn.md")
 
 
+def test_yarn_at_four_times_gemmas_length_is_what_is_said() -> None:
+    found = paired.pairs(over_kept_keys("reading-gemma.json", 131072), "YaRN × 4", "rerope(window 16384) + logn")
+    (over, half), (near, margin), (far, interval) = map(
+        mean_interval,
+        ([d for d, *_ in found], *([d for d, at, trained in found if (at > trained) == farther] for farther in (False, True))),
+    )
+    said = (
+        f"({over:.2f} ± {half:.2f} behind), {-near:.2f} ± {margin:.2f} better from up to the trained length back, "
+        f"{far:.2f} ± {interval:.2f} worse from farther"
+    )
+    assert said in prose("docs/lab/copies.md")
+
+
 def test_what_a_stronger_temperature_gains_and_costs_in_gemma_is_in_the_rows() -> None:
     sharp, logn, gains, better, prices = "rerope(window 16384) + yarn_temperature", "rerope(window 16384) + logn", [], [], []
     for length in (49152, 65536, 131072):
