@@ -530,6 +530,10 @@ def test_what_gemmas_adapters_gain_at_four_times_its_length_is_in_the_rows() -> 
     (gain, margin), (loss, interval), better = mean_interval(half), mean_interval(control), sum(d < 0 for d in half)
     said = f"{-gain:.2f} ± {margin:.2f} on {better} of {len(half)} copies, and prose is no worse. The control makes copies"
     assert f"{said} {loss:.2f} ± {interval:.2f} worse" in prose("docs/lab/training.md")
+    full = mean_interval([-d for d, *_ in paired.pairs(rows, f"{base}, gemma-skipped", base)])
+    price = paired.pieces(paired.by_text(rows, f"{base}, gemma-skipped", base)).split(" (")[0].split(" ± ")
+    said = "Full strength gains no more, {:.2f} ± {:.2f}, and costs {:.2f} ± {:.2f} on prose".format(*full, *map(float, price))
+    assert said in prose("docs/lab/training.md")
 
 
 def test_what_half_strength_keeps_of_smollm2s_training_is_in_the_rows() -> None:
