@@ -345,6 +345,12 @@ def test_what_is_said_of_copies_is_in_the_rows() -> None:
         assert said.format(-mean, half) in text
 
 
+def on_prose(rows: list[dict[str, Any]], one: str, other: str) -> tuple[float, float]:
+    """What one setting costs on prose more than another: mean and interval."""
+    texts = paired.by_text(rows, one, other)
+    return mean_interval([a - b for x, y in texts for a, b in zip(x["prose"], y["prose"], strict=True)])
+
+
 def over_kept_keys(file: str, length: int, choosing: bool = False) -> list[dict[str, Any]]:
     return reading_far.longer_segments(runner.rows_of(file), length, choosing)
 
@@ -466,9 +472,9 @@ def test_what_is_said_of_gemma_at_twice_its_length_is_in_the_rows() -> None:
     said = f"{-mean:.2f} ± {margin:.2f} on {better} of {len(half)}, and costs {less.split(' (')[0].lstrip('+')} on prose"
     again = [d for d, *_ in found[f"{tempered}, gemma-skipped-43"]]
     mean, margin = mean_interval(again)
-    prices = paired.pieces(paired.by_text(rows, f"{tempered}, gemma-skipped-43", tempered)).split(" (")[0].split(" ± ")
     told = f"copies are {-mean:.2f} ± {margin:.2f} better, on {sum(d < 0 for d in again)} of {len(again)}, for "
-    assert told + "{:.2f} ± {:.2f} on prose".format(*map(float, prices)) in prose("docs/lab/training.md")
+    price = "{:.2f} ± {:.2f} on prose".format(*on_prose(rows, f"{tempered}, gemma-skipped-43", tempered))
+    assert told + price in prose("docs/lab/training.md")
     second = [d for d, *_ in found[f"{tempered}, gemma-skipped-43-half"]]
     (mean, margin), better = mean_interval(second), sum(d < 0 for d in second)
     said += f"; with a second seed (`-43`) {-mean:.2f} ± {margin:.2f} on {better} of {len(second)}"
@@ -486,11 +492,7 @@ def test_what_logn_gains_and_costs_in_gemma_is_in_the_rows() -> None:
     ):
         rows = over_kept_keys("reading-gemma.json", length)
         found = [d for d, *_ in paired.pairs(rows, tempered, plain)]
-        pieces = [zip(a["prose"], b["prose"], strict=True) for a, b in paired.by_text(rows, tempered, plain)]
-        (gain, half), (price, margin) = (
-            mean_interval([-d for d in found]),
-            mean_interval([a - b for x in pieces for a, b in x]),
-        )
+        (gain, half), (price, margin) = mean_interval([-d for d in found]), on_prose(rows, tempered, plain)
         better = sum(d < 0 for d in found)
         told = said.format(better=better, gain=gain, half=half, price=price, margin=margin)
         assert told in prose("docs/lab/copies.md")
@@ -499,6 +501,20 @@ def test_what_logn_gains_and_costs_in_gemma_is_in_the_rows() -> None:
         *gains
     )
     assert told in prose("docs/reference/methods/logn.md")
+
+
+def test_the_factors_of_stronger_temperatures_are_those_of_the_formulas() -> None:
+    page = (ROOT / "docs" / "lab" / "copies.md").read_text()
+    for times, name, exponents in (
+        (1.5, "one and a half times its length", (1, 2, 3, 4, 6)),
+        (2, "twice", (1, 2, 3, 4)),
+        (4, "four times", (1, 2, 3, 4)),
+    ):
+        n = torch.tensor(int(times * 32768))
+        found = [float(hf_longattn.methods.LogN(exponent=float(p)).formula(n, 256, 32768)) for p in exponents]
+        yarn = float(hf_longattn.methods.YarnTemperature().formula(n, 256, 32768))
+        cells = [f" {x:.2f} " for x in found] + [" "] * (5 - len(found)) + [f" {yarn:.2f} "]
+        assert f"| {name} |{'|'.join(cells)}|" in page
 
 
 def test_yarn_at_four_times_gemmas_length_is_what_is_said() -> None:
@@ -519,10 +535,9 @@ def test_what_a_stronger_temperature_gains_and_costs_in_gemma_is_in_the_rows() -
     for length in (49152, 65536, 131072):
         rows = over_kept_keys("reading-gemma.json", length)
         found = [-d for d, *_ in paired.pairs(rows, sharp, logn)]
-        price = [a - b for x, y in paired.by_text(rows, sharp, logn) for a, b in zip(x["prose"], y["prose"], strict=True)]
         gains.append("{:.2f} ± {:.2f}".format(*mean_interval(found)))
         better.append(f"{sum(d > 0 for d in found)} of {len(found)}")
-        prices.append("{:.3f} ± {:.3f}".format(*mean_interval(price)))
+        prices.append("{:.3f} ± {:.3f}".format(*on_prose(rows, sharp, logn)))
     text = prose("docs/lab/copies.md")
     assert f"ahead of LogN by {gains[0]}, {gains[1]} and {gains[2]} nats ({', '.join(better)})" in text
     assert f"for YaRN's temperature {prices[0]}, {prices[1]} and {prices[2]} more than for LogN" in text
@@ -536,8 +551,8 @@ def test_what_gemmas_adapters_gain_at_four_times_its_length_is_in_the_rows() -> 
     said = f"{-gain:.2f} ± {margin:.2f} on {better} of {len(half)} copies, and prose is no worse. The control makes copies"
     assert f"{said} {loss:.2f} ± {interval:.2f} worse" in prose("docs/lab/training.md")
     full = mean_interval([-d for d, *_ in paired.pairs(rows, f"{base}, gemma-skipped", base)])
-    price = paired.pieces(paired.by_text(rows, f"{base}, gemma-skipped", base)).split(" (")[0].split(" ± ")
-    said = "Full strength gains no more, {:.2f} ± {:.2f}, and costs {:.2f} ± {:.2f} on prose".format(*full, *map(float, price))
+    price = on_prose(rows, f"{base}, gemma-skipped", base)
+    said = "Full strength gains no more, {:.2f} ± {:.2f}, and costs {:.2f} ± {:.2f} on prose".format(*full, *price)
     assert said in prose("docs/lab/training.md")
 
 

@@ -170,7 +170,7 @@ def needed(window: int, train_length: int, to: int) -> int:
     return max(2, math.ceil((to - window) / (train_length - window)))
 
 
-def temperature(facts: ModelFacts, to: int, purpose: str) -> str | None:
+def temperature(facts: ModelFacts, to: int, purpose: str = "both") -> str | None:
     """The temperature that pays beside ReRoPE at that length, if one does: with QK-norm, which bounds how sharp a row of
     attention can be, LogN, or for retrieval YaRN's, which copies better and costs more on prose; else InfoScale. None for
     models that have a temperature of their own.

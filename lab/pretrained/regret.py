@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from hf_longattn.evaluation.extend import PURPOSES, rerope_with, temperature
+from hf_longattn.evaluation.extend import rerope_with, temperature
 from hf_longattn.evaluation.rows import Row
 from hf_longattn.methods.method import ModelFacts
 from lab.markdown import Contents, table
@@ -48,10 +48,10 @@ def methods(row: Row) -> str:
     if rope:
         return f"{rope[0]} × length" if rope[1:] == [max(2.0, times)] else str(rope)
     named = [x for x in config.values() if isinstance(x, dict) and "name" in x]
-    if any(isinstance(x, list) or (key == "train_length" and x) for m in named for key, x in m.items()):
-        return row["name"]  # by layer and head, or a temperature that begins elsewhere
-    if any(m.get("exponent", 1.0) != 1.0 for m in named):
-        return row["name"]  # a temperature of another strength
+    if any(isinstance(x, list) for m in named for x in m.values()):
+        return row["name"]  # by layer and head
+    if any(m.get("train_length") or m.get("exponent", 1.0) != 1.0 for m in named):
+        return row["name"]  # a temperature that begins elsewhere or is stronger
     if any(m["name"] == "yarn_far" and searched(m, max(2.0, times)) for m in named):
         return row["name"]
     windows = [m["window"] for m in named if m.get("window") and m["window"] * WINDOWS.get(m["name"], 0) != row["trained"]]
@@ -70,7 +70,7 @@ def default(row: Row) -> str:
     """What `extend` takes in that row's case."""
     known = {"train_length": row["trained"], "qk_norm": row["model"] in QK_NORM}
     facts = ModelFacts(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, value_dim=1, **known)
-    return rerope_with(temperature(facts, row["length"], PURPOSES[0]))
+    return rerope_with(temperature(facts, row["length"]))
 
 
 RULES: dict[str, Callable[[Row], str]] = {
