@@ -39,6 +39,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
+from hf_longattn.integration.caches import CACHE
 
 DOCS = Path(__file__).parent.parent / "docs"
 RESULTS, PAGE = DOCS / "models.json", DOCS / "models.md"
@@ -69,8 +70,8 @@ def whole(model: Any, ids: Tensor) -> Tensor:
 def chunks(model: Any, ids: Tensor, sizes: tuple[int, ...] = (9, 1, 1, 5, 8), cache: Any = None) -> Tensor:
     out = []
     for part in ids.split(sizes, 1):
-        step = model(part, past_key_values=cache, use_cache=True)
-        cache = step.past_key_values
+        step = model(part, **{CACHE: cache}, use_cache=True)
+        cache = step.get(CACHE)
         out.append(step.logits)
     return torch.cat(out, 1)
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from transformers import StaticCache
 
 from hf_longattn import LongAttnConfig, Rotation, attention, reference_attention
+from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.jumps import masks_of_jumps
 
 LENGTH = 22
@@ -117,8 +118,8 @@ def test_where_a_text_starts_is_nothing_to_distances(case: str) -> None:
 def test_a_jump_behind_cached_keys() -> None:
     """The cached ones counted as usual: their positions are known."""
     m, ids, positions = model("llama", CASES["rerope"]), tokens(2, LENGTH), jumping()
-    cache = m(ids[:, :6], use_cache=True).past_key_values
-    rest = m(ids[:, 6:], position_ids=positions[:, 6:] - positions[:, 6:7] + 6, past_key_values=cache).logits
+    cache = m(ids[:, :6], use_cache=True)[CACHE]
+    rest = m(ids[:, 6:], position_ids=positions[:, 6:] - positions[:, 6:7] + 6, **{CACHE: cache}).logits
     whole = torch.cat([torch.arange(6).expand(2, -1), positions[:, 6:] - positions[:, 6:7] + 6], 1)
     close(rest, with_skips(m, ids, whole)[:, 6:])
 
@@ -147,19 +148,19 @@ def test_what_positions_cannot_mean_is_refused() -> None:
     back[:, 18] = 0
     with pytest.raises(ValueError, match="go back"):
         with_skips(m, ids, back)
-    cache = m(ids, use_cache=True).past_key_values
+    cache = m(ids, use_cache=True)[CACHE]
     with pytest.raises(ValueError, match="positions of cached keys are unknown"):
-        m(ids[:, :1], position_ids=torch.tensor([[90]]), past_key_values=cache)
+        m(ids[:, :1], position_ids=torch.tensor([[90]]), **{CACHE: cache})
     cache = with_cache(m, ids, jumping())
     with pytest.raises(ValueError, match="positions of cached keys are unknown"):
-        m(ids[:, :1], position_ids=jumping()[:, -1:] + 1, past_key_values=cache)
+        m(ids[:, :1], position_ids=jumping()[:, -1:] + 1, **{CACHE: cache})
     tree = torch.ones(LENGTH, LENGTH).tril()[None, None].bool()  # one path, and positions that say there are two
     with pytest.raises(ValueError, match="go back"):
         m(ids, position_ids=PACKED, attention_mask=tree, use_cache=False)
 
 
 def with_cache(m: Any, ids: Tensor, positions: Tensor) -> Any:
-    return m(ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=True).past_key_values
+    return m(ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=True)[CACHE]
 
 
 def test_a_tree_behind_a_cache_of_another_numbering_is_refused() -> None:
@@ -167,9 +168,9 @@ def test_a_tree_behind_a_cache_of_another_numbering_is_refused() -> None:
     m, ids = model("llama", CASES["alibi"]), tokens(1, 10)
     mask = torch.ones(1, 1, 2, 10, dtype=torch.bool)
     mask[..., 0, 2] = mask[..., 0, 9] = False
-    cache = m(ids[:, :8], use_cache=True).past_key_values
+    cache = m(ids[:, :8], use_cache=True)[CACHE]
     with pytest.raises(ValueError, match="positions of cached keys are unknown"):
-        m(ids[:, 8:], attention_mask=mask, position_ids=torch.tensor([[7, 7]]), past_key_values=cache)
+        m(ids[:, 8:], attention_mask=mask, position_ids=torch.tensor([[7, 7]]), **{CACHE: cache})
 
 
 @pytest.mark.parametrize("case", ["scale_invariant", "rerope", "windowed", "infoscale"])
@@ -225,12 +226,12 @@ def test_calls_on_one_cache_count_alike(case: str, second: int) -> None:
             given["position_ids"] = a["position_ids"][:, part]
         elif counting == "late":
             given["position_ids"] = torch.arange(LENGTH)[None, part] + 40
-        return m(**given, past_key_values=cache, use_cache=True)
+        return m(**given, **{CACHE: cache}, use_cache=True)
 
     want = m(**a, use_cache=False).logits[:, first:]
     for one, two in itertools.product(("skips", "counts", "late"), ("skips", "counts")):
         for given in (None, StaticCache(config=m.config, max_cache_len=LENGTH + 2)):
-            cache = call(slice(0, first), given, one).past_key_values
+            cache = call(slice(0, first), given, one)[CACHE]
             if one == two:
                 close(call(slice(first, LENGTH), cache, two).logits, want, what=one)
                 continue
@@ -248,10 +249,10 @@ def test_generate_goes_on_from_a_cache_that_counts_as_it_does() -> None:
     given = {"input_ids": a["input_ids"], "attention_mask": a["attention_mask"], "do_sample": False, "max_new_tokens": 3}
     short = {k: x[:, :-1] for k, x in a.items()}
     want = m.generate(**given)
-    assert torch.equal(m.generate(**given, past_key_values=m(**short).past_key_values), want)
+    assert torch.equal(m.generate(**given, **{CACHE: m(**short)[CACHE]}), want)
     del short["position_ids"]
     with pytest.raises(ValueError, match="are counted differently from those of the keys"):
-        m.generate(**given, past_key_values=m(**short).past_key_values)
+        m.generate(**given, **{CACHE: m(**short)[CACHE]})
 
 
 def test_config() -> None:
@@ -293,7 +294,7 @@ def test_a_part_of_a_sequence_is_refused_where_several_processes_run(monkeypatch
     with pytest.raises(ValueError, match=f"start at {LENGTH} although nothing comes before"):
         m(ids, **second_half)
     with_skips(m, tokens(2, LENGTH), jumping())
-    m(ids[:, :1], past_key_values=m(ids).past_key_values)
+    m(ids[:, :1], **{CACHE: m(ids)[CACHE]})
 
 
 # the function --------------------------------------------------------------------------------------------------------
@@ -342,8 +343,8 @@ def test_where_a_text_starts_behind_a_window_is_not_guessed() -> None:
     ids = tokens(2, LENGTH)
     for case, new in itertools.product(("self_extend", "sinks", "alibi"), (1, 4)):
         m = model("llama", CASES[case])
-        cache = m(ids[:, :-new], attention_mask=band(9)[..., :-new, :-new], use_cache=True).past_key_values
-        last = {"attention_mask": band(9)[..., -new:, :], "past_key_values": cache}
+        cache = m(ids[:, :-new], attention_mask=band(9)[..., :-new, :-new], use_cache=True)[CACHE]
+        last = {"attention_mask": band(9)[..., -new:, :], CACHE: cache}
         if case == "alibi":
             whole = m(ids, attention_mask=band(9), use_cache=False).logits
             close(m(ids[:, -new:], **last).logits, whole[:, -new:])

@@ -19,7 +19,7 @@ from ..config import LongAttnConfig
 from ..methods.learned import learned_parts
 from .engines import ulysses
 from .engines.heads import of_these_heads
-from .engines.paged import ARGUMENTS, paged_attention
+from .engines.paged import ARGUMENTS, is_paged, paged_attention
 from .masks import Stock, base_implementation, is_carrier, read_mask, stock_of
 from .positions import ranks, refuse_unknown_start, with_positions
 from .state import LayerPlan, plan_of
@@ -88,7 +88,7 @@ def attention_forward(
     if found is not None and (out := found.computed(asked, query, key, value)) is not None:
         return out
     plan = current_plan(module)
-    if kwargs.get("cache") is not None:
+    if is_paged(kwargs):
         return _paged(asked, query, key, value), None
     split = ulysses.group_of(module)
     if split is not None or (attention_mask is None and ulysses.is_exchanged(module, query, key, positions)):
@@ -218,16 +218,16 @@ def _whole_sequence(asked: _Asked, query: Tensor, key: Tensor, value: Tensor, sp
 
 def _paged(asked: _Asked, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """A layer under continuous batching, with the method or left alone."""
-    plan = asked.plan
+    plan, window = asked.plan, asked.module.config.sliding_window if asked.plan.windowed else None
     if plan.config is not None:
-        _refuse(plan, asked.sliding_window, {k: v for k, v in asked.more.items() if k != "cache" and k not in ARGUMENTS})
+        _refuse(plan, asked.sliding_window, {k: v for k, v in asked.more.items() if k not in ARGUMENTS})
 
     def compute(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
         if plan.config is not None:
             return _attend(asked, query, key, value, rows)[0]
         return _base(asked, query, key, value, rows.visible(key.shape[2]))[0]
 
-    return paged_attention(asked.module, query, key, value, asked.more, compute)
+    return paged_attention(query, key, value, window, asked.more, compute)
 
 
 def current_plan(module: Any) -> LayerPlan:

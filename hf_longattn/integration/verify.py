@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..attention.call import Call
 from ..attention.tracing import readable
 from ..config import LongAttnConfig
 from ..telling import warn
+from .caches import cache_in, values_of
 from .layers import Layer, all_configs, layers_of
 from .names import is_ours
 from .positions import begin_pass, end_pass
@@ -159,17 +160,13 @@ def _begin(state: AttentionState, model: Any, args: tuple[Any, ...], kwargs: dic
                 _first_call(state, model)
     finally:  # `_end` follows also what is raised here
         state.gate.enter(sys._getframe(1))
-        begin_pass(_cache_in((*args, *kwargs.values())))
+        begin_pass(cache_in((*args, *kwargs.values())))
 
 
 def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
     if not torch.compiler.is_compiling():
-        end_pass(_cache_in(output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()))
+        end_pass(cache_in(values_of(output)))
         state.gate.leave()
-
-
-def _cache_in(values: Iterable[Any]) -> Cache | None:
-    return next((x for x in values if isinstance(x, Cache)), None)
 
 
 def _first_call(state: AttentionState, model: Any) -> None:
