@@ -9,6 +9,7 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads only cost; torch reads it when it is imported
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton kernels run on the CPU; it must be set before triton is imported
 
 import pytest
@@ -23,11 +24,6 @@ def _seeded() -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    torch.set_num_threads(1)  # tiny tensors: threads only cost
 
 
 class Checkpoints(dict[str, Path]):
