@@ -28,8 +28,7 @@ from hf_longattn.evaluation import settings as setting_grammar
 from hf_longattn.evaluation.loading import check_setting, edit_rope, load_setting
 from hf_longattn.evaluation.miniature import miniature
 from hf_longattn.evaluation.settings import Setting, parse_settings
-from hf_longattn.integration.caches import CACHE
-from hf_longattn.integration.engines import paged
+from hf_longattn.integration.caches import CACHE, PAGES
 from hf_longattn.integration.trained import ORIGINAL, trained
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -298,7 +297,7 @@ def test_longrope_beyond_its_border() -> None:
     cut.crop(-14)
     with pytest.raises(ValueError, match="different sides of 16 tokens"):
         m(ids[:, 10:13], **{CACHE: cut})
-    if paged.SUPPORTED:
+    if PAGES:
         with pytest.raises(ValueError, match="continuous batching"):
             m.model(ids, write_index=[])
     feed(hf_longattn.remove(m), ids, [16, 8])  # transformers' own, which mixes

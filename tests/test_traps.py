@@ -36,8 +36,7 @@ from transformers.generation.continuous_batching import continuous_api
 from transformers.models.gemma3 import modeling_gemma3 as gemma3
 
 import hf_longattn
-from hf_longattn.integration.caches import CACHE
-from hf_longattn.integration.engines import paged
+from hf_longattn.integration.caches import CACHE, PAGES
 from hf_longattn.integration.masks import base_implementation
 from hf_longattn.integration.names import PREFIX, aliases, is_ours
 
@@ -388,7 +387,7 @@ def test_continuous_batching_keeps_the_method(monkeypatch: pytest.MonkeyPatch) -
     m = fresh("llama", CONFIG)
     monkeypatch.setattr(continuous_api, "is_flash_attn_2_available", lambda *_, **__: True)
     monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda *_, **__: True)
-    if not paged.SUPPORTED:
+    if not PAGES:
         with pytest.raises(NotImplementedError, match="would replace the method by flash attention"):
             m.generate_batch(inputs=[[1, 2, 3]], generation_config=m.generation_config)
     else:

@@ -15,8 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..attention.tracing import readable
-from .caches import cache_in, values_of
-from .engines.paged import is_paged
+from .caches import cache_in, is_paged, values_of
 from .state import AttentionState
 from .trained import ORIGINAL, rope_settings
 

@@ -18,19 +18,12 @@ from torch import Tensor
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from ...attention.geometry import Columns, Rows
-from ..caches import CACHE
+from ..caches import PAGES
 from ..names import is_ours
 from ..seam import Seam
 
-#: Whether models read their paged caches themselves; in older releases attention functions do, each release otherwise.
-SUPPORTED = CACHE == "cache"
 #: What arrives in place of a mask, and in no other call.
 ARGUMENTS = frozenset({"read_index", "write_index", "block_table", "logits_indices", "logits_processor_args"})
-
-
-def is_paged(arguments: Mapping[str, Any]) -> bool:
-    """Whether these are the arguments of a call under continuous batching."""
-    return SUPPORTED and arguments.get("write_index") is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +135,7 @@ def _batching_manager(
     **kwargs: Any,
 ) -> None:
     if is_ours(model.config._attn_implementation):
-        if not SUPPORTED:
+        if not PAGES:
             raise NotImplementedError(
                 f"continuous batching of transformers {transformers.__version__} would replace the method by flash attention: "
                 "update transformers to 5.24 or newer, or use generate()"
