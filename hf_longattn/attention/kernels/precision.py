@@ -32,8 +32,8 @@ def multiplies_fast(dtype: str, device: str | torch.device = "cpu") -> bool:
 def fast_dtype(device: str | torch.device = "cpu") -> str:
     """The precision to load a model in: "bfloat16" where the device has units for it, else "float32".
 
-    Checkpoints are in bfloat16 mostly, and so is what `from_pretrained` makes of them; on a CPU without such units that is five
-    times slower than float32. `from_pretrained(name, dtype=hf_longattn.fast_dtype())` is fast on each.
+    Most checkpoints are in bfloat16, and `from_pretrained` leaves them so; on a CPU without such units that is five times
+    slower than float32. `from_pretrained(name, dtype=hf_longattn.fast_dtype())` is fast on each.
     """
     return "bfloat16" if multiplies_fast("bfloat16", device) else "float32"
 
