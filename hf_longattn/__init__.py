@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from . import methods as methods
     from .attention.attend import attention as attention
     from .attention.attend import reference_attention as reference_attention
+    from .attention.kernels.precision import fast_dtype as fast_dtype
     from .attention.rotary import Rotation as Rotation
     from .config import LongAttnConfig as LongAttnConfig
     from .evaluation.calibrate import Measurements as Measurements
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "sharing.adapters": ("LongAttnLoraConfig",),
     "attention.attend": ("attention", "reference_attention"),
+    "attention.kernels.precision": ("fast_dtype",),
     "evaluation.calibrate": ("Measurements", "calibrate", "measure"),
     "config": ("LongAttnConfig",),
     "evaluation.measures.capture": ("capture",),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import conftest
 import peft
 import pytest
 import tiny
@@ -150,6 +152,27 @@ def test_the_navigation_lists_a_page_once_and_the_build_is_strict() -> None:
     assert reports <= set(listed)
     build = next(x for x in (ROOT / "Makefile").read_text(encoding="utf-8").splitlines() if "mkdocs build" in x)
     assert "--quiet" not in build.split("#")[0]  # under which mkdocs counts no warnings, strict or not
+
+
+@pytest.mark.parametrize(
+    ("area", "asked"),
+    [
+        ("positions", "tests/test_positions.py"),
+        ("tests/test_needle.py", "tests/test_needle.py"),
+        ("attention", '-k "attention"'),
+    ],
+)
+def test_make_takes_one_area(area: str, asked: str) -> None:
+    for target in ("check", "test"):
+        command = ["make", "--dry-run", "--old-file=.venv/.dev", target, f"T={area}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert "ruff" not in done.stdout, target
+        assert done.stdout.rstrip().endswith(asked)
+
+
+def test_a_folder_of_the_package_is_an_area() -> None:
+    assert "attention" in conftest.areas(ROOT / "tests" / "test_kernels.py")
+    assert conftest.areas(ROOT / "tests" / "test_hub.py") == {"sharing", "cli"}
 
 
 def test_what_a_public_host_reads_is_yaml_and_names_this_version() -> None:
@@ -391,7 +414,7 @@ def test_the_pictures_and_badges_of_the_readme_are_made_of_what_there_is() -> No
 def test_the_quickstart_is_short_and_shows_what_it_prints() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.split()) <= 1000
-    assert re.search(r"```python\n.*?```\n\nprints\n\n```text\n\d+ tokens, unmodified:\n", text, re.DOTALL)
+    assert re.search(r"```python\n.*?```\n\ntakes [^\n]+ and prints\n\n```text\n\d+ tokens, unmodified:\n", text, re.DOTALL)
 
 
 def test_what_is_said_of_gemma_is_in_the_rows() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from ..attention.kernels.precision import fast_dtype
+from ..attention.kernels.precision import multiplies_fast
 from ..checks import check_dtype, check_finite, check_model
 from ..config import LongAttnConfig
 from ..integration import apply, config_of, rope
@@ -25,14 +25,13 @@ from .settings import UNMODIFIED, Setting, parse_rope
 
 
 def precision_of(model: str, dtype: str = "auto", device: str = "cpu") -> str:
-    """The precision to run a checkpoint in: as asked; "auto" is its own, or float32 where that is one that a CPU multiplies
-    slowly. Quantised checkpoints stay "auto".
+    """The precision to run a checkpoint in: as asked; "auto" is its own, or float32 where that is one that the device
+    multiplies slowly. Quantised checkpoints stay "auto".
     """
     check_dtype(dtype, "auto")
     config, own = AutoConfig.from_pretrained(model), own_precision(model)
     half = own in ("bfloat16", "float16") and not getattr(config, "quantization_config", None)
-    slow = half and torch.device(device).type == "cpu" and own != fast_dtype()
-    return "float32" if dtype == "auto" and slow else dtype
+    return "float32" if dtype == "auto" and half and not multiplies_fast(own, device) else dtype
 
 
 def own_precision(model: str) -> str:
