@@ -51,7 +51,7 @@ def put(model: Any, score: str | None, temperature: str, scale: int | None = Non
 
 
 def states(model: Any, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-    """The last hidden states of texts (batch, length), every token seeing the whole of its text; positions alike, or from 0."""
+    """The last hidden states of texts (batch, length), every token seeing all of its text; positions alike, or from 0."""
     everything = torch.ones(len(ids), 1, ids.shape[1], ids.shape[1], dtype=torch.bool)
     return model.model(ids, attention_mask=everything, position_ids=positions, use_cache=False).last_hidden_state
 
