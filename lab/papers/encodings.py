@@ -25,6 +25,8 @@ from lab.papers.masked import WARM, encoder, losses_by_length, projected, put, s
 BASE = "dot_product"
 ENCODINGS = ("rope", "yarn16", "yarn32", "windowed", "streaming", "lm_infinite")
 POSE = "_pose"
+#: Training lengths below which its positions jump, as in the paper.
+REACH = 64
 #: Keys this near count as near, on both sides.
 NEAR = 4
 #: What is trained after `BASE`, in the order of runs.
@@ -89,7 +91,7 @@ def run_encodings(run: Run) -> dict[str, Any]:
         model.load_state_dict(torch.load(start / "weights.pt"))
     put(model, "cosscale" if scale else None, "", scale)
     own = run if run.variant == BASE else dataclasses.replace(run, seed=1_000_000 + run.seed)  # other batches than the start's
-    skip = Skip(target_length=settings.reach, repeat=0.0) if run.variant.endswith(POSE) else None
+    skip = Skip(target_length=REACH * settings.length) if run.variant.endswith(POSE) else None
     result: dict[str, Any] = {"train_loss": trainer(model, text, own, skip)(), "lengths": list(settings.lengths)}
     run.folder.mkdir(parents=True, exist_ok=True)
     torch.save(model.state_dict(), run.folder / "weights.pt")
