@@ -709,7 +709,7 @@ def test_tables_hold_means_and_paired_gains(the: Any) -> None:
     assert first["LayerNorm, ours"] == "80.0"
     assert first["gain of LayerNorm, ours"] == "+25.0 ± 63.5"
     assert first["gain of LayerNorm, paper"] == "+0.01"
-    assert "seeds 2, 1.0 CPU minutes a run" in text
+    assert "seeds 2 ([" in text
 
 
 def test_pictures_are_drawn(the: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
