@@ -197,11 +197,11 @@ def _save(search: Search, choice: str, model: str, dtype: str, tokenizer: Any, o
     """The winner, the rows and a picture."""
     from ..checks import written_aside
     from ..evaluation.loading import load_setting
-    from ..integration import describe, rope
+    from ..integration import describe, update
 
     winner = load_setting(search.settings[choice], model, dtype)
     if search.settings[choice].config is not None:
-        rope.lengthen(winner.config, search.trained, search.to)
+        update(winner, extended_to=search.to)
         console.print(str(describe(winner)).splitlines()[0])
     with written_aside(out) as aside:
         winner.save_pretrained(aside)

@@ -25,7 +25,6 @@ from ..integration import trained
 from ..integration.layers import language_config, pretrained
 from ..integration.model import knowing
 from ..integration.names import RECORD, is_ours
-from ..integration.rope import lengthened
 from .loading import load_tokenizer, load_weights, precision_of
 from .outlook import outlook, trained_line
 
@@ -166,7 +165,8 @@ def what_runs(recorded: Mapping[str, Any] | None, config: Any) -> Iterator[Findi
     if recorded is None:
         yield Finding("method", "the checkpoint records none" + (f" and runs {runs}" if runs else ""))
         return
-    name = LongAttnConfig.from_dict(dict(recorded)).name
+    method = LongAttnConfig.from_dict(dict(recorded))
+    name = method.name
     section = getattr(text, "longattn", None)
     same = section is not None and LongAttnConfig.from_dict(dict(section)).name == name
     if not is_ours(runs) or not same:
@@ -174,10 +174,12 @@ def what_runs(recorded: Mapping[str, Any] | None, config: Any) -> Iterator[Findi
         yield Finding("method", f'{lost}. Load it with attn_implementation="longattn", and save it again', PROBLEM)
     else:
         yield Finding("method", f"{name}, as recorded")
-    if (trained := lengthened(config)) is not None and not LongAttnConfig.from_dict(dict(recorded)).key_bands:
-        says = f"config.json announces {text.max_position_embeddings} tokens and keeps {trained} as the trained length"
-        way_out = f"extend it anew, or set max_position_embeddings to {trained}"
-        yield Finding("method", f"{says}, and {name} reads no further than that: {way_out}", PROBLEM)
+    known, announced = trained.recorded(text, recorded).length, max(trained.said(text).values(), default=0)
+    unscaled = trained.rope_settings(text).get("rope_type", "default") in trained.UNSCALED
+    if unscaled and known is not None and announced > max(known, method.reach):
+        says = f"config.json announces {announced} tokens and keeps {known} as the trained length"
+        way_out = f"extend it anew, or set max_position_embeddings to {known}"
+        yield Finding("method", f"{says}, and {method.name} reads no further than that: {way_out}", PROBLEM)
 
 
 # rotary settings --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..methods.method import require_in, require_positive
-from .trained import ORIGINAL, filled_in, rope_settings, trained
+from .trained import ORIGINAL, rope_settings, trained
 
 Config = TypeVar("Config")
 #: Stands for a frequency of 0: transformers divides by a factor, and 1 / NO_ROTATION is one that leaves no rotation.
@@ -104,38 +104,6 @@ def cope(config: Config, pairs: int | None = None, train_length: int | None = No
     unscaled = {"factor": 1.0, "attention_factor": 1.0}
     lists = {"short_factor": divide, "long_factor": divide}  # equal: nothing changes where a call becomes long
     return _edit(config, {"rope_type": "longrope", ORIGINAL: known} | lists | unscaled)
-
-
-def lengthen(config: Any, known: int, length: int) -> None:
-    """Let a config announce `length` tokens and keep the trained length beside it, where no rotation depends on either."""
-    text = _text(config)
-    kept, most = vars(text).get(ORIGINAL), text.max_position_embeddings
-    if _announces_only(text) and filled_in(text) != known and (known in (most, kept) or length > most):
-        vars(text)[ORIGINAL], text.max_position_embeddings = known, length
-
-
-def shorten(config: Any) -> int | None:
-    """Undo `lengthen`; returns the trained length, None where there was nothing to undo."""
-    if (known := lengthened(config)) is not None:
-        text = _text(config)
-        text.max_position_embeddings = known
-        if filled_in(text) is None:
-            del vars(text)[ORIGINAL]
-    return known
-
-
-def lengthened(config: Any) -> int | None:
-    """The trained length of a config that `lengthen` has changed."""
-    text = _text(config)
-    kept: int | None = vars(text).get(ORIGINAL)
-    return kept if _announces_only(text) and kept != filled_in(text) else None
-
-
-def _announces_only(text: Any) -> bool:
-    """Whether max_position_embeddings says how much a model reads and nothing about how it rotates."""
-    parameters = getattr(text, "rope_parameters", None) or {}
-    kinds = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
-    return bool(parameters) and all(p.get("rope_type", "default") in ("default", "linear", "proportional") for p in kinds)
 
 
 def _scaled(config: Config, rope_type: str, factor: float, train_length: int | None, **parameters: Any) -> Config:

@@ -8,16 +8,18 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import LongAttnConfig
 from ..methods.method import SLOTS
 from ..telling import warn
 from .layers import all_configs, language_config, layers_of
-from .model import change, warn_of_lost_softcap, warn_untrained
+from .lengths import announce, announce_beside, announce_generation
+from .model import change, running, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, hint, is_ours, short
 from .planning import prepare, refuse_name
 from .resume import load_checkpoint
@@ -104,6 +106,8 @@ def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config
     with _no_unknown_name(cls):
         out = original(cls, *args, config=config, **kwargs)
     model = out[0] if isinstance(out, tuple) else out
+    if running(model) is None and (section := model.config.longattn):  # whose generation config comes last
+        announce_generation(model, section.get("extended_to"))
     if not model.config.__dict__.get("_longattn_saved"):
         warn_untrained(model)
     return out
@@ -159,6 +163,8 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     prepare(self)  # first: learned parts must exist before weights are initialised or loaded
     original(self)
     warn_of_lost_softcap(layers_of(self))
+    config = running(self)
+    announce(self, None if config is None else config.extended_to)
     ours = any(is_ours(c._attn_implementation) for c in (self.config, language_config(self.config)))
     if (section := self.config.longattn) and not ours:
         if not {"version", *SLOTS} & section.keys():  # parameters as they are typed, not what a checkpoint saved
@@ -204,6 +210,12 @@ def _set_attn_implementation(
             refuse_name(self, name, self.config.longattn)  # transformers logs that it stays with what it runs
         warn_of_lost_softcap(layers_of(self))
         prepare(self, verify=True)
+
+
+def _save_pretrained(original: Callable[..., Any], self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    out = original(self, save_directory, *args, **kwargs)
+    announce_beside(Path(save_directory))
+    return out
 
 
 def _load_adapter(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -254,6 +266,8 @@ SEAMS = (
         _set_attn_implementation,
         "check and plan when the attention is switched",
     ),
+    Seam(PreTrainedModel, "save_pretrained", _save_pretrained, "a tokenizer beside a longer model would go on cutting texts"),
+    Seam(PreTrainedTokenizerBase, "save_pretrained", _save_pretrained, "the same, where it is saved after its model"),
     Seam(
         PreTrainedModel, "load_adapter", _load_adapter, "older releases drop an adapter's learned parameters with a log line"
     ),

@@ -15,7 +15,7 @@ from ..checks import check_dtype
 from ..config import LongAttnConfig
 from ..evaluation.loading import build, edit_rope, load_weights
 from ..evaluation.loading import load_tokenizer as tokenizer_of
-from ..integration import apply, rope
+from ..integration import apply, config_of, rope, update
 from ..integration.model import knowing
 from .recipe import Architecture, Lora, Recipe
 
@@ -49,13 +49,17 @@ def load_model(recipe: Recipe, config: Any, *, weights: bool = True) -> Any:
     return load_weights(str(recipe.model), config=config, dtype=dtype)
 
 
-def put_method(model: Any, recipe: Recipe, attention: LongAttnConfig | None) -> Any:
+def put_method(model: Any, recipe: Recipe, attention: LongAttnConfig | None, reads: int) -> Any:
+    """The model under its method, which says that it reads the `reads` tokens of training where the method reaches so far."""
     if attention is None:
         return model
     if recipe.strength is not None:
         attention = attention.replace(strength=recipe.strength.start)
     with knowing():
-        apply(model, attention)
+        now = config_of(apply(model, attention))
+        longest = max(int(min(reads, now.reach)), now.extended_to or 0)
+        if now.train_length is not None and longest > now.train_length:
+            update(model, extended_to=longest)
     if recipe.freeze:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".longattn." in name)
