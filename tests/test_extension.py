@@ -621,7 +621,10 @@ def test_every_name_for_a_length_moves_and_none_that_a_rotation_depends_on(name:
     with torch.no_grad():
         close(again(ids).logits, m(ids).logits, 0.0)
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-        close(AutoModelForCausalLM.from_pretrained(tmp_path / "longer", attn_implementation="sdpa")(ids).logits, plain(ids).logits)
+        close(
+            AutoModelForCausalLM.from_pretrained(tmp_path / "longer", attn_implementation="sdpa")(ids).logits,
+            plain(ids).logits,
+        )
     hf_longattn.extend(again, 512)
     assert says(again) == dict.fromkeys([*own, "generation"], 512)
     assert says(hf_longattn.remove(again)) == own | {"generation": own["max_position_embeddings"]}
@@ -650,7 +653,9 @@ def test_a_method_that_reaches_as_far_keeps_the_length(tmp_path: Path) -> None:
         hf_longattn.apply(m, "rerope+infoscale")
         hf_longattn.update(m, window=16)
     assert says(m) == {"max_position_embeddings": 256, "generation": 256}
-    with pytest.warns(UserWarning, match="reaches 96 tokens, and the model was extended to 256: max_position_embeddings is 64"):
+    with pytest.warns(
+        UserWarning, match="reaches 96 tokens, and the model was extended to 256: max_position_embeddings is 64"
+    ):
         hf_longattn.apply(m, "self_extend", group=2, window=32)
     with pytest.raises(ValueError, match="reaches 96 tokens, not 128"):
         hf_longattn.update(m, extended_to=128)

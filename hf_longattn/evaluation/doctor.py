@@ -25,7 +25,7 @@ from ..integration import trained
 from ..integration.layers import language_config, pretrained
 from ..integration.model import knowing
 from ..integration.names import RECORD, is_ours
-from .loading import load_tokenizer, load_weights, precision_of
+from .loading import ADAPTER, load_tokenizer, load_weights, precision_of, speaks
 from .outlook import outlook, trained_line
 
 #: Engines that build a model by its architecture's name, from code of their own, and read nothing of a method.
@@ -70,7 +70,7 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
         OSError: there is no such model.
     """
     yield from installed_versions()
-    adapter = PreTrainedConfig.get_config_dict(model, _configuration_file="adapter_config.json")[0] if _adapter(model) else {}
+    adapter = PreTrainedConfig.get_config_dict(model, _configuration_file=ADAPTER)[0] if _adapter(model) else {}
     base = adapter.get("base_model_name_or_path") or model
     saved = PreTrainedConfig.get_config_dict(base)[0]
     recorded = adapter.get("longattn") or (adapter.get(RECORD) or {}).get("longattn") or _section(saved)
@@ -91,7 +91,7 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
     with warnings.catch_warnings(record=True) as caught, knowing():
         warnings.simplefilter("always", UserWarning)
         try:
-            loaded = load_weights(model, dtype=precision_of(base, dtype, device))
+            loaded = load_weights(base, adapter=model if adapter else None, dtype=precision_of(base, dtype, device))
         except Refused as error:
             yield Finding("weights", str(error), PROBLEM)
             return
@@ -102,7 +102,10 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
     loaded = loaded.to(device).eval()
     yield from what_runs(recorded, pretrained(loaded).config)
     yield from rotary_buffers(loaded)
-    yield from positions(loaded, model)
+    if speaks(pretrained(loaded).config):
+        yield from positions(loaded, model)
+    else:
+        yield Finding("positions", f"a {type(pretrained(loaded)).__name__} predicts no text that it reads: no passage is read")
 
 
 def installed_versions() -> Iterator[Finding]:
@@ -352,7 +355,7 @@ def _loss(model: Any, ids: Tensor, start: int) -> float:
 
 
 def _adapter(model: str) -> bool:
-    return cached_file(model, "adapter_config.json", _raise_exceptions_for_missing_entries=False) is not None
+    return cached_file(model, ADAPTER, _raise_exceptions_for_missing_entries=False) is not None
 
 
 def _section(saved: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -120,6 +120,11 @@ def _config(
 
 def _check(model: nn.Module, config: LongAttnConfig, length: int) -> None:
     """Raise ValueError where a config does not take a model to a length."""
+    if pretrained(model).config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(pretrained(model)).__name__} reads its text with an encoder, and methods go into causal attention alone: "
+            "it would read no more than before"
+        )
     if not config.key_bands:
         raise ValueError(
             f"{config.name} extends nothing: beyond the trained length a model meets distances that it does not know, "

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer, NanoCh
 
 from ..checks import check_dtype
 from ..config import LongAttnConfig
-from ..evaluation.loading import build, edit_rope, load_weights
+from ..evaluation.loading import build, check_reads, edit_rope, load_weights
 from ..evaluation.loading import load_tokenizer as tokenizer_of
 from ..integration import apply, config_of, rope, update
 from ..integration.model import knowing
@@ -32,6 +32,7 @@ def load_config(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
         config = from_scratch(recipe.architecture, recipe.length, len(tokenizer))
         return config, config
     original = AutoConfig.from_pretrained(recipe.model)
+    check_reads(original, str(recipe.model))
     config = copy.deepcopy(original)
     if recipe.setting.rope is not None:
         edit_rope(config, recipe.setting.rope)
@@ -46,7 +47,7 @@ def load_model(recipe: Recipe, config: Any, *, weights: bool = True) -> Any:
         return build(copy.deepcopy(config), dtype=dtype)  # a method is put into that copy
     if recipe.architecture is not None:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return load_weights(str(recipe.model), config=config, dtype=dtype)
+    return load_weights(str(recipe.model), config, dtype=dtype)
 
 
 def put_method(model: Any, recipe: Recipe, attention: LongAttnConfig | None, reads: int) -> Any:
