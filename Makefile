@@ -1,15 +1,16 @@
-# make demo | test | check | docs | bench | report | theory | gpu | engines | vllm | conformance | coverage-models | test-oldest | release-check | clean
+# make demo | test | check | docs | bench | report | theory | gpu | engines | vllm | conformance | coverage-models | test-oldest | test-newest | release-check | clean
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 VLLM := .venv-vllm
 BIN := $(VENV)/bin
 # Each process goes through files of its own, so that what a file prepares is prepared once.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 PACKAGES = import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: demo test check lint docs bench report theory reproduce gpu engines vllm conformance coverage-models test-oldest wheel release-check clean
-.PRECIOUS: %/bin/pip
+.PHONY: demo test check lint docs bench report theory reproduce gpu engines vllm conformance coverage-models test-oldest test-newest wheel release-check clean
+.PRECIOUS: %/bin/pip %/.layered
 
 demo: $(VENV)/.demo  ## a real model under the method: run, measure, adapt, save, reload (ARGS="--help" for options)
 	$(BIN)/python recipes/demo/run.py $(ARGS)
@@ -64,6 +65,13 @@ test-oldest: $(OLDEST)/.dev  ## exactness and persistence on the oldest supporte
 	$(subst $(BIN),$(OLDEST)/bin,$(PYTEST)) -m "not crossed" tests/test_exactness.py tests/test_persistence.py tests/test_traps.py \
 		tests/test_adapters.py tests/test_positions.py tests/test_models.py
 
+# It asks for the newest releases at every run; where they are the pinned ones it installs nothing.
+test-newest: $(NEWEST)/.layered  ## exactness, persistence, adapters, continuous batching and the README on the newest transformers, peft, accelerate
+	grep '^torch==' constraints.txt > $(NEWEST)/constraints.txt
+	$(BIN)/pip --python $(NEWEST)/bin/python install --quiet --upgrade transformers peft accelerate --constraint $(NEWEST)/constraints.txt
+	$(BIN)/pip --python $(NEWEST)/bin/python install --quiet --no-deps --editable .
+	$(NEWEST)/bin/python tests/newest.py
+
 wheel: $(VENV)/.release  ## builds into dist/
 	rm -rf dist
 	$(BIN)/python -m build
@@ -73,7 +81,7 @@ release-check: wheel  ## the wheel in an empty environment, away from here: the 
 	$(BIN)/python tests/release.py dist/*.whl README.md
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(VLLM) .conformance .vllm build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(VLLM) .conformance .vllm build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 # One stamp per extra: .venv/.demo holds the extra "demo", .venv/.dev the extra "dev".
 $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/bin/pip
@@ -81,10 +89,13 @@ $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	$(BIN)/pip check
 	touch $@
 
-# What is older lies over the packages of $(VENV).
-$(OLDEST)/.dev: $(VENV)/.dev constraints-oldest.txt
-	$(BIN)/python -m venv --clear --without-pip $(OLDEST)
-	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(PACKAGES)')')" > "$$($(OLDEST)/bin/python -c '$(PACKAGES)')/newer.pth"
+# An environment whose own packages lie over those of $(VENV).
+%/.layered: $(VENV)/.dev
+	$(BIN)/python -m venv --clear --without-pip $*
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(PACKAGES)')')" > "$$($*/bin/python -c '$(PACKAGES)')/below.pth"
+	touch $@
+
+$(OLDEST)/.dev: $(OLDEST)/.layered constraints-oldest.txt
 	sed 's/=.*/==/' constraints-oldest.txt | grep --invert-match --file - constraints.txt > $(OLDEST)/constraints.txt
 	$(BIN)/pip --python $(OLDEST)/bin/python install --quiet --requirement constraints-oldest.txt --constraint $(OLDEST)/constraints.txt
 	$(BIN)/pip --python $(OLDEST)/bin/python check

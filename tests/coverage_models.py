@@ -5,9 +5,11 @@
     python tests/coverage_models.py --only llama mpt   prints those rows; the others stay as they are
 
 A model is exact if a method of strength 0 gives its own logits however it is fed, if a method gives the same logits with a
-cache, in chunks and behind padding (where the model itself does), if the same holds under a remap, if loading with the method
-equals applying it, and if removing it restores the logits. It is refused if `apply` raises with a reason. Anything else fails
-the run (exit status 1), except models that could not be built, whose own error is recorded.
+cache, in chunks, beside padding on the left, on the right and inside a text, and packed (where the model itself does), if the
+same holds under methods of the other slots and under a remap, which must not tell jumps of positions apart that lie beyond
+its window, if loading with the method equals applying it, and if removing it restores the logits. It is refused if `apply`
+raises with a reason. Anything else fails the run (exit status 1), except models that could not be built, whose own error is
+recorded.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
+from hf_longattn.integration.caches import CACHE
+from hf_longattn.integration.jumps import masks_of_jumps
 
 DOCS = Path(__file__).parent.parent / "docs"
 RESULTS, PAGE = DOCS / "models.json", DOCS / "models.md"
@@ -46,7 +50,10 @@ LENGTH, PAD, LARGEST, SECONDS = 24, 5, 5_000_000, 180
 #: Largest difference of logits in float32, relative to the largest logit.
 TOLERANCE = 5e-5
 METHOD = LongAttnConfig.preset("scale_invariant", tau=2.0)
-OTHER_SLOTS = LongAttnConfig.preset("infoscale+cosscale+output_standardise", train_length=4, scale=5.0, deviation=0.3)
+OTHER_SLOTS = LongAttnConfig.preset(
+    "infoscale+cosscale+output_standardise+attention_sink", train_length=4, scale=5.0, deviation=0.3
+)
+SHOWN = LongAttnConfig.preset("streaming", window=7, sinks=2)
 REMAP = LongAttnConfig.preset("rerope", window=7)
 #: Of models whose rotating layers all have windows.
 NOTHING = "nothing to remap"
@@ -69,8 +76,8 @@ def whole(model: Any, ids: Tensor) -> Tensor:
 def chunks(model: Any, ids: Tensor, sizes: tuple[int, ...] = (9, 1, 1, 5, 8), cache: Any = None) -> Tensor:
     out = []
     for part in ids.split(sizes, 1):
-        step = model(part, past_key_values=cache, use_cache=True)
-        cache = step.past_key_values
+        step = model(part, **{CACHE: cache}, use_cache=True)
+        cache = step.get(CACHE)
         out.append(step.logits)
     return torch.cat(out, 1)
 
@@ -86,13 +93,7 @@ def static_cache(model: Any, ids: Tensor) -> Tensor:
 def left_padded(model: Any, ids: Tensor) -> Tensor:
     """The first tokens of row 0 behind padding, then zeros; row 1 as it is."""
     padded, mask = _padded(ids)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    try:
-        logits = model(padded, use_cache=False, attention_mask=mask, position_ids=positions).logits
-    except TypeError as error:
-        if "position_ids" not in str(error):
-            raise
-        logits = model(padded, use_cache=False, attention_mask=mask).logits
+    logits = _positioned(model, padded, mask, use_cache=False).logits
     return torch.stack([torch.nn.functional.pad(logits[0, PAD:], (0, 0, 0, PAD)), logits[1]])
 
 
@@ -104,6 +105,54 @@ def generated(model: Any, ids: Tensor) -> Tensor:
     return torch.stack(out.logits, 1)
 
 
+def right_padded(model: Any, ids: Tensor) -> Tensor:
+    """Row 0 in front of padding, row 1 behind as much."""
+    pad, one = ids.new_zeros(1, PAD), torch.ones(1, LENGTH, dtype=ids.dtype)
+    padded = torch.cat([torch.cat([ids[:1], pad], 1), torch.cat([pad, ids[1:]], 1)])
+    mask = torch.cat([torch.cat([one, pad], 1), torch.cat([pad, one], 1)])
+    logits = _positioned(model, padded, mask, use_cache=False).logits
+    return torch.stack([logits[0, :LENGTH], logits[1, PAD:]])
+
+
+def padded_inside(model: Any, ids: Tensor) -> Tensor:
+    """Padding inside a text as generate() reads it: its last tokens one by one behind a cache."""
+    whole = torch.cat([ids[:, :10], ids.new_zeros(2, PAD), ids[:, 10:]], 1)
+    mask = torch.ones_like(whole)
+    mask[:, 10 : 10 + PAD] = 0
+    out, cache, end = [], None, 0
+    for size in (LENGTH + PAD - 3, 1, 1, 1):
+        begin, end = end, end + size
+        step = _positioned(model, whole[:, begin:end], mask[:, :end], use_cache=True, **{CACHE: cache})
+        cache = step.get(CACHE)
+        out.append(step.logits)
+    return torch.cat(out, 1)[:, mask[0].bool()]
+
+
+def packed(model: Any, ids: Tensor) -> Tensor:
+    """Both rows in one, told apart by their positions."""
+    positions = torch.arange(LENGTH).repeat(2)[None]
+    return model(ids.reshape(1, -1), position_ids=positions, use_cache=False).logits.reshape(2, LENGTH, -1)
+
+
+def jumping(model: Any, ids: Tensor, jump: int) -> Tensor:
+    """A text whose second half lies `jump` positions further."""
+    positions = torch.arange(LENGTH)[None]
+    positions = torch.where(positions >= LENGTH // 2, positions + jump, positions)
+    masks = masks_of_jumps(model, ids, positions.expand_as(ids))
+    return model(ids, position_ids=positions, attention_mask=masks, use_cache=False).logits
+
+
+def _positioned(model: Any, ids: Tensor, mask: Tensor, **arguments: Any) -> Any:
+    """A call with the positions that generate() makes, or without where a model takes none."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    try:
+        return model(ids, attention_mask=mask, position_ids=positions, **arguments)
+    except TypeError as error:
+        if "position_ids" not in str(error):
+            raise
+    return model(ids, attention_mask=mask, **arguments)
+
+
 def _padded(ids: Tensor) -> tuple[Tensor, Tensor]:
     padded, mask = ids.clone(), torch.ones_like(ids)
     padded[0, PAD:] = ids[0, :-PAD]
@@ -111,7 +160,8 @@ def _padded(ids: Tensor) -> tuple[Tensor, Tensor]:
     return padded, mask
 
 
-WAYS: dict[str, Way] = {f.__name__: f for f in (whole, chunks, token_by_token, static_cache, left_padded, generated)}
+_ALL = (whole, chunks, token_by_token, static_cache, left_padded, right_padded, padded_inside, packed, generated)
+WAYS: dict[str, Way] = {f.__name__: f for f in _ALL}
 
 
 def expected(full: Tensor, way: str) -> Tensor:
@@ -202,10 +252,12 @@ def _compared(model: Any, ids: Tensor, own: dict[str, Tensor]) -> Row:
         _close(f"{what}, loaded", whole(loaded, ids), whole(model, ids))
         worst.append(_consistent(model, ids, what, same, own))
         hf_longattn.remove(model)
-        if not (reason := _refusal(model, OTHER_SLOTS.replace(layers=layers))):
-            worst.append(_consistent(model, ids, f"{what}, other slots", same, own))
-            hf_longattn.remove(model)
-        row |= {"other_slots": reason or "exact", "largest": max(row["largest"], *worst)}
+        for name, config in (("other_slots", OTHER_SLOTS), ("shown", SHOWN)):
+            if not (reason := _refusal(model, config.replace(layers=layers))):
+                worst.append(_consistent(model, ids, f"{what}, {config.name}", same, own))
+                hf_longattn.remove(model)
+            row[name] = reason or "exact"
+        row["largest"] = max(row["largest"], *worst)
         if "sliding window" not in row["left_alone"]:
             break
     if "layers" not in row:
@@ -213,7 +265,7 @@ def _compared(model: Any, ids: Tensor, own: dict[str, Tensor]) -> Row:
     row["remap"] = _refusal(model, REMAP) or "exact"
     if row["remap"] == "exact":
         if any(REMAP.name in what for _, what, _ in hf_longattn.describe(model).rows):
-            worst = [_consistent(model, ids, "rerope", same, own)]
+            worst = [_consistent(model, ids, "rerope", same, own), _jumps(model, ids)]
         else:  # as the warning says; so it must be the model as it was
             row["remap"], worst = NOTHING, [_identical(model, ids, "rerope", own, row["own_differ"])]
         hf_longattn.update(model, window=100)
@@ -244,6 +296,12 @@ def _consistent(model: Any, ids: Tensor, what: str, ways: list[str], own: dict[s
     if "generated" in own:
         WAYS["generated"](model, ids)
     return max(_run(f"{what}, {way}", way, model, ids, expected(full, way)) for way in ways)
+
+
+def _jumps(model: Any, ids: Tensor) -> float:
+    """Under a remap both halves of a text see each other at the window's distance, however far the second one lies."""
+    near, far = (jumping(model, ids, jump) for jump in (20, 60))
+    return _close("rerope, jumping positions", near, far)
 
 
 def _run(what: str, way: str, model: Any, ids: Tensor, wanted: Tensor) -> float:

@@ -24,6 +24,7 @@ from transformers import (
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
+from hf_longattn.integration.caches import CACHE
 
 TOLERANCE = 1e-5  # float32, on logits of order one
 
@@ -157,8 +158,8 @@ def feed(model: PreTrainedModel, ids: Tensor, chunks: list[int], cache: Any = No
             cut["attention_mask"] = extra["attention_mask"][:, :end]
         if "position_ids" in extra:
             cut["position_ids"] = extra["position_ids"][:, begin:end]
-        step = model(ids[:, begin:end], past_key_values=cache, use_cache=True, **cut)
-        cache, begin = step.past_key_values, end
+        step = model(ids[:, begin:end], **{CACHE: cache}, use_cache=True, **cut)
+        cache, begin = step.get(CACHE), end
         out.append(step.logits)
     assert begin == ids.shape[1]
     return torch.cat(out, 1)
@@ -318,8 +319,8 @@ def _interleaved(model: PreTrainedModel, ids: Tensor, first: int) -> Tensor:
     for begin, end in ((0, first), (first, length)):
         part = {"attention_mask": mask[:, :, begin:end, :end], "position_ids": (at // 2)[None, begin:end]}
         if begin < end:
-            step = model(row[:, begin:end], past_key_values=cache, use_cache=first < length, **part)
-            cache = step.past_key_values
+            step = model(row[:, begin:end], **{CACHE: cache}, use_cache=first < length, **part)
+            cache = step.get(CACHE)
             out.append(step.logits[0])
     return torch.cat(out).unflatten(0, (-1, 2)).transpose(0, 1)
 

@@ -1,7 +1,7 @@
 """What `make release-check` does behind the build: the wheel alone, in an environment and a folder that know no checkout.
 
 python tests/release.py dist/*.whl README.md    installs the wheel into an empty environment
-python tests/release.py --inside README.md      what runs there: the README's Python, and commands that need no network
+python tests/release.py --here README.md        the README's Python, and commands that need no network, in this environment
 """
 
 from __future__ import annotations
@@ -19,18 +19,24 @@ HERE = Path(__file__).parent
 HUB, LONG = re.compile(r'"HuggingFaceTB/[\w.-]+"'), re.compile(r"\b4[0-9]000\b")
 
 
-def outside(wheel: Path, readme: Path, constraints: Path) -> None:
+def installed(wheel: Path, readme: Path, torch: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        venv.create(place / "venv", with_pip=True)
-        python = place / "venv" / "bin" / "python"
-        pip = [python, "-m", "pip", "install", "--quiet", "--constraint", constraints.absolute()]
-        subprocess.run([*pip, f"{wheel.absolute()}[cli,train]"], check=True)
-        subprocess.run([python, "-m", "pip", "check"], check=True)
+        venv.create(Path(folder) / "venv", with_pip=True)
+        python = Path(folder) / "venv" / "bin" / "python"
+        pip = [python, "-m", "pip"]
+        subprocess.run([*pip, "install", "--quiet", torch], check=True)  # the newest may be a CUDA build of gigabytes
+        subprocess.run([*pip, "install", "--quiet", f"{wheel.absolute()}[cli,train]"], check=True)
+        subprocess.run([*pip, "check"], check=True)
+        here(readme, python)
+
+
+def here(readme: Path, python: Path) -> None:
+    """Run it all in an empty folder, by this Python."""
+    with tempfile.TemporaryDirectory() as folder:
         for file in (readme, Path(__file__), HERE / "tiny.py"):
-            shutil.copy(file, place)
+            shutil.copy(file, folder)
         alone = {"PATH": str(python.parent), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"}
-        subprocess.run([python, "release.py", "--inside", readme.name], cwd=place, check=True, env=alone)
+        subprocess.run([python, "release.py", "--inside", readme.name], cwd=folder, check=True, env=alone)
 
 
 def inside(readme: Path) -> None:
@@ -64,5 +70,8 @@ def inside(readme: Path) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "--inside":
         inside(Path(sys.argv[2]))
+    elif sys.argv[1] == "--here":
+        here(Path(sys.argv[2]), Path(sys.executable))
     else:
-        outside(Path(sys.argv[1]), Path(sys.argv[2]), HERE.parent / "constraints.txt")
+        pins = (HERE.parent / "constraints.txt").read_text(encoding="utf-8")
+        installed(Path(sys.argv[1]), Path(sys.argv[2]), next(x for x in pins.split() if x.startswith("torch==")))

@@ -26,6 +26,7 @@ from hf_longattn.cli.memory import cache_bytes
 from hf_longattn.evaluation.extend import plan_copies
 from hf_longattn.evaluation.measures.copies import with_copies
 from hf_longattn.evaluation.settings import Setting, read_settings
+from hf_longattn.integration.caches import CACHE
 from hf_longattn.training import Recipe, load_recipe
 from hf_longattn.training.recipe import check
 
@@ -312,7 +313,7 @@ def test_copies_fit_or_are_refused(trained: int, to: int) -> None:
 def test_the_cache_that_memory_counts_is_the_one_that_generation_keeps(name: str) -> None:
     model = stock(name).eval()
     with torch.no_grad():
-        kept = model(torch.zeros(1, 96, dtype=torch.long), use_cache=True).past_key_values
+        kept = model(torch.zeros(1, 96, dtype=torch.long), use_cache=True)[CACHE]
     held = sum(x.numel() * x.element_size() for layer in kept.layers for x in (layer.keys, layer.values))
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(model.config).eval()

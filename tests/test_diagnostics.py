@@ -24,6 +24,7 @@ from hf_longattn.attention.reference import dense_attention
 from hf_longattn.evaluation.measures import blocks
 from hf_longattn.evaluation.measures.diagnostics import QUANTITIES, WHAT, Diagnostics
 from hf_longattn.evaluation.measures.sums import Options, Sums, collect
+from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.observe import observe
 
 
@@ -256,7 +257,7 @@ def test_a_cache_changes_nothing(case: str) -> None:
     ids, cache, begin = tokens(length=26), None, 0
     with torch.no_grad(), hf_longattn.capture(under, local=5) as seen:
         for size in pieces(26):
-            cache = under(ids[:, begin : begin + size], past_key_values=cache, use_cache=True).past_key_values
+            cache = under(ids[:, begin : begin + size], **{CACHE: cache}, use_cache=True)[CACHE]
             begin += size
     assert_equal(seen.result(), measured(under, {"input_ids": ids}))
 

@@ -13,11 +13,11 @@ from helpers import TOLERANCE, crossed, fresh, tokens
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_longattn.integration.engines import paged
+from hf_longattn.integration.caches import PAGES
 
 # continuous batching -------------------------------------------------------------------------------------------------
 
-batching = pytest.mark.skipif(not paged.SUPPORTED, reason="this release of transformers has another paged cache")
+batching = pytest.mark.skipif(not PAGES, reason="this release of transformers has another paged cache")
 #: The inner loop's: a map, a remap, what depends on a whole row.
 INNER = ("scale_invariant", "rerope", "mapped+adaptive")
 GREEDY = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import hf_longattn
 from hf_longattn.attention.geometry import Rows
 from hf_longattn.integration import masks
+from hf_longattn.integration.caches import CACHE
 
 OTHERS = [case for case in CASES if case != DEFAULT]
 #: Of each case the family that it runs on in the inner loop, another one from case to case.
@@ -281,8 +282,8 @@ def decode_compiled(m: Any, ids: Tensor) -> tuple[Tensor, int]:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     step, cache = torch.compile(m, fullgraph=True, backend=counter), static(m, ids)
-    out = [m(ids[:, :6], past_key_values=cache, use_cache=True).logits]
-    out += [step(ids[:, i : i + 1].clone(), past_key_values=cache, use_cache=True).logits for i in range(6, ids.shape[1])]
+    out = [m(ids[:, :6], **{CACHE: cache}, use_cache=True).logits]
+    out += [step(ids[:, i : i + 1].clone(), **{CACHE: cache}, use_cache=True).logits for i in range(6, ids.shape[1])]
     return torch.cat(out, 1), counter.frame_count
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
+from hf_longattn.integration.caches import CACHE
 
 preset = LongAttnConfig.preset
 #: Tensor operations that a layer may take beyond sdpa's, where the method acts on one query.
@@ -51,11 +52,11 @@ def step_of(config: LongAttnConfig | None, layers: int) -> tuple[int, int]:
     if config is not None:
         hf_longattn.apply(m, config)
     cache = DynamicCache(config=m.config)
-    m(tokens(1), past_key_values=cache)
+    m(tokens(1), **{CACHE: cache})
     token = tokens(1, 1, seed=3)
-    m(token, past_key_values=cache)  # builds tables
+    m(token, **{CACHE: cache})  # builds tables
     with Counting() as operations:
-        m(token, past_key_values=cache)
+        m(token, **{CACHE: cache})
     calls = 0
 
     def profile(frame: Any, event: str, argument: Any) -> None:
@@ -65,7 +66,7 @@ def step_of(config: LongAttnConfig | None, layers: int) -> tuple[int, int]:
     before = sys.getprofile()
     sys.setprofile(profile)
     try:
-        m(token, past_key_values=cache)
+        m(token, **{CACHE: cache})
     finally:
         sys.setprofile(before)
     return operations.count, calls

@@ -22,6 +22,7 @@ from hf_longattn.attention.call import Call
 from hf_longattn.attention.decoding import Decoding
 from hf_longattn.attention.geometry import Rows
 from hf_longattn.integration import dispatch
+from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.observe import observe
 
 preset = LongAttnConfig.preset
@@ -130,9 +131,9 @@ def test_the_longest_text_decides_in_every_step(case: str, calls: list[int]) -> 
         inputs = {"attention_mask": mask[:, : n + 1], "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)[:, n : n + 1]}
         first = slice(0, 4) if n == 3 else slice(n, n + 1)
         inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, first]
-        got = m(ids[:, first], past_key_values=caches[0], **inputs).logits
+        got = m(ids[:, first], **{CACHE: caches[0]}, **inputs).logits
         assert len(calls) == (0 if n + 1 <= config.identity_below else layers), n
-        close(got[:, -1], kernel(ids[:, first], past_key_values=caches[1], **inputs).logits[:, -1])
+        close(got[:, -1], kernel(ids[:, first], **{CACHE: caches[1]}, **inputs).logits[:, -1])
 
 
 @torch.no_grad()
@@ -211,9 +212,9 @@ def test_eager_computes_single_queries_alone(calls: list[int]) -> None:
         plain, m = make(), hf_longattn.apply(make(), preset("infoscale", train_length=60))
         results = []
         for x in (plain, m):
-            cache = x(tokens(2, 9)).past_key_values
+            cache = x(tokens(2, 9))[CACHE]
             calls.clear()
-            results.append(x(tokens(2, 1, seed=3), past_key_values=cache).logits)
+            results.append(x(tokens(2, 1, seed=3), **{CACHE: cache}).logits)
             assert not calls
         close(*results)
 

@@ -15,6 +15,8 @@ from helpers import close, feed, multimodal, picture, stock, tokens
 from transformers import AutoModelForCausalLM, Gemma3ForConditionalGeneration
 
 import hf_longattn
+from hf_longattn.integration.caches import CACHE
+from hf_longattn.integration.layers import layers_of
 from hf_longattn.integration.names import is_ours
 from hf_longattn.integration.state import disable, enable
 
@@ -61,7 +63,6 @@ def reasons(m: Any) -> dict[str, str]:
 CANNOT: dict[str, dict[str, Any]] = {
     "Bloom": {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": VOCAB},
     "OpenAIGPT": _OLD,
-    "GPTJ": _OLD | {"rotary_dim": 4},
     "Falcon": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": VOCAB},
     "Mamba": {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "vocab_size": VOCAB},
     "BigBirdPegasus": _PAIR | {"attention_type": "original_full"},
@@ -73,7 +74,6 @@ CANNOT: dict[str, dict[str, Any]] = {
         "vocab_size": VOCAB,
     },
 }
-BY_NAME = {"GPTJ", "Falcon"}
 
 
 @pytest.mark.parametrize("how", ["apply", "set_attn_implementation", "from_config", "from_pretrained", "constructor"])
@@ -94,13 +94,24 @@ def test_a_name_that_a_model_cannot_run_is_refused(name: str, how: str, tmp_path
         "from_pretrained": lambda: auto.from_pretrained(tmp_path, longattn={"tau": 3.0}, **asked),
         "constructor": lambda: type(m)(type(config)(**CANNOT[name], **asked)),
     }
-    by_name = how == "constructor" and name in BY_NAME  # transformers' own error, before there is anything to refuse
+    by_name = how == "constructor" and name == "Falcon"  # transformers' own error, before there is anything to refuse
     says = DEFAULT if by_name else r"applies to 0 layers of \w+: .*interface"
     with pytest.raises(KeyError if by_name else ValueError, match=says):
         calls[how]()
     assert m.config._attn_implementation == before
     with torch.no_grad():
         close(m(ids)[0], want, 0.0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["GPTJ", "CodeGen"])
+def test_rotations_by_a_table(name: str) -> None:
+    m = build(name, **_OLD | {"rotary_dim": 4})
+    if not any(layers_of(m)):
+        pytest.skip("this release looks its attention up by name")
+    with pytest.raises(ValueError, match=r"no rotary frequencies.*or takes its rotations from a table"):
+        hf_longattn.apply(m, "rerope")
+    exact(m)
 
 
 def test_towers_and_encoders_do_not_refuse_for_the_whole(tmp_path: Path) -> None:
@@ -287,8 +298,8 @@ def test_tables_end_where_they_end(name: str) -> None:
     mask[:, :3] = 0
     assert m(padded, attention_mask=mask).logits.isfinite().all()
     for x in (m, loaded):
-        cache = x(tokens(), use_cache=True).past_key_values
-        for call in (lambda x=x: x(tokens(length=25)), lambda x=x, c=cache: x(tokens(length=1), past_key_values=c)):
+        cache = x(tokens(), use_cache=True)[CACHE]
+        for call in (lambda x=x: x(tokens(length=25)), lambda x=x, c=cache: x(tokens(length=1), **{CACHE: c})):
             with pytest.raises(ValueError, match=r"position 24 lies beyond .* table of 24 entries"):
                 call()
 

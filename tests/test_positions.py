@@ -6,19 +6,26 @@ the mask cannot bear out is refused. Padding inside a text, second turns and tre
 
 from __future__ import annotations
 
+import copy
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases import CASES, families
+import transformers
+from cases import CASES, FAMILIES, families
 from helpers import close, crossed, fresh, model, stock, tokens
+from tiny_configs import families as tiny_families
+from tiny_configs import tiny
 from torch import Tensor
 from torch.distributed.tensor.experimental import context_parallel
-from transformers import StaticCache
+from transformers import AutoModelForCausalLM, StaticCache
 
+import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, attention, reference_attention
+from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.jumps import masks_of_jumps
 
 LENGTH = 22
@@ -117,8 +124,8 @@ def test_where_a_text_starts_is_nothing_to_distances(case: str) -> None:
 def test_a_jump_behind_cached_keys() -> None:
     """The cached ones counted as usual: their positions are known."""
     m, ids, positions = model("llama", CASES["rerope"]), tokens(2, LENGTH), jumping()
-    cache = m(ids[:, :6], use_cache=True).past_key_values
-    rest = m(ids[:, 6:], position_ids=positions[:, 6:] - positions[:, 6:7] + 6, past_key_values=cache).logits
+    cache = m(ids[:, :6], use_cache=True)[CACHE]
+    rest = m(ids[:, 6:], position_ids=positions[:, 6:] - positions[:, 6:7] + 6, **{CACHE: cache}).logits
     whole = torch.cat([torch.arange(6).expand(2, -1), positions[:, 6:] - positions[:, 6:7] + 6], 1)
     close(rest, with_skips(m, ids, whole)[:, 6:])
 
@@ -147,19 +154,19 @@ def test_what_positions_cannot_mean_is_refused() -> None:
     back[:, 18] = 0
     with pytest.raises(ValueError, match="go back"):
         with_skips(m, ids, back)
-    cache = m(ids, use_cache=True).past_key_values
+    cache = m(ids, use_cache=True)[CACHE]
     with pytest.raises(ValueError, match="positions of cached keys are unknown"):
-        m(ids[:, :1], position_ids=torch.tensor([[90]]), past_key_values=cache)
+        m(ids[:, :1], position_ids=torch.tensor([[90]]), **{CACHE: cache})
     cache = with_cache(m, ids, jumping())
     with pytest.raises(ValueError, match="positions of cached keys are unknown"):
-        m(ids[:, :1], position_ids=jumping()[:, -1:] + 1, past_key_values=cache)
+        m(ids[:, :1], position_ids=jumping()[:, -1:] + 1, **{CACHE: cache})
     tree = torch.ones(LENGTH, LENGTH).tril()[None, None].bool()  # one path, and positions that say there are two
     with pytest.raises(ValueError, match="go back"):
         m(ids, position_ids=PACKED, attention_mask=tree, use_cache=False)
 
 
 def with_cache(m: Any, ids: Tensor, positions: Tensor) -> Any:
-    return m(ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=True).past_key_values
+    return m(ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=True)[CACHE]
 
 
 def test_a_tree_behind_a_cache_of_another_numbering_is_refused() -> None:
@@ -167,9 +174,9 @@ def test_a_tree_behind_a_cache_of_another_numbering_is_refused() -> None:
     m, ids = model("llama", CASES["alibi"]), tokens(1, 10)
     mask = torch.ones(1, 1, 2, 10, dtype=torch.bool)
     mask[..., 0, 2] = mask[..., 0, 9] = False
-    cache = m(ids[:, :8], use_cache=True).past_key_values
+    cache = m(ids[:, :8], use_cache=True)[CACHE]
     with pytest.raises(ValueError, match="positions of cached keys are unknown"):
-        m(ids[:, 8:], attention_mask=mask, position_ids=torch.tensor([[7, 7]]), past_key_values=cache)
+        m(ids[:, 8:], attention_mask=mask, position_ids=torch.tensor([[7, 7]]), **{CACHE: cache})
 
 
 @pytest.mark.parametrize("case", ["scale_invariant", "rerope", "windowed", "infoscale"])
@@ -225,12 +232,12 @@ def test_calls_on_one_cache_count_alike(case: str, second: int) -> None:
             given["position_ids"] = a["position_ids"][:, part]
         elif counting == "late":
             given["position_ids"] = torch.arange(LENGTH)[None, part] + 40
-        return m(**given, past_key_values=cache, use_cache=True)
+        return m(**given, **{CACHE: cache}, use_cache=True)
 
     want = m(**a, use_cache=False).logits[:, first:]
     for one, two in itertools.product(("skips", "counts", "late"), ("skips", "counts")):
         for given in (None, StaticCache(config=m.config, max_cache_len=LENGTH + 2)):
-            cache = call(slice(0, first), given, one).past_key_values
+            cache = call(slice(0, first), given, one)[CACHE]
             if one == two:
                 close(call(slice(first, LENGTH), cache, two).logits, want, what=one)
                 continue
@@ -248,10 +255,10 @@ def test_generate_goes_on_from_a_cache_that_counts_as_it_does() -> None:
     given = {"input_ids": a["input_ids"], "attention_mask": a["attention_mask"], "do_sample": False, "max_new_tokens": 3}
     short = {k: x[:, :-1] for k, x in a.items()}
     want = m.generate(**given)
-    assert torch.equal(m.generate(**given, past_key_values=m(**short).past_key_values), want)
+    assert torch.equal(m.generate(**given, **{CACHE: m(**short)[CACHE]}), want)
     del short["position_ids"]
     with pytest.raises(ValueError, match="are counted differently from those of the keys"):
-        m.generate(**given, past_key_values=m(**short).past_key_values)
+        m.generate(**given, **{CACHE: m(**short)[CACHE]})
 
 
 def test_config() -> None:
@@ -293,7 +300,7 @@ def test_a_part_of_a_sequence_is_refused_where_several_processes_run(monkeypatch
     with pytest.raises(ValueError, match=f"start at {LENGTH} although nothing comes before"):
         m(ids, **second_half)
     with_skips(m, tokens(2, LENGTH), jumping())
-    m(ids[:, :1], past_key_values=m(ids).past_key_values)
+    m(ids[:, :1], **{CACHE: m(ids)[CACHE]})
 
 
 # the function --------------------------------------------------------------------------------------------------------
@@ -342,8 +349,8 @@ def test_where_a_text_starts_behind_a_window_is_not_guessed() -> None:
     ids = tokens(2, LENGTH)
     for case, new in itertools.product(("self_extend", "sinks", "alibi"), (1, 4)):
         m = model("llama", CASES[case])
-        cache = m(ids[:, :-new], attention_mask=band(9)[..., :-new, :-new], use_cache=True).past_key_values
-        last = {"attention_mask": band(9)[..., -new:, :], "past_key_values": cache}
+        cache = m(ids[:, :-new], attention_mask=band(9)[..., :-new, :-new], use_cache=True)[CACHE]
+        last = {"attention_mask": band(9)[..., -new:, :], CACHE: cache}
         if case == "alibi":
             whole = m(ids, attention_mask=band(9), use_cache=False).logits
             close(m(ids[:, -new:], **last).logits, whole[:, -new:])
@@ -364,3 +371,122 @@ def test_a_sliding_window_is_counted_in_positions_across_a_jump(family: str, cas
     found = m(ids, position_ids=positions, attention_mask=masks, use_cache=False).logits
     close(found, with_holes(m, ids, positions))
     assert bool((with_skips(m, ids, positions) - found).abs().amax((1, 2)).gt(1e-3).all()) == slides
+
+
+# models whose layers do not hand positions on ------------------------------------------------------------------------------
+
+REMAP = LongAttnConfig.preset("rerope", window=7)
+
+
+def silent(name: str = "persimmon", **changes: Any) -> Any:
+    """A model whose attention gets no position_ids, or none that it hands on."""
+    torch.manual_seed(0)
+    config = tiny(tiny_families()[name])
+    for key, value in changes.items():
+        setattr(config, key, value)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def several_axes() -> Any:
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 2]}
+    text = {k: v for k, v in FAMILIES["llama"][1].items() if k != "head_dim"} | {"rope_parameters": rope}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 1}
+    special = {"image_token_id": 90, "vision_start_token_id": 91, "vision_end_token_id": 92, "video_token_id": 93}
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **special)
+    return transformers.Qwen2VLForConditionalGeneration(config).eval()
+
+
+def skipping_padding(m: Any, ids: Tensor) -> Tensor:
+    """Padding inside the text, which positions do not count, as generate() makes them."""
+    spread = torch.cat([ids[:, :9], ids.new_zeros(2, 5), ids[:, 9:]], 1)
+    mask = torch.ones_like(spread)
+    mask[:, 9:14] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    return m(spread, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, mask[0].bool()]
+
+
+@pytest.mark.parametrize("case", ["scale_invariant", "rerope", "streaming", "mapped+adaptive"])
+@pytest.mark.parametrize("name", ["persimmon", "fuyu", "qwen2_vl"])
+@torch.no_grad()
+def test_positions_are_those_that_the_model_was_given(name: str, case: str) -> None:
+    ids, positions = tokens(2, LENGTH).clamp(max=89), jumping()
+    m = hf_longattn.apply(several_axes() if name == "qwen2_vl" else silent(name), CASES[case])
+    want = with_holes(m, ids, positions)
+    close(with_skips(m, ids, positions), want)
+    if name == "qwen2_vl":
+        close(with_skips(m, ids, positions[None].expand(3, -1, -1)), want)
+        close(with_skips(m, ids, positions[None].expand(4, -1, -1)), want)
+    close(skipping_padding(m, ids), m(ids).logits)
+    close(skipping_padding(torch.compile(m, backend="eager"), ids), m(ids).logits, what="compiled")
+
+
+def test_positions_are_there_when_layers_are_computed_again() -> None:
+    """Gradient checkpointing calls layers outside any forward pass."""
+    ids, positions, mask = tokens(2, LENGTH), jumping(), torch.ones(1, 1, LENGTH, LENGTH).tril().bool()
+    for extra in ({}, {"attention_mask": mask}):
+        gradients = []
+        for checkpointing in (False, True):
+            m = hf_longattn.apply(silent(), REMAP).train()
+            if checkpointing:
+                getattr(m, "activation_checkpointing_enable", m.gradient_checkpointing_enable)()
+            given = {"attention_mask": torch.ones_like(ids)} | extra
+            m(ids, position_ids=positions, use_cache=False, **given).logits.square().sum().backward()
+            gradients.append([p.grad for p in m.parameters() if p.grad is not None])
+        for a, b in zip(*gradients, strict=True):
+            close(b, a, 1e-4)
+
+
+@torch.no_grad()
+def test_positions_of_layers_that_are_compiled_alone() -> None:
+    m, ids = hf_longattn.apply(silent(), REMAP), tokens(2, LENGTH)
+    want = m(ids).logits
+    for layer in m.model.layers:
+        layer.compile(backend="eager")
+    close(skipping_padding(m, ids), want)
+
+
+@torch.no_grad()
+def test_positions_are_each_threads_own() -> None:
+    m, ids = hf_longattn.apply(silent(), REMAP), tokens(2, LENGTH)
+    given = [jumping(), torch.arange(LENGTH)[None].expand(2, -1), jumping(3)]
+    want = [with_skips(m, ids, p) for p in given]
+    with ThreadPoolExecutor(3) as pool:
+        for p, got in zip(given * 10, pool.map(lambda p: with_skips(m, ids, p), given * 10), strict=True):
+            close(got, want[next(i for i, x in enumerate(given) if x is p)])
+
+
+@pytest.mark.parametrize("keep", [1, 3, torch.tensor([4, 9, LENGTH - 1])], ids=["last", "three", "chosen"])
+@pytest.mark.parametrize("case", ["scale_invariant", "rerope"])
+@torch.no_grad()
+def test_positions_of_queries_that_a_model_slices_out(case: str, keep: Any) -> None:
+    """Gemma 4's layers with shared keys get the queries of `logits_to_keep` alone, and the positions of all tokens."""
+    m = hf_longattn.apply(silent("gemma4_text", sliding_window=64), CASES[case])
+    ids, positions = tokens(2, LENGTH), jumping()
+    rows = slice(-keep, None) if isinstance(keep, int) else keep
+    want = with_skips(m, ids, positions)
+    close(with_skips(m, ids, positions, logits_to_keep=keep), want[:, rows])
+    mask, counted = torch.ones_like(ids), torch.ones_like(ids)
+    mask[:, 5:9] = counted[:, 5:9] = 0
+    given = {"attention_mask": mask, "position_ids": (counted.cumsum(-1) - 1).clamp(min=0), "use_cache": False}
+    close(m(ids, **given, logits_to_keep=keep).logits, m(ids, **given).logits[:, rows], what="holes")
+
+
+@torch.no_grad()
+def test_behind_a_picture_tokens_are_counted_or_a_remap_refuses() -> None:
+    """A picture's tokens take fewer positions than there are of them, and later ones continue from there."""
+    m, ids = several_axes(), tokens(1, 12).clamp(max=89)
+    text = torch.arange(12)
+    picture = torch.where((text >= 3) & (text < 7), 3, torch.where(text >= 7, text - 2, text))[None, None].repeat(3, 1, 1)
+    picture[1, 0, 3:7] = torch.tensor([3, 3, 4, 4])
+    hf_longattn.apply(m, "scale_invariant", backend="tiled")
+    whole = m(ids, position_ids=picture, use_cache=False).logits
+    first = m(ids[:, :9], position_ids=picture[..., :9], use_cache=True)
+    for axes in (1, 3):  # generate() hands on one
+        cache = copy.deepcopy(first[CACHE])
+        rest = m(ids[:, 9:], position_ids=picture[:axes, :, 9:], **{CACHE: cache}, attention_mask=torch.ones_like(ids))
+        close(rest.logits, whole[:, 9:])
+    hf_longattn.apply(m, REMAP)
+    for given in ({"position_ids": picture}, {"position_ids": picture[:1, :, 9:], CACHE: first[CACHE]}):
+        with pytest.raises(ValueError, match=r"several positions each|do not continue where the KV cache ends"):
+            m(ids if CACHE not in given else ids[:, 9:], **given)

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import StaticCache
 
+from hf_longattn.integration.caches import CACHE
+
 METHODS = [
     "scale_invariant",
     "sinks",
@@ -98,8 +100,8 @@ def test_padding_anywhere(case: str, layout: Padded) -> None:
             end = begin + size
             inputs = {} if layout.numbering == "default" else {"position_ids": positions[:, begin:end]}
             mask = real[:, :end].long()
-            step = m(ids[:, begin:end], attention_mask=mask, past_key_values=cache, use_cache=layout.cache != "none", **inputs)
-            cache, begin = step.past_key_values, end
+            step = m(ids[:, begin:end], attention_mask=mask, **{CACHE: cache}, use_cache=layout.cache != "none", **inputs)
+            cache, begin = step.get(CACHE), end
             out.append(step.logits)
         return torch.cat(out, 1)
 
@@ -166,10 +168,10 @@ def test_trees(case: str, parents: list[int], prefix: int, split: bool) -> None:
                 ids[None, begin:end],
                 attention_mask=mask,
                 position_ids=depth[None, begin:end],
-                past_key_values=cache,
+                **{CACHE: cache},
                 use_cache=split,
             )
-            cache = step.past_key_values
+            cache = step.get(CACHE)
             out.append(step.logits)
         return torch.cat(out, 1)
 

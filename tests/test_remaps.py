@@ -24,6 +24,7 @@ from hf_longattn.attention.attend import attend
 from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Rows
 from hf_longattn.attention.kernels import intervals, tiles
+from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.state import state_of
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -659,8 +660,8 @@ def test_compiled_steps_with_a_static_cache(name: str) -> None:
     torch._dynamo.reset()
     step = torch.compile(m, fullgraph=True, backend="eager")
     with torch.no_grad():
-        out = [m(ids[:, :8], past_key_values=cache).logits]
-        out += [step(ids[:, i : i + 1].clone(), past_key_values=cache).logits for i in range(8, 12)]
+        out = [m(ids[:, :8], **{CACHE: cache}).logits]
+        out += [step(ids[:, i : i + 1].clone(), **{CACHE: cache}).logits for i in range(8, 12)]
     close(torch.cat(out, 1), logits(m, ids))
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import hf_longattn
 from hf_longattn import rope
+from hf_longattn.integration.caches import CACHE
 
 PAIRS, LENGTH = HEAD_DIM // 2, 32
 
@@ -126,7 +127,7 @@ def test_methods_on_cope_keep_its_trained_length_and_decode_as_they_read() -> No
     close(whole[:, : LENGTH // 2], plain[:, : LENGTH // 2], 1e-5)
     assert (whole - plain).abs().max() > 1e-4
     first = model(ids[:, : LENGTH - 3], use_cache=True)
-    rest = model(ids[:, LENGTH - 3 :], past_key_values=first.past_key_values)
+    rest = model(ids[:, LENGTH - 3 :], **{CACHE: first[CACHE]})
     close(torch.cat([first.logits, rest.logits], 1), whole, 1e-5)
 
 

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_longattn
-from hf_longattn.integration.engines import paged
+from hf_longattn.integration.caches import PAGES
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -106,7 +106,7 @@ def test_transformers_serve_answers_as_generate_does(
     openai = pytest.importorskip("openai")
     pytest.importorskip("uvicorn")
     pytest.importorskip("fastapi")
-    if not paged.SUPPORTED:
+    if not PAGES:
         pytest.skip("this release of transformers has another paged cache")
     tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
     checkpoint = hf_longattn.save(model, tmp_path / "strict", tokenizer=tokenizer, strict=True)  # it looks classes up by name

@@ -21,6 +21,7 @@ import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, attention, reference_attention
 from hf_longattn.attention.tables import SHARED
 from hf_longattn.attention.tracing import keepable, readable
+from hf_longattn.integration.caches import CACHE
 
 WITHOUT_VALUES = {"meta": lambda: torch.device("meta"), "fake": FakeTensorMode}
 #: One of each way in which a method depends on lengths and values.
@@ -58,8 +59,8 @@ def test_shapes_pass_through(family: str, case: str, where: str) -> None:
         out.logits.sum().backward()
         assert all(p.grad.shape == p.shape for p in m.parameters())
         with torch.no_grad():
-            cache = m(ids).past_key_values
-            assert m(ids[:, :1], past_key_values=cache).logits.shape == (2, 1, m.config.vocab_size)
+            cache = m(ids)[CACHE]
+            assert m(ids[:, :1], **{CACHE: cache}).logits.shape == (2, 1, m.config.vocab_size)
             assert m(ids, output_attentions=True).attentions[-1].shape == (2, 4, 24, 24)
 
 
@@ -266,8 +267,8 @@ def test_autotuned_steps_run_one_graph() -> None:
     torch._dynamo.reset()
     counters.clear()
     step, cache = torch.compile(m, fullgraph=True, mode="max-autotune"), static(m, ids)
-    out = [m(ids[:, :1], past_key_values=cache).logits]
-    out += [step(ids[:, i : i + 1].clone(), past_key_values=cache).logits.clone() for i in range(1, ids.shape[1])]
+    out = [m(ids[:, :1], **{CACHE: cache}).logits]
+    out += [step(ids[:, i : i + 1].clone(), **{CACHE: cache}).logits.clone() for i in range(1, ids.shape[1])]
     close(torch.cat(out, 1), want)
     assert counters["stats"]["unique_graphs"] == 1
 

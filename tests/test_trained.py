@@ -28,6 +28,7 @@ from hf_longattn.evaluation import settings as setting_grammar
 from hf_longattn.evaluation.loading import check_setting, edit_rope, load_setting
 from hf_longattn.evaluation.miniature import miniature
 from hf_longattn.evaluation.settings import Setting, parse_settings
+from hf_longattn.integration.caches import CACHE, PAGES
 from hf_longattn.integration.trained import ORIGINAL, trained
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -292,17 +293,18 @@ def test_longrope_beyond_its_border() -> None:
     for chunks in ([16, 8], [9, 9, 6], [1] * 24):
         with pytest.raises(ValueError, match="different sides of 16 tokens"):
             feed(m, ids, chunks)
-    cut = m(ids).past_key_values
+    cut = m(ids)[CACHE]
     cut.crop(-14)
     with pytest.raises(ValueError, match="different sides of 16 tokens"):
-        m(ids[:, 10:13], past_key_values=cut)
-    with pytest.raises(ValueError, match="continuous batching"):
-        m.model(ids, cache=object())
+        m(ids[:, 10:13], **{CACHE: cut})
+    if PAGES:
+        with pytest.raises(ValueError, match="continuous batching"):
+            m.model(ids, write_index=[])
     feed(hf_longattn.remove(m), ids, [16, 8])  # transformers' own, which mixes
     unknown = DynamicCache(config=m.config)
-    m(ids[:, :16], past_key_values=unknown)
+    m(ids[:, :16], **{CACHE: unknown})
     with pytest.raises(ValueError, match="different sides of 16 tokens"):
-        hf_longattn.apply(m, REROPE)(ids[:, 16:], past_key_values=unknown)
+        hf_longattn.apply(m, REROPE)(ids[:, 16:], **{CACHE: unknown})
 
 
 @torch.no_grad()

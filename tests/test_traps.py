@@ -36,7 +36,7 @@ from transformers.generation.continuous_batching import continuous_api
 from transformers.models.gemma3 import modeling_gemma3 as gemma3
 
 import hf_longattn
-from hf_longattn.integration.engines import paged
+from hf_longattn.integration.caches import CACHE, PAGES
 from hf_longattn.integration.masks import base_implementation
 from hf_longattn.integration.names import PREFIX, aliases, is_ours
 
@@ -292,7 +292,7 @@ def test_image_blocks_look_ahead() -> None:
             runs.append(m(**picture()).logits)
             assert runs[-1].isfinite().all()
             cached = m(**picture(), use_cache=True)
-            more = m(tokens(1, 3), past_key_values=cached.past_key_values).logits
+            more = m(tokens(1, 3), **{CACHE: cached[CACHE]}).logits
             ids = torch.cat([picture()["input_ids"], tokens(1, 3)], 1)
             types = torch.nn.functional.pad(picture()["token_type_ids"], (0, 3))
             close(more, m(ids, token_type_ids=types, pixel_values=picture()["pixel_values"]).logits[:, -3:])
@@ -366,11 +366,12 @@ def test_unknown_arguments_raise(name: str) -> None:
         attention(x, position, torch.zeros(1, 1, 3, 5, dtype=torch.int64), **{name: torch.ones(1)})
 
 
-def test_paged_cache_raises() -> None:
+def test_block_tables_are_refused() -> None:
     m = model("llama", CONFIG)
     x = torch.zeros(1, 3, 32)
-    with pytest.raises(NotImplementedError, match="continuous batching"):
-        m.model.layers[0].self_attn(x, m.model.rotary_emb(x, torch.arange(3)[None]), None, cache=object())
+    arguments = {"write_index": [], "block_table": object()}
+    with pytest.raises((NotImplementedError, ValueError), match=r"block.table"):
+        m.model.layers[0].self_attn(x, m.model.rotary_emb(x, torch.arange(3)[None]), None, **arguments)
 
 
 def test_missing_mask_raises() -> None:
@@ -386,7 +387,7 @@ def test_continuous_batching_keeps_the_method(monkeypatch: pytest.MonkeyPatch) -
     m = fresh("llama", CONFIG)
     monkeypatch.setattr(continuous_api, "is_flash_attn_2_available", lambda *_, **__: True)
     monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda *_, **__: True)
-    if not paged.SUPPORTED:
+    if not PAGES:
         with pytest.raises(NotImplementedError, match="would replace the method by flash attention"):
             m.generate_batch(inputs=[[1, 2, 3]], generation_config=m.generation_config)
     else:
@@ -457,8 +458,8 @@ def test_own_4d_mask_with_padding_and_cache() -> None:
     mask[..., :5] = False
     close(m(padded, attention_mask=mask, use_cache=False).logits[:, 5:], expected("llama", config, ids))
     cache = DynamicCache(config=m.config)
-    first = m(padded[:, :17], attention_mask=mask[:, :, :17, :17], past_key_values=cache).logits
-    rest = m(padded[:, 17:], attention_mask=mask[:, :, 17:], past_key_values=cache).logits
+    first = m(padded[:, :17], attention_mask=mask[:, :, :17, :17], **{CACHE: cache}).logits
+    rest = m(padded[:, 17:], attention_mask=mask[:, :, 17:], **{CACHE: cache}).logits
     close(torch.cat([first, rest], 1)[:, 5:], expected("llama", config, ids))
 
 
@@ -467,7 +468,7 @@ def test_own_4d_mask_with_static_cache_raises() -> None:
     m, ids = model("llama", CONFIG), tokens(1)
     cache = static(m, ids)
     with pytest.raises(ValueError, match=r"must be the last keys.*static cache pass a 2-D mask"):
-        m(ids, attention_mask=causal(24, 37).roll(-13, -1), past_key_values=cache)
+        m(ids, attention_mask=causal(24, 37).roll(-13, -1), **{CACHE: cache})
 
 
 @torch.no_grad()
@@ -518,8 +519,8 @@ def test_logits_to_keep(family: str, case: str, keep: int) -> None:
     close(model(family, config)(ids, logits_to_keep=keep, use_cache=False).logits, want)
     m = model(family, config)
     cache = static(m, ids)
-    m(ids[:, :9], past_key_values=cache, logits_to_keep=1)
-    close(m(ids[:, 9:], past_key_values=cache, logits_to_keep=keep).logits, want)
+    m(ids[:, :9], **{CACHE: cache}, logits_to_keep=1)
+    close(m(ids[:, 9:], **{CACHE: cache}, logits_to_keep=keep).logits, want)
 
 
 @torch.no_grad()
@@ -552,9 +553,9 @@ def test_prefix_longer_than_the_ids() -> None:
     """A cache that holds tokens which input_ids never showed, as prefix tuning makes it."""
     config, ids, m = CASES["sinks"], tokens(), model("llama", CASES["sinks"])
     cache = DynamicCache(config=m.config)
-    m(ids[:, :5], past_key_values=cache)
+    m(ids[:, :5], **{CACHE: cache})
     mask = torch.ones_like(ids)
-    close(m(ids[:, 5:], attention_mask=mask, past_key_values=cache).logits, expected("llama", config, ids)[:, 5:])
+    close(m(ids[:, 5:], attention_mask=mask, **{CACHE: cache}).logits, expected("llama", config, ids)[:, 5:])
 
 
 @torch.no_grad()

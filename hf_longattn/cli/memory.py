@@ -54,8 +54,10 @@ def cache_bytes(model: nn.Module, length: int) -> int:
     """Bytes of the cache behind `length` tokens, of a model on the meta device."""
     import torch
 
+    from ..integration.caches import CACHE
+
     with torch.no_grad():
-        cache: Any = model(torch.zeros(1, length, dtype=torch.long, device="meta"), use_cache=True, logits_to_keep=1)
-    layers = cache.past_key_values.layers
+        out: Any = model(torch.zeros(1, length, dtype=torch.long, device="meta"), use_cache=True, logits_to_keep=1)
+    layers = out[CACHE].layers
     held = [x for layer in layers for x in vars(layer).values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
     return sum(x.numel() * x.element_size() for x in held)

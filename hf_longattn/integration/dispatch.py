@@ -17,11 +17,12 @@ from ..attention.geometry import Rows
 from ..attention.reference import dense_attention
 from ..config import LongAttnConfig
 from ..methods.learned import learned_parts
+from .caches import is_paged
 from .engines import ulysses
 from .engines.heads import of_these_heads
 from .engines.paged import ARGUMENTS, paged_attention
-from .masks import Stock, base_implementation, is_carrier, read_mask, stock_of
-from .positions import ranks, refuse_unknown_start, with_positions
+from .masks import Stock, base_implementation, is_carrier, read_mask, seen_through, stock_of
+from .positions import positions_of_call, refuse_unknown_start, with_positions
 from .state import LayerPlan, plan_of
 
 #: Arguments that reach an attention function and say nothing about which logits it should compute.
@@ -84,11 +85,13 @@ def attention_forward(
         output (batch, q_len, heads, head_dim), and attention weights if output_attentions asks for them.
     """
     found, plan, positions = _found(attention_mask), plan_of(module), kwargs.get("position_ids")
+    if plan is not None and (given := positions_of_call(plan.state, positions, attention_mask)) is not positions:
+        positions = kwargs["position_ids"] = given
     asked = _Asked(module, plan, dropout, scaling, softcap, sliding_window, kwargs)  # type: ignore[arg-type]
     if found is not None and (out := found.computed(asked, query, key, value)) is not None:
         return out
     plan = current_plan(module)
-    if kwargs.get("cache") is not None:
+    if is_paged(kwargs):
         return _paged(asked, query, key, value), None
     split = ulysses.group_of(module)
     if split is not None or (attention_mask is None and ulysses.is_exchanged(module, query, key, positions)):
@@ -101,9 +104,10 @@ def attention_forward(
             "the attention mask did not arrive, so true positions are unknown. Context parallelism removes it and is "
             "not supported; other wrappers must pass the mask that transformers' create_causal_mask built"
         )
-    rows, counted = _rows(attention_mask, query, key)
-    rows = with_positions(rows, counted, attention_mask, positions, key.shape[2])
-    if counted is not None and not is_carrier(attention_mask):
+    carried = is_carrier(attention_mask)
+    seen = read_mask(attention_mask, key.shape[2]) if carried else seen_through(attention_mask, query.shape[2], key.shape[2])
+    rows = with_positions(seen, attention_mask, positions, key.shape[2], plan.state.remapped)
+    if seen.counted is not None and not carried:
         refuse_unknown_start(plan.config, rows, positions)
     weights = bool(kwargs.get("output_attentions"))
     if (stock := stock_of(attention_mask)) is not None:
@@ -218,16 +222,16 @@ def _whole_sequence(asked: _Asked, query: Tensor, key: Tensor, value: Tensor, sp
 
 def _paged(asked: _Asked, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """A layer under continuous batching, with the method or left alone."""
-    plan = asked.plan
+    plan, window = asked.plan, asked.module.config.sliding_window if asked.plan.windowed else None
     if plan.config is not None:
-        _refuse(plan, asked.sliding_window, {k: v for k, v in asked.more.items() if k != "cache" and k not in ARGUMENTS})
+        _refuse(plan, asked.sliding_window, {k: v for k, v in asked.more.items() if k not in ARGUMENTS})
 
     def compute(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
         if plan.config is not None:
             return _attend(asked, query, key, value, rows)[0]
         return _base(asked, query, key, value, rows.visible(key.shape[2]))[0]
 
-    return paged_attention(asked.module, query, key, value, asked.more, compute)
+    return paged_attention(query, key, value, window, asked.more, compute)
 
 
 def current_plan(module: Any) -> LayerPlan:
@@ -273,47 +277,11 @@ def _in_context_parallel() -> bool:
     return module.startswith("torch.distributed.tensor.experimental")
 
 
-def _rows(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Rows, Tensor | None]:
-    """The rows, and the positions of keys if they count visible tokens and that is not as cache indices do."""
-    q_len, kv_len = query.shape[2], key.shape[2]
-    if is_carrier(mask):
-        return read_mask(mask, kv_len)
-    if mask.dtype != torch.bool:
-        if not mask.dtype.is_floating_point:
-            raise ValueError(
-                f"a 4-D attention mask must be bool (True: visible) or float (0: visible), got {mask.dtype}: pass mask.bool()"
-            )
-        visible, hidden = mask == 0, mask <= torch.finfo(mask.dtype).min / 2
-        if not bool((visible | hidden).all()):
-            raise ValueError(
-                "a 4-D float mask must hold 0 (visible) and the dtype's minimum or -inf; biases are not supported"
-            )
-        mask = visible
-    mask = mask[..., :kv_len]
-    visible = mask.any(1)
-    # The user's own 4-D mask says nothing about cache indices: the call's tokens must be the last keys.
-    sees_itself = visible.diagonal(kv_len - q_len, dim1=1, dim2=2)
-    if kv_len > q_len and bool((visible.any(-1) & ~sees_itself).any()):
-        raise ValueError(
-            "under a 4-D attention mask the tokens of a call must be the last keys, each visible to itself, and they are not: "
-            "with a static cache pass a 2-D mask, or use a dynamic cache"
-        )
-    columns = Rows.causal(q_len, kv_len, None, 0, query.device).columns
-    start = visible.int().argmax(-1)
-    if kv_len == q_len:  # the first key that a row sees may see earlier ones: a window does not start a text
-        start = torch.where(sees_itself, start, columns.query)
-        for _ in range(q_len.bit_length()):
-            start = start.gather(1, start)
-    # the mask alone decides how far a row sees: image blocks look ahead
-    columns = columns._replace(start=start, high=torch.full_like(columns.high, kv_len - 1))
-    return Rows(columns.stacked(), mask), ranks(visible) if kv_len > q_len else None
-
-
 def _base(asked: _Asked, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The unmodified attention, for layers that are left alone."""
     name = base_implementation(asked.module.config)
     if mask is not None and is_carrier(mask):
-        rows = read_mask(mask, key.shape[2])[0]
+        rows = read_mask(mask, key.shape[2]).rows
         mask = rows.once(("visible", key.shape[2]), lambda: rows.visible(key.shape[2]))
     if name == "eager" or asked.more.get("output_attentions"):
         name = "eager"

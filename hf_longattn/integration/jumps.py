@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import create_masks_for_generate, create_sliding_window_causal_mask
 
+from .caches import CACHE
 from .masks import before
 from .trained import hides
 
@@ -38,7 +39,7 @@ def masks_of_jumps(model: Any, input_ids: Tensor, position_ids: Tensor) -> Any:
 
     # of the embeddings, shape, type and device are read
     embedded = torch.empty(*input_ids.shape, 0, dtype=model.dtype, device=input_ids.device)
-    given = {"config": config, "inputs_embeds": embedded, "attention_mask": ones, "past_key_values": None}
+    given = {"config": config, "inputs_embeds": embedded, "attention_mask": ones, CACHE: None}
     given["position_ids"] = position_ids
     masks = create_masks_for_generate(**given)
     if not isinstance(masks, dict):  # of a layer type that transformers makes no mask for

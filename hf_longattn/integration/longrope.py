@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..attention.tracing import readable
+from .caches import cache_in, is_paged, values_of
 from .state import AttentionState
 from .trained import ORIGINAL, rope_settings
 
@@ -71,7 +72,7 @@ def _compare(state: AttentionState, buffer: str, rotary: nn.Module, args: Any, k
 def _before_and_after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The cache of a call, and how far its texts reach before and after it, as positions say or else the cache."""
     call = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
-    cache, positions = call.get("past_key_values"), call.get("position_ids")
+    cache, positions = cache_in(call.values()), call.get("position_ids")
     before = 0 if cache is None else cache.get_seq_length()
     if positions is not None:
         return cache, positions[..., 0].max() * (before > 0), positions.max() + 1
@@ -82,7 +83,7 @@ def _before_and_after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 def _check(state: AttentionState, border: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if state.disabled is not None:
         return
-    if kwargs.get("cache") is not None:
+    if is_paged(kwargs):
         raise ValueError(
             "continuous batching reads long and short texts in one call, and longrope turns all of them by the frequencies of "
             "the longest: under a remap of rotary distances that is refused; use generate()"
@@ -99,6 +100,6 @@ def _check(state: AttentionState, border: int, module: nn.Module, args: tuple[An
 
 def _stamp(border: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     cache, _, after = _before_and_after(module, args, kwargs)
-    cache = getattr(output, "past_key_values", None) if cache is None else cache
+    cache = cache_in(values_of(output)) if cache is None else cache
     if cache is not None and not torch.compiler.is_compiling():
         setattr(cache, _LONG, bool(after > border))

@@ -3,10 +3,11 @@
 transformers builds a mask once per forward, where it knows cache offsets, padding and packing, and hands it to every
 layer as an opaque tensor. Ours is int32 (bool and float masks are the user's own, and any other is refused):
 
-    compact  (batch, 1, q_len, 5)            the columns of `geometry.Rows.index`; visibility is that interval
-    padded   (batch, 1, q_len, 6)            without a cache, where row i and key i are one token: the same, then 0 if
+    compact  (batch, 1, q_len, 6)            the columns of `geometry.Rows.index`; visibility is that interval; and the
+                                             row's number, as models slice rows out (Gemma 4's layers with shared keys)
+    padded   (batch, 1, q_len, 7)            without a cache, where row i and key i are one token: the same, then 0 if
                                              that token is hidden from all, else 1 + how many of its text lie before
-    dense    (batch, 1, q_len, 5 + kv_len)   the five columns, then that number for each key that the row may see
+    dense    (batch, 1, q_len, 6 + kv_len)   the six columns, then that number for each key that the row may see
 
 The first two need O(q_len) memory and are chosen wherever the mask function is recognised as an interval; padded, where there
 are holes in it, or nothing can be read because a graph is traced. Dense is always right. A plain tensor survives slicing,
@@ -25,10 +26,10 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, causal_mask_function
 from transformers.utils.import_utils import is_tracing
 
-from ..attention.geometry import Rows
+from ..attention.geometry import FAR, Rows
 from ..attention.tracing import readable
 
-INDEX_WIDTH = 5
+INDEX_WIDTH = 6
 
 
 class Stock:
@@ -125,7 +126,8 @@ def carrier_mask(
     dense = functools.partial(
         ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], **shared, **kwargs | {"allow_is_causal_skip": False}, config=config
     )
-    carrier = _carrier(dense, local_size is not None and local_size == getattr(config, "sliding_window", None), **shared)
+    windowed = local_size is not None and local_size == getattr(config, "sliding_window", None)
+    carrier = _carrier(dense, windowed, bool(getattr(config, "num_kv_shared_layers", 0)), **shared)
     if readable(carrier):
         static = {k: x.clone() for k, x in shared.items() if k.endswith("offset") and isinstance(x, Tensor)}  # caches count on
         arguments = {**shared, **static, **kwargs, "config": config, "local_size": local_size}
@@ -136,6 +138,7 @@ def carrier_mask(
 def _carrier(
     dense: Callable[[], Tensor],
     windowed: bool,
+    sliced: bool,
     *,
     batch_size: int,
     q_length: int,
@@ -146,8 +149,15 @@ def _carrier(
     attention_mask: Tensor | None,
     device: torch.device | str,
 ) -> Tensor:
-    """The mask in one of our forms; `dense` gives bool (batch, 1, q_len, kv_len), True = visible, `windowed` through one."""
-    position = torch.arange(q_length, device=device) + q_offset
+    """The mask in one of our forms.
+
+    Args:
+        dense: gives bool (batch, 1, q_len, kv_len), True = visible.
+        windowed: whether that is seen through a sliding window.
+        sliced: whether some layers get a part of the rows.
+    """
+    row = torch.arange(q_length, device=device)
+    position = row + q_offset
     first = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
     high = position.expand(batch_size, -1)
     interval, whole = recognise(mask_function), True
@@ -160,7 +170,7 @@ def _carrier(
         counted = padding.cumsum(-1)
         whole = not is_tracing(padding) and readable(padding) and bool((counted[:, -1:] == (last - first + 1) * some).all())
         empty_cache = not (isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor)) and q_offset == kv_offset == 0
-        if not whole and not (empty_cache and q_length == kv_length == padding.shape[-1]):
+        if not whole and not (empty_cache and q_length == kv_length == padding.shape[-1] and not sliced):
             interval = None
     start = first.expand(-1, q_length)
     if interval is not None and interval.sequence_ids is not None:
@@ -168,7 +178,7 @@ def _carrier(
     key_start = torch.zeros_like(start) + kv_offset
     if interval is not None:
         low = start if interval.window is None else torch.maximum(start, position - interval.window + 1)
-        columns = [position.expand_as(start), key_start, start, low, high]
+        columns = [position.expand_as(start), key_start, start, low, high, row.expand_as(start)]
         return torch.stack(columns if whole else [*columns, padding * counted], dim=-1).int()[:, None]
 
     visible = dense().expand(batch_size, -1, -1, -1)[:, 0]
@@ -180,7 +190,8 @@ def _carrier(
         counted = cache_index.expand(batch_size, -1)
     else:
         counted = (counted - 1)[:, cache_index.clamp(max=padding.shape[-1] - 1)]
-    index = torch.stack([position.expand_as(start), key_start, start, key_start, key_start + kv_length - 1], dim=-1)
+    columns = [position.expand_as(start), key_start, start, key_start, key_start + kv_length - 1, row.expand_as(start)]
+    index = torch.stack(columns, dim=-1)
     return torch.cat([index.int(), visible.int() * (1 + counted.int())[:, None]], dim=-1)[:, None]
 
 
@@ -194,18 +205,30 @@ def stock_of(mask: Tensor) -> Stock | None:
     return None if torch.compiler.is_compiling() else mask.__dict__.get("longattn_stock")
 
 
-def read_mask(mask: Tensor, kv_len: int) -> tuple[Rows, Tensor | None]:
-    """The rows that a mask made by `carrier_mask` describes; the same object for every layer that gets the mask.
+class Seen(NamedTuple):
+    """What a mask says.
 
-    Beside them, if the mask has holes, the positions that keys have if they count visible tokens, (batch, kv_len).
+    Args:
+        rows: what each query sees.
+        counted: int64 (batch, kv_len), the positions that keys have if they count visible tokens; None if that is as cache
+            indices do.
+        first: int64 (batch or 1, 1), the cache index of the call's first token, whose row the mask may have lost.
     """
+
+    rows: Rows
+    counted: Tensor | None
+    first: Tensor
+
+
+def read_mask(mask: Tensor, kv_len: int) -> Seen:
+    """What a mask made by `carrier_mask` says; the same object for every layer that gets the mask."""
     if mask.shape[-1] not in (INDEX_WIDTH, INDEX_WIDTH + kv_len) and not _padded(mask, kv_len):
         raise ValueError(f"an integer mask of width {mask.shape[-1]} does not fit {kv_len} keys")
     if torch.compiler.is_compiling():
         return _read(mask, kv_len)
-    if "longattn_rows" not in mask.__dict__:
-        mask.__dict__["longattn_rows"] = _read(mask, kv_len)
-    known: tuple[Rows, Tensor | None] = mask.__dict__["longattn_rows"]
+    if "longattn_seen" not in mask.__dict__:
+        mask.__dict__["longattn_seen"] = _read(mask, kv_len)
+    known: Seen = mask.__dict__["longattn_seen"]
     return known
 
 
@@ -213,13 +236,69 @@ def _padded(mask: Tensor, kv_len: int) -> bool:
     return mask.shape[-1] == INDEX_WIDTH + 1 and mask.shape[-2] == kv_len
 
 
-def _read(mask: Tensor, kv_len: int) -> tuple[Rows, Tensor | None]:
+def _read(mask: Tensor, kv_len: int) -> Seen:
+    index, row = mask[:, 0, :, : INDEX_WIDTH - 1].long(), mask[:, 0, :, INDEX_WIDTH - 1]
+    first = index[:, :1, 0] - row[:, :1]
     if mask.shape[-1] == INDEX_WIDTH:
-        return Rows(mask[:, 0].long()), None
+        return Seen(Rows(index), None, first)
     counted = mask[:, 0, :, INDEX_WIDTH:]
     if _padded(mask, kv_len):
         counted = counted.transpose(1, 2)
-    return Rows(mask[:, 0, :, :INDEX_WIDTH].long(), counted[:, None] > 0), counted.amax(1).long() - 1
+    return Seen(Rows(index, counted[:, None] > 0), counted.amax(1).long() - 1, first)
+
+
+def seen_through(mask: Tensor, q_len: int, kv_len: int) -> Seen:
+    """What a user's own 4-D mask says, of a call whose tokens are the last keys; `counted` is None if that is not known.
+
+    Raises:
+        ValueError: it is no mask of visible and hidden keys, or its tokens are not the last keys.
+    """
+    if mask.dtype != torch.bool:
+        if not mask.dtype.is_floating_point:
+            raise ValueError(
+                f"a 4-D attention mask must be bool (True: visible) or float (0: visible), got {mask.dtype}: pass mask.bool()"
+            )
+        visible, hidden = mask == 0, mask <= torch.finfo(mask.dtype).min / 2
+        if not bool((visible | hidden).all()):
+            raise ValueError(
+                "a 4-D float mask must hold 0 (visible) and the dtype's minimum or -inf; biases are not supported"
+            )
+        mask = visible
+    mask = mask[..., :kv_len]
+    visible = mask.any(1)
+    # The user's own 4-D mask says nothing about cache indices: the call's tokens must be the last keys.
+    sees_itself = visible.diagonal(kv_len - q_len, dim1=1, dim2=2)
+    if kv_len > q_len and bool((visible.any(-1) & ~sees_itself).any()):
+        raise ValueError(
+            "under a 4-D attention mask the tokens of a call must be the last keys, each visible to itself, and they are not: "
+            "with a static cache pass a 2-D mask, or use a dynamic cache"
+        )
+    columns = Rows.causal(q_len, kv_len, None, 0, mask.device).columns
+    start = visible.int().argmax(-1)
+    if kv_len == q_len:  # the first key that a row sees may see earlier ones: a window does not start a text
+        start = torch.where(sees_itself, start, columns.query)
+        for _ in range(q_len.bit_length()):
+            start = start.gather(1, start)
+    # the mask alone decides how far a row sees: image blocks look ahead
+    columns = columns._replace(start=start, high=torch.full_like(columns.high, kv_len - 1))
+    counted = _ranks(visible) if kv_len > q_len else None
+    return Seen(Rows(columns.stacked(), mask), counted, columns.query[:, :1])
+
+
+def _ranks(visible: Tensor) -> Tensor:
+    """How many visible keys lie before each, for masks whose rows agree on it; -FAR for a batch entry whose rows do not.
+
+    Args:
+        visible: bool (batch, q_len, kv_len).
+
+    Returns:
+        int64 (batch, kv_len).
+    """
+    rank = visible.cumsum(-1, dtype=torch.int32) - 1
+    most = rank.masked_fill(~visible, -1).amax(1)
+    least = rank.masked_fill(~visible, torch.iinfo(torch.int32).max).amin(1)
+    agree = ((most == least) | (most < 0)).all(-1, keepdim=True)
+    return torch.where(agree, most.long(), -FAR)
 
 
 def recognise(mask_function: Callable[..., Any]) -> Interval | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -19,10 +18,11 @@ from ..telling import warn
 from .layers import Layer, all_configs, candidates_of, layers_of, pretrained
 from .longrope import border_hooks
 from .names import is_ours, short
+from .passes import watch
 from .rotation import find_rotary
 from .state import AttentionState, LayerPlan, RunningSection, enrol, set_plan, state_of
 from .trained import Trained, rope_settings, trained
-from .verify import rotation_of, verify_rotations, watch
+from .verify import rotation_of, verify_rotations
 
 #: What models call the norm of their queries, inside an attention module.
 QUERY_NORMS = ("q_norm", "q_layernorm", "q_layer_norm", "query_layernorm", "qk_norm")
@@ -55,7 +55,7 @@ def prepare(model: PreTrainedModel, verify: bool = False) -> None:
         methods = plan.config.methods if plan.config is not None else ()
         attach(module, {m.slot: part for m in methods if hasattr(m, "module") and (part := m.module(facts)) is not None})
     _guard_positions(model, state)
-    _guard_remaps(model, plans, state)
+    _guard_cached_turns(model, plans, state)
     watch(model, state)
     enrol(model)
 
@@ -263,36 +263,13 @@ def _guard_positions(model: PreTrainedModel, state: AttentionState) -> None:
             state.guards += (module.register_forward_pre_hook(_check_learned_positions, with_kwargs=True),)
 
 
-_AXES = (
-    "this call's tokens are at several positions each, as those of pictures are in a model with M-RoPE, and a remap of rotary "
-    "distances knows one: give it text alone, or take a method that leaves the positions as they are"
-)
-
-
-def _guard_remaps(model: PreTrainedModel, plans: dict[Any, LayerPlan], state: AttentionState) -> None:
-    """Refuse calls that a remap would compute wrongly.
-
-    Tokens at several positions at once, each of which it would turn by the number of tokens before it; and keys that were
-    cached under other frequencies.
-    """
+def _guard_cached_turns(model: PreTrainedModel, plans: dict[Any, LayerPlan], state: AttentionState) -> None:
+    """Refuse keys that were cached under other frequencies than those a remap would turn them by."""
     for handle in state.remaps:
         handle.remove()
     remapped = {x.module: x.type for x in layers_of(model) if x.module in plans and plans[x.module].rotary is not None}
     rotaries = {x.module: x.buffer for m in remapped if (x := plans[m].rotary) is not None}
-    check = functools.partial(_check_axes, state)
-    axes = [m.register_forward_pre_hook(check, with_kwargs=True) for m in rotaries if getattr(m, "mrope_section", None)]
-    state.remaps = (*axes, *border_hooks(model, remapped, rotaries, state))
-
-
-def _check_axes(state: AttentionState, rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
-    if positions is None or positions.ndim < 3 or state.disabled is not None:
-        return
-    one = (positions == positions[:1]).all()
-    if torch.compiler.is_compiling():
-        torch._assert_async(one, _AXES)
-    elif readable(positions) and not bool(one):
-        raise ValueError(_AXES)
+    state.remaps = tuple(border_hooks(model, remapped, rotaries, state))
 
 
 def _check_learned_positions(table: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

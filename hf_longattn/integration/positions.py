@@ -1,25 +1,25 @@
 """Distances are differences of position_ids, as the rotary encoding sees them; this is where the two are brought together.
 
-Position_ids of the tokens of a call are known. Those of earlier tokens, whose keys come out of the KV cache, are not: they
-count as cache indices do, from the first index or from the start of the text, or as the 2-D mask does (generate's
-cumsum - 1, which skips padding inside a text). The call's own first token tells which; one that fits none is refused, and
-so is one that fits otherwise than the calls before it did, of which the cache keeps a note.
+Position_ids of the tokens of a call are known, as the model was given them: not all models hand them on to their layers.
+Those of earlier tokens, whose keys come out of the KV cache, are not: they count as cache indices do, from the first index or
+from the start of the text, or as the 2-D mask does (generate's cumsum - 1, which skips padding inside a text). The call's own
+first token tells which; one that fits none is refused, and so is one that fits otherwise than the calls before it did, of
+which the cache keeps a note.
 """
 
 from __future__ import annotations
 
-from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import Cache
 
-from ..attention.geometry import FAR, Columns, Rows
+from ..attention.geometry import Columns, Rows
 from ..attention.tracing import readable
 from ..config import LongAttnConfig
-from .masks import is_carrier
+from .masks import Seen, is_carrier
+from .passes import NOTE, Numbering, Pass, current_pass
+from .state import AttentionState
 
 _JUMP = (
     "position_ids jump forward, and without a 2-D attention mask or a cache transformers reads that as the start of a new "
@@ -50,8 +50,6 @@ _TRACED = (
     "position_ids jump, go back, or do not continue the KV cache, which a compiled call cannot follow: call without compile"
 )
 
-#: How positions may count, and did in all calls so far: by cache index, from the start of the text, by visible tokens.
-Numbering: TypeAlias = tuple[bool, bool, bool]
 _ANY: Numbering = (True, True, True)
 
 
@@ -63,84 +61,110 @@ class _Found(NamedTuple):
     sees_cache: bool
 
 
-#: The entry of a cache's __dict__ that says it of its keys.
-_NOTE = "longattn_numbering"
-
-
-@dataclass
-class _Pass:
-    """A forward pass: how the keys in the cache that it was given are numbered, and those of the cache that it leaves."""
-
-    outer: _Pass | None
-    cache: Cache | None
-    after: Numbering | None = None
-
-    def note(self, found: _Found) -> None:
-        """What one of the masks of the pass showed. ValueError: the cached keys were numbered otherwise."""
-        known = self.cache.__dict__.get(_NOTE, _ANY) if found.sees_cache and self.cache is not None else _ANY
-        if found.sees_cache and not any(_both(known, found.behind)):
-            raise ValueError(_OTHERWISE)
-        self.after = _both(_both(known, found.all), self.after or _ANY)
-
-
 def _both(one: Numbering, other: Numbering) -> Numbering:
     return one[0] and other[0], one[1] and other[1], one[2] and other[2]
 
 
-_PASS: ContextVar[_Pass | None] = ContextVar("longattn_pass", default=None)
+def _note(now: Pass, found: _Found) -> None:
+    """What one of the masks of a pass showed. ValueError: the cached keys were numbered otherwise."""
+    known = now.cache.__dict__.get(NOTE, _ANY) if found.sees_cache and now.cache is not None else _ANY
+    if found.sees_cache and not any(_both(known, found.behind)):
+        raise ValueError(_OTHERWISE)
+    now.after = _both(_both(known, found.all), now.after or _ANY)
 
 
-def begin_pass(cache: Cache | None) -> None:
-    """A forward pass begins, of a model that was given this KV cache."""
-    _PASS.set(_Pass(_PASS.get(), cache))
+def positions_of_call(state: AttentionState, handed: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """The position_ids of a layer's call: those that the model was given, else what it made itself and handed on.
+
+    Args:
+        handed: what the layer got.
+        mask: its attention mask, which knows them where a backward pass computes the layer again.
+    """
+    traced = torch.compiler.is_compiling()
+    now: Pass | None = state.traced if traced else current_pass()
+    if now is None and handed is None:  # a layer that is compiled by itself, or computed again in a backward pass
+        return _given_outside() if traced else None if mask is None else _kept(mask)[0]
+    given = handed if now is None else now.positions
+    return handed if given is None or (given.ndim != 2 and handed is not None) else given
 
 
-def end_pass(cache: Cache | None) -> None:
-    """It ends, and returns this one; None where it failed, or has none."""
-    if (now := _PASS.get()) is None:
-        return
-    _PASS.set(now.outer)
-    if cache is not None and now.after is not None:
-        cache.__dict__[_NOTE] = now.after
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _given_outside() -> Tensor | None:
+    return None if (now := current_pass()) is None else now.positions
 
 
-def with_positions(rows: Rows, counted: Tensor | None, mask: Tensor, position_ids: Tensor | None, kv_len: int) -> Rows:
+def _kept(mask: Tensor) -> tuple[Tensor | None, Rows | None]:
+    """The position_ids that the last call under a mask had, and the rows with them."""
+    kept: tuple[Tensor | None, Rows | None] = mask.__dict__.get("longattn_positions", (None, None))
+    return kept
+
+
+def with_positions(seen: Seen, mask: Tensor, position_ids: Tensor | None, kv_len: int, remapped: bool) -> Rows:
     """The rows with the positions that position_ids say: the same ones where these count as cache indices do.
 
     Args:
-        counted: (batch, kv_len), the positions of keys if they count visible tokens; None if that is as cache indices do.
-        mask: the attention mask that the rows were read from; one of ours carries the answer from layer to layer.
-        position_ids: (batch or 1, at least q_len), or None: nothing else than cache indices is known.
+        seen: what was read off the mask.
+        mask: one of ours carries the answer from layer to layer.
+        position_ids: int64 (batch or 1, tokens of the call), or (axes, batch, tokens); None: cache indices alone are known.
+        remapped: whether some layer remaps rotary distances, for which pictures cannot be counted as tokens.
 
     Raises:
         ValueError: positions have no meaning, or those of cached keys are unknown.
     """
-    if position_ids is None or position_ids.ndim != 2:
-        return rows
-    if not readable(rows.index):
-        return _traced(rows, counted, position_ids, kv_len)
+    if position_ids is None:
+        return seen.rows
+    if not readable(seen.rows.index):
+        return _traced(seen, _one_axis(seen, position_ids, kv_len, remapped), kv_len)
     if not is_carrier(mask):  # the user's own, who may write to it, or to position_ids, before the next call
-        return _resolve(rows, counted, position_ids, kv_len)[0]
-    kept: tuple[Tensor, Rows] | None = mask.__dict__.get("longattn_positions")
-    if kept is None or kept[0] is not position_ids:
-        out, found = _resolve(rows, counted, position_ids, kv_len)
-        if (now := _PASS.get()) is not None:
-            now.note(found)
-        mask.__dict__["longattn_positions"] = kept = position_ids, out
-    return kept[1]
+        mask.__dict__["longattn_positions"] = position_ids, None
+        return _resolve(seen, _one_axis(seen, position_ids, kv_len, remapped), kv_len)[0]
+    known, rows = _kept(mask)
+    if rows is None or known is not position_ids:
+        rows, found = _resolve(seen, _one_axis(seen, position_ids, kv_len, remapped), kv_len)
+        if (now := current_pass()) is not None:
+            _note(now, found)
+        mask.__dict__["longattn_positions"] = position_ids, rows
+    return rows
+
+
+def _one_axis(seen: Seen, position_ids: Tensor, kv_len: int, remapped: bool) -> Tensor:
+    """The position_ids (batch or 1, tokens) of a model that may have several axes of them (M-RoPE).
+
+    Four axes are those of text and three that turn. Of fewer the first counts where all agree and it continues the cache; in
+    and behind pictures, whose tokens are at several positions each, tokens are counted.
+    """
+    if position_ids.ndim == 2:
+        return position_ids
+    first = position_ids[0]
+    if position_ids.shape[0] > 3 or remapped:  # which gets no pictures: see `passes`
+        return first
+    agree = (position_ids == first).all() & _Numbered(seen, first, kv_len).known.all()
+    counted = torch.arange(first.shape[-1], device=first.device) + seen.first.to(first.device)
+    return torch.where(agree, first, counted)
+
+
+def _own(seen: Seen, position_ids: Tensor) -> Tensor:
+    """The positions of a call's queries, which may be some of its tokens, (batch or 1, q_len)."""
+    query = seen.rows.columns.query
+    if position_ids.shape[1] == query.shape[1]:
+        return position_ids.to(query.device)
+    column = (query - seen.first).clamp(0, position_ids.shape[1] - 1)
+    batch = max(len(column), len(position_ids))
+    return position_ids.to(query.device).expand(batch, -1).gather(1, column.expand(batch, -1))
 
 
 class _Numbered:
     """What position_ids say about a call, as tensors: p, cache_index and start (batch, q_len), keys (batch, kv_len)."""
 
-    def __init__(self, rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> None:
+    def __init__(self, seen: Seen, position_ids: Tensor, kv_len: int) -> None:
+        rows, counted, first = seen
         index = rows.index
-        p = position_ids[:, -index.shape[1] :].to(index.device)
-        batch = max(index.shape[0], p.shape[0])
-        self.rows, self.counted, self.p = rows, counted, p.expand(batch, -1)
+        batch = max(index.shape[0], position_ids.shape[0])
+        self.rows, self.counted, self.p = rows, counted, _own(seen, position_ids).expand(batch, -1)
+        self.tokens = position_ids.to(index.device).expand(batch, -1)  # of the whole call
         index = index.expand(batch, -1, -1)
         self.cache_index, _, self.start, _, _ = Columns(*index.unbind(-1))
-        self.first = self.cache_index[:, :1]
+        self.first = first.expand(batch, -1)
         self.keys = rows.key_indices(kv_len)[:, 0].expand(batch, -1)
         self.real = rows.tokens(kv_len).expand(batch, -1)  # padding may be at any position
         self.none_real = ~self.real.any(-1, keepdim=True)
@@ -190,20 +214,30 @@ class _Numbered:
             count = self.counted.expand(len(column), -1).gather(1, column)
         return [((self.p == at) | ~self.real).all() for at in (self.cache_index, from_start, count)]
 
+    @property
+    def next(self) -> Tensor:
+        """Whether a row is that of the token behind the one of the row before, (batch, q_len - 1)."""
+        return self.cache_index.diff() == 1
+
     def _origin(self) -> Tensor:
         """The position at which each token's sequence starts, at a token of this call or at a cached one, (batch, q_len)."""
         cached = torch.where(self.by_index, self.lead, 0)
-        inside = (self.start - self.first).clamp(0, self.p.shape[1] - 1)
-        return torch.where(self.start >= self.first, self.p.gather(1, inside), cached)
+        inside = (self.start - self.first).clamp(0, self.tokens.shape[1] - 1)
+        return torch.where(self.start >= self.first, self.tokens.gather(1, inside), cached)
 
     def explicit(self) -> Rows:
         """The rows with positions written out, counted from the start of each sequence."""
         counted = self.keys if self.counted is None else self.counted
         cached = torch.where(self.by_index, self.keys, torch.where(self.by_start, self.keys - self.lead, counted))
-        own = (self.keys >= self.first) & (self.keys <= self.cache_index[:, -1:])
-        column = (self.keys - self.first).clamp(0, self.p.shape[1] - 1)
-        keys = torch.where(own, self.p.gather(1, column), cached)
-        start = torch.where(own, self.origin.gather(1, column), self.origin[:, :1])
+        tokens = self.tokens.shape[1]
+        own = (self.keys >= self.first) & (self.keys < self.first + tokens)
+        column = (self.keys - self.first).clamp(0, tokens - 1)
+        keys = torch.where(own, self.tokens.gather(1, column), cached)
+        if tokens == self.p.shape[1]:
+            row = torch.where(own, column, 0)
+        else:  # of the rows that are left, the last one whose sequence starts no later
+            row = (torch.searchsorted(self.start.contiguous(), self.keys.contiguous(), right=True) - 1).clamp(min=0)
+        start = self.origin.gather(1, row)
         keys = (keys - start).clamp(min=0)
         if self.rows.hides_tokens:  # hidden ones take the position before theirs: then they never fall
             keys = keys.where(self.real, 0).cummax(-1).values
@@ -217,13 +251,14 @@ class _Numbered:
         return (p <= before) & self.real
 
 
-def _resolve(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> tuple[Rows, _Found]:
+def _resolve(seen: Seen, position_ids: Tensor, kv_len: int) -> tuple[Rows, _Found]:
+    rows = seen.rows
     if rows.index.shape[1] == 1 and rows.allowed is None and not _several_processes():
-        fits, index, start, sees_cache = _decoding(rows, position_ids)
+        fits, index, start, sees_cache = _decoding(rows, _own(seen, position_ids))
         if fits:
             return rows, _Found((index, start, start), (index, start, start), sees_cache)
-    call = _Numbered(rows, counted, position_ids, kv_len)
-    step, pair = call.p.diff(), call.real[:, 1:] & call.real[:, :-1]
+    call = _Numbered(seen, position_ids, kv_len)
+    step, pair = call.p.diff(), call.next & call.real[:, 1:] & call.real[:, :-1]
     same = call.start[:, 1:] == call.start[:, :-1]
     new_document = (step > 1) & pair & ~same if rows.allowed is None else pair[:, :0]
     whole = call.sees_cache | call.by_index | call.by_start | call.by_count | call.none_real | (not _several_processes())
@@ -242,10 +277,10 @@ def _resolve(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: i
     return rows, _Found(cast("Numbering", tuple(found[:3])), cast("Numbering", tuple(found[3:])), sees_cache)
 
 
-def _decoding(rows: Rows, position_ids: Tensor) -> list[bool]:
+def _decoding(rows: Rows, p: Tensor) -> list[bool]:
     """Of calls of one token, in few steps: whether it is numbered as may be, by cache index, from the start; and sees keys."""
     cache_index, _, start, low, high = rows.columns
-    off = position_ids[:, -1:].to(cache_index.device) - cache_index
+    off = p - cache_index
     padding = low > high
     by_index, by_start, alone = (off == 0) | padding, (off == -start) | padding, (low == cache_index) | padding
     read = [(by_index | by_start | alone).all(), by_index.all(), by_start.all(), (~alone).any()]
@@ -257,7 +292,7 @@ def _goes_back(call: _Numbered, out: Rows, kv_len: int) -> Tensor:
     rows = call.rows
     if rows.allowed is None:
         same = call.start[:, 1:] == call.start[:, :-1]
-        return (call.p.diff() <= 0) & call.real[:, 1:] & call.real[:, :-1] & same
+        return (call.p.diff() <= 0) & call.next & call.real[:, 1:] & call.real[:, :-1] & same
     if rows.hides_tokens:
         return call.falls
     assert out.query_ids is not None
@@ -266,9 +301,9 @@ def _goes_back(call: _Numbered, out: Rows, kv_len: int) -> Tensor:
     return earlier & (out.key_ids[:, None] >= out.query_ids[..., None])
 
 
-def _traced(rows: Rows, counted: Tensor | None, position_ids: Tensor, kv_len: int) -> Rows:
+def _traced(seen: Seen, position_ids: Tensor, kv_len: int) -> Rows:
     """The same where no tensor may be read: explicit positions wherever the mask has holes, and a check while it runs."""
-    call = _Numbered(rows, counted, position_ids, kv_len)
+    rows, call = seen.rows, _Numbered(seen, position_ids, kv_len)
     fits = call.regular if rows.allowed is None else call.known
     torch._assert_async(fits.all() & ~call.falls.any() if rows.hides_tokens else fits.all(), _TRACED)
     return rows if rows.allowed is None else call.explicit()
@@ -296,19 +331,3 @@ def refuse_unknown_start(config: LongAttnConfig, rows: Rows, position_ids: Tenso
 
 def _several_processes() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-
-
-def ranks(visible: Tensor) -> Tensor:
-    """How many visible keys lie before each, for masks whose rows agree on it; -FAR for a batch entry whose rows do not.
-
-    Args:
-        visible: bool (batch, q_len, kv_len).
-
-    Returns:
-        int64 (batch, kv_len).
-    """
-    rank = visible.cumsum(-1, dtype=torch.int32) - 1
-    most = rank.masked_fill(~visible, -1).amax(1)
-    least = rank.masked_fill(~visible, torch.iinfo(torch.int32).max).amin(1)
-    agree = ((most == least) | (most < 0)).all(-1, keepdim=True)
-    return torch.where(agree, most.long(), -FAR)

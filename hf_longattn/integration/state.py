@@ -85,7 +85,9 @@ class AttentionState:
     tables: TableCache = field(default_factory=lambda: TableCache(TABLE_BYTES))
     strength: Tensor | None = None  # of the logit map once it is other than 1: compiled graphs read it when they run
     gate: Gate = field(default_factory=Gate)  # between forward passes and changes, which may come from several threads
-    passes: tuple[RemovableHandle, ...] = ()  # hooks around a forward pass: see `verify.watch`
+    passes: tuple[RemovableHandle, ...] = ()  # hooks around a forward pass: see `passes.watch`
+    traced: Any = None  # the `Pass` that a graph is traced through
+    remapped: bool = False  # whether a remap of rotary distances acts in some layer
     unverified: bool = False  # whether the first pass has rotations to verify
     guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse positions beyond a learned table
     remaps: tuple[RemovableHandle, ...] = ()  # hooks that refuse calls which a remap would compute wrongly

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..attention.call import Call
 from ..attention.tracing import readable
@@ -20,7 +19,6 @@ from ..config import LongAttnConfig
 from ..telling import warn
 from .layers import Layer, all_configs, layers_of
 from .names import is_ours
-from .positions import begin_pass, end_pass
 from .rotation import PROBE, Convention, RotarySource, find_rotary, settle
 from .state import CALLS, AttentionState, Snapshot, plan_of, set_plan
 
@@ -134,45 +132,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def watch(model: PreTrainedModel, state: AttentionState) -> None:
-    """From now on forward passes and changes of the model's attention take turns, and the first pass verifies rotations.
-
-    While a model is built it has no weights to verify anything with; its first forward pass has.
-    """
-    state.unverified = bool(_unverified(layers_of(model)))
-    if not state.passes:
-        modules = {x.module for x in layers_of(model) if plan_of(x.module) is not None}
-        # the innermost model around them: it may be called without the others (their heads)
-        inner = [m for m in model.modules() if isinstance(m, PreTrainedModel) and modules <= set(m.modules())][-1]
-        before, behind = functools.partial(_begin, state), functools.partial(_end, state)
-        begin = inner.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        end = inner.register_forward_hook(behind, always_call=True)
-        state.passes = begin, end
-
-
-def _begin(state: AttentionState, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if torch.compiler.is_compiling():
-        return
-    try:
-        if state.unverified:
-            with state.gate.alone():
-                _first_call(state, model)
-    finally:  # `_end` follows also what is raised here
-        state.gate.enter(sys._getframe(1))
-        begin_pass(_cache_in((*args, *kwargs.values())))
-
-
-def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
-    if not torch.compiler.is_compiling():
-        end_pass(_cache_in(output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()))
-        state.gate.leave()
-
-
-def _cache_in(values: Iterable[Any]) -> Cache | None:
-    return next((x for x in values if isinstance(x, Cache)), None)
-
-
-def _first_call(state: AttentionState, model: Any) -> None:
+def verify_at_first_call(state: AttentionState, model: Any) -> None:
+    """Where a model was built without weights: once it computes, its rotations are verified."""
     # without one of our names it is disabled; without `unverified`, a verification that goes on or another thread's
     if state.unverified and _computes(model) and any(is_ours(c._attn_implementation) for c in all_configs(model)):
         state.unverified = False

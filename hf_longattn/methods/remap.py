@@ -41,7 +41,10 @@ def check_at_least_one(**values: float) -> None:
 def check_remap(name: str, facts: ModelFacts, stack: bool) -> None:
     """Refuse models whose rotary distances cannot be remapped."""
     if facts.rope_type is None:
-        raise ValueError(f"{name} remaps rotary distances, and this model has no rotary position encoding")
+        raise ValueError(
+            f"{name} remaps rotary distances, and this model shows no rotary frequencies (inv_freq): it has no rotary "
+            "position encoding, or takes its rotations from a table that ends where its training did (GPT-J, CodeGen)"
+        )
     if not facts.rotation_is_own and not stack:
         raise ValueError(
             f"the model scales its rotary positions already (rope_type {facts.rope_type!r}) and {name} would do it again: its "

@@ -26,6 +26,7 @@ from hf_longattn.evaluation.measures.losses import Prefix
 from hf_longattn.evaluation.rows import Row
 from hf_longattn.evaluation.tasks import Encoder, Needle
 from hf_longattn.evaluation.tasks.needle import CITIES, QUESTION
+from hf_longattn.integration.caches import CACHE
 from lab.markdown import Contents
 from lab.pretrained import longer_on_model, runner
 from lab.pretrained.reading_far import load, read_by_itself, reader
@@ -158,7 +159,7 @@ def chatted(model: Any, hay: Haystack, before: Prefix, tokenizer: Any) -> dict[s
 
 def generated(model: Any, hay: Haystack, before: Prefix, question: str, tokenizer: Any) -> str:
     ids = torch.cat([hay.ids, torch.tensor([Encoder(tokenizer)(question)])], 1)
-    out = model.generate(ids, past_key_values=copy.deepcopy(before), max_new_tokens=24, do_sample=False)
+    out = model.generate(ids, **{CACHE: copy.deepcopy(before)}, max_new_tokens=24, do_sample=False)
     return str(tokenizer.decode(out[0, ids.shape[1] :]))
 
 

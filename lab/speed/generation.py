@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, logging
 
 import hf_longattn
+from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.engines import paged
 from lab.speed.model_step import SHAPE
 from lab.speed.timing import RESULTS, Call, Calls, Parts, Rows, arguments, compare, run_parts
@@ -63,7 +64,7 @@ def generate_rows(batch: int, context: int, rounds: int) -> Rows:
     def generates(model: Any) -> Call:
         def run() -> None:
             new = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
-            model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, pad_token_id=0, **new)
+            model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: cache}, pad_token_id=0, **new)
             cache.crop(context - cache.get_seq_length())
 
         return run

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
+from hf_longattn.integration.caches import CACHE
 from lab.speed.timing import RESULTS, Call, Parts, Rows, arguments, run_parts
 
 LAYERS, LENGTH, SHORT = 24, 64, 16
@@ -52,11 +53,11 @@ def step(config: LongAttnConfig | None) -> Call:
         hf_longattn.apply(model, config)
     cache, ids = DynamicCache(config=model.config), torch.randint(64, (1, LENGTH))
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
 
     @torch.no_grad()
     def run() -> None:
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **{CACHE: cache})
         cache.crop(-1)
 
     return run

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, logging
 
 import hf_longattn
+from hf_longattn.integration.caches import CACHE
 from lab.speed.timing import Calls, Rows, compare
 
 logging.disable_progress_bar()
@@ -92,7 +93,7 @@ def decode(made: Any, ids: torch.Tensor, length: int) -> Any:
 
     @torch.no_grad()
     def run() -> None:
-        made(ids, past_key_values=cache)
+        made(ids, **{CACHE: cache})
         cache.crop(-1)
 
     return run

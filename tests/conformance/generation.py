@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
+from hf_longattn.integration.caches import CACHE
+
 TOLERANCE = 1e-4
 
 
@@ -94,14 +96,14 @@ class GenerationTesterMixin:
         options = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
         whole = model.generate(ids, max_new_tokens=6, **options)
         first = model.generate(ids, max_new_tokens=3, **options)
-        rest = model.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=3, **options)
+        rest = model.generate(first.sequences, **{CACHE: first[CACHE]}, max_new_tokens=3, **options)
         torch.testing.assert_close(torch.stack(rest.logits, 1), torch.stack(whole.logits[3:], 1), atol=TOLERANCE, rtol=0)
 
     @torch.no_grad()
     def test_static_cache_in_chunks(self) -> None:
         model, ids = self._model()
         cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + 5)
-        parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split(3, 1)]
+        parts = [model(part, **{CACHE: cache}, use_cache=True).logits for part in ids.split(3, 1)]
         torch.testing.assert_close(torch.cat(parts, 1), model(ids, use_cache=False).logits, atol=TOLERANCE, rtol=0)
 
     @torch.no_grad()

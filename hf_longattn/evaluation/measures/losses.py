@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from ...integration.caches import CACHE
 from ...integration.layers import bodies_of
 
 #: The KV cache of a text's first tokens. A layer with a sliding window holds that window alone.
@@ -28,7 +29,7 @@ def prefix_of(model: Any, input_ids: Tensor, chunk: int = 2048) -> Prefix:
     _check_reads_on(model, input_ids)
     cache = DynamicCache(config=model.config)
     for part in input_ids.split(chunk, 1):
-        hidden_of(model, input_ids=part, past_key_values=cache, use_cache=True)
+        hidden_of(model, input_ids=part, **{CACHE: cache}, use_cache=True)
     return cache
 
 
@@ -41,7 +42,7 @@ def _check_reads_on(model: Any, input_ids: Tensor, length: int = 16) -> None:
     try:
         cache = DynamicCache(config=model.config)
         whole = hidden_of(model, input_ids=ids, use_cache=False).float()
-        parts = [hidden_of(model, input_ids=x, past_key_values=cache, use_cache=True) for x in ids.tensor_split(2, 1)]
+        parts = [hidden_of(model, input_ids=x, **{CACHE: cache}, use_cache=True) for x in ids.tensor_split(2, 1)]
         off = (torch.cat(parts, 1) - whole).abs().mean() / whole.abs().mean()
         exact = bool(off < 4 * torch.finfo(parts[0].dtype).eps ** 0.5)
     except (AttributeError, AssertionError, RuntimeError, TypeError, ValueError) as error:
@@ -79,14 +80,14 @@ def last_hidden(model: Any, input_ids: Tensor, prefill: int | None = None, prefi
     """The hidden states that the head reads, (batch, length, hidden), NaN in the prefix; arguments as of `token_losses`."""
     if prefix is not None:
         cache, read = copy.deepcopy(prefix), prefix.get_seq_length()
-        hidden = hidden_of(model, input_ids=input_ids[:, read:], past_key_values=cache, use_cache=True)
+        hidden = hidden_of(model, input_ids=input_ids[:, read:], **{CACHE: cache}, use_cache=True)
         return torch.nn.functional.pad(hidden, (0, 0, read, 0), value=torch.nan)
     if prefill is None:
         return hidden_of(model, input_ids=input_ids, use_cache=False)
     _check_reads_on(model, input_ids)
     cache = DynamicCache(config=model.config)
     parts = input_ids.split(prefill, 1)
-    return torch.cat([hidden_of(model, input_ids=part, past_key_values=cache, use_cache=True) for part in parts], 1)
+    return torch.cat([hidden_of(model, input_ids=part, **{CACHE: cache}, use_cache=True) for part in parts], 1)
 
 
 class _Given(tuple[Tensor]):

@@ -1,34 +1,29 @@
 """Continuous batching: tokens of many requests in one row, and a KV cache in pages.
 
-No mask arrives. `cu_seq_lens_q` and `cu_seq_lens_k` say which queries and keys belong to a request, position_ids how long
-it is: a request's queries are its last tokens, and its keys those before them that the layer still needs.
+No mask arrives, and keys and values come gathered out of the pages, those of one request after those of another.
+`cu_seq_lens_q` and `cu_seq_lens_k` say which queries and keys belong to a request, position_ids how long it is: a request's
+queries are its last tokens, and its keys those before them that the layer still needs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from ...attention.geometry import Columns, Rows
+from ..caches import PAGES
 from ..names import is_ours
 from ..seam import Seam
 
-#: Whether the cache takes its arguments as we hand them on; older releases have another signature.
-SUPPORTED = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters
-#: What arrives beside the cache and is read here or by the cache.
-ARGUMENTS = frozenset(
-    {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "read_index", "write_index", "block_table"}
-    | {"logits_indices", "logits_processor_args", "position_ids"}
-)
+#: What arrives in place of a mask, and in no other call.
+ARGUMENTS = frozenset({"read_index", "write_index", "block_table", "logits_indices", "logits_processor_args"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,36 +45,31 @@ class Batch:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def paged_attention(
-    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    kwargs: dict[str, Any],
+    window: int | None,
+    arguments: Mapping[str, Any],
     compute: Callable[[Tensor, Tensor, Tensor, Rows], Tensor],
 ) -> Tensor:
-    """Put key and value into the paged cache of kwargs, and compute every request over its own keys.
+    """Compute every request of a call over its own keys.
 
     Args:
         query: (1, heads, tokens, head_dim), of all requests one after the other; key and value likewise.
-        kwargs: what arrived beside them; what concerns the cache is taken out.
+        window: of a layer with a sliding window.
+        arguments: what arrived beside them.
         compute: query, key, value (requests, heads, length, head_dim) and rows to (requests, q_len, heads, head_dim).
 
     Returns:
         (1, tokens, heads, head_dim); 0 for tokens of no request.
     """
-    cache = kwargs.pop("cache")
-    if not (SUPPORTED and isinstance(cache, PagedAttentionCache)):
-        raise NotImplementedError(
-            f"{type(cache).__name__} arrived as `cache`, which hf_longattn knows for transformers' continuous batching in "
-            "release 5.23 or newer alone; use generate()"
-        )
-    given = {name: kwargs.pop(name, None) for name in ARGUMENTS}
-    if given["block_table"] is not None:
+    if arguments.get("block_table") is not None:
         raise NotImplementedError("continuous batching hands a block table to FlashAttention only: max_blocks_per_request=0")
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=given)
-    window = getattr(cache.layer_to_allocator[module.layer_idx], "sliding_window", None)
+    cu_k = arguments["cu_seq_lens_k"]
+    if isinstance(cu_k, dict):  # a layer that reads the keys of another one does not update the cache, which picks them
+        cu_k = cu_k["full_attention" if window is None else "sliding_attention"]
     out = None
-    for batch in _batches(given["cu_seq_lens_q"], given["cu_seq_lens_k"], given["position_ids"], window):
+    for batch in _batches(arguments["cu_seq_lens_q"], cu_k, arguments["position_ids"], window):
         q, k, v = (_take(x, at) for x, at in ((query, batch.queries), (key, batch.keys), (value, batch.keys)))
         result = compute(q, k, v, batch.rows)
         if out is None:
@@ -145,10 +135,10 @@ def _batching_manager(
     **kwargs: Any,
 ) -> None:
     if is_ours(model.config._attn_implementation):
-        if not SUPPORTED:
+        if not PAGES:
             raise NotImplementedError(
                 f"continuous batching of transformers {transformers.__version__} would replace the method by flash attention: "
-                "update transformers to 5.23 or newer, or use generate()"
+                "update transformers to 5.24 or newer, or use generate()"
             )
         graphs = continuous_batching_config.use_cuda_graph
         if graphs is not None and any((graphs,) if isinstance(graphs, bool) else graphs):

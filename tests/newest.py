@@ -1,0 +1,34 @@
+"""What `make test-newest` runs in its environment, and what it says where a newer release than the pinned one fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("transformers", "peft", "accelerate")
+FILES = ("exactness", "persistence", "adapters", "engines", "positions", "models")
+
+
+def main() -> int:
+    pins = dict(x.split("==") for x in (ROOT / "constraints.txt").read_text().split() if "==" in x)
+    found = {name: version(name) for name in PACKAGES}
+    print("newest releases:", ", ".join(f"{k} {v} (pinned {pins[k]})" for k, v in found.items()), flush=True)
+    tests = [f"tests/test_{name}.py" for name in FILES]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-m", "not slow and not crossed", *tests]
+    readme = [sys.executable, "tests/release.py", "--here", "README.md"]
+    failed = [c for c in (pytest, readme) if subprocess.run(c, cwd=ROOT, check=False).returncode]
+    if newer := [f"{name} {v}" for name, v in found.items() if v != pins[name]]:
+        if failed:
+            print(
+                f"\nThis fails under {', '.join(newer)}, which `pip install hf_longattn` brings: mend it, then move the pins."
+            )
+        else:
+            print(f"\nAll pass under {', '.join(newer)}: the pins in constraints.txt can move.")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
