@@ -238,7 +238,7 @@ def _write(winner: Any, model: str, tokenizer: Any, out: Path | None) -> None:
     from ..checks import written_aside
     from ..evaluation.loading import carry
     from ..integration import describe
-    from ..integration.classes import loader
+    from ..integration.classes import loaders
 
     console.print(str(describe(winner)).splitlines()[0], highlight=False)
     if out is None:
@@ -247,7 +247,7 @@ def _write(winner: Any, model: str, tokenizer: Any, out: Path | None) -> None:
         winner.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         carry(model, aside)
-    way = f"import hf_longattn; {loader(type(winner).__name__)}.from_pretrained({str(out)!r})"
+    way = f"import hf_longattn; {loaders(type(winner).__name__)[0]}.from_pretrained({str(out)!r})"
     console.print(f"Saved to {out}; load it with: {way}")
 
 

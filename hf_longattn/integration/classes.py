@@ -30,23 +30,17 @@ def own_class(config: Any) -> type[PreTrainedModel] | None:
     return next(own, next(iter(kinds_of(AutoModelForCausalLM, config)), None))
 
 
-def loader(architecture: str) -> str:
-    """What of transformers loads a class: the name of an auto class, or its own."""
-    return architecture if (auto := _auto(architecture)) is None else auto.__name__
+def loaders(architecture: str) -> list[str]:
+    """What of transformers loads a class: the names of auto classes, the one that says most of it first; else its own."""
+    autos = [auto.__name__ for auto in _autos() if architecture in _names(auto)]
+    return [*(name for name in FIRST if name in autos), *(name for name in autos if name not in FIRST)] or [architecture]
 
 
-def task(architecture: str) -> str | None:
-    """What the Hub calls that which a class does; None if transformers has no word for it."""
-    if (auto := _auto(architecture)) is None:
-        return None
-    by_mapping = (name for name, names in TASK_MAPPING.items() if names is auto._model_mapping._model_mapping)
-    return next(by_mapping, TASKS.get(auto.__name__))
-
-
-def _auto(architecture: str) -> Any:
-    """The auto class that loads a class; None if there is none."""
-    autos = {auto.__name__: auto for auto in _autos() if architecture in _names(auto)}
-    return next((autos[name] for name in (*FIRST, *autos) if name in autos), None)
+def task(loader: str) -> str | None:
+    """What the Hub calls that which the models of an auto class do; None if transformers has no word for it."""
+    mappings = [auto._model_mapping._model_mapping for auto in _autos() if auto.__name__ == loader]
+    by_mapping = (name for name, names in TASK_MAPPING.items() if any(names is mapping for mapping in mappings))
+    return next(by_mapping, TASKS.get(loader))
 
 
 def _autos() -> Iterator[Any]:

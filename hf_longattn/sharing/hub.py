@@ -13,10 +13,10 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.auto import modeling_auto
 
 from ..checks import written_aside
 from ..integration import config_of
+from ..integration.classes import loaders
 from ..integration.names import PREFIX, TRIPWIRE
 from ..telling import warn
 from .card import Facts, contents, hub_id, model_card, source
@@ -29,7 +29,7 @@ LOGS = {"trainer_state.json", "metrics.json"}
 #: What a README of PEFT's says, and the tag of one of ours.
 TEMPLATE, TAG = "[More Information Needed]", "hf_longattn"
 #: Where a card of ours says what to load.
-LOADING = re.compile(r'(AutoModelForCausalLM\.from_pretrained\()"[^"]*"\)')
+LOADING = re.compile(r'(^model = \w+\.from_pretrained\()"[^"]*"\)', re.MULTILINE)
 _STALE = ("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json", STUB)
 
 
@@ -208,13 +208,8 @@ def _aside(path: Path, directory: Path) -> bool:
 def _stub(model: nn.Module) -> tuple[dict[str, str], str]:
     """The auto_map of a model, and the file it names."""
     kind = type(model).__name__
-    mappings = {
-        "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        "AutoModelForImageTextToText": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    }
-    autos = [auto for auto, names in mappings.items() if kind in names.values()]
-    if not isinstance(model, PreTrainedModel) or not autos:
-        raise ValueError(f"remote_code knows causal language models of transformers, not {kind}")
+    if not isinstance(model, PreTrainedModel) or (autos := loaders(kind)) == [kind]:
+        raise ValueError(f"remote_code knows the classes that an auto class of transformers loads, not {kind}")
     code = (
         '"""For trust_remote_code=True: the attention comes from the package hf_longattn, the model from transformers."""\n\n'
         "try:\n    import hf_longattn  # noqa: F401\nexcept ImportError as error:\n"

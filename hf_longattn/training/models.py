@@ -16,6 +16,7 @@ from ..config import LongAttnConfig
 from ..evaluation.loading import build, check_reads, edit_rope, load_weights
 from ..evaluation.loading import load_tokenizer as tokenizer_of
 from ..integration import apply, config_of, rope, update
+from ..integration.classes import kinds_of
 from ..integration.model import knowing
 from .recipe import Architecture, Lora, Recipe
 
@@ -78,7 +79,8 @@ def put_adapter(model: Any, lora: Lora, method: bool, seed: int) -> Any:
     except ImportError:
         raise ImportError('lora needs peft: pip install "hf_longattn[train]"') from None
     config = (LongAttnLoraConfig if method else LoraConfig)(
-        task_type="CAUSAL_LM",
+        # by a task PEFT loads the class that it goes with, which a model with pictures is not; without one the model's own
+        task_type="CAUSAL_LM" if type(model) in kinds_of(AutoModelForCausalLM, model.config) else None,
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,

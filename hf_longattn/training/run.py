@@ -21,6 +21,7 @@ from ..attention.kernels.precision import fast_dtype
 from ..checks import check_model, check_output
 from ..config import LongAttnConfig
 from ..evaluation.calibrate import calibrate
+from ..evaluation.loading import carry
 from ..evaluation.rows import versions, write_whole
 from ..integration import describe, rope
 from ..integration.lengths import trained_at
@@ -229,6 +230,8 @@ def _save(prepared: Prepared, trainer: RecipeTrainer, wrapped: Any, measured: di
             "evaluated_on": _names(recipe.heldout or recipe.data),
         }
         save(wrapped, output, tokenizer=prepared.tokenizer, overwrite=True, state_dict=weights, **card)
+    if trainer.is_world_process_zero() and recipe.lora is None and recipe.model is not None:
+        carry(recipe.model, output)
 
 
 def _windows(recipe: Recipe, args: TrainingArguments) -> int:
