@@ -633,14 +633,16 @@ def test_every_name_for_a_length_moves_and_none_that_a_rotation_depends_on(name:
 @pytest.mark.parametrize("how", ["from_pretrained", "from_config", "the class itself"])
 def test_a_longer_checkpoint_without_its_method_says_what_it_reads(how: str, tmp_path: Path) -> None:
     longer("plain", tmp_path / "base").save_pretrained(tmp_path / "longer")
+    config = AutoConfig.from_pretrained(tmp_path / "longer")
+    config._attn_implementation = "sdpa"
+    make = {
+        "from_pretrained": lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "longer", attn_implementation="sdpa"),
+        "from_config": lambda: AutoModelForCausalLM.from_config(config),
+        "the class itself": lambda: LlamaForCausalLM(config),
+    }[how]
     with pytest.warns(UserWarning, match="without the method"):
-        if how == "from_pretrained":
-            m = AutoModelForCausalLM.from_pretrained(tmp_path / "longer", attn_implementation="sdpa")
-            assert m.generation_config.max_length == 64
-        else:
-            config = AutoConfig.from_pretrained(tmp_path / "longer")
-            config._attn_implementation = "sdpa"
-            m = LlamaForCausalLM(config) if how == "the class itself" else AutoModelForCausalLM.from_config(config)
+        m = make()
+    assert how != "from_pretrained" or m.generation_config.max_length == 64
     assert m.config.max_position_embeddings == 64
     m.set_attn_implementation("longattn")
     assert m.config.max_position_embeddings == 256

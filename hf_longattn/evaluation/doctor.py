@@ -102,10 +102,11 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
     loaded = loaded.to(device).eval()
     yield from what_runs(recorded, pretrained(loaded).config)
     yield from rotary_buffers(loaded)
-    if speaks(pretrained(loaded).config):
+    base_model = pretrained(loaded)
+    if speaks(base_model.config, type(base_model)):
         yield from positions(loaded, model)
     else:
-        yield Finding("positions", f"a {type(pretrained(loaded)).__name__} predicts no text that it reads: no passage is read")
+        yield Finding("positions", f"a {type(base_model).__name__} predicts no text that it reads: no passage is read")
 
 
 def installed_versions() -> Iterator[Finding]:

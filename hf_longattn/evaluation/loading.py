@@ -121,9 +121,13 @@ def class_of(config: Any) -> Any:
     return kind
 
 
-def speaks(config: Any) -> bool:
-    """Whether a checkpoint's model predicts the text that it reads: all that is measured in losses or answers needs that."""
-    return bool(class_of(config).can_generate()) and not config.is_encoder_decoder
+def speaks(config: Any, kind: Any = None) -> bool:
+    """Whether a checkpoint's model predicts the text that it reads: all that is measured in losses or answers needs that.
+
+    Args:
+        kind: its class; None for the one that it was saved from.
+    """
+    return bool((kind or class_of(config)).can_generate()) and not config.is_encoder_decoder
 
 
 def check_reads(config: Any, source: str, head: bool = True) -> None:

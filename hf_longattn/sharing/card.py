@@ -129,14 +129,11 @@ def model_card(
         ]
         or None,
     )
+    attention = [*map(_method, config.methods), *_rope(saved), f"- layers: {config.layers}", *_length(config)]
     parts = [
         f"# {name.rpartition('/')[2]}",
         _opening(config, adapter, base_model),
-        "## Attention\n\n"
-        + "\n".join(map(_method, config.methods))
-        + _rope(saved)
-        + f"\n- layers: {config.layers}"
-        + _length(config),
+        "## Attention\n\n" + "\n".join(attention),
         _training(facts.training_lengths),
         _evaluation(facts),
         _loading(name, loader, by_peft, remote_code),
@@ -159,9 +156,9 @@ def _loaders(saved: Mapping[str, Any], adapter: bool) -> tuple[str, str | None]:
     return loaders(base or "AutoModelForCausalLM")[0], "AutoPeftModel" if base else None
 
 
-def _length(config: LongAttnConfig) -> str:
+def _length(config: LongAttnConfig) -> list[str]:
     reads = config.extended_to
-    return f"\n- length: {reads:,} tokens; the base was trained at {config.train_length:,}" if reads else ""
+    return [f"- length: {reads:,} tokens; the base was trained at {config.train_length:,}"] if reads else []
 
 
 def linked(paper: str) -> str:
@@ -202,10 +199,10 @@ def _method(method: Method) -> str:
     return f"- `{method.name}` ({method.slot}): {', '.join(listed) or 'no parameters'}"
 
 
-def _rope(saved: dict[str, Any]) -> str:
+def _rope(saved: dict[str, Any]) -> list[str]:
     settings = saved.get("rope_parameters") or saved.get("text_config", {}).get("rope_parameters") or {}
     settings = settings.get("full_attention") or settings
-    return "" if settings.get("rope_type", "default") == "default" else f"\n- rotary encoding: {settings}"
+    return [] if settings.get("rope_type", "default") == "default" else [f"- rotary encoding: {settings}"]
 
 
 def _training(lengths: Sequence[int]) -> str:
