@@ -21,6 +21,7 @@ from .layers import Layer, candidates_of, layers_of, pretrained
 from .lengths import announce
 from .masks import base_implementation, before
 from .names import is_ours, name_for
+from .offload import is_empty
 from .planning import attach, bound_config, no_layer, prepare, show_section
 from .state import LayerPlan, adapters_of, alone, plan_of, release, remember, set_plan, transaction, without_method
 from .trained import Trained, published, recorded
@@ -173,7 +174,7 @@ def remove(model: Model) -> Model:
             c.longattn = None
         base.config.longattn = None
         for layer in layers_of(base):
-            attach(layer.module, {})
+            attach(base, layer, {})
     return model
 
 
@@ -195,7 +196,7 @@ def warn_untrained(model: PreTrainedModel, known: LongAttnConfig | None = None) 
     A model in training mode is being trained, one with an adapter was, and one loaded from nowhere has nothing to lose.
     """
     of = model.__dict__
-    if model.training or of.get("peft_config") or not of.get("name_or_path") or any(p.is_meta for p in model.parameters()):
+    if model.training or of.get("peft_config") or not of.get("name_or_path") or is_empty(model):
         return
     untrained = [[m for m in (c.methods if c else ()) if m.needs_training] for c in (known, running(model))]
     kinds = set(map(type, untrained[0]))

@@ -21,7 +21,7 @@ from .layers import all_configs, language_config, layers_of
 from .lengths import announce, announce_beside, announce_generation
 from .model import change, running, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, hint, is_ours, short
-from .planning import prepare, refuse_name
+from .planning import keep_parts, prepare, refuse_name
 from .resume import load_checkpoint
 from .seam import Seam
 from .state import RunningSection, own_configs, remember
@@ -106,6 +106,7 @@ def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config
     with _no_unknown_name(cls):
         out = original(cls, *args, config=config, **kwargs)
     model = out[0] if isinstance(out, tuple) else out
+    keep_parts(model)
     if running(model) is None and (section := model.config.longattn):  # whose generation config comes last
         announce_generation(model, section.get("extended_to"))
     if not model.config.__dict__.get("_longattn_saved"):

@@ -79,6 +79,11 @@ def save(
     adapter = bool(getattr(model, "peft_config", None))
     if (remote_code or strict) and adapter:
         raise ValueError(f"{'remote_code' if remote_code else 'strict'} works for whole models only: merge_and_unload() first")
+    if any(p.is_meta for p in model.parameters()) and not getattr(model, "hf_device_map", None):
+        raise ValueError(
+            "the model's weights are offloaded (accelerate.cpu_offload, disk_offload), and transformers cannot save them so: "
+            "accelerate.hooks.remove_hook_from_submodules(model) brings them back"
+        )
     stub = _stub(model) if remote_code else None
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"{directory} is a file: give a folder, which is made if there is none")
