@@ -26,6 +26,8 @@ from .resume import load_checkpoint
 from .seam import Seam
 from .state import RunningSection, own_configs, remember
 
+#: What a composite config calls its language model's, and callers therefore also that of a model of text alone.
+TEXT = "text_config"
 #: The models whose __init__ is running, the outermost first.
 _BUILT: ContextVar[tuple[PreTrainedModel, ...]] = ContextVar("longattn_built", default=())
 
@@ -69,9 +71,12 @@ def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) ->
 
 
 def _from_dict(original: Callable[..., Any], cls: type, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-    saved = _ours_in(config_dict.get("attn_implementation")) is not None
-    if kwargs.get("attn_implementation", "") is None and saved:
+    own, asked = config_dict.get("attn_implementation"), kwargs.get("attn_implementation", "")
+    saved = _ours_in(own) is not None
+    if asked is None and saved:
         del kwargs["attn_implementation"]  # the caller has no wish; the checkpoint has
+    if isinstance(asked, dict) and saved:  # nor for the parts that are not named
+        kwargs["attn_implementation"] = (own if isinstance(own, dict) else {"": own}) | asked
     out = original(cls, config_dict, **kwargs)
     if saved:
         config = out[0] if isinstance(out, tuple) else out
@@ -88,12 +93,30 @@ def _ours_in(implementation: str | dict[str, Any] | None) -> str | None:
     return implementation if is_ours(implementation) else None
 
 
+def _by_part(config: PreTrainedConfig, implementation: Any) -> Any:
+    """What a dict by part asks for, of which transformers passes over what a config has no part for.
+
+    The text part of a model of text is the whole. ValueError: one of our names is asked for in a part that is not there.
+    """
+    if not isinstance(implementation, dict):
+        return implementation
+    if language_config(config) is config and TEXT not in config.sub_configs and TEXT in implementation:
+        implementation = {"" if key == TEXT else key: name for key, name in implementation.items()}
+    known = ("", *config.sub_configs)
+    if lost := [key for key, name in implementation.items() if key not in known and _ours_in(name)]:
+        parts = f"its parts are {', '.join(config.sub_configs)}" if config.sub_configs else "it has no parts"
+        raise ValueError(
+            f"attn_implementation={implementation} is for a part {lost[0]!r}, which {type(config).__name__} does not have: {parts}"
+        )
+    return implementation
+
+
 def _keeping_our_name(original: Any) -> property:
-    """The config's property, under which None, "the default", does not take a method away."""
+    """The config's property, under which None, "the default", does not take a method away, and no name of ours is lost."""
 
     def set_implementation(self: PreTrainedConfig, value: str | dict[str, Any] | None) -> None:
         ours = self.__dict__.get("_attn_implementation_internal")
-        original.fset(self, value)
+        original.fset(self, _by_part(self, value))
         if value is None and is_ours(ours):
             self._attn_implementation_internal = ours
 
@@ -203,6 +226,7 @@ def _set_attn_implementation(
 ) -> None:
     with change(self):
         before = [(c, c._attn_implementation) for c in all_configs(self)]
+        attn_implementation = _by_part(self.config, attn_implementation)
         original(self, attn_implementation, *args, **kwargs)
         for c, implementation in before:
             if is_ours(c._attn_implementation) and not is_ours(implementation):
@@ -248,7 +272,7 @@ SEAMS = (
         PreTrainedConfig,
         "_attn_implementation",
         _keeping_our_name,
-        "None would remove the method of a config that exists already",
+        "None would remove the method of a config that exists already, and a part that is not there be passed over",
         whole=True,
     ),
     Seam(PreTrainedModel, "__new__", _new, "post_init must know whether another model is being built around this one"),
