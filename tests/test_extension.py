@@ -736,3 +736,37 @@ def test_adapters_bring_the_length_that_they_were_made_for(way: str, tmp_path: P
 
 def assert_says(m: Any, length: int) -> None:
     assert (m.config.max_position_embeddings, m.generation_config.max_length) == (length, length)
+
+
+# rotary settings that came too late ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("written", ["yarn", "default", "a base", "a factor", "the model's own"])
+def test_rotary_settings_that_the_model_was_not_built_with(written: str, half: bool) -> None:
+    """They would be saved, and nothing rotates by them now: neither a scaling that is not there, nor that one is gone."""
+    built = YARNED if written in ("default", "a factor") else {"rope_type": "default", "rope_theta": 10000.0}
+    model = fresh("llama", max_position_embeddings=96, rope_parameters=dict(built))
+    model = model.half() if half else model
+    late = {"yarn": YARNED, "default": {"rope_type": "default", "rope_theta": 10000.0}, "a factor": YARNED | {"factor": 2.0}}
+    late |= {"a base": {"rope_type": "default", "rope_theta": 20000.0}, "the model's own": dict(built)}
+    model.config.rope_parameters = late[written]
+    if written == "the model's own":
+        hf_longattn.extend(model, 200)
+        return
+    for ask in (lambda: hf_longattn.extend(model, 200), lambda: hf_longattn.apply(model, "attention_sink")):
+        with pytest.raises(ValueError, match="the model was built with others"):
+            ask()
+    assert not model.config.longattn
+    model.config.rope_parameters = built
+    hf_longattn.apply(model, "attention_sink")
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_a_text_has_changed_are_the_models_own(kind: str) -> None:
+    scaled = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 24}
+    scaled |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]} if kind == "longrope" else {}
+    model, ids = fresh("llama", max_position_embeddings=96, rope_parameters=scaled), tokens(1, 120)
+    with torch.no_grad():
+        model(ids)
+    hf_longattn.apply(model, "attention_sink")

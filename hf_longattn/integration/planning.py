@@ -20,6 +20,7 @@ from .longrope import border_hooks
 from .names import is_ours, short
 from .offload import device_of, held, keep
 from .passes import watch
+from .rope import check_built
 from .rotation import find_rotary
 from .state import AttentionState, LayerPlan, RunningSection, enrol, set_plan, state_of
 from .trained import Trained, rope_settings, trained
@@ -151,7 +152,11 @@ def bound_config(model: nn.Module, config: LongAttnConfig) -> tuple[LongAttnConf
 
 
 def facts_of(model: nn.Module, layers: list[Layer], told: int | None = None) -> ModelFacts:
-    """What a method may ask about a model, of these layers of it; told: its trained length as the user knows it."""
+    """What a method may ask about a model, of these layers of it; told: its trained length as the user knows it.
+
+    ValueError: its config has rotary settings that it does not rotate by.
+    """
+    check_built(model)
     config = layers[0].module.config
     kind, known = _trained(layers, told)
     rope = rope_settings(config, kind)

@@ -15,7 +15,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..methods.method import require_in, require_positive
 from .trained import ORIGINAL, rope_settings, trained
@@ -173,6 +174,33 @@ def exchange(model: Any, tables: Tables) -> Tables:
     for parent, name, module in tables.modules:
         setattr(parent, name, module)
     return before
+
+
+def check_built(model: Any) -> None:
+    """Raise ValueError where the rotary settings in a model's config are not those that it was built with and rotates by."""
+    settings, modules = settings_of(model), _rotary_modules(model)
+    if settings is None or not modules or any(b.is_meta for *_, module in modules for b in module.buffers()):
+        return
+    for (_, name, now), (*_, fresh) in zip(modules, build(model, settings).modules, strict=True):
+        if _turns(now).keys() != _turns(fresh).keys() or not all(_equal(x, _turns(fresh)[k]) for k, x in _turns(now).items()):
+            raise ValueError(
+                f"config.rope_parameters are {settings}, and the model was built with others: {name} does not rotate by those "
+                "that were written later. Load the model with them (from_pretrained(name, config=config)), or put back what "
+                "its checkpoint says"
+            )
+
+
+def _turns(rotary: nn.Module) -> dict[str, Any]:
+    """What a rotary module was made with: frequencies, of which those in use may change with the text, and scales."""
+    buffers = {name: x for name, x in rotary.named_buffers(recurse=False) if name.endswith("inv_freq")}
+    first = {name: x for name, x in buffers.items() if name.endswith("original_inv_freq")}
+    return (first or buffers) | {name: x for name, x in vars(rotary).items() if name.endswith("attention_scaling")}
+
+
+def _equal(now: Any, fresh: Any) -> bool:
+    if not isinstance(now, Tensor):
+        return bool(now == fresh)
+    return now.shape == fresh.shape and torch.equal(now, fresh.to(now.dtype))
 
 
 def _rotary_modules(model: Any) -> list[tuple[nn.Module, str, nn.Module]]:

@@ -105,9 +105,8 @@ def _by_part(config: PreTrainedConfig, implementation: Any) -> Any:
     known = ("", *config.sub_configs)
     if lost := [key for key, name in implementation.items() if key not in known and _ours_in(name)]:
         parts = f"its parts are {', '.join(config.sub_configs)}" if config.sub_configs else "it has no parts"
-        raise ValueError(
-            f"attn_implementation={implementation} is for a part {lost[0]!r}, which {type(config).__name__} does not have: {parts}"
-        )
+        kind = type(config).__name__
+        raise ValueError(f"attn_implementation={implementation} is for {lost[0]!r}, a part that {kind} does not have: {parts}")
     return implementation
 
 
