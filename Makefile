@@ -55,6 +55,7 @@ engines: $(VENV)/.engines  ## the tests of other engines; rewrites the table of 
 	OMP_NUM_THREADS=1 $(BIN)/python tests/engines_table.py $(ARGS)
 
 vllm: $(VLLM)/.train  ## every method in the real vLLM (CPU), in an environment of its own; rewrites docs/vllm.json (ARGS=--short)
+	$(VLLM)/bin/python tests/vllm_engine/lengths.py
 	OMP_NUM_THREADS=2 $(VLLM)/bin/python tests/vllm_engine/run.py $(ARGS)
 
 conformance: $(VENV)/.conformance  ## transformers' own tests with our names as the default attention; rewrites docs/conformance.md

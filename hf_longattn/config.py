@@ -42,6 +42,8 @@ class LongAttnConfig:
         backend: "auto", or one of `BACKENDS` to insist on it.
         train_length: the length that the model was trained at, in tokens, for all methods; by default read from its config.
             In a config that a model runs it is that number, and `trained` says where it is from.
+        extended_to: how long a text the model is to read under it, which all its configs then say (`extend`); None: what they
+            say without a method.
         parts: configs (or dicts) for different layers, in place of slots: each names its `layers`, and one that does not
             takes all others. The whole takes layers, backend and train_length from them.
 
@@ -61,6 +63,7 @@ class LongAttnConfig:
     train_length: int | None = None
     parts: tuple[LongAttnConfig, ...] = ()
     trained: str = field(default="", repr=False, compare=False)
+    extended_to: int | None = field(default=None, repr=False, compare=False)  # nothing that is computed depends on it
     version: int = field(default=FORMAT_VERSION, repr=False)
 
     def __post_init__(self) -> None:
@@ -74,9 +77,10 @@ class LongAttnConfig:
         object.__setattr__(self, "layers", _layers(self.layers))
         if self.parts:
             self._take_parts()
-        length = self.train_length
-        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
-            raise ValueError(f"train_length must be an integer >= 1, got {length!r}")
+        for name in ("train_length", "extended_to"):
+            length = getattr(self, name)
+            if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
+                raise ValueError(f"{name} must be an integer >= 1, got {length!r}")
         if self.backend not in BACKENDS:
             raise ValueError(f"unknown backend {self.backend!r}; choose one of {', '.join(BACKENDS)}")
         if self.parts:
@@ -160,8 +164,8 @@ class LongAttnConfig:
     def preset(cls, name: str, **parameters: Any) -> LongAttnConfig:
         """A config by name: one method, or several joined by "+" ("infoscale+cosscale").
 
-        Parameters go to the one method that has them; `layers` and `backend` to the config, `train_length` to the config and
-        to every method that has it.
+        Parameters go to the one method that has them; `layers`, `backend` and `extended_to` to the config, `train_length` to
+        the config and to every method that has it.
 
         Raises:
             ValueError: unknown name or parameter, two methods for one slot, or a parameter that two of
@@ -169,7 +173,7 @@ class LongAttnConfig:
         """
         if not isinstance(name, str):
             raise TypeError(f'a method is given by its name ("scale_invariant") or as a LongAttnConfig, got {name!r}')
-        common: dict[str, Any] = {k: parameters.pop(k) for k in ("layers", "backend") if k in parameters}
+        common: dict[str, Any] = {k: parameters.pop(k) for k in ("layers", "backend", "extended_to") if k in parameters}
         by_slot: dict[str, str] = {}
         for part in () if name == CUSTOM else name.split("+"):
             if (other := by_slot.get(slot := method_class(part).slot)) is not None:
@@ -235,7 +239,8 @@ class LongAttnConfig:
             if (method := getattr(self, slot)) is not None:
                 out[slot] = method.to_dict()
         out |= {"layers": thaw(self.layers), "backend": self.backend}
-        return out if self.train_length is None else out | {"train_length": self.train_length, "trained": self.trained}
+        out |= {} if self.train_length is None else {"train_length": self.train_length, "trained": self.trained}
+        return out if self.extended_to is None else out | {"extended_to": self.extended_to}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LongAttnConfig:
@@ -259,7 +264,8 @@ class LongAttnConfig:
         Of a config with parts, to every part that has it.
         """
         if self.parts and changes.keys() != {"parts"}:
-            return LongAttnConfig(parts=self._replaced_parts(changes))
+            length = changes.pop("extended_to", self.extended_to)
+            return LongAttnConfig(parts=self._replaced_parts(changes), extended_to=length)
         by_slot: dict[str, dict[str, Any]] = {}  # parameters of one method are checked together
         if "train_length" in changes:
             changes = {"trained": ""} | changes
@@ -292,7 +298,7 @@ class LongAttnConfig:
             facts: of the model, by this config's own train_length if it has one.
         """
         if self.parts:
-            return LongAttnConfig(parts=tuple(x.bind(facts) for x in self.parts))
+            return LongAttnConfig(parts=tuple(x.bind(facts) for x in self.parts))._extended(self.extended_to)
         if not isinstance(self.layers, str) and self.layers[-1] >= facts.num_layers:
             raise ValueError(f"layers names layer {self.layers[-1]}, but the model has layers 0 to {facts.num_layers - 1}")
         own = next((m.own_temperature for m in self.key_bands if m.own_temperature), facts.own_temperature)
@@ -300,7 +306,28 @@ class LongAttnConfig:
         bound: dict[str, Any] = {m.slot: m.bind(facts) for m in self.methods}
         if self.uses_train_length:
             bound |= {"train_length": facts.train_length, "trained": self.trained or facts.trained}
-        return dataclasses.replace(self, **bound)
+        return dataclasses.replace(self, **bound)._extended(self.extended_to)
+
+    def _extended(self, length: int | None) -> LongAttnConfig:
+        """A bound config that says how long a text is to be read; ValueError where it does not reach that far."""
+        if length is not None and not self.key_bands:
+            raise ValueError(f"{self.name} extends nothing: extended_to={length} belongs to a position remap or a window")
+        if length is not None and length > self.reach:
+            raise ValueError(
+                f"{self.name} with these parameters reaches {self.reach:.0f} tokens, not {length}: beyond that it shows "
+                "distances that the model does not know. Raise stretch, group or factor, lower window, or use rerope, which "
+                "has no limit"
+            )
+        return dataclasses.replace(self, extended_to=length)
+
+    @property
+    def reach(self) -> float:
+        """The longest text that a bound config lets a model read; 0 where no method takes it beyond its trained length."""
+        if not self.key_bands:
+            return 0
+        length = self.train_length
+        reaches = [m.reach(length) for m in self.key_bands if m.remaps and length is not None]
+        return min((n for n in reaches if n is not None), default=math.inf)
 
     def for_layer(self, layer: int) -> LongAttnConfig:
         """The config as layer `layer` uses it: its part, if there are parts, and of parameters per layer that layer's."""

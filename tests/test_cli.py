@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -10,23 +11,36 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import parts
 import pytest
 import tiny
 import torch
-from helpers import stock
+import transformers
+from helpers import crossed, stock
+from huggingface_hub import ModelCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig
+from peft import AutoPeftModel, LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedModel,
+)
 from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn.cli import app
 from hf_longattn.cli.memory import cache_bytes
 from hf_longattn.evaluation.extend import plan_copies
+from hf_longattn.evaluation.loading import load_weights
 from hf_longattn.evaluation.measures.copies import with_copies
 from hf_longattn.evaluation.settings import Setting, read_settings
 from hf_longattn.integration.caches import CACHE
+from hf_longattn.sharing import hub
+from hf_longattn.sharing.card import Facts
 from hf_longattn.training import Recipe, load_recipe
 from hf_longattn.training.recipe import check
 
@@ -132,7 +146,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_refused(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
     words = line.replace("F/", f"{files}/").replace("OUT", str(tmp_path / "runs" / "out")).split()
     before = sorted(files.rglob("*"))
     result = CliRunner().invoke(app, words)
@@ -328,3 +342,192 @@ def test_memory_prints_weights_and_cache(files: Path) -> None:
     wrong = CliRunner().invoke(app, ["memory", str(files / "model"), "--dtype", "float13"])
     assert wrong.exit_code == 2
     assert "--dtype" in wrong.output
+
+
+# models that are no plain causal language model ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: Any) -> Any:
+    """Folders of such checkpoints, saved when they are asked for."""
+    root = tmp_path_factory.mktemp("kinds")
+    return functools.cache(lambda kind: parts.save(kind, root / kind))
+
+
+def command(line: str, **words: Any) -> tuple[int, str]:
+    """Exit status and output of a command; words in capitals stand for paths."""
+    result = CliRunner().invoke(
+        app, [functools.reduce(lambda w, k: w.replace(k, str(words[k])), words, w) for w in line.split()]
+    )
+    assert result.exception is None or isinstance(result.exception, SystemExit), (line, result.exception)
+    return result.exit_code, "".join(result.output.replace("│", "").split())
+
+
+def same_weights(one: Path, other: Path) -> None:
+    want, have = parts.weights(one), parts.weights(other)
+    assert have.keys() == want.keys()
+    assert all(torch.equal(have[name], want[name]) for name in want)
+
+
+EXTENDED = [*parts.HEADLESS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in parts.PICTURES)]
+
+
+@pytest.mark.parametrize("kind", EXTENDED)
+def test_extend_keeps_class_weights_and_all_that_belongs_to_a_model(
+    kind: str, kinds: Any, files: Path, tmp_path: Path
+) -> None:
+    model, out, (loader, task) = kinds(kind), tmp_path / "out", parts.LOADED_BY[kind]
+    line = "extend MODEL --to 4096 --text BOOK --out OUT --tolerance 10"
+    code, said = command(line, MODEL=model, BOOK=files / "book.txt", OUT=out)
+    assert code == 0, said
+    assert f"{loader}.from_pretrained(" in said
+    assert ("hasnolanguage-modelhead" in said) == (kind in parts.HEADLESS)
+    same_weights(model, out)
+    again, info = getattr(transformers, loader).from_pretrained(out, output_loading_info=True)
+    assert not any(info.values())
+    assert type(again).__name__ == json.loads((model / "config.json").read_text())["architectures"][0]
+    if (longer := hf_longattn.integration.model.running(again)) is not None:  # else YaRN has won
+        assert longer.extended_to == 4096
+        assert AutoTokenizer.from_pretrained(out).model_max_length == 4096
+        assert again.config.get_text_config().max_position_embeddings == 4096
+    for file in ("preprocessor_config.json", "modules.json"):
+        assert (out / file).exists() == (model / file).exists()
+    if kind == "embeddings":
+        assert json.loads((out / "sentence_bert_config.json").read_text())["max_seq_length"] == 4096
+    card = ModelCard(str(hub.files(hf_longattn.save(again, tmp_path / "saved"), "some/one", Facts())["README.md"].decode()))
+    assert card.data.pipeline_tag == task
+    assert f'{loader}.from_pretrained("some/one")' in card.text
+    same_weights(hf_longattn.save(again, tmp_path / "once more"), tmp_path / "saved")
+
+
+MEASURED = {
+    "eval": "eval MODEL --text BOOK --out OUT --lengths 256 --targets 64",
+    "probe": "probe MODEL --text BOOK --out OUT --passages 2",
+    "train": "train continue_lora model=MODEL data=BOOK output=OUT length=64 trainer.max_steps=1 trainer.use_cpu=true "
+    "evaluation.tokens=64 evaluation.compare=false trainer.eval_strategy=no",
+    "lm-eval": "lm-eval -- --tasks arc_easy --model_args pretrained=MODEL",
+}
+
+
+@pytest.mark.parametrize("line", MEASURED)
+@pytest.mark.parametrize("kind", [*parts.HEADLESS, *parts.ENCODERS])
+def test_what_takes_a_head_is_refused_before_weights_are_read(
+    kind: str, line: str, kinds: Any, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = kinds(kind)
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
+    code, said = command(MEASURED[line], MODEL=model, BOOK=files / "book.txt", OUT=tmp_path / "out")
+    assert code == 2, said
+    assert ("readstextwithanencoder" if kind in parts.ENCODERS else "hasnolanguage-modelhead") in said
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", parts.ENCODERS)
+@pytest.mark.parametrize("line", ["extend MODEL --to 4k --text BOOK", "inspect MODEL --text BOOK --length 64", "memory MODEL"])
+def test_encoders_are_refused(kind: str, line: str, kinds: Any, files: Path) -> None:
+    code, said = command(line, MODEL=kinds(kind), BOOK=files / "book.txt")
+    assert (code, "readstextwithanencoder" in said) == (2, True), said
+
+
+@pytest.mark.parametrize("kind", crossed([*parts.HEADLESS, *parts.PICTURES, *parts.ENCODERS], ["reward", "llava", "bart"]))
+def test_what_takes_no_head_knows_every_class(kind: str, kinds: Any, files: Path) -> None:
+    model = kinds(kind)
+    code, said = command("doctor MODEL", MODEL=model)
+    assert (code, "Noproblemfound" in said) == (0, True), said
+    if kind not in parts.ENCODERS:
+        assert command("inspect MODEL --text BOOK --length 64 --method rerope", MODEL=model, BOOK=files / "book.txt")[0] == 0
+        assert command("memory MODEL --to 1k", MODEL=model)[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", parts.PICTURES)
+def test_a_model_with_pictures_is_measured_and_trained_as_a_whole(kind: str, kinds: Any, files: Path, tmp_path: Path) -> None:
+    model, paths = kinds(kind), {"BOOK": files / "book.txt", "OUT": tmp_path / "out"}
+    assert command("probe MODEL --text BOOK --passages 1 --distances 2560", MODEL=model, **paths)[0] == 0
+    assert (
+        command(
+            "eval MODEL --text BOOK --out OUT --lengths 256 --targets 64",
+            MODEL=model,
+            BOOK=paths["BOOK"],
+            OUT=tmp_path / "eval",
+        )[0]
+        == 0
+    )
+    for lora, out in (("", tmp_path / "adapter"), (" lora=null", tmp_path / "whole")):
+        code, said = command(MEASURED["train"] + lora, MODEL=model, BOOK=paths["BOOK"], OUT=out)
+        assert (code, f"{parts.LOADED_BY[kind][0]}.from_pretrained(" in said) == (0, True), said
+    shutil.rmtree(tmp_path / "whole" / "checkpoint-1")
+    assert parts.weights(tmp_path / "whole").keys() == parts.weights(model).keys()
+    assert (tmp_path / "whole" / "preprocessor_config.json").exists()
+    adapted = AutoPeftModel.from_pretrained(tmp_path / "adapter").get_base_model()
+    assert type(adapted).__name__ == json.loads((model / "config.json").read_text())["architectures"][0]
+    assert adapted.config.get_text_config().max_position_embeddings == 8192  # four times as far
+    card = ModelCard.load(tmp_path / "adapter" / "README.md")
+    assert (card.data.pipeline_tag, "peft.AutoPeftModel.from_pretrained" in card.text) == (parts.LOADED_BY[kind][1], True)
+
+
+def spoilt(kind: str, folder: Path) -> tuple[Path, str]:
+    """A checkpoint that is not whole, and the weight that is named."""
+    m = transformers.LlamaForCausalLM(LlamaConfig(**parts.TEXT))
+    if kind == "a value head":
+        m.v_head = torch.nn.Linear(32, 1)
+    if kind == "another class":
+        m = transformers.LlamaForSequenceClassification(LlamaConfig(**parts.TEXT))
+    m.save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    changes = {"more layers": {"num_hidden_layers": 3}, "fewer layers": {"num_hidden_layers": 1}}
+    changes |= {"wider": {"intermediate_size": 64}, "another class": {"architectures": ["LlamaForCausalLM"]}}
+    changes["a class of its own"] = {"architectures": ["LlamaForRewards"], "num_hidden_layers": 3}
+    config = json.loads((folder / "config.json").read_text()) | changes.get(kind, {})
+    (folder / "config.json").write_text(json.dumps(config))
+    names = {"a value head": "v_head.weight", "another class": "score.weight", "wider": "model.layers.0.mlp.down_proj.weight"}
+    return folder, names.get(kind, "model.layers.2." if kind != "fewer layers" else "model.layers.1.")
+
+
+WRONG = ["a value head", "another class", "more layers", "fewer layers", "wider", "a class of its own"]
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_weights_that_do_not_fit_are_an_error_that_names_them(
+    kind: str, files: Path, tmp_path: Path, capsys: Any, caplog: Any
+) -> None:
+    model, name = spoilt(kind, tmp_path / "model")
+    out = tmp_path / "out"
+    for line in ("extend MODEL --to 4k --text BOOK --out OUT", MEASURED["eval"], MEASURED["probe"], MEASURED["train"]):
+        code, said = command(line, MODEL=model, BOOK=files / "book.txt", OUT=out)
+        assert code == 2, said
+        assert name in said, said
+        assert "isnotawholeLlamaForCausalLM" in said
+        assert "LOADREPORT" not in said
+        assert not parts.weights(out)
+        shutil.rmtree(out, ignore_errors=True)
+    code, said = command("doctor MODEL", MODEL=model)
+    assert (code, name in said) == (1, True)
+    assert "LOAD REPORT" not in caplog.text + "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("saved", ["tied", "tied and saved twice", "old buffers"])
+def test_weights_that_may_be_missing_or_left_over(saved: str, tmp_path: Path) -> None:
+    """Those that transformers itself passes over."""
+    m = transformers.LlamaForCausalLM(LlamaConfig(**parts.TEXT | {"tie_word_embeddings": saved.startswith("tied")}))
+    held = dict(m.state_dict())
+    if saved == "tied":
+        del held["lm_head.weight"]
+    if saved == "old buffers":
+        held |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(2)}
+    m.save_pretrained(tmp_path)
+    save_file({k: v.clone() for k, v in held.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert torch.equal(load_weights(str(tmp_path)).lm_head.weight, m.lm_head.weight)
+
+
+def test_an_adapter_with_the_head_of_another_class(files: Path, tmp_path: Path) -> None:
+    """A classifier made of a language model: looked at as what it is, and not measured as what it is not."""
+    m = AutoModelForSequenceClassification.from_pretrained(files / "model", pad_token_id=0)
+    get_peft_model(m, LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"], r=2)).save_pretrained(tmp_path / "adapter")
+    code, said = command("doctor ADAPTER", ADAPTER=tmp_path / "adapter")
+    assert (code, "LlamaForSequenceClassificationpredictsnotext" in said) == (0, True), said
+    line = f"{MEASURED['eval']} --adapter mine=ADAPTER"
+    code, said = command(
+        line, MODEL=files / "model", BOOK=files / "book.txt", OUT=tmp_path / "out", ADAPTER=tmp_path / "adapter"
+    )
+    assert (code, "makesaLlamaForSequenceClassificationofaLlamaForCausalLM" in said) == (2, True), said

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import transformers
 from cases import FAMILIES, VOCAB, model_config
-from helpers import close, tokens
+from helpers import close, multimodal, tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -32,6 +34,8 @@ from hf_longattn.evaluation.extend import Scores, best, candidates, plan_copies,
 from hf_longattn.evaluation.measures import probe as probing
 from hf_longattn.evaluation.rows import RowFile
 from hf_longattn.evaluation.settings import UNMODIFIED, Setting
+from hf_longattn.integration import state, trained
+from hf_longattn.integration.layers import language_config
 from hf_longattn.integration.model import running
 from hf_longattn.integration.planning import bound_config
 from hf_longattn.training.loss import CausalLoss, trained_by
@@ -537,3 +541,232 @@ def test_env_names_versions() -> None:
     result = CliRunner().invoke(app, ["env"])
     assert result.exit_code == 0
     assert f"hf_longattn: {hf_longattn.__version__}" in result.output
+
+
+# what says how long a model reads -------------------------------------------------------------------------------------
+
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0}
+LLAMA3 |= {"original_max_position_embeddings": 16}
+#: Configs of models trained at 64, and what each says of that, under which names.
+SAYS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "plain": ({}, {"max_position_embeddings": 64}),
+    "llama3": ({"rope_parameters": LLAMA3}, {"max_position_embeddings": 64}),
+    "yarn that was trained in": (
+        {"rope_parameters": YARNED | {"original_max_position_embeddings": 16}},
+        {"max_position_embeddings": 64},
+    ),
+    "Vicuna 16k": (
+        {"rope_parameters": LINEAR, "max_position_embeddings": 16, "max_sequence_length": 64},
+        {"max_position_embeddings": 16, "max_sequence_length": 64},
+    ),
+    "Command R": (
+        {"max_position_embeddings": 16, "model_max_length": 64},
+        {"max_position_embeddings": 16, "model_max_length": 64},
+    ),
+    "two names": ({"seq_length": 32}, {"max_position_embeddings": 64, "seq_length": 32}),
+}
+
+
+def says(m: Any) -> dict[str, int]:
+    """What a model's configs say of the longest text."""
+    return trained.said(language_config(m.config)) | {"generation": m.generation_config.max_length or 0}
+
+
+def longer(name: str, folder: Path, **how: Any) -> Any:
+    """A saved model that was trained at 64, loaded and extended to 256."""
+    torch.manual_seed(0)
+    m = AutoModelForCausalLM.from_config(model_config("llama", **{"max_position_embeddings": 64} | SAYS[name][0]))
+    m.generation_config.max_length = m.config.max_position_embeddings
+    m.save_pretrained(folder)
+    m = AutoModelForCausalLM.from_pretrained(folder).eval()
+    return hf_longattn.extend(m, 256, **{"method": "rerope"} | how)
+
+
+SHORTEN: dict[str, Any] = {
+    "remove": hf_longattn.remove,
+    "sdpa": lambda m: m.set_attn_implementation("sdpa"),
+    "eager": lambda m: m.set_attn_implementation("eager"),
+    "a dict": lambda m: m.set_attn_implementation({"": "eager"}),
+    "a method that extends nothing": lambda m: hf_longattn.apply(m, "infoscale"),
+    "a method that reaches less": lambda m: hf_longattn.apply(m, "self_extend", group=2, window=32),
+    "extend to less": lambda m: hf_longattn.extend(m, 65, method="string", shift=32).set_attn_implementation("sdpa"),
+    "disable": lambda m: state.disable(m),
+}
+
+
+@pytest.mark.parametrize("how", SHORTEN)
+@pytest.mark.parametrize("name", ["plain", "Vicuna 16k"])
+@pytest.mark.filterwarnings("ignore")
+def test_every_length_comes_back_with_the_attention(name: str, how: str, tmp_path: Path) -> None:
+    m, own = longer(name, tmp_path / "base"), SAYS[name][1]
+    assert says(m) == dict.fromkeys([*own, "generation"], 256)
+    SHORTEN[how](m)
+    assert says(m) == own | {"generation": own["max_position_embeddings"]}
+    state.enable(m)
+    m.save_pretrained(tmp_path / "saved")
+    again = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert {k: again[k] for k in own} == (dict.fromkeys(own, 256) if how == "disable" else own)
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_every_name_for_a_length_moves_and_none_that_a_rotation_depends_on(name: str, tmp_path: Path) -> None:
+    m, own, ids = longer(name, tmp_path / "base"), SAYS[name][1], tokens(1, 100)
+    assert hf_longattn.describe(m).trained.length == 64
+    assert says(m) == dict.fromkeys([*own, "generation"], 256)
+    m.save_pretrained(tmp_path / "longer")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "longer")
+    assert says(again) == says(m)
+    assert hf_longattn.describe(again).trained.length == 64
+    with torch.no_grad():
+        close(again(ids).logits, m(ids).logits, 0.0)
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        close(
+            AutoModelForCausalLM.from_pretrained(tmp_path / "longer", attn_implementation="sdpa")(ids).logits,
+            plain(ids).logits,
+        )
+    hf_longattn.extend(again, 512)
+    assert says(again) == dict.fromkeys([*own, "generation"], 512)
+    assert says(hf_longattn.remove(again)) == own | {"generation": own["max_position_embeddings"]}
+
+
+@pytest.mark.parametrize("how", ["from_pretrained", "from_config", "the class itself"])
+def test_a_longer_checkpoint_without_its_method_says_what_it_reads(how: str, tmp_path: Path) -> None:
+    longer("plain", tmp_path / "base").save_pretrained(tmp_path / "longer")
+    config = AutoConfig.from_pretrained(tmp_path / "longer")
+    config._attn_implementation = "sdpa"
+    make = {
+        "from_pretrained": lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "longer", attn_implementation="sdpa"),
+        "from_config": lambda: AutoModelForCausalLM.from_config(config),
+        "the class itself": lambda: LlamaForCausalLM(config),
+    }[how]
+    with pytest.warns(UserWarning, match="without the method"):
+        m = make()
+    assert how != "from_pretrained" or m.generation_config.max_length == 64
+    assert m.config.max_position_embeddings == 64
+    m.set_attn_implementation("longattn")
+    assert m.config.max_position_embeddings == 256
+
+
+def test_a_method_that_reaches_as_far_keeps_the_length(tmp_path: Path) -> None:
+    m = longer("plain", tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf_longattn.apply(m, "rerope+infoscale")
+        hf_longattn.update(m, window=16)
+    assert says(m) == {"max_position_embeddings": 256, "generation": 256}
+    with pytest.warns(
+        UserWarning, match="reaches 96 tokens, and the model was extended to 256: max_position_embeddings is 64"
+    ):
+        hf_longattn.apply(m, "self_extend", group=2, window=32)
+    with pytest.raises(ValueError, match="reaches 96 tokens, not 128"):
+        hf_longattn.update(m, extended_to=128)
+    with pytest.raises(ValueError, match="infoscale extends nothing"):
+        hf_longattn.apply(m, "infoscale", extended_to=128)
+    assert says(hf_longattn.update(m, extended_to=90)) == {"max_position_embeddings": 90, "generation": 90}
+
+
+def test_a_length_that_was_told_comes_back_as_it_was(tmp_path: Path) -> None:
+    m = longer("plain", tmp_path, train_length=16)
+    assert (says(m)["max_position_embeddings"], hf_longattn.describe(m).trained.length) == (256, 16)
+    assert says(hf_longattn.remove(m))["max_position_embeddings"] == 64
+
+
+def test_a_config_says_it_where_the_model_is_loaded(tmp_path: Path) -> None:
+    longer("plain", tmp_path)
+    asked = {"attn_implementation": "rerope", "longattn": {"window": 8, "extended_to": 128}}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path, **asked).config.max_position_embeddings == 128
+
+
+def test_a_multimodal_model_says_it_in_its_text_config(tmp_path: Path) -> None:
+    m = multimodal()
+    own = m.config.text_config.max_position_embeddings
+    object.__setattr__(m.config, "max_position_embeddings", own)  # as some do beside it
+    hf_longattn.extend(m, 4 * own)
+    m.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert (saved["max_position_embeddings"], saved["text_config"]["max_position_embeddings"]) == (4 * own, 4 * own)
+    again = type(m).from_pretrained(tmp_path)
+    again.set_attn_implementation("sdpa")
+    assert (again.config.max_position_embeddings, again.config.text_config.max_position_embeddings) == (own, own)
+
+
+@pytest.mark.parametrize("order", ["model first", "tokenizer first", "hf_longattn.save"])
+def test_a_tokenizer_says_what_its_model_reads(order: str, tmp_path: Path) -> None:
+    m, folder, tokenizer = longer("plain", tmp_path / "base"), tmp_path / "longer", tiny.tokenizer()
+    tokenizer.model_max_length = 64
+    if order == "hf_longattn.save":
+        hf_longattn.save(m, folder, tokenizer=tokenizer)
+    else:
+        for x in (m, tokenizer) if order == "model first" else (tokenizer, m):
+            x.save_pretrained(folder)
+    assert tokenizer.model_max_length == 64
+    again = AutoTokenizer.from_pretrained(folder)
+    assert again.model_max_length == 256
+    hf_longattn.remove(m).save_pretrained(folder)
+    again.save_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder).model_max_length == 64
+    assert "longattn" not in (folder / "tokenizer_config.json").read_text()
+    unlimited = tiny.tokenizer()
+    longer("plain", tmp_path / "base").save_pretrained(folder)
+    unlimited.save_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder).model_max_length == unlimited.model_max_length
+
+
+@pytest.mark.parametrize("way", ["merged", "unloaded", "loaded", "peft"])
+def test_adapters_bring_the_length_that_they_were_made_for(way: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    m = longer("plain", tmp_path / "base")
+    config = hf_longattn.LongAttnLoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(m, config).save_pretrained(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert base.config.max_position_embeddings == 64
+    if way == "loaded":
+        return assert_says(AutoModelForCausalLM.from_pretrained(tmp_path / "adapter"), 256)
+    adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    assert_says(base, 256)
+    if way == "peft":
+        with adapted.disable_adapter():
+            assert_says(base, 64)
+        return assert_says(base, 256)
+    merged = adapted.merge_and_unload() if way == "merged" else adapted.unload()
+    merged.save_pretrained(tmp_path / "merged")
+    return assert_says(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), 256)
+
+
+def assert_says(m: Any, length: int) -> None:
+    assert (m.config.max_position_embeddings, m.generation_config.max_length) == (length, length)
+
+
+# rotary settings that came too late ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("written", ["yarn", "default", "a base", "a factor", "the model's own"])
+def test_rotary_settings_that_the_model_was_not_built_with(written: str, half: bool) -> None:
+    """They would be saved, and nothing rotates by them now: neither a scaling that is not there, nor that one is gone."""
+    built = YARNED if written in ("default", "a factor") else {"rope_type": "default", "rope_theta": 10000.0}
+    model = fresh("llama", max_position_embeddings=96, rope_parameters=dict(built))
+    model = model.half() if half else model
+    late = {"yarn": YARNED, "default": {"rope_type": "default", "rope_theta": 10000.0}, "a factor": YARNED | {"factor": 2.0}}
+    late |= {"a base": {"rope_type": "default", "rope_theta": 20000.0}, "the model's own": dict(built)}
+    model.config.rope_parameters = late[written]
+    if written == "the model's own":
+        hf_longattn.extend(model, 200)
+        return
+    for ask in (lambda: hf_longattn.extend(model, 200), lambda: hf_longattn.apply(model, "attention_sink")):
+        with pytest.raises(ValueError, match="the model was built with others"):
+            ask()
+    assert not model.config.longattn
+    model.config.rope_parameters = built
+    hf_longattn.apply(model, "attention_sink")
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_a_text_has_changed_are_the_models_own(kind: str) -> None:
+    scaled = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 24}
+    scaled |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]} if kind == "longrope" else {}
+    model, ids = fresh("llama", max_position_embeddings=96, rope_parameters=scaled), tokens(1, 120)
+    with torch.no_grad():
+        model(ids)
+    hf_longattn.apply(model, "attention_sink")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from cases import HEAD_DIM, HEADS, LAYERS, model_config
@@ -18,6 +20,7 @@ import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.integration.dispatch import attention_forward
 from hf_longattn.integration.masks import carrier_mask
+from hf_longattn.integration.offload import held
 from hf_longattn.methods.learned import FeatureAffineLayerNorm
 
 FAMILIES = ("llama", "gemma3", "gpt2")
@@ -313,3 +316,88 @@ def test_the_start_is_finite_after_an_empty_allocation() -> None:
     stock("gpt2")._init_weights(part)
     assert (part.weight == 1).all()
     assert (part.bias == 0).all()
+
+
+# on a model that accelerate has offloaded ---------------------------------------------------------------------------------
+
+PLACES: dict[str, Any] = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu", "model.rotary_emb": "cpu"}
+PLACES |= {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(LAYERS)}
+#: How weights get away: all or some of them, hooks on the modules that have parameters or on those around.
+AWAY: dict[str, Callable[[Any, Path], Any]] = {
+    "cpu": lambda m, folder: accelerate.cpu_offload(m, "cpu"),
+    "cpu, buffers too": lambda m, folder: accelerate.cpu_offload(m, "cpu", offload_buffers=True),
+    "cpu, attention whole": lambda m, folder: accelerate.cpu_offload(m, "cpu", preload_module_classes=["LlamaAttention"]),
+    "cpu, layers whole": lambda m, folder: accelerate.cpu_offload(m, "cpu", preload_module_classes=["LlamaDecoderLayer"]),
+    "disk": lambda m, folder: accelerate.disk_offload(m, folder, "cpu"),
+    "some on disk": lambda m, folder: accelerate.dispatch_model(m, PLACES, offload_dir=folder),
+}
+EVERYWHERE = crossed([(way, case) for way in AWAY for case in LEARNED], [(way, "both") for way in AWAY])
+
+
+@pytest.mark.parametrize(("way", "case"), EVERYWHERE)
+def test_a_model_that_was_offloaded_takes_learned_parts(way: str, case: str, tmp_path: Path) -> None:
+    name, parameters = LEARNED[case]
+    m = AWAY[way](stock("llama").eval(), tmp_path)
+    plain = logits(m)
+    hf_longattn.apply(m, name, **parameters)
+    trained = disturbed(hf_longattn.apply(stock("llama"), name, **parameters))
+    close(logits(m), logits(hf_longattn.apply(stock("llama"), name, **parameters)), 1e-6)
+    for path, p in learned(trained).items():  # as if it had been trained there
+        with torch.no_grad():
+            held(m, path).copy_(p)
+    close(logits(m), logits(trained), 1e-6)
+    hf_longattn.apply(m, name, **parameters)  # keeps them
+    close(logits(m), logits(trained), 1e-6)
+    back = copy.deepcopy(m)
+    accelerate.hooks.remove_hook_from_submodules(back)
+    assert not any(p.is_meta for p in back.parameters())
+    close(logits(back), logits(trained), 1e-6)
+    with pytest.warns(UserWarning, match="dropping the trained parameters"):
+        hf_longattn.remove(m)
+    close(logits(m), plain, 0.0)
+
+
+@pytest.mark.parametrize(("way", "case"), EVERYWHERE)
+def test_learned_parts_are_offloaded_with_their_model(way: str, case: str, tmp_path: Path) -> None:
+    name, parameters = LEARNED[case]
+    m = disturbed(hf_longattn.apply(stock("llama"), name, **parameters))
+    want = logits(m)
+    close(logits(AWAY[way](m, tmp_path)), want, 1e-6)
+    with pytest.warns(UserWarning, match="dropping the trained parameters"):
+        hf_longattn.remove(m)
+    close(logits(m), logits(stock("llama")), 0.0)
+
+
+@pytest.mark.parametrize("case", LEARNED)
+@pytest.mark.parametrize("how", ["with the method", "a checkpoint of ours", "the method afterwards"])
+def test_loading_offloaded(how: str, case: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    """What no checkpoint holds starts as ever, also where its layer lies on disk; and all of it can be saved."""
+    name, parameters = LEARNED[case]
+    m = hf_longattn.apply(stock("llama"), name, **parameters)
+    away: dict[str, Any] = {"device_map": PLACES, "offload_folder": tmp_path / "away"}
+    if how == "a checkpoint of ours":
+        disturbed(m).save_pretrained(tmp_path / "ours")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", **away)
+    elif how == "with the method":
+        away |= {"attn_implementation": "longattn", "longattn": {"preset": name, **parameters}}
+        again = AutoModelForCausalLM.from_pretrained(bases["llama"], **away)
+    else:
+        again = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(bases["llama"], **away), name, **parameters)
+    close(logits(again), logits(m), 1e-6)
+    again.save_pretrained(tmp_path / "saved")
+    close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), logits(m), 1e-6)
+    hf_longattn.save(again, tmp_path / "with a card")
+    close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "with a card")), logits(m), 1e-6)
+
+
+def test_an_offloaded_model_is_calibrated_warned_of_and_not_saved_in_pieces(bases: dict[str, Path], tmp_path: Path) -> None:
+    def run(m: Any) -> Tensor:
+        hf_longattn.apply(m, hf_longattn.calibrate(m, [tokens()], "scale_invariant").replace(strength=0.5))
+        return logits(hf_longattn.update(m, strength=0.75))
+
+    m = accelerate.cpu_offload(AutoModelForCausalLM.from_pretrained(bases["llama"]), "cpu")
+    close(run(m), run(stock("llama")), 1e-6)
+    with pytest.raises(ValueError, match="remove_hook_from_submodules"):
+        hf_longattn.save(m, tmp_path / "out")
+    with pytest.warns(hf_longattn.UntrainedWarning):
+        hf_longattn.apply(m, "cosscale")

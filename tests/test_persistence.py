@@ -32,6 +32,7 @@ from transformers import (
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
+from hf_longattn.integration.model import running
 from hf_longattn.integration.resume import refuse_other_attention
 
 CONFIG = CASES["sinks"]
@@ -298,6 +299,46 @@ def test_composite_load_with_parameters(tmp_path: Path) -> None:
     for name in ("scale_invariant", {"text_config": "scale_invariant"}):
         m = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation=name, longattn=SECTION)
         close(logits(m, **picture()), want, 1e-6)
+
+
+def build(how: str, folder: Path, implementation: Any, auto: Any = AutoModelForCausalLM) -> Any:
+    if how == "from_config":
+        return auto.from_config(AutoConfig.from_pretrained(folder), attn_implementation=implementation)
+    if how == "config":
+        return auto.from_config(AutoConfig.from_pretrained(folder, attn_implementation=implementation))
+    m = auto.from_pretrained(folder, **({"attn_implementation": implementation} if how == "from_pretrained" else {}))
+    if how == "set":
+        m.set_attn_implementation(implementation)
+    return m
+
+
+@pytest.mark.parametrize("how", ["from_pretrained", "from_config", "config", "set"])
+def test_a_dict_by_part_is_acted_on_or_refused(how: str, base: Path, tmp_path: Path) -> None:
+    """transformers passes over the keys that are no part of a config; a method would be lost with them."""
+    multimodal().save_pretrained(tmp_path)
+    assert running(build(how, base, {"text_config": "rerope"})).name == "rerope"
+    assert running(build(how, base, {"text_config": "rerope", "vision_config": "eager"})).name == "rerope"
+    assert running(build(how, base, {"": "rerope"})).name == "rerope"
+    assert build(how, base, {"text_config": "eager"}).config._attn_implementation == "eager"
+    assert running(build(how, base, {"vision_config": "eager"})) is None
+    for folder, auto, has in (
+        (base, AutoModelForCausalLM, "no parts"),
+        (tmp_path, AutoModelForImageTextToText, "text_config"),
+    ):
+        with pytest.raises(ValueError, match=rf"'text'.*does not have: .*{has}"):
+            build(how, folder, {"text": "rerope"}, auto)
+    m = build(how, tmp_path, {"text_config": "rerope", "vision_config": "eager"}, AutoModelForImageTextToText)
+    assert (running(m).name, m.config.vision_config._attn_implementation) == ("rerope", "eager")
+
+
+@pytest.mark.parametrize("how", ["from_pretrained", "config", "set"])
+def test_a_part_that_is_not_named_stays_as_it_was_saved(how: str, tmp_path: Path) -> None:
+    hf_longattn.extend(multimodal(), 2048).save_pretrained(tmp_path)
+    m = build(how, tmp_path, {"vision_config": "eager"}, AutoModelForImageTextToText)
+    assert m.config.vision_config._attn_implementation == "eager"
+    assert (running(m).extended_to, m.config.text_config.max_position_embeddings) == (2048, 2048)
+    m = build(how, tmp_path, {"text_config": "eager"}, AutoModelForImageTextToText)
+    assert (running(m), m.config.text_config.max_position_embeddings) == (None, 512)
 
 
 # adapters -----------------------------------------------------------------------------------------------------------

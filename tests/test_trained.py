@@ -97,6 +97,13 @@ READINGS: dict[str, tuple[int, dict[str, Any], tuple[int, bool, bool]]] = {
     "Yarn-Llama-2-70b-32k": (8192, yarn(8, 4096, finetuned=True), (32768, True, False)),
     "YaRN that says that it was not": (131072, yarn(32, 4096, finetuned=False), (4096, False, False)),
     "LongChat": (32768, {"rope_type": "linear", "factor": 8.0}, (32768, True, True)),
+    "Vicuna 16k": (
+        4096,
+        {"rope_type": "linear", "factor": 4.0, "config": {"max_sequence_length": 16384}},
+        (16384, True, False),
+    ),
+    "Command R": (8192, {"config": {"model_max_length": 131072}}, (131072, True, False)),
+    "another name that says less": (4096, {"config": {"max_sequence_length": 2048}}, (4096, True, False)),
     "dynamic NTK": (4096, {"rope_type": "dynamic", "factor": 2.0}, (4096, False, False)),
     "Hunyuan, whose base is fixed": (32768, {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0}, (32768, True, False)),
     "Qwen2.5-7B-Instruct-1M": (1010000, {"config": {"dual_chunk_attention_config": CHUNKS}}, (262144, True, False)),
@@ -123,6 +130,7 @@ def test_phi_3_fills_in_a_length_that_says_nothing() -> None:
         assert trained(model.config).length == 16384
         assert hf_longattn.remove(model).config.max_position_embeddings == 16384
     assert trained(transformers.GPT2Config(n_positions=96)).length == 96
+    assert trained(transformers.CodeGenConfig(n_positions=96)).length == 96  # whose n_ctx is 2,048 by itself
     assert trained(transformers.PreTrainedConfig()).length is None
 
 

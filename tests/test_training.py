@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 pytest.importorskip("peft")
 pytest.importorskip("omegaconf")
 from helpers import crossed
+from peft import PeftModel
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -169,6 +170,36 @@ def test_continue_lora(tiny: Path, tmp_path: Path) -> None:
 
     found = means(held_out_sums(again, prepared.recipe, prepared.data, [32]), needles=False)
     assert found[32]["loss"] == pytest.approx(stored, abs=1e-5)
+
+
+#: What a run changes, and how long a text its model says to read: of one that was trained at 256.
+READS: dict[str, tuple[dict[str, Any], int]] = {
+    "skipped positions": ({}, 1024),
+    "to a target": ({"skip__target_length": 640}, 640),
+    "no farther than the method": ({"method": "self_extend", "parameters__group": 2, "parameters__window": 64}, 448),
+    "longer windows": ({"positions": "plain", "length": 320}, 320),
+    "windows within": ({"positions": "plain"}, 256),
+    "a method that extends nothing": ({"method": "infoscale"}, 256),
+    "all weights": ({"lora": None, "positions": "plain", "length": 320}, 320),
+    "all weights and no method": ({"lora": None, "method": None, "positions": "plain", "length": 320}, 320),
+}
+
+
+@pytest.mark.parametrize("what", READS)
+def test_a_trained_model_says_how_long_a_text_it_was_trained_to_read(what: str, tiny: Path, tmp_path: Path) -> None:
+    changes, reads = READS[what]
+    quick = {"trainer__max_steps": 1, "trainer__eval_strategy": "no", "evaluation__compare": False}
+    trained("continue_lora", settings(tiny, tmp_path / "out", **quick | changes))
+    m = LlamaForCausalLM.from_pretrained(tiny / "model" if "lora" not in changes else tmp_path / "out")
+    if "lora" not in changes:
+        m = PeftModel.from_pretrained(m, str(tmp_path / "out")).merge_and_unload()
+        m.save_pretrained(tmp_path / "merged")
+        m = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+    assert m.config.max_position_embeddings == reads
+    if what != "a method that extends nothing" and changes.get("method", "rerope") is not None and reads > 256:
+        assert f"- length: {reads:,} tokens; the base was trained at 256" in (tmp_path / "out" / "README.md").read_text()
+        assert hf_longattn.describe(m).trained.length == 256
+        assert hf_longattn.remove(m).config.max_position_embeddings == 256
 
 
 RESUMED = {

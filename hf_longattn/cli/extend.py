@@ -51,11 +51,12 @@ def extend(
     some passages repeated from far back; loss is reported on prose, within and beyond the trained length, and on these
     copies. Exit status 1 if nothing stays within the tolerance.
     """
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     from ..checks import device_of
-    from ..evaluation.extend import SEED, Search, temperature
-    from ..evaluation.loading import OneModel, check_setting, load_tokenizer, own_precision
+    from ..evaluation.extend import SEED, Search, plan_copies, temperature
+    from ..evaluation.loading import OneModel, check_setting, load_tokenizer, own_precision, speaks
     from ..evaluation.rows import versions_line
     from ..evaluation.settings import UNMODIFIED, Setting
 
@@ -66,12 +67,18 @@ def extend(
         device = device_of(device)
     with refusing("MODEL"):
         given = told(train_length)
-        facts = check_setting(Setting(UNMODIFIED, train_length=given), model)
+        facts = check_setting(Setting(UNMODIFIED, train_length=given), model, head=False)
         tokenizer = load_tokenizer(model)
+        config = AutoConfig.from_pretrained(model)
     trained = _trained(facts, length)
+    chosen = precision(model, dtype, device)
+    saved_in = dtype if chosen == dtype else own_precision(model)  # what was read in float32 is saved as it came
+    if not speaks(config):
+        return _unmeasured(model, length, purpose, given, saved_in, tokenizer, out)
+    with refusing("--to"):
+        plan_copies(trained if length > trained else trained // 2, length)
     with refusing("--text"):
         ids = read_tokens(text, tokenizer, length)
-    chosen = precision(model, dtype, device)
     rows = _rows(model, text, length, trained, chosen, out)
     about = {"command": command_line(context), "versions": versions_line(), "seed": SEED}
     pays = temperature(facts, length, purpose)
@@ -81,8 +88,7 @@ def extend(
     choice = _run(search, OneModel(model, chosen, device), given, out)
     _conclude(search, choice)
     if out is not None:
-        # what was read in float32 is saved in the precision it came in
-        _save(search, choice, model, dtype if chosen == dtype else own_precision(model), tokenizer, out)
+        _save(search, choice, model, saved_in, tokenizer, out)
 
 
 def _check(out: Path | None, purpose: str, tolerance: float) -> None:
@@ -103,16 +109,34 @@ def _check(out: Path | None, purpose: str, tolerance: float) -> None:
 
 def _trained(facts: ModelFacts, length: int) -> int:
     """The trained length, from which there is something to extend."""
-    from ..evaluation.extend import plan_copies
-
     trained = facts.train_length
     if trained is None or length < trained:
         message = f"the model was trained at {trained} tokens ({facts.trained}); nothing to extend"
         raise typer.BadParameter(message, param_hint="--to")
     console.print(f"Trained at {trained:,} tokens: {facts.trained}.", highlight=False)
-    with refusing("--to"):
-        plan_copies(trained if length > trained else trained // 2, length)
     return trained
+
+
+def _unmeasured(
+    model: str, length: int, purpose: str, given: int | None, dtype: str, tokenizer: Any, out: Path | None
+) -> None:
+    """Of a model without a language-model head no loss can be measured: what serves the purpose by rule, as in Python."""
+    from ..evaluation.extend import extend
+    from ..evaluation.loading import load_setting
+    from ..evaluation.settings import UNMODIFIED, Setting
+
+    loaded = load_setting(Setting(UNMODIFIED), model, dtype)
+    kind = type(loaded).__name__
+    console.print(
+        f"{model} is a {kind}, which has no language-model head: there is no loss to choose by. The text is not read, and the "
+        "default of hf_longattn.extend is taken. To choose by measurement, extend the language model that it was made from.",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    with refusing("--to"):
+        extend(loaded, length, purpose=purpose, train_length=given)
+    _write(loaded, model, tokenizer, out)
 
 
 def _rows(model: str, text: Path, length: int, trained: int, dtype: str, out: Path | None) -> RowFile:
@@ -195,23 +219,36 @@ def _conclude(search: Search, choice: str) -> None:
 
 def _save(search: Search, choice: str, model: str, dtype: str, tokenizer: Any, out: Path) -> None:
     """The winner, the rows and a picture."""
-    from ..checks import written_aside
     from ..evaluation.loading import load_setting
-    from ..integration import describe, rope
+    from ..integration import update
 
     winner = load_setting(search.settings[choice], model, dtype)
     if search.settings[choice].config is not None:
-        rope.lengthen(winner.config, search.trained, search.to)
-        console.print(str(describe(winner)).splitlines()[0])
-    with written_aside(out) as aside:
-        winner.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+        update(winner, extended_to=search.to)
     rows = search.rows
     rows.head |= {"choice": choice, "for": search.purpose, "tolerance": search.tolerance, "probed": search.probed()}
     rows.head |= {"edge": search.edge, "copies": [[c.distance, c.position] for c in search.copies]}
+    _write(winner, model, tokenizer, out)
     rows.put()
     plot(search, out / "extend.png")
-    console.print(f"Saved to {out}; load it with: import hf_longattn; AutoModelForCausalLM.from_pretrained({str(out)!r})")
+
+
+def _write(winner: Any, model: str, tokenizer: Any, out: Path | None) -> None:
+    """A model in the class of its checkpoint, with what else that had, and how to load it."""
+    from ..checks import written_aside
+    from ..evaluation.loading import carry
+    from ..integration import describe
+    from ..integration.classes import loaders
+
+    console.print(str(describe(winner)).splitlines()[0], highlight=False)
+    if out is None:
+        return
+    with written_aside(out) as aside:
+        winner.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        carry(model, aside)
+    way = f"import hf_longattn; {loaders(type(winner).__name__)[0]}.from_pretrained({str(out)!r})"
+    console.print(f"Saved to {out}; load it with: {way}")
 
 
 def _tell(row: Row, new: bool) -> None:

@@ -89,7 +89,7 @@ def inspect(
     with refusing("--method"):
         check_lengths(model, [n])
         for setting in settings:
-            check_setting(setting, model)
+            check_setting(setting, model, head=False)
     with refusing("--layers"):
         numbers = None if layers is None else _numbers(layers)
         observed = _observed(model, numbers)

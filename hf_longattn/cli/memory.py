@@ -24,9 +24,10 @@ def memory(
     an estimate for reading the text in one pass; generate(prefill_chunk_size=1024) reduces them.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from ..checks import check_dtype, check_model
+    from ..evaluation.loading import build, check_reads
 
     length = tokens(to)
     with refusing("--dtype"):
@@ -34,8 +35,8 @@ def memory(
     with refusing("MODEL"):
         check_model(model)
         config = AutoConfig.from_pretrained(model)
-    with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval()
+        check_reads(config, model, head=False)
+    built = build(config, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval()
     weights = sum(p.numel() * p.element_size() for p in built.parameters())
     text, width = config.get_text_config(), getattr(torch, dtype).itemsize
     whole = batch * cache_bytes(built, length)
@@ -51,13 +52,15 @@ def memory(
 
 
 def cache_bytes(model: nn.Module, length: int) -> int:
-    """Bytes of the cache behind `length` tokens, of a model on the meta device."""
+    """Bytes of the cache behind `length` tokens, of a model on the meta device; of one that keeps no cache 0."""
     import torch
 
-    from ..integration.caches import CACHE
+    from ..integration.caches import cache_in, values_of
+    from ..integration.layers import bodies_of
 
+    body = next(iter(bodies_of(model)), model)
     with torch.no_grad():
-        out: Any = model(torch.zeros(1, length, dtype=torch.long, device="meta"), use_cache=True, logits_to_keep=1)
-    layers = out[CACHE].layers
+        out: Any = body(torch.zeros(1, length, dtype=torch.long, device="meta"), use_cache=True)
+    layers = getattr(cache_in(values_of(out)), "layers", ())
     held = [x for layer in layers for x in vars(layer).values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
     return sum(x.numel() * x.element_size() for x in held)

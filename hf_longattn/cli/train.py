@@ -36,6 +36,8 @@ def train(
     accelerate launch -m hf_longattn.cli train ... Exit status 2 if something is refused before the start.
     """
     from ..checks import disk_full
+    from ..evaluation.loading import class_of
+    from ..integration.classes import loaders
     from ..training import last_checkpoint, load_recipe, plan, prepare, run
 
     try:
@@ -64,7 +66,7 @@ def train(
             for length, m in by_length.items():
                 result = f", accuracy {m['accuracy']:.3f}" if "accuracy" in m else ""
                 console.print(f"{name} at {length}: loss {m['loss']:.3f}{result}", markup=False, highlight=False)
-        way = f"import hf_longattn; AutoModelForCausalLM.from_pretrained({str(prepared.output)!r})"
+        way = f"import hf_longattn; {loaders(class_of(prepared.config).__name__)[0]}.from_pretrained({str(prepared.output)!r})"
         console.print(f"Written: {prepared.output}; load it with: {way}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -25,8 +25,7 @@ from ..integration import trained
 from ..integration.layers import language_config, pretrained
 from ..integration.model import knowing
 from ..integration.names import RECORD, is_ours
-from ..integration.rope import lengthened
-from .loading import load_tokenizer, load_weights, precision_of
+from .loading import ADAPTER, load_tokenizer, load_weights, precision_of, speaks
 from .outlook import outlook, trained_line
 
 #: Engines that build a model by its architecture's name, from code of their own, and read nothing of a method.
@@ -71,7 +70,7 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
         OSError: there is no such model.
     """
     yield from installed_versions()
-    adapter = PreTrainedConfig.get_config_dict(model, _configuration_file="adapter_config.json")[0] if _adapter(model) else {}
+    adapter = PreTrainedConfig.get_config_dict(model, _configuration_file=ADAPTER)[0] if _adapter(model) else {}
     base = adapter.get("base_model_name_or_path") or model
     saved = PreTrainedConfig.get_config_dict(base)[0]
     recorded = adapter.get("longattn") or (adapter.get(RECORD) or {}).get("longattn") or _section(saved)
@@ -92,7 +91,7 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
     with warnings.catch_warnings(record=True) as caught, knowing():
         warnings.simplefilter("always", UserWarning)
         try:
-            loaded = load_weights(model, dtype=precision_of(base, dtype, device))
+            loaded = load_weights(base, adapter=model if adapter else None, dtype=precision_of(base, dtype, device))
         except Refused as error:
             yield Finding("weights", str(error), PROBLEM)
             return
@@ -103,7 +102,11 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
     loaded = loaded.to(device).eval()
     yield from what_runs(recorded, pretrained(loaded).config)
     yield from rotary_buffers(loaded)
-    yield from positions(loaded, model)
+    base_model = pretrained(loaded)
+    if speaks(base_model.config, type(base_model)):
+        yield from positions(loaded, model)
+    else:
+        yield Finding("positions", f"a {type(base_model).__name__} predicts no text that it reads: no passage is read")
 
 
 def installed_versions() -> Iterator[Finding]:
@@ -166,7 +169,8 @@ def what_runs(recorded: Mapping[str, Any] | None, config: Any) -> Iterator[Findi
     if recorded is None:
         yield Finding("method", "the checkpoint records none" + (f" and runs {runs}" if runs else ""))
         return
-    name = LongAttnConfig.from_dict(dict(recorded)).name
+    method = LongAttnConfig.from_dict(dict(recorded))
+    name = method.name
     section = getattr(text, "longattn", None)
     same = section is not None and LongAttnConfig.from_dict(dict(section)).name == name
     if not is_ours(runs) or not same:
@@ -174,10 +178,12 @@ def what_runs(recorded: Mapping[str, Any] | None, config: Any) -> Iterator[Findi
         yield Finding("method", f'{lost}. Load it with attn_implementation="longattn", and save it again', PROBLEM)
     else:
         yield Finding("method", f"{name}, as recorded")
-    if (trained := lengthened(config)) is not None and not LongAttnConfig.from_dict(dict(recorded)).key_bands:
-        says = f"config.json announces {text.max_position_embeddings} tokens and keeps {trained} as the trained length"
-        way_out = f"extend it anew, or set max_position_embeddings to {trained}"
-        yield Finding("method", f"{says}, and {name} reads no further than that: {way_out}", PROBLEM)
+    known, announced = trained.recorded(text, recorded).length, max(trained.said(text).values(), default=0)
+    unscaled = trained.rope_settings(text).get("rope_type", "default") in trained.UNSCALED
+    if unscaled and known is not None and announced > max(known, method.reach):
+        says = f"config.json announces {announced} tokens and keeps {known} as the trained length"
+        way_out = f"extend it anew, or set max_position_embeddings to {known}"
+        yield Finding("method", f"{says}, and {method.name} reads no further than that: {way_out}", PROBLEM)
 
 
 # rotary settings --------------------------------------------------------------------------------------------------------
@@ -350,7 +356,7 @@ def _loss(model: Any, ids: Tensor, start: int) -> float:
 
 
 def _adapter(model: str) -> bool:
-    return cached_file(model, "adapter_config.json", _raise_exceptions_for_missing_entries=False) is not None
+    return cached_file(model, ADAPTER, _raise_exceptions_for_missing_entries=False) is not None
 
 
 def _section(saved: Mapping[str, Any]) -> Mapping[str, Any] | None:

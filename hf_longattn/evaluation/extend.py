@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import LongAttnConfig, length_of
-from ..integration import apply, rope
+from ..integration import apply
 from ..integration.layers import candidates_of, pretrained
 from ..integration.model import running
 from ..integration.planning import bound_config
@@ -59,9 +60,9 @@ def extend(
     it. Where many keys would dilute attention a temperature is added: LogN from one and a half times the trained
     length on in models with QK-norm, InfoScale from four times on in others. Other methods and parameters as in `apply`.
     A RoPE scaling that the model was trained with (Llama 3's, longrope, YaRN, linear) stays, and the remap works on top of
-    it; one that was added for inference is refused. The config's max_position_embeddings becomes `to`, so that harnesses and
-    servers do not cut texts, and original_max_position_embeddings keeps the trained length. Both stay where a rotation
-    depends on them (llama3, longrope, YaRN).
+    it; one that was added for inference is refused. All that says how long the model reads says `to`, so that harnesses and
+    servers do not cut texts: its configs, generation config and, where it is saved, its tokenizer. It says what it said before
+    once the method is taken out. Where a rotation depends on it (dynamic NTK, longrope without a factor), it stays.
     Layers without rotation, and those with a sliding window shorter than the trained length, do not change. If no layer is
     left, a warning says so.
 
@@ -84,11 +85,9 @@ def extend(
         raise ValueError(f"purpose chooses a method and {method!r} is one: leave out purpose={purpose!r}, or the method")
     length = length_of(to)
     config = _config(model, length, method, purpose, _told(model, train_length), parameters)
-    facts = _checked(model, config, length)
-    trained = facts.train_length
-    assert trained is not None
+    _check(model, config, length)
     replaced = running(model)
-    apply(model, config)
+    apply(model, dataclasses.replace(config, extended_to=length))
     if replaced is not None and replaced.name != config.name:
         warn(f"{config.name} replaces {replaced.name}, which the model ran")
     if (window := own_window(model)) is not None and window < length:
@@ -96,7 +95,6 @@ def extend(
             f"the model has a sliding window of its own, {window:,} tokens: what lies farther back stays unseen. To lift it, "
             "build the model with sliding_window=None in its config"
         )
-    rope.lengthen(model.config, trained, length)
     return model
 
 
@@ -120,15 +118,20 @@ def _config(
     return LongAttnConfig.of(method, **parameters)
 
 
-def _checked(model: nn.Module, config: LongAttnConfig, length: int) -> ModelFacts:
-    """What methods know of a model that a config takes to a length; ValueError where it does not."""
+def _check(model: nn.Module, config: LongAttnConfig, length: int) -> None:
+    """Raise ValueError where a config does not take a model to a length."""
+    if pretrained(model).config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(pretrained(model)).__name__} reads its text with an encoder, and methods go into causal attention alone: "
+            "it would read no more than before"
+        )
     if not config.key_bands:
         raise ValueError(
             f"{config.name} extends nothing: beyond the trained length a model meets distances that it does not know, "
             'and only position remaps ("rerope", the default, "leaky_rerope", "self_extend", "dual_chunk", "yarn_beyond", '
             '"yarn_far") and windows change those. Use hf_longattn.apply, beside hf_longattn.rope, if that is what you want'
         )
-    bound, facts = bound_config(model, config)
+    facts = bound_config(model, config)[1]
     if facts.train_length is None:
         raise ValueError("the model's config names no maximum length to extend: use hf_longattn.apply with a window")
     changed = config.positions is not None and not isinstance(config.positions, YarnBeyond)  # within the trained length
@@ -137,13 +140,7 @@ def _checked(model: nn.Module, config: LongAttnConfig, length: int) -> ModelFact
             f"the model was trained at {facts.train_length} tokens ({facts.trained}) and reads {length} as it is: nothing to "
             "extend. Pass train_length= if it was trained at another length"
         )
-    reach = None if bound.remap is None else bound.remap.reach(facts.train_length)
-    if reach is not None and length > reach:
-        raise ValueError(
-            f"{bound.name} with these parameters reaches {reach} tokens, not {length}: beyond that it shows distances that "
-            "the model does not know. Raise stretch, group or factor, lower window, or use rerope, which has no limit"
-        )
-    return facts
+    bound_config(model, dataclasses.replace(config, extended_to=length))
 
 
 def own_window(model: nn.Module) -> int | None:

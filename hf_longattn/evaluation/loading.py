@@ -4,24 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, modeling_utils
 
 from ..attention.kernels.precision import multiplies_fast
-from ..checks import check_dtype, check_finite, check_model
+from ..checks import Refused, check_dtype, check_finite, check_model, read_text
 from ..config import LongAttnConfig
 from ..integration import apply, config_of, rope
+from ..integration.classes import kinds_of, own_class
 from ..integration.model import knowing, running
 from ..integration.names import RECORD, is_ours, short
 from ..integration.planning import bound_config
 from ..methods.method import SLOTS, ModelFacts
 from ..telling import warn
 from .settings import UNMODIFIED, Setting, parse_rope
+
+ADAPTER = "adapter_config.json"
+#: What a checkpoint may hold beside config, weights and tokenizer: of processors, and of sentence-transformers.
+COMPANIONS: tuple[str, ...] = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+COMPANIONS += ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 
 
 def precision_of(model: str, dtype: str = "auto", device: str = "cpu") -> str:
@@ -40,11 +55,118 @@ def own_precision(model: str) -> str:
     return str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
 
 
-def load_weights(source: str, **arguments: Any) -> Any:
-    """AutoModelForCausalLM.from_pretrained of weights that can be computed with; `Refused` of NaN and infinite ones."""
-    loaded = AutoModelForCausalLM.from_pretrained(source, **arguments)
+def load_weights(source: str, config: Any = None, adapter: str | None = None, **arguments: Any) -> Any:
+    """A checkpoint's model, of the class that it was saved from, with all of its weights and no others.
+
+    Args:
+        adapter: one to put on it, made for this class, or with the head of another (a classifier from a language model).
+
+    Raises:
+        Refused: weights are missing, left over, of another shape, NaN or infinite.
+    """
+    config = AutoConfig.from_pretrained(source) if config is None else config
+    other = None if adapter is None else class_for(adapter, config)
+    kind = other or class_of(config)
+    with _report() as report:
+        try:
+            loaded, info = kind.from_pretrained(
+                source, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
+            )
+        except RuntimeError as error:
+            if not report:
+                raise
+            raise Refused(f"{source}: {error}\n{report[0]}") from error
+    wrong = {
+        "are not in the checkpoint, and would be random": info["missing_keys"],
+        "are in the checkpoint, and would be dropped": info["unexpected_keys"],
+        "have another shape there, and would be random": {key for key, *_ in info["mismatched_keys"]},
+    }
+    if other is not None:  # the head comes with the adapter
+        wrong = {what: {k for k in keys if k.startswith(kind.base_model_prefix + ".")} for what, keys in wrong.items()}
+    if found := [f"{len(keys)} weights {what} ({_few(keys)})" for what, keys in wrong.items() if keys]:
+        named = ", ".join(config.architectures or ["no class"])
+        raise Refused(
+            f"{source} is not a whole {kind.__name__}: {'; '.join(found)}. Its config names {named}: correct that, or save it "
+            "again from the class that its weights belong to"
+        )
     check_finite(loaded, source)
-    return loaded
+    return loaded if adapter is None else _with_adapter(loaded, adapter)
+
+
+def class_for(adapter: str, config: Any) -> Any:
+    """The class that an adapter is made for by its task; None if that is the checkpoint's own."""
+    if Path(adapter).is_dir() and not (Path(adapter) / ADAPTER).is_file():
+        raise ValueError(f"{adapter} holds no adapter: there is no {ADAPTER} in it")
+    try:
+        from peft import auto
+    except ImportError:
+        raise ImportError('adapters need peft: pip install "hf_longattn[train]"') from None
+
+    task = PreTrainedConfig.get_config_dict(adapter, _configuration_file=ADAPTER)[0].get("task_type")
+    own, peft_class = class_of(config), auto.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(task)
+    if peft_class is None or (own.can_generate() and task == "CAUSAL_LM"):
+        return None
+    targets = [x._target_class for x in vars(auto).values() if getattr(x, "_target_peft_class", None) is peft_class]
+    kinds = [kind for target in targets for kind in kinds_of(target, config)]
+    return None if own in kinds else next(iter(kinds), None)
+
+
+def class_of(config: Any) -> Any:
+    """The class that a checkpoint was saved from; ValueError if transformers has none for it."""
+    if (kind := own_class(config)) is None:
+        if named := " or ".join(config.architectures or ()):
+            raise ValueError(f"transformers has no {named} for {config.model_type}, and code beside a checkpoint is not run")
+        raise ValueError(f"{config.model_type} is not a causal language model; methods work in those alone")
+    return kind
+
+
+def speaks(config: Any, kind: Any = None) -> bool:
+    """Whether a checkpoint's model predicts the text that it reads: all that is measured in losses or answers needs that.
+
+    Args:
+        kind: its class; None for the one that it was saved from.
+    """
+    return bool((kind or class_of(config)).can_generate()) and not config.is_encoder_decoder
+
+
+def check_reads(config: Any, source: str, head: bool = True) -> None:
+    """Raise ValueError for a model that reads text with an encoder; and for one without a language-model head, if one is
+    needed."""
+    kind = class_of(config).__name__
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"{source} is a {kind}, which reads text with an encoder: methods go into causal attention alone, and would not "
+            "change how it reads"
+        )
+    if head and not speaks(config):
+        raise ValueError(
+            f"{source} is a {kind}, which has no language-model head: there is no loss of text to measure, or to train by. "
+            "Measure the language model that it was made from, and put the method into this one by hf-longattn extend or "
+            "hf_longattn.apply; hf-longattn inspect looks into its attention"
+        )
+
+
+@contextmanager
+def _report() -> Iterator[list[str]]:
+    """Gets the table of what did not load that transformers would log."""
+    found: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        if ours := "LOAD REPORT" in record.getMessage():
+            found.append(record.getMessage())
+        return not ours
+
+    logger = logging.getLogger(modeling_utils.__name__)
+    logger.addFilter(keep)
+    try:
+        yield found
+    finally:
+        logger.removeFilter(keep)
+
+
+def _few(keys: Iterable[str]) -> str:
+    names = sorted(keys)
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
 def load_tokenizer(source: str) -> Any:
@@ -58,18 +180,33 @@ def load_tokenizer(source: str) -> Any:
     return AutoTokenizer.from_pretrained(source)
 
 
+def carry(source: str, folder: Path) -> None:
+    """Put into a saved model's folder what else belongs to the checkpoint: processors, and the modules behind an embedder."""
+    there = Path(source)
+    try:
+        if not there.is_dir():
+            there = Path(snapshot_download(source, allow_patterns=[*COMPANIONS]))
+        modules = there / "modules.json"
+        paths = [m["path"] for m in json.loads(read_text(modules)) if m.get("path")] if modules.is_file() else []
+        if paths and there != Path(source):
+            snapshot_download(source, allow_patterns=[f"{path}/*" for path in paths])
+    except OSError as error:
+        raise Refused(f"what belongs to {source} beside its weights could not be read: {error}") from None
+    for file in (f for part in (*COMPANIONS, *(f"{path}/**/*" for path in paths)) for f in there.glob(part) if f.is_file()):
+        target = folder / file.relative_to(there)
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, target)
+
+
 def build(config: Any, **arguments: Any) -> Any:
-    """AutoModelForCausalLM.from_config on the meta device; ValueError if the architecture generates no text.
+    """The model of a checkpoint's config, of its own class, on the meta device; ValueError if transformers has none.
 
     The config is the model's from then on.
     """
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, **arguments)
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            raise
-        raise ValueError(f"{config.model_type} is not a causal language model; methods work in those alone") from None
+    kind = class_of(config)
+    with torch.device("meta"):
+        return kind._from_config(config, **arguments)
 
 
 def load_setting(
@@ -79,7 +216,7 @@ def load_setting(
     device: str = "cpu",
     calibrated: Callable[[Any, LongAttnConfig], LongAttnConfig] | None = None,
 ) -> Any:
-    """A causal language model under a setting, for inference: weights loaded, rope edited, adapter merged, method applied.
+    """A model under a setting, for inference: weights loaded, rope edited, adapter merged, method applied.
 
     Args:
         dtype: see `precision_of`.
@@ -87,9 +224,9 @@ def load_setting(
     """
     source = setting.model or model
     config = _edited_config(setting, source)
-    loaded = load_weights(source, config=config, dtype=precision_of(source, dtype, device))
+    loaded = load_weights(source, config, setting.adapter, dtype=precision_of(source, dtype, device))
     if setting.adapter is not None:
-        loaded = _with_adapter(loaded, setting.adapter).merge_and_unload()
+        loaded = loaded.merge_and_unload()
     if setting.config is not None:
         with knowing():
             apply(loaded, beside_own(loaded, calibrated(loaded, setting.config) if calibrated else setting.config))
@@ -118,8 +255,11 @@ class OneModel:
             return apply(self.loaded, filled(setting.config, self.own))
 
 
-def check_setting(setting: Setting, model: str) -> ModelFacts:
+def check_setting(setting: Setting, model: str, head: bool = True) -> ModelFacts:
     """Everything that can be wrong with a setting on a model, found on its config alone, before any weights are read.
+
+    Args:
+        head: whether losses or answers will be measured, which takes a language-model head.
 
     Returns:
         What the methods know about the model; `train_length` among it.
@@ -133,9 +273,12 @@ def check_setting(setting: Setting, model: str) -> ModelFacts:
     if setting.adapter is not None:
         check_model(setting.adapter, adapter=True)
     config = _edited_config(setting, setting.model or model)
+    check_reads(config, setting.model or model, head)
     try:
         empty = build(config)
         if setting.adapter is not None:
+            if (other := class_for(setting.adapter, config)) is not None:
+                raise ValueError(f"the adapter {setting.adapter} makes a {other.__name__} of a {type(empty).__name__}")
             with torch.device("meta"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # loading says the same
                 _with_adapter(empty, setting.adapter)
@@ -171,12 +314,8 @@ def own_method(model: str) -> str | None:
 
 
 def _with_adapter(model: Any, adapter: str) -> Any:
-    try:
-        from peft import PeftModel
-    except ImportError:
-        raise ImportError('adapters need peft: pip install "hf_longattn[train]"') from None
-    if not (Path(adapter) / "adapter_config.json").is_file():
-        raise ValueError(f"{adapter} holds no adapter: there is no adapter_config.json in it")
+    from peft import PeftModel
+
     try:
         return PeftModel.from_pretrained(model, adapter)
     except RuntimeError as error:

@@ -18,12 +18,13 @@ from ..config import LongAttnConfig
 from ..methods.learned import LearnedParts
 from ..telling import warn
 from .layers import Layer, candidates_of, layers_of, pretrained
+from .lengths import announce
 from .masks import base_implementation, before
 from .names import is_ours, name_for
-from .planning import attach, no_layer, prepare, show_section
-from .rope import shorten
+from .offload import is_empty
+from .planning import attach, bound_config, no_layer, prepare, show_section
 from .state import LayerPlan, adapters_of, alone, plan_of, release, remember, set_plan, transaction, without_method
-from .trained import Trained, recorded
+from .trained import Trained, published, recorded
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -65,8 +66,15 @@ def _changed(base: PreTrainedModel) -> set[int]:
 
 
 def _put(base: PreTrainedModel, config: LongAttnConfig, keep: Set[int] = frozenset()) -> None:
-    """Put a config into a model. ValueError if it leaves alone one of the layers `keep`."""
+    """Put a config into a model, which reads as far as it did if that config reaches so far, or a warning says that it does
+    not. ValueError: the config leaves alone one of the layers `keep`.
+    """
     known = running(base)
+    longer = None if known is None or config.extended_to not in (None, known.extended_to) else known.extended_to
+    if longer is not None:
+        config = dataclasses.replace(config, extended_to=None)
+        if longer <= bound_config(base, config)[0].reach:
+            config = dataclasses.replace(config, extended_to=longer)
     with change(base):
         if not (candidates := candidates_of(base)):
             raise ValueError(no_layer(base, config))
@@ -83,12 +91,24 @@ def _put(base: PreTrainedModel, config: LongAttnConfig, keep: Set[int] = frozens
                 "it. To have both: hf_longattn.apply(model, [config, config]), each with its `layers`. To change one method's "
                 "layers: hf_longattn.update(model, layers=...). To start anew: hf_longattn.remove(model)"
             )
-        if known and known.key_bands and not config.key_bands and (trained := shorten(base.config)) is not None:
-            lost = "+".join(m.name for m in known.key_bands)
-            warn(
-                f"{config.name} replaces {lost}, with which the model read beyond the {trained} tokens that it was "
-                f'trained at: max_position_embeddings is {trained} again. To keep both: "{lost}+{config.name}"',
-            )
+        if known and longer and config.extended_to is None:
+            _warn_of_less(known, config_of(base), published(target)[0])
+
+
+def _warn_of_less(known: LongAttnConfig, now: LongAttnConfig, says: int) -> None:
+    """Say that a model reads no longer as far as `known` was to take it, and how long a text it says to read again."""
+    again = f"max_position_embeddings is {says} again"
+    if now.key_bands:
+        warn(
+            f"{now.name} with these parameters reaches {now.reach:.0f} tokens, and the model was extended to "
+            f"{known.extended_to}: {again}. hf_longattn.extend takes it as far as it goes"
+        )
+        return
+    lost = "+".join(m.name for m in known.key_bands)
+    warn(
+        f"{now.name} replaces {lost}, with which the model read {known.extended_to} tokens, beyond those that it was trained "
+        f'at: {again}. To keep both: "{lost}+{now.name}"',
+    )
 
 
 @contextmanager
@@ -98,6 +118,7 @@ def change(model: PreTrainedModel) -> Iterator[None]:
     with transaction(model):
         yield
         config = running(model)
+        announce(model, None if config is None else config.extended_to)
         for adapter in (adapters := adapters_of(model)):
             adapter.longattn = None if config is None else config.to_dict()
         if adapters and any(isinstance(m.__dict__["_modules"].get("longattn"), LearnedParts) for m in model.modules()):
@@ -152,9 +173,8 @@ def remove(model: Model) -> Model:
             c._attn_implementation_internal = implementation  # not by the property, which would set the towers' too
             c.longattn = None
         base.config.longattn = None
-        shorten(base.config)
         for layer in layers_of(base):
-            attach(layer.module, {})
+            attach(base, layer, {})
     return model
 
 
@@ -176,7 +196,7 @@ def warn_untrained(model: PreTrainedModel, known: LongAttnConfig | None = None) 
     A model in training mode is being trained, one with an adapter was, and one loaded from nowhere has nothing to lose.
     """
     of = model.__dict__
-    if model.training or of.get("peft_config") or not of.get("name_or_path") or any(p.is_meta for p in model.parameters()):
+    if model.training or of.get("peft_config") or not of.get("name_or_path") or is_empty(model):
         return
     untrained = [[m for m in (c.methods if c else ()) if m.needs_training] for c in (known, running(model))]
     kinds = set(map(type, untrained[0]))

@@ -19,7 +19,9 @@ from .layers import Layer, all_configs, candidates_of, layers_of, pretrained
 from .longrope import border_hooks
 from .masks import BOTH_WAYS
 from .names import is_ours, short
+from .offload import device_of, held, keep
 from .passes import watch
+from .rope import check_built
 from .rotation import find_rotary
 from .state import AttentionState, LayerPlan, RunningSection, enrol, set_plan, state_of
 from .trained import Trained, rope_settings, trained
@@ -52,9 +54,11 @@ def prepare(model: PreTrainedModel, verify: bool = False) -> None:
         set_plan(layer.module, plan)
     if verify:
         verify_rotations(model)
-    for module, plan in plans.items():
-        methods = plan.config.methods if plan.config is not None else ()
-        attach(module, {m.slot: part for m in methods if hasattr(m, "module") and (part := m.module(facts)) is not None})
+    for layer in (x for x in layers_of(model) if x.module in plans):
+        own = plans[layer.module].config
+        made = {m.slot: m.module(facts) for m in (own.methods if own is not None else ()) if hasattr(m, "module")}
+        attach(model, layer, {slot: part for slot, part in made.items() if part is not None})
+    keep_parts(model)
     _guard_positions(model, state)
     _guard_cached_turns(model, plans, state)
     watch(model, state)
@@ -151,7 +155,11 @@ def bound_config(model: nn.Module, config: LongAttnConfig) -> tuple[LongAttnConf
 
 
 def facts_of(model: nn.Module, layers: list[Layer], told: int | None = None) -> ModelFacts:
-    """What a method may ask about a model, of these layers of it; told: its trained length as the user knows it."""
+    """What a method may ask about a model, of these layers of it; told: its trained length as the user knows it.
+
+    ValueError: its config has rotary settings that it does not rotate by.
+    """
+    check_built(model)
     config = layers[0].module.config
     kind, known = _trained(layers, told)
     rope = rope_settings(config, kind)
@@ -207,34 +215,47 @@ def _own_temperature(config: Any, rope: Mapping[str, Any]) -> str | None:
     return None
 
 
-def attach(module: Any, learned: dict[str, nn.Module]) -> None:
+#: What a learned parameter starts at, by its name.
+START = {"weight": 1.0, "bias": 0.0}
+
+
+def attach(model: nn.Module, layer: Layer, learned: dict[str, nn.Module]) -> None:
     """Give an attention module these learned parts as `module.longattn`, keeping those that it has already.
 
     Warns if parameters are dropped that training has changed.
     """
+    module = layer.module
     present = learned_parts(module)
     for slot, part in learned.items():
         if slot in present and _shapes(present[slot]) == _shapes(part):
             learned[slot] = present[slot]
         else:
-            like = next(module.parameters())
+            like, device = next(module.parameters()), device_of(module)
             dtype = like.dtype if like.is_floating_point() else None  # not a quantised one's
-            if any(p.device != like.device or p.dtype != (dtype or p.dtype) for p in part.parameters()):
-                part.to(device=like.device, dtype=dtype)
+            if any(p.device != device or p.dtype != (dtype or p.dtype) for p in part.parameters()):
+                part.to(device=device, dtype=dtype)
     if learned == present:  # then PEFT's wrapper around them stays, too
         return
     dropped = {slot: part for slot, part in present.items() if learned.get(slot) is not part}
-    parameters = {f"{slot}.{name}": p for slot, part in dropped.items() for name, p in part.named_parameters()}
-    start = {"weight": 1.0, "bias": 0.0}
-    if any(bool((p != start[name.rpartition(".")[2]]).any()) for name, p in parameters.items()):
+    names = [f"{slot}.{name}" for slot, part in dropped.items() for name, _ in part.named_parameters()]
+    values = (held(model, f"{layer.name}.longattn.{name}") for name in names)
+    if any(p is not None and bool((p != START[n.rpartition(".")[2]]).any()) for n, p in zip(names, values, strict=True)):
         warn(
-            f"dropping the trained parameters {', '.join(parameters)} of layer {module.layer_idx}: "
+            f"dropping the trained parameters {', '.join(names)} of layer {module.layer_idx}: "
             "they belong to the method that is being replaced",
         )
     if present:
         del module.longattn
     if learned:
         module.longattn = LearnedParts(learned)
+
+
+def keep_parts(model: nn.Module) -> None:
+    """Let accelerate know learned parts, which came after it offloaded the model or which no checkpoint holds."""
+    for layer in layers_of(model):
+        if (parts := layer.module._modules.get("longattn")) is not None:
+            for name, _ in parts.named_parameters():
+                keep(model, f"{layer.name}.longattn.{name}", START[name.rpartition(".")[2]])
 
 
 def _shapes(part: nn.Module) -> dict[str, torch.Size]:

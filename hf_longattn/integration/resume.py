@@ -68,7 +68,7 @@ def computed(config: LongAttnConfig | None, scheduled: Collection[str] = ()) -> 
     """What a config computes, without the parameters that a schedule sets; None is no method."""
     if config is None:
         return None
-    parts = {key: value for key, value in config.to_dict().items() if key != "backend"}
+    parts = {key: value for key, value in config.to_dict().items() if key not in ("backend", "extended_to")}
     return {
         key: {k: v for k, v in part.items() if k not in scheduled} if isinstance(part, dict) else part
         for key, part in parts.items()

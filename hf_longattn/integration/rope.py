@@ -15,10 +15,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..methods.method import require_in, require_positive
-from .trained import ORIGINAL, filled_in, rope_settings, trained
+from .trained import ORIGINAL, rope_settings, trained
 
 Config = TypeVar("Config")
 #: Stands for a frequency of 0: transformers divides by a factor, and 1 / NO_ROTATION is one that leaves no rotation.
@@ -106,38 +107,6 @@ def cope(config: Config, pairs: int | None = None, train_length: int | None = No
     return _edit(config, {"rope_type": "longrope", ORIGINAL: known} | lists | unscaled)
 
 
-def lengthen(config: Any, known: int, length: int) -> None:
-    """Let a config announce `length` tokens and keep the trained length beside it, where no rotation depends on either."""
-    text = _text(config)
-    kept, most = vars(text).get(ORIGINAL), text.max_position_embeddings
-    if _announces_only(text) and filled_in(text) != known and (known in (most, kept) or length > most):
-        vars(text)[ORIGINAL], text.max_position_embeddings = known, length
-
-
-def shorten(config: Any) -> int | None:
-    """Undo `lengthen`; returns the trained length, None where there was nothing to undo."""
-    if (known := lengthened(config)) is not None:
-        text = _text(config)
-        text.max_position_embeddings = known
-        if filled_in(text) is None:
-            del vars(text)[ORIGINAL]
-    return known
-
-
-def lengthened(config: Any) -> int | None:
-    """The trained length of a config that `lengthen` has changed."""
-    text = _text(config)
-    kept: int | None = vars(text).get(ORIGINAL)
-    return kept if _announces_only(text) and kept != filled_in(text) else None
-
-
-def _announces_only(text: Any) -> bool:
-    """Whether max_position_embeddings says how much a model reads and nothing about how it rotates."""
-    parameters = getattr(text, "rope_parameters", None) or {}
-    kinds = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
-    return bool(parameters) and all(p.get("rope_type", "default") in ("default", "linear", "proportional") for p in kinds)
-
-
 def _scaled(config: Config, rope_type: str, factor: float, train_length: int | None, **parameters: Any) -> Config:
     if not factor >= 1:
         raise ValueError(f"factor must be >= 1, got {factor!r}")
@@ -205,6 +174,33 @@ def exchange(model: Any, tables: Tables) -> Tables:
     for parent, name, module in tables.modules:
         setattr(parent, name, module)
     return before
+
+
+def check_built(model: Any) -> None:
+    """Raise ValueError where the rotary settings in a model's config are not those that it was built with and rotates by."""
+    settings, modules = settings_of(model), _rotary_modules(model)
+    if settings is None or not modules or any(b.is_meta for *_, module in modules for b in module.buffers()):
+        return
+    for (_, name, now), (*_, fresh) in zip(modules, build(model, settings).modules, strict=True):
+        if _turns(now).keys() != _turns(fresh).keys() or not all(_equal(x, _turns(fresh)[k]) for k, x in _turns(now).items()):
+            raise ValueError(
+                f"config.rope_parameters are {settings}, and the model was built with others: {name} does not rotate by those "
+                "that were written later. Load the model with them (from_pretrained(name, config=config)), or put back what "
+                "its checkpoint says"
+            )
+
+
+def _turns(rotary: nn.Module) -> dict[str, Any]:
+    """What a rotary module was made with: frequencies, of which those in use may change with the text, and scales."""
+    buffers = {name: x for name, x in rotary.named_buffers(recurse=False) if name.endswith("inv_freq")}
+    first = {name: x for name, x in buffers.items() if name.endswith("original_inv_freq")}
+    return (first or buffers) | {name: x for name, x in vars(rotary).items() if name.endswith("attention_scaling")}
+
+
+def _equal(now: Any, fresh: Any) -> bool:
+    if not isinstance(now, Tensor):
+        return bool(now == fresh)
+    return now.shape == fresh.shape and torch.equal(now, fresh.to(now.dtype))
 
 
 def _rotary_modules(model: Any) -> list[tuple[nn.Module, str, nn.Module]]:

@@ -8,23 +8,27 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import CUSTOM, LongAttnConfig
 from ..methods.method import SLOTS
 from ..methods.registry import parameters_of
 from ..telling import warn
 from .layers import all_configs, language_config, layers_of
-from .model import change, warn_of_lost_softcap, warn_untrained
+from .lengths import announce, announce_beside, announce_generation
+from .model import change, running, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, hint, is_ours, register_combination, short
-from .planning import prepare, refuse_name
+from .planning import keep_parts, prepare, refuse_name
 from .resume import load_checkpoint
 from .seam import Seam
 from .state import RunningSection, own_configs, remember
 
+#: What a composite config calls its language model's, and callers therefore also that of a model of text alone.
+TEXT = "text_config"
 #: The models whose __init__ is running, the outermost first.
 _BUILT: ContextVar[tuple[PreTrainedModel, ...]] = ContextVar("longattn_built", default=())
 
@@ -68,9 +72,12 @@ def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) ->
 
 
 def _from_dict(original: Callable[..., Any], cls: type, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-    saved = _ours_in(config_dict.get("attn_implementation")) is not None
-    if kwargs.get("attn_implementation", "") is None and saved:
+    own, asked = config_dict.get("attn_implementation"), kwargs.get("attn_implementation", "")
+    saved = _ours_in(own) is not None
+    if asked is None and saved:
         del kwargs["attn_implementation"]  # the caller has no wish; the checkpoint has
+    if isinstance(asked, dict) and saved:  # nor for the parts that are not named
+        kwargs["attn_implementation"] = (own if isinstance(own, dict) else {"": own}) | asked
     out = original(cls, config_dict, **kwargs)
     if saved:
         config = out[0] if isinstance(out, tuple) else out
@@ -87,12 +94,29 @@ def _ours_in(implementation: str | dict[str, Any] | None) -> str | None:
     return implementation if is_ours(implementation) else None
 
 
+def _by_part(config: PreTrainedConfig, implementation: Any) -> Any:
+    """What a dict by part asks for, of which transformers passes over what a config has no part for.
+
+    The text part of a model of text is the whole. ValueError: one of our names is asked for in a part that is not there.
+    """
+    if not isinstance(implementation, dict):
+        return implementation
+    if language_config(config) is config and TEXT not in config.sub_configs and TEXT in implementation:
+        implementation = {"" if key == TEXT else key: name for key, name in implementation.items()}
+    known = ("", *config.sub_configs)
+    if lost := [key for key, name in implementation.items() if key not in known and _ours_in(name)]:
+        parts = f"its parts are {', '.join(config.sub_configs)}" if config.sub_configs else "it has no parts"
+        kind = type(config).__name__
+        raise ValueError(f"attn_implementation={implementation} is for {lost[0]!r}, a part that {kind} does not have: {parts}")
+    return implementation
+
+
 def _keeping_our_name(original: Any) -> property:
-    """The config's property, under which None, "the default", does not take a method away."""
+    """The config's property, under which None, "the default", does not take a method away, and no name of ours is lost."""
 
     def set_implementation(self: PreTrainedConfig, value: str | dict[str, Any] | None) -> None:
         ours = self.__dict__.get("_attn_implementation_internal")
-        original.fset(self, value)
+        original.fset(self, _by_part(self, value))
         if value is None and is_ours(ours):
             self._attn_implementation_internal = ours
 
@@ -106,6 +130,9 @@ def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config
     with _no_unknown_name(cls):
         out = original(cls, *args, config=config, **kwargs)
     model = out[0] if isinstance(out, tuple) else out
+    keep_parts(model)
+    if running(model) is None and (section := model.config.longattn):  # whose generation config comes last
+        announce_generation(model, section.get("extended_to"))
     if not model.config.__dict__.get("_longattn_saved"):
         warn_untrained(model)
     return out
@@ -173,6 +200,8 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     prepare(self)  # first: learned parts must exist before weights are initialised or loaded
     original(self)
     warn_of_lost_softcap(layers_of(self))
+    config = running(self)
+    announce(self, None if config is None else config.extended_to)
     ours = any(is_ours(c._attn_implementation) for c in (self.config, language_config(self.config)))
     if (section := self.config.longattn) and not ours:
         if not {"version", *SLOTS} & section.keys():  # parameters as they are typed, not what a checkpoint saved
@@ -210,6 +239,7 @@ def _set_attn_implementation(
 ) -> None:
     with change(self):
         before = [(c, c._attn_implementation) for c in all_configs(self)]
+        attn_implementation = _by_part(self.config, attn_implementation)
         original(self, attn_implementation, *args, **kwargs)
         for c, implementation in before:
             if is_ours(c._attn_implementation) and not is_ours(implementation):
@@ -218,6 +248,12 @@ def _set_attn_implementation(
             refuse_name(self, name, self.config.longattn)  # transformers logs that it stays with what it runs
         warn_of_lost_softcap(layers_of(self))
         prepare(self, verify=True)
+
+
+def _save_pretrained(original: Callable[..., Any], self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    out = original(self, save_directory, *args, **kwargs)
+    announce_beside(Path(save_directory))
+    return out
 
 
 def _load_adapter(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -249,7 +285,7 @@ SEAMS = (
         PreTrainedConfig,
         "_attn_implementation",
         _keeping_our_name,
-        "None would remove the method of a config that exists already",
+        "None would remove the method of a config that exists already, and a part that is not there be passed over",
         whole=True,
     ),
     Seam(PreTrainedModel, "__new__", _new, "post_init must know whether another model is being built around this one"),
@@ -268,6 +304,8 @@ SEAMS = (
         _set_attn_implementation,
         "check and plan when the attention is switched",
     ),
+    Seam(PreTrainedModel, "save_pretrained", _save_pretrained, "a tokenizer beside a longer model would go on cutting texts"),
+    Seam(PreTrainedTokenizerBase, "save_pretrained", _save_pretrained, "the same, where it is saved after its model"),
     Seam(
         PreTrainedModel, "load_adapter", _load_adapter, "older releases drop an adapter's learned parameters with a log line"
     ),

@@ -5,6 +5,7 @@
     config._longattn          what `config.longattn` shows
     config._longattn_before   what ran before (`masks.Before`), where mask functions can see it
     config._longattn_saved    that it came with a checkpoint of ours, for as long as it is loaded
+    config.longattn_lengths   what it said of the longest text, while a method reads further: see `lengths`
     module.longattn_vllm      in vLLM, in the place of a plan: the `Part` of each attention module
 
 Copies and pickles of a model take it along; models that share their attention modules share it. What belongs to less than a
@@ -37,6 +38,7 @@ from ..attention.tables import TableCache
 from ..config import LongAttnConfig
 from .gate import Gate
 from .layers import all_configs, layers_of, pretrained
+from .lengths import announce
 from .masks import Before, before
 from .names import is_ours
 from .rope import Tables, build, exchange
@@ -87,7 +89,7 @@ class AttentionState:
     unverified: bool = False  # whether the first pass has rotations to verify
     guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse positions beyond a learned table
     remaps: tuple[RemovableHandle, ...] = ()  # hooks that refuse calls which a remap would compute wrongly
-    disabled: tuple[list[tuple[Any, str]], Tables | None] | None = None  # what `enable` puts back: implementations, rotations
+    disabled: tuple[list[tuple[Any, str]], Tables | None, int | None] | None = None  # what `enable` puts back, in that order
     kinds: dict[Hashable, object] = field(default_factory=dict)  # see `LayerPlan.kind`
 
     def set_strength(self, config: LongAttnConfig) -> None:
@@ -149,7 +151,8 @@ class Snapshot:
     """All entries of a model's modules, configs and adapters, and of its state."""
 
     def __init__(self, model: nn.Module) -> None:
-        owners = (*all_configs(model), *adapters_of(model), *filter(None, [state_of(model)]), *model.modules())
+        own = filter(None, [state_of(model), getattr(model, "generation_config", None)])
+        owners = (*all_configs(model), *adapters_of(model), *own, *model.modules())
         hooks: tuple[str, ...] = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
         hooks += ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
         inner = ("_modules", "_buffers", *hooks)
@@ -266,7 +269,9 @@ def disable(model: nn.Module, rope_parameters: dict[str, Any] | None = None) -> 
         if state is None or state.disabled is not None or not running:
             return
         tables = None if rope_parameters is None else exchange(base, build(base, rope_parameters))
-        state.disabled = [(c, c._attn_implementation) for c, _ in running], tables
+        longer = next((c.longattn.get("extended_to") for c, _ in running if c.longattn), None)
+        state.disabled = [(c, c._attn_implementation) for c, _ in running], tables, longer
+        announce(base, None)
         for config, implementation in running:  # not by the property, which would switch a vision tower too
             config._attn_implementation_internal = implementation
 
@@ -276,9 +281,10 @@ def enable(model: nn.Module) -> None:
     with alone(base := pretrained(model)):
         if (state := state_of(base)) is None or state.disabled is None:
             return
-        implementations, tables = state.disabled
+        implementations, tables, longer = state.disabled
         state.disabled = None
         for config, implementation in implementations:
             config._attn_implementation_internal = implementation
         if tables is not None:
             exchange(base, tables)
+        announce(base, longer)

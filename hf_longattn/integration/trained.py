@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 ORIGINAL = "original_max_position_embeddings"
+#: What configs call the longest text that a model reads; engines and harnesses take the least, or the first, of those there.
+LENGTHS: tuple[str, ...] = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_length", "max_seq_len")
+LENGTHS += ("seq_length", "seq_len", "model_max_length", "n_ctx")
+#: Where a config keeps what they said before a method let its model read further (`lengths.announce`).
+KEPT = "longattn_lengths"
 #: Rope types that leave max_position_embeddings to be what a model was trained at.
 UNSCALED = ("default", "proportional", "axial")
 #: Rope types that a config has from its training alone.
@@ -55,22 +60,45 @@ def trained(config: Any, layer_type: str | None = None, told: int | None = None)
     Args:
         told: the length as the user knows it. It stands, and tells of a scaling whether the model was trained under it.
     """
-    rope, most = rope_settings(config, layer_type), getattr(config, "max_position_embeddings", None)
-    if not isinstance(most, int) or most < 1:
+    rope, (most, name) = rope_settings(config, layer_type), published(config)
+    if most < 1:
         return Trained(told, GIVEN if told else "the config names no max_position_embeddings")
     kind = rope.get("rope_type", "default")
     if kind in ("yarn", "linear"):
         found = _scaled(config, kind, rope, most, told)
     elif kind in TRAINED_IN:
-        found = Trained(most, f"max_position_embeddings; rope_type {kind!r} is a training-time setting")
+        found = Trained(most, f"{name}; rope_type {kind!r} is a training-time setting")
     elif kind == "dynamic" and not rope.get("alpha"):  # with it the frequencies are fixed
-        found = Trained(most, "max_position_embeddings, beyond which rope_type 'dynamic' scales", rotation_is_own=False)
+        found = Trained(most, f"{name}, beyond which rope_type 'dynamic' scales", rotation_is_own=False)
     elif kind in (*UNSCALED, "dynamic"):
-        found = _unscaled(config, most)
+        found = _unscaled(config)
     else:
         taken = f"rope_type {kind!r} is not known here and is taken for a scaling put in for inference"
-        found = Trained(most, "max_position_embeddings", taken, rotation_is_own=False)
+        found = Trained(most, name, taken, rotation_is_own=False)
     return found if told is None else Trained(told, GIVEN, None, found.rotation_is_own)
+
+
+def said(config: Any) -> dict[str, int]:
+    """What a config says now of the longest text that its model reads, by its own names for that."""
+    names = dict.fromkeys(getattr(config, "attribute_map", {}).get(name, name) for name in LENGTHS)
+    values = {name: vars(config).get(name) for name in names}
+    return {name: n for name, n in values.items() if isinstance(n, int) and not isinstance(n, bool) and n > 0}
+
+
+def published(config: Any) -> tuple[int, str]:
+    """The longest text by a config as it was published, and what says so; 0 if nothing does.
+
+    What stands under other names than max_position_embeddings counts if the config's class does not fill it in by itself.
+    """
+    first = getattr(config, "attribute_map", {}).get(LENGTHS[0], LENGTHS[0])
+    own = {k: n for k, n in _all(config).items() if k == first or n != getattr(type(config), k, None)}
+    longest = max(own, key=lambda name: own[name], default=first)
+    return own.get(longest, 0), LENGTHS[0] if longest == first else longest
+
+
+def _all(config: Any) -> dict[str, int]:
+    """What `said` gave when the config was published."""
+    return said(config) | vars(config).get(KEPT, {})
 
 
 def recorded(config: Any, section: Mapping[str, Any] | None) -> Trained:
@@ -86,31 +114,25 @@ def hides(config: Any) -> bool:
     return window is None or known is None or window < known
 
 
-def filled_in(config: Any) -> int | None:
-    """The original length that a config's class gives to checkpoints that name none (Phi-3's 4,096), which tells nothing."""
-    default: int | None = getattr(type(config), ORIGINAL, None)
-    return default
-
-
-def _unscaled(config: Any, most: int) -> Trained:
+def _unscaled(config: Any) -> Trained:
+    most, name = published(config)
     chunks = getattr(config, "dual_chunk_attention_config", None)
     if isinstance(chunks, Mapping) and chunks.get(ORIGINAL):
         return Trained(chunks[ORIGINAL], f"{ORIGINAL} of dual_chunk_attention_config, which reaches further at inference")
-    mark = getattr(config, ORIGINAL, None)  # beside an unscaled rotation the one that `rope.lengthen` leaves
-    if mark and mark < most and mark != filled_in(config):
-        return Trained(mark, f"{ORIGINAL}, kept when the model was made longer")
-    return Trained(most, "max_position_embeddings")
+    mark = getattr(config, ORIGINAL, None)  # a class may give one to checkpoints that name none (Phi-3's 4,096)
+    if mark and mark < most and mark != getattr(type(config), ORIGINAL, None):
+        return Trained(mark, f"{ORIGINAL}, beside an unscaled rotation")
+    return Trained(most, name)
 
 
 def _scaled(config: Any, kind: str, rope: Mapping[str, Any], most: int, told: int | None) -> Trained:
     """YaRN or linear scaling, each trained in or put in afterwards."""
     whole = rope is not config.rope_parameters  # settings for each layer type are an architecture's own
     original, factor = rope.get(ORIGINAL) or (most if kind == "yarn" else None), rope.get("factor")
-    if kind == "linear":  # then a longer max_position_embeddings may be the work of `rope.lengthen`
-        most = _unscaled(config, most).length or most
     if original is None:  # linear scaling alone
-        found = _unscaled(config, most)
-        taken = None if whole else f"rope_type {kind!r} is taken for trained in, its length for max_position_embeddings"
+        found = _unscaled(config)
+        known = whole or (factor and most in {n * factor for n in _all(config).values()})  # Vicuna 16k: 4,096, 4, and 16,384
+        taken = None if known else f"rope_type {kind!r} is taken for trained in, its length for max_position_embeddings"
         return Trained(found.length, f"{found.reason}; rope_type {kind!r} is trained in", taken, not told or told >= most)
     factor = factor or most / original
     reach = factor * original

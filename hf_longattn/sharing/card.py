@@ -16,6 +16,8 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
 from ..config import LongAttnConfig
+from ..integration.classes import loaders, task
+from ..integration.names import TRIPWIRE
 from ..methods.method import Method
 
 
@@ -102,17 +104,20 @@ def model_card(
     """
     saved, adapter = contents(directory)
     config = LongAttnConfig.from_dict(saved["longattn"])
+    loader, by_peft = _loaders(saved, adapter)
+    kind = task(loader)
+    more = ["lora"] * adapter + ["sentence-transformers"] * (directory / "modules.json").is_file()
     base_model = base_model or hub_id(saved.get("base_model_name_or_path"))
     data = ModelCardData(
         base_model=base_model,
         license=facts.license,
         library_name="peft" if adapter else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag=kind,
         model_name=name.rpartition("/")[2],
-        tags=["hf_longattn", "long-context", *(m.name for m in config.methods), *(["lora"] if adapter else [])],
+        tags=["hf_longattn", "long-context", *(m.name for m in config.methods), *more],
         eval_results=[
             EvalResult(
-                task_type="text-generation",
+                task_type=kind or "text-generation",
                 dataset_type=str(facts.evaluated_on),
                 dataset_name=str(facts.evaluated_on),
                 metric_type=metric,
@@ -124,16 +129,36 @@ def model_card(
         ]
         or None,
     )
+    attention = [*map(_method, config.methods), *_rope(saved), f"- layers: {config.layers}", *_length(config)]
     parts = [
         f"# {name.rpartition('/')[2]}",
         _opening(config, adapter, base_model),
-        "## Attention\n\n" + "\n".join(map(_method, config.methods)) + _rope(saved) + f"\n- layers: {config.layers}",
+        "## Attention\n\n" + "\n".join(attention),
         _training(facts.training_lengths),
         _evaluation(facts),
-        _loading(name, adapter, remote_code),
+        _loading(name, loader, by_peft, remote_code),
         "## Papers\n\n" + "\n".join(dict.fromkeys(f"- {linked(m.paper)}" for m in config.methods)),
     ]
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(p for p in parts if p) + "\n")
+
+
+def _loaders(saved: Mapping[str, Any], adapter: bool) -> tuple[str, str | None]:
+    """What of transformers loads a saved model, and what of PEFT loads a saved adapter."""
+    if not adapter:
+        return loaders((saved.get("architectures") or ["AutoModelForCausalLM"])[0].removeprefix(TRIPWIRE))[0], None
+    from peft import auto
+
+    task, base = saved.get("task_type"), (saved.get("auto_mapping") or {}).get("base_model_class")
+    made = auto.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(task)
+    kinds = [x for x in vars(auto).values() if made is not None and getattr(x, "_target_peft_class", None) is made]
+    if kinds:
+        return kinds[0]._target_class.__name__, kinds[0].__name__
+    return loaders(base or "AutoModelForCausalLM")[0], "AutoPeftModel" if base else None
+
+
+def _length(config: LongAttnConfig) -> list[str]:
+    reads = config.extended_to
+    return [f"- length: {reads:,} tokens; the base was trained at {config.train_length:,}"] if reads else []
 
 
 def linked(paper: str) -> str:
@@ -174,10 +199,10 @@ def _method(method: Method) -> str:
     return f"- `{method.name}` ({method.slot}): {', '.join(listed) or 'no parameters'}"
 
 
-def _rope(saved: dict[str, Any]) -> str:
+def _rope(saved: dict[str, Any]) -> list[str]:
     settings = saved.get("rope_parameters") or saved.get("text_config", {}).get("rope_parameters") or {}
     settings = settings.get("full_attention") or settings
-    return "" if settings.get("rope_type", "default") == "default" else f"\n- rotary encoding: {settings}"
+    return [] if settings.get("rope_type", "default") == "default" else [f"- rotary encoding: {settings}"]
 
 
 def _training(lengths: Sequence[int]) -> str:
@@ -194,12 +219,11 @@ def _evaluation(facts: Facts) -> str:
     return f"## Evaluation\n\nOn {facts.evaluated_on}, by length:\n\n" + "\n".join(table)
 
 
-def _loading(name: str, adapter: bool, remote_code: bool) -> str:
+def _loading(name: str, loader: str, by_peft: str | None, remote_code: bool) -> str:
     plain = (
         f"## Loading\n\n```bash\n{source()[0]}\n```\n\n```python\nimport hf_longattn  # registers the attention\n"
-        "from transformers import AutoModelForCausalLM\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n```'
+        f'from transformers import {loader}\n\nmodel = {loader}.from_pretrained("{name}")\n```'
     )
-    if adapter:
-        plain += "\n\n`peft.AutoPeftModelForCausalLM.from_pretrained` works as well, after the same import."
+    if by_peft:
+        plain += f"\n\n`peft.{by_peft}.from_pretrained` works as well, after the same import."
     return plain + ("\n\nWith `trust_remote_code=True` it loads without the import, too." if remote_code else "")

@@ -13,10 +13,10 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.auto import modeling_auto
 
 from ..checks import written_aside
 from ..integration import config_of
+from ..integration.classes import loaders
 from ..integration.names import PREFIX, TRIPWIRE
 from ..telling import warn
 from .card import Facts, contents, hub_id, model_card, source
@@ -29,7 +29,7 @@ LOGS = {"trainer_state.json", "metrics.json"}
 #: What a README of PEFT's says, and the tag of one of ours.
 TEMPLATE, TAG = "[More Information Needed]", "hf_longattn"
 #: Where a card of ours says what to load.
-LOADING = re.compile(r'(AutoModelForCausalLM\.from_pretrained\()"[^"]*"\)')
+LOADING = re.compile(r'(^model = \w+\.from_pretrained\()"[^"]*"\)', re.MULTILINE)
 _STALE = ("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json", STUB)
 
 
@@ -79,6 +79,11 @@ def save(
     adapter = bool(getattr(model, "peft_config", None))
     if (remote_code or strict) and adapter:
         raise ValueError(f"{'remote_code' if remote_code else 'strict'} works for whole models only: merge_and_unload() first")
+    if any(p.is_meta for p in model.parameters()) and not getattr(model, "hf_device_map", None):
+        raise ValueError(
+            "the model's weights are offloaded (accelerate.cpu_offload, disk_offload), and transformers cannot save them so: "
+            "accelerate.hooks.remove_hook_from_submodules(model) brings them back"
+        )
     stub = _stub(model) if remote_code else None
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"{directory} is a file: give a folder, which is made if there is none")
@@ -208,13 +213,8 @@ def _aside(path: Path, directory: Path) -> bool:
 def _stub(model: nn.Module) -> tuple[dict[str, str], str]:
     """The auto_map of a model, and the file it names."""
     kind = type(model).__name__
-    mappings = {
-        "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        "AutoModelForImageTextToText": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    }
-    autos = [auto for auto, names in mappings.items() if kind in names.values()]
-    if not isinstance(model, PreTrainedModel) or not autos:
-        raise ValueError(f"remote_code knows causal language models of transformers, not {kind}")
+    if not isinstance(model, PreTrainedModel) or (autos := loaders(kind)) == [kind]:
+        raise ValueError(f"remote_code knows the classes that an auto class of transformers loads, not {kind}")
     code = (
         '"""For trust_remote_code=True: the attention comes from the package hf_longattn, the model from transformers."""\n\n'
         "try:\n    import hf_longattn  # noqa: F401\nexcept ImportError as error:\n"

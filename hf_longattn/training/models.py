@@ -12,9 +12,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer, NanoChatConfig
 
 from ..config import LongAttnConfig
-from ..evaluation.loading import build, edit_rope, load_weights
+from ..evaluation.loading import build, check_reads, edit_rope, load_weights
 from ..evaluation.loading import load_tokenizer as tokenizer_of
-from ..integration import apply, rope
+from ..integration import apply, config_of, rope, update
+from ..integration.classes import kinds_of
 from ..integration.model import knowing
 from .recipe import Architecture, Lora, Recipe
 
@@ -31,6 +32,7 @@ def load_config(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
         config = from_scratch(recipe.architecture, recipe.length, len(tokenizer))
         return config, config
     original = AutoConfig.from_pretrained(recipe.model)
+    check_reads(original, str(recipe.model))
     config = copy.deepcopy(original)
     if recipe.setting.rope is not None:
         edit_rope(config, recipe.setting.rope)
@@ -44,16 +46,20 @@ def load_model(recipe: Recipe, config: Any, *, weights: bool = True) -> Any:
         return build(copy.deepcopy(config), dtype=dtype)  # a method is put into that copy
     if recipe.architecture is not None:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return load_weights(str(recipe.model), config=config, dtype=dtype)
+    return load_weights(str(recipe.model), config, dtype=dtype)
 
 
-def put_method(model: Any, recipe: Recipe, attention: LongAttnConfig | None) -> Any:
+def put_method(model: Any, recipe: Recipe, attention: LongAttnConfig | None, reads: int) -> Any:
+    """The model under its method, which says that it reads the `reads` tokens of training where the method reaches so far."""
     if attention is None:
         return model
     if recipe.strength is not None:
         attention = attention.replace(strength=recipe.strength.start)
     with knowing():
-        apply(model, attention)
+        now = config_of(apply(model, attention))
+        longest = max(int(min(reads, now.reach)), now.extended_to or 0)
+        if now.train_length is not None and longest > now.train_length:
+            update(model, extended_to=longest)
     if recipe.freeze:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".longattn." in name)
@@ -71,7 +77,8 @@ def put_adapter(model: Any, lora: Lora, method: bool, seed: int) -> Any:
     except ImportError:
         raise ImportError('lora needs peft: pip install "hf_longattn[train]"') from None
     config = (LongAttnLoraConfig if method else LoraConfig)(
-        task_type="CAUSAL_LM",
+        # by a task PEFT loads the class that it goes with, which a model with pictures is not; without one the model's own
+        task_type="CAUSAL_LM" if type(model) in kinds_of(AutoModelForCausalLM, model.config) else None,
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,

@@ -21,8 +21,10 @@ from ..attention.kernels.precision import fast_dtype, multiplies_fast
 from ..checks import check_dtype, check_model, check_output
 from ..config import LongAttnConfig
 from ..evaluation.calibrate import calibrate
+from ..evaluation.loading import carry
 from ..evaluation.rows import versions, write_whole
 from ..integration import describe, rope
+from ..integration.lengths import trained_at
 from ..integration.trained import recorded
 from ..sharing.hub import save
 from .data import Data
@@ -38,7 +40,11 @@ RECIPE_FILE, METRICS_FILE = "recipe.yaml", "metrics.json"
 
 @dataclasses.dataclass
 class Prepared:
-    """Everything a run needs but its weights; made by `prepare`, which refuses what cannot work."""
+    """Everything a run needs but its weights; made by `prepare`, which refuses what cannot work.
+
+    Args:
+        reads: the longest text that the model sees in training, jumps of positions counted.
+    """
 
     recipe: Recipe
     output: Path
@@ -49,6 +55,7 @@ class Prepared:
     config: Any
     original: Any
     args: TrainingArguments
+    reads: int
 
 
 def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
@@ -71,20 +78,22 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
     attention = recipe.setting.config
     tokenizer = load_tokenizer(recipe)
     config, original = load_config(recipe, tokenizer)
-    data = Data(_with_target_length(recipe, original), tokenizer)
+    skip = _with_target_length(recipe, original)
+    data = Data(skip, tokenizer)
     if recipe.distill is not None and recipe.length > (trained := _trained_length(original)):
         raise ValueError(
             f"the teacher was trained at {trained} tokens; windows of {recipe.length} are beyond it: lower length"
         )
     check_parallel(recipe, args, config.get_text_config())
-    return Prepared(recipe, output, checkpoint, tokenizer, data, attention, config, original, args)
+    reads = skip.skip.target_length if recipe.positions == "skip" else recipe.length
+    return Prepared(recipe, output, checkpoint, tokenizer, data, attention, config, original, args, reads or recipe.length)
 
 
 def plan(run: Prepared) -> str:
     """What a run will do, in lines: model, layers changed, tokens, memory, steps. Builds the model without weights."""
     recipe, args = run.recipe, run.args
     model = load_model(recipe, run.config, weights=False)
-    put_method(model, recipe, run.attention)
+    put_method(model, recipe, run.attention, run.reads)
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if recipe.lora is not None:
@@ -185,7 +194,7 @@ def _model(prepared: Prepared) -> tuple[Any, Any]:
     if recipe.calibrate and attention is not None:
         model.eval()
         attention = calibrate(model, prepared.data.first_windows(-(-recipe.calibrate // recipe.length)), attention)
-    put_method(model, recipe, attention)
+    put_method(model, recipe, attention, prepared.reads)
     method = attention is not None
     return model, model if recipe.lora is None else put_adapter(model, recipe.lora, method, prepared.args.seed)
 
@@ -211,6 +220,8 @@ def _save(prepared: Prepared, trainer: RecipeTrainer, wrapped: Any, measured: di
     """The trained weights; with a method, as `hf_longattn.save` does, with a card."""
     recipe, output, weights = prepared.recipe, prepared.output, trainer.whole()
     if prepared.attention is None:
+        if (recipe.lora is None or recipe.rope is not None) and prepared.reads > _trained_length(prepared.original):
+            trained_at(trainer.causal, prepared.reads)
         trainer.save_model(str(output))
         if trainer.is_world_process_zero() and recipe.rope is not None:
             trainer.causal.config.save_pretrained(output)  # a plain adapter does not record the rotary encoding
@@ -222,6 +233,8 @@ def _save(prepared: Prepared, trainer: RecipeTrainer, wrapped: Any, measured: di
             "evaluated_on": _names(recipe.heldout or recipe.data),
         }
         save(wrapped, output, tokenizer=prepared.tokenizer, overwrite=True, state_dict=weights, **card)
+    if trainer.is_world_process_zero() and recipe.lora is None and recipe.model is not None:
+        carry(recipe.model, output)
 
 
 def _windows(recipe: Recipe, args: TrainingArguments) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from vllm.config import ModelConfig
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models import transformers as backends
@@ -58,6 +59,14 @@ def _resolve(original: Callable[..., Any], self: Any, architectures: Any, model_
         raise ValueError(f"hf_longattn serves models that generate text in vLLM, and this would be {name}")
     with _neutral(model_config):
         return original(self, [TRIPWIRE + name], model_config)
+
+
+def _longest(original: Callable[..., int], self: Any, max_model_len: int | None) -> int:
+    """The longest text of a model that was extended: vLLM multiplies what its config says by the factor of a linear scaling."""
+    length = original(self, max_model_len)
+    if max_model_len not in (None, -1) or not plans.is_served(self.hf_config):
+        return length
+    return min(length, plans.config_of(self.hf_config).extended_to or length)
 
 
 def _say_factor(text: Any) -> None:
@@ -119,6 +128,7 @@ def _load_adapter(original: Callable[..., Any], self: Any, lora_request: Any) ->
 
 
 SEAMS = (
+    Seam(ModelConfig, "get_and_verify_max_len", _longest, "a scaling that a config's length includes would count twice"),
     Seam(type(ModelRegistry), "inspect_model_cls", _resolve, "a checkpoint of ours would be served without its method"),
     Seam(type(ModelRegistry), "resolve_model_cls", _resolve, "the same, where the class is loaded"),
     Seam(

@@ -1,0 +1,103 @@
+"""How long a text a model says that it reads: all that says so moves together, and back."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from .layers import candidates_of, language_config
+from .trained import KEPT, UNSCALED, said
+
+#: What says so beside the configs in a model's folder: a file, and its key.
+FILES = {"tokenizer_config.json": "model_max_length", "sentence_bert_config.json": "max_seq_length"}
+
+
+def announce(model: Any, length: int | None) -> None:
+    """Let a model's configs say that it reads `length` tokens, if they say less; None: what they said before.
+
+    Where a rotation depends on what they say (dynamic NTK, longrope without a factor), they go on saying it.
+    """
+    configs = _configs(model)
+    before = _first(configs[0])
+    for c in configs:
+        vars(c).update(vars(c).pop(KEPT, {}))
+    if length is not None and not turns_by(configs[0], length):
+        for c in configs:
+            if less := {name: n for name, n in said(c).items() if n < length}:
+                vars(c).update(dict.fromkeys(less, length) | {KEPT: less})
+    announce_generation(model, before)
+
+
+def trained_at(model: Any, length: int) -> None:
+    """As `announce`, for good: the model was trained at that length, and has no method that could be taken out."""
+    announce(model, length)
+    for c in _configs(model):
+        vars(c).pop(KEPT, None)
+
+
+def announce_generation(model: Any, before: int | None) -> None:
+    """Let generation end where the configs of a model now do, if it ended where they did `before`."""
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and before is not None and generation.max_length == before:
+        generation.max_length = _first(_configs(model)[0])
+
+
+def _configs(model: Any) -> list[Any]:
+    """Those that say how long a text is: of the language model first, and of the whole."""
+    text = next((x.module.config for x in candidates_of(model)), language_config(model.config))
+    return [text] if text is model.config else [text, model.config]
+
+
+def _first(config: Any) -> int | None:
+    return next(iter(said(config).values()), None)
+
+
+def turns_by(config: Any, length: int) -> bool:
+    """Whether a text config's model would rotate otherwise, or have other positions, if it said that it reads `length`."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    nested = {kind: x for kind, x in settings.items() if isinstance(x, Mapping)}
+    scaled = {kind: x for kind, x in (nested or {None: settings}).items() if x.get("rope_type", "default") not in UNSCALED}
+    if not settings or any(x["rope_type"] not in ROPE_INIT_FUNCTIONS for x in scaled.values()):
+        return True
+    other = copy.deepcopy(config)
+    vars(other).update(dict.fromkeys(said(other), length))
+    for kind, x in scaled.items():
+        compute = ROPE_INIT_FUNCTIONS[x["rope_type"]]
+        for read in (None, 8 * length):  # some have other frequencies for a text that is longer than they say
+            with torch.device("cpu"):  # whatever the model is being built on
+                (own, scale), (new, new_scale) = (compute(c, None, read, layer_type=kind) for c in (config, other))
+            if scale != new_scale or not torch.equal(own, new):
+                return True
+    return False
+
+
+def announce_beside(folder: Path) -> None:
+    """Let the tokenizer in a saved model's folder say what its config says, if it says less, or what it said before."""
+    configs = [file for name in ("config.json", "adapter_config.json") if (file := folder / name).is_file()]
+    if not configs:
+        return
+    length = max((n for file in configs for n in _extended(json.loads(file.read_text(encoding="utf-8")))), default=0)
+    for file, key in ((folder / name, key) for name, key in FILES.items() if (folder / name).is_file()):
+        data = json.loads(file.read_text(encoding="utf-8"))
+        own = {key: data[key]} if isinstance(data.get(key), int) else {}
+        own |= data.get(KEPT) or {}
+        new = {k: v for k, v in data.items() if k != KEPT} | own
+        if own and own[key] < length:
+            new |= {key: length, KEPT: own}
+        if new != data:
+            file.write_text(json.dumps(new, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _extended(saved: Any) -> Iterator[int]:
+    """The lengths that a saved config's methods extend its model to."""
+    if isinstance(saved, Mapping):
+        if isinstance(n := saved.get("extended_to"), int):
+            yield n
+        for value in saved.values():
+            yield from _extended(value)

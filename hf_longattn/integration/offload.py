@@ -1,0 +1,72 @@
+"""Parameters that accelerate keeps elsewhere until a module is called, and that are on the meta device meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    """accelerate's hooks of one module that place parameters."""
+    hook = module.__dict__.get("_hf_hook")
+    yield from (x for x in getattr(hook, "hooks", (hook,)) if hasattr(x, "execution_device"))
+
+
+def _over(model: nn.Module, name: str) -> Iterator[tuple[Any, str]]:
+    """The hooks that place a parameter of a model, of its module and of those around it; and what each calls it."""
+    path, module = name.split("."), model
+    for depth in range(len(path)):
+        for hook in _hooks(module):
+            if hook.place_submodules or depth == len(path) - 1:
+                yield hook, ".".join(path[depth:])
+        if depth < len(path) - 1:
+            module = module.get_submodule(path[depth])
+
+
+def is_empty(model: nn.Module) -> bool:
+    """Whether a model has no weights: it is being built, or described, on the meta device."""
+    return any(p.is_meta for p in model.parameters()) and not any(True for m in model.modules() for _ in _hooks(m))
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where the parameters of a module are when it is called."""
+    own = next(module.parameters()).device
+    hooks = (hook for m in module.modules() for hook in _hooks(m)) if own.type == "meta" else ()
+    return next((torch.device(x.execution_device) for x in hooks if x.execution_device is not None), own)
+
+
+def held(model: nn.Module, name: str) -> Tensor | None:
+    """What a parameter holds, wherever that is kept; None: nothing."""
+    parameter = model.get_parameter(name)
+    if not parameter.is_meta:
+        return parameter
+    maps = ((hook.weights_map, own) for hook, own in _over(model, name) if hook.offload and hook.weights_map is not None)
+    return next((kept[own] for kept, own in maps if own in kept), None)
+
+
+def keep(model: nn.Module, name: str, value: float) -> None:
+    """Let a parameter that came after its model was offloaded, or that no checkpoint holds, be kept as the others are.
+
+    Args:
+        value: what it holds if it has no value yet.
+    """
+    parameter, hooks = model.get_parameter(name), [(hook, own) for hook, own in _over(model, name) if hook.offload]
+    content = torch.full_like(parameter, value, device="cpu") if parameter.is_meta else parameter.detach().cpu()
+    for hook, own in hooks:
+        if own not in hook.weights_map:
+            _put(hook.weights_map, own, content)
+            hook.original_devices[own] = content.device
+
+
+def _put(kept: Any, name: str, value: Tensor) -> None:
+    """Add a parameter to one of accelerate's maps, which can only be read."""
+    if hasattr(kept, "prefix"):
+        _put(kept.dataset, kept.prefix + name, value)
+    elif hasattr(kept, "all_keys"):
+        kept.state_dict[name] = value
+        kept.all_keys.append(name)
+    else:
+        kept[name] = value
