@@ -46,7 +46,7 @@ def lora(family: str = "llama", kind: Any = None, **options: Any) -> Any:
     target = "c_attn" if family == "gpt2" else "q_proj"
     target = options.pop("target", [target])
     options = {"task_type": "CAUSAL_LM", "init_lora_weights": False, "fan_in_fan_out": family == "gpt2"} | options
-    return (kind or hf_longattn.LongAttnLoraConfig)(target_modules=target, **options)
+    return (kind or peft.LoraConfig)(target_modules=target, **options)
 
 
 def adapted(base: Path, config: LongAttnConfig = PLAIN, family: str = "llama", **options: Any) -> Any:

@@ -220,7 +220,7 @@ def test_a_checkpoint_of_ours_that_is_loaded_under_another_attention(sound: Path
 def test_an_adapter(sound: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(sound), "rerope")
-    peft.get_peft_model(model, hf_longattn.LongAttnLoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "ours")
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "ours")
     code, text = told(tmp_path / "ours")
     assert code == 0, text
     assert "rerope, as recorded" in text
@@ -242,7 +242,7 @@ def test_versions_kernels_and_engines(sound: Path, tmp_path: Path, monkeypatch: 
     assert "insists on backend 'flash': flash-attn is not installed" in text
     assert "vLLM and SGLang would silently run this checkpoint without its method" in text
     assert "3 problems found." in text
-    (strict,) = doctor.engines({}, ["LongAttnLlamaForCausalLM"])
+    (strict,) = doctor.engines(hf_longattn.LongAttnConfig(), ["LongAttnLlamaForCausalLM"])
     assert strict.level == "ok"
 
 

@@ -24,7 +24,8 @@ from ..config import LongAttnConfig
 from ..integration import trained
 from ..integration.layers import language_config, pretrained
 from ..integration.model import knowing
-from ..integration.names import RECORD, is_ours
+from ..integration.names import is_ours
+from ..integration.record import ADAPTER, method_in
 from ..integration.rope import lengthened
 from .loading import load_tokenizer, load_weights, precision_of
 from .outlook import outlook, trained_line
@@ -71,23 +72,23 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
         OSError: there is no such model.
     """
     yield from installed_versions()
-    adapter = PreTrainedConfig.get_config_dict(model, _configuration_file="adapter_config.json")[0] if _adapter(model) else {}
+    adapter = PreTrainedConfig.get_config_dict(model, _configuration_file=ADAPTER)[0] if _adapter(model) else {}
     base = adapter.get("base_model_name_or_path") or model
     saved = PreTrainedConfig.get_config_dict(base)[0]
-    recorded = adapter.get("longattn") or (adapter.get(RECORD) or {}).get("longattn") or _section(saved)
-    if adapter and recorded is None:
+    method = method_in(adapter) or method_in(saved)
+    if adapter and method is None:
         yield Finding("method", "the adapter records no attention: if it was trained under a method, it runs without it", NOTE)
-    yield from kernels(recorded or {})
-    yield from engines(recorded, saved.get("architectures") or ())
+    yield from kernels(method)
+    yield from engines(method, saved.get("architectures") or ())
     try:
         config = AutoConfig.from_pretrained(base)
     except (ValueError, KeyError) as error:
         yield Finding("method", f"the config is refused: {error}", PROBLEM)
         return
     yield from lost_rotary_settings(saved, config)
-    yield from trained_length(recorded, config)
+    yield from trained_length(method, config)
     if not weights:
-        yield from what_runs(recorded, config)
+        yield from what_runs(method, config)
         return
     with warnings.catch_warnings(record=True) as caught, knowing():
         warnings.simplefilter("always", UserWarning)
@@ -101,7 +102,7 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
             return
     yield from (Finding("loading", str(w.message), NOTE) for w in caught if w.category is UserWarning)
     loaded = loaded.to(device).eval()
-    yield from what_runs(recorded, pretrained(loaded).config)
+    yield from what_runs(method, pretrained(loaded).config)
     yield from rotary_buffers(loaded)
     yield from positions(loaded, model)
 
@@ -125,13 +126,13 @@ def installed_versions() -> Iterator[Finding]:
     yield Finding("versions", ", ".join(stated))
 
 
-def kernels(section: Mapping[str, Any]) -> Iterator[Finding]:
+def kernels(method: LongAttnConfig | None) -> Iterator[Finding]:
     """Backends that are not here; one that the checkpoint insists on, and cannot have, is a problem."""
     missing = {
         "triton": None if find_spec("triton") else "triton is not installed",
         "flash": None if find_spec("flash_attn") or find_spec("flash_attn_interface") else "flash-attn is not installed",
     }
-    insists = section.get("backend", "auto")
+    insists = "auto" if method is None else method.backend
     if missing.get(insists):
         yield Finding("kernels", f"the checkpoint insists on backend {insists!r}: {missing[insists]}", PROBLEM)
     absent = [reason for reason in missing.values() if reason]
@@ -139,9 +140,9 @@ def kernels(section: Mapping[str, Any]) -> Iterator[Finding]:
     yield Finding("kernels", "; ".join([where, *absent]))
 
 
-def engines(section: Mapping[str, Any] | None, architectures: Sequence[str] = ()) -> Iterator[Finding]:
+def engines(method: LongAttnConfig | None, architectures: Sequence[str] = ()) -> Iterator[Finding]:
     """Engines that are installed here and would run a checkpoint with a method without it; strict ones they refuse."""
-    if section is None:
+    if method is None:
         return
     if any(name.startswith("LongAttn") for name in architectures):
         yield Finding("engines", "the checkpoint is strict: engines with code of their own refuse it")
@@ -159,14 +160,14 @@ def _plugged() -> bool:
     return any(chosen is None or name in chosen.split(",") for name in plugins)
 
 
-def what_runs(recorded: Mapping[str, Any] | None, config: Any) -> Iterator[Finding]:
+def what_runs(method: LongAttnConfig | None, config: Any) -> Iterator[Finding]:
     """Whether what a checkpoint records is what runs."""
     text = language_config(config)
     runs = text._attn_implementation
-    if recorded is None:
+    if method is None:
         yield Finding("method", "the checkpoint records none" + (f" and runs {runs}" if runs else ""))
         return
-    name = LongAttnConfig.from_dict(dict(recorded)).name
+    name = method.name
     section = getattr(text, "longattn", None)
     same = section is not None and LongAttnConfig.from_dict(dict(section)).name == name
     if not is_ours(runs) or not same:
@@ -174,7 +175,7 @@ def what_runs(recorded: Mapping[str, Any] | None, config: Any) -> Iterator[Findi
         yield Finding("method", f'{lost}. Load it with attn_implementation="longattn", and save it again', PROBLEM)
     else:
         yield Finding("method", f"{name}, as recorded")
-    if (trained := lengthened(config)) is not None and not LongAttnConfig.from_dict(dict(recorded)).key_bands:
+    if (trained := lengthened(config)) is not None and not method.key_bands:
         says = f"config.json announces {text.max_position_embeddings} tokens and keeps {trained} as the trained length"
         way_out = f"extend it anew, or set max_position_embeddings to {trained}"
         yield Finding("method", f"{says}, and {name} reads no further than that: {way_out}", PROBLEM)
@@ -183,10 +184,10 @@ def what_runs(recorded: Mapping[str, Any] | None, config: Any) -> Iterator[Findi
 # rotary settings --------------------------------------------------------------------------------------------------------
 
 
-def trained_length(section: Mapping[str, Any] | None, config: Any) -> Iterator[Finding]:
+def trained_length(method: LongAttnConfig | None, config: Any) -> Iterator[Finding]:
     """The length that the model was trained at, where that is from, and how far `extend` goes from there."""
     text = language_config(config)
-    known = trained.recorded(text, section)
+    known = trained.recorded(text, None if method is None else method.to_dict())
     yield Finding("trained", trained_line(known), NOTE if known.assumed or known.length is None else "ok")
     told = None if known.length == trained.trained(text).length else known.length
     try:
@@ -350,9 +351,4 @@ def _loss(model: Any, ids: Tensor, start: int) -> float:
 
 
 def _adapter(model: str) -> bool:
-    return cached_file(model, "adapter_config.json", _raise_exceptions_for_missing_entries=False) is not None
-
-
-def _section(saved: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    parts = [saved, *(v for v in saved.values() if isinstance(v, dict))]
-    return next((p["longattn"] for p in parts if isinstance(p.get("longattn"), dict)), None)
+    return cached_file(model, ADAPTER, _raise_exceptions_for_missing_entries=False) is not None

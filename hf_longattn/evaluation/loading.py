@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,8 +16,9 @@ from ..checks import check_dtype, check_finite, check_model
 from ..config import LongAttnConfig
 from ..integration import apply, config_of, rope
 from ..integration.model import knowing, running
-from ..integration.names import RECORD, is_ours, short
+from ..integration.names import is_ours, short
 from ..integration.planning import bound_config
+from ..integration.record import ADAPTER, method_in, saved_in
 from ..methods.method import SLOTS, ModelFacts
 from ..telling import warn
 from .settings import UNMODIFIED, Setting, parse_rope
@@ -176,8 +176,8 @@ def _with_adapter(model: Any, adapter: str) -> Any:
         from peft import PeftModel
     except ImportError:
         raise ImportError('adapters need peft: pip install "hf_longattn[train]"') from None
-    if not (Path(adapter) / "adapter_config.json").is_file():
-        raise ValueError(f"{adapter} holds no adapter: there is no adapter_config.json in it")
+    if not (Path(adapter) / ADAPTER).is_file():
+        raise ValueError(f"{adapter} holds no adapter: there is no {ADAPTER} in it")
     try:
         return PeftModel.from_pretrained(model, adapter)
     except RuntimeError as error:
@@ -214,11 +214,8 @@ def _adapters_method(setting: Setting, config: Any) -> LongAttnConfig | None:
     """The method that an adapter's folder records, if any."""
     if setting.adapter is None:
         return None
-    file = Path(setting.adapter) / "adapter_config.json"
-    saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    section = saved.get("longattn") or saved.get(RECORD, {}).get("longattn")
-    if section is not None:
-        return LongAttnConfig.from_dict(section)
+    if (method := method_in(saved_in(Path(setting.adapter) / ADAPTER))) is not None:
+        return method
     if not is_ours(config.get_text_config()._attn_implementation):
         warn(
             f"setting {setting.name!r}: the adapter in {setting.adapter} records no attention, so it is measured without "

@@ -21,6 +21,7 @@ from .layers import Layer, candidates_of, layers_of, pretrained
 from .masks import base_implementation, before
 from .names import is_ours, name_for
 from .planning import attach, no_layer, prepare, show_section
+from .record import follow
 from .rope import shorten
 from .state import LayerPlan, adapters_of, alone, plan_of, release, remember, set_plan, transaction, without_method
 from .trained import Trained, recorded
@@ -98,9 +99,9 @@ def change(model: PreTrainedModel) -> Iterator[None]:
     with transaction(model):
         yield
         config = running(model)
-        for adapter in (adapters := adapters_of(model)):
-            adapter.longattn = None if config is None else config.to_dict()
-        if adapters and any(isinstance(m.__dict__["_modules"].get("longattn"), LearnedParts) for m in model.modules()):
+        follow(model, config)
+        parts = [m.__dict__["_modules"].get("longattn") for m in model.modules()]
+        if adapters_of(model) and any(isinstance(part, LearnedParts) for part in parts):
             warn(
                 "the method's learned parameters came after the adapter, which will not save them: apply the method first, "
                 "then make the adapter",

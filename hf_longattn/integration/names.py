@@ -18,8 +18,6 @@ from ..methods.registry import LISTENERS, REMOVED, did_you_mean, method_names, r
 PREFIX = "hf_longattn."
 #: Before the class names in a strict checkpoint's config, which every other engine dispatches on and then refuses.
 TRIPWIRE = "LongAttn"
-#: The key of an adapter's config that records its model's attention, where the adapter's own type does not.
-RECORD = "hf_longattn"
 #: Combinations with a name of their own; any other goes by "longattn" and a longattn section.
 COMBINATIONS: tuple[str, ...] = (
     "infoscale+cosscale",

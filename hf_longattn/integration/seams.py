@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import LongAttnConfig
@@ -206,16 +205,6 @@ def _set_attn_implementation(
         prepare(self, verify=True)
 
 
-def _load_adapter(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    info = original(self, *args, **kwargs)
-    if lost := [key for key in getattr(info, "unexpected_keys", ()) if ".longattn." in key]:
-        raise NotImplementedError(
-            f"transformers {transformers.__version__} does not load the learned parameters of an adapter ({lost[0]}, ...): "
-            "load it with peft.AutoPeftModelForCausalLM.from_pretrained, or update transformers"
-        )
-    return info
-
-
 SEAMS = (
     Seam(
         PreTrainedConfig,
@@ -253,9 +242,6 @@ SEAMS = (
         "set_attn_implementation",
         _set_attn_implementation,
         "check and plan when the attention is switched",
-    ),
-    Seam(
-        PreTrainedModel, "load_adapter", _load_adapter, "older releases drop an adapter's learned parameters with a log line"
     ),
     Seam(
         "transformers.trainer:Trainer",

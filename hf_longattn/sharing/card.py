@@ -16,23 +16,21 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
 from ..config import LongAttnConfig
+from ..integration.record import ADAPTER, method_in, saved_in, type_of
 from ..methods.method import Method
 
 
-def contents(directory: Path) -> tuple[dict[str, Any], bool]:
-    """The saved config of a folder with a model or an adapter, and whether it is an adapter.
+def contents(directory: Path) -> tuple[dict[str, Any], LongAttnConfig]:
+    """The saved config of a folder with a model or an adapter (which has a peft_type), and the method that it asks for.
 
     Raises:
         ValueError: there is neither, or it records no attention.
     """
-    for name, adapter in (("adapter_config.json", True), ("config.json", False)):
-        if (path := directory / name).exists():
-            config = json.loads(path.read_text(encoding="utf-8"))
-            if not config.get("longattn"):
-                way_out = "train it with hf_longattn.LongAttnLoraConfig" if adapter else "apply one, then save the model"
-                raise ValueError(f"{path} records no hf_longattn method: {way_out}")
-            return config, adapter
-    raise ValueError(f"{directory} holds neither config.json nor adapter_config.json: save a model or an adapter there first")
+    if not (saved := saved_in(path := directory / ADAPTER) or saved_in(path := directory / "config.json")):
+        raise ValueError(f"{directory} holds neither config.json nor {ADAPTER}: save a model or an adapter there first")
+    if (config := method_in(saved)) is None:
+        raise ValueError(f"{path} records no hf_longattn method: apply one, then save the model or the adapter")
+    return saved, config
 
 
 @dataclass(frozen=True)
@@ -100,8 +98,8 @@ def model_card(
     Raises:
         ValueError: the folder records no method.
     """
-    saved, adapter = contents(directory)
-    config = LongAttnConfig.from_dict(saved["longattn"])
+    saved, config = contents(directory)
+    adapter = type_of(saved) if "peft_type" in saved else None
     base_model = base_model or hub_id(saved.get("base_model_name_or_path"))
     data = ModelCardData(
         base_model=base_model,
@@ -109,7 +107,7 @@ def model_card(
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         model_name=name.rpartition("/")[2],
-        tags=["hf_longattn", "long-context", *(m.name for m in config.methods), *(["lora"] if adapter else [])],
+        tags=["hf_longattn", "long-context", *(m.name for m in config.methods), *([adapter.lower()] if adapter else [])],
         eval_results=[
             EvalResult(
                 task_type="text-generation",
@@ -156,8 +154,8 @@ def source() -> tuple[str, str | None]:
     return f"pip install hf_longattn=={package.version}", stated
 
 
-def _opening(config: LongAttnConfig, adapter: bool, base_model: str | None) -> str:
-    what = "A LoRA adapter" if adapter else "A model"
+def _opening(config: LongAttnConfig, adapter: str | None, base_model: str | None) -> str:
+    what = f"An adapter ({adapter})" if adapter else "A model"
     _, address = source()
     package = f"[`hf_longattn`]({address})" if address else "`hf_longattn`"
     of = f" of [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
@@ -194,12 +192,10 @@ def _evaluation(facts: Facts) -> str:
     return f"## Evaluation\n\nOn {facts.evaluated_on}, by length:\n\n" + "\n".join(table)
 
 
-def _loading(name: str, adapter: bool, remote_code: bool) -> str:
+def _loading(name: str, adapter: str | None, remote_code: bool) -> str:
+    library, auto = ("peft", "AutoPeftModelForCausalLM") if adapter else ("transformers", "AutoModelForCausalLM")
     plain = (
         f"## Loading\n\n```bash\n{source()[0]}\n```\n\n```python\nimport hf_longattn  # registers the attention\n"
-        "from transformers import AutoModelForCausalLM\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n```'
+        f'from {library} import {auto}\n\nmodel = {auto}.from_pretrained("{name}")\n```'
     )
-    if adapter:
-        plain += "\n\n`peft.AutoPeftModelForCausalLM.from_pretrained` works as well, after the same import."
     return plain + ("\n\nWith `trust_remote_code=True` it loads without the import, too." if remote_code else "")
