@@ -21,6 +21,8 @@ from transformers import (
     PreTrainedModel,
     StaticCache,
 )
+from transformers.integrations.peft import MIN_PEFT_VERSION
+from transformers.utils import check_peft_version
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
@@ -42,6 +44,14 @@ def crossed(values: Iterable[Any], inner: Container[Any] | int) -> list[Any]:
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE, what: str = "") -> None:
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0.0, msg=lambda m: f"{what} {m}")
+
+
+def needs_adapters_of_transformers() -> None:
+    """Skip where transformers' own interface to adapters asks for a PEFT that is not here."""
+    try:
+        check_peft_version(min_version=MIN_PEFT_VERSION)
+    except ValueError as error:
+        pytest.skip(f"transformers {transformers.__version__}: {error}")
 
 
 @functools.cache

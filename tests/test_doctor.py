@@ -224,6 +224,18 @@ def test_an_adapter(sound: Path, tmp_path: Path) -> None:
     code, text = told(tmp_path / "ours")
     assert code == 0, text
     assert "rerope, as recorded" in text
+    code, text = told(tmp_path / "ours", "--no-weights")
+    assert code == 0, text
+    assert "rerope, which loading the adapter puts in" in text
+    hf_longattn.apply(AutoModelForCausalLM.from_pretrained(sound), "logn").save_pretrained(tmp_path / "other")
+    saved = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
+    shutil.copytree(tmp_path / "ours", tmp_path / "moved")
+    (tmp_path / "moved" / "adapter_config.json").write_text(
+        json.dumps(saved | {"base_model_name_or_path": str(tmp_path / "other")})
+    )
+    code, text = told(tmp_path / "moved", "--no-weights")
+    assert code == 1, text
+    assert "trained under rerope, and its base runs logn: loading refuses it" in text
     plain = AutoModelForCausalLM.from_pretrained(sound)
     peft.get_peft_model(plain, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "plain")
     assert "the adapter records no attention" in told(tmp_path / "plain")[1]

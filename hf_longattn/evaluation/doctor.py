@@ -75,7 +75,8 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
     adapter = PreTrainedConfig.get_config_dict(model, _configuration_file=ADAPTER)[0] if _adapter(model) else {}
     base = adapter.get("base_model_name_or_path") or model
     saved = PreTrainedConfig.get_config_dict(base)[0]
-    method = method_in(adapter) or method_in(saved)
+    own = method_in(saved)
+    method = method_in(adapter) or own
     if adapter and method is None:
         yield Finding("method", "the adapter records no attention: if it was trained under a method, it runs without it", NOTE)
     yield from kernels(method)
@@ -88,7 +89,13 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
     yield from lost_rotary_settings(saved, config)
     yield from trained_length(method, config)
     if not weights:
-        yield from what_runs(method, config)
+        if method is None or method == own:
+            yield from what_runs(method, config)
+        elif own is None:
+            yield Finding("method", f"{method.name}, which loading the adapter puts in")
+        else:
+            text = f"the adapter was trained under {method.name}, and its base runs {own.name}: loading refuses it"
+            yield Finding("method", text, PROBLEM)
         return
     with warnings.catch_warnings(record=True) as caught, knowing():
         warnings.simplefilter("always", UserWarning)

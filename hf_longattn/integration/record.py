@@ -24,7 +24,7 @@ ADAPTER = "adapter_config.json"
 #: The record: the method as `LongAttnConfig.to_dict` writes it; rotary settings where they are not those of the base
 #: checkpoint, or that is not known, and the base's; whether the base runs a method by itself, which stays on without adapters.
 RECORD = ("longattn", "rope_parameters", "base_rope_parameters", "base_has_method")
-#: What PEFT adds to modules_to_save: the learned parts of attention modules.
+#: The name of an attention module's learned parts, by which PEFT's modules_to_save knows them.
 LEARNED = "longattn"
 
 
@@ -44,7 +44,7 @@ def saved_in(file: Path) -> dict[str, Any]:
 
 
 def method_in(saved: Mapping[str, Any]) -> LongAttnConfig | None:
-    """The method that a saved config asks for, a model's or an adapter's; None: it asks for none."""
+    """The method that a saved config, or the `vars` of an adapter's, asks for; None: it asks for none."""
     name, section = saved.get("attn_implementation"), saved.get("longattn")
     names = name.values() if isinstance(name, dict) else [name]
     if (ours := next(filter(is_ours, names), None)) is not None:
@@ -64,19 +64,10 @@ def computed(config: LongAttnConfig | None, scheduled: Collection[str] = ()) -> 
 
 
 def record(adapter: Any, model: PreTrainedModel, runs: LongAttnConfig | None) -> None:
-    """Write the attention that a model runs into the config of its adapter; of a model without a method, take it out.
-
-    Raises:
-        ValueError: the adapter is a network beside the model, made once from the model's config.
-    """
+    """Write the attention that a model runs into the config of its adapter; of a model without a method, take it out."""
     if runs is None:
         vars(adapter).update(dict.fromkeys(RECORD))
-    elif adapter.peft_type == "SHADOW":
-        raise ValueError(
-            f"{type(adapter).__name__} makes a second network of the model's config, whose attention would not follow "
-            f"{runs.name} when that changes or is loaded: take another kind of adapter, or hf_longattn.remove(model)"
-        )
-    elif section_of(adapter) is None:
+    elif not vars(adapter).get("longattn"):
         checkpoint = _checkpoint(model)
         own, base = rope.settings_of(model), None if checkpoint is None else rope.settings_of(checkpoint)
         adapter.rope_parameters, adapter.base_rope_parameters = (own, base) if own != base else (None, None)
@@ -91,18 +82,21 @@ def follow(model: PreTrainedModel, runs: LongAttnConfig | None) -> None:
     """Let all adapters of a model record what it runs now."""
     configs = vars(model).get("peft_config") or {}
     for name, adapter in configs.items():
-        if section_of(adapter) is None:
-            if runs is None:
-                continue
+        if runs is not None and not vars(adapter).get("longattn"):
             configs[name] = copy.copy(adapter)  # one LoraConfig may serve several models
-        record(configs[name], model, runs)
+        if runs is not None or vars(adapter).get("longattn"):
+            record(configs[name], model, runs)
     for adapter in vars(model).get("longattn_adapters", ()):
         record(adapter, model, runs)
 
 
-def section_of(adapter: Any) -> dict[str, Any] | None:
-    """The method that an adapter's config records, as it stands there."""
-    return getattr(adapter, "longattn", None)
+def refuse_beside(adapter: Any, method: LongAttnConfig) -> None:
+    """Raise ValueError for an adapter that is a network beside the model, made once from the model's config."""
+    if adapter.peft_type == "SHADOW":
+        raise ValueError(
+            f"{type(adapter).__name__} makes a second network of the model's config, whose attention would not follow "
+            f"{method.name} when that changes or is loaded: take another kind of adapter, or hf_longattn.remove(model)"
+        )
 
 
 def has_learned(model: PreTrainedModel) -> bool:

@@ -25,26 +25,15 @@ except (ImportError, AttributeError) as error:
     raise ImportError('adapters need PEFT 0.21 or newer: pip install "hf_longattn[train]"') from error
 from peft.tuners.adaption_prompt import AdaptionPromptModel
 from peft.tuners.tuners_utils import BaseTuner
-from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, hotswap
+from peft.utils import ModulesToSaveWrapper, hotswap
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.peft import PeftAdapterMixin
 
 from ..config import LongAttnConfig
-from ..integration import apply, rope
+from ..integration import apply, record, rope
 from ..integration.model import knowing, running
-from ..integration.record import (
-    ADAPTER,
-    LEARNED,
-    RECORD,
-    computed,
-    has_learned,
-    record,
-    refused_type,
-    saved_in,
-    section_of,
-    type_of,
-)
+from ..integration.record import ADAPTER, LEARNED, RECORD, computed, method_in
 from ..integration.seam import Seam, install
 from ..integration.state import disable, enable, is_disabled, transaction
 from ..telling import warn
@@ -58,28 +47,23 @@ LongAttnLoraConfig = LoraConfig
 
 def _save_config(original: Any, self: PeftConfigMixin, save_directory: str, **kwargs: Any) -> None:
     original(self, save_directory, **kwargs)
-    if section_of(self) is not None:
+    if vars(self).get("longattn"):
         path = Path(save_directory) / ADAPTER
-        saved = saved_in(path)
-        saved |= {key: getattr(self, key) for key in RECORD} | {"peft_type": refused_type(saved["peft_type"])}
+        saved = record.saved_in(path) | {key: getattr(self, key) for key in RECORD}
+        saved["peft_type"] = record.refused_type(saved["peft_type"])
         path.write_text(json.dumps(saved, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def _from_json_file(original: Any, cls: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     saved: dict[str, Any] = original(cls, *args, **kwargs)
-    return saved | {"peft_type": type_of(saved)} if "peft_type" in saved else saved
+    return saved | {"peft_type": record.type_of(saved)} if "peft_type" in saved else saved
 
 
 def _from_peft_type(original: Any, cls: Any, **kwargs: Any) -> Any:
-    found = {key: kwargs.pop(key) for key in RECORD if key in kwargs}
+    found = {key: kwargs.pop(key, None) for key in RECORD}
     config = original(cls, **kwargs)
-    vars(config).update(found)
+    vars(config).update(found if found["longattn"] else {})
     return config
-
-
-def _method_of(config: Any) -> LongAttnConfig | None:
-    section = section_of(config)
-    return None if section is None else LongAttnConfig.from_dict(section)
 
 
 # an adapter joins a model ------------------------------------------------------------------------------------------------
@@ -93,33 +77,33 @@ def _joining(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
 
     Raises:
         TypeError: the config asks for a method, and this is no transformers model.
-        ValueError: as `_restore`; or the adapter cannot save the learned parameters of the model's method.
+        ValueError: as `_restore`; or the adapter cannot save the method's learned parameters, or not run the method.
     """
-    base, target = _base_of(model), _method_of(config)
+    base, target = _base_of(model), method_in(vars(config))
     if base is None:
         if target is not None:
             raise TypeError(f"the adapter was trained under {target.name}, which {type(model).__name__} cannot run")
         return config
-    runs = running(base)
-    if target is None and runs is None and not is_disabled(base):
+    if target is None and running(base) is None and not is_disabled(base):
         return config
     with transaction(base):
         if target is not None:
             _restore(config, target, base, others)
-        elif runs is not None and config.inference_mode and any(section_of(c) is not None for c in others):
+        runs = running(base)
+        assert runs is not None
+        record.refuse_beside(config, runs)
+        if target is None and config.inference_mode and any(method_in(vars(c)) for c in others):
             warn(f"the adapter records no attention, and runs under {runs.name}, as the model's other adapters do")
         config = copy.copy(config)  # one LoraConfig may serve several models
-        record(config, base, running(base))
-        if not has_learned(base):
-            return config
-        if hasattr(config, "modules_to_save"):
+        record.record(config, base, runs)
+        if record.has_learned(base) and hasattr(config, "modules_to_save"):
             config.modules_to_save = sorted({*(config.modules_to_save or ()), LEARNED})
-        elif not config.base_has_method:
+        elif record.has_learned(base) and not config.base_has_method:
             raise ValueError(
-                f"{type(config).__name__} has no modules_to_save, so the learned parameters of the model's method would not "
-                "be saved: use a kind of adapter that has, or save the model first and make the adapter on what you load"
+                f"{type(config).__name__} has no modules_to_save, so the learned parameters of {runs.name} would not be saved "
+                "with it: take a kind that has, or save the model first and make the adapter on what you load"
             )
-        return config
+    return config
 
 
 def _restore(config: Any, target: LongAttnConfig, model: PreTrainedModel, others: Collection[Any]) -> None:
@@ -131,15 +115,10 @@ def _restore(config: Any, target: LongAttnConfig, model: PreTrainedModel, others
     """
     now = running(model)
     if now is not None and now.replace(backend="auto") != target.replace(backend="auto"):
-        raise ValueError(
-            f"the adapter was trained under {target.name}, with parameters {config.longattn}, but the model runs "
-            f"{now.name} with {now.to_dict()}: load the base model without a method, or with the adapter's"
-        )
+        raise _other(target, now, "load the base model without a method, or with the adapter's")
     if now is None and others:
-        raise ValueError(
-            f"the adapter was trained under {target.name}, and the model's other adapters run without a method: give it a "
-            f"model of its own, or put {target.name} into this one first (hf_longattn.apply) if the others are to run under it"
-        )
+        way = f"give it a model of its own, or apply {target.name} to this one first if the others are to run under it"
+        raise ValueError(f"the adapter was trained under {target.name}, and the model's other adapters under no method: {way}")
     settings = rope.settings_of(model)
     turned = config.rope_parameters is not None and config.rope_parameters != settings
     if turned:
@@ -159,28 +138,35 @@ def _restore(config: Any, target: LongAttnConfig, model: PreTrainedModel, others
             ) from error
 
 
+def _other(trained: LongAttnConfig, runs: LongAttnConfig | None, way_out: str) -> ValueError:
+    now = "no method" if runs is None else f"{runs.name} with {runs.to_dict()}"
+    return ValueError(
+        f"the adapter was trained under {trained.name}, {trained.to_dict()}, but the model runs {now}: {way_out}"
+    )
+
+
 def _base_of(model: nn.Module) -> PreTrainedModel | None:
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
 
 
 def _inject_adapter(original: Any, self: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-    config = self.peft_config.pop(adapter_name)  # if it is refused: a model loaded by transformers would save it
+    config = self.peft_config.pop(adapter_name)  # where it is refused, it is not the model's
     self.peft_config[adapter_name] = _joining(config, model, self.peft_config.values())
     original(self, model, adapter_name, *args, **kwargs)
 
 
 def _add_adapter(original: Any, self: PeftModel, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
     if peft_config.is_prompt_learning:
-        peft_config = _followed(peft_config, self.base_model, self.peft_config.values())
+        peft_config = _following(peft_config, self.base_model, self.peft_config.values())
     original(self, adapter_name, peft_config, *args, **kwargs)
 
 
 def _add_adaption_prompt(original: Any, self: AdaptionPromptModel, adapter_name: str, config: Any) -> None:
-    original(self, adapter_name, _followed(config, self.model, self.peft_config.values()))
+    original(self, adapter_name, _following(config, self.model, self.peft_config.values()))
 
 
-def _followed(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
-    """`_joining` for kinds that PEFT leaves no trace of on the model, which they are to follow all the same."""
+def _following(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
+    """`_joining` for kinds that PEFT leaves no trace of on the model, whose changes they are to follow all the same."""
     config = copy.copy(_joining(config, model, others))
     if (base := _base_of(model)) is not None:
         vars(base)["longattn_adapters"] = [*vars(base).get("longattn_adapters", ()), config]
@@ -192,23 +178,17 @@ def _followed(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
 
 def _load_adapter(original: Any, self: PeftModel, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
     if adapter_name in self.peft_config:
-        _refuse_other_attention(self.get_base_model(), model_id, kwargs)
+        _check_weights(model_id, kwargs, self)
     return original(self, model_id, adapter_name, *args, **kwargs)
 
 
 def _load_into_transformers(
-    original: Any,
-    self: PreTrainedModel,
-    peft_model_id: Any = None,
-    adapter_name: str | None = None,
-    peft_config: Any = None,
-    *args: Any,
-    **kwargs: Any,
+    original: Any, self: Any, peft_model_id: Any = None, adapter_name: Any = None, peft_config: Any = None, **kwargs: Any
 ) -> Any:
     there = (adapter_name or "default") in (vars(self).get("peft_config") or ())
-    if peft_model_id is not None and (there or (peft_config is not None and section_of(peft_config) is None)):
-        _refuse_other_attention(self, peft_model_id, kwargs | (kwargs.get("adapter_kwargs") or {}))
-    info = original(self, peft_model_id, adapter_name, peft_config, *args, **kwargs)
+    if peft_model_id is not None and (there or not (peft_config is None or method_in(vars(peft_config)))):
+        _check_weights(peft_model_id, kwargs | (kwargs.get("adapter_kwargs") or {}), self)
+    info = original(self, peft_model_id, adapter_name, peft_config, **kwargs)
     if lost := [key for key in getattr(info, "unexpected_keys", ()) if f".{LEARNED}." in key]:
         raise NotImplementedError(
             f"transformers {transformers.__version__} does not load the learned parameters of an adapter ({lost[0]}, ...): "
@@ -217,33 +197,31 @@ def _load_into_transformers(
     return info
 
 
-def _refuse_other_attention(model: nn.Module, model_id: Any, options: dict[str, Any]) -> None:
-    """Where only the weights of an adapter are read, into one that is there: raise ValueError if they belong elsewhere."""
+def _check_weights(model_id: Any, options: dict[str, Any], model: nn.Module) -> None:
     try:
         config = PeftConfig.from_pretrained(model_id, **options)
     except ValueError:  # there are only weights, which say nothing
         return
-    _refuse_unlike(config, _base_of(model))
-
-
-def _refuse_unlike(config: Any, model: PreTrainedModel | None) -> None:
-    target, runs = _method_of(config), None if model is None else running(model)
-    if target is not None and computed(target, ("strength",)) != computed(runs, ("strength",)):  # schedules set that
-        now = "no method" if runs is None else f"{runs.name} with {runs.to_dict()}"
-        raise ValueError(
-            f"the adapter was trained under {target.name}, with parameters {config.longattn}, but the model runs {now}, and "
-            "only its weights would be read: load it into a base model of its own (PeftModel.from_pretrained)"
-        )
+    base = _base_of(model)
+    _refuse_weights(config, None if base is None else running(base))
 
 
 def _check_hotswap(original: Any, config0: Any, config1: Any) -> None:
     original(config0, config1)
-    mine, its = (computed(_method_of(config)) for config in (config0, config1))
-    if its is not None and mine != its:
-        raise ValueError(
-            f"the adapter was trained under {config1.longattn}, but the model runs {section_of(config0) or 'no method'}: "
-            "hotswapping exchanges weights alone. Load it into a base model of its own (PeftModel.from_pretrained)"
-        )
+    _refuse_weights(config1, method_in(vars(config0)))
+    if LEARNED in (config1.modules_to_save or ()):
+        raise ValueError("hotswapping exchanges LoRA's weights alone, and this adapter has a method's learned parameters too")
+
+
+def _refuse_weights(config: Any, runs: LongAttnConfig | None) -> None:
+    target, scheduled = method_in(vars(config)), ("strength",)
+    if target is not None and computed(target, scheduled) != computed(runs, scheduled):
+        raise _other(target, runs, "only its weights would be read. Load it into a base model (PeftModel.from_pretrained)")
+
+
+def _convert_from_start(original: Any, cls: Any, model: Any, config: Any, path: Any, weights: Any, kwargs: Any) -> Any:
+    """PEFT drops what is in modules_to_save."""
+    return weights | original(cls, model, config, path, weights, kwargs)
 
 
 def _convert_to_lora(original: Any, model: nn.Module, rank: float, adapter_name: str = "default", **kwargs: Any) -> Any:
@@ -252,7 +230,7 @@ def _convert_to_lora(original: Any, model: nn.Module, rank: float, adapter_name:
     source = getattr(model, "peft_config", {}).get(adapter_name)
     vars(config).update({key: getattr(source, key, None) for key in RECORD})
     for name, module in model.named_modules():
-        if isinstance(module, AuxiliaryTrainingWrapper) and name.endswith(f".{LEARNED}"):
+        if isinstance(module, ModulesToSaveWrapper) and name.endswith(f".{LEARNED}"):
             weights = {key: value for key, value in weights.items() if not key.startswith(f"{name}.")}
             own = module.adapter_state_dict(adapter_name, module.state_dict())
             weights |= {f"{name}.{key}": value for key, value in own.items()}
@@ -264,7 +242,7 @@ def _convert_to_lora(original: Any, model: nn.Module, rank: float, adapter_name:
 
 def _off(configs: dict[str, Any], model: nn.Module) -> None:
     """Let a model without its adapters be the base model again: without their method, and with the base's rotation."""
-    config = next((c for c in configs.values() if section_of(c) is not None), None)
+    config = next((c for c in configs.values() if vars(c).get("longattn")), None)
     if config is not None and not config.base_has_method:
         disable(model, config.base_rope_parameters)
 
@@ -300,7 +278,11 @@ def _enable_adapter_layers(original: Any, self: BaseTuner) -> None:
 
 def _unload(original: Any, self: BaseTuner, *args: Any, **kwargs: Any) -> Any:
     _on(self.model)
-    return original(self, *args, **kwargs)
+    model = original(self, *args, **kwargs)
+    for module in model.modules():
+        if isinstance(part := module._modules.get(LEARNED), ModulesToSaveWrapper):  # LNTuning leaves it
+            setattr(module, LEARNED, part.unload_and_optionally_merge_module(True, False, None))
+    return model
 
 
 def _disable_adapters(original: Any, self: PreTrainedModel) -> None:
@@ -317,31 +299,33 @@ def _enable_adapters(original: Any, self: PreTrainedModel) -> None:
 
 
 SEAMS = (
-    Seam(PeftConfigMixin, "save_pretrained", _save_config, "the attention is saved, under a type that PEFT alone refuses"),
-    Seam(PeftConfigMixin, "from_json_file", _from_json_file, "here that type is PEFT's own again"),
-    Seam(PeftConfigMixin, "from_peft_type", _from_peft_type, "the attention would be dropped with a warning"),
-    Seam(
-        BaseTuner,
-        "inject_adapter",
-        _inject_adapter,
-        "an adapter must record the attention that it is made under, or restore the one that it recorded",
-    ),
-    Seam(PeftModel, "add_adapter", _add_adapter, "the same for prompts, which are not injected"),
-    Seam(AdaptionPromptModel, "add_adapter", _add_adaption_prompt, "the same for adaption prompts"),
-    Seam(PeftModel, "load_adapter", _load_adapter, "of an adapter that is there, it reads weights alone, of any attention"),
+    Seam(PeftConfigMixin, "save_pretrained", _save_config, "PEFT saves no attention; and alone it must refuse what has one"),
+    Seam(PeftConfigMixin, "from_json_file", _from_json_file, "the type that PEFT alone refuses would be refused here too"),
+    Seam(PeftConfigMixin, "from_peft_type", _from_peft_type, "the attention in a file would be dropped with a warning"),
+    Seam(BaseTuner, "inject_adapter", _inject_adapter, "a new adapter would record no attention, a loaded one get none"),
+    Seam(PeftModel, "add_adapter", _add_adapter, "nor would prompts, which are not injected"),
+    Seam(AdaptionPromptModel, "add_adapter", _add_adaption_prompt, "nor would adaption prompts"),
+    Seam(PeftModel, "load_adapter", _load_adapter, "into an adapter that is there it loads weights of any attention"),
     Seam(
         PreTrainedModel,
         "load_adapter",
         _load_into_transformers,
-        "the same; older releases drop an adapter's learned parameters with a log line",
+        "the same; and older releases drop an adapter's learned parameters with a log line",
     ),
-    Seam(hotswap, "check_hotswap_configs_compatible", _check_hotswap, "the same where weights are exchanged"),
-    Seam(conversion, "convert_to_lora", _convert_to_lora, "the new config would record no attention"),
+    Seam(hotswap, "check_hotswap_configs_compatible", _check_hotswap, "weights of any attention would be exchanged"),
+    Seam(conversion, "convert_to_lora", _convert_to_lora, "the adapter's new config would record no attention"),
+    Seam(
+        LoraModel,
+        "_convert_state_dict_for_initial_model",
+        _convert_from_start,
+        "PiSSA as plain LoRA would lose a method's learned parameters",
+    ),
     Seam(PeftModel, "disable_adapter", _disable_adapter, "a base without its adapter runs its own attention"),
-    Seam(BaseTuner, "disable_adapter_layers", _disable_adapter_layers, "the same"),
+    Seam(BaseTuner, "disable_adapter_layers", _disable_adapter_layers, "the same where layers are switched"),
     Seam(BaseTuner, "enable_adapter_layers", _enable_adapter_layers, "the same, back"),
-    Seam(BaseTuner, "_unload_and_optionally_merge", _unload, "the same: what is merged runs the method"),
-    Seam(PeftAdapterMixin, "disable_adapters", _disable_adapters, "the same in transformers"),
+    Seam(BaseTuner, "merge_and_unload", _unload, "what is merged while switched off would stay without the method"),
+    Seam(BaseTuner, "unload", _unload, "the same without merging"),
+    Seam(PeftAdapterMixin, "disable_adapters", _disable_adapters, "a base without its adapter runs its own attention"),
     Seam(PeftAdapterMixin, "enable_adapters", _enable_adapters, "the same, back"),
 )
 install(*SEAMS)
