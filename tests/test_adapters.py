@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from cases import CASES
-from helpers import close, crossed, multimodal, needs_adapters_of_transformers, picture, stock, tokens
+from helpers import by_transformers, close, crossed, multimodal, needs_adapters_of_transformers, picture, stock, tokens
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -61,16 +60,6 @@ def disturbed(model: Any) -> Any:
             if p.requires_grad and ".longattn." in name:
                 p += 0.3 * torch.rand(p.shape, generator=generator)
     return model
-
-
-def by_transformers(path: Path) -> Any:
-    """The adapter's folder given to transformers; None where that release cannot load learned parameters, and says so."""
-    try:
-        return AutoModelForCausalLM.from_pretrained(path)
-    except NotImplementedError as error:
-        if transformers.__version__ >= "5.23" or "does not load the learned parameters of an adapter" not in str(error):
-            raise
-        return None
 
 
 LOADERS = {
@@ -383,8 +372,9 @@ def test_an_adapter_that_records_a_method_beside_one_that_has_none(bases: dict[s
     assert torch.equal(logits(plain), want)
     peft.get_peft_model(AutoModelForCausalLM.from_pretrained(bases["llama"]), lora()).save_pretrained(tmp_path / "plain")
     m = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="records no attention, and runs under scale_invariant, as the model's other"):
+    with pytest.warns(UserWarning, match="records no attention, and runs under scale_invariant, as the model's other") as told:
         m.load_adapter(tmp_path / "plain", "plain")
+    assert __file__ in {x.filename for x in told if "records no attention" in str(x.message)}
 
 
 def test_trainer_checkpoints(bases: dict[str, Path], tmp_path: Path) -> None:
