@@ -22,13 +22,13 @@ from ..config import LongAttnConfig
 from ..integration import apply, config_of, rope
 from ..integration.classes import kinds_of, own_class
 from ..integration.model import knowing, running
-from ..integration.names import RECORD, is_ours, short
+from ..integration.names import is_ours, short
 from ..integration.planning import bound_config
+from ..integration.record import ADAPTER, method_in, saved_in
 from ..methods.method import SLOTS, ModelFacts
 from ..telling import warn
 from .settings import UNMODIFIED, Setting, parse_rope
 
-ADAPTER = "adapter_config.json"
 #: What a checkpoint may hold beside config, weights and tokenizer: of processors, and of sentence-transformers.
 COMPANIONS: tuple[str, ...] = (
     "preprocessor_config.json",
@@ -352,11 +352,8 @@ def _adapters_method(setting: Setting, config: Any) -> LongAttnConfig | None:
     """The method that an adapter's folder records, if any."""
     if setting.adapter is None:
         return None
-    file = Path(setting.adapter) / "adapter_config.json"
-    saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    section = saved.get("longattn") or saved.get(RECORD, {}).get("longattn")
-    if section is not None:
-        return LongAttnConfig.from_dict(section)
+    if (method := method_in(saved_in(Path(setting.adapter) / ADAPTER))) is not None:
+        return method
     if not is_ours(config.get_text_config()._attn_implementation):
         warn(
             f"setting {setting.name!r}: the adapter in {setting.adapter} records no attention, so it is measured without "
