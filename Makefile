@@ -7,6 +7,8 @@ VLLM := .venv-vllm
 BIN := $(VENV)/bin
 # Each process goes through files of its own, so that what a file prepares is prepared once.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# T: one area, fast and without the gate: a file or folder (T=positions, T=tests/test_positions.py), else pytest's -k (T=attention).
+AREA = $(if $(T),$(or $(wildcard $(T) tests/$(T) tests/test_$(T).py),-k "$(T)"))
 PACKAGES = import sysconfig; print(sysconfig.get_path("purelib"))
 
 .PHONY: demo test check lint docs bench report theory reproduce gpu engines vllm conformance coverage-models test-oldest test-newest wheel release-check clean
@@ -15,14 +17,14 @@ PACKAGES = import sysconfig; print(sysconfig.get_path("purelib"))
 demo: $(VENV)/.demo  ## a real model under the method: run, measure, adapt, save, reload (ARGS="--help" for options)
 	$(BIN)/python recipes/demo/run.py $(ARGS)
 
-test: lint  ## everything: format, lint, types, imports, all tests
-	$(BIN)/ruff format --check .
-	$(PYTEST)
+test: $(if $(T),$(VENV)/.dev,lint)  ## everything: format, lint, types, imports, all tests (T=AREA: the tests of one area)
+	$(if $(T),,$(BIN)/ruff format --check .)
+	$(PYTEST) $(AREA)
 
-check: $(VENV)/.dev  ## the inner loop: formats in place, then lint, types, imports, fast tests
-	$(BIN)/ruff format .
-	@$(MAKE) --no-print-directory lint
-	$(PYTEST) -q -m "not slow and not crossed"
+check: $(VENV)/.dev  ## the inner loop: formats in place, then lint, types, imports, fast tests (T=AREA: the tests of one area)
+	$(if $(T),,$(BIN)/ruff format .)
+	$(if $(T),,@$(MAKE) --no-print-directory lint)
+	$(PYTEST) -q -m "not slow and not crossed" $(AREA)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

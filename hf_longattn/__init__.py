@@ -19,7 +19,8 @@ from .deferred import when_imported
 if TYPE_CHECKING:
     from . import methods as methods
     from .attention.attend import attention as attention
-    from .attention.reference import reference_attention as reference_attention
+    from .attention.attend import reference_attention as reference_attention
+    from .attention.kernels.precision import fast_dtype as fast_dtype
     from .attention.rotary import Rotation as Rotation
     from .config import LongAttnConfig as LongAttnConfig
     from .evaluation.calibrate import Measurements as Measurements
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
 #: Public names by the module that holds them.
 _NAMES = {
     "sharing.adapters": ("LongAttnLoraConfig",),
-    "attention.attend": ("attention",),
+    "attention.attend": ("attention", "reference_attention"),
+    "attention.kernels.precision": ("fast_dtype",),
     "evaluation.calibrate": ("Measurements", "calibrate", "measure"),
     "config": ("LongAttnConfig",),
     "evaluation.measures.capture": ("capture",),
@@ -57,7 +59,6 @@ _NAMES = {
     "integration.jumps": ("masks_of_jumps",),
     "methods.adaptive_temperature": ("fit_adaptive_temperature",),
     "methods.registry": ("register",),
-    "attention.reference": ("reference_attention",),
     "attention.rotary": ("Rotation",),
 }
 #: Modules that are known without the folder that they are in.

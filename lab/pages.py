@@ -17,6 +17,7 @@ from hf_longattn.evaluation.report.page import shown
 from hf_longattn.evaluation.rows import RowFile
 from hf_longattn.evaluation.statistics import mean_interval
 from lab.markdown import Contents, fill_pages, filled, table
+from lab.papers import coverage
 from lab.papers import tables as papers
 from lab.pretrained import copies, longer_on_model, methods_on_model, needles_on_model, reading_far, regret, trained
 from lab.pretrained.longer_on_model import summary
@@ -169,7 +170,7 @@ def contents() -> Contents:
         "headline": headline,
     }
     pretrained = (copies, longer_on_model, methods_on_model, needles_on_model, reading_far, regret, trained)
-    for measured in (papers, *pretrained, speed, vllm_speed):
+    for measured in (papers, coverage, *pretrained, speed, vllm_speed):
         own |= measured.contents()
     return own
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads only cost; torch reads it when it is imported
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton kernels run on the CPU; it must be set before triton is imported
 
 import pytest
@@ -18,16 +21,27 @@ from helpers import stock
 logging.getLogger("torch.__trace").propagate = False  # pytest would capture, and torch format, megabytes of traces
 
 
+PACKAGE = Path(__file__).parents[1] / "hf_longattn"
+AREAS = {folder.name for folder in PACKAGE.iterdir() if folder.is_dir()}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """-k attention: also the tests of files that import from hf_longattn.attention."""
+    for item in items:
+        item.extra_keyword_matches |= areas(item.path)
+
+
+@functools.cache
+def areas(file: Path) -> set[str]:
+    return AREAS & set(re.findall(r"\bhf_longattn\.(\w+)", file.read_text(encoding="utf-8")))
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    torch.set_num_threads(1)  # tiny tensors: threads only cost
 
 
 class Checkpoints(dict[str, Path]):

@@ -320,7 +320,7 @@ def _close(what: str, logits: Tensor, wanted: Tensor) -> float:
 
 
 def off(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max() / b.abs().max())
+    return float("inf") if a.shape != b.shape else float((a - b).abs().max() / b.abs().max())
 
 
 def _refusal(model: Any, config: LongAttnConfig) -> str:

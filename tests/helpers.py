@@ -60,7 +60,7 @@ def stock(family: str) -> PreTrainedModel:
     return copy.deepcopy(_base(family))
 
 
-@functools.cache
+@functools.lru_cache(32)  # each living model makes applying a method to another one a little slower
 def model(family: str, config: LongAttnConfig, backend: str | None = None) -> PreTrainedModel:
     """The same weights under a method. Shared between tests: leave it as it is, or take `fresh`."""
     return hf_longattn.apply(stock(family), config.replace(backend=backend or config.backend))

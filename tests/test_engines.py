@@ -10,9 +10,11 @@ import pytest
 import torch
 from cases import CASES, DEFAULT, FAMILIES, WINDOW
 from helpers import TOLERANCE, crossed, fresh, tokens
+from tiny_configs import families, tiny
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+import hf_longattn
 from hf_longattn.integration.caches import PAGES
 
 # continuous batching -------------------------------------------------------------------------------------------------
@@ -132,3 +134,10 @@ def test_batched_requests_with_learned_parts(monkeypatch: pytest.MonkeyPatch) ->
     for layer in m.model.layers:
         layer.self_attn.longattn.temperature.weight.data.uniform_(0.5, 2.0)
     check_batching(m, prompts(5, 3 * WINDOW, 2), monkeypatch, new=WINDOW)
+
+
+@batching
+@pytest.mark.parametrize("case", ["scale_invariant", "rerope"])
+def test_batched_requests_of_a_model_that_hands_no_positions_on(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    m = AutoModelForCausalLM.from_config(tiny(families()["persimmon"])).eval()
+    check_batching(hf_longattn.apply(m, CASES[case]), prompts(5, 21, 2), monkeypatch, new=3)

@@ -31,6 +31,7 @@ from hf_longattn.attention.kernels.lowered import KVSegment, LoweredAttention
 from hf_longattn.attention.kernels.spec import KernelCall, LogitSpec, Result
 from hf_longattn.attention.rotary import Rotation
 from hf_longattn.attention.tables import SHARED, TableCache
+from hf_longattn.checks import DTYPES
 
 #: From one block for everything to one of the fewest rows.
 BLOCKS = [1 << 21, 3000, 64]
@@ -499,7 +500,18 @@ def test_which_cpu_multiplies_bfloat16(
 
 
 def test_this_cpu_is_asked_without_an_error() -> None:
-    assert precision.fast_dtype() in ("bfloat16", "float32")
+    assert hf_longattn.fast_dtype() in ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize("units", [False, True])
+def test_what_a_device_multiplies_fast(units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: units)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: units and not including_emulation)
+    fast = {"float32"} | ({"bfloat16"} if units else set())
+    for device, more in (("cpu", set()), (torch.device("cuda", 1), {"float16"}), ("mps", {"float16", "bfloat16"})):
+        found = {name for name in DTYPES if precision.multiplies_fast(name, device)}
+        assert found == fast | more, device
+        assert hf_longattn.fast_dtype(device) == ("bfloat16" if "bfloat16" in found else "float32")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import json
@@ -707,14 +708,38 @@ def test_describe_other_models() -> None:
     assert "logit_mean=<4 values>" in str(layered)
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_a_checkpoint_of_a_method_that_is_gone_is_refused_by_name(alone: bool, tmp_path: Path) -> None:
-    hf_longattn.apply(
-        stock("llama"), "output_standardise" if alone else "logn+output_standardise", deviation=0.4
-    ).save_pretrained(tmp_path)
-    text = (tmp_path / "config.json").read_text().replace("hf_longattn.output_standardise", "hf_longattn.output_gain")
-    saved = json.loads(text)
-    saved["longattn"]["output_norm"] = {"name": "output_gain", "gain": 1.2, "learned": True}
-    (tmp_path / "config.json").write_text(json.dumps(saved))
-    with pytest.raises(ValueError, match=r"'output_gain' was removed: .*hf_longattn 0\.1\.0 .*fold\(model\)"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
+# combinations and parameters, by name ------------------------------------------------------------------------------------
+
+
+def test_any_combination_goes_by_its_name(base: Path, tmp_path: Path) -> None:
+    name, parameters = "rerope+infoscale", {"window": 7, "train_length": 16}
+    want = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(base), name, **parameters).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(base, attn_implementation=name, longattn=parameters).eval()
+    switched = AutoModelForCausalLM.from_pretrained(base, attn_implementation="infoscale+rerope", longattn=parameters).eval()
+    loaded.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["attn_implementation"] == f"hf_longattn.{name}"
+    code = f"""
+import hf_longattn, torch, sys
+from transformers import AutoModelForCausalLM
+m = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}).eval()
+torch.save(m(torch.load({str(tmp_path / "ids.pt")!r})).logits, {str(tmp_path / "logits.pt")!r})
+"""
+    torch.save(tokens(), tmp_path / "ids.pt")
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with torch.no_grad():
+        logits = want(tokens()).logits
+        for other in (loaded, switched):
+            close(other(tokens()).logits, logits, 0.0)
+    close(torch.load(tmp_path / "logits.pt"), logits)
+
+
+def test_names_and_parameters_that_are_wrong_say_what_is_meant(base: Path) -> None:
+    load = functools.partial(AutoModelForCausalLM.from_pretrained, base)
+    with pytest.raises(TypeError, match=r"window is for the method.*pass longattn=\{'window': 7\}"):
+        load(attn_implementation="rerope+infoscale", window=7)
+    with pytest.raises(TypeError, match=r"pass longattn=\{'tau': 3"):
+        AutoModelForCausalLM.from_config(load().config, attn_implementation="scale_invariant", tau=3.0)
+    with pytest.raises(ValueError, match=r"'infoscal' is no method; did you mean 'infoscale'"):
+        load(attn_implementation="rerope+infoscal")
+    with pytest.raises(ValueError, match=r"both fill|two methods|temperature"):
+        load(attn_implementation="logn+infoscale")

@@ -139,6 +139,34 @@ def test_infoscale_with_its_own_entropy_holds_it_as_the_page_says() -> None:
     assert f"A single row's entropy deviates by {deviation:.1f} nats" in told
 
 
+@pytest.mark.parametrize("alpha", [2.0, 8.0, 16.0])
+def test_entropy_on_a_sphere_is_that_of_drawn_keys(theory: Any, alpha: float) -> None:
+    """Eq. 9 of Li et al., and how far its Laplace and Taylor forms are from it: v = α / d at λ = 1."""
+    keys = torch.randn(20_000, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    cosines = torch.nn.functional.normalize(keys, dim=-1)[:, 0]  # to a query along the first axis
+    drawn = float(torch.special.entr(torch.softmax(alpha * cosines, 0)).sum()) - math.log(len(keys))
+    exact = theory.on_a_sphere(alpha, 64)
+    assert exact == pytest.approx(drawn, abs=0.05)
+    t = (alpha / 64) ** 2
+    assert abs(theory.by_laplace(t, 64) - exact) < 0.01
+    if alpha == 16.0:
+        assert exact - theory.by_taylor(t, 64) > 0.1
+
+
+def test_infoscale_on_its_own_premise_is_what_the_pages_say() -> None:
+    found = json.loads((ROOT / "docs" / "theory" / "theory.json").read_text(encoding="utf-8"))["premise"]
+    curves, growth = found["products"], found["growth"].values()
+    short = {p: a - b for p, a, b in zip(curves["product"], curves["quadrature"], curves["taylor"], strict=True)}
+    shares = {k: [f"{g[k] / g['plain']:.2f}" for g in growth] for k in ("published", "own entropy")}
+    lab, method = page("attention.md", "lab"), page("infoscale.md")
+    for told in (lab, method):
+        assert f"{short[0.3]:.2f} nats" in told
+        assert f"{short[0.6]:.1f} nats" in told
+    assert f"| 0 | {', '.join(shares['published'])} |" in lab
+    assert f"| 0 | {', '.join(shares['own entropy'])} |" in lab
+    assert " to ".join(shares["published"][::2]) in method.replace(" %", "")
+
+
 def test_rope_under_cosscale_is_what_the_rotation_gives() -> None:
     """Theorem 3.5 under its premise in closed form: cos(q, R_t k) is η m_t, m_t the mean of cos(t θ), and a random rest."""
     t, i = torch.arange(1024.0)[:, None], torch.arange(64.0)

@@ -30,7 +30,7 @@ KINDS = ("sinks", "alibi", "infoscale", "mapped+adaptive", "adaptive_saturated",
 INNER = ("sinks", "rerope", "adaptive_temperature")
 
 #: Their parameters are those of four layers.
-BY_LAYER = ("calibrated", "attention_sink", "output_gain", "output_standardise", "leaky_by_layer")
+BY_LAYER = ("calibrated", "attention_sink", "output_standardise", "leaky_by_layer")
 
 
 def built(family: str, case: str, **changes: Any) -> Any:

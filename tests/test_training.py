@@ -436,6 +436,7 @@ REFUSED = {
     "no distill: the teacher": ["parallel.sequence=2", "distill.weight=0.5"],
     "positions: plain": ["parallel.sequence=2", "positions=skip"],
     "parallel.shard needs several processes": ["parallel.shard=true"],
+    "parallel.shard needs weights of one precision": ["parallel.shard=true", "dtype=bfloat16"],
     "parallel.shard and trainer.fp16": ["parallel.shard=true", "trainer.fp16=true"],
     "label_smoothing_factor does not reach": ["trainer.label_smoothing_factor=0.1"],
     "has a row whose 'number' is 0 and no text": ["data=TABLE", "hub.column=number"],
@@ -887,9 +888,10 @@ def test_plan_says_what_is_multiplied_and_whether_slowly(
             ({"dtype": "float32"}, "weights in float32, multiplied in float32"),
             ({"trainer.bf16": "true"}, "weights in float32, multiplied in bfloat16"),
             ({"dtype": "bfloat16"}, "weights in bfloat16, multiplied in bfloat16"),
+            ({"dtype": "auto"}, "weights in {0}, multiplied in {0}".format("bfloat16" if fast else "float32")),
         ]
     ):
         overrides = [*settings(tiny, tmp_path / f"{n}"), "trainer.use_cpu=true", *(f"{k}={v}" for k, v in change.items())]
         lines = plan(prepare(load_recipe("continue_lora", overrides)))
         assert told in lines
-        assert ("float32 is faster" in lines) is (n > 0 and not fast)
+        assert ("float32 is faster" in lines) is ("in bfloat16" in told and not fast)

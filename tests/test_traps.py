@@ -38,14 +38,15 @@ from transformers.models.gemma3 import modeling_gemma3 as gemma3
 import hf_longattn
 from hf_longattn.integration.caches import CACHE, PAGES
 from hf_longattn.integration.masks import base_implementation
-from hf_longattn.integration.names import PREFIX, aliases, is_ours
+from hf_longattn.integration.names import PREFIX, is_ours
+from hf_longattn.methods.registry import method_names
 
 CONFIG = CASES[DEFAULT]
 
 
 def test_every_name_has_a_mask_function() -> None:
     """Without one, padding, packing and causality are lost in silence."""
-    for alias in aliases():
+    for alias in ("longattn", *method_names()):
         for name in (alias, PREFIX + alias):
             assert name in AttentionInterface()
             assert name in AttentionMaskInterface()
@@ -54,7 +55,7 @@ def test_every_name_has_a_mask_function() -> None:
 
 def test_no_name_is_taken_for_another_kind() -> None:
     """transformers decides by substrings of the name."""
-    for alias in aliases():
+    for alias in ("longattn", *method_names()):
         assert not any(word in alias for word in ("flash", "sdpa", "flex_attention", "paged", "/", ":", "|"))
 
 
@@ -378,8 +379,23 @@ def test_missing_mask_raises() -> None:
     """What context parallelism does: it takes the mask away and sets is_causal."""
     m = model("llama", CONFIG)
     x = torch.zeros(1, 3, 32)
-    with pytest.raises(NotImplementedError, match=r"mask did not arrive.*Context parallelism"):
-        m.model.layers[0].self_attn(x, m.model.rotary_emb(x, torch.arange(3)[None]), None, is_causal=True)
+    for is_causal, reason in ((True, "Context parallelism"), (None, "called by itself")):
+        with pytest.raises(NotImplementedError, match=rf"no attention mask arrived.*{reason}"):
+            m.model.layers[0].self_attn(x, m.model.rotary_emb(x, torch.arange(3)[None]), None, is_causal=is_causal)
+
+
+def test_reading_in_both_directions_is_refused() -> None:
+    """transformers makes encoders of decoders by config.is_causal; beside padding it hands a mask on that shows the future."""
+    m, ids = fresh("llama", CONFIG), tokens(1, 9)
+    with pytest.raises(ValueError, match="read in both directions"):
+        m(ids, is_causal=False)
+    m.config.is_causal = False
+    for given in ({}, {"attention_mask": torch.ones_like(ids)}):
+        with pytest.raises(ValueError, match="read in both directions"):
+            m(ids, **given)
+    hf_longattn.remove(m)
+    with pytest.raises(ValueError, match=r"cannot go into LlamaForCausalLM.*read in both directions"):
+        hf_longattn.apply(m, CONFIG)
 
 
 def test_continuous_batching_keeps_the_method(monkeypatch: pytest.MonkeyPatch) -> None:

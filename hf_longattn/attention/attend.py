@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from .kernels.lowered import Kernel, LoweredAttention
 from .kernels.spec import MASK_VALUE, Result
 from .kernels.tiled import tempered
 from .lowering import lower
-from .reference import dense_attention, finish
+from .reference import dense_attention
 from .rotary import Rotation
+from .stages import finish
 from .tracing import keepable
 
 #: Every kernel by its name, in the order in which "auto" asks them.
@@ -77,6 +79,13 @@ def attention(
             sink_logits,
         )
     )
+
+
+def reference_attention(*args: Any, backend: str = "reference", **kwargs: Any) -> Tensor:
+    """`attention` by its definition, in the dtype it is given; the same arguments."""
+    if backend != "reference":
+        raise ValueError(f"reference_attention is the reference; backend={backend!r} belongs to hf_longattn.attention")
+    return attention(*args, **kwargs | {"backend": backend})
 
 
 def attend(call: Call) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..config import LongAttnConfig
 from ..methods.base import Band
 from .geometry import Rows
-from .reference import require_rotation
 from .rotary import Rotation
+from .stages import require_rotation
 from .tables import TableCache
 
 

@@ -21,7 +21,7 @@ from .call import Call
 from .geometry import Rows
 from .kernels.spec import MASK_VALUE
 from .lowering import FEW_QUERIES, distance_tables, table_length
-from .reference import finish, joint_sink
+from .stages import finish, joint_sink
 from .tracing import keepable
 
 #: Elements of keys that are worked on at a time where more than a product is to be done with them: what a core's cache holds.

@@ -4,8 +4,7 @@
     spec       the logits: score, softcap, length temperature and logit map
     finish     what comes after the weighted sum of values
 
-Attention runs every segment and merges by logsumexp; diagnostics ask for the logits. `reference.py` knows nothing of this: it
-is the definition that both are tested against.
+Attention runs every segment and merges by logsumexp; diagnostics ask for the logits.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .geometry import Rows
 from .kernels.lowered import KVSegment, LoweredAttention
 from .kernels.spec import LogitSpec
 from .kernels.triton import MARGIN
-from .reference import length_factor, require_rotation, sink_of
+from .stages import length_factor, require_rotation, sink_of
 from .tables import SHARED, TableCache
 from .tracing import keepable, readable
 

@@ -14,7 +14,7 @@ from .kernels.lowered import KVSegment, LoweredAttention
 from .kernels.spec import Result
 from .kernels.triton import Pages, triton_attention, why_not_triton
 from .lowering import lower
-from .reference import finish
+from .stages import finish
 from .tracing import readable
 
 

@@ -1,14 +1,12 @@
 """The definition: dense attention in plain PyTorch, in the dtype it is given (float64 in, float64 out).
 
-Every fast path is tested against this file.
+Every fast path is tested against this file, which shares no stage with them: it knows methods, rows and rotations alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config import LongAttnConfig
 from ..methods.base import EntropyTemperature, KeyBands, LengthTemperature
@@ -16,45 +14,6 @@ from .call import Call
 from .geometry import Rows
 from .rotary import Rotation
 from .tracing import readable
-
-
-def reference_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    config: LongAttnConfig,
-    scaling: float | None = None,
-    attention_mask: Tensor | None = None,
-    query_start: int | None = None,
-    key_start: int = 0,
-    backend: str = "reference",
-    rotation: Rotation | None = None,
-    position_ids: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-) -> Tensor:
-    """Causal attention under `config`, by its definition; the signature of `hf_longattn.attention`.
-
-    Args:
-        query: (batch, heads, q_len, head_dim).
-        key, value: (batch, kv_heads, kv_len, head_dim); kv_heads divides heads.
-        config: parameters per layer already reduced (`config.for_layer(i)`).
-        scaling: factor on q . k, default head_dim ** -0.5.
-        attention_mask: bool, broadcastable to (batch, heads, q_len, kv_len), True = visible, on top of causality.
-        query_start: position of the first query, default key_start + kv_len - q_len.
-        key_start: position of the first key.
-        backend: here always the reference.
-        rotation: how query and key are rotated; needed where the config remaps rotary distances.
-        position_ids: int64 (batch or 1, length), growing: distances are then differences of positions.
-        sink_logits: (heads,), the model's learned sinks: exp(sink) is one more term in the denominator of every softmax; no
-            method acts on it.
-
-    Returns:
-        (batch, heads, q_len, head_dim) in the dtype of query; fully masked rows are 0, before any output norm.
-    """
-    if backend not in ("auto", "reference"):
-        raise ValueError(f"reference_attention is the reference; backend={backend!r} belongs to hf_longattn.attention")
-    where = (scaling, attention_mask, query_start, key_start, backend, rotation, position_ids)
-    return dense_attention(Call.causal(query, key, value, config, *where, sink_logits))[0]
 
 
 def dense_attention(call: Call) -> tuple[Tensor, Tensor]:
@@ -82,11 +41,16 @@ def dense_attention(call: Call) -> tuple[Tensor, Tensor]:
     if excess is None:
         logits = scaling * (query @ key.transpose(-1, -2))
     else:
-        logits = scaling * remapped_scores(query, key, excess, require_rotation(call.rotation), config.remap, i, j)
+        if call.rotation is None:
+            raise ValueError("a remap of rotary distances needs rotation=, the model's frequencies")
+        logits = scaling * remapped_scores(query, key, excess, call.rotation, config.remap, i, j)
     if call.softcap:
         logits = call.softcap * torch.tanh(logits / call.softcap)
-    if (factor := length_factor(config, rows.count(kv_len), query, call.learned)) is not None:
-        logits = factor[..., None] * logits
+    learned = dict(call.learned or {})
+    if isinstance(config.temperature, LengthTemperature):
+        factor = config.temperature.factor(rows.count(kv_len).double(), query.shape[-1])
+        factor = learned["temperature"](factor) if "temperature" in learned else factor
+        logits = factor.to(compute)[..., None] * logits
     if config.logit_map is not None:
         t = rows.distance(kv_len)
         length = int(t.max()) + 1 if readable(t) and t.numel() else kv_len + t.shape[1]
@@ -98,8 +62,17 @@ def dense_attention(call: Call) -> tuple[Tensor, Tensor]:
         weights = _softmax(logits, visible)
         entropy = -(weights * torch.where(weights > 0, weights, 1.0).log()).sum(-1)  # xlogy's gradient at 0 is NaN
         logits = config.temperature.factor(entropy)[..., None] * logits
-    weights = torch.nn.functional.dropout(_softmax(logits, visible, sink_of(call)), call.dropout)
-    return finish(config, weights @ value, call.learned).to(dtype), weights
+    sink = call.sink_logits
+    if config.sink is not None:
+        sink = config.sink.logits(heads, query.new_empty(0))
+        sink = learned["sink"](sink) if "sink" in learned else sink
+        if call.sink_logits is not None:
+            sink = torch.logaddexp(sink, call.sink_logits.to(sink))
+    weights = torch.nn.functional.dropout(_softmax(logits, visible, sink), call.dropout)
+    output = weights @ value
+    if config.output_norm is not None:
+        output = config.output_norm.normalise(output, learned.get("output_norm"))
+    return output.to(dtype), weights
 
 
 def _banded(config: LongAttnConfig, rows: Rows, i: Tensor, j: Tensor) -> tuple[Rows, Tensor | None]:
@@ -141,49 +114,6 @@ def remapped_scores(
         c, d = c.transpose(-1, -2), d.transpose(-1, -2)
         scores = scores + cos * (a * c + b * d) + sin * (a * d - b * c)
     return scores
-
-
-def require_rotation(rotation: Rotation | None) -> Rotation:
-    if rotation is None:
-        raise ValueError("a remap of rotary distances needs rotation=hf_longattn.Rotation(inv_freq): the model's frequencies")
-    return rotation
-
-
-def length_factor(
-    config: LongAttnConfig, visible: Tensor, query: Tensor, learned: Mapping[str, nn.Module] | None
-) -> Tensor | None:
-    """The temperature for rows that see `visible` keys, (batch or 1, heads or 1, q_len) in the logits' dtype, or None."""
-    if not isinstance(config.temperature, LengthTemperature):
-        return None
-    factor = config.temperature.factor(visible.double(), query.shape[-1])
-    if learned is not None and "temperature" in learned:
-        factor = learned["temperature"](factor)
-    return factor.to(torch.promote_types(query.dtype, torch.float32))
-
-
-def sink_of(call: Call) -> Tensor | None:
-    """The logarithm of what joins the denominators, (heads,): the config's sink and the model's own, if there are any."""
-    return joint_sink(call.config, call.query, call.learned, call.sink_logits)
-
-
-def joint_sink(
-    config: LongAttnConfig, query: Tensor, learned: Mapping[str, nn.Module] | None, sink_logits: Tensor | None
-) -> Tensor | None:
-    """`sink_of`, of a call in parts."""
-    if config.sink is None:
-        return sink_logits
-    own = config.sink.logits(query.shape[1], query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32)))
-    if learned is not None and "sink" in learned:
-        own = learned["sink"](own)
-    return own if sink_logits is None else torch.logaddexp(own, sink_logits.to(own))
-
-
-def finish(config: LongAttnConfig, output: Tensor, learned: Mapping[str, nn.Module] | None) -> Tensor:
-    """The stages after the weighted sum of values: the output norm."""
-    if config.output_norm is None:
-        return output
-    affine = learned["output_norm"] if learned is not None and "output_norm" in learned else None
-    return config.output_norm.normalise(output, affine)
 
 
 def _softmax(logits: Tensor, visible: Tensor, sink_logits: Tensor | None = None) -> Tensor:

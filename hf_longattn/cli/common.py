@@ -146,7 +146,7 @@ def precision(model: str, dtype: str, device: str) -> str:
     with refusing("--dtype"):
         chosen = precision_of(model, dtype, device)
     if chosen != dtype:
-        console.print(f"Read in {chosen}: this CPU is slow in the checkpoint's own precision. --dtype overrides this.")
+        console.print(f"Read in {chosen}: this device is slow in the checkpoint's own precision. --dtype overrides this.")
     return chosen
 
 

@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, modeling_utils
 
-from ..attention.kernels.precision import fast_dtype
+from ..attention.kernels.precision import multiplies_fast
 from ..checks import Refused, check_dtype, check_finite, check_model, read_text
 from ..config import LongAttnConfig
 from ..integration import apply, config_of, rope
@@ -41,14 +41,13 @@ COMPANIONS += ("modules.json", "sentence_bert_config.json", "config_sentence_tra
 
 
 def precision_of(model: str, dtype: str = "auto", device: str = "cpu") -> str:
-    """The precision to run a checkpoint in: as asked; "auto" is its own, or float32 where that is one that a CPU multiplies
-    slowly. Quantised checkpoints stay "auto".
+    """The precision to run a checkpoint in: as asked; "auto" is its own, or float32 where that is one that the device
+    multiplies slowly. Quantised checkpoints stay "auto".
     """
     check_dtype(dtype, "auto")
     config, own = AutoConfig.from_pretrained(model), own_precision(model)
     half = own in ("bfloat16", "float16") and not getattr(config, "quantization_config", None)
-    slow = half and torch.device(device).type == "cpu" and own != fast_dtype()
-    return "float32" if dtype == "auto" and slow else dtype
+    return "float32" if dtype == "auto" and half and not multiplies_fast(own, device) else dtype
 
 
 def own_precision(model: str) -> str:

@@ -21,7 +21,7 @@ from .caches import is_paged
 from .engines import ulysses
 from .engines.heads import of_these_heads
 from .engines.paged import ARGUMENTS, paged_attention
-from .masks import Stock, base_implementation, is_carrier, read_mask, seen_through, stock_of
+from .masks import BOTH_WAYS, Stock, base_implementation, is_carrier, read_mask, seen_through, stock_of
 from .positions import positions_of_call, refuse_unknown_start, with_positions
 from .state import LayerPlan, plan_of
 
@@ -64,6 +64,7 @@ class _Asked(NamedTuple):
     scaling: float | None
     softcap: float | None
     sliding_window: int | None
+    positions: Tensor | None  # the call's position_ids
     more: dict[str, Any]
 
 
@@ -85,9 +86,9 @@ def attention_forward(
         output (batch, q_len, heads, head_dim), and attention weights if output_attentions asks for them.
     """
     found, plan, positions = _found(attention_mask), plan_of(module), kwargs.get("position_ids")
-    if plan is not None and (given := positions_of_call(plan.state, positions, attention_mask)) is not positions:
-        positions = kwargs["position_ids"] = given
-    asked = _Asked(module, plan, dropout, scaling, softcap, sliding_window, kwargs)  # type: ignore[arg-type]
+    if plan is not None:
+        positions = positions_of_call(plan.state, positions, attention_mask)
+    asked = _Asked(module, plan, dropout, scaling, softcap, sliding_window, positions, kwargs)  # type: ignore[arg-type]
     if found is not None and (out := found.computed(asked, query, key, value)) is not None:
         return out
     plan = current_plan(module)
@@ -101,8 +102,12 @@ def attention_forward(
     _refuse(plan, sliding_window, kwargs)
     if attention_mask is None:
         raise NotImplementedError(
-            "the attention mask did not arrive, so true positions are unknown. Context parallelism removes it and is "
-            "not supported; other wrappers must pass the mask that transformers' create_causal_mask built"
+            "no attention mask arrived, so what each token sees and where it stands is unknown. "
+            + (
+                "Context parallelism takes the mask away and sets is_causal; it is not supported"
+                if kwargs.get("is_causal")
+                else "A layer that is called by itself needs the mask that transformers' create_causal_mask makes"
+            )
         )
     carried = is_carrier(attention_mask)
     seen = read_mask(attention_mask, key.shape[2]) if carried else seen_through(attention_mask, query.shape[2], key.shape[2])
@@ -134,7 +139,7 @@ class _Found:
         plan, more = asked.plan, asked.more
         if plan is None or plan.section is not self.section or plan.config is None or plan.observer is not None:
             return None
-        if more.get("position_ids") is not self.positions or key.shape[2] != self.kv_len or not more.keys() <= _HARMLESS:
+        if asked.positions is not self.positions or key.shape[2] != self.kv_len or not more.keys() <= _HARMLESS:
             return None
         if more.get("output_attentions") or (asked.sliding_window is not None and not plan.windowed):
             return None
@@ -204,7 +209,7 @@ def _attend(
 
 def _whole_sequence(asked: _Asked, query: Tensor, key: Tensor, value: Tensor, split: Any) -> Tensor:
     """A layer of a sequence that is split over processes: no mask arrives, for layers that are left alone either."""
-    window, positions = asked.sliding_window, asked.more.get("position_ids")
+    window, positions = asked.sliding_window, asked.positions
     _refuse(asked.plan, window, asked.more)
     if asked.more.get("output_attentions") or (asked.plan.windowed and window is None):
         raise NotImplementedError("no attention weights, and no windows of unknown size, of a sequence split over processes")
@@ -231,7 +236,7 @@ def _paged(asked: _Asked, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return _attend(asked, query, key, value, rows)[0]
         return _base(asked, query, key, value, rows.visible(key.shape[2]))[0]
 
-    return paged_attention(query, key, value, window, asked.more, compute)
+    return paged_attention(query, key, value, window, asked.positions, asked.more, compute)
 
 
 def current_plan(module: Any) -> LayerPlan:
@@ -259,6 +264,8 @@ def _refuse(plan: LayerPlan, sliding_window: int | None, kwargs: dict[str, Any])
             "hf_longattn every process would attend to its own part. Leave it off, or "
             'model.set_attn_implementation("sdpa") first'
         )
+    if kwargs.get("is_causal") is False:
+        raise ValueError(BOTH_WAYS)
     if sliding_window is not None and not plan.windowed:
         raise ValueError("this layer got a sliding window that its config does not announce: please report the model")
     if kwargs.keys() <= _HARMLESS:

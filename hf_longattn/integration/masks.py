@@ -32,6 +32,9 @@ from ..attention.tracing import readable
 INDEX_WIDTH = 6
 
 
+BOTH_WAYS = "is_causal=False lets it read in both directions, and every method is one of causal attention"
+
+
 class Stock:
     """The call that made a carrier, to be made again where layers run the attention that the model had before.
 
@@ -117,6 +120,8 @@ def carrier_mask(
     }
     base = ALL_MASK_ATTENTION_FUNCTIONS[base_implementation(config)]
     if "allow_is_bidirectional_skip" in kwargs:  # only the bidirectional masks are asked for with it
+        if getattr(config, "longattn", None) and not getattr(config, "is_causal", True):
+            raise ValueError(BOTH_WAYS)
         return base(**shared, **kwargs, config=config, local_size=local_size)
     only_full = (getattr(config, "longattn", None) or {}).get("layers") in (None, "full_attention")
     if local_size is not None and only_full and ((known := before(config)) is None or known.windows):

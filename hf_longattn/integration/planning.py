@@ -17,6 +17,7 @@ from ..methods.method import ModelFacts
 from ..telling import warn
 from .layers import Layer, all_configs, candidates_of, layers_of, pretrained
 from .longrope import border_hooks
+from .masks import BOTH_WAYS
 from .names import is_ours, short
 from .offload import device_of, held, keep
 from .passes import watch
@@ -127,6 +128,8 @@ def _refuse_part(name: str, part: LongAttnConfig, candidates: list[Layer], chose
 
 def _refuse_layers(name: str, config: LongAttnConfig, candidates: list[Layer], chosen: list[Layer]) -> None:
     """Raise for layers whose attention does more than the interface says."""
+    if any(getattr(x.module.config, "is_causal", True) is False for x in candidates):
+        raise ValueError(f"{config.name} cannot go into {name}: {BOTH_WAYS}")
     if any(x.own_mask for x in candidates):  # also where they are left alone: all layers get one mask
         raise ValueError(
             f"{config.name} cannot go into {name}: its attention makes a mask of its own from transformers' mask, and could "

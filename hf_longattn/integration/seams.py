@@ -14,13 +14,14 @@ from typing import Any
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config import LongAttnConfig
+from ..config import CUSTOM, LongAttnConfig
 from ..methods.method import SLOTS
+from ..methods.registry import parameters_of
 from ..telling import warn
 from .layers import all_configs, language_config, layers_of
 from .lengths import announce, announce_beside, announce_generation
 from .model import change, running, warn_of_lost_softcap, warn_untrained
-from .names import PREFIX, TRIPWIRE, hint, is_ours, short
+from .names import PREFIX, TRIPWIRE, hint, is_ours, register_combination, short
 from .planning import keep_parts, prepare, refuse_name
 from .resume import load_checkpoint
 from .seam import Seam
@@ -125,6 +126,7 @@ def _keeping_our_name(original: Any) -> property:
 def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config: Any = None, **kwargs: Any) -> Any:
     if isinstance(config, PreTrainedConfig):
         config = _with_section(config, kwargs)
+    _refuse_parameters(config, kwargs)
     with _no_unknown_name(cls):
         out = original(cls, *args, config=config, **kwargs)
     model = out[0] if isinstance(out, tuple) else out
@@ -139,6 +141,7 @@ def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config
 def _get_correct_attn_implementation(
     original: Callable[..., str], self: Any, requested: Any, *args: Any, **kwargs: Any
 ) -> str:
+    register_combination(requested)
     try:
         return original(self, requested, *args, **kwargs)
     except ValueError as error:
@@ -147,7 +150,18 @@ def _get_correct_attn_implementation(
         raise
 
 
+def _refuse_parameters(config: PreTrainedConfig | None, kwargs: dict[str, Any]) -> None:
+    """Parameters of a method beside its name would reach the model's constructor, which knows nothing of them."""
+    named = getattr(config, "_attn_implementation", None)  # auto classes read the name into the config
+    if name := _ours_in(kwargs.get("attn_implementation", named)):
+        methods = [] if short(name) == CUSTOM else short(name).split("+")
+        known = {"layers", "backend", "train_length"}.union(*map(parameters_of, methods))
+        if given := {k: kwargs[k] for k in kwargs.keys() & known}:
+            raise TypeError(f"{', '.join(given)} is for the method, not for the model: pass longattn={given}")
+
+
 def _from_config(original: Callable[..., Any], cls: type, config: PreTrainedConfig, **kwargs: Any) -> Any:
+    _refuse_parameters(config, kwargs)
     with _no_unknown_name(cls):
         return original(cls, _with_section(config, kwargs), **kwargs)
 
@@ -281,7 +295,7 @@ SEAMS = (
         PreTrainedModel,
         "get_correct_attn_implementation",
         _get_correct_attn_implementation,
-        "a typing mistake in one of our names lists transformers' names only",
+        "combinations of methods are registered where they are asked for; a typing mistake lists transformers' names only",
     ),
     Seam(PreTrainedModel, "post_init", _post_init, "check and plan while a model is built, not at its first step"),
     Seam(

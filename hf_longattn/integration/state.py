@@ -11,12 +11,10 @@
 Copies and pickles of a model take it along; models that share their attention modules share it. What belongs to less than a
 model goes with that:
 
-    mask.longattn_rows, longattn_positions, longattn_stock   of a pass's mask: its `Rows`, those with positions, what made it,
-    mask.longattn_found                                      and what its first layer found out for the others
+    mask.longattn_seen, longattn_positions, longattn_stock   of a pass's mask: what it says, its `Rows` with positions, what
+    mask.longattn_found                                      made it, and what its first layer found out for the others
     cu_seq_lens.longattn_batches                             of a pass under continuous batching: its requests
     cache.longattn_numbering, longattn_long                  how the keys in a KV cache were numbered, and turned (longrope)
-
-There is nothing else.
 """
 
 from __future__ import annotations
@@ -145,7 +143,7 @@ def state_of(model: nn.Module) -> AttentionState | None:
 
 
 def adapters_of(model: nn.Module) -> list[Any]:
-    """The configs of a model's adapters that record their model's attention (`hf_longattn.adapters`)."""
+    """The configs of a model's adapters that record their model's attention (`sharing.adapters`)."""
     return [c for c in (model.__dict__.get("peft_config") or {}).values() if hasattr(c, "longattn")]
 
 

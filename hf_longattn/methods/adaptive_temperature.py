@@ -47,6 +47,10 @@ class AdaptiveTemperature(EntropyTemperature):
         if self.beyond not in ("published", "saturate"):
             raise ValueError(f"beyond must be 'published' or 'saturate', got {self.beyond!r}")
 
+    @property
+    def needs_training(self) -> bool:
+        return self.coefficients == PUBLISHED  # another model's
+
     def factor(self, entropy: Tensor) -> Tensor:
         held = entropy
         if self.beyond == "saturate":

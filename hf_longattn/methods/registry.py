@@ -38,13 +38,6 @@ METHODS: dict[str, str] = {
 }
 
 
-#: Methods that are gone, and what to do about a checkpoint that holds one.
-REMOVED: dict[str, str] = {
-    "output_gain": "it cost texts at large more than it gave. hf_longattn 0.1.0 loads its checkpoints, and its "
-    "hf_longattn.fold(model) puts the gains into the weights, which then need no method",
-}
-
-
 class Preset(NamedTuple):
     """A further name for a method: parameters that the name fixes, and others that it starts from."""
 
@@ -114,19 +107,12 @@ def method_class(name: str) -> type[Method]:
     name = PRESETS[name].method if name in PRESETS else name
     if name in _loaded:  # before any import, which Dynamo would not trace
         return _loaded[name]
-    if name in REMOVED:
-        raise ValueError(removed(name))
     if name not in METHODS:
         known = sorted(method_names())
         raise ValueError(f"unknown method {name!r}; {did_you_mean(name, known)}known methods: {', '.join(known)}")
     file, _, cls = METHODS[name].partition(".")
     _loaded[name] = getattr(import_module(f".{file}", __package__), cls)
     return _loaded[name]
-
-
-def removed(name: str) -> str:
-    """What to say of a method that is gone."""
-    return f"the method {name!r} was removed: {REMOVED[name]}"
 
 
 def fixed_by(name: str) -> Mapping[str, Any]:

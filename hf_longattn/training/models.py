@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer, NanoChatConfig
 
-from ..checks import check_dtype
 from ..config import LongAttnConfig
 from ..evaluation.loading import build, check_reads, edit_rope, load_weights
 from ..evaluation.loading import load_tokenizer as tokenizer_of
@@ -42,7 +41,6 @@ def load_config(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
 
 def load_model(recipe: Recipe, config: Any, *, weights: bool = True) -> Any:
     """The model without method and adapter; without weights it is on the meta device, which costs nothing."""
-    check_dtype(recipe.dtype)
     dtype = getattr(torch, recipe.dtype)
     if not weights:
         return build(copy.deepcopy(config), dtype=dtype)  # a method is put into that copy

@@ -27,6 +27,11 @@ def check(recipe: Recipe, args: TrainingArguments, text: Any) -> None:
     count = recipe.parallel.sequence
     if args.world_size % count:
         raise ValueError(f"parallel.sequence is {count}, which does not divide the number of processes, {args.world_size}")
+    if recipe.parallel.shard and recipe.lora is not None and recipe.dtype != "float32":
+        raise ValueError(
+            f"parallel.shard needs weights of one precision, and adapters are in float32, not {recipe.dtype}: "
+            "take dtype=float32 (trainer.bf16=true multiplies in bfloat16)"
+        )
     if recipe.parallel.shard and args.world_size == 1:
         raise ValueError("parallel.shard needs several processes: torchrun or accelerate launch starts them")
     if count > 1:

@@ -184,7 +184,7 @@ class Recipe:
     model: str | None = None  # a model on the Hub or a directory
     architecture: Architecture | None = None  # or one to build
     tokenizer: str | None = None  # default: the model's; "bytes" needs no files
-    dtype: str = "float32"
+    dtype: str = "float32"  # of the weights; "auto": what the device multiplies fast
 
     data: Any = None  # text files, a Hub data set, or a list of them
     heldout: Any = None  # the same; none: the last part of the data

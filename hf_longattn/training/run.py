@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers import TrainingArguments, set_seed
 
-from ..attention.kernels.precision import fast_dtype
-from ..checks import check_model, check_output
+from ..attention.kernels.precision import fast_dtype, multiplies_fast
+from ..checks import check_dtype, check_model, check_output
 from ..config import LongAttnConfig
 from ..evaluation.calibrate import calibrate
 from ..evaluation.loading import carry
@@ -67,6 +67,10 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
     """
     assert recipe.output is not None
     output = Path(recipe.output)
+    args = arguments(recipe)
+    check_dtype(recipe.dtype, "auto")
+    if recipe.dtype == "auto":
+        recipe = dataclasses.replace(recipe, dtype=fast_dtype(args.device))
     checkpoint = _checkpoint(recipe, output, resume)
     check_output(output)
     if recipe.model is not None:
@@ -80,7 +84,6 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
         raise ValueError(
             f"the teacher was trained at {trained} tokens; windows of {recipe.length} are beyond it: lower length"
         )
-    args = arguments(recipe)
     check_parallel(recipe, args, config.get_text_config())
     reads = skip.skip.target_length if recipe.positions == "skip" else recipe.length
     return Prepared(recipe, output, checkpoint, tokenizer, data, attention, config, original, args, reads or recipe.length)
@@ -258,11 +261,11 @@ def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
 
 
 def _precision(recipe: Recipe, args: TrainingArguments) -> str:
-    """What weights are held and multiplied in, and whether this CPU is slow at it."""
+    """What weights are held and multiplied in, and whether the device is slow at it."""
     used = "bfloat16" if args.bf16 else "float16" if args.fp16 else recipe.dtype
-    slow = args.device.type == "cpu" and used in ("bfloat16", "float16") and used != fast_dtype()
     message = f"weights in {recipe.dtype}, multiplied in {used}"
-    return message + (", which this CPU does slowly: float32 is faster" if slow else "")
+    slow = not multiplies_fast(used, args.device)
+    return message + (f", which this {args.device.type.upper()} does slowly: float32 is faster" if slow else "")
 
 
 def _count(number: int) -> str:

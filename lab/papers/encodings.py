@@ -1,7 +1,8 @@
 """InfoScale and CosScale in other encodings: Li et al., "Information Entropy Invariance", Tables 1, 7 and 8, and Theorem 3.5.
 
 The model of masked.py after 400 steps of plain attention, and after as many more: of plain attention (`dot_product_warm`,
-the control of equal steps), or of cosine attention. Encodings and temperatures are put in when it is measured, untrained.
+the control of equal steps), or of cosine attention. Encodings and temperatures are put in when it is measured, untrained;
+PoSE is those steps at positions that jump.
 """
 
 from __future__ import annotations
@@ -17,13 +18,19 @@ from transformers import LlamaForCausalLM
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.methods import CosScale, InfoScale
+from hf_longattn.training.recipe import Skip
 from lab.papers.experiment import Run, experiment, require
 from lab.papers.masked import WARM, encoder, losses_by_length, projected, put, scale_of, states, texts_of, trainer
 
 BASE = "dot_product"
-ENCODINGS = ("rope", "yarn16", "windowed", "streaming", "lm_infinite")
+ENCODINGS = ("rope", "yarn16", "yarn32", "windowed", "streaming", "lm_infinite")
+POSE = "_pose"
+#: Training lengths below which its positions jump, as in the paper.
+REACH = 64
 #: Keys this near count as near, on both sides.
 NEAR = 4
+#: What is trained after `BASE`, in the order of runs.
+SCORES = ((BASE, WARM), ("cosscale128", WARM), ("cosscale16", WARM), (BASE, POSE), ("cosscale128", POSE))
 
 
 def encoded(model: Any, encoding: str, scale: int | None, temperature: Any) -> Any:
@@ -35,7 +42,7 @@ def encoded(model: Any, encoding: str, scale: int | None, temperature: Any) -> A
         config = hf_longattn.rope.yarn(copy.deepcopy(model.config), float(encoding.removeprefix("yarn")))
         weights, model = model.state_dict(), LlamaForCausalLM(config).eval()
         model.load_state_dict(weights)
-    elif encoding != "rope":
+    elif encoding not in ("rope", POSE[1:]):
         slots["visibility"] = LongAttnConfig.preset(encoding).visibility
     return hf_longattn.apply(model, LongAttnConfig(**slots)) if any(slots.values()) else model
 
@@ -84,7 +91,8 @@ def run_encodings(run: Run) -> dict[str, Any]:
         model.load_state_dict(torch.load(start / "weights.pt"))
     put(model, "cosscale" if scale else None, "", scale)
     own = run if run.variant == BASE else dataclasses.replace(run, seed=1_000_000 + run.seed)  # other batches than the start's
-    result: dict[str, Any] = {"train_loss": trainer(model, text, own)(), "lengths": list(settings.lengths)}
+    skip = Skip(target_length=REACH * settings.length) if run.variant.endswith(POSE) else None
+    result: dict[str, Any] = {"train_loss": trainer(model, text, own, skip)(), "lengths": list(settings.lengths)}
     run.folder.mkdir(parents=True, exist_ok=True)
     torch.save(model.state_dict(), run.folder / "weights.pt")
     ids = heldout[: settings.texts * settings.length].view(settings.texts, settings.length)
@@ -97,7 +105,7 @@ def run_encodings(run: Run) -> dict[str, Any]:
         "infoscale, ε": InfoScale(clamp=False, stack=True, epsilon=epsilon),
         "softmax_plus 512": LongAttnConfig.preset("softmax_plus", clamp=False, train_length=512).temperature,
     }
-    for encoding in ENCODINGS if run.variant.endswith(WARM) else ENCODINGS[:1]:
+    for encoding in encodings_of(run.variant):
         result[encoding] = {}
         for name in temperatures if encoding == "rope" and run.variant != BASE else list(temperatures)[:2]:
             put(model, None, "")
@@ -106,5 +114,13 @@ def run_encodings(run: Run) -> dict[str, Any]:
     return result
 
 
-VARIANTS = (BASE, f"{BASE}{WARM}", f"cosscale128{WARM}")
+def encodings_of(variant: str) -> tuple[str, ...]:
+    if variant.endswith(POSE):
+        return (POSE[1:],)
+    if variant == f"cosscale16{WARM}":  # the paper's scale for windows
+        return ("rope", "windowed")
+    return ENCODINGS if variant.endswith(WARM) else ENCODINGS[:1]
+
+
+VARIANTS = (BASE, *(f"{score}{how}" for score, how in SCORES))
 ENCODED = experiment("infoscale-cosscale-encodings", VARIANTS, run_encodings)

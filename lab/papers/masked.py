@@ -9,6 +9,7 @@ after as many steps of plain attention.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ from transformers import ByT5Tokenizer
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.training.held_out import windows_of
+from hf_longattn.training.recipe import Skip
+from hf_longattn.training.skip import skipped
 from lab.papers.experiment import Run, Settings, experiment
 from lab.papers.loop import fit, small_llama
 
@@ -47,16 +50,16 @@ def put(model: Any, score: str | None, temperature: str, scale: int | None = Non
     return hf_longattn.apply(model, LongAttnConfig.preset(names, backend="sdpa", **parameters))
 
 
-def states(model: Any, ids: Tensor) -> Tensor:
-    """The last hidden states of texts (batch, length), every token seeing the whole of its text."""
+def states(model: Any, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    """The last hidden states of texts (batch, length), every token seeing all of its text; positions alike, or from 0."""
     everything = torch.ones(len(ids), 1, ids.shape[1], ids.shape[1], dtype=torch.bool)
-    return model.model(ids, attention_mask=everything, use_cache=False).last_hidden_state
+    return model.model(ids, attention_mask=everything, position_ids=positions, use_cache=False).last_hidden_state
 
 
-def predictions(model: Any, ids: Tensor, hidden: Tensor) -> Tensor:
+def predictions(model: Any, ids: Tensor, hidden: Tensor, positions: Tensor | None = None) -> Tensor:
     """Logits at the masked places, (places, vocabulary). ids (batch, length), hidden bool alike: what the model must guess."""
     mask_id = ByT5Tokenizer(extra_ids=0).unk_token_id
-    return model.lm_head(states(model, ids.masked_fill(hidden, mask_id))[hidden])
+    return model.lm_head(states(model, ids.masked_fill(hidden, mask_id), positions)[hidden])
 
 
 def losses_by_length(model: Any, heldout: Tensor, settings: Settings, seed: int) -> dict[str, list[float]]:
@@ -134,20 +137,21 @@ def texts_of(run: Run) -> tuple[Tensor, Tensor]:
 
 
 def scale_of(variant: str) -> int | None:
-    name = variant.removesuffix(WARM)
-    return None if name == "dot_product" else int(name.removeprefix("cosscale"))
+    return int(variant.removeprefix("cosscale").partition("_")[0]) if variant.startswith("cosscale") else None
 
 
-def trainer(model: Any, text: Tensor, run: Run) -> Callable[[], float]:
-    """Trains for the settings' steps on what its own generator draws next; returns the loss."""
+def trainer(model: Any, text: Tensor, run: Run, skip: Skip | None = None) -> Callable[[], float]:
+    """Trains for the settings' steps on what its own generator draws next, at positions that `skip`; returns the loss."""
     settings = run.settings
     generator = torch.Generator().manual_seed(run.seed)
+    rng = random.Random(run.seed)
 
     def loss() -> Tensor:
         first = torch.randint(len(text) - settings.length, (settings.batch, 1), generator=generator)
         ids = text[first + torch.arange(settings.length)]
         hidden = torch.rand(ids.shape, generator=generator) < settings.masked
-        return nn.functional.cross_entropy(predictions(model, ids, hidden), ids[hidden])
+        positions = torch.stack([skipped(row, skip, rng)[1] for row in ids]) if skip else None
+        return nn.functional.cross_entropy(predictions(model, ids, hidden, positions), ids[hidden])
 
     def train() -> float:
         optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01)

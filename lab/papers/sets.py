@@ -1,6 +1,6 @@
 """Sets of items and one query: the model of Veličković et al., App. A, trained on small sets and measured on large ones.
 
-Max retrieval (their Table 1), the same task under output norms, and dictionary lookup (Li et al., Tables 1 to 3).
+Max retrieval (their Table 1), the same task under output norms, and dictionary lookup (Li et al., Tables 1 to 6).
 Attention is `hf_longattn`'s: the norm is part of the model, a temperature is put in when it is measured.
 """
 
@@ -273,7 +273,11 @@ ARGMAX = experiment("argmax-retrieval", ("layer_norm", "standardise"), RETRIEVAL
 LONGER = experiment("argmax-retrieval-100k", NORMS, RETRIEVAL)
 LARGER = experiment("argmax-retrieval-256", TWO, RETRIEVAL)
 IN_LOSS = experiment("argmax-retrieval-l2", (*NORMS, *APART), RETRIEVAL)
+IN_LOSS_LONGER = experiment("argmax-retrieval-l2-100k", TWO[:1], RETRIEVAL)
 DICTIONARY = experiment("dictionary-lookup", NORMS, LOOKUP)
-DICTIONARY_LONGER = experiment("dictionary-lookup-10k", TWO, LOOKUP)
+DICTIONARY_LONGER = experiment("dictionary-lookup-10k", NORMS, LOOKUP)
 DICTIONARY_LARGER = experiment("dictionary-lookup-256", TWO, LOOKUP)
-SETS = (MAX_RETRIEVAL, ARGMAX, LONGER, LARGER, IN_LOSS, DICTIONARY, DICTIONARY_LONGER, DICTIONARY_LARGER)
+SETS = (
+    *(MAX_RETRIEVAL, ARGMAX, LONGER, LARGER, IN_LOSS, IN_LOSS_LONGER),
+    *(DICTIONARY, DICTIONARY_LONGER, DICTIONARY_LARGER),
+)

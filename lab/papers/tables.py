@@ -32,7 +32,7 @@ from lab.papers.conversion import (
 )
 from lab.papers.conversion import TASKS as COPIES
 from lab.papers.encodings import BASE as PLAIN
-from lab.papers.encodings import ENCODINGS
+from lab.papers.encodings import SCORES
 from lab.papers.experiment import LISTED
 from lab.papers.length import ATTENTION, ENDPOINT, LENGTH, TAUS
 from lab.papers.masked import SCORED, TEMPERATURES, WARM
@@ -160,13 +160,12 @@ def over_seeds(rows: Sequence[Row], variant: str, value: Callable[[Any], float])
 
 
 def about(rows: Sequence[Row]) -> str:
-    """Seeds, time and files behind a table, in one line."""
+    """Seeds and files behind a table, in one line; what a run costs is in the list of `make reproduce`."""
     counts = sorted({sum(r["variant"] == v for r in rows) for v in {r["variant"] for r in rows}})
     told = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-    minutes = sum(r["cpu_seconds"] for r in rows) / 60 / len(rows)
     files = sorted({r["experiment"] for r in rows})
     links = ", ".join(f"[{f}](../../lab/results/reproductions/{f}.jsonl)" for f in files)
-    return f"Ours: seeds {told}, {minutes:.1f} CPU minutes a run ({links})."
+    return f"Ours: seeds {told} ({links})."
 
 
 def fixed(values: Sequence[float], digits: int, sign: str = "", times: float = 1) -> list[str]:
@@ -231,9 +230,15 @@ def max_retrieval(rows: list[Row]) -> Parts:
 Published = Mapping[tuple[str, str], Sequence[float]]
 
 
-def normed(name: str, experiments: Sequence[str], published: Published, file: str | None = None) -> None:
-    """Register: accuracy of every norm with and without adaptive temperature, gains over the baseline, and, where there is a
-    `file` for pictures, how outputs spread."""
+def normed(
+    name: str,
+    experiments: Sequence[str],
+    published: Published,
+    gained: Mapping[str, Sequence[float]] | None = None,
+    file: str | None = None,
+) -> None:
+    """Register: accuracy of every norm with and without adaptive temperature, gains over the baseline (the paper's: `gained`,
+    else from its accuracies), and, where there is a `file` for pictures, how outputs spread."""
 
     @section(name, *experiments)
     def shown(*found: list[Row]) -> Parts:
@@ -241,8 +246,12 @@ def normed(name: str, experiments: Sequence[str], published: Published, file: st
         norms = there(rows, NORMED)
         if len(norms) < 2 or "baseline" not in norms:
             raise NotRun
+        compared = {r["seed"] for r in rows if r["variant"] in norms[1:]}  # a baseline alone says nothing of a norm
+        rows = [r for r in rows if r["seed"] in compared]
         body, lines = accuracies(rows, norms, published)
-        yield table(ITEMS, [*body, *norm_gains(rows, norms, published), *largest(rows, {n: NORMED[n] for n in norms})])
+        yield table(
+            ITEMS, [*body, *norm_gains(rows, norms, published, gained or {}), *largest(rows, {n: NORMED[n] for n in norms})]
+        )
         if file:
             deviation = {
                 f"{NORMED[v]}, {what}": means(series(rows, v, "plain", key))
@@ -275,13 +284,15 @@ def accuracies(rows: list[Row], norms: list[str], published: Published) -> tuple
     return body, lines
 
 
-def norm_gains(rows: list[Row], norms: list[str], published: Published) -> Iterator[list[str]]:
+def norm_gains(
+    rows: list[Row], norms: list[str], published: Published, theirs: Mapping[str, Sequence[float]]
+) -> Iterator[list[str]]:
     base = series(rows, "baseline", "plain", "accuracy")
     for variant in norms[1:]:
-        if published is paper.ARGMAX:
-            yield [f"gain of {NORMED[variant]}, paper", *fixed(paper.ARGMAX_GAIN[variant], 2, "+")]
-        elif theirs := published.get((variant, "plain")):
-            differences = [a - b for a, b in zip(theirs, published["baseline", "plain"], strict=True)]
+        if variant in theirs:
+            yield [f"gain of {NORMED[variant]}, paper", *fixed(theirs[variant], 2, "+")]
+        elif found := published.get((variant, "plain")):
+            differences = [a - b for a, b in zip(found, published["baseline", "plain"], strict=True)]
             yield [f"gain of {NORMED[variant]}, paper", *fixed(differences, 1, "+")]
         if gained := gains(series(rows, variant, "plain", "accuracy"), base):
             yield [f"gain of {NORMED[variant]}, ours", *spans(gained, 1, times=100)]
@@ -294,11 +305,11 @@ def largest(rows: list[Row], variants: Mapping[str, str], seeds: bool = False) -
             yield [f"the largest item holds the largest logit, {label}", *percent(means(found)), *counted]
 
 
-normed("argmax-retrieval", ("max-retrieval", "argmax-retrieval"), paper.ARGMAX, "argmax_retrieval")
-normed("argmax-retrieval-100k", ["argmax-retrieval-100k"], paper.ARGMAX)
+normed("argmax-retrieval", ("max-retrieval", "argmax-retrieval"), paper.ARGMAX, paper.ARGMAX_GAIN, "argmax_retrieval")
+normed("argmax-retrieval-100k", ["argmax-retrieval-100k"], paper.ARGMAX, paper.ARGMAX_GAIN)
 normed("argmax-retrieval-256", ["argmax-retrieval-256"], paper.ARGMAX_256)
-normed("dictionary-lookup", ["dictionary-lookup"], paper.DICTIONARY, "dictionary_lookup")
-normed("dictionary-lookup-10k", ["dictionary-lookup-10k"], paper.DICTIONARY)
+normed("dictionary-lookup", ["dictionary-lookup"], paper.DICTIONARY, paper.DICTIONARY_GAIN, "dictionary_lookup")
+normed("dictionary-lookup-10k", ["dictionary-lookup-10k"], paper.DICTIONARY, paper.DICTIONARY_GAIN)
 normed("dictionary-lookup-256", ["dictionary-lookup-256"], paper.DICTIONARY_256)
 
 
@@ -325,6 +336,26 @@ def decayed(rows: list[Row], others: list[Row]) -> Parts:
     yield about(rows)
 
 
+@section("decayed-100k", "argmax-retrieval-l2-100k", "argmax-retrieval-100k")
+def decayed_longer(rows: list[Row], others: list[Row]) -> Parts:
+    """The baseline after the papers' steps with the L2 term, beside that without it and both papers'."""
+    there(rows, ["baseline"])
+    theirs = paper.MAX_RETRIEVAL
+    body = [
+        ["baseline, Veličković et al.", *fixed(theirs["baseline"], 1)],
+        ["baseline, Li et al.", *fixed(paper.ARGMAX["baseline", "plain"], 1)],
+    ]
+    gained = [
+        ["gain of adaptive θ, paper", *(f"{a - b:+.1f}" for a, b in zip(theirs["adaptive"], theirs["baseline"], strict=True))]
+    ]
+    for name, found in {"weight decay": others, "L2 term": rows}.items():
+        plain, adaptive = (series(found, "baseline", kind, "accuracy") for kind in TEMPERED)
+        body.append([f"baseline, {name}", *percent(means(plain))])
+        gained.append([f"gain of adaptive θ, {name}", *spans(gains(adaptive, plain), 1, times=100)])
+    yield table(ITEMS, [*body, *gained, *largest(rows, {"baseline": "L2 term"})])
+    yield about(rows)
+
+
 @section("sharpening", "argmax-retrieval-l2")
 def sharpening(rows: list[Row]) -> Parts:
     """The spread of logits by steps and Proposition 3.1's bound on it: means over seeds."""
@@ -342,14 +373,16 @@ def sharpening(rows: list[Row]) -> Parts:
 
 
 def labelled_end(variant: str) -> str:
-    return f"`{variant.removesuffix(ENDPOINT)}`" + (", end point included" if variant.endswith(ENDPOINT) else "")
+    """p-RoPE as published by its name alone."""
+    without = f"{variant}{ENDPOINT}" in LENGTH.variants
+    return f"`{variant.removesuffix(ENDPOINT)}`" + (", end point left out" if without else "")
 
 
 def by_length(
     rows: list[Row], key: str, published: Mapping[str, Sequence[float]], digits: int, ylabel: str, file: str
 ) -> Parts:
     """The position methods, the paper's three lengths beside ours."""
-    variants = there(rows, [v for p in POSITIONS for v in (p, f"{p}{ENDPOINT}")])
+    variants = there(rows, [v for p in POSITIONS for v in (f"{p}{ENDPOINT}", p)])
     rows = [r for r in rows if r["variant"] in variants]
     lengths = lengths_of(rows)
     body, lines = [], {}
@@ -358,7 +391,7 @@ def by_length(
         values = series(rows, variant, key)
         intervals = [mean_interval(column) for column in zip(*values.values(), strict=True)]
         body.append([labelled_end(variant), *theirs, *spans(intervals, digits, "")])
-        lines[variant] = points(lengths, means(values))
+        lines[labelled_end(variant).replace("`", "")] = points(lengths, means(values))
     yield table(["", *(f"paper, {n}" for n in paper.LENGTHS), *(f"ours, {n:,}" for n in lengths)], body)
     yield about(rows)
     yield Picture(file, f"{ylabel} by length", {"lines": lines, "xlabel": "length (bytes)", "ylabel": ylabel, "log_x": True})
@@ -501,11 +534,11 @@ def encodings(rows: list[Row]) -> Parts:
             body.extend([["paper", *published(theirs, lengths)]] if theirs else [])
 
     add("RoPE, half of the steps", PLAIN, "rope", "none")
-    scored = {f"{PLAIN}{WARM}": "", f"cosscale128{WARM}": "CosScale"}
-    for encoding in ENCODINGS:
+    scored = {f"{score}{how}": LISTS["scores"][score] for score, how in SCORES}
+    for encoding, name in LISTS["encodings"].items():
         for variant, added in scored.items():
             for kind, temperature in (("none", ""), ("infoscale", "InfoScale")):
-                label = " + ".join(filter(None, (LISTS["encodings"][encoding], added, temperature)))
+                label = " + ".join(filter(None, (name, added, temperature)))
                 add(label, variant, encoding, kind, theirs=paper.ENCODED.get((encoding, added, temperature), ()))
     for kind, label in LISTS["scaled"].items():
         for variant, added in scored.items():

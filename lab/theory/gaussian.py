@@ -1,9 +1,11 @@
 """The papers' statements about Gaussian logits, checked on this package's formulas; writes theory.json and theory.png.
 
 Scale-invariant attention (Anson et al. 2025): Fig. 1 (top), 2 and 6, and that total attention and negentropy per range are
-constant. Vanishing variance (Li et al. 2025): Proposition 1. Information entropy invariance (Li et al. 2025): how far
-InfoScale holds the entropy, and Theorem 3.5 on CosScale. Logits are drawn; the package's attention and the sums behind
-`hf_longattn.capture` do the rest. One query per length looks back on independent keys. Exit status 1 if a claim fails.
+constant. Vanishing variance (Li et al. 2025): Proposition 1. Softmax is not enough (Veličković et al. 2024): Lemma 2.1,
+Proposition 3.2 and Fig. 5. Information entropy invariance (Li et al. 2025): how far InfoScale holds the entropy, of Gaussian
+logits and on the paper's own premise (Eq. 8 to 12), and Theorem 3.5 on CosScale. Logits are drawn; the package's attention and
+the sums behind `hf_longattn.capture` do the rest. One query per length looks back on independent keys. Exit status 1 if a
+claim fails.
 """
 
 from __future__ import annotations
@@ -38,6 +40,10 @@ SCHEMES = {
 PLAIN, LOGN, INVARIANT = SCHEMES
 #: InfoScale: variances of the logits, the last one measured in a pretrained model, and the head dimension.
 VARIANCES, HEAD_DIM = (1.0, 4.0, 11.9), 64
+#: The paper's λv: its t of Eq. 10 is their square, and a logit's variance at λ = 1/√d is d times that.
+PRODUCTS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+#: Lemma 2.1 and Proposition 3.2: spreads of logits, numbers of items, and inverse temperatures.
+SPREADS, ITEMS, INVERSE = (1.0, 5.0, 10.0), (16, 256, 4096, 65536), [0.05 * 1.2**k for k in range(30)]
 #: Theorem 3.5: scales of cosine attention, keys, and the head dimension and base of its RoPE.
 SCALES, KEYS, COSINE_DIM, BASE = (8, 16, 32, 64, 128, 256), 1024, 128, 10_000.0
 OUT = Path(__file__).parents[2] / "docs" / "theory"
@@ -133,6 +139,67 @@ def temperatures(longest: int, samples: int, seed: int = 1) -> dict[str, Any]:
     return {"lengths": lengths.tolist(), "variances": by_variance}
 
 
+def on_a_sphere(alpha: float, head_dim: int, points: int = 100_001) -> float:
+    """Ĥ - ln n of Li et al.'s Eq. 9, by quadrature: entropy of softmax over n logits α cos θ, for directions of keys spread
+    evenly over a sphere and n so large that sums are n times their expectation (their Assumptions 3.1 and 3.2, α = λ v d).
+    """
+    theta = torch.linspace(0, math.pi, points, dtype=torch.float64)[1:-1]
+    density, logit = (head_dim - 2) * theta.sin().log(), alpha * theta.cos()
+    normaliser = torch.logsumexp(density + logit, 0)
+    return float(normaliser - torch.logsumexp(density, 0) - (torch.exp(density + logit - normaliser) * logit).sum())
+
+
+def by_laplace(t: float, head_dim: int) -> float:
+    """The same by Eq. 10, Laplace's method."""
+    return head_dim / 2 * math.log((math.sqrt(4 * t + 1) - 1) / (2 * t))
+
+
+def by_taylor(t: float, head_dim: int) -> float:
+    """The same by Eq. 12, which InfoScale solves for λ."""
+    return head_dim / 2 * math.log1p(-t)
+
+
+def premise(longest: int) -> dict[str, Any]:
+    """Eq. 9 beside Eq. 10 and 12 by λv; and on Eq. 9 the growth of entropy from n_tr = longest / 8 to longest keys, by the
+    variance of the logits: plain, under InfoScale as published and with ε the entropy at n_tr.
+    """
+    products = {"product": list(PRODUCTS)} | {
+        name: [f(p) for p in PRODUCTS]
+        for name, f in (
+            ("quadrature", lambda p: on_a_sphere(p * HEAD_DIM, HEAD_DIM)),
+            ("laplace", lambda p: by_laplace(p * p, HEAD_DIM)),
+            ("taylor", lambda p: by_taylor(p * p, HEAD_DIM)),
+        )
+    }
+    trained, growth = longest // 8, {}
+    for variance in VARIANCES:
+        alpha = math.sqrt(variance * HEAD_DIM)
+        before = math.log(trained) + on_a_sphere(alpha, HEAD_DIM)
+        found = {"plain": math.log(8)}
+        for name, epsilon in (("published", 0.0), ("own entropy", before)):
+            factor = float(InfoScale(clamp=False, epsilon=epsilon).formula(torch.tensor([longest]), HEAD_DIM, trained))
+            found[name] = math.log(longest) + on_a_sphere(factor * alpha, HEAD_DIM) - before
+        growth[str(variance)] = found
+    return {"products": products, "growth": growth}
+
+
+def sharpness(seed: int = 3) -> dict[str, Any]:
+    """Lemma 2.1: n times the largest weight that logits of a spread δ can have, as a share of its bound e^δ, by n. Proposition
+    3.2 and Fig. 5: the largest rise of entropy from one inverse temperature to the next, over drawn logits and power series.
+    """
+    largest: dict[str, list[float]] = {}
+    for spread in SPREADS:
+        first = [torch.softmax(spread * (torch.arange(n) == 0).double(), 0)[0] for n in ITEMS]
+        largest[str(spread)] = [n * float(w) / math.exp(spread) for n, w in zip(ITEMS, first, strict=True)]
+    drawn = torch.randn(1000, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    powers = torch.tensor([0.2, 0.4, 0.6, 0.8, 1.2, 1.4], dtype=torch.float64)[:, None] ** torch.arange(10)
+    rises = {}
+    for name, logits in (("drawn", drawn), ("power series", powers)):
+        entropy = torch.stack([torch.special.entr((beta * logits).softmax(-1)).sum(-1) for beta in INVERSE])
+        rises[name] = max(0.0, float((entropy[1:] - entropy[:-1]).max()))
+    return {"items": list(ITEMS), "largest": largest, "rise": rises}
+
+
 def cosines(samples: int, seed: int = 2) -> dict[str, Any]:
     """Cosine attention with RoPE of the last query over `KEYS` keys, by its scale c: the share of the variance of a row's
     scores that distance alone explains, and attention on the last 100 keys.
@@ -187,7 +254,8 @@ def run(longest: int, samples: int) -> dict[str, Any]:
         for name in (PLAIN, INVARIANT)
     }
     result = {"longest": longest, "samples": samples, "schemes": schemes, "closed": closed}
-    return result | {"infoscale": temperatures(longest, samples), "cosscale": cosines(samples)}
+    result |= {"infoscale": temperatures(longest, samples), "premise": premise(longest), "cosscale": cosines(samples)}
+    return result | {"sharpness": sharpness()}
 
 
 def claims(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -205,7 +273,9 @@ def claims(result: dict[str, Any]) -> list[dict[str, Any]]:
     _length_claims(result["schemes"], claim, more)
     _range_claims(result["schemes"], claim, more)
     _output_claims(result["schemes"][PLAIN], claim)
+    _sharpness_claims(result["sharpness"], claim, more)
     _entropy_claims(result["infoscale"], claim, more)
+    _premise_claims(result["premise"], claim, more)
     _cosine_claims(result["cosscale"], claim, more)
     return out
 
@@ -265,6 +335,34 @@ def _far(scheme: dict[str, Any], quantity: str) -> tuple[list[float], list[float
     """ln n and the quantity from 256 keys on."""
     far = [n for n, length in enumerate(scheme["lengths"]) if length >= 256]
     return [math.log(scheme["lengths"][n]) for n in far], [scheme[quantity][n][0] for n in far]
+
+
+def _sharpness_claims(found: dict[str, Any], claim: Callable[..., None], more: Callable[..., None]) -> None:
+    for spread, shares in found["largest"].items():
+        text = f"Lemma 2.1: logits of spread {spread}: n times the largest weight stays below e^δ (1 less its share of that)"
+        more(text, 0, 1 - max(shares))
+    text = "Lemma 2.1: spread 10: that share tends to 1 with n, so the weight falls like 1/n"
+    claim(text, 1, found["largest"]["10.0"][-1], 0.5)
+    for name, rise in found["rise"].items():
+        claim(f"Proposition 3.2: {name}: entropy never rises with 1/θ (largest rise, nats)", 0, rise, 1e-12)
+
+
+def _premise_claims(found: dict[str, Any], claim: Callable[..., None], more: Callable[..., None]) -> None:
+    curves = found["products"]
+    errors = {
+        name: [c - exact for c, exact in zip(curves[name], curves["quadrature"], strict=True)]
+        for name in ("laplace", "taylor")
+    }
+    worst = max(errors["laplace"], key=abs)
+    claim("InfoScale: on its premise, Eq. 10 is Eq. 9 for λv up to 0.6 (nats, largest difference)", 0, worst, 0.05)
+    short = dict(zip(curves["product"], errors["taylor"], strict=True))
+    claim("InfoScale: on its premise, Eq. 12 is Eq. 9 at λv = 0.1 (nats)", 0, short[0.1], 0.01)
+    for product, bound in ((0.3, 0.4), (0.6, 6.0)):
+        more(f"InfoScale: Eq. 12 is below Eq. 9 at λv = {product} by (nats)", bound, -short[product])
+    for variance, growth in found["growth"].items():
+        text = f"InfoScale: on its premise, σ² = {variance}: growth of entropy from n_tr to 8 n_tr"
+        more(f"{text}: what remains (share)", 0.2, growth["published"] / growth["plain"])
+        claim(f"{text}: what remains with ε the entropy at n_tr (share)", 0, growth["own entropy"] / growth["plain"], 0.35)
 
 
 def _entropy_claims(found: dict[str, Any], claim: Callable[..., None], more: Callable[..., None]) -> None:

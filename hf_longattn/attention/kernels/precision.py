@@ -1,4 +1,4 @@
-"""Which precision this CPU multiplies fast."""
+"""Which precision a device multiplies fast."""
 
 from __future__ import annotations
 
@@ -19,9 +19,23 @@ def cpu_multiplies_bfloat16() -> bool:
     return _onednn_takes_bfloat16() and (not x86 or _has_avx512_bf16())
 
 
-def fast_dtype() -> str:
-    """The name of the precision to choose on this CPU: bfloat16 where it has units for it, else float32."""
-    return "bfloat16" if cpu_multiplies_bfloat16() else "float32"
+def multiplies_fast(dtype: str, device: str | torch.device = "cpu") -> bool:
+    """Whether a device multiplies a precision at least as fast as float32."""
+    if dtype in ("float32", "float64"):
+        return dtype == "float32"
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return dtype == "bfloat16" and cpu_multiplies_bfloat16()
+    return kind != "cuda" or dtype != "bfloat16" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def fast_dtype(device: str | torch.device = "cpu") -> str:
+    """The precision to load a model in: "bfloat16" where the device has units for it, else "float32".
+
+    Most checkpoints are in bfloat16, and `from_pretrained` leaves them so; on a CPU without such units that is five times
+    slower than float32. `from_pretrained(name, dtype=hf_longattn.fast_dtype())` is fast on each.
+    """
+    return "bfloat16" if multiplies_fast("bfloat16", device) else "float32"
 
 
 def _onednn_takes_bfloat16() -> bool:

@@ -49,6 +49,7 @@ def paged_attention(
     key: Tensor,
     value: Tensor,
     window: int | None,
+    position_ids: Tensor,
     arguments: Mapping[str, Any],
     compute: Callable[[Tensor, Tensor, Tensor, Rows], Tensor],
 ) -> Tensor:
@@ -57,6 +58,7 @@ def paged_attention(
     Args:
         query: (1, heads, tokens, head_dim), of all requests one after the other; key and value likewise.
         window: of a layer with a sliding window.
+        position_ids: (1, tokens), or one of several equal axes of that.
         arguments: what arrived beside them.
         compute: query, key, value (requests, heads, length, head_dim) and rows to (requests, q_len, heads, head_dim).
 
@@ -68,8 +70,9 @@ def paged_attention(
     cu_k = arguments["cu_seq_lens_k"]
     if isinstance(cu_k, dict):  # a layer that reads the keys of another one does not update the cache, which picks them
         cu_k = cu_k["full_attention" if window is None else "sliding_attention"]
+    position_ids = position_ids if position_ids.ndim == 2 else position_ids[0]
     out = None
-    for batch in _batches(arguments["cu_seq_lens_q"], cu_k, arguments["position_ids"], window):
+    for batch in _batches(arguments["cu_seq_lens_q"], cu_k, position_ids, window):
         q, k, v = (_take(x, at) for x, at in ((query, batch.queries), (key, batch.keys), (value, batch.keys)))
         result = compute(q, k, v, batch.rows)
         if out is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ....attention.reference import finish, length_factor
+from ....attention.stages import finish, length_factor
 from ....config import LongAttnConfig
 from ....methods.base import EntropyTemperature
 from .plans import PART, Part

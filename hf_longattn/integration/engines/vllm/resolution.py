@@ -62,7 +62,7 @@ def _resolve(original: Callable[..., Any], self: Any, architectures: Any, model_
 
 
 def _longest(original: Callable[..., int], self: Any, max_model_len: int | None) -> int:
-    """The longest text of a model that was extended: vLLM multiplies what its config says by the factor of a linear scaling."""
+    """The longest text of an extended model: vLLM multiplies what its config says by the factor of a linear scaling."""
     length = original(self, max_model_len)
     if max_model_len not in (None, -1) or not plans.is_served(self.hf_config):
         return length
