@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from pathlib import Path
@@ -577,7 +578,7 @@ def longer(name: str, folder: Path, **how: Any) -> Any:
     """A saved model that was trained at 64, loaded and extended to 256."""
     torch.manual_seed(0)
     m = AutoModelForCausalLM.from_config(model_config("llama", **{"max_position_embeddings": 64} | SAYS[name][0]))
-    m.generation_config.max_length = m.config.max_position_embeddings
+    m.generation_config.max_length = how.pop("ends", m.config.max_position_embeddings)
     m.save_pretrained(folder)
     m = AutoModelForCausalLM.from_pretrained(folder).eval()
     return hf_longattn.extend(m, 256, **{"method": "rerope"} | how)
@@ -664,6 +665,33 @@ def test_a_method_that_reaches_as_far_keeps_the_length(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="infoscale extends nothing"):
         hf_longattn.apply(m, "infoscale", extended_to=128)
     assert says(hf_longattn.update(m, extended_to=90)) == {"max_position_embeddings": 90, "generation": 90}
+
+
+@pytest.mark.parametrize("ends", [64, 20, 100])
+def test_generation_ends_where_it_did(ends: int, tmp_path: Path) -> None:
+    """At what a config says, whichever of its names it is that says so; another length is the user's own."""
+    m = longer("Vicuna 16k", tmp_path / "base", ends=ends)
+    assert m.generation_config.max_length == (256 if ends == 64 else ends)
+    m.save_pretrained(tmp_path / "longer")
+    for again in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "longer", attn_implementation="sdpa"),
+        hf_longattn.remove(AutoModelForCausalLM.from_pretrained(tmp_path / "longer")),
+        hf_longattn.remove(m),
+    ):
+        assert says(again) == SAYS["Vicuna 16k"][1] | {"generation": ends}
+
+
+def test_a_change_that_fails_changes_no_length(tmp_path: Path) -> None:
+    m = longer("plain", tmp_path)
+    before = copy.deepcopy((vars(m.config), vars(m.generation_config)))
+    for wrong in (
+        lambda: hf_longattn.apply(m, "infoscale", layers=(7,)),
+        lambda: hf_longattn.extend(m, 8192, method="self_extend", group=2),
+        lambda: m.set_attn_implementation("no such thing"),
+    ):
+        with pytest.raises(ValueError, match=r"."):
+            wrong()
+        assert (vars(m.config), vars(m.generation_config)) == before
 
 
 def test_a_length_that_was_told_comes_back_as_it_was(tmp_path: Path) -> None:

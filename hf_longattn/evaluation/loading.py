@@ -21,6 +21,7 @@ from ..checks import Refused, check_dtype, check_finite, check_model, read_text
 from ..config import LongAttnConfig
 from ..integration import apply, config_of, rope
 from ..integration.classes import kinds_of, own_class
+from ..integration.lengths import announce_beside
 from ..integration.model import knowing, running
 from ..integration.names import is_ours, short
 from ..integration.planning import bound_config
@@ -197,6 +198,7 @@ def carry(source: str, folder: Path) -> None:
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, target)
+    announce_beside(folder)
 
 
 def build(config: Any, **arguments: Any) -> Any:

@@ -14,6 +14,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from .layers import candidates_of, language_config
 from .trained import KEPT, UNSCALED, said
 
+#: What a config keeps, beside its own lengths, of the length at which generation ended.
+GENERATION = "generation_config.max_length"
 #: What says so beside the configs in a model's folder: a file, and its key.
 FILES = {"tokenizer_config.json": "model_max_length", "sentence_bert_config.json": "max_seq_length"}
 
@@ -21,17 +23,24 @@ FILES = {"tokenizer_config.json": "model_max_length", "sentence_bert_config.json
 def announce(model: Any, length: int | None) -> None:
     """Let a model's configs say that it reads `length` tokens, if they say less; None: what they said before.
 
-    Where a rotation depends on what they say (dynamic NTK, longrope without a factor), they go on saying it.
+    Where a rotation depends on what they say (dynamic NTK, longrope without a factor), they go on saying it. Generation ends
+    there too, if it ended where a config said.
     """
-    configs = _configs(model)
-    before = _first(configs[0])
+    configs, generation = _configs(model), getattr(model, "generation_config", None)
+    ends: int | None = None if generation is None else generation.max_length
     for c in configs:
-        vars(c).update(vars(c).pop(KEPT, {}))
-    if length is not None and not turns_by(configs[0], length):
-        for c in configs:
-            if less := {name: n for name, n in said(c).items() if n < length}:
-                vars(c).update(dict.fromkeys(less, length) | {KEPT: less})
-    announce_generation(model, before)
+        kept = vars(c).pop(KEPT, {})
+        before = kept.pop(GENERATION, None)
+        if generation is not None and before is not None and ends in said(c).values():
+            generation.max_length = ends = before
+        vars(c).update(kept)
+    if length is None or turns_by(configs[0], length):
+        return
+    for c in configs:
+        if less := {name: n for name, n in said(c).items() if n < length}:
+            if generation is not None and ends is not None and ends in less.values():
+                less[GENERATION], generation.max_length, ends = ends, length, None
+            vars(c).update(dict.fromkeys(less.keys() - {GENERATION}, length) | {KEPT: less})
 
 
 def trained_at(model: Any, length: int) -> None:
@@ -41,21 +50,10 @@ def trained_at(model: Any, length: int) -> None:
         vars(c).pop(KEPT, None)
 
 
-def announce_generation(model: Any, before: int | None) -> None:
-    """Let generation end where the configs of a model now do, if it ended where they did `before`."""
-    generation = getattr(model, "generation_config", None)
-    if generation is not None and before is not None and generation.max_length == before:
-        generation.max_length = _first(_configs(model)[0])
-
-
 def _configs(model: Any) -> list[Any]:
     """Those that say how long a text is: of the language model first, and of the whole."""
     text = next((x.module.config for x in candidates_of(model)), language_config(model.config))
     return [text] if text is model.config else [text, model.config]
-
-
-def _first(config: Any) -> int | None:
-    return next(iter(said(config).values()), None)
 
 
 def turns_by(config: Any, length: int) -> bool:

@@ -192,9 +192,9 @@ def check_built(model: Any) -> None:
 
 def _turns(rotary: nn.Module) -> dict[str, Any]:
     """What a rotary module was made with: frequencies, of which those in use may change with the text, and scales."""
-    buffers = {name: x for name, x in rotary.named_buffers(recurse=False) if name.endswith("inv_freq")}
-    first = {name: x for name, x in buffers.items() if name.endswith("original_inv_freq")}
-    return (first or buffers) | {name: x for name, x in vars(rotary).items() if name.endswith("attention_scaling")}
+    held = {**rotary._buffers, **vars(rotary)}  # named_buffers() names one tensor once, and two may share it
+    now, first = ({k: x for k, x in held.items() if k.endswith(name)} for name in ("inv_freq", "original_inv_freq"))
+    return (first or now) | {k: x for k, x in held.items() if k.endswith("attention_scaling")}
 
 
 def _equal(now: Any, fresh: Any) -> bool:

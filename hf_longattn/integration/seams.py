@@ -18,7 +18,7 @@ from ..methods.method import SLOTS
 from ..methods.registry import parameters_of
 from ..telling import warn
 from .layers import all_configs, language_config, layers_of
-from .lengths import announce, announce_beside, announce_generation
+from .lengths import announce, announce_beside
 from .model import change, running, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, hint, is_ours, register_combination, short
 from .planning import keep_parts, prepare, refuse_name
@@ -30,6 +30,8 @@ from .state import RunningSection, own_configs, remember
 TEXT = "text_config"
 #: The models whose __init__ is running, the outermost first.
 _BUILT: ContextVar[tuple[PreTrainedModel, ...]] = ContextVar("longattn_built", default=())
+#: Whether one is being loaded, whose generation config comes last.
+_LOADED: ContextVar[bool] = ContextVar("longattn_loaded", default=False)
 
 
 def _get_section(self: PreTrainedConfig) -> dict[str, Any] | None:
@@ -126,15 +128,24 @@ def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config
     if isinstance(config, PreTrainedConfig):
         config = _with_section(config, kwargs)
     _refuse_parameters(config, kwargs)
-    with _no_unknown_name(cls):
-        out = original(cls, *args, config=config, **kwargs)
+    token = _LOADED.set(True)
+    try:
+        with _no_unknown_name(cls):
+            out = original(cls, *args, config=config, **kwargs)
+    finally:
+        _LOADED.reset(token)
     model = out[0] if isinstance(out, tuple) else out
     keep_parts(model)
-    if running(model) is None and (section := model.config.longattn):  # whose generation config comes last
-        announce_generation(model, section.get("extended_to"))
+    _announce(model)
     if not model.config.__dict__.get("_longattn_saved"):
         warn_untrained(model)
     return out
+
+
+def _announce(model: PreTrainedModel) -> None:
+    """Let all that says how long a model reads say what its method was made for, or what it said without one."""
+    config = running(model)
+    announce(model, None if config is None else config.extended_to)
 
 
 def _get_correct_attn_implementation(
@@ -199,8 +210,8 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     prepare(self)  # first: learned parts must exist before weights are initialised or loaded
     original(self)
     warn_of_lost_softcap(layers_of(self))
-    config = running(self)
-    announce(self, None if config is None else config.extended_to)
+    if not _LOADED.get():
+        _announce(self)
     ours = any(is_ours(c._attn_implementation) for c in (self.config, language_config(self.config)))
     if (section := self.config.longattn) and not ours:
         if not {"version", *SLOTS} & section.keys():  # parameters as they are typed, not what a checkpoint saved

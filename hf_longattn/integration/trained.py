@@ -98,7 +98,8 @@ def published(config: Any) -> tuple[int, str]:
 
 def _all(config: Any) -> dict[str, int]:
     """What `said` gave when the config was published."""
-    return said(config) | vars(config).get(KEPT, {})
+    kept = vars(config).get(KEPT, {})
+    return {name: kept.get(name, n) for name, n in said(config).items()}
 
 
 def recorded(config: Any, section: Mapping[str, Any] | None) -> Trained:
