@@ -19,7 +19,7 @@ from ..telling import warn
 from .layers import Layer, all_configs, candidates_of, layers_of, pretrained
 from .longrope import border_hooks
 from .names import is_ours, short
-from .record import refuse_beside
+from .record import refuse_copies
 from .rotation import find_rotary
 from .state import AttentionState, LayerPlan, RunningSection, adapters_of, enrol, set_plan, state_of
 from .trained import Trained, rope_settings, trained
@@ -42,7 +42,7 @@ def prepare(model: PreTrainedModel, verify: bool = False) -> None:
         refuse_name(model, named._attn_implementation, named.longattn)
     config = LongAttnConfig.parse(short(target._attn_implementation), target.longattn)
     for adapter in adapters_of(model):
-        refuse_beside(adapter, config)
+        refuse_copies(adapter, config)
     state = state_of(model) or AttentionState()
     target.longattn, plans, facts = _plan(model, config, state)
     show_section(model, target)
