@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     LlamaForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
@@ -28,6 +30,8 @@ from transformers import (
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
+from hf_longattn.evaluation.loading import check_setting, load_setting
+from hf_longattn.evaluation.settings import Setting
 from hf_longattn.integration.state import disable, enable
 
 peft = pytest.importorskip("peft")
@@ -225,6 +229,33 @@ def test_saved_as_lora(kind: str, method: str, bases: dict[str, Path], tmp_path:
     close(logits(again), logits(m), 2e-3)
 
 
+@pytest.mark.parametrize("kind", ["IA3", "PREFIX_TUNING"])
+def test_saved_with_a_card_and_read_by_the_commands(kind: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    m = adapted(bases["llama"], kind, LEARNED)
+    hf_longattn.save(m, tmp_path / "it", base_model="someone/base")
+    card = (tmp_path / "it" / "README.md").read_text()
+    assert f"An adapter ({kind}) of [someone/base]" in card
+    assert f"\n- {kind.lower()}\n" in card
+    assert "from peft import AutoPeftModelForCausalLM" in card
+    again = peft.PeftModel.from_pretrained(loaded(bases["llama"]), tmp_path / "it")
+    close(logits(again), logits(m), 1e-6)
+    setting = Setting("mine", adapter=str(tmp_path / "it"))
+    check_setting(setting, str(bases["llama"]))
+    if kind == "PREFIX_TUNING":
+        with pytest.raises(ValueError, match=r"of a kind that cannot be merged into a model \(PREFIX_TUNING\)"):
+            load_setting(setting, str(bases["llama"]), "float32")
+        return
+    close(logits(load_setting(setting, str(bases["llama"]), "float32")), logits(m))
+
+
+def test_layers_that_are_copied_are_refused(bases: dict[str, Path]) -> None:
+    config = peft.LoraConfig(layer_replication=[[0, 2], [1, 2]], **INTO)
+    with pytest.raises(ValueError, match=r"layer_replication copies attention modules, .* would not follow rerope"):
+        peft.get_peft_model(hf_longattn.apply(loaded(bases["llama"]), REROPE), config)
+    with pytest.raises(ValueError, match="its causal attention is in several parts"):
+        hf_longattn.apply(peft.get_peft_model(loaded(bases["llama"]), config), REROPE)
+
+
 @pytest.mark.parametrize("kind", sorted(NOTHING_BESIDE))
 def test_learned_parameters_that_would_not_be_saved(kind: str, bases: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no modules_to_save, so the learned parameters"):
@@ -236,11 +267,11 @@ def test_learned_parameters_that_would_not_be_saved(kind: str, bases: dict[str, 
 
 
 def test_a_network_beside_the_model_is_refused(bases: dict[str, Path]) -> None:
-    with pytest.raises(ValueError, match=r"ShadowConfig makes a second network .* would not follow rerope"):
+    with pytest.raises(ValueError, match=r"ShadowConfig: it makes a second network .* would not follow rerope"):
         peft.get_peft_model(hf_longattn.apply(loaded(bases["llama"]), REROPE), peft.ShadowConfig(**CAUSAL))
     m = peft.get_peft_model(loaded(bases["llama"]), peft.ShadowConfig(**CAUSAL))
     want = logits(m)
-    with pytest.raises(ValueError, match="ShadowConfig makes a second network"):
+    with pytest.raises(ValueError, match="it makes a second network"):
         hf_longattn.apply(m, REROPE)
     assert torch.equal(logits(m), want)
 
@@ -499,6 +530,17 @@ def test_a_classifier(tmp_path: Path) -> None:
         close(again.eval()(input_ids=tokens()).logits, want, 1e-6)
         if (native := by_transformers(tmp_path, AutoModelForSequenceClassification, num_labels=3)) is not None:
             close(native.eval()(input_ids=tokens()).logits, want, 1e-6)
+
+
+def test_guards_by_peft_s_type(bases: dict[str, Path]) -> None:
+    """What others decide by the type of an adapter is decided as without a method."""
+    sizes = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
+    hybrid = FalconH1ForCausalLM(FalconH1Config(**{k: v for k, v in SIZES.items() if k != "num_experts_per_tok"} | sizes))
+    with pytest.raises(ValueError, match="'out_proj' is incompatible with Mamba-based models"):
+        peft.get_peft_model(hf_longattn.apply(hybrid, REROPE), peft.LoraConfig(target_modules=["out_proj"]))
+    teacher_sync = pytest.importorskip("trl.experimental.sdft.teacher_sync")
+    assert teacher_sync.is_pure_lora_training(adapted(bases["llama"], "LORA"))
+    assert not teacher_sync.is_pure_lora_training(adapted(bases["llama"], "LORA", LEARNED))
 
 
 def test_saved_names_hold_no_more_than_peft_s(bases: dict[str, Path], tmp_path: Path) -> None:

@@ -251,9 +251,13 @@ def test_push_an_adapter(server: FakeHub, base: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"base model is .* which nobody else has"):
         hf_longattn.push(m, REPO)
     assert server.log == []
+    m.add_adapter("second", peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     hf_longattn.push(m, REPO, base_model="someone/llama")
-    saved = json.loads(server.repos[REPO]["adapter_config.json"])
-    assert saved["base_model_name_or_path"] == "someone/llama"
+    m.save_pretrained(tmp_path / "folder")
+    hf_longattn.push(tmp_path / "folder", REPO + "-folder", base_model="someone/llama")
+    for repo in (REPO, REPO + "-folder"):
+        for name in ("adapter_config.json", "second/adapter_config.json"):
+            assert json.loads(server.repos[repo][name])["base_model_name_or_path"] == "someone/llama"
     got = download(server, REPO, tmp_path)
     close(logits(peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), got)), logits(m), 1e-6)
 

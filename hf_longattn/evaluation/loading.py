@@ -228,7 +228,7 @@ def load_setting(
     config = _edited_config(setting, source)
     loaded = load_weights(source, config, setting.adapter, dtype=precision_of(source, dtype, device))
     if setting.adapter is not None:
-        loaded = loaded.merge_and_unload()
+        loaded = _merged(loaded, setting.adapter)
     if setting.config is not None:
         with knowing():
             apply(loaded, beside_own(loaded, calibrated(loaded, setting.config) if calibrated else setting.config))
@@ -326,6 +326,16 @@ def _with_adapter(model: Any, adapter: str) -> Any:
         raise ValueError(
             f"the adapter {adapter} was made from another model: {len(mismatches)} of its weights do not fit, first of them: "
             f"{mismatches[0]}"
+        ) from None
+
+
+def _merged(adapted: Any, adapter: str) -> Any:
+    try:
+        return adapted.merge_and_unload()
+    except (AttributeError, NotImplementedError):  # of prompts, and of kinds that depend on the input
+        kind = adapted.active_peft_config.peft_type.value
+        raise ValueError(
+            f"{adapter} is of a kind that cannot be merged into a model ({kind}): only merged ones are read"
         ) from None
 
 

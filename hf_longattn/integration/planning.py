@@ -21,7 +21,7 @@ from .masks import BOTH_WAYS
 from .names import is_ours, short
 from .offload import device_of, held, keep
 from .passes import watch
-from .record import refuse_beside
+from .record import refuse_copies
 from .rope import check_built
 from .rotation import find_rotary
 from .state import AttentionState, LayerPlan, RunningSection, adapters_of, enrol, set_plan, state_of
@@ -45,7 +45,7 @@ def prepare(model: PreTrainedModel, verify: bool = False) -> None:
         refuse_name(model, named._attn_implementation, named.longattn)
     config = LongAttnConfig.parse(short(target._attn_implementation), target.longattn)
     for adapter in adapters_of(model):
-        refuse_beside(adapter, config)
+        refuse_copies(adapter, config)
     state = state_of(model) or AttentionState()
     target.longattn, plans, facts = _plan(model, config, state)
     show_section(model, target)

@@ -90,12 +90,14 @@ def follow(model: PreTrainedModel, runs: LongAttnConfig | None) -> None:
         record(adapter, model, runs)
 
 
-def refuse_beside(adapter: Any, method: LongAttnConfig) -> None:
-    """Raise ValueError for an adapter that is a network beside the model, made once from the model's config."""
-    if adapter.peft_type == "SHADOW":
+def refuse_copies(adapter: Any, method: LongAttnConfig) -> None:
+    """Raise ValueError for an adapter that copies the model's config or attention modules, which then go their own way."""
+    replicates = getattr(adapter, "layer_replication", None) is not None
+    if replicates or adapter.peft_type == "SHADOW":
+        does = "layer_replication copies attention modules" if replicates else "it makes a second network of its config"
         raise ValueError(
-            f"{type(adapter).__name__} makes a second network of the model's config, whose attention would not follow "
-            f"{method.name} when that changes or is loaded: take another kind of adapter, or hf_longattn.remove(model)"
+            f"{type(adapter).__name__}: {does}, and the copies would not follow {method.name} when that changes or is "
+            "loaded. Take another adapter, or a model without a method (hf_longattn.remove)"
         )
 
 

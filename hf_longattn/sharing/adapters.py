@@ -91,7 +91,7 @@ def _joining(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
             _restore(config, target, base, others)
         runs = running(base)
         assert runs is not None
-        record.refuse_beside(config, runs)
+        record.refuse_copies(config, runs)
         if target is None and config.inference_mode and any(method_in(vars(c)) for c in others):
             warn(f"the adapter records no attention, and runs under {runs.name}, as the model's other adapters do")
         config = copy.copy(config)  # one LoraConfig may serve several models

@@ -18,7 +18,7 @@ from ..checks import written_aside
 from ..integration import config_of
 from ..integration.classes import loaders
 from ..integration.names import TRIPWIRE
-from ..integration.record import ADAPTER
+from ..integration.record import ADAPTER, saved_in
 from ..telling import warn
 from .card import Facts, contents, hub_id, model_card, source
 
@@ -90,8 +90,8 @@ def save(
         model.save_pretrained(aside, **({} if state_dict is None else {"state_dict": state_dict}))  # type: ignore[operator]
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
-        if adapter and base_model:
-            _edit(aside / ADAPTER, base_model_name_or_path=base_model)
+        for file in aside.rglob(ADAPTER) if base_model else ():  # of several adapters, each
+            _edit(file, base_model_name_or_path=base_model)
         if stub is not None:
             (aside / STUB).write_text(stub[1], encoding="utf-8")
             _edit(aside / "config.json", auto_map=stub[0])
@@ -179,8 +179,8 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
                 f"the adapter's base model is {saved.get('base_model_name_or_path')!r}, which nobody else has: name it as the "
                 'Hub does, base_model="user/name" (in a command, --base-model user/name)'
             )
-        if base_model:
-            result[ADAPTER] = _json(saved | {"base_model_name_or_path": base_model})
+        for name in [name for name in result if base_model and Path(name).name == ADAPTER]:
+            result[name] = _json(saved_in(directory / name) | {"base_model_name_or_path": base_model})
     else:
         result["config.json"] = _json(saved | _tripwire(saved))
     readme = directory / "README.md"
