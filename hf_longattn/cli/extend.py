@@ -246,7 +246,7 @@ def _write(winner: Any, model: str, tokenizer: Any, out: Path | None) -> None:
     with written_aside(out) as aside:
         winner.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
-        carry(model, aside)
+        carry(model, aside, type(winner))
     way = f"import hf_longattn; {loaders(type(winner).__name__)[0]}.from_pretrained({str(out)!r})"
     console.print(f"Saved to {out}; load it with: {way}")
 

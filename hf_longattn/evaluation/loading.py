@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, modeling_utils
 
 from ..attention.kernels.precision import multiplies_fast
@@ -181,9 +184,16 @@ def load_tokenizer(source: str) -> Any:
     return AutoTokenizer.from_pretrained(source)
 
 
-def carry(source: str, folder: Path) -> None:
-    """Put into a saved model's folder what else belongs to the checkpoint: processors, and the modules behind an embedder."""
+def carry(source: str, folder: Path, kind: Any) -> None:
+    """Put into a saved model's folder what else belongs to the checkpoint that it is made from: processors, the modules behind
+    an embedder, and weights that transformers passes over (heads that predict several tokens).
+
+    Args:
+        kind: the model's class.
+    """
     there = Path(source)
+    if there.is_file():
+        return
     try:
         if not there.is_dir():
             there = Path(snapshot_download(source, allow_patterns=[*COMPANIONS]))
@@ -199,6 +209,35 @@ def carry(source: str, folder: Path) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, target)
     announce_beside(folder)
+    _carry_weights(there, folder, kind)
+
+
+def _carry_weights(there: Path, folder: Path, kind: Any) -> None:
+    """Of a checkpoint's weights those that its class passes over, in a file of their own beside the others."""
+    patterns = [re.compile(pattern) for pattern in kind._keys_to_ignore_on_load_unexpected or ()]
+    left = {key: file for key, file in _tensors(there).items() if any(p.search(key) for p in patterns)}
+    if not left:
+        return
+    name, index = "model-passed-over.safetensors", folder / "model.safetensors.index.json"
+    held = {key: file.name for key, file in _tensors(folder).items()} | dict.fromkeys(left, name)
+    save_file({key: _tensor(file, key) for key, file in left.items()}, folder / name, {"format": "pt"})
+    old = json.loads(read_text(index)) if index.is_file() else {"metadata": {}}
+    index.write_text(json.dumps(old | {"weight_map": held}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _tensors(folder: Path) -> dict[str, Path]:
+    """The weights in a folder's safetensors, by name, and the file that each is in."""
+    found: dict[str, Path] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            found |= dict.fromkeys(opened.keys(), file)
+    return found
+
+
+def _tensor(file: Path, key: str) -> torch.Tensor:
+    with safe_open(file, "pt") as opened:
+        tensor: torch.Tensor = opened.get_tensor(key)
+    return tensor
 
 
 def build(config: Any, **arguments: Any) -> Any:

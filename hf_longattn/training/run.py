@@ -233,7 +233,7 @@ def _save(prepared: Prepared, trainer: RecipeTrainer, wrapped: Any, measured: di
         }
         save(wrapped, output, tokenizer=prepared.tokenizer, overwrite=True, state_dict=weights, **card)
     if trainer.is_world_process_zero() and recipe.lora is None and recipe.model is not None:
-        carry(recipe.model, output)
+        carry(recipe.model, output, type(trainer.causal))
 
 
 def _windows(recipe: Recipe, args: TrainingArguments) -> int:
