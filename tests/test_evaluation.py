@@ -184,7 +184,7 @@ def test_losses_of_models_that_call_their_parts_otherwise(name: str) -> None:
     torch.testing.assert_close(CausalLoss(m)(ids, ids)["loss"], want.mean(), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["mamba", "openai-gpt", "jamba"])
+@pytest.mark.parametrize("name", ["rwkv", "openai-gpt", "jamba"])
 def test_models_that_do_not_read_on_from_a_cache_are_refused(name: str) -> None:
     torch.manual_seed(0)
     m, ids = coverage_models.build(name), torch.randint(1, 90, (1, 40))
