@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,9 @@ def announce_beside(folder: Path) -> None:
         if own and own[key] < length:
             new |= {key: length, KEPT: own}
         if new != data:
-            file.write_text(json.dumps(new, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            aside = file.with_name(f".{file.name}-{os.getpid()}")  # several processes may save one model
+            aside.write_text(json.dumps(new, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            aside.replace(file)
 
 
 def _extended(saved: Any) -> Iterator[int]:

@@ -279,7 +279,8 @@ SEAMS = (
         PreTrainedConfig,
         "from_dict",
         _from_dict,
-        "attn_implementation=None would load a checkpoint of ours under sdpa; strict ones name other classes, for vLLM",
+        "attn_implementation=None, or a dict that names other parts, would load a checkpoint of ours under sdpa; strict ones "
+        "name other classes, for vLLM",
     ),
     Seam(
         PreTrainedConfig,
