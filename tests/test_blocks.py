@@ -178,7 +178,8 @@ def test_command_exists_and_reads_its_options(line: str, tmp_path: Path, monkeyp
     if first == "hf-longattn" or "hf_longattn.cli" in words:
         words = words[words.index("hf_longattn.cli") + 1 :] if "hf_longattn.cli" in words else words
         monkeypatch.chdir(tmp_path)
-        (tmp_path / "long-model").mkdir()  # what `push` wants to see
+        for folder in ("long-model", "runs/book"):  # what `push` wants to see
+            (tmp_path / folder).mkdir(parents=True)
         if not words[0].startswith("--"):
             (check_ours if line in COMMANDS else check_mention)(words)
     elif first == "make":
