@@ -137,7 +137,7 @@ def _check(model: nn.Module, config: LongAttnConfig, length: int) -> None:
         raise ValueError("the model's config names no maximum length to extend: use hf_longattn.apply with a window")
     if rope.settings_of(base) is None and (table := next(position_tables(base), None)) is not None:
         raise ValueError(
-            f"the model learned its positions, in a table of {table.num_embeddings} entries, and no method can extend a table: use "
+            f"the model learned its positions, in a table of {table.num_embeddings} entries, which no method can extend: use "
             "hf_longattn.apply for a window within it, or a model with rotary positions"
         )
     changed = config.positions is not None and not isinstance(config.positions, YarnBeyond)  # within the trained length
