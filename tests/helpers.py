@@ -21,6 +21,8 @@ from transformers import (
     PreTrainedModel,
     StaticCache,
 )
+from transformers.integrations.peft import MIN_PEFT_VERSION
+from transformers.utils import check_peft_version
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
@@ -43,6 +45,24 @@ def crossed(values: Iterable[Any], inner: Container[Any] | int) -> list[Any]:
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE, what: str = "") -> None:
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0.0, msg=lambda m: f"{what} {m}")
+
+
+def by_transformers(adapter: Path, auto: Any = AutoModelForCausalLM, **arguments: Any) -> Any:
+    """An adapter's folder given to transformers; None where that release cannot load learned parameters, and says so."""
+    try:
+        return auto.from_pretrained(adapter, **arguments)
+    except NotImplementedError as error:
+        if transformers.__version__ >= "5.23" or "does not load the learned parameters of an adapter" not in str(error):
+            raise
+        return None
+
+
+def needs_adapters_of_transformers() -> None:
+    """Skip where transformers' own interface to adapters asks for a PEFT that is not here."""
+    try:
+        check_peft_version(min_version=MIN_PEFT_VERSION)
+    except ValueError as error:
+        pytest.skip(f"transformers {transformers.__version__}: {error}")
 
 
 @functools.cache

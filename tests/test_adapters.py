@@ -8,15 +8,13 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from cases import CASES
-from helpers import close, crossed, multimodal, picture, stock, tokens
+from helpers import by_transformers, close, crossed, multimodal, needs_adapters_of_transformers, picture, stock, tokens
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -42,11 +40,11 @@ def logits(m: Any, **inputs: Tensor) -> Tensor:
     return m.eval()(**(inputs or {"input_ids": tokens()})).logits
 
 
-def lora(family: str = "llama", kind: Any = None, **options: Any) -> Any:
+def lora(family: str = "llama", **options: Any) -> Any:
     target = "c_attn" if family == "gpt2" else "q_proj"
     target = options.pop("target", [target])
     options = {"task_type": "CAUSAL_LM", "init_lora_weights": False, "fan_in_fan_out": family == "gpt2"} | options
-    return (kind or hf_longattn.LongAttnLoraConfig)(target_modules=target, **options)
+    return peft.LoraConfig(target_modules=target, **options)
 
 
 def adapted(base: Path, config: LongAttnConfig = PLAIN, family: str = "llama", **options: Any) -> Any:
@@ -62,16 +60,6 @@ def disturbed(model: Any) -> Any:
             if p.requires_grad and ".longattn." in name:
                 p += 0.3 * torch.rand(p.shape, generator=generator)
     return model
-
-
-def by_transformers(path: Path) -> Any:
-    """The adapter's folder given to transformers; None where that release cannot load learned parameters, and says so."""
-    try:
-        return AutoModelForCausalLM.from_pretrained(path)
-    except NotImplementedError as error:
-        if transformers.__version__ >= "5.23" or "does not load the learned parameters of an adapter" not in str(error):
-            raise
-        return None
 
 
 LOADERS = {
@@ -314,7 +302,8 @@ def test_several_adapters(bases: dict[str, Path], tmp_path: Path) -> None:
     loaded.delete_adapter("again")
     loaded.set_adapter("default")
     close(logits(loaded), first, 1e-6)
-    native = by_transformers(tmp_path)  # its own interface to adapters
+    needs_adapters_of_transformers()
+    native = by_transformers(tmp_path)
     if native is None:
         return
     native.load_adapter(tmp_path / "second", "again")
@@ -338,15 +327,17 @@ def test_adapters_follow_the_method(bases: dict[str, Path], tmp_path: Path) -> N
         hf_longattn.apply(m, METHODS["learned"])
     with pytest.warns(UserWarning, match="dropping"):
         hf_longattn.remove(disturbed(m))
-    with pytest.raises(ValueError, match="runs no hf_longattn method any more"):
-        m.save_pretrained(tmp_path / "removed")
+    m.save_pretrained(tmp_path / "removed")  # a plain adapter
+    saved = json.loads((tmp_path / "removed" / "adapter_config.json").read_text())
+    assert (saved["peft_type"], saved["modules_to_save"]) == ("LORA", None)
+    assert "longattn" not in saved
 
 
 def test_trainer_refuses_an_adapter_of_another_attention(bases: dict[str, Path], tmp_path: Path) -> None:
     adapted(bases["llama"], METHODS["learned"]).save_pretrained(tmp_path / "checkpoint-1")
     for model, what in (
         (adapted(bases["llama"], CASES["rerope"]), "'logn.*'rerope'"),
-        (peft.get_peft_model(stock("llama"), lora(kind=peft.LoraConfig)), "'logn.*no method"),
+        (peft.get_peft_model(stock("llama"), lora()), "'logn.*no method"),
     ):
         trainer = Trainer(model=model, args=TrainingArguments(tmp_path, report_to=[], use_cpu=True))
         with pytest.raises(ValueError, match=f"trained under {what}"):
@@ -356,6 +347,7 @@ def test_trainer_refuses_an_adapter_of_another_attention(bases: dict[str, Path],
 @pytest.mark.parametrize("case", ["logn_learned", "attention_sink_learned", "output_layer_norm"])
 def test_transformers_switches_off_and_on_what_peft_does(case: str, bases: dict[str, Path], tmp_path: Path) -> None:
     adapted(bases["llama"], CASES[case]).save_pretrained(tmp_path)
+    needs_adapters_of_transformers()
     if by_transformers(tmp_path) is None:
         pytest.skip("this release cannot load learned parameters, and says so")
     base = AutoModelForCausalLM.from_pretrained(bases["llama"])
@@ -369,14 +361,20 @@ def test_transformers_switches_off_and_on_what_peft_does(case: str, bases: dict[
     close(logits(base), want, 1e-6)
 
 
-def test_adapters_of_two_types_on_one_model_are_refused(bases: dict[str, Path], tmp_path: Path) -> None:
-    m = adapted(bases["llama"])
-    with pytest.raises(ValueError, match=r"'plain' is a LoraConfig, beside default.*LongAttnLoraConfig"):
-        m.add_adapter("plain", lora(kind=peft.LoraConfig))
-    plain = peft.get_peft_model(stock("llama"), lora(kind=peft.LoraConfig))
-    m.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"'ours' is a LongAttnLoraConfig, beside default"):
+def test_an_adapter_that_records_a_method_beside_one_that_has_none(bases: dict[str, Path], tmp_path: Path) -> None:
+    """Put in, the method would change what the other computes."""
+    adapted(bases["llama"]).save_pretrained(tmp_path)
+    plain = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(bases["llama"]), lora())
+    want = logits(plain)
+    with pytest.raises(ValueError, match="trained under scale_invariant, and the model's other adapters under no"):
         plain.load_adapter(tmp_path, "ours")
+    assert list(plain.peft_config) == ["default"]
+    assert torch.equal(logits(plain), want)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(bases["llama"]), lora()).save_pretrained(tmp_path / "plain")
+    m = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="records no attention, and runs under scale_invariant, as the model's other") as told:
+        m.load_adapter(tmp_path / "plain", "plain")
+    assert __file__ in {x.filename for x in told if "records no attention" in str(x.message)}
 
 
 def test_trainer_checkpoints(bases: dict[str, Path], tmp_path: Path) -> None:
@@ -442,11 +440,16 @@ def test_bfloat16(bases: dict[str, Path], tmp_path: Path) -> None:
 # mistakes ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_without_a_method_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"put one in first.*use peft.LoraConfig"):
-        peft.get_peft_model(stock("llama"), lora())
-    with pytest.raises(TypeError, match="not Linear"):
-        peft.get_peft_model(torch.nn.Linear(2, 2), lora())
+def test_without_a_method_adapters_are_peft_s_own(bases: dict[str, Path], tmp_path: Path) -> None:
+    config = lora()
+    m = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(bases["llama"]), config)
+    assert m.peft_config["default"] is config
+    m.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert saved == json.loads(json.dumps(config.to_dict() | {"inference_mode": True}, default=list))
+    adapted(bases["llama"]).save_pretrained(tmp_path / "ours")
+    with pytest.raises(TypeError, match="which Linear cannot run"):
+        peft.get_peft_model(torch.nn.Linear(2, 2), peft.PeftConfig.from_pretrained(tmp_path / "ours"))
 
 
 def test_a_base_with_another_method_is_refused(bases: dict[str, Path], tmp_path: Path) -> None:
@@ -481,121 +484,72 @@ def test_low_cpu_mem_usage(bases: dict[str, Path], tmp_path: Path) -> None:
         )
 
 
-# other adapters -----------------------------------------------------------------------------------------------------------
-
-OTHERS: dict[str, Callable[[], Any]] = {
-    "lora": lambda: lora(kind=peft.LoraConfig),
-    "ia3": lambda: peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[]),
-    "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-}
-UNKNOWING = r"does not know that .* model runs scale_invariant"
+# configs ----------------------------------------------------------------------------------------------------------------
 
 
-def unknowing(base: Path, kind: str = "lora") -> Any:
-    model = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(base), PLAIN)
-    with pytest.warns(UserWarning, match=UNKNOWING):  # already when it is made
-        m = peft.get_peft_model(model, OTHERS[kind]())
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for p in m.parameters():
-            if p.requires_grad:
-                p += 0.3 * torch.rand(p.shape, generator=generator)
-    return m
-
-
-@pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize("kind", OTHERS)
-def test_other_adapters_get_their_attention_back_with_a_warning(
-    kind: str, loader: str, bases: dict[str, Path], tmp_path: Path
-) -> None:
-    if (kind, loader) == ("prefix", "AutoModel"):
-        pytest.skip("transformers loads no prefixes")
-    m = unknowing(bases["llama"], kind)
-    with pytest.warns(UserWarning, match=UNKNOWING):
-        m.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="the adapter was trained under scale_invariant, .* the model runs that now"):
-        loaded = LOADERS[loader](bases["llama"], tmp_path)
-    assert hf_longattn.config_of(loaded) == hf_longattn.config_of(m)
-    close(logits(loaded), logits(m), 1e-6)
-    same = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(bases["llama"]), PLAIN)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        loaded = peft.PeftModel.from_pretrained(same, tmp_path)
-    close(logits(loaded), logits(m), 1e-6)
-    other = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(bases["llama"]), PLAIN.replace(tau=50.0))
-    with pytest.raises(ValueError, match="trained under scale_invariant"):
-        peft.PeftModel.from_pretrained(other, tmp_path)
-
-
-@pytest.mark.filterwarnings(f"ignore:.*{UNKNOWING}")
-@pytest.mark.filterwarnings("ignore:the adapter was trained under")
-def test_other_adapters_follow_the_method_and_the_rotary_settings(bases: dict[str, Path], tmp_path: Path) -> None:
-    """By PEFT's way of saving and by transformers'; a method may come after the adapter, and go."""
+def test_adapters_follow_a_method_that_comes_after_them(bases: dict[str, Path], tmp_path: Path) -> None:
+    """By PEFT's way of saving and by transformers', rotary settings among it; and one that goes."""
     edited = hf_longattn.rope.prope(AutoConfig.from_pretrained(bases["llama"]), 0.5)
-    base = AutoModelForCausalLM.from_pretrained(bases["llama"], config=edited)
-    m = peft.get_peft_model(base, lora(kind=peft.LoraConfig))
-    hf_longattn.apply(m, PLAIN.replace(tau=40.0))
-    m.save_pretrained(tmp_path / "peft")
-    close(logits(LOADERS["PeftModel"](bases["llama"], tmp_path / "peft")), logits(m), 1e-6)
+    for kind in (lora(), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)):
+        base = AutoModelForCausalLM.from_pretrained(bases["llama"], config=copy.deepcopy(edited))
+        m = peft.get_peft_model(base, kind)
+        hf_longattn.apply(m, PLAIN.replace(tau=40.0))
+        m.peft_config["default"].save_pretrained(tmp_path / "config")
+        m.save_pretrained(tmp_path / "peft")
+        first, second = (json.loads((tmp_path / x / "adapter_config.json").read_text()) for x in ("config", "peft"))
+        assert first["rope_parameters"] == second["rope_parameters"] == base.config.rope_parameters
+        assert first["longattn"] == second["longattn"]
+        close(logits(LOADERS["PeftModel"](bases["llama"], tmp_path / "peft")), logits(m), 1e-6)
 
+        hf_longattn.remove(m)
+        m.save_pretrained(tmp_path / "removed")
+        assert "longattn" not in json.loads((tmp_path / "removed/adapter_config.json").read_text())
+
+
+def test_an_adapter_of_transformers_follows_the_method(bases: dict[str, Path], tmp_path: Path) -> None:
+    needs_adapters_of_transformers()
     native = AutoModelForCausalLM.from_pretrained(bases["llama"])
-    native.add_adapter(lora(kind=peft.LoraConfig))
+    native.add_adapter(lora())
     hf_longattn.update(hf_longattn.apply(native, PLAIN), tau=40.0)
     native.save_pretrained(tmp_path / "native")
     close(logits(LOADERS["PeftModel"](bases["llama"], tmp_path / "native")), logits(native), 1e-6)
 
-    hf_longattn.remove(m)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        m.save_pretrained(tmp_path / "removed")
-    assert "hf_longattn" not in json.loads((tmp_path / "removed/adapter_config.json").read_text())
 
-
-@pytest.mark.filterwarnings(f"ignore:.*{UNKNOWING}")
-def test_a_config_used_again_says_nothing_of_the_model_before(bases: dict[str, Path], tmp_path: Path) -> None:
-    """A method's run and its control, from one LoraConfig."""
-    config = lora(kind=peft.LoraConfig)
-    peft.get_peft_model(hf_longattn.apply(AutoModelForCausalLM.from_pretrained(bases["llama"]), PLAIN), config)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        control = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(bases["llama"]), config)
-        control.save_pretrained(tmp_path)
-        assert control.get_base_model().config._attn_implementation == "sdpa"
-        loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.get_base_model().config._attn_implementation == "sdpa"
-
-
-@pytest.mark.filterwarnings(f"ignore:.*{UNKNOWING}")
-def test_a_loaded_config_keeps_its_record(bases: dict[str, Path], tmp_path: Path) -> None:
-    unknowing(bases["llama"]).save_pretrained(tmp_path / "a")
-    peft.PeftConfig.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
-    first, second = (json.loads((tmp_path / x / "adapter_config.json").read_text()) for x in "ab")
-    assert first == second
-    assert LongAttnConfig.from_dict(first["hf_longattn"]["longattn"]) == PLAIN.replace(layers=PLAIN.layers)
+def test_one_config_for_several_models(bases: dict[str, Path], tmp_path: Path) -> None:
+    """A method's run and its control: neither says anything of the other, whichever comes first."""
+    config = lora()
+    models = {}
+    for name, way in {"ours": (), "control": None, "late": None}.items():
+        base = AutoModelForCausalLM.from_pretrained(bases["llama"])
+        models[name] = peft.get_peft_model(base if way is None else hf_longattn.apply(base, PLAIN), config)
+    hf_longattn.apply(models["late"], METHODS["rerope"])
+    for name, m in models.items():
+        m.save_pretrained(tmp_path / name)
+        loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / name)
+        assert torch.equal(logits(loaded), logits(m)), name
+        implementation = loaded.get_base_model().config._attn_implementation
+        assert implementation == {"ours": "scale_invariant", "control": "sdpa", "late": "rerope"}[name]
+    with models["ours"].disable_adapter(), models["control"].disable_adapter():
+        assert torch.equal(logits(models["ours"]), logits(models["control"]))
 
 
 SAYS = "hf_longattn.LORA: install the package hf_longattn, and import it before loading this adapter"
 
 
-def test_config_round_trip(tmp_path: Path) -> None:
-    config = hf_longattn.LongAttnLoraConfig(r=4, longattn=PLAIN.to_dict(), target_modules=["q_proj"])
-    config.save_pretrained(str(tmp_path))
-    loaded = peft.PeftConfig.from_pretrained(tmp_path)
-    assert type(loaded) is hf_longattn.LongAttnLoraConfig
-    assert loaded.to_dict() == config.to_dict()
-    assert loaded.peft_type == SAYS
-    assert copy.deepcopy(loaded).peft_type.value == SAYS
-    file = tmp_path / "adapter_config.json"
-    file.write_text(file.read_text().replace(SAYS, "hf_longattn.LORA"))  # as earlier versions wrote it
-    assert peft.PeftConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings(f"ignore:.*{UNKNOWING}")
-def test_without_the_package_peft_warns_of_a_key_that_names_it(bases: dict[str, Path], tmp_path: Path) -> None:
-    unknowing(bases["llama"]).save_pretrained(tmp_path)
-    code = "import sys, peft; peft.AutoPeftModelForCausalLM.from_pretrained(sys.argv[1])"
-    assert "Unexpected keyword arguments ['hf_longattn']" in run(code, tmp_path).stderr
+def test_the_type_that_peft_refuses_is_on_disk_alone(bases: dict[str, Path], tmp_path: Path) -> None:
+    m = adapted(bases["llama"])
+    for config in (m.peft_config["default"], copy.deepcopy(m).peft_config["default"]):
+        config.save_pretrained(str(tmp_path / "a"))
+        saved = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+        assert saved["peft_type"] == SAYS
+        assert LongAttnConfig.from_dict(saved["longattn"]) == PLAIN.replace(layers=PLAIN.layers)
+        loaded = peft.PeftConfig.from_pretrained(tmp_path / "a")
+        assert loaded.peft_type is config.peft_type is peft.PeftType.LORA
+        assert loaded == config
+        loaded.save_pretrained(tmp_path / "b")
+        assert json.loads((tmp_path / "b" / "adapter_config.json").read_text()) == saved
+    assert peft.PeftConfig._get_peft_type(tmp_path / "a") == "LORA"
+    assert hf_longattn.LongAttnLoraConfig is peft.LoraConfig
 
 
 # without the package ----------------------------------------------------------------------------------------------------

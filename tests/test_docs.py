@@ -101,9 +101,7 @@ def test_no_passage_is_repeated_twice_over_kept_keys() -> None:
 def test_an_adapters_weights_are_read_under_the_way_that_is_asked_for(tmp_path: Path) -> None:
     """Not under the method that it records; its own scale of the adapter stays."""
     base = AutoModelForCausalLM.from_pretrained(tiny.save(tmp_path / "base"))
-    lora = hf_longattn.LongAttnLoraConfig(
-        r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
-    )
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     torch.manual_seed(1)
     peft.get_peft_model(hf_longattn.apply(base, "rerope+infoscale", window=64), lora).save_pretrained(tmp_path / "adapter")
     ids = torch.randint(97, (1, 200), generator=torch.Generator().manual_seed(0))

@@ -220,10 +220,22 @@ def test_a_checkpoint_of_ours_that_is_loaded_under_another_attention(sound: Path
 def test_an_adapter(sound: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(sound), "rerope")
-    peft.get_peft_model(model, hf_longattn.LongAttnLoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "ours")
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "ours")
     code, text = told(tmp_path / "ours")
     assert code == 0, text
     assert "rerope, as recorded" in text
+    code, text = told(tmp_path / "ours", "--no-weights")
+    assert code == 0, text
+    assert "rerope, which loading the adapter puts in" in text
+    hf_longattn.apply(AutoModelForCausalLM.from_pretrained(sound), "logn").save_pretrained(tmp_path / "other")
+    saved = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
+    shutil.copytree(tmp_path / "ours", tmp_path / "moved")
+    (tmp_path / "moved" / "adapter_config.json").write_text(
+        json.dumps(saved | {"base_model_name_or_path": str(tmp_path / "other")})
+    )
+    code, text = told(tmp_path / "moved", "--no-weights")
+    assert code == 1, text
+    assert "trained under rerope, and its base runs logn: loading refuses it" in text
     plain = AutoModelForCausalLM.from_pretrained(sound)
     peft.get_peft_model(plain, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "plain")
     assert "the adapter records no attention" in told(tmp_path / "plain")[1]
@@ -242,7 +254,7 @@ def test_versions_kernels_and_engines(sound: Path, tmp_path: Path, monkeypatch: 
     assert "insists on backend 'flash': flash-attn is not installed" in text
     assert "vLLM and SGLang would silently run this checkpoint without its method" in text
     assert "3 problems found." in text
-    (strict,) = doctor.engines({}, ["LongAttnLlamaForCausalLM"])
+    (strict,) = doctor.engines(hf_longattn.LongAttnConfig(), ["LongAttnLlamaForCausalLM"])
     assert strict.level == "ok"
 
 

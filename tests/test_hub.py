@@ -49,7 +49,7 @@ def changed() -> Any:
 
 def adapted(base: Path | None = None) -> Any:
     model = stock("llama") if base is None else AutoModelForCausalLM.from_pretrained(base)
-    config = hf_longattn.LongAttnLoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     return peft.get_peft_model(hf_longattn.apply(model, CONFIG), config)
 
 
@@ -170,9 +170,6 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     target = tmp_path / "none"
     with pytest.raises(ValueError, match="not an hf_longattn method"):
         hf_longattn.save(stock("llama"), target)
-    plain = peft.get_peft_model(changed(), peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match=r"train with hf_longattn\.LongAttnLoraConfig"):
-        hf_longattn.save(plain, target)
     with pytest.raises(ValueError, match="whole models only"):
         hf_longattn.save(adapted(), target, remote_code=True)
     for metrics, message in (({"loss": 3.0}, "{metric: {length"), ({"loss": {"long": 1.0}}, "{metric: {length")):
@@ -254,9 +251,13 @@ def test_push_an_adapter(server: FakeHub, base: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"base model is .* which nobody else has"):
         hf_longattn.push(m, REPO)
     assert server.log == []
+    m.add_adapter("second", peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     hf_longattn.push(m, REPO, base_model="someone/llama")
-    saved = json.loads(server.repos[REPO]["adapter_config.json"])
-    assert saved["base_model_name_or_path"] == "someone/llama"
+    m.save_pretrained(tmp_path / "folder")
+    hf_longattn.push(tmp_path / "folder", REPO + "-folder", base_model="someone/llama")
+    for repo in (REPO, REPO + "-folder"):
+        for name in ("adapter_config.json", "second/adapter_config.json"):
+            assert json.loads(server.repos[repo][name])["base_model_name_or_path"] == "someone/llama"
     got = download(server, REPO, tmp_path)
     close(logits(peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), got)), logits(m), 1e-6)
 

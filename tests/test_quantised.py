@@ -38,7 +38,7 @@ def test_an_adapter_on_a_quantised_base_reloads(kind: str, case: str, tmp_path: 
         write_gguf(plain, tmp_path / "base" / "m.gguf", quantised=True)
         quantised = {"gguf_file": "m.gguf", "dtype": torch.float32}
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", **quantised)
-    config = hf_longattn.LongAttnLoraConfig(target_modules=["q_proj", "v_proj"], r=2)
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2)
     m = peft.get_peft_model(hf_longattn.apply(base, CASES[case]), config)
     optimizer = torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.05)
     m(tokens(), labels=tokens(), use_cache=False).loss.backward()

@@ -18,7 +18,6 @@ import pytest
 import torch
 from cases import CASES, DEFAULT, model_config
 from helpers import stock
-from peft import LoraConfig, get_peft_model
 from transformers import (
     CONFIG_MAPPING,
     AttentionMaskInterface,
@@ -163,7 +162,6 @@ def test_warnings_point_at_the_line_of_the_user(tmp_path: Path) -> None:
         lambda: hf_longattn.apply(loaded(), "scale_invariant"),
         lambda: loaded().set_attn_implementation("scale_invariant"),
         lambda: hf_longattn.update(loaded(attn_implementation="alibi"), logit_map={"name": "scale_invariant"}),
-        lambda: get_peft_model(loaded(attn_implementation="infoscale"), LoraConfig(target_modules=["q_proj"])),
     ]
     for number, way in enumerate(ways):
         with pytest.warns(UserWarning) as told:  # noqa: PT030

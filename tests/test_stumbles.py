@@ -39,9 +39,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(path / "model", path / "mute", ignore=shutil.ignore_patterns("tokenizer*"))
     shutil.copytree(path / "model", path / "t5")
     T5Config(vocab_size=97, d_model=16, num_layers=1, num_heads=2, d_kv=8, d_ff=16).save_pretrained(path / "t5")
-    adapted = hf_longattn.LongAttnLoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    base = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(path / "model").train(), "logn")
     peft = pytest.importorskip("peft")
+    adapted = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    base = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(path / "model").train(), "logn")
     peft.get_peft_model(base, adapted).save_pretrained(path / "adapter")
     (path / "adapter" / "config.json").unlink(missing_ok=True)
     return path

@@ -703,7 +703,7 @@ def test_distillation_against_the_formula(tiny: Path, temperature: float, monkey
     monkeypatch.setattr(loss_module, "CHUNK", 7)
     stock = LlamaForCausalLM.from_pretrained(tiny / "model").eval()
     student = hf_longattn.apply(LlamaForCausalLM.from_pretrained(tiny / "model").eval(), "scale_invariant")
-    wrapped = put_adapter(student, Lora(), True, 0)
+    wrapped = put_adapter(student, Lora(), 0)
     for name, p in wrapped.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.2)

@@ -24,8 +24,9 @@ from ..config import LongAttnConfig
 from ..integration import trained
 from ..integration.layers import language_config, pretrained
 from ..integration.model import knowing
-from ..integration.names import RECORD, is_ours
-from .loading import ADAPTER, load_tokenizer, load_weights, precision_of, speaks
+from ..integration.names import is_ours
+from ..integration.record import ADAPTER, method_in
+from .loading import load_tokenizer, load_weights, precision_of, speaks
 from .outlook import outlook, trained_line
 
 #: Engines that build a model by its architecture's name, from code of their own, and read nothing of a method.
@@ -73,20 +74,27 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
     adapter = PreTrainedConfig.get_config_dict(model, _configuration_file=ADAPTER)[0] if _adapter(model) else {}
     base = adapter.get("base_model_name_or_path") or model
     saved = PreTrainedConfig.get_config_dict(base)[0]
-    recorded = adapter.get("longattn") or (adapter.get(RECORD) or {}).get("longattn") or _section(saved)
-    if adapter and recorded is None:
+    own = method_in(saved)
+    method = method_in(adapter) or own
+    if adapter and method is None:
         yield Finding("method", "the adapter records no attention: if it was trained under a method, it runs without it", NOTE)
-    yield from kernels(recorded or {})
-    yield from engines(recorded, saved.get("architectures") or ())
+    yield from kernels(method)
+    yield from engines(method, saved.get("architectures") or ())
     try:
         config = AutoConfig.from_pretrained(base)
     except (ValueError, KeyError) as error:
         yield Finding("method", f"the config is refused: {error}", PROBLEM)
         return
     yield from lost_rotary_settings(saved, config)
-    yield from trained_length(recorded, config)
+    yield from trained_length(method, config)
     if not weights:
-        yield from what_runs(recorded, config)
+        if method is None or method == own:
+            yield from what_runs(method, config)
+        elif own is None:
+            yield Finding("method", f"{method.name}, which loading the adapter puts in")
+        else:
+            text = f"the adapter was trained under {method.name}, and its base runs {own.name}: loading refuses it"
+            yield Finding("method", text, PROBLEM)
         return
     with warnings.catch_warnings(record=True) as caught, knowing():
         warnings.simplefilter("always", UserWarning)
@@ -100,7 +108,7 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
             return
     yield from (Finding("loading", str(w.message), NOTE) for w in caught if w.category is UserWarning)
     loaded = loaded.to(device).eval()
-    yield from what_runs(recorded, pretrained(loaded).config)
+    yield from what_runs(method, pretrained(loaded).config)
     yield from rotary_buffers(loaded)
     base_model = pretrained(loaded)
     if speaks(base_model.config, type(base_model)):
@@ -128,13 +136,13 @@ def installed_versions() -> Iterator[Finding]:
     yield Finding("versions", ", ".join(stated))
 
 
-def kernels(section: Mapping[str, Any]) -> Iterator[Finding]:
+def kernels(method: LongAttnConfig | None) -> Iterator[Finding]:
     """Backends that are not here; one that the checkpoint insists on, and cannot have, is a problem."""
     missing = {
         "triton": None if find_spec("triton") else "triton is not installed",
         "flash": None if find_spec("flash_attn") or find_spec("flash_attn_interface") else "flash-attn is not installed",
     }
-    insists = section.get("backend", "auto")
+    insists = "auto" if method is None else method.backend
     if missing.get(insists):
         yield Finding("kernels", f"the checkpoint insists on backend {insists!r}: {missing[insists]}", PROBLEM)
     absent = [reason for reason in missing.values() if reason]
@@ -142,9 +150,9 @@ def kernels(section: Mapping[str, Any]) -> Iterator[Finding]:
     yield Finding("kernels", "; ".join([where, *absent]))
 
 
-def engines(section: Mapping[str, Any] | None, architectures: Sequence[str] = ()) -> Iterator[Finding]:
+def engines(method: LongAttnConfig | None, architectures: Sequence[str] = ()) -> Iterator[Finding]:
     """Engines that are installed here and would run a checkpoint with a method without it; strict ones they refuse."""
-    if section is None:
+    if method is None:
         return
     if any(name.startswith("LongAttn") for name in architectures):
         yield Finding("engines", "the checkpoint is strict: engines with code of their own refuse it")
@@ -162,14 +170,13 @@ def _plugged() -> bool:
     return any(chosen is None or name in chosen.split(",") for name in plugins)
 
 
-def what_runs(recorded: Mapping[str, Any] | None, config: Any) -> Iterator[Finding]:
+def what_runs(method: LongAttnConfig | None, config: Any) -> Iterator[Finding]:
     """Whether what a checkpoint records is what runs."""
     text = language_config(config)
     runs = text._attn_implementation
-    if recorded is None:
+    if method is None:
         yield Finding("method", "the checkpoint records none" + (f" and runs {runs}" if runs else ""))
         return
-    method = LongAttnConfig.from_dict(dict(recorded))
     name = method.name
     section = getattr(text, "longattn", None)
     same = section is not None and LongAttnConfig.from_dict(dict(section)).name == name
@@ -178,21 +185,21 @@ def what_runs(recorded: Mapping[str, Any] | None, config: Any) -> Iterator[Findi
         yield Finding("method", f'{lost}. Load it with attn_implementation="longattn", and save it again', PROBLEM)
     else:
         yield Finding("method", f"{name}, as recorded")
-    known, announced = trained.recorded(text, recorded).length, max(trained.said(text).values(), default=0)
+    known, announced = trained.recorded(text, method.to_dict()).length, max(trained.said(text).values(), default=0)
     unscaled = trained.rope_settings(text).get("rope_type", "default") in trained.UNSCALED
     if unscaled and known is not None and announced > max(known, method.reach):
         says = f"config.json announces {announced} tokens and keeps {known} as the trained length"
         way_out = f"extend it anew, or set max_position_embeddings to {known}"
-        yield Finding("method", f"{says}, and {method.name} reads no further than that: {way_out}", PROBLEM)
+        yield Finding("method", f"{says}, and {name} reads no further than that: {way_out}", PROBLEM)
 
 
 # rotary settings --------------------------------------------------------------------------------------------------------
 
 
-def trained_length(section: Mapping[str, Any] | None, config: Any) -> Iterator[Finding]:
+def trained_length(method: LongAttnConfig | None, config: Any) -> Iterator[Finding]:
     """The length that the model was trained at, where that is from, and how far `extend` goes from there."""
     text = language_config(config)
-    known = trained.recorded(text, section)
+    known = trained.recorded(text, None if method is None else method.to_dict())
     yield Finding("trained", trained_line(known), NOTE if known.assumed or known.length is None else "ok")
     told = None if known.length == trained.trained(text).length else known.length
     try:
@@ -357,8 +364,3 @@ def _loss(model: Any, ids: Tensor, start: int) -> float:
 
 def _adapter(model: str) -> bool:
     return cached_file(model, ADAPTER, _raise_exceptions_for_missing_entries=False) is not None
-
-
-def _section(saved: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    parts = [saved, *(v for v in saved.values() if isinstance(v, dict))]
-    return next((p["longattn"] for p in parts if isinstance(p.get("longattn"), dict)), None)

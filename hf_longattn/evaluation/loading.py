@@ -26,13 +26,13 @@ from ..integration import apply, config_of, rope
 from ..integration.classes import kinds_of, own_class
 from ..integration.lengths import announce_beside
 from ..integration.model import knowing, running
-from ..integration.names import RECORD, is_ours, short
+from ..integration.names import is_ours, short
 from ..integration.planning import bound_config
+from ..integration.record import ADAPTER, method_in, saved_in
 from ..methods.method import SLOTS, ModelFacts
 from ..telling import warn
 from .settings import UNMODIFIED, Setting, parse_rope
 
-ADAPTER = "adapter_config.json"
 #: What a checkpoint may hold beside config, weights and tokenizer: of processors, and of sentence-transformers.
 COMPANIONS: tuple[str, ...] = (
     "preprocessor_config.json",
@@ -267,7 +267,7 @@ def load_setting(
     config = _edited_config(setting, source)
     loaded = load_weights(source, config, setting.adapter, dtype=precision_of(source, dtype, device))
     if setting.adapter is not None:
-        loaded = loaded.merge_and_unload()
+        loaded = _merged(loaded, setting.adapter)
     if setting.config is not None:
         with knowing():
             apply(loaded, beside_own(loaded, calibrated(loaded, setting.config) if calibrated else setting.config))
@@ -368,6 +368,16 @@ def _with_adapter(model: Any, adapter: str) -> Any:
         ) from None
 
 
+def _merged(adapted: Any, adapter: str) -> Any:
+    try:
+        return adapted.merge_and_unload()
+    except (AttributeError, NotImplementedError):  # of prompts, and of kinds that depend on the input
+        kind = adapted.active_peft_config.peft_type.value
+        raise ValueError(
+            f"{adapter} is of a kind that cannot be merged into a model ({kind}): only merged ones are read"
+        ) from None
+
+
 def check_lengths(model: str, lengths: Sequence[int]) -> None:
     """Raise ValueError if a length lies beyond a model's learned position table, which no method can extend."""
     text = AutoConfig.from_pretrained(model).get_text_config()
@@ -393,11 +403,8 @@ def _adapters_method(setting: Setting, config: Any) -> LongAttnConfig | None:
     """The method that an adapter's folder records, if any."""
     if setting.adapter is None:
         return None
-    file = Path(setting.adapter) / "adapter_config.json"
-    saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    section = saved.get("longattn") or saved.get(RECORD, {}).get("longattn")
-    if section is not None:
-        return LongAttnConfig.from_dict(section)
+    if (method := method_in(saved_in(Path(setting.adapter) / ADAPTER))) is not None:
+        return method
     if not is_ours(config.get_text_config()._attn_implementation):
         warn(
             f"setting {setting.name!r}: the adapter in {setting.adapter} records no attention, so it is measured without "

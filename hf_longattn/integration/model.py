@@ -23,6 +23,7 @@ from .masks import base_implementation, before
 from .names import is_ours, name_for
 from .offload import is_empty
 from .planning import attach, bound_config, no_layer, prepare, show_section
+from .record import follow
 from .state import LayerPlan, adapters_of, alone, plan_of, release, remember, set_plan, transaction, without_method
 from .trained import Trained, published, recorded
 
@@ -119,9 +120,9 @@ def change(model: PreTrainedModel) -> Iterator[None]:
         yield
         config = running(model)
         announce(model, None if config is None else config.extended_to)
-        for adapter in (adapters := adapters_of(model)):
-            adapter.longattn = None if config is None else config.to_dict()
-        if adapters and any(isinstance(m.__dict__["_modules"].get("longattn"), LearnedParts) for m in model.modules()):
+        follow(model, config)
+        parts = [m.__dict__["_modules"].get("longattn") for m in model.modules()]
+        if adapters_of(model) and any(isinstance(part, LearnedParts) for part in parts):
             warn(
                 "the method's learned parameters came after the adapter, which will not save them: apply the method first, "
                 "then make the adapter",

@@ -17,8 +17,6 @@ from ..methods.registry import LISTENERS, did_you_mean, method_names
 PREFIX = "hf_longattn."
 #: Before the class names in a strict checkpoint's config, which every other engine dispatches on and then refuses.
 TRIPWIRE = "LongAttn"
-#: The key of an adapter's config that records its model's attention, where the adapter's own type does not.
-RECORD = "hf_longattn"
 #: The attention and the mask function that transformers gets under all names.
 _FUNCTIONS: list[Callable[..., Any]] = []
 

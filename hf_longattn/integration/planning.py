@@ -21,9 +21,10 @@ from .masks import BOTH_WAYS
 from .names import is_ours, short
 from .offload import device_of, held, keep
 from .passes import watch
+from .record import refuse_copies
 from .rope import check_built
 from .rotation import find_rotary
-from .state import AttentionState, LayerPlan, RunningSection, enrol, set_plan, state_of
+from .state import AttentionState, LayerPlan, RunningSection, adapters_of, enrol, set_plan, state_of
 from .trained import Trained, rope_settings, trained
 from .verify import rotation_of, verify_rotations
 
@@ -43,6 +44,8 @@ def prepare(model: PreTrainedModel, verify: bool = False) -> None:
     if target is None or not is_ours(target._attn_implementation):
         refuse_name(model, named._attn_implementation, named.longattn)
     config = LongAttnConfig.parse(short(target._attn_implementation), target.longattn)
+    for adapter in adapters_of(model):
+        refuse_copies(adapter, config)
     state = state_of(model) or AttentionState()
     target.longattn, plans, facts = _plan(model, config, state)
     show_section(model, target)

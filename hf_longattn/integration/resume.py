@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 from ..config import LongAttnConfig
 from . import rope
 from .model import running
-from .names import RECORD, is_ours, short
+from .record import ADAPTER, computed, method_in, saved_in
 
 
 def load_checkpoint(original: Callable[..., Any], self: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,28 +50,9 @@ def refuse_other_attention(model: nn.Module, folder: Path, scheduled: Collection
 
 def _saved(folder: Path) -> Iterator[tuple[Path, LongAttnConfig | None, dict[str, Any] | None]]:
     """What the configs in a checkpoint say of its attention and rotary settings, None where they do not say."""
-    if (file := folder / "config.json").is_file():
-        saved = json.loads(file.read_text(encoding="utf-8"))
-        name, section = saved.get("attn_implementation"), saved.get("longattn")
-        name = next((n for n in name.values() if is_ours(n)), None) if isinstance(name, dict) else name
-        method = LongAttnConfig.parse(short(name), section) if name is not None and is_ours(name) else None
-        yield file, method, saved.get("text_config", saved).get("rope_parameters")
-    for file in sorted((*folder.glob("adapter_config.json"), *folder.glob("*/adapter_config.json"))):
-        saved = json.loads(file.read_text(encoding="utf-8"))
-        saved = saved if "longattn" in saved else saved.get(RECORD, {})
-        section = saved.get("longattn")
-        yield file, None if section is None else LongAttnConfig.from_dict(section), saved.get("rope_parameters")
-
-
-def computed(config: LongAttnConfig | None, scheduled: Collection[str] = ()) -> dict[str, Any] | None:
-    """What a config computes, without the parameters that a schedule sets; None is no method."""
-    if config is None:
-        return None
-    parts = {key: value for key, value in config.to_dict().items() if key not in ("backend", "extended_to")}
-    return {
-        key: {k: v for k, v in part.items() if k not in scheduled} if isinstance(part, dict) else part
-        for key, part in parts.items()
-    }
+    for file in sorted((*folder.glob("config.json"), *folder.glob(ADAPTER), *folder.glob(f"*/{ADAPTER}"))):
+        saved = saved_in(file)
+        yield file, method_in(saved), saved.get("text_config", saved).get("rope_parameters")
 
 
 def _section(config: LongAttnConfig | None) -> str:

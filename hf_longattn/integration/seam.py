@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from ..deferred import when_imported
@@ -19,24 +20,25 @@ class Seam(NamedTuple):
     """One function of another library, and what stands in its place.
 
     Args:
-        owner: the class, or "module:class" of one that is wrapped as soon as its module is imported.
+        owner: the class, or "module:class" of one that is wrapped as soon as its module is imported; or the module of a
+            function, which is wrapped wherever it has been imported by name.
         wrapper: takes the original, then what that takes, and calls it first or last; of a seam that is `whole`, it takes
             the original alone (None: there was none) and returns what stands in its place.
         why: what would go wrong without.
     """
 
-    owner: type | str
+    owner: type | ModuleType | str
     name: str
     wrapper: Callable[..., Any]
     why: str
     whole: bool = False
 
     def __str__(self) -> str:
-        owner = self.owner.partition(":")[2] if isinstance(self.owner, str) else self.owner.__name__
+        owner = self.owner.partition(":")[2] if isinstance(self.owner, str) else self.owner.__name__.rpartition(".")[2]
         return f"{owner}.{self.name}"
 
 
-_INSTALLED: set[tuple[type | str, str]] = set()
+_INSTALLED: set[tuple[type | ModuleType | str, str]] = set()
 
 
 def install(*seams: Seam) -> None:
@@ -56,7 +58,7 @@ def _install_late(seam: Seam) -> None:
     _install(getattr(sys.modules[module], name), seam)
 
 
-def _install(owner: type, seam: Seam) -> None:
+def _install(owner: type | ModuleType, seam: Seam) -> None:
     present = inspect.getattr_static(owner, seam.name, None)
     if seam.whole:
         setattr(owner, seam.name, seam.wrapper(present))
@@ -64,7 +66,9 @@ def _install(owner: type, seam: Seam) -> None:
     original = present.__func__ if isinstance(present, classmethod) else present
 
     @functools.wraps(original)  # type: ignore[arg-type]
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return seam.wrapper(original, self, *args, **kwargs)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return seam.wrapper(original, *args, **kwargs)
 
-    setattr(owner, seam.name, classmethod(wrapped) if isinstance(present, classmethod) else wrapped)
+    everywhere = list(sys.modules.values()) if isinstance(owner, ModuleType) else ()
+    for place in (owner, *(m for m in everywhere if m is not owner and getattr(m, "__dict__", {}).get(seam.name) is present)):
+        setattr(place, seam.name, classmethod(wrapped) if isinstance(present, classmethod) else wrapped)

@@ -11,7 +11,6 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import CUSTOM, LongAttnConfig
@@ -267,16 +266,6 @@ def _save_pretrained(original: Callable[..., Any], self: Any, save_directory: An
     return out
 
 
-def _load_adapter(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    info = original(self, *args, **kwargs)
-    if lost := [key for key in getattr(info, "unexpected_keys", ()) if ".longattn." in key]:
-        raise NotImplementedError(
-            f"transformers {transformers.__version__} does not load the learned parameters of an adapter ({lost[0]}, ...): "
-            "load it with peft.AutoPeftModelForCausalLM.from_pretrained, or update transformers"
-        )
-    return info
-
-
 SEAMS = (
     Seam(
         PreTrainedConfig,
@@ -318,9 +307,6 @@ SEAMS = (
     ),
     Seam(PreTrainedModel, "save_pretrained", _save_pretrained, "a tokenizer beside a longer model would go on cutting texts"),
     Seam(PreTrainedTokenizerBase, "save_pretrained", _save_pretrained, "the same, where it is saved after its model"),
-    Seam(
-        PreTrainedModel, "load_adapter", _load_adapter, "older releases drop an adapter's learned parameters with a log line"
-    ),
     Seam(
         "transformers.trainer:Trainer",
         "_load_from_checkpoint",

@@ -2,6 +2,7 @@
 
     module.longattn_plan      of each attention module: its `LayerPlan`, which leads to the model's `AttentionState`
     module.longattn           its learned parts; state_dicts say so
+    model.longattn_adapters   the configs of adapters that PEFT notes nowhere on the model
     config._longattn          what `config.longattn` shows
     config._longattn_before   what ran before (`masks.Before`), where mask functions can see it
     config._longattn_saved    that it came with a checkpoint of ours, for as long as it is loaded
@@ -143,8 +144,8 @@ def state_of(model: nn.Module) -> AttentionState | None:
 
 
 def adapters_of(model: nn.Module) -> list[Any]:
-    """The configs of a model's adapters that record their model's attention (`sharing.adapters`)."""
-    return [c for c in (model.__dict__.get("peft_config") or {}).values() if hasattr(c, "longattn")]
+    """The configs of a model's adapters, which record its attention (see `record`)."""
+    return [*(vars(model).get("peft_config") or {}).values(), *vars(model).get("longattn_adapters", ())]
 
 
 class Snapshot:
@@ -157,6 +158,7 @@ class Snapshot:
         hooks += ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
         inner = ("_modules", "_buffers", *hooks)
         entries = [vars(x) for x in owners] + [vars(m)[name] for m in model.modules() for name in inner]
+        entries.append(vars(model).get("peft_config") or {})
         self.entries = [(live, dict(live)) for live in entries]
 
     def restore(self, names: tuple[str, ...] | None = None) -> None:
@@ -181,7 +183,7 @@ def transaction(model: nn.Module) -> Iterator[None]:
     """A change of a model's attention: after an exception the model is as it was. RuntimeError: the method is disabled."""
     state = state_of(model)
     with nullcontext() if state is None else state.gate.alone():
-        if state is not None and state.disabled is not None:
+        if is_disabled(model):
             raise RuntimeError("the model's method is disabled (disable_adapter): change it after enabling it again")
         own_configs(model)
         snapshot = Snapshot(model)
@@ -254,6 +256,11 @@ def without_method(model: PreTrainedModel) -> list[tuple[Any, str]]:
     """The config objects that run a method, each with the implementation that it ran before."""
     running = [c for c in all_configs(model) if is_ours(c._attn_implementation)]
     return [(c, (before(c) or remember(model, c)).implementation) for c in running]
+
+
+def is_disabled(model: nn.Module) -> bool:
+    """Whether a model computes what it did before its method, by `disable`."""
+    return (state := state_of(model)) is not None and state.disabled is not None
 
 
 def disable(model: nn.Module, rope_parameters: dict[str, Any] | None = None) -> None:

@@ -21,6 +21,8 @@ class LearnedParts(nn.Module):
     Not a ModuleDict, which PEFT refuses in modules_to_save.
     """
 
+    weight = None  # most of PEFT's tuners read it of what they unload
+
     def __init__(self, parts: Mapping[str, nn.Module]) -> None:
         super().__init__()
         for slot, part in parts.items():

@@ -1,157 +1,124 @@
-"""LoRA adapters that know their attention.
+"""Adapters that know their attention.
 
-PEFT saves no attention with an adapter: reloaded, it runs on the base model's own, in silence. `LongAttnLoraConfig`
-is PEFT's LoRA under a type of its own, whose saved config records the method, its parameters and the rotary settings.
-Loading puts them in; without this package it fails with an error that names it.
-
-Other adapters on a model with a method warn, and get the same record as one more key in their adapter_config.json: PEFT
-alone warns of the key and goes on, with this package imported the attention is put back, with a warning.
+PEFT saves no attention with an adapter: reloaded, it would run on the base model's own, in silence. Here the config of every
+adapter, of any kind, records what the adapter's model runs (`integration.record`), and loading puts that in.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+import transformers
 
 try:
-    from peft import LoraConfig, LoraModel, PeftModel
+    from peft import LoraConfig, PeftConfig, PeftModel, PeftType
     from peft.config import PeftConfigMixin
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+    from peft.tuners.lora import LoraModel, conversion
 
     _ = LoraModel._get_adapter_state_dict  # PEFT 0.20 decides by its own types what to save
 except (ImportError, AttributeError) as error:
     raise ImportError('adapters need PEFT 0.21 or newer: pip install "hf_longattn[train]"') from error
+from peft.tuners.adaption_prompt import AdaptionPromptModel
 from peft.tuners.tuners_utils import BaseTuner
-from peft.utils import CONFIG_NAME, ModulesToSaveWrapper
+from peft.utils import ModulesToSaveWrapper, hotswap
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.peft import PeftAdapterMixin
 
 from ..config import LongAttnConfig
-from ..integration import apply, config_of, rope
+from ..integration import apply, record, rope
 from ..integration.model import knowing, running
-from ..integration.names import PREFIX, RECORD, is_ours
+from ..integration.record import ADAPTER, LEARNED, RECORD, computed, method_in
 from ..integration.seam import Seam, install
-from ..integration.state import disable, enable, transaction
-from ..methods.learned import learned_parts
+from ..integration.state import disable, enable, is_disabled, transaction
 from ..telling import warn
 
-
-class _PeftType(str):
-    """Quacks like a member of PEFT's enum, which is closed."""
-
-    @property
-    def value(self) -> str:
-        return str(self)
+#: LoraConfig under its earlier name; any PEFT config will do.
+LongAttnLoraConfig = LoraConfig
 
 
-#: Without this package, PEFT's and transformers' loaders fail with a KeyError on this string: it says what to do.
-PEFT_TYPE = _PeftType(PREFIX + "LORA: install the package hf_longattn, and import it before loading this adapter")
-#: What adapters of earlier versions have there.
-EARLIER_PEFT_TYPE = PREFIX + "LORA"
-#: What `record` writes into an adapter's config: fields of ours, attributes of any other.
-RECORDED = ("longattn", "rope_parameters", "base_rope_parameters", "base_has_method")
+# configs on disk ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class LongAttnLoraConfig(LoraConfig):
-    """PEFT's `LoraConfig` plus the attention that the adapter is trained under; use it in place of that.
+def _save_config(original: Any, self: PeftConfigMixin, save_directory: str, **kwargs: Any) -> None:
+    original(self, save_directory, **kwargs)
+    if vars(self).get("longattn"):
+        path = Path(save_directory) / ADAPTER
+        saved = record.saved_in(path) | {key: getattr(self, key) for key in RECORD}
+        saved["peft_type"] = record.refused_type(saved["peft_type"])
+        path.write_text(json.dumps(saved, indent=2, sort_keys=True), encoding="utf-8")
 
-    `get_peft_model` fills in what follows from the model, which must run a method by then. Later changes of the method
-    (`hf_longattn.update`, ...) are followed.
+
+def _from_json_file(original: Any, cls: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    saved: dict[str, Any] = original(cls, *args, **kwargs)
+    return saved | {"peft_type": record.type_of(saved)} if "peft_type" in saved else saved
+
+
+def _from_peft_type(original: Any, cls: Any, **kwargs: Any) -> Any:
+    found = {key: kwargs.pop(key, None) for key in RECORD}
+    config = original(cls, **kwargs)
+    vars(config).update(found if found["longattn"] else {})
+    return config
+
+
+# an adapter joins a model ------------------------------------------------------------------------------------------------
+
+
+def _joining(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
+    """The config of an adapter that joins a model: as it is, or where a method is or comes in, a copy that records it.
 
     Args:
-        longattn: the method, as `LongAttnConfig.to_dict` writes it.
-        rope_parameters: the model's rotary settings, where they are not those of the base checkpoint (or that is not known).
-        base_rope_parameters: the base checkpoint's own, where the former are given and it is known.
-        base_has_method: the base checkpoint runs a method by itself, so that switching the adapter off leaves it on.
-    """
-
-    longattn: dict[str, Any] | None = field(default=None, metadata={"help": "The attention method, filled in."})
-    rope_parameters: dict[str, Any] | None = field(default=None, metadata={"help": "Rotary settings, filled in."})
-    base_rope_parameters: dict[str, Any] | None = field(default=None, metadata={"help": "The base's, filled in."})
-    base_has_method: bool = field(default=False, metadata={"help": "Whether the base runs a method, filled in."})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.peft_type = PEFT_TYPE
-        if isinstance(self.longattn, LongAttnConfig):
-            self.longattn = self.longattn.to_dict()
-
-    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        if self.longattn is None:
-            raise ValueError(
-                "this adapter's model runs no hf_longattn method any more, so there is none to save with it: apply it "
-                "again, or merge_and_unload() and save the model"
-            )
-        super().save_pretrained(save_directory, **kwargs)
-
-
-class LongAttnLoraModel(LoraModel):
-    """PEFT's LoRA, which puts the recorded attention into the model, or records the model's."""
-
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        config = self.peft_config[adapter_name]
-        if not isinstance(model, PreTrainedModel):
-            raise TypeError(f"LongAttnLoraConfig adapts transformers models, not {type(model).__name__}: use peft.LoraConfig")
-        with transaction(model):
-            (record if config.longattn is None else restore)(config, model)
-        if any(learned_parts(m) for m in model.modules()):
-            config.modules_to_save = sorted({*(config.modules_to_save or ()), "longattn"})
-        super().inject_adapter(model, adapter_name, *args, **kwargs)
-
-    def disable_adapter_layers(self) -> None:
-        """Switch all adapters off, and the method with them: the model is the base model again."""
-        super().disable_adapter_layers()
-        config = next(iter(self.peft_config.values()))
-        if not config.base_has_method:
-            disable(self.model, config.base_rope_parameters)
-
-    def enable_adapter_layers(self) -> None:
-        """Switch the adapters and the method on again."""
-        enable(self.model)
-        super().enable_adapter_layers()
-
-    def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
-        enable(self.model)
-        return super()._unload_and_optionally_merge(*args, **kwargs)
-
-
-def record(config: Any, model: PreTrainedModel) -> None:
-    """Write a model's attention into the config of a new adapter.
+        others: the configs of the adapters that the model has.
 
     Raises:
-        ValueError: the model runs no method.
+        TypeError: the config asks for a method, and this is no transformers model.
+        ValueError: as `_restore`; or the adapter cannot save the method's learned parameters, or not run the method.
     """
-    try:
-        config.longattn = config_of(model).to_dict()
-    except ValueError as error:
-        raise ValueError(
-            f"{error}: put one in first, with attn_implementation=... or hf_longattn.apply, or use peft.LoraConfig"
-        ) from None
-    checkpoint = _checkpoint(model)
-    settings = rope.settings_of(model)
-    base_settings = None if checkpoint is None else rope.settings_of(checkpoint)
-    turned = settings != base_settings
-    config.rope_parameters, config.base_rope_parameters = (settings, base_settings) if turned else (None, None)
-    config.base_has_method = checkpoint is not None and bool(checkpoint.longattn or is_ours(checkpoint._attn_implementation))
+    base, target = _base_of(model), method_in(vars(config))
+    if base is None:
+        if target is not None:
+            raise TypeError(f"the adapter was trained under {target.name}, which {type(model).__name__} cannot run")
+        return config
+    if target is None and running(base) is None and not is_disabled(base):
+        return config
+    with transaction(base):
+        if target is not None:
+            _restore(config, target, base, others)
+        runs = running(base)
+        assert runs is not None
+        record.refuse_copies(config, runs)
+        if target is None and config.inference_mode and any(method_in(vars(c)) for c in others):
+            warn(f"the adapter records no attention, and runs under {runs.name}, as the model's other adapters do")
+        config = copy.copy(config)  # one LoraConfig may serve several models
+        record.record(config, base, runs)
+        if record.has_learned(base) and hasattr(config, "modules_to_save"):
+            config.modules_to_save = sorted({*(config.modules_to_save or ()), LEARNED})
+        elif record.has_learned(base) and not config.base_has_method:
+            raise ValueError(
+                f"{type(config).__name__} has no modules_to_save, so the learned parameters of {runs.name} would not be saved "
+                "with it: take a kind that has, or save the model first and make the adapter on what you load"
+            )
+    return config
 
 
-def restore(config: Any, model: PreTrainedModel) -> None:
+def _restore(config: Any, target: LongAttnConfig, model: PreTrainedModel, others: Collection[Any]) -> None:
     """Put the attention that an adapter was trained under into a model.
 
     Raises:
-        ValueError: the model runs another method, or rotary settings that are neither the adapter's nor its base's.
+        ValueError: the model runs another method, or rotary settings that are neither the adapter's nor its base's, or has
+            adapters that run without a method.
     """
-    target = LongAttnConfig.from_dict(cast("dict[str, Any]", config.longattn))
     now = running(model)
     if now is not None and now.replace(backend="auto") != target.replace(backend="auto"):
-        raise ValueError(
-            f"the adapter was trained under {target.name}, with parameters {config.longattn}, but the model runs "
-            f"{now.name} with {now.to_dict()}: load the base model without a method, or with the adapter's"
-        )
+        raise _other(target, now, "load the base model without a method, or with the adapter's")
+    if now is None and others:
+        way = f"give it a model of its own, or apply {target.name} to this one first if the others are to run under it"
+        raise ValueError(f"the adapter was trained under {target.name}, and the model's other adapters under no method: {way}")
     settings = rope.settings_of(model)
     turned = config.rope_parameters is not None and config.rope_parameters != settings
     if turned:
@@ -160,7 +127,7 @@ def restore(config: Any, model: PreTrainedModel) -> None:
                 f"the adapter was trained with rope_parameters {config.rope_parameters}, the model has {settings}: load the "
                 "base model with the adapter's (config.rope_parameters = ...)"
             )
-        rope.exchange(model, rope.build(model, cast("dict[str, Any]", config.rope_parameters)))
+        rope.exchange(model, rope.build(model, config.rope_parameters))
     if now is None or turned:
         try:
             with knowing():
@@ -171,78 +138,156 @@ def restore(config: Any, model: PreTrainedModel) -> None:
             ) from error
 
 
-def _checkpoint(model: PreTrainedModel) -> Any:
-    """The config in the checkpoint that a model was loaded from; None if there is none or it is not at hand."""
-    name = model.__dict__.get("name_or_path")
-    if not name:
-        return None
-    revision = getattr(model.config, "_commit_hash", None) or "main"
-    try:
-        return type(model.config).from_pretrained(name, revision=revision, local_files_only=True)
-    except OSError:
-        return None
+def _other(trained: LongAttnConfig, runs: LongAttnConfig | None, way_out: str) -> ValueError:
+    now = "no method" if runs is None else f"{runs.name} with {runs.to_dict()}"
+    return ValueError(
+        f"the adapter was trained under {trained.name}, {trained.to_dict()}, but the model runs {now}: {way_out}"
+    )
 
 
-def note(config: Any, model: nn.Module) -> None:
-    """Where an adapter of any other kind joins a model: restore what its folder recorded, or record the model's attention.
-
-    Warns of both.
-
-    Raises:
-        ValueError: as `restore`.
-    """
-    base = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-    if base is None or isinstance(config, LongAttnLoraConfig):
-        return
-    now = running(base)
-    if config.__dict__.pop("longattn_loaded", False):
-        with transaction(base):
-            restore(config, base)
-        if now is None:
-            warn(
-                f"the adapter was trained under {config_of(base).name}, as its {CONFIG_NAME} says, so the model runs that "
-                "now; hf_longattn.remove(model) takes it out",
-            )
-    elif now is not None:
-        record(config, base)
-        warn(
-            f"{type(config).__name__} does not know that the model runs {now.name}: {_INCOMPLETE}",
-        )
-    else:
-        config.longattn = None
-
-
-_INCOMPLETE = (
-    f"the adapter's {CONFIG_NAME} will say so, but that counts only where hf_longattn is imported before loading; "
-    "disable_adapter() leaves the method on, and its learned parameters are neither trained nor saved. Use "
-    "hf_longattn.LongAttnLoraConfig, or save the merged model"
-)
+def _base_of(model: nn.Module) -> PreTrainedModel | None:
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
 
 
 def _inject_adapter(original: Any, self: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-    note(self.peft_config[adapter_name], model)
+    config = self.peft_config.pop(adapter_name)  # where it is refused, it is not the model's
+    self.peft_config[adapter_name] = _joining(config, model, self.peft_config.values())
     original(self, model, adapter_name, *args, **kwargs)
 
 
 def _add_adapter(original: Any, self: PeftModel, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
-    kinds = {isinstance(c, LongAttnLoraConfig) for c in (peft_config, *self.peft_config.values())}
-    if len(kinds) > 1:
-        raise ValueError(
-            f"the adapter {adapter_name!r} is a {type(peft_config).__name__}, beside {', '.join(self.peft_config)}: PEFT "
-            "takes adapters of one type, and those that record their attention have a type of their own. Make all of them "
-            "with hf_longattn.LongAttnLoraConfig, which takes LoraConfig's arguments, or merge_and_unload() the one before"
-        )
-    if peft_config.is_prompt_learning:  # the others are injected
-        note(peft_config, self.base_model)
+    if peft_config.is_prompt_learning:
+        peft_config = _following(peft_config, self.base_model, self.peft_config.values())
     original(self, adapter_name, peft_config, *args, **kwargs)
 
 
-def _disable_adapters(original: Any, self: PreTrainedModel) -> None:
-    """As PEFT's `disable_adapter`: the model is the base model again."""
-    original(self)
-    config = next((c for c in self.peft_config.values() if isinstance(c, LongAttnLoraConfig)), None)
+def _add_adaption_prompt(original: Any, self: AdaptionPromptModel, adapter_name: str, config: Any) -> None:
+    original(self, adapter_name, _following(config, self.model, self.peft_config.values()))
+
+
+def _following(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
+    """`_joining` for kinds that PEFT leaves no trace of on the model, whose changes they are to follow all the same."""
+    config = copy.copy(_joining(config, model, others))
+    if (base := _base_of(model)) is not None:
+        vars(base)["longattn_adapters"] = [*vars(base).get("longattn_adapters", ()), config]
+    return config
+
+
+# weights alone -----------------------------------------------------------------------------------------------------------
+
+
+def _load_adapter(original: Any, self: PeftModel, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    if adapter_name in self.peft_config:
+        _check_weights(model_id, kwargs, self)
+    return original(self, model_id, adapter_name, *args, **kwargs)
+
+
+def _load_into_transformers(
+    original: Any, self: Any, peft_model_id: Any = None, adapter_name: Any = None, peft_config: Any = None, **kwargs: Any
+) -> Any:
+    there = (adapter_name or "default") in (vars(self).get("peft_config") or ())
+    if peft_model_id is not None and (there or not (peft_config is None or method_in(vars(peft_config)))):
+        _check_weights(peft_model_id, kwargs | (kwargs.get("adapter_kwargs") or {}), self)
+    info = original(self, peft_model_id, adapter_name, peft_config, **kwargs)
+    if lost := [key for key in getattr(info, "unexpected_keys", ()) if f".{LEARNED}." in key]:
+        raise NotImplementedError(
+            f"transformers {transformers.__version__} does not load the learned parameters of an adapter ({lost[0]}, ...): "
+            "load it with peft.AutoPeftModelForCausalLM.from_pretrained, or update transformers"
+        )
+    return info
+
+
+def _check_weights(model_id: Any, options: dict[str, Any], model: nn.Module) -> None:
+    try:
+        config = PeftConfig.from_pretrained(model_id, **options)
+    except ValueError:  # there are only weights, which say nothing
+        return
+    base = _base_of(model)
+    _refuse_weights(config, None if base is None else running(base))
+
+
+def _check_hotswap(original: Any, config0: Any, config1: Any) -> None:
+    original(config0, config1)
+    _refuse_weights(config1, method_in(vars(config0)))
+    if LEARNED in (config1.modules_to_save or ()):
+        raise ValueError("hotswapping exchanges LoRA's weights alone, and this adapter has a method's learned parameters too")
+
+
+def _refuse_weights(config: Any, runs: LongAttnConfig | None) -> None:
+    target, scheduled = method_in(vars(config)), ("strength",)
+    if target is not None and computed(target, scheduled) != computed(runs, scheduled):
+        raise _other(target, runs, "only its weights would be read. Load it into a base model (PeftModel.from_pretrained)")
+
+
+def _convert_from_start(original: Any, cls: Any, model: Any, config: Any, path: Any, weights: Any, kwargs: Any) -> Any:
+    """PEFT drops what is in modules_to_save."""
+    return weights | original(cls, model, config, path, weights, kwargs)
+
+
+def _convert_to_lora(original: Any, model: nn.Module, rank: float, adapter_name: str = "default", **kwargs: Any) -> Any:
+    """PEFT makes the config anew, and mistakes the names of what is nested in modules_to_save."""
+    config, weights = original(model, rank, adapter_name, **kwargs)
+    source = getattr(model, "peft_config", {}).get(adapter_name)
+    vars(config).update({key: getattr(source, key, None) for key in RECORD})
+    for name, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper) and name.endswith(f".{LEARNED}"):
+            weights = {key: value for key, value in weights.items() if not key.startswith(f"{name}.")}
+            own = module.adapter_state_dict(adapter_name, module.state_dict())
+            weights |= {f"{name}.{key}": value for key, value in own.items()}
+    return config, weights
+
+
+# off and on --------------------------------------------------------------------------------------------------------------
+
+
+def _off(configs: dict[str, Any], model: nn.Module) -> None:
+    """Let a model without its adapters be the base model again: without their method, and with the base's rotation."""
+    config = next((c for c in configs.values() if vars(c).get("longattn")), None)
     if config is not None and not config.base_has_method:
-        disable(self, config.base_rope_parameters)
+        disable(model, config.base_rope_parameters)
+
+
+def _on(model: nn.Module) -> None:
+    if (base := _base_of(model)) is not None:
+        enable(base)
+
+
+@contextmanager
+def _disable_adapter(original: Any, self: PeftModel) -> Iterator[None]:
+    model = self.get_base_model()
+    outer = is_disabled(model)
+    with original(self):
+        _off(self.peft_config, model)
+        try:
+            yield
+        finally:
+            if not outer:
+                _on(model)
+
+
+def _disable_adapter_layers(original: Any, self: BaseTuner) -> None:
+    original(self)
+    if not any(c.peft_type == PeftType.XLORA for c in self.peft_config.values()):  # it does so in every pass, for its scalings
+        _off(self.peft_config, self.model)
+
+
+def _enable_adapter_layers(original: Any, self: BaseTuner) -> None:
+    _on(self.model)
+    original(self)
+
+
+def _unload(original: Any, self: BaseTuner, *args: Any, **kwargs: Any) -> Any:
+    _on(self.model)
+    model = original(self, *args, **kwargs)
+    for module in model.modules():
+        if isinstance(part := module._modules.get(LEARNED), ModulesToSaveWrapper):  # LNTuning leaves it
+            setattr(module, LEARNED, part.unload_and_optionally_merge_module(True, False, None))
+    return model
+
+
+def _disable_adapters(original: Any, self: PreTrainedModel) -> None:
+    original(self)
+    _off(self.peft_config, self)
 
 
 def _enable_adapters(original: Any, self: PreTrainedModel) -> None:
@@ -253,63 +298,34 @@ def _enable_adapters(original: Any, self: PreTrainedModel) -> None:
             module.enable_adapters(enabled=True)
 
 
-def _save_pretrained(original: Any, self: PeftModel, *args: Any, **kwargs: Any) -> None:
-    """The method may have come, or changed, after the adapter."""
-    base = self.get_base_model()
-    if isinstance(base, PreTrainedModel) and (now := running(base)) is not None:
-        for name, config in self.peft_config.items():
-            if not isinstance(config, LongAttnLoraConfig):
-                record(config, base)
-                warn(f"the adapter {name} does not know that its model runs {now.name}: {_INCOMPLETE}")
-    original(self, *args, **kwargs)
-
-
-def _save_config(original: Any, self: PeftConfigMixin, save_directory: str, **kwargs: Any) -> None:
-    original(self, save_directory, **kwargs)
-    if self.longattn is not None and not isinstance(self, LongAttnLoraConfig):
-        path = Path(save_directory) / CONFIG_NAME
-        result = {name: getattr(self, name, None) for name in RECORDED}
-        saved = json.loads(path.read_text(encoding="utf-8")) | {RECORD: {k: v for k, v in result.items() if v}}
-        path.write_text(json.dumps(saved, indent=2, sort_keys=True), encoding="utf-8")
-
-
-def _from_peft_type(original: Any, cls: Any, **kwargs: Any) -> Any:
-    recorded = kwargs.pop(RECORD, None)
-    config = original(cls, **kwargs)
-    if recorded is not None:
-        config.__dict__.update(dict.fromkeys(RECORDED), **recorded, longattn_loaded=True)
-    return config
-
-
 SEAMS = (
-    Seam(PeftConfigMixin, "longattn", lambda _: None, "every adapter's config follows changes of its model", whole=True),
+    Seam(PeftConfigMixin, "save_pretrained", _save_config, "PEFT saves no attention; and alone it must refuse what has one"),
+    Seam(PeftConfigMixin, "from_json_file", _from_json_file, "the type that PEFT alone refuses would be refused here too"),
+    Seam(PeftConfigMixin, "from_peft_type", _from_peft_type, "the attention in a file would be dropped with a warning"),
+    Seam(BaseTuner, "inject_adapter", _inject_adapter, "a new adapter would record no attention, a loaded one get none"),
+    Seam(PeftModel, "add_adapter", _add_adapter, "nor would prompts, which are not injected"),
+    Seam(AdaptionPromptModel, "add_adapter", _add_adaption_prompt, "nor would adaption prompts"),
+    Seam(PeftModel, "load_adapter", _load_adapter, "into an adapter that is there it loads weights of any attention"),
     Seam(
-        BaseTuner,
-        "inject_adapter",
-        _inject_adapter,
-        "an adapter must record the attention that it is made under, or restore the one that it recorded",
+        PreTrainedModel,
+        "load_adapter",
+        _load_into_transformers,
+        "the same; and older releases drop an adapter's learned parameters with a log line",
     ),
+    Seam(hotswap, "check_hotswap_configs_compatible", _check_hotswap, "weights of any attention would be exchanged"),
+    Seam(conversion, "convert_to_lora", _convert_to_lora, "the adapter's new config would record no attention"),
     Seam(
-        PeftModel,
-        "add_adapter",
-        _add_adapter,
-        "PEFT takes adapters of one type; prompts are not injected, and record their attention here",
+        LoraModel,
+        "_convert_state_dict_for_initial_model",
+        _convert_from_start,
+        "PiSSA as plain LoRA would lose a method's learned parameters",
     ),
-    Seam(PeftModel, "save_pretrained", _save_pretrained, "the method may have come, or changed, after the adapter"),
+    Seam(PeftModel, "disable_adapter", _disable_adapter, "a base without its adapter runs its own attention"),
+    Seam(BaseTuner, "disable_adapter_layers", _disable_adapter_layers, "the same where layers are switched"),
+    Seam(BaseTuner, "enable_adapter_layers", _enable_adapter_layers, "the same, back"),
+    Seam(BaseTuner, "merge_and_unload", _unload, "what is merged while switched off would stay without the method"),
+    Seam(BaseTuner, "unload", _unload, "the same without merging"),
     Seam(PeftAdapterMixin, "disable_adapters", _disable_adapters, "a base without its adapter runs its own attention"),
     Seam(PeftAdapterMixin, "enable_adapters", _enable_adapters, "the same, back"),
-    Seam(PeftConfigMixin, "save_pretrained", _save_config, "the attention is saved under a key that other readers ignore"),
-    Seam(PeftConfigMixin, "from_peft_type", _from_peft_type, "that key would be dropped with a warning"),
 )
-
-
-def register() -> None:
-    """Make the type known to PEFT, and wrap it, once per process however often it is called."""
-    for kind in (PEFT_TYPE, EARLIER_PEFT_TYPE):
-        PEFT_TYPE_TO_CONFIG_MAPPING[kind] = LongAttnLoraConfig
-        PEFT_TYPE_TO_TUNER_MAPPING[kind] = LongAttnLoraModel
-        PEFT_TYPE_TO_PREFIX_MAPPING[kind] = LongAttnLoraModel.prefix
-    install(*SEAMS)
-
-
-register()
+install(*SEAMS)

@@ -18,23 +18,21 @@ from huggingface_hub.utils._validators import validate_repo_id
 from ..config import LongAttnConfig
 from ..integration.classes import loaders, task
 from ..integration.names import TRIPWIRE
+from ..integration.record import ADAPTER, method_in, saved_in, type_of
 from ..methods.method import Method
 
 
-def contents(directory: Path) -> tuple[dict[str, Any], bool]:
-    """The saved config of a folder with a model or an adapter, and whether it is an adapter.
+def contents(directory: Path) -> tuple[dict[str, Any], LongAttnConfig]:
+    """The saved config of a folder with a model or an adapter (which has a peft_type), and the method that it asks for.
 
     Raises:
         ValueError: there is neither, or it records no attention.
     """
-    for name, adapter in (("adapter_config.json", True), ("config.json", False)):
-        if (path := directory / name).exists():
-            config = json.loads(path.read_text(encoding="utf-8"))
-            if not config.get("longattn"):
-                way_out = "train it with hf_longattn.LongAttnLoraConfig" if adapter else "apply one, then save the model"
-                raise ValueError(f"{path} records no hf_longattn method: {way_out}")
-            return config, adapter
-    raise ValueError(f"{directory} holds neither config.json nor adapter_config.json: save a model or an adapter there first")
+    if not (saved := saved_in(path := directory / ADAPTER) or saved_in(path := directory / "config.json")):
+        raise ValueError(f"{directory} holds neither config.json nor {ADAPTER}: save a model or an adapter there first")
+    if (config := method_in(saved)) is None:
+        raise ValueError(f"{path} records no hf_longattn method: apply one, then save the model or the adapter")
+    return saved, config
 
 
 @dataclass(frozen=True)
@@ -102,11 +100,12 @@ def model_card(
     Raises:
         ValueError: the folder records no method.
     """
-    saved, adapter = contents(directory)
-    config = LongAttnConfig.from_dict(saved["longattn"])
-    loader, by_peft = _loaders(saved, adapter)
+    saved, config = contents(directory)
+    adapter = type_of(saved) if "peft_type" in saved else None
+    loader, by_peft = _loaders(saved, adapter is not None)
     kind = task(loader)
-    more = ["lora"] * adapter + ["sentence-transformers"] * (directory / "modules.json").is_file()
+    more = [adapter.lower()] if adapter else []
+    more += ["sentence-transformers"] * (directory / "modules.json").is_file()
     base_model = base_model or hub_id(saved.get("base_model_name_or_path"))
     data = ModelCardData(
         base_model=base_model,
@@ -181,8 +180,8 @@ def source() -> tuple[str, str | None]:
     return f"pip install hf_longattn=={package.version}", stated
 
 
-def _opening(config: LongAttnConfig, adapter: bool, base_model: str | None) -> str:
-    what = "A LoRA adapter" if adapter else "A model"
+def _opening(config: LongAttnConfig, adapter: str | None, base_model: str | None) -> str:
+    what = f"An adapter ({adapter})" if adapter else "A model"
     _, address = source()
     package = f"[`hf_longattn`]({address})" if address else "`hf_longattn`"
     of = f" of [{base_model}](https://huggingface.co/{base_model})" if base_model else ""

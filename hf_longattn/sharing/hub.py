@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from ..checks import written_aside
 from ..integration import config_of
 from ..integration.classes import loaders
-from ..integration.names import PREFIX, TRIPWIRE
+from ..integration.names import TRIPWIRE
+from ..integration.record import ADAPTER, saved_in
 from ..telling import warn
 from .card import Facts, contents, hub_id, model_card, source
 
@@ -30,7 +31,7 @@ LOGS = {"trainer_state.json", "metrics.json"}
 TEMPLATE, TAG = "[More Information Needed]", "hf_longattn"
 #: Where a card of ours says what to load.
 LOADING = re.compile(r'(^model = \w+\.from_pretrained\()"[^"]*"\)', re.MULTILINE)
-_STALE = ("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json", STUB)
+_STALE = ("*.safetensors", "*.safetensors.index.json", "config.json", ADAPTER, STUB)
 
 
 def save(
@@ -49,7 +50,7 @@ def save(
     """Save a model (or, of a model with an adapter, the adapter) with its attention and a model card.
 
     Args:
-        model: a transformers model that runs a method, or a PEFT model with a `LongAttnLoraConfig`.
+        model: a transformers model that runs a method, or a PEFT model around one.
         directory: where to; must not hold anything yet.
         tokenizer: saved along, if given.
         name: what the card calls the model; default the directory's name.
@@ -65,17 +66,11 @@ def save(
         The directory.
 
     Raises:
-        ValueError: the model runs no method, or its adapter does not record it.
+        ValueError: the model runs no method.
         FileExistsError: the directory is not empty, without overwrite; or it is a file.
     """
     directory, facts = Path(directory), Facts(**card)
     config_of(model)  # raises if there is none
-    plain = [n for n, c in (getattr(model, "peft_config", None) or {}).items() if not str(c.peft_type).startswith(PREFIX)]
-    if plain:
-        raise ValueError(
-            f"the adapter {plain[0]} records no attention and would load without it: train with "
-            "hf_longattn.LongAttnLoraConfig, or merge_and_unload() and save the model"
-        )
     adapter = bool(getattr(model, "peft_config", None))
     if (remote_code or strict) and adapter:
         raise ValueError(f"{'remote_code' if remote_code else 'strict'} works for whole models only: merge_and_unload() first")
@@ -95,8 +90,8 @@ def save(
         model.save_pretrained(aside, **({} if state_dict is None else {"state_dict": state_dict}))  # type: ignore[operator]
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
-        if adapter and base_model:
-            _edit(aside / "adapter_config.json", base_model_name_or_path=base_model)
+        for file in aside.rglob(ADAPTER) if base_model else ():  # of several adapters, each
+            _edit(file, base_model_name_or_path=base_model)
         if stub is not None:
             (aside / STUB).write_text(stub[1], encoding="utf-8")
             _edit(aside / "config.json", auto_map=stub[0])
@@ -169,7 +164,7 @@ def push(
 
 def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = None) -> dict[str, Path | bytes]:
     """What `push` uploads of a folder, by its path in the repository: files, or the bytes that replace them."""
-    saved, adapter = contents(directory)
+    saved, _ = contents(directory)
     result: dict[str, Path | bytes] = {
         path.relative_to(directory).as_posix(): path
         for path in sorted(directory.rglob("*"))
@@ -177,15 +172,15 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
     }
     if not any(name.endswith(".safetensors") for name in result):
         raise ValueError(f"{directory} holds no safetensors: save the model with hf_longattn.save or save_pretrained")
-    if adapter:
+    if "peft_type" in saved:
         base = base_model or hub_id(saved.get("base_model_name_or_path"))
         if base is None:
             raise ValueError(
                 f"the adapter's base model is {saved.get('base_model_name_or_path')!r}, which nobody else has: name it as the "
                 'Hub does, base_model="user/name" (in a command, --base-model user/name)'
             )
-        if base_model:
-            result["adapter_config.json"] = _json(saved | {"base_model_name_or_path": base_model})
+        for name in [name for name in result if base_model and Path(name).name == ADAPTER]:
+            result[name] = _json(saved_in(directory / name) | {"base_model_name_or_path": base_model})
     else:
         result["config.json"] = _json(saved | _tripwire(saved))
     readme = directory / "README.md"

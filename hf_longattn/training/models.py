@@ -68,15 +68,13 @@ def put_method(model: Any, recipe: Recipe, attention: LongAttnConfig | None, rea
     return model
 
 
-def put_adapter(model: Any, lora: Lora, method: bool, seed: int) -> Any:
-    """A PEFT model around it, whose adapter starts as the identity and records the method, if there is one."""
+def put_adapter(model: Any, lora: Lora, seed: int) -> Any:
+    """A PEFT model around it, whose adapter starts as the identity."""
     try:
         from peft import LoraConfig, get_peft_model
-
-        from ..sharing.adapters import LongAttnLoraConfig
     except ImportError:
         raise ImportError('lora needs peft: pip install "hf_longattn[train]"') from None
-    config = (LongAttnLoraConfig if method else LoraConfig)(
+    config = LoraConfig(
         # by a task PEFT loads the class that it goes with, which a model with pictures is not; without one the model's own
         task_type="CAUSAL_LM" if type(model) in kinds_of(AutoModelForCausalLM, model.config) else None,
         r=lora.r,

@@ -97,7 +97,7 @@ def plan(run: Prepared) -> str:
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if recipe.lora is not None:
-        trained = put_adapter(model, recipe.lora, run.attention is not None, recipe.seed).get_nb_trainable_parameters()[0]
+        trained = put_adapter(model, recipe.lora, recipe.seed).get_nb_trainable_parameters()[0]
     described = describe(model)
     changed = [row for row in described.rows if row[1] != "unchanged"]
     layers = f"{len(changed)} of {len(described.rows)} attention layers"
@@ -195,8 +195,7 @@ def _model(prepared: Prepared) -> tuple[Any, Any]:
         model.eval()
         attention = calibrate(model, prepared.data.first_windows(-(-recipe.calibrate // recipe.length)), attention)
     put_method(model, recipe, attention, prepared.reads)
-    method = attention is not None
-    return model, model if recipe.lora is None else put_adapter(model, recipe.lora, method, prepared.args.seed)
+    return model, model if recipe.lora is None else put_adapter(model, recipe.lora, prepared.args.seed)
 
 
 def _compared(prepared: Prepared, trainer: RecipeTrainer, base: Callable[[], AbstractContextManager[None]]) -> dict[str, Any]:

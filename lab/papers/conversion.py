@@ -167,9 +167,8 @@ def small(settings: Settings, qk_norm: bool) -> LlamaConfig | Qwen3Config:
 
 def adapted(model: Any, way: Way) -> Any:
     """The model under a LoRA adapter on q, k, v and o, with what a method learns."""
-    kind = LoraConfig if way.method is None else hf_longattn.LongAttnLoraConfig
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    return get_peft_model(model, kind(r=way.lora, lora_alpha=2 * way.lora, target_modules=targets))
+    return get_peft_model(model, LoraConfig(r=way.lora, lora_alpha=2 * way.lora, target_modules=targets))
 
 
 def loss(model: Any, ids: Tensor, skip: random.Random | None = None, teacher: Any = None) -> Tensor:

@@ -81,7 +81,7 @@ Scale-invariant attention (τ = 10) on {facts["measured"]:,} held-out tokens in 
 - **The cost:** a control trained in the same way without the method also gains from the text, and gains more
   ([training.md](../lab/training.md#short-runs-on-smollm2)). What the method is for, long texts after training from scratch,
   windows this short cannot show: [length.md](../lab/length.md) does.
-- **Saved and reloaded:** one adapter (`LongAttnLoraConfig`) that records the method; largest difference of logits
+- **Saved and reloaded:** one LoRA adapter, which records the method; largest difference of logits
   {facts["difference"]:g}.
 
 `make demo`: {facts["minutes"]}; {facts["how"]}.

@@ -17,7 +17,7 @@ from pydoc_data.topics import topics
 
 import torch
 import transformers
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, set_seed
 
@@ -142,7 +142,7 @@ def loss(model, windows: Tensor) -> float:
 def wrapped(model):
     """A LoRA adapter that records the attention: it reloads as the same model, and switched off it is the base model."""
     modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    lora = hf_longattn.LongAttnLoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=modules)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=modules)
     return get_peft_model(model, lora)
 
 

@@ -148,9 +148,7 @@ def adapter(base: Path, case: str) -> Path:
     if not folder.exists():
         torch.manual_seed(1)
         model = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(base), CASES[case])
-        config = hf_longattn.LongAttnLoraConfig(
-            r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False
-        )
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         peft.get_peft_model(model, config).save_pretrained(folder)
     return folder
 

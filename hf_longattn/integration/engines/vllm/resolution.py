@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ from vllm.model_executor.models import transformers as backends
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from ....config import LongAttnConfig
-from ...names import RECORD, TRIPWIRE
-from ...resume import computed
+from ...names import TRIPWIRE
+from ...record import ADAPTER, computed, method_in, saved_in
 from ...seam import Seam
 from ...seam import install as install_seams
 from . import fold, plans
@@ -111,19 +109,15 @@ class Checks(VerifyAndUpdateConfig):
 
 def _load_adapter(original: Callable[..., Any], self: Any, lora_request: Any) -> Any:
     """An adapter that was trained under another attention than is served would be wrong without a word."""
-    file = Path(lora_request.lora_path) / "adapter_config.json"
-    if file.is_file():
-        saved = json.loads(file.read_text(encoding="utf-8"))
-        section = saved.get("longattn", saved.get(RECORD, {}).get("longattn"))
-        trained = None if section is None else LongAttnConfig.from_dict(section)
-        config = self._adapter_manager.model.config
-        runs = plans.config_of(config) if plans.is_served(config) else None
-        if trained is not None and computed(trained) != computed(runs):
-            raise ValueError(
-                f"the adapter {lora_request.lora_name!r} was trained under {trained.name}, {trained.to_dict()}, and the model "
-                f"is served under {'no method' if runs is None else runs.to_dict()}: merge it (merge_and_unload), save the "
-                "model with hf_longattn.save and serve that"
-            )
+    trained = method_in(saved_in(Path(lora_request.lora_path) / ADAPTER))
+    config = self._adapter_manager.model.config
+    runs = plans.config_of(config) if plans.is_served(config) else None
+    if trained is not None and computed(trained) != computed(runs):
+        raise ValueError(
+            f"the adapter {lora_request.lora_name!r} was trained under {trained.name}, {trained.to_dict()}, and the model "
+            f"is served under {'no method' if runs is None else runs.to_dict()}: merge it (merge_and_unload), save the "
+            "model with hf_longattn.save and serve that"
+        )
     return original(self, lora_request)
 
 

@@ -1,0 +1,118 @@
+"""What a saved config says of the attention that its weights were trained under: a model's or an adapter's, read in one way.
+
+An adapter's config carries a record: attributes of PEFT's config in memory, keys of adapter_config.json on disk. There its
+`peft_type` is one that PEFT alone refuses, so that no adapter loads under another attention in silence.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..config import LongAttnConfig
+from ..methods.learned import learned_parts
+from . import rope
+from .names import PREFIX, is_ours, short
+
+#: The file of an adapter's config.
+ADAPTER = "adapter_config.json"
+#: The record: the method as `LongAttnConfig.to_dict` writes it; rotary settings where they are not those of the base
+#: checkpoint, or that is not known, and the base's; whether the base runs a method by itself, which stays on without adapters.
+RECORD = ("longattn", "rope_parameters", "base_rope_parameters", "base_has_method")
+#: The name of an attention module's learned parts, by which PEFT's modules_to_save knows them.
+LEARNED = "longattn"
+
+
+def refused_type(peft_type: str) -> str:
+    """What stands on disk for PEFT's own type: without this package its loaders fail with a KeyError on this string."""
+    return f"{PREFIX}{peft_type}: install the package hf_longattn, and import it before loading this adapter"
+
+
+def type_of(saved: Mapping[str, Any]) -> str:
+    """PEFT's own type of a saved adapter."""
+    return str(saved["peft_type"]).removeprefix(PREFIX).partition(":")[0]
+
+
+def saved_in(file: Path) -> dict[str, Any]:
+    """A saved config; empty where there is no such file."""
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+def method_in(saved: Mapping[str, Any]) -> LongAttnConfig | None:
+    """The method that a saved config, or the `vars` of an adapter's, asks for; None: it asks for none."""
+    name, section = saved.get("attn_implementation"), saved.get("longattn")
+    names = name.values() if isinstance(name, dict) else [name]
+    if (ours := next(filter(is_ours, names), None)) is not None:
+        return LongAttnConfig.parse(short(ours), section)
+    return LongAttnConfig.from_dict(section) if section else None
+
+
+def computed(config: LongAttnConfig | None, scheduled: Collection[str] = ()) -> dict[str, Any] | None:
+    """What a config computes, without the parameters that a schedule sets; None is no method."""
+    if config is None:
+        return None
+    parts = {key: value for key, value in config.to_dict().items() if key not in ("backend", "extended_to")}
+    return {
+        key: {k: v for k, v in part.items() if k not in scheduled} if isinstance(part, dict) else part
+        for key, part in parts.items()
+    }
+
+
+def record(adapter: Any, model: PreTrainedModel, runs: LongAttnConfig | None) -> None:
+    """Write the attention that a model runs into the config of its adapter; of a model without a method, take it out."""
+    if runs is None:
+        vars(adapter).update(dict.fromkeys(RECORD))
+    elif not vars(adapter).get("longattn"):
+        checkpoint = _checkpoint(model)
+        own, base = rope.settings_of(model), None if checkpoint is None else rope.settings_of(checkpoint)
+        adapter.rope_parameters, adapter.base_rope_parameters = (own, base) if own != base else (None, None)
+        ours = checkpoint is not None and (checkpoint.longattn or is_ours(checkpoint._attn_implementation))
+        adapter.base_has_method = bool(ours)
+    adapter.longattn = None if runs is None else runs.to_dict()
+    if LEARNED in (kept := getattr(adapter, "modules_to_save", None) or ()) and not has_learned(model):
+        adapter.modules_to_save = sorted({*kept} - {LEARNED}) or None
+
+
+def follow(model: PreTrainedModel, runs: LongAttnConfig | None) -> None:
+    """Let all adapters of a model record what it runs now."""
+    configs = vars(model).get("peft_config") or {}
+    for name, adapter in configs.items():
+        if runs is not None and not vars(adapter).get("longattn"):
+            configs[name] = copy.copy(adapter)  # one LoraConfig may serve several models
+        if runs is not None or vars(adapter).get("longattn"):
+            record(configs[name], model, runs)
+    for adapter in vars(model).get("longattn_adapters", ()):
+        record(adapter, model, runs)
+
+
+def refuse_copies(adapter: Any, method: LongAttnConfig) -> None:
+    """Raise ValueError for an adapter that copies the model's config or attention modules, which then go their own way."""
+    replicates = getattr(adapter, "layer_replication", None) is not None
+    if replicates or adapter.peft_type == "SHADOW":
+        does = "layer_replication copies attention modules" if replicates else "it makes a second network of its config"
+        raise ValueError(
+            f"{type(adapter).__name__}: {does}, and the copies would not follow {method.name} when that changes or is "
+            "loaded. Take another adapter, or a model without a method (hf_longattn.remove)"
+        )
+
+
+def has_learned(model: PreTrainedModel) -> bool:
+    """Whether a model's method brings learned parameters."""
+    return any(learned_parts(module) for module in model.modules())
+
+
+def _checkpoint(model: PreTrainedModel) -> Any:
+    """The config in the checkpoint that a model was loaded from; None if there is none or it is not at hand."""
+    name = model.__dict__.get("name_or_path")
+    if not name:
+        return None
+    revision = getattr(model.config, "_commit_hash", None) or "main"
+    try:
+        return type(model.config).from_pretrained(name, revision=revision, local_files_only=True)
+    except OSError:
+        return None
