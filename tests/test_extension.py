@@ -798,3 +798,13 @@ def test_frequencies_that_a_text_has_changed_are_the_models_own(kind: str) -> No
     with torch.no_grad():
         model(ids)
     hf_longattn.apply(model, "attention_sink")
+
+
+@pytest.mark.parametrize("method", ["windowed", "streaming", "rerope"])
+def test_a_learned_position_table_is_not_extended(method: str) -> None:
+    opt = transformers.OPTConfig(**FAMILIES["llama"][1] | {"ffn_dim": 16})
+    for m in (fresh("gpt2"), AutoModelForCausalLM.from_config(opt)):
+        before = m.config.max_position_embeddings
+        with pytest.raises(ValueError, match=r"a table of|shows no rotary"):
+            hf_longattn.extend(m, 4 * before, method=method)
+        assert m.config.max_position_embeddings == before

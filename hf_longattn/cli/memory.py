@@ -9,7 +9,7 @@ import typer
 from .common import console, refusing, table, tokens
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers import PreTrainedModel
 
 
 def memory(
@@ -51,16 +51,15 @@ def memory(
     console.print(table(f"{model}: {batch} x {length:,} tokens in {dtype}", ["", "memory"], cells))
 
 
-def cache_bytes(model: nn.Module, length: int) -> int:
+def cache_bytes(model: PreTrainedModel, length: int) -> int:
     """Bytes of the cache behind `length` tokens, of a model on the meta device; of one that keeps no cache 0."""
     import torch
 
     from ..integration.caches import cache_in, values_of
-    from ..integration.layers import bodies_of
+    from ..integration.layers import innermost
 
-    body = next(iter(bodies_of(model)), model)
     with torch.no_grad():
-        out: Any = body(torch.zeros(1, length, dtype=torch.long, device="meta"), use_cache=True)
+        out: Any = innermost(model)(torch.zeros(1, length, dtype=torch.long, device="meta"), use_cache=True)
     layers = getattr(cache_in(values_of(out)), "layers", ())
     held = [x for layer in layers for x in vars(layer).values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
     return sum(x.numel() * x.element_size() for x in held)

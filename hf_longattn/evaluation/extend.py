@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..config import LongAttnConfig, length_of
-from ..integration import apply
+from ..integration import apply, rope
 from ..integration.layers import candidates_of, pretrained
 from ..integration.model import running
-from ..integration.planning import bound_config
+from ..integration.planning import bound_config, position_tables
 from ..methods.method import ModelFacts
 from ..methods.registry import did_you_mean
 from ..methods.yarn_beyond import YarnBeyond
@@ -120,9 +120,10 @@ def _config(
 
 def _check(model: nn.Module, config: LongAttnConfig, length: int) -> None:
     """Raise ValueError where a config does not take a model to a length."""
-    if pretrained(model).config.is_encoder_decoder:
+    base = pretrained(model)
+    if base.config.is_encoder_decoder:
         raise ValueError(
-            f"{type(pretrained(model)).__name__} reads its text with an encoder, and methods go into causal attention alone: "
+            f"{type(base).__name__} reads its text with an encoder, and methods go into causal attention alone: "
             "it would read no more than before"
         )
     if not config.key_bands:
@@ -134,6 +135,11 @@ def _check(model: nn.Module, config: LongAttnConfig, length: int) -> None:
     facts = bound_config(model, config)[1]
     if facts.train_length is None:
         raise ValueError("the model's config names no maximum length to extend: use hf_longattn.apply with a window")
+    if rope.settings_of(base) is None and (table := next(position_tables(base), None)) is not None:
+        raise ValueError(
+            f"the model learned its positions, in a table of {table.num_embeddings} entries, which no method can extend: use "
+            "hf_longattn.apply for a window within it, or a model with rotary positions"
+        )
     changed = config.positions is not None and not isinstance(config.positions, YarnBeyond)  # within the trained length
     if length < facts.train_length + (not changed):
         raise ValueError(

@@ -108,6 +108,12 @@ def bodies_of(model: nn.Module) -> list[PreTrainedModel]:
     return [m for m in inside if attention <= set(m.modules())]
 
 
+def innermost(model: PreTrainedModel) -> PreTrainedModel:
+    """The innermost model around the language model's attention: without heads and towers, it is given all positions."""
+    modules = {x.module for x in candidates_of(model)}
+    return [m for m in model.modules() if isinstance(m, PreTrainedModel) and modules <= set(m.modules())][-1]
+
+
 def _code(module: nn.Module) -> Any:
     """The code of a module's forward function."""
     return getattr(inspect.unwrap(type(module).forward), "__code__", None)

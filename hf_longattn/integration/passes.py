@@ -15,7 +15,7 @@ from transformers import Cache, PreTrainedModel
 
 from ..attention.tracing import readable
 from .caches import cache_in, values_of
-from .layers import candidates_of, layers_of
+from .layers import innermost, layers_of
 from .state import AttentionState, plan_of
 from .verify import verify_at_first_call
 
@@ -63,9 +63,7 @@ def watch(model: PreTrainedModel, state: AttentionState) -> None:
     state.remapped = any(source is not None for source in sources)
     state.unverified = any(source is not None and not source.verified for source in sources)
     if not state.passes:
-        modules = {x.module for x in candidates_of(model)}
-        # the innermost model around them: it may be called without the others (heads, towers), and gets all positions
-        inner = [m for m in model.modules() if isinstance(m, PreTrainedModel) and modules <= set(m.modules())][-1]
+        inner = innermost(model)  # which may be called without the others
         parameters = list(inspect.signature(type(inner).forward).parameters)[1:]
         place = parameters.index("position_ids") if "position_ids" in parameters else len(parameters)
         before, behind = functools.partial(_begin, state, place), functools.partial(_end, state)

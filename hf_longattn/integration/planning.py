@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -282,12 +282,18 @@ def no_layer(model: PreTrainedModel, config: LongAttnConfig) -> str:
     return f"{config.name if config.methods else 'a method'} applies to 0 layers of {type(model).__name__}: {why}"
 
 
+def position_tables(model: PreTrainedModel) -> Iterator[nn.Embedding]:
+    """The learned position tables of a model, which no method can extend."""
+    size = getattr(candidates_of(model)[0].module.config, "max_position_embeddings", None)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and _entries(module) == size and module is not model.get_input_embeddings():
+            yield module
+
+
 def _guard_positions(model: PreTrainedModel, state: AttentionState) -> None:
     """Refuse positions beyond a learned position table, with the reason instead of an index error."""
-    size = getattr(candidates_of(model)[0].module.config, "max_position_embeddings", None)
-    for module in () if state.guards else model.modules():
-        if isinstance(module, nn.Embedding) and _entries(module) == size and module is not model.get_input_embeddings():
-            state.guards += (module.register_forward_pre_hook(_check_learned_positions, with_kwargs=True),)
+    for table in () if state.guards else position_tables(model):
+        state.guards += (table.register_forward_pre_hook(_check_learned_positions, with_kwargs=True),)
 
 
 def _guard_cached_turns(model: PreTrainedModel, plans: dict[Any, LayerPlan], state: AttentionState) -> None:
