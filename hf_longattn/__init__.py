@@ -7,8 +7,8 @@ Importing this package registers every method as an attention implementation:
 Registration waits until transformers is imported (see `deferred`), and everything below is imported when it is first used.
 """
 
-import contextlib
 import sys
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -40,13 +40,11 @@ if TYPE_CHECKING:
     from .integration.jumps import masks_of_jumps as masks_of_jumps
     from .methods.adaptive_temperature import fit_adaptive_temperature as fit_adaptive_temperature
     from .methods.registry import register as register
-    from .sharing.adapters import LongAttnLoraConfig as LongAttnLoraConfig
     from .sharing.hub import push as push
     from .sharing.hub import save as save
 
 #: Public names by the module that holds them.
 _NAMES = {
-    "sharing.adapters": ("LongAttnLoraConfig",),
     "attention.attend": ("attention", "reference_attention"),
     "attention.kernels.precision": ("fast_dtype",),
     "evaluation.calibrate": ("Measurements", "calibrate", "measure"),
@@ -67,6 +65,7 @@ _SHORT |= {name: f"evaluation.{name}" for name in ("report", "settings", "tasks"
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted([*_HOME, "methods"])
+_HOME["LongAttnLoraConfig"] = "sharing.adapters"  # LoraConfig under its earlier name; any PEFT config will do
 __version__ = "0.1.0"
 
 
@@ -97,8 +96,10 @@ sys.modules[__name__].__class__ = _Package
 
 
 def _know_adapters() -> None:
-    with contextlib.suppress(ImportError):  # a PEFT that is too old is told at LongAttnLoraConfig
+    try:
         import_module(".sharing.adapters", __name__)
+    except ImportError as error:  # an older PEFT
+        warnings.warn(f"{error}. Until then adapters do not record their model's method, and load without it", stacklevel=2)
 
 
 when_imported("transformers", lambda: import_module(".integration", __name__))

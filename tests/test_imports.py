@@ -57,6 +57,15 @@ def test_peft_knows_our_adapters_when_it_is_imported_after_us():
     assert "hf_longattn.sharing.adapters" in modules_after(code)
 
 
+@pytest.mark.slow
+def test_a_peft_that_is_too_old_is_told(tmp_path):
+    (tmp_path / "peft.py").write_text("class LoraConfig: pass\n")
+    code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport hf_longattn\nimport peft\n"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "adapters need PEFT 0.21 or newer" in result.stderr
+    assert "adapters do not record their model's method, and load without it" in result.stderr
+
+
 def test_several_wait_for_one_package():
     code = (
         "import sys\nfrom hf_longattn.deferred import when_imported\ndone = []\nfinders = len(sys.meta_path)\n"
