@@ -84,8 +84,11 @@ def positions_of_call(state: AttentionState, handed: Tensor | None, mask: Tensor
     now: Pass | None = state.traced if traced else current_pass()
     if now is None and handed is None:  # a layer that is compiled by itself, or computed again in a backward pass
         return _given_outside() if traced else None if mask is None else _kept(mask)[0]
-    given = handed if now is None else now.positions
-    return handed if given is None or (given.ndim != 2 and handed is not None) else given
+    given = None if now is None else now.positions
+    if given is None or handed is None:
+        return handed if given is None else given
+    # a layer knows better which axis is the text's, and DeepSpeed hands it the positions of a whole sequence
+    return given if given.ndim == 2 and given.shape[-1] == handed.shape[-1] else handed
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..attention.tracing import readable
 from ..methods.method import require_in, require_positive
 from .trained import ORIGINAL, rope_settings, trained
 
@@ -179,7 +180,7 @@ def exchange(model: Any, tables: Tables) -> Tables:
 def check_built(model: Any) -> None:
     """Raise ValueError where the rotary settings in a model's config are not those that it was built with and rotates by."""
     settings, modules = settings_of(model), _rotary_modules(model)
-    if settings is None or not modules or any(b.is_meta for *_, module in modules for b in module.buffers()):
+    if settings is None or not modules or not all(readable(b) for *_, module in modules for b in module.buffers()):
         return
     for (_, name, now), (*_, fresh) in zip(modules, build(model, settings).modules, strict=True):
         if _turns(now).keys() != _turns(fresh).keys() or not all(_equal(x, _turns(fresh)[k]) for k, x in _turns(now).items()):
