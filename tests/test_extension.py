@@ -769,13 +769,14 @@ def assert_says(m: Any, length: int) -> None:
 # rotary settings that came too late ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("half", ["never", "now", "once"])
 @pytest.mark.parametrize("written", ["yarn", "default", "a base", "a factor", "the model's own"])
-def test_rotary_settings_that_the_model_was_not_built_with(written: str, half: bool) -> None:
+def test_rotary_settings_that_the_model_was_not_built_with(written: str, half: str) -> None:
     """They would be saved, and nothing rotates by them now: neither a scaling that is not there, nor that one is gone."""
     built = YARNED if written in ("default", "a factor") else {"rope_type": "default", "rope_theta": 10000.0}
     model = fresh("llama", max_position_embeddings=96, rope_parameters=dict(built))
-    model = model.half() if half else model
+    model = model if half == "never" else model.bfloat16()
+    model = model.float() if half == "once" else model
     late = {"yarn": YARNED, "default": {"rope_type": "default", "rope_theta": 10000.0}, "a factor": YARNED | {"factor": 2.0}}
     late |= {"a base": {"rope_type": "default", "rope_theta": 20000.0}, "the model's own": dict(built)}
     model.config.rope_parameters = late[written]

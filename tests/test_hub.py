@@ -17,7 +17,7 @@ from fake_hub import FakeHub
 from helpers import close, stock, tokens
 from huggingface_hub import ModelCard, constants
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import hf_longattn
@@ -343,3 +343,42 @@ def test_a_tokenizer_goes_along(tmp_path: Path) -> None:
     words = Tokenizer(models.WordLevel({str(i): i for i in range(VOCAB)}, unk_token="0"))
     hf_longattn.save(changed(), tmp_path, tokenizer=PreTrainedTokenizerFast(tokenizer_object=words))
     assert "tokenizer.json" in hub.files(tmp_path, REPO, Facts())
+
+
+@pytest.mark.parametrize(
+    ("task", "loader", "by_peft", "tag"),
+    [
+        ("SEQ_CLS", "AutoModelForSequenceClassification", "AutoPeftModelForSequenceClassification", "text-classification"),
+        ("FEATURE_EXTRACTION", "AutoModel", "AutoPeftModelForFeatureExtraction", "feature-extraction"),
+        (None, "AutoModelForSequenceClassification", "AutoPeftModel", "text-classification"),
+    ],
+)
+def test_the_card_of_an_adapter_that_makes_no_text(task: Any, loader: str, by_peft: str, tag: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    m = AutoModel if task == "FEATURE_EXTRACTION" else AutoModelForSequenceClassification
+    m = hf_longattn.extend(m.from_config(stock("llama").config), 2048)
+    config = hf_longattn.LongAttnLoraConfig(target_modules=["q_proj"], task_type=task)
+    hf_longattn.save(peft.get_peft_model(m, config), tmp_path, name="some/adapter")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert (card.data.pipeline_tag, card.data.library_name) == (tag, "peft")
+    assert f'model = {loader}.from_pretrained("some/adapter")' in card.text
+    assert f"`peft.{by_peft}.from_pretrained`" in card.text
+    assert "- length: 2,048 tokens; the base was trained at 512" in card.text
+
+
+def test_remote_code_and_strict_checkpoints_of_another_class(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    m = hf_longattn.apply(AutoModelForSequenceClassification.from_config(stock("llama").config), CONFIG).eval()
+    for how in ("strict", "remote_code"):
+        hf_longattn.save(m, tmp_path / how, **{how: True})
+        again = AutoModelForSequenceClassification.from_pretrained(tmp_path / how, trust_remote_code=True).eval()
+        assert type(again).__name__ == "LlamaForSequenceClassification"
+        ids = tokens(1)
+        with torch.no_grad():
+            close(again(ids).logits, m(ids).logits, 0.0)
+    with pytest.raises(ValueError, match="that an auto class of transformers loads"):
+        hf_longattn.save(hf_longattn.apply(Unknown(stock("llama").config), CONFIG), tmp_path / "unknown", remote_code=True)
+
+
+class Unknown(LlamaForCausalLM):
+    """No auto class knows it."""
