@@ -219,10 +219,9 @@ def _evaluation(facts: Facts) -> str:
 
 
 def _loading(name: str, loader: str, by_peft: str | None, remote_code: bool) -> str:
+    library, kind = ("peft", by_peft) if by_peft else ("transformers", loader)  # transformers loads some adapters alone
     plain = (
         f"## Loading\n\n```bash\n{source()[0]}\n```\n\n```python\nimport hf_longattn  # registers the attention\n"
-        f'from transformers import {loader}\n\nmodel = {loader}.from_pretrained("{name}")\n```'
+        f'from {library} import {kind}\n\nmodel = {kind}.from_pretrained("{name}")\n```'
     )
-    if by_peft:
-        plain += f"\n\n`peft.{by_peft}.from_pretrained` works as well, after the same import."
     return plain + ("\n\nWith `trust_remote_code=True` it loads without the import, too." if remote_code else "")
