@@ -235,7 +235,7 @@ def test_from_scratch_and_needles(the: Any, tmp_path: Path, texts: list[str], ca
     line = next(x for x in cells(the.tables.needles(data).text) if x[0].startswith("`logn_prope`"))
     assert line[4:] == [f"{x:.2f}" for x in row["measured"]["accuracy"]]
     assert [x[0] for x in cells(the.tables.taus(data).text)[2:]] == ["0.1", "10"]
-    assert cells(the.tables.length(data).text)[4][:2] == ["`scale_invariant_prope`", "3.244"]
+    assert any(x[:2] == ["`scale_invariant_prope`", "3.244"] for x in cells(the.tables.length(data).text))
 
 
 @pytest.mark.slow
