@@ -226,8 +226,8 @@ def test_saved_as_lora(kind: str, method: str, bases: dict[str, Path], tmp_path:
         return
     again = peft.PeftModel.from_pretrained(loaded(bases["llama"]), tmp_path)
     assert again.peft_config["default"].peft_type == "LORA"
-    # PEFT's conversion of RandLoRA is off without a method, too; under another attention it would be by more than 1
-    close(logits(again), logits(m), 0.1 if kind == "RANDLORA" else 2e-3)
+    # PEFT's conversion of RandLoRA is off by 0.01 without a method, too; under another attention it would be by more than 1
+    close(logits(again), logits(m), 0.05 if kind == "RANDLORA" else 2e-3)
 
 
 @pytest.mark.parametrize("kind", ["IA3", "PREFIX_TUNING"])
