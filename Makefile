@@ -66,7 +66,7 @@ coverage-models: $(VENV)/.dev  ## every causal language model of transformers, t
 
 test-oldest: $(OLDEST)/.dev  ## exactness and persistence on the oldest supported transformers
 	$(subst $(BIN),$(OLDEST)/bin,$(PYTEST)) -m "not crossed" tests/test_exactness.py tests/test_persistence.py tests/test_traps.py \
-		tests/test_adapters.py tests/test_adapter_kinds.py tests/test_positions.py tests/test_models.py
+		tests/test_adapters.py tests/test_adapter_kinds.py tests/test_positions.py tests/test_models.py tests/test_trained.py tests/test_seams.py
 
 # It asks for the newest releases at every run; where they are the pinned ones it installs nothing.
 test-newest: $(NEWEST)/.layered  ## exactness, persistence, adapters, continuous batching and the README on the newest transformers, peft, accelerate

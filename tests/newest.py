@@ -9,7 +9,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("transformers", "peft", "accelerate")
-FILES = ("exactness", "persistence", "adapters", "engines", "positions", "models")
+FILES = (
+    "exactness",
+    "persistence",
+    "traps",
+    "adapters",
+    "adapter_kinds",
+    "positions",
+    "models",
+    "trained",
+    "seams",
+    "engines",
+)
 
 
 def main() -> int:

@@ -26,6 +26,8 @@ _AXES = (
 
 #: How positions may count, and did in all calls so far: by cache index, from the start of the text, by visible tokens.
 Numbering: TypeAlias = tuple[bool, bool, bool]
+#: The entry of a cache's __dict__ that says it of its keys.
+NOTE = "longattn_numbering"
 
 
 @dataclass(eq=False)
@@ -36,13 +38,11 @@ class Pass:
         outer: the one that it runs in, of another model.
         cache: the KV cache that its model was given.
         positions: the position_ids that its innermost model was given: int64 (batch or 1, q_len), or (axes, batch, q_len).
-        one_axis: whether a remap of rotary distances acts in it, which knows one position of a token.
     """
 
     outer: Pass | None
     cache: Cache | None
     positions: Tensor | None
-    one_axis: bool
     after: Numbering | None = None  # how the keys are numbered in the cache that it leaves
 
 
@@ -77,7 +77,7 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
     if state.remapped and positions is not None and positions.ndim > 2 and state.disabled is None:
         _check_axes(positions)
     if torch.compiler.is_compiling():
-        state.traced = Pass(None, None, positions, state.remapped)
+        state.traced = Pass(None, None, positions)
         return
     try:
         if state.unverified:
@@ -85,7 +85,7 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
                 verify_at_first_call(state, model)
     finally:  # `_end` follows also what is raised here
         state.gate.enter(sys._getframe(1))
-        _PASS.set(Pass(_PASS.get(), cache_in((*args, *kwargs.values())), positions, state.remapped))
+        _PASS.set(Pass(_PASS.get(), cache_in((*args, *kwargs.values())), positions))
 
 
 def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
@@ -98,10 +98,6 @@ def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
         if cache is not None and now.after is not None:
             cache.__dict__[NOTE] = now.after
     state.gate.leave()
-
-
-#: The entry of a cache's __dict__ that says how its keys are numbered.
-NOTE = "longattn_numbering"
 
 
 def _check_axes(positions: Tensor) -> None:
