@@ -340,7 +340,7 @@ def test_generating_across_the_border_of_longrope() -> None:
     }
 
     def off() -> float:
-        out = m.generate(ids, **options, output_logits=True, return_dict_in_generate=True)
+        out = m.generate(ids, **options)
         passes = [m(out.sequences[:, : 14 + step], use_cache=False).logits[:, -1] for step in range(6)]
         return float((torch.stack(out.logits) - torch.stack(passes)).abs().max())
 
