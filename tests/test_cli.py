@@ -463,7 +463,8 @@ def test_a_model_with_pictures_is_measured_and_trained_as_a_whole(kind: str, kin
     assert type(adapted).__name__ == json.loads((model / "config.json").read_text())["architectures"][0]
     assert adapted.config.get_text_config().max_position_embeddings == 8192  # four times as far
     card = ModelCard.load(tmp_path / "adapter" / "README.md")
-    assert (card.data.pipeline_tag, "peft.AutoPeftModel.from_pretrained" in card.text) == (parts.LOADED_BY[kind][1], True)
+    assert card.data.pipeline_tag == parts.LOADED_BY[kind][1]
+    assert "from peft import AutoPeftModel\n" in card.text
 
 
 def spoilt(kind: str, folder: Path) -> tuple[Path, str]:

@@ -166,7 +166,7 @@ def test_the_navigation_lists_a_page_once_and_the_build_is_strict() -> None:
 )
 def test_make_takes_one_area(area: str, asked: str) -> None:
     for target in ("check", "test"):
-        command = ["make", "--dry-run", "--old-file=.venv/.dev", target, f"T={area}"]
+        command = ["make", "--dry-run", "--no-print-directory", "--old-file=.venv/.dev", target, f"T={area}"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         assert "ruff" not in done.stdout, target
         assert done.stdout.rstrip().endswith(asked)
