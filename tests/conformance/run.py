@@ -3,6 +3,7 @@
     python tests/conformance/run.py                                  all families and names; rewrites docs/conformance.*
     python tests/conformance/run.py --families llama                 these; the rows of the others stay as they are
     python tests/conformance/run.py --families llama --names rerope  prints the differences, writes nothing
+    python tests/conformance/run.py --resume                         goes on after a run that was stopped
 
 The tests come from the source distribution of the installed release (see suite.py). A test that passes under sdpa and not
 under one of our names must stand in inherent.json with its reason, or the exit status is 1. Only pip needs a network, nothing
@@ -19,7 +20,6 @@ import re
 import subprocess
 import sys
 import tarfile
-import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -80,10 +80,15 @@ def fetch() -> Path:
     return WORK
 
 
+def report_of(family: str, name: str) -> Path:
+    return WORK / f"{family}-{name}.xml"
+
+
 def outcomes(family: str, name: str) -> Outcomes:
-    """Run one family's tests in a process of their own."""
-    report = WORK / f"{family}-{name}.xml"
-    report.unlink(missing_ok=True)
+    """Run one family's tests in a process of their own, unless a run that was stopped has its report."""
+    report = report_of(family, name)
+    if report.exists():
+        return read(report)
     environment = os.environ | {
         "CONFORMANCE_FAMILY": family,
         "CONFORMANCE_ATTENTION": name,
@@ -116,6 +121,10 @@ def outcomes(family: str, name: str) -> Outcomes:
         return {"all": ("failed", f"took more than {MINUTES} minutes")}
     if not report.exists():
         return {"all": ("failed", log[-2000:])}
+    return read(report)
+
+
+def read(report: Path) -> Outcomes:
     found: Outcomes = {}
     for case in ElementTree.parse(report).iter("testcase"):
         test = case.get("name", "").partition(" ")[0]
@@ -152,7 +161,7 @@ def page(results: dict[str, Any]) -> str:
         "the distribution has none, run under sdpa and with one of our methods as the default attention. Cells count tests.",
         "",
         f"`make conformance` wrote this page from [conformance.json](conformance.json): {results['versions']}, "
-        f"{results['date']}, {results['minutes']} minutes.",
+        f"{results['date']}, {results['minutes']} minutes of one core.",
         "",
         "| family | pass under sdpa | are skipped | fail | " + " | ".join(f"`{n}`: as sdpa" for n in results["names"]) + " |",
         "|---|" + "---|" * (3 + len(results["names"])),
@@ -199,11 +208,13 @@ def main() -> int:
     parser.add_argument("--families", nargs="*", default=FAMILIES, choices=FAMILIES)
     parser.add_argument("--names", nargs="*", default=NAMES)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--resume", action="store_true", help="keep what a run that was stopped has finished")
     args = parser.parse_args()
     fetch()
     inherent = json.loads((HERE / "inherent.json").read_text(encoding="utf-8"))
-    began = time.perf_counter()
     runs = [(f, n) for f in args.families for n in ("sdpa", *args.names) if (f, n) not in NOT_RUN]
+    for run in runs if not args.resume else ():
+        report_of(*run).unlink(missing_ok=True)
     with ThreadPoolExecutor(args.jobs) as pool:
         found = dict(zip(runs, pool.map(lambda run: outcomes(*run), runs), strict=True))
     differences = []
@@ -218,7 +229,8 @@ def main() -> int:
         print("{family} {name}: {test} {outcome}: {message}".format(**d))
     if args.names == NAMES:
         sdpa = {f: Counter(outcome for outcome, _ in found[f, "sdpa"].values()) for f in args.families}
-        write(sdpa, differences, round((time.perf_counter() - began) / 60))
+        suites = [suite for run in runs for suite in ElementTree.parse(report_of(*run)).iter("testsuite")]
+        write(sdpa, differences, round(sum(float(suite.get("time", 0)) for suite in suites) / 60))
     return int(bool(unexplained))
 
 
