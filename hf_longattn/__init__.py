@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from .integration import update as update
     from .integration.jumps import masks_of_jumps as masks_of_jumps
     from .methods.adaptive_temperature import fit_adaptive_temperature as fit_adaptive_temperature
-    from .methods.registry import register as register
     from .sharing.hub import push as push
     from .sharing.hub import save as save
+    from .slots.registry import register as register
 
 #: Public names by the module that holds them.
 _NAMES = {
@@ -56,7 +56,7 @@ _NAMES = {
     "integration": ("Description", "UntrainedWarning", "apply", "config_of", "describe", "remove", "rope", "update"),
     "integration.jumps": ("masks_of_jumps",),
     "methods.adaptive_temperature": ("fit_adaptive_temperature",),
-    "methods.registry": ("register",),
+    "slots.registry": ("register",),
     "attention.rotary": ("Rotation",),
 }
 #: Modules that are known without the folder that they are in.

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from .methods.method import SLOTS, Heads, Method, ModelFacts, freeze, thaw
-from .methods.registry import did_you_mean, fixed_by, method, method_class, parameters_of
+from .slots.method import SLOTS, Heads, Method, ModelFacts, freeze, thaw
+from .slots.registry import did_you_mean, fixed_by, method, method_class, parameters_of
 
 if TYPE_CHECKING:
-    from .methods.base import KeyBands, LogitMap, OutputNorm, Positions, Score, Sink, Temperature, Visibility
+    from .slots.base import KeyBands, LogitMap, OutputNorm, Positions, Score, Sink, Temperature, Visibility
 
 #: All but the first and the last are files in attention/kernels, in the order in which "auto" asks them.
 BACKENDS = ("auto", "sdpa", "flash", "flex", "triton", "tiled", "reference")

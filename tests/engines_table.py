@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cases import CASES
 
-from hf_longattn.methods.registry import method_names
+from hf_longattn.slots.registry import method_names
 
 PAGE = Path(__file__).parents[1] / "docs" / "engines.md"
 SERVED = PAGE.with_name("vllm.json")

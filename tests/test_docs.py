@@ -23,7 +23,7 @@ from hf_longattn.evaluation import copy_losses, prefix_of, token_losses, with_co
 from hf_longattn.evaluation.rows import RowFile
 from hf_longattn.evaluation.settings import Setting
 from hf_longattn.evaluation.statistics import mean_interval
-from hf_longattn.methods.registry import method_names
+from hf_longattn.slots.registry import method_names
 from lab import pages
 from lab.markdown import filled
 from lab.papers import coverage

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config import BACKENDS, LongAttnConfig
-from ..methods.base import EntropyTemperature
+from ..slots.base import EntropyTemperature
 from . import decoding
 from .call import Call as Call
 from .kernels.lowered import Kernel, LoweredAttention

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config import LongAttnConfig
-from ..methods.base import Band
+from ..slots.base import Band
 from .geometry import Rows
 from .rotary import Rotation
 from .stages import require_rotation

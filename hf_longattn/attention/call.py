@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..config import LongAttnConfig, check_config
-from ..methods.base import EntropyTemperature
-from ..methods.method import Method
+from ..slots.base import EntropyTemperature
+from ..slots.method import Method
 from .geometry import Rows, check_mask, check_positions, check_shapes
 from .rotary import Rotation
 from .tables import SHARED, TableCache

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..methods.base import EntropyTemperature, LengthTemperature
+from ..slots.base import EntropyTemperature, LengthTemperature
 from .bands import Bands
 from .call import Call
 from .geometry import Rows

@@ -17,7 +17,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from ..methods.base import Band, KeyBands, LengthTemperature, LogitMap
+from ..slots.base import Band, KeyBands, LengthTemperature, LogitMap
 from .call import Call
 from .geometry import Rows
 from .kernels.lowered import KVSegment, LoweredAttention

@@ -7,7 +7,7 @@ import dataclasses
 from torch import Tensor
 
 from ..config import LongAttnConfig
-from ..methods.base import EntropyTemperature
+from ..slots.base import EntropyTemperature
 from .attend import merge_entropies, merge_outputs
 from .call import Call
 from .kernels.lowered import KVSegment, LoweredAttention

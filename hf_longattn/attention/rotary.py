@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..methods.base import Remap, Spectrum
+from ..slots.base import Remap, Spectrum
 from .tables import TableCache
 from .tracing import keepable, version
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import LongAttnConfig
-from ..methods.base import LengthTemperature
+from ..slots.base import LengthTemperature
 from .call import Call
 from .rotary import Rotation
 

@@ -18,9 +18,9 @@ from ..integration import apply, rope
 from ..integration.layers import candidates_of, pretrained
 from ..integration.model import running
 from ..integration.planning import bound_config, position_tables
-from ..methods.method import ModelFacts
-from ..methods.registry import did_you_mean
 from ..methods.yarn_beyond import YarnBeyond
+from ..slots.method import ModelFacts
+from ..slots.registry import did_you_mean
 from ..telling import warn
 from .calibrate import calibrate
 from .experiment import Cell, Experiment, Latest, Measure

@@ -16,7 +16,7 @@ from ..attention.decoding import named, prepared
 from ..attention.geometry import Rows
 from ..attention.reference import dense_attention
 from ..config import LongAttnConfig
-from ..methods.learned import learned_parts
+from ..slots.learned import learned_parts
 from .caches import is_paged
 from .engines import ulysses
 from .engines.heads import of_these_heads

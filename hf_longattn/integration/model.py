@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import LongAttnConfig
-from ..methods.learned import LearnedParts
+from ..slots.learned import LearnedParts
 from ..telling import warn
 from .layers import Layer, candidates_of, layers_of, pretrained
 from .lengths import announce

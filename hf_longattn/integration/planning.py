@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from ..attention.tracing import readable
 from ..config import CUSTOM, LongAttnConfig
-from ..methods.learned import LearnedParts, learned_parts
-from ..methods.method import ModelFacts
+from ..slots.learned import LearnedParts, learned_parts
+from ..slots.method import ModelFacts
 from ..telling import warn
 from .layers import Layer, all_configs, candidates_of, layers_of, pretrained
 from .longrope import border_hooks

@@ -1,12 +1,12 @@
 """The methods: one file each, a frozen dataclass with its formula in plain PyTorch.
 
-A new method is one file here, a subclass of its slot in `base`, and one line in `registry`. Type checkers read the imports
-below; when the package runs, a class is imported when it is first used.
+A new method is one file here, a subclass of its slot in `slots.base`, and one line in `slots.registry`. Type checkers read
+the imports below; when the package runs, a class is imported when it is first used.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from .registry import METHODS, method_class
+from ..slots.registry import METHODS, method_class
 
 if TYPE_CHECKING:
     from .adaptive_temperature import AdaptiveTemperature as AdaptiveTemperature

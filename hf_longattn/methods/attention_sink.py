@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from .base import Sink
-from .learned import HeadShiftLayerNorm
-from .method import Heads, ModelFacts, numbers, per_head, require_in
+from ..slots.base import Sink
+from ..slots.learned import HeadShiftLayerNorm
+from ..slots.method import Heads, ModelFacts, numbers, per_head, require_in
 
 #: Sinks up to this hardly change a pretrained model (docs/reference/methods/attention_sink.md) and still have gradients.
 NEARLY_NOTHING = -6.0

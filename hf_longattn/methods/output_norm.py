@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from .base import OutputNorm
-from .learned import FeatureAffineLayerNorm
-from .method import Heads, ModelFacts, numbers, per_head, require_positive
+from ..slots.base import OutputNorm
+from ..slots.learned import FeatureAffineLayerNorm
+from ..slots.method import Heads, ModelFacts, numbers, per_head, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from .base import Band, Positions
-from .method import Heads, ModelFacts, numbers, per_layer
-from .remap import bind_window, capped, check_at_least_one, check_remap, check_window, known
+from ..slots.base import Band, Positions
+from ..slots.method import Heads, ModelFacts, numbers, per_layer
+from ..slots.remap import bind_window, capped, check_at_least_one, check_remap, check_window, known
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from .base import LogitMap
-from .method import ModelFacts, numbers, per_head, require_count, require_in, require_positive
+from ..slots.base import LogitMap
+from ..slots.method import ModelFacts, numbers, per_head, require_count, require_in, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)

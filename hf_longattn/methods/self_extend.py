@@ -8,9 +8,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from .base import Band, Positions
-from .method import ModelFacts
-from .remap import bind_window, check_at_least_one, check_remap, check_window, known
+from ..slots.base import Band, Positions
+from ..slots.method import ModelFacts
+from ..slots.remap import bind_window, check_at_least_one, check_remap, check_window, known
 
 
 @dataclass(frozen=True, kw_only=True)

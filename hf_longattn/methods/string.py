@@ -9,9 +9,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from .base import Band, Positions
-from .method import ModelFacts
-from .remap import check_remap, check_window, known
+from ..slots.base import Band, Positions
+from ..slots.method import ModelFacts
+from ..slots.remap import check_remap, check_window, known
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from .base import Band, Visibility
-from .method import ModelFacts, require_count
-from .remap import bind_window, capped, check_remap, check_window, known, near
+from ..slots.base import Band, Visibility
+from ..slots.method import ModelFacts, require_count
+from ..slots.remap import bind_window, capped, check_remap, check_window, known, near
 
 
 @dataclass(frozen=True, kw_only=True)

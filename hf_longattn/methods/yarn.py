@@ -10,9 +10,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from .base import Positions
-from .method import ModelFacts, require_in, require_positive
-from .remap import check_at_least_one, check_remap, known
+from ..slots.base import Positions
+from ..slots.method import ModelFacts, require_in, require_positive
+from ..slots.remap import check_at_least_one, check_remap, known
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Band
-from .remap import known
+from ..slots.base import Band
+from ..slots.remap import known
 from .yarn import YarnPositions
 
 #: Beyond every position.

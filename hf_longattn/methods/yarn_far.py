@@ -10,9 +10,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from .base import Band
-from .method import ModelFacts
-from .remap import bind_window, check_at_least_one, check_window, known
+from ..slots.base import Band
+from ..slots.method import ModelFacts
+from ..slots.remap import bind_window, check_at_least_one, check_window, known
 from .yarn import YarnPositions
 
 

@@ -13,8 +13,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from ..checks import read_text
 from ..evaluation.settings import UNMODIFIED, Setting
 from ..integration.rope import theta_of
-from ..methods.method import require_in
-from ..methods.registry import did_you_mean
+from ..slots.method import require_in
+from ..slots.registry import did_you_mean
 
 #: Numbers that an optimiser refuses below zero, long after the start.
 NOT_NEGATIVE = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")

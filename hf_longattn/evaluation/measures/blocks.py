@@ -12,7 +12,7 @@ from ...attention.attend import Call
 from ...attention.geometry import Rows
 from ...attention.kernels.spec import MASK_VALUE
 from ...attention.lowering import FEW_QUERIES, lower
-from ...methods.base import EntropyTemperature
+from ...slots.base import EntropyTemperature
 
 #: Logits held at a time, over batch, heads, query rows and keys; a few tensors of this size exist at once.
 LOGITS = 1 << 23

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ....attention.stages import finish, length_factor
 from ....config import LongAttnConfig
-from ....methods.base import EntropyTemperature
+from ....slots.base import EntropyTemperature
 from .plans import PART, Part
 
 
