@@ -10,9 +10,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..slots.base import Band, Positions
-from ..slots.method import ModelFacts, require_in, require_positive
-from ..slots.remap import check_at_least_one, check_remap, known
+from ..slots.base import Band, Positions, known
+from ..slots.method import ModelFacts, require_at_least, require_in, require_positive
 
 #: Beyond every position.
 NEVER = 1 << 30
@@ -49,27 +48,25 @@ class YarnBeyond(Positions):
     truncate: bool = True
 
     def validate(self) -> None:
-        check_at_least_one(factor=self.factor)
         require_in("factor", self.factor, 1.0, math.inf)
         require_positive(beta_fast=self.beta_fast, beta_slow=self.beta_slow, attention_factor=self.attention_factor)
         if self.beta_slow >= self.beta_fast:
             raise ValueError(f"beta_slow must be below beta_fast, got {self.beta_slow} and {self.beta_fast}")
-        if self.train_length is not None and (isinstance(self.train_length, bool) or self.train_length < 1):
-            raise ValueError(f"train_length must be an integer >= 1, got {self.train_length!r}")
+        require_at_least(1, train_length=self.train_length)
 
     @property
     def own_temperature(self) -> str | None:
         return None if self.scale == 1 else f"{self.name}'s attention factor"
 
     def bind(self, facts: ModelFacts) -> Self:
-        check_remap(self.name, facts, stack=False)
+        bound = super().bind(facts)
         if facts.rope_type != "default":
             raise ValueError(
                 f"{self.name} takes the frequencies of plain RoPE, and this model's rope_type is {facts.rope_type!r}"
             )
         if self.train_length is None and facts.train_length is None:
             raise ValueError(f"{self.name} needs train_length: the model's config names no maximum length")
-        return dataclasses.replace(self, train_length=self.train_length or facts.train_length)
+        return dataclasses.replace(bound, train_length=self.train_length or facts.train_length)
 
     def reach(self, train_length: int) -> int | None:
         return int(self.factor * train_length)
