@@ -59,13 +59,9 @@ _NAMES = {
     "slots.registry": ("register",),
     "attention.rotary": ("Rotation",),
 }
-#: Modules that are known without the folder that they are in.
-_SHORT = {"calibration": "evaluation.calibrate", "diagnostics": "evaluation.measures.diagnostics"}
-_SHORT |= {name: f"evaluation.{name}" for name in ("report", "settings", "tasks")}
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted([*_HOME, "methods"])
-_HOME["LongAttnLoraConfig"] = "sharing.adapters"  # LoraConfig under its earlier name; any PEFT config will do
 __version__ = "0.1.0"
 
 
@@ -73,10 +69,8 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         globals()[name] = value = getattr(import_module(f".{_HOME[name]}", __name__), name)
         return value
-    if not name.startswith("_"):
-        path = _SHORT.get(name, name)
-        if path is not name or find_spec(f"{__name__}.{path}") is not None:  # hf_longattn.training
-            return import_module(f".{path}", __name__)
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:  # hf_longattn.training
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -252,7 +252,6 @@ class LongAttnConfig:
         known = {f.name for f in fields(cls)}
         if not isinstance(data, Mapping):
             raise ValueError(f"a config is a mapping of slots, as to_dict gives it, not {data!r}")
-        data = {k: v for k, v in data.items() if k != "distance"}  # an option of earlier versions
         if unknown := sorted(set(data) - known):
             hint = did_you_mean(unknown[0], known)
             raise ValueError(f"unknown key(s) in longattn: {', '.join(unknown)}; {hint}known: {', '.join(sorted(known))}")

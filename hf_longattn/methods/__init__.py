@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .windows import Streaming as Streaming
     from .windows import Windowed as Windowed
     from .yarn_beyond import YarnBeyond as YarnBeyond
-    from .yarn_far import YarnFar as YarnFar
     from .yarn_temperature import YarnTemperature as YarnTemperature
 
 _BY_CLASS = {path.partition(".")[2]: name for name, path in METHODS.items()}

@@ -33,7 +33,6 @@ METHODS: dict[str, str] = {
     "string": "string.String",
     "windowed": "windows.Windowed",
     "yarn_beyond": "yarn_beyond.YarnBeyond",
-    "yarn_far": "yarn_far.YarnFar",
     "yarn_temperature": "yarn_temperature.YarnTemperature",
 }
 
