@@ -19,11 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
-from hf_longattn.attention import decoding
 from hf_longattn.attention.attend import attend
 from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Rows
-from hf_longattn.attention.kernels import intervals, tiles
+from hf_longattn.attention.kernels import dense, intervals, tiles
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.state import state_of
 
@@ -151,8 +150,8 @@ def test_attention_is_the_reference(
 def test_decoding_with_a_key_head_for_each_query_head(
     name: str, interleaved: bool, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "KEY_ELEMENTS", 128)  # several tiles
-    monkeypatch.setattr(decoding, "KEYS", 8)
+    monkeypatch.setattr(dense, "KEY_ELEMENTS", 128)  # several tiles
+    monkeypatch.setattr(dense, "KEYS", 8)
     query, key, value = raw(q=1, k=43, heads=2)
     options: dict[str, Any] = {"rotation": rotation(interleaved, first=first)}
     got = hf_longattn.attention(query, key, value, CONFIGS[name], **options)
@@ -162,8 +161,8 @@ def test_decoding_with_a_key_head_for_each_query_head(
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("name", ["cosscale", "rerope+cosscale", "streaming+infoscale+cosscale"])
 def test_decoding_divides_by_the_norms_of_keys(name: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "KEY_ELEMENTS", 128)  # several tiles
-    monkeypatch.setattr(decoding, "KEYS", 8)
+    monkeypatch.setattr(dense, "KEY_ELEMENTS", 128)  # several tiles
+    monkeypatch.setattr(dense, "KEYS", 8)
     window = {} if name == "cosscale" else {"window": 9}
     config = LongAttnConfig.preset(name, scale=5.0, **window, **({"train_length": 12} if "info" in name else {}))
     query, key, value = raw(q=2, k=43, heads=2)

@@ -28,26 +28,19 @@ class Rotation:
     interleaved: bool = False
     first: int = 0
 
-    def rerotate(
-        self,
-        x: Tensor,
-        position: Tensor,
-        remap: Remap,
-        name: Hashable,
-        tables: TableCache,
-        spectrum: Spectrum | None = None,
-    ) -> Tensor:
-        """Vectors rotated for `position`, rotated for remap(position) instead, at the frequencies of `spectrum`.
+    def shown(
+        self, position: Tensor, remap: Remap, name: Hashable, tables: TableCache, spectrum: Spectrum | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin by which `rotate` turns vectors at `position` to remap(position), at the frequencies of `spectrum`.
 
         Args:
-            x: (batch, heads, n, head_dim).
             position: int64 (batch or 1, n), >= 0.
             name: identifies remap and spectrum in `tables`, where their angles are kept.
 
         Returns:
-            like x, in float32 at least.
+            both (batch or 1, n, key heads or 1, pairs).
         """
-        return self.rotate(x, *self._look_up(position, name, lambda p: self.angles(p, remap, spectrum), tables))
+        return self._look_up(position, name, lambda p: self.angles(p, remap, spectrum), tables)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x (batch, heads, n, head_dim) rotated by angles (batch or 1, n, key heads or 1, pairs), in float32 at least."""

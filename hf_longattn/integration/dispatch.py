@@ -12,8 +12,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..attention.attend import attend
 from ..attention.call import Call
-from ..attention.decoding import named, prepared
 from ..attention.geometry import Rows
+from ..attention.prepared import named, prepared
 from ..attention.reference import dense_attention
 from ..config import LongAttnConfig
 from ..slots.learned import learned_parts
@@ -149,10 +149,10 @@ class _Found:
             return None
         learned, sinks = learned_parts(asked.module), more.get("s_aux")
         scaling = query.shape[-1] ** -0.5 if asked.scaling is None else asked.scaling
-        decoding = self.prepared.get(named(plan.kind, query, key, scaling, asked.softcap, learned, sinks))
-        if decoding is None:
+        own = self.prepared.get(named("dense", plan.kind, query, key, scaling, asked.softcap, learned, sinks))
+        if own is None:
             return None
-        return decoding(query, key, value, learned, sinks).transpose(1, 2).contiguous(), None
+        return own(query, key, value, learned, sinks).transpose(1, 2).contiguous(), None
 
     def changes_nothing(self, plan: LayerPlan) -> bool:
         """Whether the model's own attention computes a layer, by the longest text of the pass."""

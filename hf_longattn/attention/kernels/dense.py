@@ -1,121 +1,183 @@
-"""Few queries against many keys, as in decoding: dense over keys, and nothing is prepared twice.
+"""Few queries against many keys on a CPU, as in decoding: dense over the keys of all segments together.
 
-What depends on positions alone (bands, rotations, factors by length, gain and bias of each key) is prepared once for a call's
-rows, which the layers of a forward pass share; a layer is then a few products. Keys are re-rotated, and divided by their
-norms, as they are read, so that no second KV cache is kept.
+What depends on positions alone (which keys are seen, how they are turned, gain and bias of each) is prepared once; a layer is
+then a few products. Keys are turned, and divided by their norms, as they are read, so that no second KV cache is kept.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Hashable, Mapping
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..slots.base import EntropyTemperature, LengthTemperature
-from .bands import Bands
-from .call import Call
-from .geometry import Rows
-from .kernels.spec import MASK_VALUE
-from .lowering import FEW_QUERIES, distance_tables, table_length
-from .stages import finish, joint_sink
-from .tracing import keepable
+from ..tracing import keepable
+from .kernel import FEW_QUERIES, MASK_VALUE, Kernel, LogitSpec, entropy
+
+if TYPE_CHECKING:  # they know methods and configs
+    from ..call import Call
+    from ..rotary import Rotation
+    from ..segments import Segment
 
 #: Elements of keys that are worked on at a time where more than a product is to be done with them: what a core's cache holds.
 KEY_ELEMENTS = 1 << 19
 #: Keys of a head that are then worked on at a time at least; as many heads as fit share the reading of their angles.
 KEYS = 1 << 9
-#: Ways to attend that are kept prepared for a call's rows: tables by head are as large as a layer's logits.
-PREPARED = 4
-
-Learned: TypeAlias = Mapping[str, nn.Module] | None
 
 
-def serves(query: Tensor, dropout: float) -> bool:
-    """Whether a call without gradients is computed here."""
-    if dropout or query.device.type != "cpu" or not keepable(query):  # first: a graph for any length compares no length
-        return False
-    return 0 < query.shape[2] <= FEW_QUERIES
+def why_not(call: Call) -> str | None:
+    """The reason why a call is not computed here, or None."""
+    if call.dropout or call.query.device.type != "cpu" or not keepable(call.query):  # first: a graph compares no length
+        return "it computes on a CPU alone, without dropout, and in no graph"
+    if not 0 < call.query.shape[2] <= FEW_QUERIES:
+        return f"it takes up to {FEW_QUERIES} queries"
+    return "it has no gradients" if call.trains else None
 
 
-def decode(call: Call) -> Tensor:
-    """`attend` for calls that `serves` names."""
-    query, key, sinks = call.query, call.key, call.sink_logits
-    kind = (call.config, call.rotation, call.asked) if call.kind is None else call.kind
-    made, name = prepared(call.rows), named(kind, query, key, call.scaling, call.softcap, call.learned, sinks)
-    if (decoding := made.get(name)) is None:
-        if len(made) >= PREPARED:
-            made.clear()
-        decoding = made[name] = Decoding(call)
-    return decoding(query, key, call.value, call.learned, sinks)
+class Part(NamedTuple):
+    """A segment's keys, as they are seen by any row of a call.
+
+    Args:
+        columns: of all keys that a call computes.
+        own: bool (batch or 1, heads or 1, q_len, keys), those of them that are the row's; None: all.
+        turn: (batch or 1, key heads or 1, q_len, head_dim, head_dim), what queries are multiplied by; None: they stay.
+        half: likewise, for the sine part of turned keys.
+        angles: of keys, by feature (see `Rotation.by_feature`), (batch or 1, key heads or 1, keys, head_dim); None: they stay.
+    """
+
+    columns: slice
+    own: Tensor | None
+    turn: Tensor | None
+    half: Tensor | None
+    angles: tuple[Tensor, Tensor] | None
+
+    @property
+    def size(self) -> int:
+        return self.columns.stop - self.columns.start
 
 
-def prepared(rows: Rows) -> dict[Hashable, Decoding]:
-    """The `Decoding`s that are prepared for a call's rows, by the keys that `named` makes."""
-    known: dict[Hashable, Decoding] = rows.once("prepared", dict)
-    return known
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """What all layers share whose keys are seen, and turned, alike.
+
+    Args:
+        columns: the keys that some row sees.
+        parts: in the order of their columns.
+        count: how many keys each row sees, int64 (batch or 1, heads or 1, q_len).
+        hidden: bool (batch or 1, heads or 1, q_len, keys), those of `columns` that a row does not see; None: there are none.
+        blind: bool (..., q_len, 1), rows that see none; None: there are none.
+    """
+
+    columns: slice
+    parts: tuple[Part, ...]
+    count: Tensor
+    hidden: Tensor | None
+    blind: Tensor | None
+
+    @classmethod
+    def of(cls, call: Call, segments: list[Segment]) -> Shown:
+        query = call.query
+        seen = [(segment, *segment.seen(call.kv_len)) for segment in segments]
+        found = sorted(((s, c, own) for s, c, own in seen if c is not None), key=lambda x: x[1].start)
+        whole = slice(min((c.start for _, c, _ in found), default=0), max((c.stop for _, c, _ in found), default=0))
+        parts = tuple(_part(call, segment, columns, own, whole.start) for segment, columns, own in found)
+        total, width = sum(part.size for part in parts), whole.stop - whole.start
+        if parts and all(part.own is None for part in parts):  # a key is in one segment of each row: no columns are shared
+            count = torch.full((1, 1, query.shape[2]), total, device=query.device)
+            return cls(whole, parts, count, None if total == width else _hidden(parts, query, width), None)
+        hidden = _hidden(parts, query, width)
+        blind = hidden.all(-1, keepdim=True)
+        count = width - hidden.sum(-1)
+        return cls(whole, parts, count, hidden if hidden.any() else None, blind if blind.any() else None)
 
 
-def named(
-    kind: Hashable, query: Tensor, key: Tensor, scaling: float, softcap: float | None, learned: Learned, sinks: Tensor | None
-) -> Hashable:
-    """A key: calls over the same rows with equal keys share one `Decoding`. kind stands for the config and the rotation."""
-    return kind, query.shape, key.shape, query.dtype, scaling, softcap, tuple(learned or ()), sinks is None
+def _hidden(parts: tuple[Part, ...], query: Tensor, width: int) -> Tensor:
+    """Which keys a row does not see in any part, bool (batch or 1, heads or 1, q_len, width)."""
+    shapes = [part.own.shape[:3] for part in parts if part.own is not None]
+    batch, heads = (max((shape[d] for shape in shapes), default=1) for d in (0, 1))
+    hidden = torch.ones(batch, heads, query.shape[2], width, dtype=torch.bool, device=query.device)
+    for part in parts:
+        hidden[..., part.columns] &= False if part.own is None else ~part.own
+    return hidden
 
 
-class Decoding:
-    """Attention over a call's rows, prepared once; it computes every layer whose call has the same key (see `named`).
+def _part(call: Call, segment: Segment, columns: slice, own: Tensor | None, first: int) -> Part:
+    query, width = call.query, call.query.shape[3]
+    eye = torch.eye(width, dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
+    turn = half = angles = None
+    if segment.query is not None:
+        _, remap, spectrum, _ = segment.query
+        turn = _matrices(segment.query.by, eye, *segment.query.by.angles(call.rows.query_positions(), remap, spectrum))
+    if segment.key is not None:
+        j = call.rows.key_positions(call.kv_len)[:, columns]
+        cos, sin = segment.key.by_feature(j, width, call.cache)
+        angles = cos.transpose(1, 2).to(eye.dtype), sin.transpose(1, 2).to(eye.dtype)
+        turn = eye[None, None, None] if turn is None else turn
+        half = segment.key.by.rotate_half(turn)
+    return Part(slice(columns.start - first, columns.stop - first), own, turn, half, angles)
+
+
+def _matrices(rotation: Rotation, eye: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotations by angles (batch or 1, n, key heads or 1, pairs) as matrices, (batch or 1, key heads or 1, n, d, d)."""
+    batch, n, heads, pairs = cos.shape
+    cos, sin = (x.transpose(1, 2).reshape(batch * heads * n, 1, 1, pairs).expand(-1, len(eye), -1, -1) for x in (cos, sin))
+    turned = rotation.rotate(eye.expand(len(cos), 1, -1, -1), cos, sin)
+    return turned.view(batch, heads, n, *eye.shape)
+
+
+class Dense:
+    """A `Computation` of few queries.
 
     Inside, the queries that share a key head are rows of it: (batch, kv_heads, group * q_len, head_dim).
     """
 
-    def __init__(self, call: Call) -> None:
-        config, query, rows, kv_len = call.config, call.query, call.rows, call.key.shape[2]
-        names = ("bands", config.positions, config.visibility, kv_len, query.shape[3], query.dtype, call.rotation)
-        bands: Bands = rows.once(names, functools.partial(Bands.of, config, query, kv_len, rows, call.rotation, call.cache))
-        self.config, self.scaling, self.softcap = config, call.scaling, call.softcap
-        self.parts, self.blind = bands.parts, bands.blind
-        self.columns = None if bands.columns == slice(0, kv_len) else bands.columns
-        self.kv_heads, self.group = call.key.shape[1], query.shape[1] // call.key.shape[1]
+    def __init__(self, call: Call, segments: list[Segment], spec: LogitSpec) -> None:
+        config, query, rows, kv_len = call.config, call.query, call.rows, call.kv_len
+        names = ("shown", config.positions, config.visibility, kv_len, query.shape[3], query.dtype, call.rotation)
+        shown: Shown = rows.once(names, functools.partial(Shown.of, call, segments))
+        self.count, self.parts, self.blind = shown.count, shown.parts, shown.blind
+        self.columns = None if shown.columns == slice(0, kv_len) else shown.columns
+        self.scaling, self.softcap, self.score = call.scaling, call.softcap, config.score
+        self.q_len, self.kv_heads, self.group = query.shape[2], call.key.shape[1], query.shape[1] // call.key.shape[1]
         self.wide = torch.promote_types(query.dtype, torch.float32)
-        self.entropy = config.temperature if isinstance(config.temperature, EntropyTemperature) else None
-        self.length = None  # the temperature by length, float64 (batch or 1, heads or 1, q_len), before its learned part
-        if isinstance(config.temperature, LengthTemperature):
-            self.length = config.temperature.factor(bands.count.double(), query.shape[3])
-        self.learns = {"temperature", "sink"} & set(call.learned or ())
-        self.factor = None if "temperature" in self.learns else self._factor(None)
-        acting = config.score, config.logit_map, config.sink, call.softcap, call.sink_logits, self.entropy
-        turned = any(part.turn is not None for part in bands.parts)
+        self.temper: Any = config.temperature.factor if call.by_entropy else None  # type: ignore[union-attr]
+        turned = any(part.turn is not None for part in shown.parts)
+        acting = config.score, config.logit_map, config.sink, call.softcap, call.sink_logits, self.temper
         self.fuses = acting == (None,) * 6 and not turned and call.asked == "auto"
         if self.fuses:
-            self._prepare_fused(bands.hidden, query.shape[2])
+            self._prepare_fused(shown.hidden)
         else:
-            self._prepare(call, bands)
+            self._prepare(call, spec, shown)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, learned: Learned, sink_logits: Tensor | None) -> Tensor:
-        """The output, (batch, heads, q_len, head_dim) like query; arguments as of `Call`."""
+    def factor(self, by_row: Tensor) -> float | Tensor:
+        """A number, or (batch or 1, heads or 1, q_len, 1)."""
+        return float(by_row) if by_row.numel() == 1 else by_row.to(self.wide)[..., None]
+
+    def sinks(self, by_head: Tensor) -> Tensor:
+        """(1, kv_heads, group * q_len, 1)."""
+        return self._grouped(by_head.to(self.wide)[None, :, None, None].expand(1, -1, self.q_len, 1))
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        factor: float | Tensor | None,
+        sinks: Tensor | None,
+        pages: Tensor | None,
+    ) -> Tensor:
         if self.columns is not None:
             key, value = key[:, :, self.columns], value[:, :, self.columns]
         if not self.parts:  # nothing is visible
             out = query.new_zeros(*query.shape[:3], value.shape[3])
+        elif self.fuses:
+            out = self._fused(query, key, value, factor)
         else:
-            factor = self._factor(learned) if "temperature" in self.learns else self.factor
-            compute = self._fused if self.fuses else self._dense
-            out = compute(query, key, value, factor, learned, sink_logits)
-        if self.blind is not None:
-            out = out.masked_fill(self.blind, 0.0)
-        return finish(self.config, out, learned).to(query.dtype)
-
-    def _factor(self, learned: Learned) -> float | Tensor | None:
-        """The temperature by length: a number, or (batch or 1, heads or 1, q_len, 1)."""
-        if (factor := self.length) is None:
-            return None
-        if learned is not None and "temperature" in learned:
-            factor = learned["temperature"](factor)
-        return float(factor) if factor.numel() == 1 else factor.to(self.wide)[..., None]
+            out = self._dense(query, key, value, factor, sinks)
+        return out if self.blind is None else out.masked_fill(self.blind, 0.0)
 
     def _grouped(self, x: Tensor) -> Tensor:
         """(batch or 1, heads or 1, q_len, m) so that it fits (batch, kv_heads, group * q_len, m)."""
@@ -125,14 +187,12 @@ class Decoding:
 
     # by sdpa: nothing but a factor on queries acts between them and the softmax ----------------------------------------------
 
-    def _prepare_fused(self, hidden: Tensor | None, q_len: int) -> None:
+    def _prepare_fused(self, hidden: Tensor | None) -> None:
         """Query heads that share a key head are so many queries of it, where there is one query."""
-        self.together = q_len == 1 and self.group > 1
+        self.together = self.q_len == 1 and self.group > 1
         self.allowed = None if hidden is None else ~(self._grouped(hidden) if self.together else hidden)
 
-    def _fused(
-        self, query: Tensor, key: Tensor, value: Tensor, factor: float | Tensor | None, *_: Learned | Tensor | None
-    ) -> Tensor:
+    def _fused(self, query: Tensor, key: Tensor, value: Tensor, factor: float | Tensor | None) -> Tensor:
         shape, scaling = query.shape, self.scaling
         if isinstance(factor, Tensor):
             query = (query * factor).to(query.dtype)
@@ -147,19 +207,18 @@ class Decoding:
 
     # all else ----------------------------------------------------------------------------------------------------------------
 
-    def _prepare(self, call: Call, bands: Bands) -> None:
+    def _prepare(self, call: Call, spec: LogitSpec, shown: Shown) -> None:
         ends = [(one.columns.stop, other.columns.start) for one, other in itertools.pairwise(self.parts)]
         #: no key lies among the columns of two parts; some keys lie among those of none, and are not computed
         self.apart, self.gaps = all(a <= b for a, b in ends), any(a < b for a, b in ends)
         self.gaps &= self.apart
         where = [torch.arange(part.columns.start, part.columns.stop) for part in self.parts]
         columns = torch.cat(where) if self.gaps else slice(None)
-        hidden = None if bands.hidden is None else bands.hidden[..., columns]
+        hidden = None if shown.hidden is None else shown.hidden[..., columns]
         self.hidden = None if hidden is None or not hidden.any() else self._grouped(hidden)
         self.own = [None if self.apart or part.own is None else self._grouped(part.own) for part in self.parts]
         self._prepare_turns(call.query.shape[3])
-        self.sinks = None if "sink" in self.learns or call.sink_logits is not None else self._sinks(call.query, None, None)
-        self.map = None if call.config.logit_map is None else self._map(call, bands.columns, columns)
+        self.map = None if spec.gain is None else self._map(call, spec, shown.columns, columns)
 
     def _prepare_turns(self, width: int) -> None:
         """All matrices that queries are multiplied by, side by side, and which columns of the product are each part's."""
@@ -174,23 +233,15 @@ class Decoding:
             joined = torch.cat([x.expand(shape) for x in several], -1)
             self.turns = joined[0, 0, 0] if shape[:3] == (1, 1, 1) else joined
 
-    def _map(self, call: Call, shown: slice, columns: Tensor | slice) -> tuple[Tensor, Tensor]:
+    def _map(self, call: Call, spec: LogitSpec, shown: slice, columns: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Gain and bias of each key, MASK_VALUE of hidden ones."""
-        logit_map, rows, kv_len = call.config.logit_map, call.rows, call.key.shape[2]
-        assert logit_map is not None
-        own = distance_tables(logit_map, call.query.shape[1], table_length(rows, kv_len), call.query, call.cache)
-        t = rows.distance(kv_len)[..., shown][..., columns]
-        gain, bias = (x[:, t].transpose(0, 1) for x in own)
-        if logit_map.sink_tokens:
-            which = rows.sinks(kv_len, logit_map.sink_tokens)[:, None, :, shown][..., columns]
+        t = call.rows.distance(call.kv_len)[..., shown][..., columns]
+        gain, bias = (x[:, t].transpose(0, 1) for x in (spec.gain, spec.bias) if x is not None)
+        if spec.sinks:
+            which = call.rows.sinks(call.kv_len, spec.sinks)[:, None, :, shown][..., columns]
             gain, bias = gain.masked_fill(which, 1.0), bias.masked_fill(which, 0.0)
         gain, bias = self._grouped(gain), self._grouped(bias)
         return gain, bias if self.hidden is None else bias.masked_fill(self.hidden, MASK_VALUE)
-
-    def _sinks(self, query: Tensor, learned: Learned, sink_logits: Tensor | None) -> Tensor | None:
-        """The logarithm of what joins the denominators, (1, kv_heads, group * q_len, 1)."""
-        own = joint_sink(self.config, query, learned, sink_logits)
-        return None if own is None else self._grouped(own.to(self.wide)[None, :, None, None].expand(1, -1, query.shape[2], 1))
 
     def _dense(
         self,
@@ -198,8 +249,7 @@ class Decoding:
         key: Tensor,
         value: Tensor,
         factor: float | Tensor | None,
-        learned: Learned,
-        sink_logits: Tensor | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         batch, heads, n, width = query.shape
         logits = self._logits(query.reshape(batch, self.kv_heads, -1, width).to(self.wide), key, factor)
@@ -207,8 +257,7 @@ class Decoding:
             logits = torch.addcmul(self.map[1], logits, self.map[0], out=logits)
         elif self.hidden is not None:
             logits = logits.masked_fill_(self.hidden, MASK_VALUE)
-        sinks = self._sinks(query, learned, sink_logits) if self.sinks is None else self.sinks
-        if self.entropy is not None:
+        if self.temper is not None:
             logits = self._by_entropy(logits, (batch, heads, n), sinks is not None)
         share = None if sinks is None else torch.sigmoid(logits.logsumexp(-1, keepdim=True) - sinks)
         out = self._averaged(torch.softmax(logits, -1), value.to(self.wide))
@@ -216,7 +265,7 @@ class Decoding:
 
     def _logits(self, rows: Tensor, key: Tensor, factor: float | Tensor | None) -> Tensor:
         """(batch, kv_heads, group * q_len, keys) from score to temperature by length."""
-        scaling, normed, score = self.scaling, False, self.config.score
+        scaling, normed, score = self.scaling, False, self.score
         factor = self._grouped(factor) if isinstance(factor, Tensor) else factor
         if score is not None:
             own = score.over_norms(rows)
@@ -255,10 +304,8 @@ class Decoding:
 
     def _by_entropy(self, logits: Tensor, shape: tuple[int, int, int], sinks: bool) -> Tensor:
         """Logits times the temperature, up to a constant for each row unless there are sinks."""
-        assert self.entropy is not None
         log_p = torch.log_softmax(logits, -1)
-        entropy = -torch.linalg.vecdot(log_p.exp(), log_p)  # terms of one sign: nothing cancels
-        factor = self.entropy.factor(entropy.view(shape)).view(*entropy.shape, 1)
+        factor = self.temper(entropy(log_p).view(shape)).view(*logits.shape[:-1], 1)
         logits = (logits if sinks else log_p).mul_(factor)
         return logits if self.hidden is None else logits.masked_fill_(self.hidden, MASK_VALUE)
 
@@ -310,3 +357,6 @@ def _pieces(length: int, step: int) -> list[slice]:
 def _of(x: Tensor, b: slice, h: slice) -> Tensor:
     """A part of what may be the same for all batch entries, and for all key heads."""
     return x[b if x.shape[0] > 1 else slice(None), h if x.shape[1] > 1 else slice(None)]
+
+
+KERNEL = Kernel("dense", why_not, picked=lambda _: True, together=Dense)
