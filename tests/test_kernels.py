@@ -29,6 +29,7 @@ from hf_longattn.attention.geometry import Rows
 from hf_longattn.attention.kernels import flex, intervals, operators, precision, tiled, tiles
 from hf_longattn.attention.kernels import kernel as kernels
 from hf_longattn.attention.kernels.kernel import KernelCall, LogitSpec, Result
+from hf_longattn.attention.prepared import prepared
 from hf_longattn.attention.rotary import Rotation
 from hf_longattn.attention.segments import merge_entropies
 from hf_longattn.attention.tables import SHARED, TableCache
@@ -820,6 +821,23 @@ def test_tables_belong_to_whom_the_call_names(case: str) -> None:
     assert torch.equal(attend(dataclasses.replace(call, tables=TableCache(0))), first)
     del cache, rows, call  # what a forward pass prepares goes with its rows
     assert all(t() is None for t in kept)
+
+
+@pytest.mark.parametrize("q_len", [1, 29])
+@pytest.mark.parametrize("case", ["infoscale", "mapped+adaptive", "rerope+infoscale+cosscale", "attention_sink_learned"])
+def test_layers_share_what_is_prepared_and_it_holds_nothing_of_theirs(case: str, q_len: int) -> None:
+    rows, config = Rows.causal(q_len, 29, None, 0, torch.device("cpu")), CASES[case].for_layer(0)
+    for seed in range(2):
+        layer = inputs(h=HEADS, q=q_len, k=29, seed=seed)
+        close(
+            attend(Call(*layer, config, rows, 0.7, rotation=ROTATION)),
+            attend(Call(*layer, config, rows, 0.7, rotation=ROTATION, backend="reference")),
+            1e-10,
+        )
+        kept = [weakref.ref(x) for x in layer]
+        del layer
+        assert all(x() is None for x in kept)
+    assert len(prepared(rows)) == 1
 
 
 def test_a_kernel_is_a_file_and_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,9 @@ from hf_longattn import LongAttnConfig, Rotation, reference_attention
 from hf_longattn.attention.attend import attend
 from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Rows
-from hf_longattn.attention.kernels import dense, intervals, tiles
+from hf_longattn.attention.kernels import dense, intervals, tiled, tiles
+from hf_longattn.attention.kernels.kernel import LogitSpec
+from hf_longattn.attention.segments import BySegment, Segment
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.state import state_of
 
@@ -201,6 +203,25 @@ def test_packed_texts_count_from_their_own_starts(name: str) -> None:
     for part in (slice(0, cut), slice(cut, 23)):
         tensors = [x[:, :, part] for x in (query, key, value)]
         close(got[:, :, part], reference_attention(*tensors, CONFIGS[name], scaling=0.5, rotation=r), 1e-12)
+
+
+@pytest.mark.parametrize("name", ["rerope", "leaky_by_head", "self_extend", "lm_infinite"])
+@pytest.mark.parametrize("together", [True, False], ids=["together", "by segment"])
+def test_keys_may_arrive_turned(name: str, together: bool) -> None:
+    """A segment says how its sides are still to be turned: one query, far keys that were turned where they are kept."""
+    (query, key, value), r, rows = raw(q=1, k=43), rotation(), Rows.causal(1, 43, None, 0, torch.device("cpu"))
+    call = Call(query, key, value, CONFIGS[name], rows, 0.5, rotation=r)
+    segments, kept = Segment.of(call), key.clone()
+    for n, segment in enumerate(segments):
+        if segment.key is not None:
+            columns, _ = segment.seen(43)
+            position = rows.key_positions(43)[:, columns]
+            kept[:, :, columns] = r.rotate(key[:, :, columns], *segment.key.angles(position))
+            segments[n] = segment._replace(key=None)
+    assert (kept != key).any()
+    spec = LogitSpec(0.5)
+    compute = dense.Dense(call, segments, spec) if together else BySegment(call, segments, spec, tiled.KERNEL)
+    close(compute(query, kept, value, None, None, None), attend(call), 1e-12)
 
 
 # cost -----------------------------------------------------------------------------------------------------------------

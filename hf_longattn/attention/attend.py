@@ -87,7 +87,8 @@ def attend(call: Call) -> Tensor:
     backend = choose_backend(call)
     if backend == "reference":
         return dense_attention(call)[0]
-    return Prepared.of(call, KERNELS[backend])(query, key, value, learned, call.sink_logits, call.pages)
+    prepared = Prepared.of(call, KERNELS[backend])
+    return prepared(query, key, value, learned, call.sink_logits, call.pages)
 
 
 def choose_backend(call: Call) -> str:

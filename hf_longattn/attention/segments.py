@@ -11,41 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..slots.base import Band, EntropyTemperature, Remap, Score, Spectrum
+from ..slots.base import Band, EntropyTemperature, Score
 from .call import Call
 from .geometry import Rows
 from .kernels import sdpa, tiled
 from .kernels.kernel import MASK_VALUE, Kernel, KernelCall, LogitSpec, Pages, Result
-from .rotary import Rotation
-from .tables import TableCache
+from .rotary import Angles, Turn
 from .tracing import keepable, readable
-
-Angles = tuple[Tensor, Tensor]
-
-
-class Turn(NamedTuple):
-    """How queries or keys are turned from where they stand to where they are shown; `name` is that of both in tables."""
-
-    rotation: Rotation | None
-    remap: Remap
-    spectrum: Spectrum | None
-    name: Hashable
-
-    @property
-    def by(self) -> Rotation:
-        if self.rotation is None:
-            raise ValueError(
-                "a remap of rotary distances needs rotation=hf_longattn.Rotation(inv_freq): the model's frequencies"
-            )
-        return self.rotation
-
-    def angles(self, position: Tensor, tables: TableCache) -> Angles:
-        """See `Rotation.rotate`."""
-        return self.by.shown(position, self.remap, self.name, tables, self.spectrum)
-
-    def by_feature(self, position: Tensor, head_dim: int, tables: TableCache) -> Angles:
-        """See `Rotation.by_feature`."""
-        return self.by.by_feature(position, self.remap, self.name, head_dim, tables, self.spectrum)
 
 
 class Segment(NamedTuple):
@@ -79,10 +51,14 @@ class Segment(NamedTuple):
         return cls(call.rows, bands, **turns)
 
     @property
+    def name(self) -> Hashable:
+        """The same for segments of a call's rows that are turned by the same angles."""
+        return tuple(name for name, _ in self.bands), self.query is None, self.key is None
+
+    @property
     def rows(self) -> Rows:
         """The call's rows, narrowed to these keys; the same for all that ask."""
-        names = "segment", tuple(name for name, _ in self.bands)
-        rows: Rows = self.whole.once(names, self._narrowed)
+        rows: Rows = self.whole.once(tuple(name for name, _ in self.bands), self._narrowed)
         return rows
 
     def _narrowed(self) -> Rows:
@@ -133,11 +109,12 @@ class BySegment:
             own, query, key = segment.rows, segment.query, segment.key
             if self.parts and own.once("nothing", functools.partial(_sees_nothing, own)):
                 continue
-            by_query = None if query is None else query.angles(rows.query_positions(), call.cache)
+            by_query = None if query is None else query.kept_angles(rows.query_positions(), call.cache)
             by_key = None
             if key is not None:
                 j = rows.key_positions(self.kv_len)
-                by_key = key.angles(j, call.cache) if call.pages is None else key.by_feature(j, call.key.shape[3], call.cache)
+                paged = call.pages is not None
+                by_key = key.by_feature(j, call.key.shape[3], call.cache) if paged else key.kept_angles(j, call.cache)
             self.parts.append(_Part(own, by_query, by_key))
         if self.temper is not None:
             self.at_once = kernel.tempered is not None and len(self.parts) == 1 and not call.trains and keepable(call.query)

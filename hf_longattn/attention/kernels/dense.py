@@ -45,7 +45,7 @@ class Part(NamedTuple):
         own: bool (batch or 1, heads or 1, q_len, keys), those of them that are the row's; None: all.
         turn: (batch or 1, key heads or 1, q_len, head_dim, head_dim), what queries are multiplied by; None: they stay.
         half: likewise, for the sine part of turned keys.
-        angles: of keys, by feature (see `Rotation.by_feature`), (batch or 1, key heads or 1, keys, head_dim); None: they stay.
+        angles: of keys, by feature (see `Turn.by_feature`), (batch or 1, key heads or 1, keys, head_dim); None: they stay.
     """
 
     columns: slice
@@ -109,8 +109,7 @@ def _part(call: Call, segment: Segment, columns: slice, own: Tensor | None, firs
     eye = torch.eye(width, dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
     turn = half = angles = None
     if segment.query is not None:
-        _, remap, spectrum, _ = segment.query
-        turn = _matrices(segment.query.by, eye, *segment.query.by.angles(call.rows.query_positions(), remap, spectrum))
+        turn = _matrices(segment.query.by, eye, *segment.query.angles(call.rows.query_positions()))
     if segment.key is not None:
         j = call.rows.key_positions(call.kv_len)[:, columns]
         cos, sin = segment.key.by_feature(j, width, call.cache)
@@ -136,8 +135,8 @@ class Dense:
 
     def __init__(self, call: Call, segments: list[Segment], spec: LogitSpec) -> None:
         config, query, rows, kv_len = call.config, call.query, call.rows, call.kv_len
-        names = ("shown", config.positions, config.visibility, kv_len, query.shape[3], query.dtype, call.rotation)
-        shown: Shown = rows.once(names, functools.partial(Shown.of, call, segments))
+        alike = tuple(s.name for s in segments), kv_len, query.shape[3], query.dtype, call.rotation
+        shown: Shown = rows.once(alike, functools.partial(Shown.of, call, segments))
         self.count, self.parts, self.blind = shown.count, shown.parts, shown.blind
         self.columns = None if shown.columns == slice(0, kv_len) else shown.columns
         self.scaling, self.softcap, self.score = call.scaling, call.softcap, config.score
@@ -147,10 +146,13 @@ class Dense:
         turned = any(part.turn is not None for part in shown.parts)
         acting = config.score, config.logit_map, config.sink, call.softcap, call.sink_logits, self.temper
         self.fuses = acting == (None,) * 6 and not turned and call.asked == "auto"
-        if self.fuses:
-            self._prepare_fused(shown.hidden)
-        else:
+        if not self.fuses:
             self._prepare(call, spec, shown)
+            return
+        # query heads that share a key head are so many queries of it, where there is one query
+        self.together = self.q_len == 1 and self.group > 1
+        own = shown.hidden if shown.hidden is None or not self.together else self._grouped(shown.hidden)
+        self.allowed = None if own is None else ~own
 
     def factor(self, by_row: Tensor) -> float | Tensor:
         """A number, or (batch or 1, heads or 1, q_len, 1)."""
@@ -185,14 +187,8 @@ class Dense:
             return x.unflatten(1, (self.kv_heads, -1)).flatten(2, 3)  # of no keys too
         return x if x.shape[2] == 1 else x.repeat(1, 1, self.group, 1)
 
-    # by sdpa: nothing but a factor on queries acts between them and the softmax ----------------------------------------------
-
-    def _prepare_fused(self, hidden: Tensor | None) -> None:
-        """Query heads that share a key head are so many queries of it, where there is one query."""
-        self.together = self.q_len == 1 and self.group > 1
-        self.allowed = None if hidden is None else ~(self._grouped(hidden) if self.together else hidden)
-
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, factor: float | Tensor | None) -> Tensor:
+        """By sdpa: nothing but a factor on queries acts between them and the softmax."""
         shape, scaling = query.shape, self.scaling
         if isinstance(factor, Tensor):
             query = (query * factor).to(query.dtype)
@@ -204,8 +200,6 @@ class Dense:
         sdpa = torch.nn.functional.scaled_dot_product_attention
         out = sdpa(query, key, value, self.allowed, scale=scaling, enable_gqa=grouped)
         return out.view(*shape[:3], -1) if self.together else out
-
-    # all else ----------------------------------------------------------------------------------------------------------------
 
     def _prepare(self, call: Call, spec: LogitSpec, shown: Shown) -> None:
         ends = [(one.columns.stop, other.columns.start) for one, other in itertools.pairwise(self.parts)]
@@ -227,9 +221,8 @@ class Dense:
         self.places = [slice(*ends) for ends in itertools.pairwise(ends)]
         self.turns: Tensor | None = None
         if several := list(itertools.chain(*turns)):
-            shape = tuple(
-                max(sizes) for sizes in zip(*(x.shape for x in several), strict=True)
-            )  # torch's own takes as long as ten of these
+            # torch's own way to broadcast shapes takes as long as ten of these
+            shape = tuple(max(sizes) for sizes in zip(*(x.shape for x in several), strict=True))
             joined = torch.cat([x.expand(shape) for x in several], -1)
             self.turns = joined[0, 0, 0] if shape[:3] == (1, 1, 1) else joined
 
@@ -243,14 +236,7 @@ class Dense:
         gain, bias = self._grouped(gain), self._grouped(bias)
         return gain, bias if self.hidden is None else bias.masked_fill(self.hidden, MASK_VALUE)
 
-    def _dense(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        factor: float | Tensor | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def _dense(self, query: Tensor, key: Tensor, value: Tensor, factor: float | Tensor | None, sinks: Tensor | None) -> Tensor:
         batch, heads, n, width = query.shape
         logits = self._logits(query.reshape(batch, self.kv_heads, -1, width).to(self.wide), key, factor)
         if self.map is not None:

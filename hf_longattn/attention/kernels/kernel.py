@@ -57,7 +57,7 @@ class Pages(NamedTuple):
     Args:
         table: int32 (batch, n): key j of a request lies in page table[:, j // page]; None: keys are a batch's own.
         half, cos, sin: what is multiplied: q . (cos k) + half . (sin k); half like the query, cos and sin float32 (batch or 1,
-            kv_len, kv_heads or 1, head_dim), see `Rotation.by_feature`. None: keys stay as they are.
+            kv_len, kv_heads or 1, head_dim), see `Turn.by_feature`. None: keys stay as they are.
     """
 
     table: Tensor | None = None

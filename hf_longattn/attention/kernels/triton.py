@@ -94,14 +94,8 @@ def _backward_blocks(head_dim: int, dtype: torch.dtype) -> Blocks:
 
 
 def run(call: KernelCall) -> Result:
-    """Without row scales and dropout.
-
-    Raises:
-        ValueError: see `why_not_triton`.
-    """
+    """Without row scales and dropout (see `why_not_triton`)."""
     query, spec, pages = call.query, call.spec, call.pages
-    if (reason := why_not_triton(query, call.rows, spec.softcap)) is not None:
-        raise ValueError(reason)
     gain, bias = spec.gain, spec.bias
     if gain is not None and bias is not None and gain.shape[-1] >= call.kv_len + query.shape[2] + MARGIN:
         far = _far_from(gain, bias) if torch.compiler.is_compiling() else _cached_far_from(gain, bias)
