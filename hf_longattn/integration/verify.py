@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..attention.call import Call
 from ..attention.tracing import readable
 from ..config import LongAttnConfig
 from ..telling import warn
-from .layers import Layer, all_configs, layers_of
+from .layers import Layer, View
 from .names import is_ours
 from .passes import Probing, is_under
 from .rotation import PROBE, Convention, RotarySource, find_rotary, settle
@@ -27,9 +26,9 @@ from .state import AttentionState, Plans, plan_of, set_plan, turn
 NOT_ROTATED = "no rotary encoding"
 
 
-def rotation_of(model: nn.Module, config: Any, layers: list[Layer]) -> RotarySource | None:
+def rotation_of(view: View, layers: list[Layer]) -> RotarySource | None:
     """The rotation of layers of one type: the one that all of them run, which may be verified, else one to verify."""
-    source = find_rotary(model, config, layers[0].type)
+    source = find_rotary(view.modules, view.target, layers[0].type)
     running = {_source(layer) for layer in layers}
     known = running.pop() if len(running) == 1 else None
     same = (
@@ -42,7 +41,7 @@ def rotation_of(model: nn.Module, config: Any, layers: list[Layer]) -> RotarySou
 
 
 @torch.no_grad()
-def verify_rotations(model: PreTrainedModel) -> None:
+def verify_rotations(view: View) -> None:
     """Check every rotation that a plan relies on, by a forward pass of a few tokens.
 
     Every attention module gets the first token's hidden state at every position, whatever the layers before made of it
@@ -51,8 +50,8 @@ def verify_rotations(model: PreTrainedModel) -> None:
     Raises:
         ValueError: a rotation is not understood.
     """
-    layers = _unverified(layers_of(model))
-    if not layers or not _computes(model):
+    model, layers = view.model, [x for x in view.layers if (source := _source(x)) is not None and not source.verified]
+    if not layers or not _computes(view):
         return
     sources = {layer.name: _source(layer) for layer in layers}
     computed: dict[str, Call] = {}
@@ -63,7 +62,7 @@ def verify_rotations(model: PreTrainedModel) -> None:
         plans[layer.module] = dataclasses.replace(plan, config=LongAttnConfig(), rotary=None, observer=observer)
     probing = Plans(plans[layers[0].module].state, plans, (), {})
     hook = functools.partial(_with_equal_tokens, probing)
-    equal = [x.module.register_forward_pre_hook(hook, with_kwargs=True) for x in layers_of(model) if not x.why_never]
+    equal = [x.module.register_forward_pre_hook(hook, with_kwargs=True) for x in view.layers if not x.why_never]
     try:
         device = model.get_input_embeddings().weight.device
         ids = torch.ones(1, PROBE, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
@@ -81,7 +80,7 @@ def verify_rotations(model: PreTrainedModel) -> None:
         convention, still = settle(source, [(name, computed[name].query, computed[name].key) for name in names])
         settled.append((source, convention, [x for x in layers if x.name in still]))
     unrotated = [x for _, _, alone in settled for x in alone]
-    _tell_of_nothing(type(model).__name__, [x for x in layers_of(model) if not x.why_never], unrotated)
+    _tell_of_nothing(view.name, [x for x in view.layers if not x.why_never], unrotated)
     for source, convention, alone in settled:
         source.convention = convention
         leave_unrotated(source, alone)
@@ -134,11 +133,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def verify_at_first_call(state: AttentionState, model: Any) -> None:
     """Where a model was built without weights: once it computes, its rotations are verified."""
     with turn(state):
+        view = View(model)
         # without one of our names it is disabled; without `unverified`, another thread has done it
-        ours = any(is_ours(c._attn_implementation_internal) for c in all_configs(model))
-        if state.unverified is not None and ours and _computes(model):
-            verify_rotations(model)
-            state.publish(model)
+        ours = any(is_ours(c._attn_implementation_internal) for c in view.configs)
+        if state.unverified is not None and ours and _computes(view):
+            verify_rotations(view)
+            state.publish(view)
             state.unverified = None
 
 
@@ -158,15 +158,11 @@ def _with_equal_tokens(
     return args, kwargs | {name: equal(kwargs[name])}
 
 
-def _computes(model: nn.Module) -> bool:
+def _computes(view: View) -> bool:
     """Whether a forward pass gives values. Weights on the meta device do not hinder it where accelerate's hooks fetch them."""
-    offloaded = any("_hf_hook" in m.__dict__ for m in model.modules())
-    return readable(torch.empty(0)) and (offloaded or all(readable(p) for p in model.parameters()))
+    offloaded = any("_hf_hook" in m.__dict__ for m in view.modules)
+    return readable(torch.empty(0)) and (offloaded or all(readable(p) for p in view.model.parameters()))
 
 
 def _source(layer: Layer) -> RotarySource | None:
     return None if (plan := plan_of(layer.module)) is None else plan.rotary
-
-
-def _unverified(layers: Iterable[Layer]) -> list[Layer]:
-    return [x for x in layers if (source := _source(x)) is not None and not source.verified]
