@@ -21,7 +21,7 @@ from .lengths import announce
 from .masks import base_implementation, before, described
 from .names import is_ours, name_for
 from .offload import is_empty
-from .planning import attach, bound_in, no_layer, prepare, show
+from .planning import attach, bound_in, no_layer, put, show
 from .record import follow
 from .state import LayerPlan, describes, plan_of, release, remember, set_plan, transaction, without_method
 from .trained import Trained, published, recorded
@@ -80,9 +80,7 @@ def _put(view: View, config: LongAttnConfig, keep: Set[int] = frozenset()) -> No
     warn_of_lost_softcap(view.candidates)
     if not is_ours(target._attn_implementation_internal):
         remember(view, target, target._attn_implementation_internal)
-    target._attn_implementation_internal = name_for(config.name)  # not by the property, which would switch towers too
-    show(view, config)
-    prepare(view, verify=True)
+    put(view, config, name_for(config.name))
     if known and (taken := sorted(keep - _changed(view))):
         raise ValueError(
             f"layers={list(config.layers)} for {config.name} would take {known.name} out of the layers {taken}, which run "

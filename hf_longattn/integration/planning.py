@@ -32,36 +32,48 @@ QUERY_NORMS = ("q_norm", "q_layernorm", "q_layer_norm", "query_layernorm", "qk_n
 
 
 def prepare(view: View, verify: bool = False) -> None:
-    """Plan every attention module of a model by what its configs name and describe; one without our names stays as it is.
+    """Put into a model what its configs name and describe; one without our names stays as it is.
 
     Rotations are verified now, or where the model is being built and has no weights, at its first call. ValueError: nothing
     in the model can run the method, or the config does not fit.
     """
     if (named := next((c for c in view.configs if is_ours(c._attn_implementation_internal)), None)) is None:
         return
-    target = view.target
-    if target is None or (config := describes(target)) is None:
+    if view.target is None or (config := describes(view.target)) is None:
         refuse_name(view, named._attn_implementation_internal, described(named))
+    put(view, config, view.target._attn_implementation_internal, verify)
+
+
+def put(view: View, config: LongAttnConfig, name: str, verify: bool = True) -> None:
+    """Put a config into a model under a name: plan, check, and then write.
+
+    Raises:
+        ValueError: the config does not fit; nothing is written.
+    """
+    target, state = view.target, view.state or AttentionState()
     for adapter in view.adapters:
         refuse_copies(adapter, config)
-    state = view.state or AttentionState()
-    plans, facts = _plan(view, config, state)
+    bound, plans, facts = _plan(view, config, state)
     for layer in view.layers:
         c = layer.module.config
-        if (plan := plans.get(layer.module)) is None and is_ours(c._attn_implementation_internal):
+        if layer.module not in plans and is_ours(c._attn_implementation_internal):
             # vision towers and other parts under the same name are left alone, by a plan that says so
-            plan = LayerPlan(state, described(c), None, layer.why_never or "not the language model")
-        set_plan(layer.module, plan)
+            plans[layer.module] = LayerPlan(state, described(c), None, layer.why_never or "not the language model")
     if verify:
-        verify_rotations(view)
-    for layer in (x for x in view.layers if x.module in plans):
-        own = plans[layer.module].config
-        made = {m.slot: m.module(facts) for m in (own.methods if own is not None else ()) if hasattr(m, "module")}
-        attach(view.model, layer, {slot: part for slot, part in made.items() if part is not None})
+        plans |= verify_rotations(view, plans, {id(target): name})
+    target._attn_implementation_internal = name  # not by the property, which would switch towers too
+    show(view, bound)
+    state.set_strength(bound)
+    for layer in view.layers:
+        set_plan(layer.module, plan := plans.get(layer.module))
+        if plan is not None and plan.whole is bound:
+            own = plan.config.methods if plan.config is not None else ()
+            made = {m.slot: part for m in own if hasattr(m, "module") and (part := m.module(facts)) is not None}
+            attach(view.model, layer, made)
     keep_parts(view)
     _guard_positions(view, state)
     _guard_cached_turns(view, state)
-    unverified = any(plan.rotary is not None and not plan.rotary.verified for plan in view.plans)
+    unverified = any(plan.rotary is not None and not plan.rotary.verified for plan in plans.values())
     state.unverified = verify_at_first_call if unverified else None
     watch(view, state)
     enrol(view.model)
@@ -73,8 +85,10 @@ def show(view: View, config: LongAttnConfig | None) -> None:
         vars(c)["_longattn"] = config
 
 
-def _plan(view: View, config: LongAttnConfig, state: AttentionState) -> tuple[dict[Any, LayerPlan], ModelFacts]:
-    """The plan of every attention module of the language model, and the facts they were bound to; its config shows them."""
+def _plan(
+    view: View, config: LongAttnConfig, state: AttentionState
+) -> tuple[LongAttnConfig, dict[nn.Module, LayerPlan], ModelFacts]:
+    """The config bound to a model, the plans of its language model's attention modules, and the facts they are bound to."""
     candidates, name = view.candidates, view.name
     by_part = [(part, chosen_by(part, config, candidates)) for part in config.parts or (config,)]
     chosen = [x for _, layers in by_part for x in layers]
@@ -87,15 +101,13 @@ def _plan(view: View, config: LongAttnConfig, state: AttentionState) -> tuple[di
     remapped = [x for part, layers in by_part if part.remap is not None for x in layers]
     types = dict.fromkeys(x.type for x in remapped)
     rotary = {t: rotation_of(view, [x for x in remapped if x.type == t]) for t in types}
-    plans = {}
+    plans: dict[nn.Module, LayerPlan] = {}
     for layer in view.of_target:
         own = bound.for_layer(layer.index) if layer in chosen else None
         reason = "" if own else layer.why_not or "not in `layers`"
         source = rotary.get(layer.type) if layer in remapped else None
         plans[layer.module] = LayerPlan(state, bound, own, reason, layer.windowed, facts.num_heads, source)
-    show(view, bound)
-    state.set_strength(bound)
-    return plans, facts
+    return bound, plans, facts
 
 
 def chosen_by(part: LongAttnConfig, config: LongAttnConfig, candidates: list[Layer]) -> list[Layer]:
