@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..evaluation.extend import Search
     from ..evaluation.rows import Row, RowFile
     from ..evaluation.settings import Setting
-    from ..methods.method import ModelFacts
+    from ..slots.method import ModelFacts
 
 RESULT = "extend.json"
 

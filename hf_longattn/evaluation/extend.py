@@ -18,9 +18,9 @@ from ..integration import apply, rope
 from ..integration.layers import candidates_of, pretrained
 from ..integration.model import running
 from ..integration.planning import bound_config, position_tables
-from ..methods.method import ModelFacts
-from ..methods.registry import did_you_mean
 from ..methods.yarn_beyond import YarnBeyond
+from ..slots.method import ModelFacts
+from ..slots.registry import did_you_mean
 from ..telling import warn
 from .calibrate import calibrate
 from .experiment import Cell, Experiment, Latest, Measure
@@ -129,8 +129,8 @@ def _check(model: nn.Module, config: LongAttnConfig, length: int) -> None:
     if not config.key_bands:
         raise ValueError(
             f"{config.name} extends nothing: beyond the trained length a model meets distances that it does not know, "
-            'and only position remaps ("rerope", the default, "leaky_rerope", "self_extend", "dual_chunk", "yarn_beyond", '
-            '"yarn_far") and windows change those. Use hf_longattn.apply, beside hf_longattn.rope, if that is what you want'
+            'and only position remaps ("rerope", the default, "leaky_rerope", "self_extend", "dual_chunk", '
+            '"yarn_beyond") and windows change those. Use hf_longattn.apply, beside hf_longattn.rope, if that is what you want'
         )
     facts = bound_config(model, config)[1]
     if facts.train_length is None:

@@ -14,7 +14,7 @@ from ..integration import remove
 from ..integration.layers import candidates_of, language_config
 from ..integration.state import plan_of
 from ..integration.trained import Trained, trained
-from ..methods.method import Method
+from ..slots.method import Method
 from .extend import extend, own_window
 from .miniature import miniature
 

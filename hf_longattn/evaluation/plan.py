@@ -15,8 +15,8 @@ from torch import Tensor
 from ..config import LongAttnConfig
 from ..integration import apply
 from ..integration.model import knowing, running
-from ..methods.base import LengthTemperature
-from ..methods.method import SLOTS
+from ..slots.base import LengthTemperature
+from ..slots.method import SLOTS
 from .experiment import Cell, Experiment, Measure, digest, fingerprint
 from .loading import check_lengths, check_setting, load_setting
 from .measures.answers import AnswerScore, answer_scores

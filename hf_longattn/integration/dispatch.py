@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..attention.attend import attend
 from ..attention.call import Call
-from ..attention.decoding import named, prepared
 from ..attention.geometry import Rows
+from ..attention.prepared import named, prepared
 from ..attention.reference import dense_attention
 from ..config import LongAttnConfig
-from ..methods.learned import learned_parts
+from ..slots.learned import learned_parts
 from .caches import PAGES
 from .engines import ulysses
 from .engines.heads import of_these_heads
@@ -127,7 +127,7 @@ def _attend(
         sinks = own(sinks) if sinks is not None and sinks.shape[0] == plan.heads else sinks
     kind = None if traced or config is not plan.config else plan.kind
     if made and kind is not None and not (asked.dropout or plan.observer or torch.is_grad_enabled()):
-        decoding = made.get(named(kind, query, key, scaling, asked.softcap, learned, sinks))
+        decoding = made.get(named("dense", kind, query, key, scaling, asked.softcap, learned, sinks))
         if decoding is not None:
             return decoding(query, key, value, learned, sinks).transpose(1, 2).contiguous(), None
     call = Call(

@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 from ..config import LongAttnConfig
-from ..methods.learned import LearnedParts
+from ..slots.learned import LearnedParts
 from ..telling import warn
 from .layers import Layer, View
 from .lengths import announce

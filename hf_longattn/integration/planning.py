@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..attention.tracing import readable
 from ..config import CUSTOM, LongAttnConfig
-from ..methods.learned import LearnedParts, learned_parts
-from ..methods.method import ModelFacts
+from ..slots.learned import LearnedParts, learned_parts
+from ..slots.method import ModelFacts
 from ..telling import warn
 from .layers import Layer, View
 from .longrope import border_hooks

@@ -14,8 +14,8 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import CUSTOM, LongAttnConfig
-from ..methods.method import SLOTS
-from ..methods.registry import parameters_of
+from ..slots.method import SLOTS
+from ..slots.registry import parameters_of
 from ..telling import warn
 from .layers import View, language_config
 from .lengths import announce, announce_beside
