@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div
 from torch.utils.checkpoint import checkpoint
 
-from ..evaluation.measures.long_ppl import long_ce_weights, short_losses
 from ..evaluation.measures.losses import hidden_of, logits_of
+from ..evaluation.tasks.long_ppl import long_ce_weights, short_losses
 from ..evaluation.tasks.sample import IGNORE
 from ..integration.jumps import masks_of_jumps
 from .recipe import Distill, LongCE
