@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 #: From what a mark says to what stands below it.
 Contents = Mapping[str, Callable[[str], str]]
-
-
-def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """A Markdown table of cells."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
 
 
 def filled(page: str, contents: Contents) -> str:
