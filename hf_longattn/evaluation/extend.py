@@ -115,7 +115,7 @@ def _config(
         method = "leaky_rerope" if purpose == "reading" else rerope_with(pays)
         if method == "leaky_rerope" and trained is not None:
             parameters = {"stretch": max(4.0, float(needed(trained // 2, trained, length)))} | parameters
-    return LongAttnConfig.of(method, **parameters)
+    return LongAttnConfig.parse(method, parameters)
 
 
 def _check(model: nn.Module, config: LongAttnConfig, length: int) -> None:

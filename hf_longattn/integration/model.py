@@ -53,7 +53,7 @@ def apply(
     """
     if isinstance(method, (list, tuple)):
         method = LongAttnConfig(parts=tuple(method))
-    config = LongAttnConfig.of(method, **parameters)
+    config = LongAttnConfig.parse(method, parameters)
     base = pretrained(model)
     _put(base, config, set() if isinstance(config.layers, str) else _changed(base))
     return model
@@ -230,7 +230,7 @@ def config_of(model: nn.Module) -> LongAttnConfig:
 def running(model: nn.Module) -> LongAttnConfig | None:
     """The config that a model runs, if it runs one."""
     c = next((x.module.config for x in candidates_of(pretrained(model))), None)
-    return LongAttnConfig.from_dict(c.longattn) if c is not None and is_ours(c._attn_implementation) and c.longattn else None
+    return LongAttnConfig.parse(c.longattn) if c is not None and is_ours(c._attn_implementation) and c.longattn else None
 
 
 @dataclass(frozen=True)
