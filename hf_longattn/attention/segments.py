@@ -120,7 +120,8 @@ class BySegment:
             alone = len(self.segments) == 1
             self.at_once = alone and kernel.tempered is not None and not call.trains and keepable(call.query)
             #: tempered, logits are scaling q . k over plain rows
-            self.plain = alone and spec.gain is None and not spec.softcap and call.asked == "auto" and rows.plain is not None
+            self.plain = alone and not self.at_once and call.asked == "auto" and spec.gain is None and not spec.softcap
+            self.plain = self.plain and rows.plain is not None
 
     @property
     def count(self) -> Tensor:
