@@ -27,9 +27,9 @@ from hf_longattn import calibrate
 from hf_longattn.attention.kernels.precision import fast_dtype
 from hf_longattn.evaluation import PASSAGE, experiment
 from hf_longattn.evaluation.loading import load_setting
+from hf_longattn.evaluation.report import markdown
 from hf_longattn.evaluation.rows import Row, RowFile, versions_line
-from hf_longattn.evaluation.settings import Setting, parse_rope
-from lab.markdown import table
+from hf_longattn.evaluation.settings import UNMODIFIED, Setting, parse_rope
 
 ROOT = Path(__file__).parents[2]
 RESULTS, SETTINGS = ROOT / "lab" / "results", Path(__file__).parent / "settings"
@@ -63,24 +63,22 @@ class Choice:
 
 
 def choices(name: str, **symbols: float) -> list[Choice]:
-    """The settings of settings/NAME.yaml: `Setting`'s fields, and `calibrated`, `lengths`, `map` and `capped`.
+    """The settings of settings/NAME.yaml: texts, or mappings of `method`, `calibrated`, `lengths`, `map` and `capped`.
 
     Args:
-        symbols: numbers that parameters name, and that stand in braces in names and ropes.
+        symbols: numbers that stand in braces in names and texts, and that `map` names.
     """
     read = yaml.safe_load((SETTINGS / f"{name}.yaml").read_text(encoding="utf-8"))
     return [choice(key.format(**symbols), entry, symbols) for key, entry in read.items()]
 
 
-def choice(name: str, entry: Mapping[str, Any], symbols: Mapping[str, float]) -> Choice:
-    parameters, added = (
-        {k: symbols.get(v, v) if isinstance(v, str) else v for k, v in entry.get(field, {}).items()}
-        for field in ("parameters", "map")
-    )
+def choice(name: str, entry: str | Mapping[str, Any], symbols: Mapping[str, float]) -> Choice:
+    entry = {"method": entry} if isinstance(entry, str) else entry
+    setting = Setting.parse(entry.get("method", UNMODIFIED).format(**symbols), name)
     if heads := entry.get("capped"):
-        parameters["stretch"] = capped(parameters["stretch"], heads)
-    setting = Setting(name, entry.get("method"), parameters, entry["rope"].format(**symbols) if "rope" in entry else None)
-    if added:
+        stretch = capped(setting.parameters["stretch"], heads)
+        setting = replace(setting, parameters={**setting.parameters, "stretch": stretch})
+    if added := {k: symbols.get(v, v) for k, v in entry.get("map", {}).items()}:
         setting = Setting(
             name, (setting.config.to_dict() if setting.config else {}) | {"logit_map": MAP | added}, {}, setting.rope
         )
@@ -161,9 +159,8 @@ class Program:
         self.options(parser)
         args = parser.parse_args(arguments)
         transformers.set_seed(0)
-        transformers.logging.disable_progress_bar()
         for text in self.texts(args):
-            self.experiment(text, args).run()
+            self.experiment(text, args).run(told)
 
     def texts(self, args: argparse.Namespace) -> Iterator[Text]:
         """Every length of every text, the shorter lengths first."""
@@ -186,14 +183,13 @@ class Program:
             "versions": f"{versions_line('hf_longattn', 'transformers', 'torch')}, {torch.get_num_threads()} threads",
         }
 
-        def cells(choice: Choice, texts: Sequence[Text]) -> Iterator[experiment.Cell]:
-            for text in texts:
-                measure = functools.partial(self.row, choice, text, args)
-                model = experiment.fingerprint(str(args.model))
-                yield experiment.Cell(choice, self.key(text, args), measure, [model], column="name")
-
-        chosen = [c for c in settings if re.search(args.only, c.name)]
-        return experiment.Experiment(chosen, [text], [cells], rows, lambda c: loaded(c, text, args), about=about, done=report)
+        key, model = self.key(text, args), [experiment.fingerprint(str(args.model))]
+        cells = [
+            experiment.Cell(c, {"name": c.name, **key}, functools.partial(self.row, c, text, args), model, work=text.length)
+            for c in settings
+            if re.search(args.only, c.name)
+        ]
+        return experiment.Experiment(rows, lambda c: loaded(c, text, args), ("name", *key), cells, about)
 
     def row(self, choice: Choice, text: Text, args: argparse.Namespace, model: Any) -> Row:
         own = {"calibration": CALIBRATION} if choice.calibrated else {}
@@ -213,11 +209,8 @@ class Program:
         return " ".join([f"python lab/pretrained/{self.file}.py", *words])
 
 
-def report(row: Row, new: bool) -> None:
-    if new:
-        print(
-            *(f"{k}: {row[k]}" for k in ("name", "length", "prose", "copying", "loss", "cpu_seconds") if k in row), flush=True
-        )
+def told(row: Row, new: bool) -> str:
+    return ", ".join(f"{k} {row[k]}" for k in ("prose", "copying", "loss", "cpu_seconds") if k in row) if new else ""
 
 
 def described(choice: Choice, trained: int) -> Row:
@@ -262,4 +255,4 @@ def parts(what: str) -> tuple[list[str], list[str]]:
 
 
 def lines(head: Sequence[str], body: Mapping[str, Sequence[str]]) -> str:
-    return table(head, [[f"`{label}`", *cells] for label, cells in body.items()])
+    return markdown(head, [[f"`{label}`", *cells] for label, cells in body.items()])
