@@ -31,6 +31,7 @@ from transformers.utils.import_utils import is_tracing
 from ..attention.geometry import FAR, Rows
 from ..attention.tracing import readable
 from ..config import LongAttnConfig
+from .names import is_ours, short
 
 INDEX_WIDTH = 6
 
@@ -123,6 +124,12 @@ def described(config: Any) -> Any:
     """
     of = vars(config)
     return of.get("_longattn", of.get("longattn"))
+
+
+def describes(config: Any) -> LongAttnConfig | None:
+    """The method that a config names and describes; None: it names none. ValueError: the two disagree."""
+    name = config._attn_implementation_internal
+    return LongAttnConfig.parse(short(name), described(config)) if is_ours(name) else None
 
 
 class Before(NamedTuple):

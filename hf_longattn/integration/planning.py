@@ -16,14 +16,14 @@ from ..slots.method import ModelFacts
 from ..telling import warn
 from .layers import Layer, View
 from .longrope import border_hooks
-from .masks import BOTH_WAYS, described
+from .masks import BOTH_WAYS, described, describes
 from .names import is_ours, short
 from .offload import device_of, held, keep
 from .passes import watch
 from .record import refuse_copies
 from .rope import check_built
 from .rotation import find_rotary
-from .state import AttentionState, LayerPlan, describes, enrol, plan_of, set_plan
+from .state import AttentionState, LayerPlan, enrol, plan_of, set_plan
 from .trained import Trained, rope_settings, trained
 from .verify import rotation_of, verify_at_first_call, verify_rotations
 

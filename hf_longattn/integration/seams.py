@@ -20,7 +20,7 @@ from ..telling import warn
 from .layers import View, language_config
 from .lengths import announce, announce_beside
 from .masks import described
-from .model import change, running_in, warn_of_lost_softcap, warn_untrained
+from .model import change, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, hint, is_ours, methods_in, register_combination, short
 from .passes import implementation_in_pass
 from .planning import keep_parts, prepare, refuse_name
@@ -145,13 +145,13 @@ def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config
     keep_parts(view)
     _announce(view)
     if not model.config.__dict__.get("_longattn_saved"):
-        warn_untrained(view, running_in(view))
+        warn_untrained(view, view.running)
     return out
 
 
 def _announce(view: View) -> None:
     """Let all that says how long a model reads say what its method was made for, or what it said without one."""
-    config = running_in(view)
+    config = view.running
     announce(view, None if config is None else config.extended_to)
 
 
