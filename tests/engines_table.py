@@ -93,7 +93,8 @@ def table(cells: Cells) -> str:
             rows.append(f"| `{method}` | {' | '.join(row)} |")
     head = [f"| | {' | '.join(ENGINES)} |", "|---" * (len(ENGINES) + 1) + "|", *rows, ""]
     head += ["Shown by:", "", *(f"- {e}: {', '.join(f'`{t}`' for t in sorted(tests[e]))}" for e in ENGINES if e in tests), ""]
-    return "\n".join([*head, "Messages:", "", *(f"{n}. {text}" for n, text in enumerate(messages, 1))])
+    told = ["Messages:", "", *(f"{n}. {text}" for n, text in enumerate(messages, 1))] if messages else []
+    return "\n".join([*head, *told])
 
 
 def main() -> None:

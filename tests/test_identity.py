@@ -19,8 +19,8 @@ from transformers.masking_utils import sdpa_mask
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
 from hf_longattn.attention.call import Call
-from hf_longattn.attention.decoding import Decoding
 from hf_longattn.attention.geometry import Rows
+from hf_longattn.attention.prepared import Prepared
 from hf_longattn.integration import dispatch
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.observe import observe
@@ -52,7 +52,7 @@ NEVER += ("output_standardise", "output_layer_norm", "rerope+infoscale+cosscale"
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of queries of the calls that a method computes."""
     seen: list[int] = []
-    attend, decode = dispatch.attend, Decoding.__call__
+    attend, decode = dispatch.attend, Prepared.__call__
 
     def counting(call: Call) -> Tensor:
         before = len(seen)
@@ -61,12 +61,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             seen.append(call.query.shape[2])
         return out
 
-    def decoding(self: Decoding, query: Tensor, *others: Any) -> Tensor:
+    def decoding(self: Prepared, query: Tensor, *others: Any) -> Tensor:
         seen.append(query.shape[2])
         return decode(self, query, *others)
 
     monkeypatch.setattr(dispatch, "attend", counting)
-    monkeypatch.setattr(Decoding, "__call__", decoding)
+    monkeypatch.setattr(Prepared, "__call__", decoding)
     return seen
 
 

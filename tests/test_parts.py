@@ -35,6 +35,7 @@ def by_hand(family: str, *configs: LongAttnConfig) -> PreTrainedModel:
     section = m.config.longattn
     for layer in layers_of(m):
         set_plan(layer.module, dataclasses.replace(plans[layer.index], section=section))
+    plans[0].state.publish(m)
     return m
 
 
@@ -95,6 +96,12 @@ def test_graphs_read_each_parts_own_strength() -> None:
     torch._dynamo.reset()
     got = torch.compile(m, fullgraph=True, backend="eager")(ids, use_cache=False).logits
     close(got, hf_longattn.apply(stock("llama"), parts)(ids, use_cache=False).logits)
+
+
+@torch.no_grad()
+def test_parts_may_be_texts_and_dicts() -> None:
+    ids, m = tokens(), hf_longattn.apply(stock("llama"), ["rerope:window=7:layers=[0, 2]", MAP.to_dict()])
+    assert torch.equal(m(ids).logits, hf_longattn.apply(stock("llama"), [NEAR, MAP])(ids).logits)
 
 
 @torch.no_grad()

@@ -19,11 +19,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
-from hf_longattn.attention import decoding
 from hf_longattn.attention.attend import attend
 from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Rows
-from hf_longattn.attention.kernels import intervals, tiles
+from hf_longattn.attention.kernels import dense, intervals, tiled, tiles
+from hf_longattn.attention.kernels.kernel import LogitSpec
+from hf_longattn.attention.segments import BySegment, Segment
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.state import state_of
 
@@ -151,8 +152,8 @@ def test_attention_is_the_reference(
 def test_decoding_with_a_key_head_for_each_query_head(
     name: str, interleaved: bool, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "KEY_ELEMENTS", 128)  # several tiles
-    monkeypatch.setattr(decoding, "KEYS", 8)
+    monkeypatch.setattr(dense, "KEY_ELEMENTS", 128)  # several tiles
+    monkeypatch.setattr(dense, "KEYS", 8)
     query, key, value = raw(q=1, k=43, heads=2)
     options: dict[str, Any] = {"rotation": rotation(interleaved, first=first)}
     got = hf_longattn.attention(query, key, value, CONFIGS[name], **options)
@@ -162,8 +163,8 @@ def test_decoding_with_a_key_head_for_each_query_head(
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("name", ["cosscale", "rerope+cosscale", "streaming+infoscale+cosscale"])
 def test_decoding_divides_by_the_norms_of_keys(name: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "KEY_ELEMENTS", 128)  # several tiles
-    monkeypatch.setattr(decoding, "KEYS", 8)
+    monkeypatch.setattr(dense, "KEY_ELEMENTS", 128)  # several tiles
+    monkeypatch.setattr(dense, "KEYS", 8)
     window = {} if name == "cosscale" else {"window": 9}
     config = LongAttnConfig.preset(name, scale=5.0, **window, **({"train_length": 12} if "info" in name else {}))
     query, key, value = raw(q=2, k=43, heads=2)
@@ -202,6 +203,25 @@ def test_packed_texts_count_from_their_own_starts(name: str) -> None:
     for part in (slice(0, cut), slice(cut, 23)):
         tensors = [x[:, :, part] for x in (query, key, value)]
         close(got[:, :, part], reference_attention(*tensors, CONFIGS[name], scaling=0.5, rotation=r), 1e-12)
+
+
+@pytest.mark.parametrize("name", ["rerope", "leaky_by_head", "self_extend", "lm_infinite"])
+@pytest.mark.parametrize("together", [True, False], ids=["together", "by segment"])
+def test_keys_may_arrive_turned(name: str, together: bool) -> None:
+    """A segment says how its sides are still to be turned: one query, far keys that were turned where they are kept."""
+    (query, key, value), r, rows = raw(q=1, k=43), rotation(), Rows.causal(1, 43, None, 0, torch.device("cpu"))
+    call = Call(query, key, value, CONFIGS[name], rows, 0.5, rotation=r)
+    segments, kept = Segment.of(call), key.clone()
+    for n, segment in enumerate(segments):
+        if segment.key is not None:
+            columns, _ = segment.seen(43)
+            position = rows.key_positions(43)[:, columns]
+            kept[:, :, columns] = r.rotate(key[:, :, columns], *segment.key.angles(position))
+            segments[n] = segment._replace(key=None)
+    assert (kept != key).any()
+    spec = LogitSpec(0.5)
+    compute = dense.Dense(call, segments, spec) if together else BySegment(call, segments, spec, tiled.KERNEL)
+    close(compute(query, kept, value, None, None, None), attend(call), 1e-12)
 
 
 # cost -----------------------------------------------------------------------------------------------------------------
