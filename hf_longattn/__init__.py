@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from .evaluation.calibrate import Measurements as Measurements
     from .evaluation.calibrate import calibrate as calibrate
     from .evaluation.calibrate import measure as measure
-    from .evaluation.extend import extend as extend
     from .evaluation.measures.capture import capture as capture
     from .evaluation.measures.diagnostics import Diagnostics as Diagnostics
+    from .evaluation.plan import evaluate as evaluate
+    from .extension import extend as extend
     from .integration import Description as Description
     from .integration import UntrainedWarning as UntrainedWarning
     from .integration import apply as apply
@@ -51,7 +52,8 @@ _NAMES = {
     "config": ("LongAttnConfig",),
     "evaluation.measures.capture": ("capture",),
     "evaluation.measures.diagnostics": ("Diagnostics",),
-    "evaluation.extend": ("extend",),
+    "evaluation.plan": ("evaluate",),
+    "extension": ("extend",),
     "sharing.hub": ("push", "save"),
     "integration": ("Description", "UntrainedWarning", "apply", "config_of", "describe", "remove", "rope", "update"),
     "integration.jumps": ("masks_of_jumps",),

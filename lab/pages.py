@@ -12,11 +12,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from hf_longattn.evaluation.report import figures
+from hf_longattn.evaluation.report import figures, markdown
 from hf_longattn.evaluation.report.page import shown
 from hf_longattn.evaluation.rows import RowFile
 from hf_longattn.evaluation.statistics import mean_interval
-from lab.markdown import Contents, fill_pages, filled, table
+from lab.markdown import Contents, fill_pages, filled
 from lab.papers import coverage
 from lab.papers import tables as papers
 from lab.pretrained import copies, longer_on_model, methods_on_model, needles_on_model, reading_far, regret, trained
@@ -48,23 +48,19 @@ def evaluated(what: str) -> str:
 
 def of_report(result: dict[str, Any], section: str, which: int) -> str:
     found = next(s["tables"] for s in result["sections"] if s["title"] == section)[which]
-    return table(found["columns"], [[shown(cell, found["digits"]) for cell in row] for row in found["rows"]])
+    return markdown(found["columns"], [[shown(cell, found["digits"]) for cell in row] for row in found["rows"]])
 
 
 def extended(name: str) -> str:
     """What `hf-longattn extend` found, from a copy of its extend.json."""
     result = read(RESULTS / f"extend-{name}.json")
-    if "rows" in result:
-        result |= {"scores": {row["setting"]: row for row in result["rows"] if "read" in row}}
-    edge = result["edge"] if "rows" in result else result["trained"]
-    head = ["", f"prose to {edge}", "prose beyond", *(f"copy {distance} back" for distance, _ in result["copies"])]
-    return table(
-        head,
-        [
-            [setting, *(f"{s[k]:.3f}" for k in ("within", "beyond")), *(f"{x:.2f}" for x in s["copies"])]
-            for setting, s in result["scores"].items()
-        ],
-    )
+    head = ["", f"prose to {result['edge']}", "prose beyond", *(f"copy {distance} back" for distance, _ in result["copies"])]
+    body = [
+        [row["setting"], *(f"{row[k]:.3f}" for k in ("within", "beyond")), *(f"{x:.2f}" for x in row["copies"])]
+        for row in result["rows"]
+        if "read" in row
+    ]
+    return markdown(head, body)
 
 
 def probed(what: str) -> str:
@@ -74,7 +70,7 @@ def probed(what: str) -> str:
     distances = sorted({row["distance"] for row in rows})
     cells = {(row["setting"], row["distance"]): "{:.2f} ± {:.2f}".format(*mean_interval(row[kind])) for row in rows}
     settings = only or list(dict.fromkeys(row["setting"] for row in rows))
-    return table(
+    return markdown(
         ["tokens back", *(f"{d:,}" for d in distances)],
         [[f"`{s}`", *(cells.get((s, d), "–") for d in distances)] for s in settings],
     )
@@ -101,7 +97,7 @@ def headline(_: str) -> str:
         within, beyond, *_rest, far = zip(*(summary(row) for row in rows_of(setting)), strict=True)
         values = [math.exp(sum(losses) / len(TEXTS)) for losses in (within, beyond, far)]
         body.append([name, *(f"{x:.1f}" if x < 100 else f"{x:.0f}" for x in values)])
-    return table(["", "text up to 8k tokens", "text from 8k to 16k", "a passage repeated from more than 8k back"], body)
+    return markdown(["", "text up to 8k tokens", "text from 8k to 16k", "a passage repeated from more than 8k back"], body)
 
 
 def picture() -> bytes:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import warnings
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import tiny
 import torch
 from helpers import crossed
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 import hf_longattn
@@ -22,8 +23,10 @@ from hf_longattn import LongAttnConfig
 from hf_longattn.attention.kernels import precision as cpu
 from hf_longattn.cli import app
 from hf_longattn.evaluation import (
+    EvalOptions,
     Plan,
     Results,
+    Task,
     answer_scores,
     copy_losses,
     far_copies,
@@ -31,14 +34,14 @@ from hf_longattn.evaluation import (
     token_losses,
     with_copies,
 )
-from hf_longattn.evaluation.experiment import Experiment, fingerprint
+from hf_longattn.evaluation.experiment import fingerprint
 from hf_longattn.evaluation.loading import check_setting, edit_rope, load_setting, precision_of
-from hf_longattn.evaluation.measures import long_ppl
-from hf_longattn.evaluation.plan import Cells, reading
-from hf_longattn.evaluation.report.evaluation import sections
-from hf_longattn.evaluation.results import over
+from hf_longattn.evaluation.readings import over
 from hf_longattn.evaluation.settings import Setting, parse_settings, read_settings
 from hf_longattn.evaluation.statistics import mean_interval, wilson
+from hf_longattn.evaluation.tasks import base, long_ppl
+from hf_longattn.evaluation.tasks.loss import Loss
+from hf_longattn.evaluation.tasks.prefix import reading
 from hf_longattn.evaluation.verdict import headline, summary
 from hf_longattn.training.loss import CausalLoss
 
@@ -62,16 +65,10 @@ def plan(
         "model": str(folder / model),
         "settings": parse_settings(["scale_invariant:tau=3", "@yarn:2"]),
         "lengths": [128, 512, 1024],
-        "texts": [(name, contents or (folder / name).read_text()) for name in texts],
-        "tokenizer": AutoTokenizer.from_pretrained(folder / model),
+        "texts": {name: contents or (folder / name).read_text() for name in texts},
         "targets": 64,
     }
-    return Plan(**arguments | changes)
-
-
-def results(plan: Plan, store: Experiment) -> Results:
-    names = [s.name for s in plan.settings]
-    return Results(list(store.rows.values()), names, plan.targets, store.protocol["bos"], plan.train_length)
+    return Plan(EvalOptions(**arguments | changes))
 
 
 # numbers -------------------------------------------------------------------------------------------------------------
@@ -82,7 +79,7 @@ def test_losses_are_those_of_plain_forward_passes_over_the_same_targets(folder: 
     this = plan(folder, model)
     store = this.open(tmp_path / "out")
     store.run()
-    found = results(this, store)
+    found = this.results(store)
 
     start = [0] if model == "with_bos" else []
     window = 1024 - len(start)
@@ -107,7 +104,7 @@ def test_losses_are_those_of_plain_forward_passes_over_the_same_targets(folder: 
 def test_the_same_targets_end_every_context(folder: Path) -> None:
     this = plan(folder)
     document = this.documents[0]
-    ends = [this.context(document, n)[0, -64:].tolist() for n in this.lengths]
+    ends = [this.context(document, n)[0, -64:].tolist() for n in this.options.lengths]
     assert ends[0] == ends[1] == ends[2] == document.ids[-64:].tolist()
 
 
@@ -207,7 +204,7 @@ def test_a_prefix_of_layers_that_slide(folder: Path, tmp_path: Path) -> None:
                 settings=[Setting("unmodified")])  # fmt: skip
     store = this.open(tmp_path / "out")
     store.run()
-    for document, length in itertools.product(this.documents, this.lengths):
+    for document, length in itertools.product(this.documents, this.options.lengths):
         expected = token_losses(plain, document.ids[None, :length])
         found = store.rows[f"unmodified | loss | {length} | {document.name}"]["loss"]
         assert found == pytest.approx(float(expected[0, -64:].mean()), abs=2e-5)
@@ -280,22 +277,20 @@ def test_summary_says_what_helps_and_what_it_costs() -> None:
         for n, x in zip((512, 1024), values, strict=True)
         for d, shift in (("a", 0.0), ("b", 1.0))
     ]
-    said = summary(Results(rows, list(loss), 64, False, 512))
+    said = summary(Results(rows, list(loss), 512))
     assert "At 1,024 tokens the lowest loss is that of good, −1.500 ± 0.000" in said
     assert "changes by: good +0.010 ± 0.000 at 512; bad +0.500 ± 0.000 at 512 tokens" in said
-    short = summary(Results([r for r in rows if r["setting"] != "good"], ["unmodified", "bad"], 64, False, 512))
+    short = summary(Results([r for r in rows if r["setting"] != "good"], ["unmodified", "bad"], 512))
     assert "no setting has a lower loss than the unmodified model" in short
     same = [r | {"setting": "clamped"} for r in rows if r["setting"] == "unmodified"]
-    told = summary(Results([*rows, *same], [*loss, "clamped"], 64, False, 512))
+    told = summary(Results([*rows, *same], [*loss, "clamped"], 512))
     assert "lowest loss is that of good" in told
     assert "Equal to the unmodified model in every loss: clamped." in told
-    equal = Results(
-        [r for r in rows + same if r["setting"] in ("unmodified", "clamped")], ["unmodified", "clamped"], 64, False, 512
-    )
+    equal = Results([r for r in rows + same if r["setting"] in ("unmodified", "clamped")], ["unmodified", "clamped"], 512)
     assert "nearest" not in summary(equal)
     assert "Equal to the unmodified model in every loss: clamped." in summary(equal)
     partial = [r for r in rows if r["setting"] == "unmodified" or r["length"] == 512]
-    told = summary(Results(partial, list(loss), 64, False, 512))
+    told = summary(Results(partial, list(loss), 512))
     assert "Only the unmodified model has been measured at 1,024 tokens yet" in told
     assert "bad +0.500" in told
 
@@ -317,25 +312,25 @@ def test_the_verdict_is_sorted_and_says_what_is_better_than_chance() -> None:
             rows += [about | {"task": "loss", "length": n, "loss": x} for n, x in losses.items()]
             answers = [{"log_likelihood": -10 * (copies + extra + y), "tokens": 10, "exact": False} for y in (-1, 1)]
             rows.append(about | {"task": "copies", "length": 1024, "answers": answers, "distances": [500, 900]})
-    results = Results(rows, list(measured), 64, False, 512)
-    (table,) = sections(results)[0][1].tables
+    results = Results(rows, list(measured), 512)
+    (table,) = results.sections()[0].tables
     assert table.columns == ["setting", "cost at 512", "gain at 1,024", "copies from far back: gain at 1,024"]
     assert [row[0] for row in table.rows] == ["good", "costly", "unmodified", "chance", "worse"]
     assert table.rows[0][1:] == ["+0.010 ± 0.000", "+1.500 ± 0.000", "+4.000 ± 0.000"]
     assert table.rows[3][2] == "−0.067 ± 0.717"
     assert table.tones == [[0, 0, 1, 1], [0, -1, 1, 1], [0] * 4, [0] * 4, [0, 0, -1, -1]]
     assert headline(results).startswith("Take good. In nats per token, against the unmodified model: cost at 512 +0.010")
-    copies_table = sections(results)[-1][1].tables[0]
+    copies_table = results.sections()[-1].tables[0]
     assert copies_table.columns == ["setting", "500 back", "900 back", "all"]
     assert copies_table.rows[3] == ["good", pytest.approx(1.0), pytest.approx(3.0), pytest.approx(2.0)]
     without = [r for r in rows if r["setting"] not in ("good", "costly")]
-    assert "no setting has a lower loss" in headline(Results(without, ["unmodified", "worse"], 64, False, 512))
-    unfinished = Results([r for r in rows if r["setting"] != "good" or r["which"] != "c"], list(measured), 64, False, 512)
-    table, fewer = sections(unfinished)[0][1].tables
+    assert "no setting has a lower loss" in headline(Results(without, ["unmodified", "worse"], 512))
+    unfinished = Results([r for r in rows if r["setting"] != "good" or r["which"] != "c"], list(measured), 512)
+    table, fewer = unfinished.sections()[0].tables
     assert [row[0] for row in table.rows] == ["costly", "unmodified", "chance", "worse"]
     assert fewer.title == "All settings, on a and b alone"
     assert fewer.rows[0][:3] == ["good", "+0.010 ± 0.000", "+1.500 ± 0.000"]
-    assert [row[0] for row in sections(unfinished)[1][1].tables[0].rows] == ["unmodified", "chance", "costly", "worse"]
+    assert [row[0] for row in unfinished.sections()[1].tables[0].rows] == ["unmodified", "chance", "costly", "worse"]
     assert headline(unfinished).startswith("Take costly. ")
 
 
@@ -348,11 +343,11 @@ def test_means_are_over_the_documents_that_all_settings_have_read() -> None:
         {"task": "loss", "setting": s, "length": 512, "which": d, "loss": x, "seconds": 1, "bins": [x]}
         for s, d, x in (("unmodified", "a", 3.0), ("unmodified", "b", 5.0), ("logn", "a", 3.5))
     ]
-    _, by_length, _, by_position = (section for _, section in sections(Results(rows, ["unmodified", "logn"], 64, False, 512)))
+    _, by_length, _, by_position = Results(rows, ["unmodified", "logn"], 512).sections()
     assert by_length.tables[0].rows == [["unmodified", 3.0], ["logn", 3.5]]
     assert "over the documents that all of these have read" in by_length.tables[0].note
     assert by_position.tables[0].rows == [["unmodified", 3.0], ["logn", 3.5]]
-    whole = sections(Results([*rows, rows[2] | {"which": "b"}], ["unmodified", "logn"], 64, False, 512))[1][1]
+    whole = Results([*rows, rows[2] | {"which": "b"}], ["unmodified", "logn"], 512).sections()[1]
     assert whole.tables[0].rows[0] == ["unmodified", 4.0]
     assert not whole.tables[0].note
 
@@ -466,7 +461,7 @@ def test_an_adapter_that_says_nothing_of_attention_is_told(folder: Path, tmp_pat
 
 def test_interrupted_runs_keep_their_rows_and_go_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     this, out = plan(folder), tmp_path / "out"
-    real, calls = Cells._loss, []
+    real, calls = Loss.measure, []
 
     def stops(*arguments: Any) -> Any:
         calls.append(1)
@@ -474,18 +469,17 @@ def test_interrupted_runs_keep_their_rows_and_go_on(folder: Path, tmp_path: Path
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(Cells, "_loss", stops)
+    monkeypatch.setattr(Loss, "measure", stops)
     with pytest.raises(KeyboardInterrupt):
         this.open(out).run()
     first = (out / "rows.jsonl").read_text()
     assert first.count("\n") == 5
     (out / "rows.jsonl").write_text(first + '{"key": "cut o')
-    monkeypatch.setattr(Cells, "_loss", real)
+    monkeypatch.setattr(Loss, "measure", real)
     store = this.open(out)
     assert len(store.rows) == 5
     told: list[bool] = []
-    store.done = lambda row, new: told.append(new)
-    store.run()
+    store.run(lambda row, new: told.append(new) or "")
     assert told == [False] * 5 + [True] * 13
     text = (out / "rows.jsonl").read_text()
     assert text.startswith(first)
@@ -541,7 +535,7 @@ def test_a_setting_that_changed_under_its_name_is_refused(folder: Path, tmp_path
 
 def test_foreign_folders_are_left_alone(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "novel.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds no evaluation; nothing is overwritten"):
+    with pytest.raises(ValueError, match=r"holds something else \(novel.txt\); nothing is overwritten"):
         plan(folder).open(tmp_path)
 
 
@@ -558,7 +552,7 @@ def test_foreign_folders_are_left_alone(folder: Path, tmp_path: Path) -> None:
         ({"model": "gpt2", "lengths": [128, 512], "settings": parse_settings(["logn"])}, "ends at 256 tokens; 512 cannot"),
         ({"bos": "perhaps"}, "bos must be one of"),
         ({"samples": 0}, "samples must be at least 1"),
-        ({"texts": ()}, "losses need a text"),
+        ({"texts": {}}, "losses need a text"),
     ],
 )
 def test_wrong_input_is_refused_before_weights_are_read(
@@ -644,14 +638,14 @@ def test_auto_is_a_precision_that_the_cpu_multiplies_fast(
 
 
 def test_command_writes_the_page_of_an_interrupted_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, real = tmp_path / "out", Cells._loss
+    out, real = tmp_path / "out", Loss.measure
 
-    def stops(cells: Cells, setting: Any, document: Any, length: int, *rest: Any) -> Any:
+    def stops(task: Loss, setting: Any, document: Any, length: int, *rest: Any) -> Any:
         if length > 256:
             raise KeyboardInterrupt
-        return real(cells, setting, document, length, *rest)
+        return real(task, setting, document, length, *rest)
 
-    monkeypatch.setattr(Cells, "_loss", stops)
+    monkeypatch.setattr(Loss, "measure", stops)
     arguments = ["eval", str(folder / "model"), "--text", str(folder / "a.txt"), "--out", str(out)]
     arguments += ["--lengths", "256,1k", "--targets", "64"]
     for extra, code in (([], 130), (["--page-only"], 0)):
@@ -677,6 +671,67 @@ def test_command_refuses_bad_input(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+# Python --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loaded_model_is_measured_like_its_checkpoint_and_is_afterwards_as_it_was(folder: Path, tmp_path: Path) -> None:
+    texts = {name: (folder / name).read_text() for name in ("a.txt", "b.txt")}
+    how: dict[str, Any] = {"lengths": [128, 512], "targets": 64}
+    model = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(folder / "model").eval(), "infoscale")
+    before = model(ids := torch.randint(2, 90, (1, 900))).logits
+    found = hf_longattn.evaluate(model, texts, ["rerope:window=100"], tokenizer=tiny.tokenizer(), **how)
+    torch.testing.assert_close(model(ids).logits, before, atol=0, rtol=0)
+    assert hf_longattn.config_of(model).name == "infoscale"
+    model.save_pretrained(tmp_path / "own")
+    tiny.tokenizer().save_pretrained(tmp_path / "own")
+    named = hf_longattn.evaluate(str(tmp_path / "own"), texts, ["rerope:window=100"], tmp_path / "out", **how)
+    assert [r["loss"] for r in found.rows] == [r["loss"] for r in named.rows]
+    assert found.settings == ["unmodified", "rerope:window=100"]
+    assert "The checkpoint itself runs infoscale" in (tmp_path / "out" / "index.html").read_text()
+    assert "Mean loss of the same tokens" in found._repr_html_()
+    assert "| unmodified | " in str(found)
+    assert found.plot()._repr_png_().startswith(b"\x89PNG")
+    pandas = pytest.importorskip("pandas")
+    assert isinstance(found.to_pandas(), pandas.DataFrame)
+    assert len(found.to_pandas()) == 8
+    with pytest.raises(ValueError, match="a loaded model is measured under methods alone"):
+        hf_longattn.evaluate(model, texts, ["@yarn:2"], tokenizer=tiny.tokenizer(), **how)
+    with pytest.raises(ValueError, match="give tokenizer="):
+        hf_longattn.evaluate(model, texts, **how)
+
+
+class FirstLoss(Task):
+    """Of another package."""
+
+    documents = True
+
+    def cells(self, setting: Setting) -> Any:
+        for document in self.plan.documents:
+            ids = self.plan.context(document, self.plan.longest)
+            yield self.cell(setting, self.plan.longest, document.name, lambda m, ids=ids: {"first_loss": 2.0 + len(ids)})
+
+
+def test_a_task_of_another_package_is_one_of_every_command(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = EntryPoint("first", f"{__name__}:FirstLoss", base.GROUP)
+    monkeypatch.setattr(EntryPoint, "load", lambda self: FirstLoss)
+    monkeypatch.setattr(base, "entry_points", lambda **k: [point] if k.get("name", "first") == "first" else [])
+    arguments = ["eval", str(folder / "model"), "--text", str(folder / "a.txt"), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, [*arguments, "--lengths", "128", "--targets", "64", "--tasks", "loss,first"])
+    assert result.exit_code == 0, (result.output, result.exception)
+    page = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [s["title"] for s in page["sections"]] == [
+        "Loss by length",
+        "Within the trained length",
+        "Loss by position",
+        "First",
+    ]
+    assert page["sections"][-1]["tables"][0]["rows"] == [["unmodified", 3.0]]
+    result = CliRunner().invoke(app, [*arguments, "--tasks", "frist"])
+    assert "did you mean 'first'" in " ".join(result.output.replace("│", " ").split())
+
+
 # LongPPL and effective lengths ----------------------------------------------------------------------------------------
 
 
@@ -688,11 +743,10 @@ def test_long_ppl_is_the_loss_on_the_evaluators_key_tokens(
     this = plan(folder, lengths=[128, 512], tasks=["long_ppl"], near=128, evaluator="@yarn:2")
     store = this.open(tmp_path / "out")
     order = []
-    store.done = lambda row, new: order.append((row["setting"], row["length"]))
-    store.run()
+    store.run(lambda row, new: order.append((row["setting"], row["length"])) or "")
     assert order[:2] == [("@yarn:2", 512)] * 2
     assert len(order) == 6  # three settings, two documents, the one length beyond `near`
-    network = load_setting(this.settings[-1], this.model)
+    network = load_setting(this.settings[-1], this.options.model)
     plain = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     for document in this.documents:
         ids = this.context(document, 512)
@@ -705,10 +759,8 @@ def test_long_ppl_is_the_loss_on_the_evaluators_key_tokens(
         for name, model in (("@yarn:2", network), ("unmodified", plain)):
             assert rows[name]["key_loss"] == pytest.approx(float(token_losses(model, ids)[keys].mean()), abs=2e-5)
             assert rows[name]["key_tokens"] == int(keys.sum())
-    found = Results(
-        list(store.rows.values()), [s.name for s in this.settings], 64, False, 512, near=this.near, evaluator=this.evaluator
-    )
-    ((_, section),) = sections(found)
+    found = this.results(store)
+    (section,) = found.sections()
     pooled = [r for r in store.rows.values() if r["setting"] == "unmodified"]
     mean = sum(r["key_loss"] * r["key_tokens"] for r in pooled) / sum(r["key_tokens"] for r in pooled)
     assert section.tables[0].rows[0] == ["unmodified", pytest.approx(math.exp(mean))]
@@ -722,7 +774,7 @@ def test_long_ppl_without_key_tokens_is_a_dash_and_what_cannot_be_is_refused(fol
     store = this.open(tmp_path / "out")
     store.run()
     assert {r["key_loss"] for r in store.rows.values()} == {None}
-    ((_, section),) = sections(results(this, store))
+    (section,) = this.results(store).sections()
     assert section.tables[0].rows == [["unmodified", None]]
     with pytest.raises(ValueError, match="no length exceeds 1280"):
         plan(folder, tasks=["long_ppl"], near=1024)
@@ -742,8 +794,8 @@ def test_long_ppl_is_reported_without_an_evaluator_that_was_interrupted() -> Non
     for s, first, second in (("finder", 0.5, 0.8), ("unmodified", 2.0, 3.0), ("mine", 1.0, 1.4)):
         rows += [row(s, "long_ppl", key_loss=first, key_tokens=3), row(s, "long_ppl", "b", key_loss=second, key_tokens=1)]
         rows += [row(s, "long_ppl", "c", key_loss=None, key_tokens=0)]
-    found = Results(rows, ["unmodified", "finder", "mine"], 64, False, 512, near=128, evaluator="finder")
-    (section,) = [section for _, section in sections(found) if section.title == "LongPPL"]
+    found = Results(rows, ["unmodified", "finder", "mine"], 512, {"near": 128, "evaluator": "finder"})
+    (section,) = [section for section in found.sections() if section.title == "LongPPL"]
     assert section.tables[1].rows == [["unmodified", 2.25], ["mine", 1.1]]
     assert section.tables[2].rows == [["mine", "−1.300 ± 3.812"]]
     assert section.tables[3].rows == [["all documents", 4]]
@@ -768,17 +820,17 @@ def test_effective_length_is_the_longest_up_to_which_a_share_is_kept() -> None:
         for s, values in likelihood.items()
         for n, x in values.items()
     ]
-    found = Results(rows, list(likelihood), 64, False, 1024)
+    found = Results(rows, list(likelihood), 1024)
     assert [found.effective_length(s, "passkey") for s in likelihood] == [1024, 4096, 0]
     assert found.score("holds", "passkey", 512) == pytest.approx(math.exp(-0.12))
-    strict = Results(rows, list(likelihood), 64, False, 1024, keep=0.95)
+    strict = Results(rows, list(likelihood), 1024, keep=0.95)
     assert [strict.effective_length(s, "passkey") for s in likelihood] == [512, 512, 0]
-    section = sections(found)[-1][1]
+    section = found.sections()[-1]
     assert section.title == "Effective length"
     assert section.tables[0].rows == [["unmodified", 1024], ["holds", 4096], ["never", 0]]
     assert "keeps 85%" in section.text
     assert "0.905 at 512" in section.text
-    assert Results(rows[4:], list(likelihood), 64, False, 1024).effective_length("holds", "passkey") is None
+    assert Results(rows[4:], list(likelihood), 1024).effective_length("holds", "passkey") is None
 
 
 def test_the_command_measures_long_ppl_and_effective_lengths(folder: Path, tmp_path: Path) -> None:

@@ -30,11 +30,12 @@ import hf_longattn
 from hf_longattn.attention.kernels import precision
 from hf_longattn.cli import app
 from hf_longattn.evaluation import Copy, answer_scores, copy_losses, loss_by_position, token_losses, with_copies
-from hf_longattn.evaluation import extend as extension
-from hf_longattn.evaluation.extend import Scores, best, candidates, plan_copies, score
+from hf_longattn.evaluation import search as extension
 from hf_longattn.evaluation.measures import probe as probing
 from hf_longattn.evaluation.rows import RowFile
+from hf_longattn.evaluation.search import Scores, best, candidates, plan_copies, score
 from hf_longattn.evaluation.settings import UNMODIFIED, Setting
+from hf_longattn.extension import PURPOSES
 from hf_longattn.integration import state, trained
 from hf_longattn.integration.layers import language_config
 from hf_longattn.integration.model import running
@@ -188,7 +189,7 @@ def test_extend_refuses_what_makes_no_sense() -> None:
             hf_longattn.extend(model, **arguments)
         assert model.config._attn_implementation == "sdpa"
     hf_longattn.extend(model, to=200, method="self_extend", window=8, group=8)
-    with pytest.raises(ValueError, match="no rotary position encoding"):
+    with pytest.raises(ValueError, match="the model learned its positions, in a table of"):
         hf_longattn.extend(fresh("gpt2"), to=200)
 
 
@@ -274,7 +275,7 @@ def test_command_tries_saves_and_reloads(saved: tuple[Path, Path], tmp_path: Pat
     assert again.beyond == pytest.approx(read[record["choice"]]["beyond"], abs=1e-4)
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
-    assert "not empty" in " ".join(result.output.replace("│", " ").split())
+    assert "nothing is overwritten" in " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.mark.slow
@@ -399,7 +400,7 @@ def test_an_interrupted_command_goes_on_to_the_same_result(
 
 def test_a_purpose_weighs_what_is_measured(saved: tuple[Path, Path]) -> None:
     rows = RowFile(None, protocol={})
-    search = extension.Search(torch.zeros(1, 4096, dtype=torch.int64), 2048, rows)
+    search = extension.Search(torch.zeros(1, 4096, dtype=torch.int64), 2048, rows, lambda setting: None)
     assert search.distances == [3072, 3968]
     losses = {"unmodified": (9, 9), "YaRN": (3.5, 0.9), "rerope:window=1024": (3.6, 0.5), "rerope:window=512": (3.4, 0.8)}
     losses |= {"leaky_rerope:window=1024:stretch=3.0": (3.3, 2.0), "self_extend:window=256:group=3": (3.45, 0.6)}
@@ -422,7 +423,7 @@ def test_a_purpose_weighs_what_is_measured(saved: tuple[Path, Path]) -> None:
         "finds": Scores(3.0, 3.4, (0.5,)),
         "even": Scores(3.0, 3.1, (0.7,)),
     }
-    found = {purpose: best(scores, "unmodified", 0.02, purpose) for purpose in extension.PURPOSES}
+    found = {purpose: best(scores, "unmodified", 0.02, purpose) for purpose in PURPOSES}
     assert found == {"both": "even", "reading": "fluent", "retrieval": "finds"}
 
 
@@ -450,8 +451,9 @@ def searched(
 
     monkeypatch.setattr(extension, "score", scored)
     monkeypatch.setattr(probing, "probe", probed)
-    search = extension.Search(torch.zeros(1, 4096, dtype=torch.int64), 2048, rows, **about)
-    choice = search.run(load)
+    search = extension.Search(torch.zeros(1, 4096, dtype=torch.int64), 2048, rows, load, **about)
+    search.experiment.run(cells=search.cells(), total=search.work)
+    choice = search.choice()
     assert plotted(search) == set(search.probed() | search.scores())
     return choice, read
 

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn.cli import app
-from hf_longattn.evaluation.report import read_sections
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ."
 
@@ -49,6 +48,12 @@ def saved(tmp_path_factory: Any) -> tuple[str, str]:
     return str(path), str(text)
 
 
+def found(out: Path) -> dict[str, Any]:
+    """What was seen under each setting."""
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    return {row["setting"]: row["attention"] for row in rows if row["task"] == "attention"}
+
+
 def run(*arguments: str, code: int = 0) -> str:
     result = CliRunner().invoke(app, ["inspect", *arguments], env={"COLUMNS": "200"})
     assert result.exit_code == code, result.output
@@ -64,8 +69,8 @@ def test_it_compares_and_writes(saved: tuple[str, str], tmp_path: Path) -> None:
     )  # fmt: skip
     assert "unmodified" in output
     assert "scale_invariant:tau=5" in output
-    record = json.loads((out / "inspect.json").read_text())
-    assert list(record["settings"]) == ["unmodified", "scale_invariant:tau=5", "adaptive_temperature"]
+    record = found(out)
+    assert list(record) == ["unmodified", "scale_invariant:tau=5", "adaptive_temperature"]
 
     tokenizer, loaded = PreTrainedTokenizerFast.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model).eval()
     ids = tokenizer(Path(text).read_text(), return_tensors="pt").input_ids[:, :256]
@@ -74,8 +79,8 @@ def test_it_compares_and_writes(saved: tuple[str, str], tmp_path: Path) -> None:
             hf_longattn.apply(loaded, method)
         with torch.no_grad(), hf_longattn.capture(loaded) as seen:
             loaded(ids)
-        assert record["settings"][name] == json.loads(json.dumps(seen.result().to_dict()))
-    assert record["settings"]["unmodified"]["layers"] == [1, 2]
+        assert record[name] == json.loads(json.dumps(seen.result().to_dict()))
+    assert record["unmodified"]["layers"] == [1, 2]
 
     page = (out / "index.html").read_text(encoding="utf-8")
     for wanted in ("Attention by layer", "data:image/png;base64", "The first 256 tokens of text.txt", "hf-longattn"):
@@ -86,25 +91,32 @@ def test_it_compares_and_writes(saved: tuple[str, str], tmp_path: Path) -> None:
         "attention-entropy", "attention-by-distance", "attention-temperature", "attention-outputs", "attention-qq",
         "heads-sink-mass", "heads-entropy",
     }  # fmt: skip
-    summary, by_distance = read_sections(out)[0].tables
-    temperature = dict(zip(summary.columns, next(row for row in summary.rows if row[0] == "temperature"), strict=True))
+    summary, by_distance = json.loads((out / "report.json").read_text())["sections"][0]["tables"]
+    values = next(row for row in summary["rows"] if row[0] == "temperature")
+    temperature = dict(zip(summary["columns"], values, strict=True))
     assert temperature["unmodified"] == 1
     assert temperature["adaptive_temperature"] > 1
-    for column in zip(*by_distance.rows, strict=True):
-        assert isinstance(column[0], str) or sum(column) == pytest.approx(1)
-    assert [row[0] for row in by_distance.rows[-2:]] == ["64 and farther", "first key"]  # no text here is 256 long
-    assert "nothing is overwritten" in run(model, "--text", text, "--length", "256", "--out", str(out), code=2)
+    for column in zip(*by_distance["rows"], strict=True):
+        assert isinstance(column[0], str) or sum(column) == pytest.approx(1, abs=2e-5)  # rows keep five digits
+    assert [row[0] for row in by_distance["rows"][-2:]] == ["64 and farther", "first key"]  # no text here is 256 long
+    before = (out / "rows.jsonl").read_text()
+    run(model, "--text", text, "--length", "256", "--rows", "all", "--out", str(out))  # nothing is looked at twice
+    assert (out / "rows.jsonl").read_text() == before
+    again = run(model, "--text", text, "--length", "256", "--rows", "9", "--out", str(out), code=2)
+    assert "another setting, text or model" in again
 
 
 def test_a_part_of_it_joins_a_report(saved: tuple[str, str], tmp_path: Path) -> None:
     model, text = saved
-    hf_longattn.evaluation.report.write_report(tmp_path, "Losses", "All well.", [], {"model": model})
-    run(model, "--text", text, "--length", "64", "--layers", "2", "--what", "mass", "--out", str(tmp_path))
-    record = json.loads((tmp_path / "inspect.json").read_text())["settings"]["unmodified"]
+    words = [model, "--text", text, "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, ["eval", *words, "--lengths", "64,128", "--targets", "32"])
+    assert result.exit_code == 0, result.output
+    run(*words, "--length", "64", "--layers", "2", "--what", "mass")
+    record = found(tmp_path)["unmodified"]
     assert (record["layers"], set(record["values"])) == ([2], {"local_mass", "sink_mass"})
     assert sum(record["rows"]) == 64
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
-    assert "Losses" in page
+    assert "Loss by length" in page
     assert "Attention by layer" in page
 
 
@@ -125,7 +137,7 @@ def test_layers_above_the_last_one_do_not_run(saved: tuple[str, str], monkeypatc
 def test_rows_are_sampled(saved: tuple[str, str], tmp_path: Path) -> None:
     model, text = saved
     run(model, "--text", text, "--length", "200", "--rows", "20", "--what", "entropy", "--out", str(tmp_path / "new"))
-    assert sum(json.loads((tmp_path / "new" / "inspect.json").read_text())["settings"]["unmodified"]["rows"]) == 20
+    assert sum(found(tmp_path / "new")["unmodified"]["rows"]) == 20
 
 
 @pytest.mark.parametrize(
@@ -161,5 +173,5 @@ def test_wrong_input_is_refused_before_weights_are_read(
 def test_a_folder_of_something_else_is_left_alone(saved: tuple[str, str], tmp_path: Path) -> None:
     model, text = saved
     (tmp_path / "mine.txt").write_text("mine")
-    assert "neither empty nor a report" in run(model, "--text", text, "--length", "64", "--out", str(tmp_path), code=2)
+    assert "holds something else (mine.txt)" in run(model, "--text", text, "--length", "64", "--out", str(tmp_path), code=2)
     assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]

@@ -9,7 +9,7 @@ from helpers import close, tokens
 from transformers import AutoModelForCausalLM
 
 from hf_longattn.evaluation import token_losses
-from hf_longattn.evaluation.measures.long_ppl import key_tokens, long_loss, short_losses
+from hf_longattn.evaluation.tasks.long_ppl import key_tokens, long_loss, short_losses
 
 
 @pytest.mark.parametrize(("context", "stride", "length"), [(8, 4, 30), (8, 7, 24), (8, 3, 8), (40, 5, 30), (6, 1, 9)])

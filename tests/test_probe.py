@@ -90,15 +90,18 @@ def run(folder: Path, *more: str) -> Any:
     return CliRunner().invoke(app, line)
 
 
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+
+
 def test_the_command_probes_every_setting_and_keeps_its_rows(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = run(folder, "--method", "rerope:window=600,@yarn:2", "--distances", "1280,3000,4k", "--out", str(out))
     assert result.exit_code == 0, (result.output, result.exception)
     assert "does not measure dilution" in " ".join(result.output.split())
-    data = json.loads((out / "probe.json").read_text())
-    rows = {(r["setting"], r["distance"]): r for r in data["rows"]}
+    rows = {(r["setting"], r["length"]): r for r in rows_of(out)}
     assert set(rows) == {(s, d) for s in ("unmodified", "rerope:window=600", "@yarn:2") for d in (1280, 3000, 4096)}
-    assert data["protocol"]["trained"] == 2048
+    assert json.loads((out / "protocol.json").read_text())["trained"] == 2048
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     ids = torch.cat(
         [passages(tokenizer((folder / f"{n}.txt").read_text(), return_tensors="pt").input_ids, 2, seed=0) for n in ("a", "b")]
@@ -112,9 +115,12 @@ def test_the_command_probes_every_setting_and_keeps_its_rows(folder: Path, tmp_p
     assert rows["unmodified", 4096]["copy"] != rows["rerope:window=600", 4096]["copy"]
     for row in rows.values():
         assert row["command"].startswith("hf-longattn probe model --text a.txt,b.txt")
-        assert {"versions", "seconds", "cpu_seconds", "seed"} <= row.keys()
+        assert {"seconds", "cpu_seconds"} <= row.keys()
         assert row["dtype"] == "float32"
-    assert all((out / name).stat().st_size > 5_000 for name in ("probe-copy.png", "probe-text.png"))
+    assert all((out / "figures" / name).stat().st_size > 5_000 for name in ("probe-copy.png", "probe-text.png"))
+    assert [t["rows"][0][0] for s in json.loads((out / "report.json").read_text())["sections"] for t in s["tables"]] == [
+        "unmodified"
+    ] * 2
 
 
 @pytest.mark.slow
@@ -136,10 +142,10 @@ def test_an_interrupted_probe_goes_on_and_mixes_nothing(folder: Path, tmp_path: 
     assert "2 rows are kept, and the same command continues" in " ".join(stopped.output.split())
     assert run(folder, *given, "--out", str(out)).exit_code == 0
     assert len(calls) == 5
-    first, second = (json.loads((p / "probe.json").read_text())["rows"] for p in (whole, out))
-    measured = ("setting", "distance", "text", "copy", "what", "digest")
+    first, second = (rows_of(p) for p in (whole, out))
+    measured = ("setting", "length", "text", "copy", "what", "digest")
     assert [[r[k] for k in measured] for r in first] == [[r[k] for k in measured] for r in second]
-    before = (out / "probe.json").read_text()
+    before = rows_of(out)
     for more, message in (
         (("--seed", "1"), "rows of another protocol (seed: 0 there, 1 now)"),
         (("--dtype", "bfloat16"), "rows of another protocol (dtype:"),
@@ -149,8 +155,8 @@ def test_an_interrupted_probe_goes_on_and_mixes_nothing(folder: Path, tmp_path: 
         assert message in " ".join(refused.output.replace("│", " ").split())
     (tmp_path / "settings.yaml").write_text("rerope: {method: rerope, parameters: {window: 600}}")
     other = run(folder, "--settings", str(tmp_path / "settings.yaml"), "--distances", "1280", "--out", str(out))
-    assert "a row 'rerope | 1280' of another setting" in " ".join(other.output.replace("│", " ").split())
-    assert (out / "probe.json").read_text() == before
+    assert "a row 'rerope | probe | 1280 | 4 passages' of another setting" in " ".join(other.output.replace("│", " ").split())
+    assert rows_of(out) == before
 
 
 def test_two_texts_of_one_name_are_refused(folder: Path, tmp_path: Path) -> None:

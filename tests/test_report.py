@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_longattn.evaluation.report import Figure, Section, Table, add_section, read_sections, write_report
+from hf_longattn.evaluation.report import Figure, Section, Table, table_html, write_report
 from hf_longattn.evaluation.report.figures import COLOURS, curves, heat_map, styles
 from hf_longattn.evaluation.report.page import colour, shown
 
@@ -34,8 +34,8 @@ def example(folder: Path) -> Path:
         [[0.0, 1.0], [None, 0.5]], ["0 %", "100 %"], ["1k", "2k"], "length", "depth", "title", (0.0, 1.0), "accuracy"
     )
     sections = [
-        (20, Section("Second", "Two\n\nparagraphs & <signs>.", [shaded], [Figure("heat", grid, "Heat map")])),
-        (10, Section("First", "", [wide], [picture()], "The protocol.", "hf-longattn eval " + "x" * 300)),
+        Section("First", "", [wide], [picture()], "The protocol.", "hf-longattn eval " + "x" * 300),
+        Section("Second", "Two\n\nparagraphs & <signs>.", [shaded], [Figure("heat", grid, "Heat map")]),
     ]
     return write_report(folder, "A model <under> test", "One sentence.", sections, {"Model": "m" * 200})
 
@@ -58,7 +58,6 @@ def test_page_json_and_pictures_say_the_same(tmp_path: Path) -> None:
     ):
         assert expected in page
     assert (tmp_path / data["sections"][0]["figures"][0]["png"]).read_bytes() == picture().png
-    assert read_sections(tmp_path)[1].figures[0].png.startswith(b"\x89PNG")
 
 
 def test_page_needs_nothing_else(tmp_path: Path) -> None:
@@ -69,26 +68,24 @@ def test_page_needs_nothing_else(tmp_path: Path) -> None:
     assert all(re.search(r'alt="[^"]+"', tag) for tag in re.findall(r"<img[^>]{0,80}alt=.{0,40}", page))
 
 
-def test_sections_of_other_commands_join_and_replace_their_old_selves(tmp_path: Path) -> None:
+def test_a_page_written_again_leaves_nothing_of_the_old_one(tmp_path: Path) -> None:
     example(tmp_path)
-    add_section(tmp_path, Section("Attention by distance", "Old.", figures=[Figure("mass", picture().png, "Mass")]), order=50)
-    add_section(tmp_path, Section("Attention by distance", "New."), order=5)
-    assert [s.title for s in read_sections(tmp_path)] == ["Attention by distance", "First", "Second"]
-    page = (tmp_path / "index.html").read_text()
-    assert "New." in page
-    assert "Old." not in page
-    assert not (tmp_path / "figures" / "mass.png").exists()
-    example(tmp_path)  # a later run of the first command keeps it
-    assert "New." in (tmp_path / "index.html").read_text()
-    alone = add_section(tmp_path / "alone", Section("Only", "This."))
-    assert "This." in alone.read_text()
+    page = write_report(tmp_path, "A model", "New.", [Section("Only", "This.", figures=[picture()])], {}).read_text()
+    assert "This." in page
+    assert "paragraphs" not in page
+    assert [p.name for p in (tmp_path / "figures").iterdir()] == ["loss.png"]
 
 
-def test_sections_of_any_alphabet_keep_their_places(tmp_path: Path) -> None:
-    titles = ["Внимание", "损失", "Größe", "Grüße", "Max retrieval"]
-    for title in titles:
-        add_section(tmp_path, Section(title))
-    assert sorted(s.title for s in read_sections(tmp_path)) == sorted(titles)
+def test_a_table_stands_alone_in_a_notebook_and_in_markdown() -> None:
+    table = Table("Shares <by> length", ["s", "1k"], [["a+b", 0.25], ["c", None]], digits=2, note="A note.")
+    shown = table_html(table)
+    assert "Shares &lt;by&gt; length" in shown
+    assert "<td>0.25</td>" in shown
+    assert table.markdown().splitlines() == ["| s | 1k |", "| --- | --- |", "| a+b | 0.25 |", "| c | – |"]
+
+
+def test_titles_of_any_alphabet_name_their_sections() -> None:
+    assert Section("Внимание").slug == "внимание"
     assert Section("Max_retrieval, at 4k").slug == "max-retrieval-at-4k"
 
 
@@ -99,7 +96,7 @@ def test_what_makes_no_report_is_refused(tmp_path: Path) -> None:
         Figure("../evil", b"", "alt")
     example(tmp_path)
     with pytest.raises(ValueError, match=r"two figures share a name.*loss"):
-        add_section(tmp_path, Section("Another", figures=[picture()]))
+        write_report(tmp_path, "T", "S.", [Section("One", figures=[picture()]), Section("Another", figures=[picture()])], {})
 
 
 def test_cells() -> None:
@@ -143,7 +140,7 @@ def test_a_setting_has_the_same_colour_in_every_picture() -> None:
 
 def test_a_command_is_told_once_and_wide_tables_say_so(tmp_path: Path) -> None:
     table = Table("Wide", ["a", "b", "c", "d"], [["x", 1, 2, 3]])
-    sections = [(n, Section(f"Part {n}", "", [table], command="hf-longattn eval M")) for n in (1, 2)]
+    sections = [Section(f"Part {n}", "", [table], command="hf-longattn eval M") for n in (1, 2)]
     page = write_report(tmp_path, "T", "S.", sections, {"Commands": "hf-longattn eval M"}).read_text()
     assert page.count("hf-longattn eval M") == 1
     assert page.count("4 columns: scroll sideways where they do not fit.") == 2

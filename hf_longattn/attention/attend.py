@@ -94,7 +94,7 @@ def attend(call: Call) -> Tensor:
 def choose_backend(call: Call) -> str:
     """The kernel that "auto" means for this call, or the one asked for; ValueError where that one cannot be exact.
 
-    Of few queries "tiled" is what "auto" means: both are dense.
+    Few queries are "dense" where "tiled" is asked for, too.
     """
     asked = call.asked
     if asked not in BACKENDS:

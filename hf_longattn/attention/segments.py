@@ -117,10 +117,10 @@ class BySegment:
                 by_key = key.by_feature(j, call.key.shape[3], call.cache) if paged else key.kept_angles(j, call.cache)
             self.parts.append(_Part(own, by_query, by_key))
         if self.temper is not None:
-            self.at_once = kernel.tempered is not None and len(self.parts) == 1 and not call.trains and keepable(call.query)
+            alone = len(self.parts) == 1
+            self.at_once = alone and kernel.tempered is not None and not call.trains and keepable(call.query)
             #: tempered, logits are scaling q . k over plain rows
-            self.plain = (spec.gain, spec.softcap or None) == (None, None) and len(self.parts) == 1 and rows.plain is not None
-            self.plain = self.plain and call.asked == "auto"
+            self.plain = alone and spec.gain is None and not spec.softcap and call.asked == "auto" and rows.plain is not None
 
     @property
     def count(self) -> Tensor:

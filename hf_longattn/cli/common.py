@@ -2,44 +2,130 @@
 
 from __future__ import annotations
 
+import inspect
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from typer.core import TyperGroup
 
 from ..config import length_of
+from ..evaluation.options import EvalOptions
 
 if TYPE_CHECKING:
     import torch
 
-    from ..evaluation import Experiment
+    from ..evaluation import Experiment, Results
     from ..evaluation.rows import Row
 
 console = Console()
 
-Dtype = Annotated[
-    str, typer.Option(help="Precision to load the model in; auto: its own, or float32 if the CPU is slow in that.")
-]
-Ropes = Annotated[
-    list[str] | None,
-    typer.Option(help="Position encodings to combine with every method that has no @: plain,yarn:2,ntk:2."),
-]
-Adapters = Annotated[
-    list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter, with the attention that it records.")
-]
+Model = Annotated[str, typer.Argument(help="A model on the Hub or a directory.")]
+Texts = Annotated[list[str], typer.Option(help="Texts, plain UTF-8; several with commas or by repeating the option.")]
 TrainLength = Annotated[
     str | None, typer.Option("--train-length", help="The length that MODEL was trained at; by default read from its config.")
 ]
-SettingsFile = Annotated[Path | None, typer.Option(help="More settings, in YAML: adapters, other checkpoints, lists.")]
-Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...; auto: a GPU if there is one.")]
+#: What chooses settings.
+SETTINGS: dict[str, Any] = {
+    "method": Annotated[
+        list[str] | None,
+        typer.Option(
+            help="METHOD[:key=value...][@ROPE[:factor]], several with commas: infoscale,scale_invariant:tau=100,@yarn:2. "
+            "The unmodified model is always measured."
+        ),
+    ],
+    "rope": Annotated[
+        list[str] | None,
+        typer.Option(help="Position encodings to combine with every method that has no @: plain,yarn:2,ntk:2."),
+    ],
+    "adapter": Annotated[
+        list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter, with the attention that it records.")
+    ],
+    "settings": Annotated[Path | None, typer.Option(help="More settings, in YAML: adapters, other checkpoints, lists.")],
+    "train_length": TrainLength,
+}
+#: Those of all that measures, as EvalOptions has them.
+OPTIONS = {f.name: f for f in fields(EvalOptions) if "help" in f.metadata}
+Dtype = Annotated[str, typer.Option(help=OPTIONS["dtype"].metadata["help"])]
+Device = Annotated[str, typer.Option(help=OPTIONS["device"].metadata["help"])]
+
+
+def measuring(*options: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command SETTINGS and these of EvalOptions, in place of its `**given`."""
+
+    def parameter(name: str) -> inspect.Parameter:
+        known = OPTIONS[name]
+        kind: Any = str | None if known.default is None else type(known.default)
+        names = [f"--{name.replace('_', '-')}"] * (kind is bool)  # and none to say no
+        return of(name, known.default, Annotated[kind, typer.Option(*names, help=known.metadata["help"])])
+
+    def of(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+    def given(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True)
+        before = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        behind = [p for p in before if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        added = [*(of(name, None, kind) for name, kind in SETTINGS.items()), *map(parameter, options)]
+        parameters = [*before[: len(before) - len(behind)], *added, *behind]
+        command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return command
+
+    return given
+
+
+def measure(
+    context: typer.Context,
+    model: str,
+    text: list[str],
+    out: Path | None,
+    given: dict[str, Any],
+    title: str | None = None,
+    page_only: bool = False,
+) -> None:
+    """What every measuring command does: check, measure what is missing, write the page, and show the tables that say most.
+
+    Args:
+        given: of SETTINGS and EvalOptions.
+    """
+    from ..checks import check_model, check_output, device_of
+    from ..evaluation.plan import Plan
+    from ..evaluation.processes import own_device
+    from ..evaluation.settings import parse_settings
+
+    with refusing("--out"):
+        if out is not None:
+            check_output(out)
+    texts = read_texts(text)
+    with refusing("--device"):
+        device = device_of(given.pop("device"))
+    chosen = {name: given.pop(name) for name in SETTINGS}
+    length = told(chosen["train_length"])
+    with refusing():
+        check_model(model)
+        settings = parse_settings(
+            chosen["method"] or [], chosen["rope"] or [], chosen["settings"], chosen["adapter"] or [], train_length=length
+        )
+        given["dtype"] = precision(model, given["dtype"], device)
+        plan = Plan(EvalOptions(model, texts, settings, device=own_device(device), **given))
+    with refusing("--out"):
+        experiment = plan.open(out, {"command": command_line(context)})
+    interrupted = not page_only and run(experiment, out, plan.told)
+    results = plan.results(experiment)
+    if out is not None:
+        results.write(out, title or plan.title)
+    show(results)
+    if out is not None:
+        console.print(f"The report: {out / 'index.html'}", highlight=False)
+    if interrupted:
+        stop(experiment, out)
 
 
 @contextmanager
@@ -75,56 +161,42 @@ class Commands(TyperGroup):
             raise typer.Exit(1) from None
 
 
-def alone(context: typer.Context, file: Path) -> None:
-    """Hold a lock until the command ends; ValueError if another process does. Without it both would measure every row."""
-    from filelock import FileLock, Timeout  # torch and huggingface_hub need it too
+def run(experiment: Experiment, out: Path | None, tell: Callable[[Row, bool], str], **how: Any) -> bool:
+    """Measure; whether it was interrupted. Of several processes only the first one returns."""
+    from ..evaluation.processes import together
 
-    @contextmanager
-    def held() -> Iterator[None]:
-        with FileLock(file, timeout=0):
-            try:
-                yield
-            finally:
-                file.unlink(missing_ok=True)
-                if not any(file.parent.iterdir()):  # nothing was measured
-                    file.parent.rmdir()
-
-    file.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        context.with_resource(held())
-    except Timeout:
-        raise ValueError(f"another command is measuring into {file.parent}: wait for it, or choose another folder") from None
-
-
-def run_experiment(experiment: Experiment, tell: Callable[[Row], str] | None = None) -> bool:
-    """Measure with a progress bar; returns whether it was interrupted.
-
-    Args:
-        tell: what to print of a row that was measured now.
-    """
-    import itertools
-
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # ours is enough
-    names = [cell.name for cell in experiment.cells]
-    following = dict(itertools.pairwise(names))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("Loading", total=len(names))
-
-        def done(row: Row, new: bool) -> None:
-            name = experiment.name_of(row)
-            progress.update(bar, advance=1, description=escape(following.get(name, "Done")))
-            if new and tell is not None:
-                console.print(f"{escape(name)}: {tell(row)}", highlight=False)
-
-        experiment.done = done
+    with together() as rank:
+        console.quiet = rank > 0
+        if kept := sum(cell.name in experiment.rows for cell in experiment.cells):
+            console.print(f"{kept} of {len(experiment.cells)} rows are in {out} already.", highlight=False)
         try:
-            experiment.run()
+            experiment.run(tell, **how)
+            interrupted = False
         except KeyboardInterrupt:
-            return True
-    return False
+            interrupted = True
+    if rank > 0:
+        raise typer.Exit(130 if interrupted else 0)
+    return interrupted
+
+
+def stop(experiment: Experiment, out: Path | None) -> NoReturn:
+    """End after an interruption, and say what is kept."""
+    n = len(experiment.rows)
+    kept = "nothing is kept without --out" if out is None else f"{n} rows are kept, and the same command continues"
+    console.print(f"Interrupted; {kept}.")
+    raise typer.Exit(130)
+
+
+def show(results: Results) -> None:
+    """The tables that say most, and what they come to."""
+    from ..evaluation.verdict import summary
+
+    for t in results.tables():
+        console.print(table(t.title, t.columns, t.shown()))
+        if t.note:
+            console.print(t.note, highlight=False, markup=False)
+    if text := summary(results):
+        console.print(text, highlight=False, markup=False)
 
 
 def tokens(text: str) -> int:
@@ -184,13 +256,10 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> 
     return out
 
 
-def portable(path: str) -> str:
-    """A path as it may stand in a report: an absolute one is shortened to its last part."""
-    return Path(path).name if Path(path).is_absolute() else path
-
-
 def command_line(context: typer.Context) -> str:
     """The running command with every option that differs from its default; paths as `portable`."""
+    from ..evaluation.plan import portable
+
     words = ["hf-longattn", str(context.info_name)]  # not as it was started, which may be python -m
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..evaluation.statistics import TOLERANCE
-from .common import Device, Dtype, TrainLength, command_line, console, precision, read_tokens, refusing, table, tokens, told
+from .common import (
+    Device,
+    Dtype,
+    Model,
+    TrainLength,
+    command_line,
+    console,
+    precision,
+    read_tokens,
+    refusing,
+    run,
+    stop,
+    table,
+    tokens,
+    told,
+)
 
 if TYPE_CHECKING:
-    from ..evaluation.extend import Search
     from ..evaluation.rows import Row, RowFile
+    from ..evaluation.search import Search
     from ..evaluation.settings import Setting
     from ..slots.method import ModelFacts
 
@@ -25,7 +37,7 @@ RESULT = "extend.json"
 
 def extend(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A model on the Hub or a directory.")],
+    model: Model,
     to: Annotated[
         str, typer.Option(help="Length to reach, in tokens (32k is 32,768); the trained length improves retrieval within it.")
     ],
@@ -52,15 +64,14 @@ def extend(
     copies. Exit status 1 if nothing stays within the tolerance.
     """
     from transformers import AutoConfig
-    from transformers.utils import logging
 
     from ..checks import device_of
-    from ..evaluation.extend import SEED, Search, plan_copies, temperature
     from ..evaluation.loading import OneModel, check_setting, load_tokenizer, own_precision, speaks
     from ..evaluation.rows import versions_line
+    from ..evaluation.search import SEED, Search, by_head, plan_copies
     from ..evaluation.settings import UNMODIFIED, Setting
+    from ..extension import temperature
 
-    logging.disable_progress_bar()  # ours is enough
     length = tokens(to)
     _check(out, purpose, tolerance)
     with refusing("--device"):
@@ -79,13 +90,20 @@ def extend(
         plan_copies(trained if length > trained else trained // 2, length)
     with refusing("--text"):
         ids = read_tokens(text, tokenizer, length)
-    rows = _rows(model, text, length, trained, chosen, out)
+    rows, load = _rows(model, text, length, trained, chosen, out), OneModel(model, chosen, device)
+
+    def heads(unmodified: Any) -> Setting:
+        leaky = next(s for name, s in search.settings.items() if name.startswith("leaky"))
+        found = by_head(unmodified, search.input_ids.to(unmodified.device), leaky, search.trained)
+        return dataclasses.replace(found, train_length=given)
+
     about = {"command": command_line(context), "versions": versions_line(), "seed": SEED}
-    pays = temperature(facts, length, purpose)
-    search = Search(ids, trained, rows, purpose, tolerance, about, pays, facts.rope_type == "default")
+    pays, plain = temperature(facts, length, purpose), facts.rope_type == "default"
+    measured = heads if trained >= 2048 and length > trained else None
+    search = Search(ids, trained, rows, load, purpose, tolerance, about, pays, plain, measured)
     search.settings = {name: dataclasses.replace(s, train_length=given) for name, s in search.settings.items()}
     _leave_out(search, model)
-    choice = _run(search, OneModel(model, chosen, device), given, out)
+    choice = _run(search, out)
     _conclude(search, choice)
     if out is not None:
         _save(search, choice, model, saved_in, tokenizer, out)
@@ -94,7 +112,8 @@ def extend(
 def _check(out: Path | None, purpose: str, tolerance: float) -> None:
     """What can be wrong with these options alone."""
     from ..checks import check_output
-    from ..evaluation.extend import check_purpose
+    from ..evaluation.plan import check_folder
+    from ..extension import check_purpose
 
     if not tolerance >= 0:
         raise typer.BadParameter(f"a cost in nats is 0 or more, not {tolerance:g}", param_hint="--tolerance")
@@ -103,8 +122,7 @@ def _check(out: Path | None, purpose: str, tolerance: float) -> None:
     if out is not None:
         with refusing("--out"):
             check_output(out)
-        if out.exists() and {p.name for p in out.iterdir()} - {RESULT}:
-            raise typer.BadParameter(f"{out} is not empty; nothing is overwritten", param_hint="--out")
+            check_folder(out, {RESULT, f"{RESULT}.lock"})
 
 
 def _trained(facts: ModelFacts, length: int) -> int:
@@ -121,9 +139,9 @@ def _unmeasured(
     model: str, length: int, purpose: str, given: int | None, dtype: str, tokenizer: Any, out: Path | None
 ) -> None:
     """Of a model without a language-model head no loss can be measured: what serves the purpose by rule, as in Python."""
-    from ..evaluation.extend import extend
     from ..evaluation.loading import load_setting
     from ..evaluation.settings import UNMODIFIED, Setting
+    from ..extension import extend
 
     loaded = load_setting(Setting(UNMODIFIED), model, dtype)
     kind = type(loaded).__name__
@@ -140,16 +158,17 @@ def _unmeasured(
 
 
 def _rows(model: str, text: Path, length: int, trained: int, dtype: str, out: Path | None) -> RowFile:
-    from ..evaluation.experiment import fingerprint
-    from ..evaluation.extend import SEED
+    from ..checks import read_text
+    from ..evaluation.experiment import fingerprint, of_text
     from ..evaluation.rows import RowFile
+    from ..evaluation.search import SEED
 
     protocol = {
         "model": fingerprint(model),
         "to": length,
         "trained": trained,
         "dtype": dtype,
-        "text": {text.name: sha256(text.read_bytes()).hexdigest()[:16]},
+        "text": {text.name: of_text(read_text(text))},
         "seed": SEED,
     }
     with refusing("--out"):
@@ -168,45 +187,24 @@ def _leave_out(search: Search, model: str) -> None:
             console.print(f"{name} is left out: {error}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _run(search: Search, load: Callable[[Setting], Any], given: int | None, out: Path | None) -> str:
+def _run(search: Search, out: Path | None) -> str:
     """The best setting's name."""
-    from ..checks import Refused
-    from ..evaluation.extend import by_head, tempered
-
-    def measured(unmodified: Any) -> Setting:
-        leaky = next(s for name, s in search.settings.items() if name.startswith("leaky"))
-        found = by_head(unmodified, search.input_ids.to(unmodified.device), leaky, search.trained)
-        return dataclasses.replace(found, train_length=given)
+    from ..evaluation.search import tempered
 
     probes = sum(not tempered(name) for name in search.settings)
     console.print(f"Probing {probes} candidates, then reading {search.to} tokens with the best.", highlight=False)
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    if run(search.experiment, out, _told, cells=search.cells(), total=search.work):
+        stop(search.experiment, out)
     try:
-        with Progress(*columns, console=console) as progress:
-            bar = progress.add_task("Extending", total=search.work)
-
-            def done(row: Row, new: bool) -> None:
-                progress.advance(bar, search.share(row))
-                _tell(row, new)
-
-            choice = search.run(load, done, measured if search.trained >= 2048 and search.to > search.trained else None)
-            progress.update(bar, completed=search.work)
-    except KeyboardInterrupt:
-        n = len(search.rows.all)
-        kept = "nothing is kept without --out" if out is None else f"{n} rows are kept, and the same command continues"
-        console.print(f"Interrupted; {kept}.")
-        raise typer.Exit(130) from None
-    except Refused:  # weights, which no row is measured of
-        raise
+        return search.choice()
     except ValueError as error:
         _show(search)
         console.print(str(error))
         raise typer.Exit(1) from None
-    return choice
 
 
 def _conclude(search: Search, choice: str) -> None:
-    from ..evaluation.extend import YARN
+    from ..evaluation.search import YARN
 
     _show(search)
     scores, purpose = search.scores(), search.purpose
@@ -251,17 +249,16 @@ def _write(winner: Any, model: str, tokenizer: Any, out: Path | None) -> None:
     console.print(f"Saved to {out}; load it with: {way}")
 
 
-def _tell(row: Row, new: bool) -> None:
+def _told(row: Row, new: bool) -> str:
     """One line of a row."""
     if "distance" in row:
         text, copying = (sum(row[k]) / len(row[k]) for k in ("text", "copy"))
-        what = f"probed {row['distance']} back: text {text:.2f}, copy {copying:.2f}"
+        what = f"text {text:.2f}, copy {copying:.2f}"
     else:
         copies = [x for x in row["copies"] if x is not None]
-        what = f"read {row['read']}: prose {row['within']:.3f} within"
+        what = f"read {row['read']}, prose {row['within']:.3f} within"
         what += "" if row["beyond"] is None else f", {row['beyond']:.3f} beyond; copies {sum(copies) / len(copies):.2f}"
-    time = f"{row['seconds']:.0f} s" if new else "kept"
-    console.print(f"{row['setting']}: {what} ({time})", highlight=False, markup=False)
+    return f"{what} ({row['seconds']:.0f} s)" if new else f"{what} (kept)"
 
 
 def _said(purpose: str) -> str:

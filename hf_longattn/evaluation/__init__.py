@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from .measures.losses import loss_by_position as loss_by_position
     from .measures.losses import prefix_of as prefix_of
     from .measures.losses import token_losses as token_losses
+    from .options import EvalOptions as EvalOptions
     from .plan import Plan as Plan
+    from .plan import evaluate as evaluate
     from .results import Results as Results
+    from .tasks.base import Task as Task
 
 _HOME = {
     "experiment": ("Cell", "Experiment"),
@@ -26,8 +29,10 @@ _HOME = {
     "measures.copies": ("PASSAGE", "Copy", "copy_losses", "far_copies", "with_copies"),
     "measures.heads": ("copying_heads",),
     "measures.losses": ("loss_by_position", "prefix_of", "token_losses"),
-    "plan": ("Plan",),
+    "options": ("EvalOptions",),
+    "plan": ("Plan", "evaluate"),
     "results": ("Results",),
+    "tasks.base": ("Task",),
 }
 
 __all__ = sorted(name for names in _HOME.values() for name in names)

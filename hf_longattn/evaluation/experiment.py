@@ -1,15 +1,20 @@
-"""An experiment: settings of a model, measured on texts, kept as rows that say how. An interrupted one goes on."""
+"""The one loop of all that is measured: cells in, rows out, each kept as soon as it is there. An interrupted one goes on."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tqdm.auto import tqdm
+from transformers.utils import logging
 
 from .processes import gathered, place
 from .rows import Row, RowFile
@@ -20,39 +25,30 @@ class Cell:
     """One row to measure.
 
     Args:
-        setting: what is loaded for it: a `Setting`, or anything with a name and to_dict().
-        key: what its row is found by, beside the setting's name; None stands for a column that the row lacks.
+        setting: what is loaded for it: a `Setting`, or anything with to_dict().
+        key: what its row is found by, the setting's name among it; None stands for a column that the row lacks.
         measure: from the loaded model (and the row of `by`) to what goes into the row, JSON-ready.
         depends: what the numbers depend on beside the setting, JSON-ready: part of the row's digest.
-        column: what the setting's name stands under in the row.
-        by: another cell of the experiment, whose row `measure` needs: it is measured before.
+        by: another cell of the experiment, which comes before and whose row `measure` needs.
+        work: its share of the progress bar.
     """
 
     setting: Any
     key: Mapping[str, Any]
     measure: Callable[..., Row]
     depends: Sequence[Any] = ()
-    column: str = "setting"
     by: Cell | None = None
-
-    @property
-    def columns(self) -> dict[str, Any]:
-        """What tells its row from all others."""
-        return {self.column: self.setting.name, **self.key}
+    work: int = 1
 
     @property
     def name(self) -> str:
-        return " | ".join(map(str, self.columns.values()))
+        return _name(self.key.values())
 
     @functools.cached_property
     def digest(self) -> str:
         """Equal ones measure the same, whatever the setting is called."""
         what = identity(self.setting)
         return digest([what, *self.depends] if self.depends else what)
-
-
-#: From a setting and the experiment's texts to the rows that are measured of them.
-Measure = Callable[[Any, Sequence[Any]], Iterable[Cell]]
 
 
 class Latest:
@@ -69,17 +65,14 @@ class Latest:
 
 
 class Experiment:
-    """Every setting under every measure of the texts; `run` measures the rows that are not there.
+    """Cells, and the rows that are there of them; `run` measures the others.
 
     Args:
-        settings: see `Cell`.
-        texts: as the measures want them.
-        measures: see `Measure`.
-        rows: where rows are kept; what all of them share is its protocol.
+        file: where rows are kept; what all of them share is its protocol.
         load: from a setting to its model.
+        columns: the keys of every cell.
+        cells: what is to be measured; default settings outermost, so that each is loaded once.
         about: put into every row: the command, versions.
-        done: told of every row when it is there, and whether it was measured now.
-        order: of the cells; default settings outermost, so that each is loaded once.
 
     Raises:
         ValueError: a row of the same key was measured of another setting, text or model.
@@ -87,30 +80,18 @@ class Experiment:
 
     def __init__(
         self,
-        settings: Iterable[Any],
-        texts: Sequence[Any],
-        measures: Sequence[Measure],
-        rows: RowFile,
+        file: RowFile,
         load: Callable[[Any], Any],
-        *,
+        columns: Sequence[str],
+        cells: Iterable[Cell] = (),
         about: Mapping[str, Any] | None = None,
-        done: Callable[[Row, bool], None] = lambda row, new: None,
-        order: Callable[[Cell], Any] | None = None,
     ) -> None:
-        self.file, self.about, self.done = rows, dict(about or {}), done
-        self.load = load if isinstance(load, Latest) else Latest(load)
-        cells = [cell for setting in settings for measure in measures for cell in measure(setting, texts)]
-        self.cells = cells if order is None else sorted(cells, key=order)
-        self.columns = list(dict.fromkeys(column for cell in cells for column in cell.columns))
+        self.file, self.load, self.columns, self.cells = file, Latest(load), columns, list(cells)
+        self.about = dict(about or {})
         #: By the names of their cells.
-        self.rows = {self.name_of(row): row for row in rows}
+        self.rows = {self.name_of(row): row for row in file}
         for cell in self.cells:
-            kept = self.rows.get(cell.name, {})
-            if "digest" in kept and kept["digest"] != cell.digest:
-                raise ValueError(
-                    f"{rows.path} holds a row {cell.name!r} of another setting, text or model; rows are not mixed: choose "
-                    "another folder, or another name for the setting"
-                )
+            self._has(cell)
 
     @property
     def protocol(self) -> dict[str, Any]:
@@ -119,44 +100,113 @@ class Experiment:
 
     def name_of(self, row: Row) -> str:
         """That of a row's cell."""
-        return " | ".join(str(row.get(column)) for column in self.columns)
+        return _name(row.get(column) for column in self.columns)
 
-    def run(self) -> list[Row]:
-        """The rows of all cells. What is missing is measured, and each is kept as soon as it is there.
+    def run(
+        self,
+        tell: Callable[[Row, bool], str] = lambda row, new: "",
+        cells: Iterable[Cell] | None = None,
+        total: int | None = None,
+    ) -> list[Row]:
+        """The rows of all cells, under one progress bar. What is missing is measured, and kept as soon as it is there.
 
-        Several processes (see `processes.together`) take the next ones in turn, and the first keeps what all have found.
+        Several processes (see `processes.together`) take the next cells in turn, and the first keeps what all have found.
+
+        Args:
+            tell: from a row, and whether it was measured now, to a line that is printed; "" for none.
+            cells: in place of the experiment's own. They may come from what was found before: each is asked for when the
+                row of the one before is there.
+            total: the work of all of them, where that is not known from a list.
         """
+        cells = self.cells if cells is None else cells
         rank, processes = place()
-        missing = [cell for cell in self.cells if cell.name not in self.rows]
-        for cell in self.cells:
-            if rank == 0 and cell.name in self.rows:
-                self.done(self.rows[cell.name], False)
-        needed = {cell.by.name for cell in self.cells if cell.by}
-        for part in ([c for c in missing if c.name in needed], [c for c in missing if c.name not in needed]):
-            for n in range(0, len(part), processes):
-                turn = part[n : n + processes]
+        done: list[Cell] = []
+        turn: list[Cell] = []
+        with contextlib.ExitStack() as held:
+            if rank == 0:
+                held.enter_context(self.file.alone())
+            held.enter_context(_own_bar_alone())
+            total = sum(cell.work for cell in self.cells) if total is None else total
+            seen = rank == 0 and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+            bar = held.enter_context(tqdm(total=total, disable=not seen, bar_format=BAR))
+
+            def told(cell: Cell, new: bool) -> None:
+                done.append(cell)
+                bar.update(cell.work)
+                if rank == 0 and (line := tell(self.rows[cell.name], new)):
+                    bar.write(f"{cell.name}: {line}")
+
+            def measured() -> None:
                 row = self._measured(turn[rank]) if rank < len(turn) else None
                 for cell, found in zip(turn, gathered(row), strict=False):
                     self.rows[cell.name] = found
                     if rank == 0:
                         self.file.put(found)
-                        self.done(found, True)
-        return [self.rows[cell.name] for cell in self.cells]
+                    told(cell, True)
+                turn.clear()
+
+            for cell in cells:
+                if self._has(cell):
+                    told(cell, False)
+                    continue
+                if turn and cell.by is not None and not self._has(cell.by):
+                    measured()
+                bar.set_description_str(cell.name)
+                turn.append(cell)
+                if len(turn) == processes:
+                    measured()
+            if turn:
+                measured()
+        return [self.rows[cell.name] for cell in done]
+
+    def _has(self, cell: Cell) -> bool:
+        """Whether a cell's row is there; ValueError if it is another's."""
+        row = self.rows.get(cell.name)
+        if row is not None and "digest" in row and row["digest"] != cell.digest:
+            raise ValueError(
+                f"{self.file.path} holds a row {cell.name!r} of another setting, text or model; rows are not mixed: choose "
+                "another folder, or another name for the setting"
+            )
+        return row is not None
 
     def _measured(self, cell: Cell) -> Row:
         model = self.load(cell.setting)
         wall, cpu = time.monotonic(), time.process_time()
         dtype = {"dtype": str(model.dtype).removeprefix("torch.")} if hasattr(model, "dtype") else {}
         by = [self.rows[cell.by.name]] if cell.by else []
-        row = {**cell.columns, **dtype, **cell.measure(model, *by)}
+        row = {**cell.key, **dtype, **cell.measure(model, *by)}
         row |= {"what": cell.setting.to_dict(), "digest": cell.digest}
         row |= {"seconds": round(time.monotonic() - wall, 2), "cpu_seconds": round(time.process_time() - cpu, 2)}
         return {k: v for k, v in (row | self.about).items() if v is not None or k not in cell.key}
 
 
+def _name(values: Iterable[Any]) -> str:
+    return " | ".join(str(value) for value in values if value is not None)
+
+
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
+
+
+@contextlib.contextmanager
+def _own_bar_alone() -> Iterator[None]:
+    """While open, transformers shows no bars of its own."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def digest(value: Any) -> str:
     """Twelve hexadecimal digits that change with any part of a JSON-ready value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def of_text(content: str, digits: int = 16) -> str:
+    """The first digits of a text's SHA-256."""
+    return hashlib.sha256(content.encode()).hexdigest()[:digits]
 
 
 def identity(setting: Any) -> Any:
@@ -165,8 +215,11 @@ def identity(setting: Any) -> Any:
     return setting.to_dict() | {"weights": [fingerprint(path) for path in folders if path is not None]}
 
 
-def fingerprint(model: str) -> str:
-    """What tells checkpoints apart: a Hub name as it is; of a directory a digest of its config and weights, read whole."""
+def fingerprint(model: Any) -> str:
+    """What tells checkpoints apart: a Hub name as it is; of a directory a digest of its config and weights, read whole. Of a
+    loaded model the name that it was loaded by."""
+    if not isinstance(model, str):
+        return f"{model.name_or_path or type(model).__name__}, loaded"
     folder = Path(model)
     if not folder.is_dir():
         return model

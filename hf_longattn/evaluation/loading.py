@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import logging
@@ -22,7 +23,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, modeling_u
 from ..attention.kernels.precision import multiplies_fast
 from ..checks import Refused, check_dtype, check_finite, check_model, read_text
 from ..config import LongAttnConfig
-from ..integration import apply, config_of, rope
+from ..integration import apply, config_of, remove, rope
 from ..integration.classes import kinds_of, own_class
 from ..integration.lengths import announce_beside
 from ..integration.model import knowing, running
@@ -41,6 +42,11 @@ COMPANIONS: tuple[str, ...] = (
     "chat_template.json",
 )
 COMPANIONS += ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+
+
+def config_from(model: Any) -> Any:
+    """The config of a checkpoint, or a copy of a loaded model's."""
+    return AutoConfig.from_pretrained(model) if isinstance(model, str) else copy.deepcopy(model.config)
 
 
 def precision_of(model: str, dtype: str = "auto", device: str = "cpu") -> str:
@@ -277,29 +283,44 @@ def load_setting(
 class OneModel:
     """Loads settings of one checkpoint: the same model under method after method, the checkpoint's own beside each. Settings
     of the rotation, or with other weights, get a model of their own.
+
+    Args:
+        model: a checkpoint; or a loaded model, which `put_back` leaves as it was, and which is asked for methods alone.
     """
 
-    def __init__(self, model: str, dtype: str = "auto", device: str = "cpu") -> None:
+    def __init__(self, model: Any, dtype: str = "auto", device: str = "cpu") -> None:
         self.model, self.dtype, self.device = model, dtype, device
         self.loaded: Any = None
-        self.own = LongAttnConfig()
+        if not isinstance(model, str):
+            self._take(model)
 
     def __call__(self, setting: Setting) -> Any:
         if setting.rope is not None or setting.adapter is not None or setting.model is not None:
             return load_setting(setting, self.model, self.dtype, self.device)
         if self.loaded is None:
-            self.loaded = load_setting(Setting(UNMODIFIED), self.model, self.dtype, self.device)
-            self.own = beside_own(self.loaded, LongAttnConfig())
+            self._take(load_setting(Setting(UNMODIFIED), self.model, self.dtype, self.device))
         if setting.config is None:
-            return self.loaded
+            return self.put_back()
         with knowing():
             return apply(self.loaded, filled(setting.config, self.own))
 
+    def _take(self, model: Any) -> None:
+        self.loaded = model
+        self.before, self.own = running(model), beside_own(model, LongAttnConfig())
 
-def check_setting(setting: Setting, model: str, head: bool = True) -> ModelFacts:
+    def put_back(self) -> Any:
+        """The model as it was."""
+        if running(self.loaded) != self.before:
+            with knowing():
+                return remove(self.loaded) if self.before is None else apply(self.loaded, self.before)
+        return self.loaded
+
+
+def check_setting(setting: Setting, model: Any, head: bool = True) -> ModelFacts:
     """Everything that can be wrong with a setting on a model, found on its config alone, before any weights are read.
 
     Args:
+        model: a checkpoint, or a loaded model.
         head: whether losses or answers will be measured, which takes a language-model head.
 
     Returns:
@@ -310,11 +331,15 @@ def check_setting(setting: Setting, model: str, head: bool = True) -> ModelFacts
 
     Warns of an adapter that no word about attention comes with.
     """
-    check_model(setting.model or model)
+    source = setting.model or model
+    if isinstance(source, str):
+        check_model(source)
+    elif setting.rope is not None or setting.adapter is not None:
+        raise ValueError(f"setting {setting.name!r}: a loaded model is measured under methods alone; give its name or folder")
     if setting.adapter is not None:
         check_model(setting.adapter, adapter=True)
-    config = _edited_config(setting, setting.model or model)
-    check_reads(config, setting.model or model, head)
+    config = _edited_config(setting, source)
+    check_reads(config, source if isinstance(source, str) else "the model", head)
     try:
         empty = build(config)
         if setting.adapter is not None:
@@ -348,9 +373,9 @@ def filled(asked: LongAttnConfig, own: LongAttnConfig) -> LongAttnConfig:
     return dataclasses.replace(asked, **kept, trained=own.trained if "train_length" in kept else asked.trained)
 
 
-def own_method(model: str) -> str | None:
-    """The method that a checkpoint records in its config, by name."""
-    text = AutoConfig.from_pretrained(model).get_text_config()
+def own_method(model: Any) -> str | None:
+    """The method that a checkpoint records in its config, or that a loaded model runs, by name."""
+    text = config_from(model).get_text_config()
     return short(text._attn_implementation) if is_ours(text._attn_implementation) else None
 
 
@@ -378,22 +403,23 @@ def _merged(adapted: Any, adapter: str) -> Any:
         ) from None
 
 
-def check_lengths(model: str, lengths: Sequence[int]) -> None:
+def check_lengths(model: Any, lengths: Sequence[int]) -> None:
     """Raise ValueError if a length lies beyond a model's learned position table, which no method can extend."""
-    text = AutoConfig.from_pretrained(model).get_text_config()
+    text = config_from(model).get_text_config()
     size = getattr(text, "max_position_embeddings", None)
     learned = not getattr(text, "rope_parameters", None) and not getattr(text, "alibi", False)
     if learned and size is not None and max(lengths) > size:
+        named = model if isinstance(model, str) else "the model"
         raise ValueError(
-            f"{model} learned its positions and ends at {size} tokens; {max(lengths)} cannot be read under any method: "
+            f"{named} learned its positions and ends at {size} tokens; {max(lengths)} cannot be read under any method: "
             "shorten the lengths, or use a model with rotary positions"
         )
 
 
-def _edited_config(setting: Setting, source: str) -> Any:
+def _edited_config(setting: Setting, source: Any) -> Any:
     if setting.adapter is not None and (Path(setting.adapter) / "config.json").exists():
         source = setting.adapter
-    config = AutoConfig.from_pretrained(source)
+    config = config_from(source)
     if setting.rope is not None:
         edit_rope(config, setting.rope, setting.train_length)
     return config

@@ -10,12 +10,12 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from ..extension import extend, own_window
 from ..integration import remove
 from ..integration.layers import candidates_of, language_config
 from ..integration.state import plan_of
 from ..integration.trained import Trained, trained
 from ..slots.method import Method
-from .extend import extend, own_window
 from .miniature import miniature
 
 #: How many times the trained length.

@@ -1,152 +1,74 @@
-"""The rows of an evaluation, read: losses, answers and differences from the unmodified model."""
+"""What `evaluate` and the commands give: rows as tables, curves and a page."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from .rows import Row
-from .settings import UNMODIFIED
-from .statistics import mean_interval, mean_of
+from .readings import Readings
+from .report import Figure, Section, Table, html, table_html, write_report
+from .tasks import task_of
+from .tasks.answers import effective
+from .verdict import headline, of_fewer, verdict
 
-LOSS, COPIES, LONG_PPL = "loss", "copies", "long_ppl"
-#: Tasks that read the documents; all others make texts of their own.
-ON_DOCUMENTS = (LOSS, COPIES, LONG_PPL)
-#: Positions over which losses are averaged before they are stored.
-BIN = 512
-
-#: A mean over documents and the half-width of its interval.
-Interval = tuple[float, float]
-#: From a setting to its values by document.
-Measured = Callable[[str], Mapping[str, float]]
+#: Of tasks on the page; effective lengths come third, behind all tasks that have no place here.
+PLACES = {"loss": 0, "long_ppl": 1, "probe": 4, "attention": 5}
 
 
-@dataclass(frozen=True)
-class Results:
-    """Finished rows, and what is needed to read them.
+class Results(Readings):
+    """Finished rows, and all that they say. A notebook shows the tables that say most, `print` too."""
 
-    Args:
-        settings: names, in the order of tables and curves.
-        targets, bos, prefix: of the protocol; near and evaluator of `long_ppl`'s.
-        keep: the share of its score near that a task may not fall below, for effective lengths.
-    """
+    def to_pandas(self) -> Any:
+        """The rows as a DataFrame; lists and mappings stay in their cells."""
+        try:
+            import pandas  # type: ignore[import-untyped, unused-ignore]
+        except ImportError:
+            raise ImportError("rows as a DataFrame need pandas: pip install pandas") from None
+        return pandas.DataFrame(list(self.rows))
 
-    rows: Sequence[Row]
-    settings: Sequence[str]
-    targets: int
-    bos: bool
-    train_length: int | None
-    prefix: str | None = None
-    near: int = 4096
-    evaluator: str = UNMODIFIED
-    keep: float = 0.85
+    def sections(self) -> list[Section]:
+        """All that is known, as a page tells it: the verdict, and what every task says of its rows."""
+        if (whole := self.complete()) is not self:
+            first, *others = whole.sections()
+            return [dataclasses.replace(first, tables=[*first.tables, of_fewer(self)]), *others]
+        told = [(PLACES.get(name, 2), s) for name in self.all_tasks for s in task_of(name).sections(self, name)]
+        told += [(3, section) for section in effective(self)]
+        return [*verdict(self), *(section for _, section in sorted(told, key=lambda x: x[0]))]
 
-    @functools.cached_property
-    def lengths(self) -> list[int]:
-        """Those at which losses were measured."""
-        return sorted({r["length"] for r in self.rows if r["task"] == LOSS})
+    def tables(self) -> list[Table]:
+        """The tables that say most."""
+        return [t for s in self.sections() for t in s.tables if t.brief]
 
-    def losses(self, setting: str, length: int) -> dict[str, float]:
-        """By document."""
-        return {r["which"]: r["loss"] for r in self.of(setting, LOSS, length)}
+    def plot(self) -> Figure:
+        """The first of the page's curves, which a notebook shows: loss by length, where losses were measured at several.
 
-    def bins(self, setting: str) -> dict[str, list[float]]:
-        """By document, from the longest window."""
-        return {r["which"]: r["bins"] for r in self.of(setting, LOSS) if "bins" in r}
+        Raises:
+            ValueError: there is nothing to draw.
+        """
+        if (figure := next((f for s in self.sections() for f in s.figures), None)) is None:
+            raise ValueError("there is nothing to draw: measure more than one length, or another task")
+        return figure
 
-    def of(self, setting: str, task: str, length: int | None = None) -> Iterable[Row]:
-        return (r for r in self.rows if r["setting"] == setting and r["task"] == task and length in (None, r["length"]))
+    def page(self, title: str = "Evaluation") -> str:
+        """The report as HTML that needs nothing else."""
+        return html(title, self.headline(), self.sections(), self.facts)
 
-    def of_all(self, length: int, by_document: Mapping[str, Any]) -> list[Any]:
-        """Those of the documents that every setting has read at a length: after an interruption some have read fewer."""
-        common = self.common(LOSS, length)
-        return [value for document, value in by_document.items() if document in common]
+    def write(self, folder: Path, title: str = "Evaluation") -> Path:
+        """Write the report: index.html, the same in report.json, and figures/; returns the page."""
+        return write_report(folder, title, self.headline(), self.sections(), self.facts)
 
-    def common(self, task: str, length: int) -> set[str]:
-        read = [found for s in self.settings if (found := {r["which"] for r in self.of(s, task, length)})]
-        return set.intersection(*read) if read else set()
+    def headline(self) -> str:
+        """What a reader in a hurry takes away."""
+        if self.own is None:
+            return headline(self)
+        return (
+            f"The checkpoint itself runs {self.own}: “unmodified” is the model as it was saved, and other settings keep "
+            f"{self.own} in the slots that they leave free.\n\n{headline(self)}"
+        )
 
-    def paired(self, task: str, setting: str, length: int, measured: Measured) -> Interval | None:
-        """Of a setting minus the unmodified model, over the documents or samples that every setting has read."""
-        mine, base = measured(setting), measured(UNMODIFIED)
-        differences = [mine[d] - base[d] for d in mine if d in base and d in self.common(task, length)]
-        return mean_interval(differences) if differences else None
+    def __str__(self) -> str:
+        return "\n\n".join(t.markdown() for t in self.tables())
 
-    def difference(self, setting: str, length: int) -> Interval | None:
-        """Mean over common documents of this setting's loss minus the unmodified model's, and its interval's half-width."""
-        return self.paired(LOSS, setting, length, lambda s: self.losses(s, length))
-
-    def answers(self, setting: str, task: str, length: int) -> dict[str, float]:
-        """Loss on the answers of a task, nats per token, by document or sample."""
-        rows = ((r["which"], r["answers"]) for r in self.of(setting, task, length))
-        return {which: -math.fsum(a["log_likelihood"] / a["tokens"] for a in found) / len(found) for which, found in rows}
-
-    def key_rows(self, setting: str, length: int) -> list[Row]:
-        """Those of `long_ppl`, of the documents that have key tokens and that every setting has read."""
-        common = self.common(LONG_PPL, length)
-        return [r for r in self.of(setting, LONG_PPL, length) if r["which"] in common and r["key_tokens"]]
-
-    def bucket_difference(self, setting: str, first: int, last: int) -> float | None:
-        mine, base = self.bins(setting), self.bins(UNMODIFIED)
-        common = [over(mine[d], first, last) - over(base[d], first, last) for d in mine if d in base]
-        return mean_interval(common)[0] if common else None
-
-    @property
-    def documents(self) -> list[str]:
-        return list(dict.fromkeys(r["which"] for r in self.rows if r["task"] in (LOSS, LONG_PPL)))
-
-    def command(self, *tasks: str) -> str:
-        """What made the rows of these tasks; of all, if none is named."""
-        return "\n".join(dict.fromkeys(r.get("command", "") for r in self.rows if not tasks or r["task"] in tasks)).strip()
-
-    @property
-    def tasks(self) -> list[str]:
-        return list(dict.fromkeys(r["task"] for r in self.rows if "answers" in r))
-
-    @property
-    def within(self) -> list[int]:
-        """The lengths that do not go beyond the trained one; all, if that is not known."""
-        return [n for n in self.lengths if self.train_length is None or n <= self.train_length]
-
-    def complete(self) -> Results:
-        """The settings that have read every document at every length, where these are some and not all."""
-        read = {s: {(r["task"], r["length"], r["which"]) for r in self.of_documents(s)} for s in self.settings}
-        full = [s for s in self.settings if read[s] == set.union(*read.values())]
-        if UNMODIFIED not in full or not 1 < len(full) < len(self.settings):
-            return self
-        return dataclasses.replace(self, rows=[r for r in self.rows if r["setting"] in full], settings=full)
-
-    def of_documents(self, setting: str) -> Iterable[Row]:
-        return (r for r in self.rows if r["setting"] == setting and r["task"] in ON_DOCUMENTS)
-
-    def score(self, setting: str, task: str, length: int) -> float | None:
-        """The probability of an answer's token, its geometric mean over all answers of a task at a length."""
-        found = [a for r in self.of(setting, task, length) for a in r["answers"]]
-        mean = mean_of([a["log_likelihood"] / a["tokens"] for a in found])
-        return None if mean is None else math.exp(mean)
-
-    def effective_length(self, setting: str, task: str) -> int | None:
-        """The longest measured length up to which a task keeps the share `keep` of the unmodified model's score at the
-        shortest length; 0 if already the shortest does not, None if there is nothing to compare with."""
-        lengths = sorted({r["length"] for r in self.rows if r["task"] == task})
-        near = self.score(UNMODIFIED, task, lengths[0]) if lengths else None
-        if near is None or self.score(setting, task, lengths[0]) is None:
-            return None
-        kept = 0
-        for length in lengths:
-            score = self.score(setting, task, length)
-            if score is None or score < self.keep * near:
-                break
-            kept = length
-        return kept
-
-
-def over(bins: Sequence[float], first: int, last: int) -> float:
-    """The mean loss at positions [first, last) from bins of BIN positions, the first token left out."""
-    chosen = range(first // BIN, math.ceil(last / BIN))
-    weights = [min((i + 1) * BIN, last) - i * BIN - (i == 0) for i in chosen]
-    return math.fsum(bins[i] * w for i, w in zip(chosen, weights, strict=True)) / sum(weights)
+    def _repr_html_(self) -> str:
+        return "\n".join(map(table_html, self.tables()))

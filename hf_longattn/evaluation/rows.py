@@ -16,18 +16,11 @@ Row = dict[str, Any]
 PROTOCOL = "protocol.json"
 
 
-def refuse_mixing(where: Path | str, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming what differs, if rows were measured by one protocol and more are to come by another."""
-    if changed := sorted(k for k in there.keys() & now.keys() if there[k] != now[k]):
-        message = "; ".join(f"{k}: {there[k]!r} there, {now[k]!r} now" for k in changed)
-        raise ValueError(f"{where} holds rows of another protocol ({message}); rows are not mixed: choose another folder")
-
-
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str | bytes) -> None:
     """Write a file, all or nothing; its folder is made if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_bytes(text.encode() if isinstance(text, str) else text)
     os.replace(partial, path)
 
 
@@ -36,7 +29,6 @@ class RowFile:
 
     Args:
         path: None keeps them in memory alone.
-        unsaid: what the protocol of rows that do not say it had for these keys.
         head: a mapping `protocol` among it must be the file's, whose further keys it gets; that of JSON lines is kept beside
             them, in protocol.json.
 
@@ -45,8 +37,8 @@ class RowFile:
             is left out, to be measured again.
     """
 
-    def __init__(self, path: Path | None, unsaid: Mapping[str, Any] | None = None, **head: Any) -> None:
-        self.path, self.unsaid, self.head = path, unsaid or {}, head
+    def __init__(self, path: Path | None, **head: Any) -> None:
+        self.path, self.head = path, head
         self.all: list[Row] = []
         self.all = self._read()
 
@@ -72,16 +64,46 @@ class RowFile:
             text = f"{{{text}}}\n"
         write_whole(self.path, text)
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While open, no other process measures into the file; Refused if one does. Without it both would measure all."""
+        from filelock import FileLock, Timeout  # torch and huggingface_hub need it too
+
+        from ..checks import Refused
+
+        if self.path is None:
+            yield
+            return
+        lock = self.path.with_name(self.path.name + ".lock")
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(lock, timeout=0):
+                try:
+                    yield
+                finally:
+                    lock.unlink(missing_ok=True)
+                    if not any(lock.parent.iterdir()):  # nothing was measured
+                        lock.parent.rmdir()
+        except Timeout:
+            raise Refused(
+                f"another command is measuring into {self.path.parent}: wait for it, or choose another folder"
+            ) from None
+
     def _protocol(self) -> dict[str, Any]:
         """That beside JSON lines."""
         file = self.path and self.path.with_name(PROTOCOL)
         return dict(json.loads(file.read_text(encoding="utf-8"))) if file and file.exists() else {}
 
     def _agree(self, there: Mapping[str, Any]) -> None:
-        """Refuse rows of another protocol, and take over what theirs says beside."""
-        if self.path is not None and there and isinstance(now := self.head.get("protocol"), Mapping):
-            refuse_mixing(self.path, {**self.unsaid, **there}, {**self.unsaid, **now})
-            self.head["protocol"] = {**there, **now}
+        """Refuse rows of another protocol, naming what differs, and take over what theirs says beside."""
+        if self.path is None or not there or not isinstance(now := self.head.get("protocol"), Mapping):
+            return
+        if changed := sorted(k for k in there.keys() & now.keys() if there[k] != now[k]):
+            message = "; ".join(f"{k}: {there[k]!r} there, {now[k]!r} now" for k in changed)
+            raise ValueError(
+                f"{self.path} holds rows of another protocol ({message}); rows are not mixed: choose another folder"
+            )
+        self.head["protocol"] = {**there, **now}
 
     def _read(self) -> list[Row]:
         if self.path is None or not self.path.exists():

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
-from .results import COPIES, Interval, Results
+from .readings import COPIES, Interval, Readings
+from .report import Section, Table
 from .settings import UNMODIFIED
 from .statistics import TOLERANCE
 
 
-def judged(results: Results, setting: str) -> list[tuple[str, int, Interval | None]]:
+def verdict(results: Readings) -> list[Section]:
+    """The settings, best first, if there is something to choose between."""
+    if len(ranking := ranked(results)) < 2:
+        return []
+    heads = [text for text, _, _ in judged(results, UNMODIFIED)]
+    rows, tones = [], []
+    for s in ranking:
+        about = [(sign, found) for _, sign, found in judged(results, s) if found]
+        rows.append([s, *("0" if s == UNMODIFIED else signed(found) for _, found in about)])
+        tones.append([0, *(tone(sign, found) for sign, found in about)])
+    open_ = [s for s in results.settings if s not in ranking]
+    text = (
+        "Differences from the unmodified model in nats per token, paired by document, ± 95 % interval. A cost above zero "
+        f"is harm, a gain above zero is good. First comes what gains and costs at most {TOLERANCE}, then what gains more "
+        "than it costs, each by the mean of its gains. Neighbours may differ by chance alone."
+    )
+    note = f"Blue is better and orange worse, by more than chance and by more than {TOLERANCE}."
+    note += f" Not measured in full yet: {', '.join(open_)}." if open_ else ""
+    return [Section("Verdict", text, [Table("Best first", ["setting", *heads], rows, note=note, tones=tones, brief=True)])]
+
+
+def of_fewer(results: Readings) -> Table:
+    """The verdict over the documents that all settings have read, where some have read fewer than others."""
+    read = [{r["which"] for r in results.of_documents(s)} for s in results.settings]
+    common = set.intersection(*(found for found in read if found))
+    result = dataclasses.replace(results, rows=[r for r in results.rows if r["which"] in common])
+    title = f"All settings, on {' and '.join(d for d in results.documents if d in common)} alone"
+    return dataclasses.replace(verdict(result)[0].tables[0], title=title, brief=False)
+
+
+def judged(results: Readings, setting: str) -> list[tuple[str, int, Interval | None]]:
     """What the verdict is about: its name, the sign of what is good, and the difference from the unmodified model."""
     out: list[tuple[str, int, Interval | None]] = []
     if results.within:
@@ -24,7 +56,7 @@ def judged(results: Results, setting: str) -> list[tuple[str, int, Interval | No
     return out
 
 
-def ranked(results: Results) -> list[str]:
+def ranked(results: Readings) -> list[str]:
     """The settings that are measured in all that the verdict is about, best first.
 
     First what gains and costs at most TOLERANCE within the trained length, then what gains more than it costs, then the
@@ -45,8 +77,10 @@ def ranked(results: Results) -> list[str]:
     return sorted(whole, key=place)
 
 
-def summary(results: Results) -> str:
+def summary(results: Readings) -> str:
     """Whether something helps at the longest length, and what it costs within the trained one."""
+    if not results.lengths and not results.tasks:
+        return ""
     if not results.lengths:
         return "No losses were measured; what each setting costs on short text is not known from this page."
     longest, others = results.lengths[-1], [s for s in results.settings if s != UNMODIFIED]
@@ -77,7 +111,7 @@ def summary(results: Results) -> str:
     return " ".join(sentences)
 
 
-def headline(results: Results) -> str:
+def headline(results: Readings) -> str:
     """Which setting to take, with its price; the summary where none is better than the unmodified model."""
     if (whole := results.complete()) is not results:
         return headline(whole)
@@ -89,7 +123,7 @@ def headline(results: Results) -> str:
     return f"Take {first}. In nats per token, against the unmodified model: {'; '.join(against)}.{after}"
 
 
-def equal(results: Results, setting: str) -> bool:
+def equal(results: Readings, setting: str) -> bool:
     """Whether a setting's losses are the unmodified model's, to the digits that are shown: mostly so by design."""
     base = {n: results.losses(UNMODIFIED, n) for n in results.lengths}
     return all(abs(x - base[n].get(d, x)) < 0.0005 for n in base for d, x in results.losses(setting, n).items())

@@ -9,8 +9,9 @@ from typing import Any
 
 import yaml
 
+from hf_longattn.evaluation.report import markdown
 from hf_longattn.evaluation.rows import RowFile
-from lab.markdown import Contents, table
+from lab.markdown import Contents
 from lab.papers.experiment import LISTED
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +66,7 @@ def coverage(_: str) -> str:
         for item in paper["items"]:
             where = f" ([page]({item['page']}))" if "page" in item else ""
             body.append([f"{item['item']}: {item['about']}", run(item), item.get("found", "–") + where])
-    return table(["the paper's", "run here", "agrees?"], body)
+    return markdown(["the paper's", "run here", "agrees?"], body)
 
 
 def contents() -> Contents:

@@ -10,11 +10,12 @@ from typing import Any
 
 import yaml
 
+from hf_longattn.evaluation.report import markdown
 from hf_longattn.evaluation.report.figures import curves
 from hf_longattn.evaluation.rows import Row, RowFile
 from hf_longattn.evaluation.statistics import mean_interval
 from hf_longattn.training import POSITIONS
-from lab.markdown import Contents, table
+from lab.markdown import Contents
 from lab.papers import paper
 from lab.papers.algorithms import TASKS
 from lab.papers.conversion import (
@@ -221,7 +222,7 @@ def max_retrieval(rows: list[Row]) -> Parts:
     lines = {f"paper, {name}": points(paper.SIZES, values) for name, values in theirs.items()}
     for name, values in zip(("baseline", "adaptive", "adaptive refitted"), ours.values(), strict=True):
         lines[f"ours, {name}"] = points(paper.SIZES, [100 * x for x in means(values)])
-    yield table(ITEMS, body)
+    yield markdown(ITEMS, body)
     yield about(rows)
     drawn = {"lines": lines, "ylabel": "accuracy (%)", "limits": (0, 100)} | BY_ITEMS
     yield Picture("max_retrieval.png", "Accuracy by size", drawn)
@@ -249,7 +250,7 @@ def normed(
         compared = {r["seed"] for r in rows if r["variant"] in norms[1:]}  # a baseline alone says nothing of a norm
         rows = [r for r in rows if r["seed"] in compared]
         body, lines = accuracies(rows, norms, published)
-        yield table(
+        yield markdown(
             ITEMS, [*body, *norm_gains(rows, norms, published, gained or {}), *largest(rows, {n: NORMED[n] for n in norms})]
         )
         if file:
@@ -259,7 +260,7 @@ def normed(
                 for key, what in (("deviation", "across sets"), ("spread", "across features"))
             }
             spread = [[label, *fixed(values, 3)] for label, values in deviation.items()]
-            yield table(["standard deviation of outputs at items", *ITEMS[1:]], spread)
+            yield markdown(["standard deviation of outputs at items", *ITEMS[1:]], spread)
         yield about(rows)
         if file:
             yield Picture(
@@ -332,7 +333,7 @@ def decayed(rows: list[Row], others: list[Row]) -> Parts:
     ):
         if gained := gains(first, second):
             body.append([label, *spans(gained, 1, times=100), str(len(first.keys() & second.keys()))])
-    yield table([*ITEMS, "seeds"], [*body, *largest(rows, names, seeds=True)])
+    yield markdown([*ITEMS, "seeds"], [*body, *largest(rows, names, seeds=True)])
     yield about(rows)
 
 
@@ -352,7 +353,7 @@ def decayed_longer(rows: list[Row], others: list[Row]) -> Parts:
         plain, adaptive = (series(found, "baseline", kind, "accuracy") for kind in TEMPERED)
         body.append([f"baseline, {name}", *percent(means(plain))])
         gained.append([f"gain of adaptive θ, {name}", *spans(gains(adaptive, plain), 1, times=100)])
-    yield table(ITEMS, [*body, *gained, *largest(rows, {"baseline": "L2 term"})])
+    yield markdown(ITEMS, [*body, *gained, *largest(rows, {"baseline": "L2 term"})])
     yield about(rows)
 
 
@@ -366,7 +367,7 @@ def sharpening(rows: list[Row]) -> Parts:
         for what, label, last in ((1, "δ", norm), (2, "bound", "")):
             values = [over_seeds(rows, variant, lambda m, n=n, w=what: m["spread"][n][w]) for n in range(len(steps))]
             body.append([f"{LISTS['decayed'][variant]}, {label}", *fixed(values, 1), last])
-    yield table(["after steps", *map(str, steps), "norm of all weights"], body)
+    yield markdown(["after steps", *map(str, steps), "norm of all weights"], body)
 
 
 # lengths and needles --------------------------------------------------------------------------------------------------
@@ -392,7 +393,7 @@ def by_length(
         intervals = [mean_interval(column) for column in zip(*values.values(), strict=True)]
         body.append([labelled_end(variant), *theirs, *spans(intervals, digits, "")])
         lines[labelled_end(variant).replace("`", "")] = points(lengths, means(values))
-    yield table(["", *(f"paper, {n}" for n in paper.LENGTHS), *(f"ours, {n:,}" for n in lengths)], body)
+    yield markdown(["", *(f"paper, {n}" for n in paper.LENGTHS), *(f"ours, {n:,}" for n in lengths)], body)
     yield about(rows)
     yield Picture(file, f"{ylabel} by length", {"lines": lines, "xlabel": "length (bytes)", "ylabel": ylabel, "log_x": True})
 
@@ -410,14 +411,14 @@ def taus(rows: list[Row]) -> Parts:
         raise NotRun
     seeds = of_all(list(found.values()))
     body = [[f"{tau:g}", *fixed(means(v, seeds), 3)] for tau, v in found.items()]
-    yield table(["τ", *(f"loss at {n:,}" for n in lengths_of(rows))], body)
+    yield markdown(["τ", *(f"loss at {n:,}" for n in lengths_of(rows))], body)
 
 
 @section("needles", "needles")
 def needles(rows: list[Row]) -> Parts:
     yield from by_length(rows, "accuracy", paper.NEEDLES, 2, "accuracy", "needles.png")
     body = [[f"`{v}`", *fixed(means(series(rows, v, "loss")), 3)] for v in there(rows, POSITIONS)]
-    yield table(["loss of the answer (nats a byte) at", *(f"{n:,}" for n in lengths_of(rows))], body)
+    yield markdown(["loss of the answer (nats a byte) at", *(f"{n:,}" for n in lengths_of(rows))], body)
 
 
 @section("needles-pretrained", "needles-pretrained")
@@ -427,7 +428,7 @@ def needles_pretrained(rows: list[Row]) -> Parts:
         accuracy, loss = (means(series(rows, variant, key)) for key in ("accuracy", "loss"))
         body.append([f"`{variant}`" if METHODS[variant] != "null" else variant, *fixed(accuracy, 2), *fixed(loss, 3)])
     lengths = [f"{n:,}" for n in lengths_of(rows)]
-    yield table(["", *(f"accuracy at {n}" for n in lengths), *(f"loss of the answer at {n}" for n in lengths)], body)
+    yield markdown(["", *(f"accuracy at {n}" for n in lengths), *(f"loss of the answer at {n}" for n in lengths)], body)
     yield about(rows)
 
 
@@ -444,7 +445,7 @@ def needles_beyond(rows: list[Row]) -> Parts:
             [named(v), *fixed([x for key in ("accuracy", "loss") for x in means(series(rows, v, stage, key), seeds)], 2)]
             for v in variants
         ]
-        yield table([f"trained {when}", *(f"accuracy at {n}" for n in sizes), *(f"loss at {n}" for n in sizes)], body)
+        yield markdown([f"trained {when}", *(f"accuracy at {n}" for n in sizes), *(f"loss at {n}" for n in sizes)], body)
     yield f"Seeds {', '.join(map(str, sorted(seeds)))}. {about(rows)}"
     body = []
     for stage, when in STAGES.items():
@@ -452,7 +453,7 @@ def needles_beyond(rows: list[Row]) -> Parts:
             a, b = (series(rows, variant, stage, "loss") for variant in (first, second))
             if found := gains(a, b):
                 body.append([f"{named(first)} less {named(second)}, {when}", *spans(found, 2), str(len(a.keys() & b.keys()))])
-    yield table(["difference of loss", *(f"at {n}" for n in sizes), "seeds"], body)
+    yield markdown(["difference of loss", *(f"at {n}" for n in sizes), "seeds"], body)
 
 
 @section("attention-by-length", "attention-by-length")
@@ -467,9 +468,9 @@ def attention(rows: list[Row]) -> Parts:
         return [[f"{label}, {labelled_end(v)}", *fixed(means(series(rows, v, key))[start:], 2)] for key, label, v in pairs]
 
     groups = [f"{a}–{2 * a - 1}" for a in one["lengths"][first:]]
-    yield table(["at length", *groups], body({"entropy": "entropy", "local_mass": "local attention"}, first))
+    yield markdown(["at length", *groups], body({"entropy": "entropy", "local_mass": "local attention"}, first))
     ranges = [f"{a}–{b - 1}" if b - a > 1 else str(a) for a, b in one["ranges"]]
-    yield table(["bytes back", *ranges], body({"range_entropy": "entropy within", "range_mass": "attention"}, 0))
+    yield markdown(["bytes back", *ranges], body({"range_entropy": "entropy within", "range_mass": "attention"}, 0))
     yield about(rows)
     for file, link, key, drawn in (
         ("attention_entropy.png", "Entropy by length", "entropy", {"ylabel": "entropy (nats)"}),
@@ -517,7 +518,7 @@ def masked(rows: list[Row]) -> Parts:
                 body.append([f"{label}, ours", *cells])
                 if kind == "none" or "128" not in variant:  # at c = 128 no temperature shows
                     lines[label] = points(lengths, means(series(rows, variant, kind, "accuracy")))
-    yield table(["perplexity/accuracy at", *map(size, lengths)], body)
+    yield markdown(["perplexity/accuracy at", *map(size, lengths)], body)
     yield about(rows)
     drawn = {"lines": lines, "xlabel": "length", "ylabel": "accuracy on masked bytes", "log_x": True}
     yield Picture("infoscale_cosscale.png", "Accuracy by length", drawn | {"mark": {"trained": lengths[0]}})
@@ -543,7 +544,7 @@ def encodings(rows: list[Row]) -> Parts:
     for kind, label in LISTS["scaled"].items():
         for variant, added in scored.items():
             add(" + ".join(filter(None, ("RoPE", added, label))), variant, "rope", kind)
-    yield table(["perplexity/accuracy at", *map(size, lengths)], body)
+    yield markdown(["perplexity/accuracy at", *map(size, lengths)], body)
     yield about(rows)
 
 
@@ -555,7 +556,7 @@ def by_distance(rows: list[Row]) -> Parts:
         body.append(
             [labelled(variant), f"{share:.3f}", f"{near:.2f}", f"{over_seeds(rows, variant, lambda m: m['entropy']):.2f}"]
         )
-    yield table(["", "variance of scores by distance", "attention at most 4 bytes away", "entropy (nats)"], body)
+    yield markdown(["", "variance of scores by distance", "attention at most 4 bytes away", "entropy (nats)"], body)
 
 
 def scale_of(variant: str) -> str:
@@ -566,7 +567,7 @@ def scale_of(variant: str) -> str:
 def scales(rows: list[Row]) -> Parts:
     found = {v: means(series(rows, v, "none", "accuracy")) for v in there(rows, SCORED)}
     body = [[scale_of(v), *fixed([*x, sum(x) / len(x)], 3)] for v, x in found.items()]
-    yield table(["c", *(f"accuracy at {size(n)}" for n in lengths_of(rows)), "mean"], body)
+    yield markdown(["c", *(f"accuracy at {size(n)}" for n in lengths_of(rows)), "mean"], body)
 
 
 @section("peaks", "infoscale-cosscale", only=" --only cosscale")
@@ -575,7 +576,7 @@ def peaks(rows: list[Row]) -> Parts:
     body = [
         [scale_of(v), *fixed([over_seeds(rows, v, lambda m, k=k: m["peak"][k]) for k in keys], 3)] for v in there(rows, SCORED)
     ]
-    yield table(["c", "η*, Theorem 3.4", "peak, weighted by exp(c cos)", "peak", "mean of cos", "deviation of cos"], body)
+    yield markdown(["c", "η*, Theorem 3.4", "peak, weighted by exp(c cos)", "peak", "mean of cos", "deviation of cos"], body)
 
 
 # algorithms -----------------------------------------------------------------------------------------------------------
@@ -601,7 +602,7 @@ def algorithms(name: str) -> None:
                     by_size = [sum(column) / len(column) for column in zip(*map(means, found), strict=True)]
                     body.append([f"{task}, {label}", *percent(by_size)])
                     lines |= {label: points(sizes, by_size)} if task == "mean" else {}
-        yield table(["answers right (%) at size", *map(str, sizes)], body)
+        yield markdown(["answers right (%) at size", *map(str, sizes)], body)
         yield about(rows)
         drawn = {"lines": lines, "xlabel": "size", "ylabel": "answers right, mean of the tasks", "limits": (0, 1)}
         drawn |= {"mark": {"largest trained": max(rows[0]["measured"]["trained"])}}
@@ -633,7 +634,7 @@ def ways(name: str, last: int = 0, only: str = "") -> Callable[[Callable[[list[R
             body = [
                 [label, *fixed([x for v in values for x in means(v, seeds)[-last:]], 2)] for label, values in found.items()
             ]
-            yield table(["", *(f"{task} at {size(n)}" for task in COPIES for n in lengths_of(rows)[-last:])], body)
+            yield markdown(["", *(f"{task} at {size(n)}" for task in COPIES for n in lengths_of(rows)[-last:])], body)
             yield f"Seeds {', '.join(map(str, sorted(seeds)))}. {about(rows)}"
 
         return shown
@@ -719,7 +720,7 @@ def orders(name: str, normed: bool) -> None:
                 cells = [cell for a, b in pairs for cell in spans(gains(a, b)[-2:], 2)]
                 label = f"`{first}` less `{second}`".replace(f"`{QK}", "`")
                 body.append([label, *cells, str(len(pairs[0][0].keys() & pairs[0][1].keys()))])
-        yield table(["", *(f"{task} at {size(n)}" for task in COPIES for n in lengths_of(rows)[-2:]), "seeds"], body)
+        yield markdown(["", *(f"{task} at {size(n)}" for task in COPIES for n in lengths_of(rows)[-2:]), "seeds"], body)
 
 
 orders("conversion-orders", normed=False)

@@ -10,10 +10,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from hf_longattn.evaluation.extend import rerope_with, temperature
+from hf_longattn.evaluation.report import markdown
 from hf_longattn.evaluation.rows import Row
+from hf_longattn.extension import rerope_with, temperature
 from hf_longattn.slots.method import ModelFacts
-from lab.markdown import Contents, table
+from lab.markdown import Contents
 from lab.pretrained.copies import CHOOSING
 from lab.pretrained.runner import STEP, rows_of
 
@@ -133,7 +134,7 @@ def contents() -> Contents:
                 worst = f"{max(x.mean for x in found.values()):.3f}"
                 body.append((means[2], [name, str(len(found)), *(f"{x:.3f}" for x in means), worst, beside]))
         head = ["rule", "cases", "behind the best on prose", "on copies", "on their mean", "worst case of the mean"]
-        return table([*head, "mean less that of `extend`, cases of both"], [cells for _, cells in sorted(body)])
+        return markdown([*head, "mean less that of `extend`, cases of both"], [cells for _, cells in sorted(body)])
 
     return {"regret": asked}
 

@@ -27,9 +27,9 @@ from hf_longattn import calibrate
 from hf_longattn.attention.kernels.precision import fast_dtype
 from hf_longattn.evaluation import PASSAGE, experiment
 from hf_longattn.evaluation.loading import load_setting
+from hf_longattn.evaluation.report import markdown
 from hf_longattn.evaluation.rows import Row, RowFile, versions_line
 from hf_longattn.evaluation.settings import UNMODIFIED, Setting, parse_rope
-from lab.markdown import table
 
 ROOT = Path(__file__).parents[2]
 RESULTS, SETTINGS = ROOT / "lab" / "results", Path(__file__).parent / "settings"
@@ -159,9 +159,8 @@ class Program:
         self.options(parser)
         args = parser.parse_args(arguments)
         transformers.set_seed(0)
-        transformers.logging.disable_progress_bar()
         for text in self.texts(args):
-            self.experiment(text, args).run()
+            self.experiment(text, args).run(told)
 
     def texts(self, args: argparse.Namespace) -> Iterator[Text]:
         """Every length of every text, the shorter lengths first."""
@@ -184,14 +183,13 @@ class Program:
             "versions": f"{versions_line('hf_longattn', 'transformers', 'torch')}, {torch.get_num_threads()} threads",
         }
 
-        def cells(choice: Choice, texts: Sequence[Text]) -> Iterator[experiment.Cell]:
-            for text in texts:
-                measure = functools.partial(self.row, choice, text, args)
-                model = experiment.fingerprint(str(args.model))
-                yield experiment.Cell(choice, self.key(text, args), measure, [model], column="name")
-
-        chosen = [c for c in settings if re.search(args.only, c.name)]
-        return experiment.Experiment(chosen, [text], [cells], rows, lambda c: loaded(c, text, args), about=about, done=report)
+        key, model = self.key(text, args), [experiment.fingerprint(str(args.model))]
+        cells = [
+            experiment.Cell(c, {"name": c.name, **key}, functools.partial(self.row, c, text, args), model, work=text.length)
+            for c in settings
+            if re.search(args.only, c.name)
+        ]
+        return experiment.Experiment(rows, lambda c: loaded(c, text, args), ("name", *key), cells, about)
 
     def row(self, choice: Choice, text: Text, args: argparse.Namespace, model: Any) -> Row:
         own = {"calibration": CALIBRATION} if choice.calibrated else {}
@@ -211,11 +209,8 @@ class Program:
         return " ".join([f"python lab/pretrained/{self.file}.py", *words])
 
 
-def report(row: Row, new: bool) -> None:
-    if new:
-        print(
-            *(f"{k}: {row[k]}" for k in ("name", "length", "prose", "copying", "loss", "cpu_seconds") if k in row), flush=True
-        )
+def told(row: Row, new: bool) -> str:
+    return ", ".join(f"{k} {row[k]}" for k in ("prose", "copying", "loss", "cpu_seconds") if k in row) if new else ""
 
 
 def described(choice: Choice, trained: int) -> Row:
@@ -260,4 +255,4 @@ def parts(what: str) -> tuple[list[str], list[str]]:
 
 
 def lines(head: Sequence[str], body: Mapping[str, Sequence[str]]) -> str:
-    return table(head, [[f"`{label}`", *cells] for label, cells in body.items()])
+    return markdown(head, [[f"`{label}`", *cells] for label, cells in body.items()])

@@ -19,7 +19,8 @@ from typing import Any
 import yaml
 
 from hf_longattn.attention.kernels.precision import fast_dtype
-from lab.markdown import Contents, table
+from hf_longattn.evaluation.report import markdown
+from lab.markdown import Contents
 from lab.pretrained.runner import RESULTS, SETTINGS
 
 RUNS: dict[str, dict[str, Any]] = yaml.safe_load((SETTINGS / "trained.yaml").read_text(encoding="utf-8"))
@@ -75,7 +76,7 @@ def losses(names: str) -> str:
         label = f"{RUNS[name]['label']} ([file](../../lab/results/{file_of(name).name}))"
         body.append([label, str(m["steps"]), *cells(m["measured"]["trained"]), f"{m['cpu_seconds'] / 60:.0f} min"])
     lengths = (f"at {int(n):,}" for n in first["trained"])
-    return table(["run", "steps", *lengths, "CPU time, one thread with bfloat16 units"], body)
+    return markdown(["run", "steps", *lengths, "CPU time, one thread with bfloat16 units"], body)
 
 
 def needles(name: str) -> str:
@@ -84,7 +85,7 @@ def needles(name: str) -> str:
     first, *others = (f"{int(n):,}" for n in trained)
     accuracy = ["accuracy", *(f"{m['accuracy']:.2f}" for m in trained.values())]
     loss = ["loss of the answer", *(f"{m['loss']:.3f}" for m in trained.values())]
-    return table(["length", f"{first} (trained)", *others], [accuracy, loss])
+    return markdown(["length", f"{first} (trained)", *others], [accuracy, loss])
 
 
 def contents() -> Contents:

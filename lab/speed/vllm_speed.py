@@ -23,7 +23,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from lab.markdown import Contents, table  # noqa: E402
+from hf_longattn.evaluation.report import markdown  # noqa: E402
+from lab.markdown import Contents  # noqa: E402
 
 RESULT = ROOT / "lab" / "results" / "vllm-cpu.json"
 #: By name: the method that the checkpoint gets, and what is passed to vLLM.
@@ -49,7 +50,7 @@ def speeds(length: str) -> str:
     """Core seconds beside vLLM without a method, for prompts of a length."""
     rows = [r for r in json.loads(RESULT.read_text(encoding="utf-8"))["rows"] if r["length"] == int(length)]
     body = [[r["setting"], f"{r['prefill ratio']:.2f}", f"{r['decode ratio']:.2f}"] for r in rows if r["setting"] != PEER]
-    return table(["core seconds beside no method", "reading", "writing"], body)
+    return markdown(["core seconds beside no method", "reading", "writing"], body)
 
 
 def saved(source: str, method: str | None, parent: Path) -> Path:

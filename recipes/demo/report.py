@@ -4,14 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_longattn.evaluation.measures.probe import AFTER, BEFORE, PASSAGE, TOKENS, Probe
+from hf_longattn.evaluation.report import markdown
 from hf_longattn.evaluation.report.figures import png, pyplot
 
 Far = dict[str, Probe]
 COLOURS = {"unmodified": "black", "YaRN × 2": "tab:orange", "extend": "tab:blue"}
-
-
-def table(head: list[str], body: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
 
 
 def write_plot(path: Path, far: Far, near: dict[str, float], facts: dict[str, Any]) -> None:
@@ -57,7 +54,7 @@ def write_summary(path: Path, far: Far, near: dict[str, float], facts: dict[str,
 that repeat the first. The table is the loss on both, in nats per token, with positions that jump in between, so that
 {TOKENS:,} tokens stand for a text of up to {2 * facts["trained"]:,}. Mean over two passages.
 
-{table(head, rows)}
+{markdown(head, rows)}
 
 - **The gain:** {back[-1]:,} tokens back the unmodified model has lost the passage ({of("unmodified", "copy", -1):.2f} nats a
   token, nearby {of("unmodified", "copy", 0):.2f}) and the text itself ({of("unmodified", "text", -1):.2f}). YaRN has
@@ -73,7 +70,7 @@ that repeat the first. The table is the loss on both, in nats per token, with po
 
 Scale-invariant attention (τ = 10) on {facts["measured"]:,} held-out tokens in windows of {facts["window"]}:
 
-{table(["", "loss", "against the unmodified model"], adapted)}
+{markdown(["", "loss", "against the unmodified model"], adapted)}
 
 - **As published it harms** a model that was pretrained with other attention. **Calibrated**, that is with each head's logits
   [measured](../lab/calibration.md) on 1,024 tokens first, it harms less, and {facts["steps"]} LoRA steps on other windows of

@@ -9,9 +9,8 @@ Recurrent layers know no positions, and remember across the jump.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor
 from ...config import LongAttnConfig
 from ...integration.jumps import masks_of_jumps
 from ...integration.planning import bound_config
-from ..experiment import Cell, Measure
 from ..rows import Row
 from ..statistics import mean_interval
 from .copies import PASSAGE, SKIP
@@ -115,20 +113,3 @@ def probe(model: Any, input_ids: Tensor, distances: Sequence[int]) -> Probe:
             copies[i, n] = losses[AFTER - 1 + SKIP :].mean()
     trained = bound_config(model, LongAttnConfig())[1].train_length
     return Probe(tuple(distances), text, copies, trained)
-
-
-def probing(input_ids: Tensor, distances: Sequence[int]) -> Measure:
-    """`probe` as a measure of an experiment: a row a distance.
-
-    Args:
-        input_ids: as for `probe`.
-    """
-
-    def measured(distance: int, model: Any) -> Row:
-        result = probe(model, input_ids, [distance])
-        return {k: [round(x, 5) for x in v[:, 0].tolist()] for k, v in (("text", result.text), ("copy", result.copies))}
-
-    def cells(setting: Any, texts: Sequence[Any]) -> Iterator[Cell]:
-        return (Cell(setting, {"distance": d}, partial(measured, d)) for d in distances)
-
-    return cells

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .section import Figure
+from .page import Figure
 
 #: The axis of most pictures.
 NATS = "loss (nats per token)"

@@ -1,25 +1,152 @@
-"""The HTML page: one file that needs nothing else."""
+"""What a report is made of, and the page: one HTML file that needs nothing else, the same as JSON, and its figures as PNG."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
-from importlib.resources import files
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from .section import Section, Table, Value
+from ..rows import write_whole
+
+Value = str | float | int | None
+PAGE, DATA, FIGURES = "index.html", "report.json", "figures"
 
 
-def html(head: Mapping[str, Any], sections: Sequence[Section]) -> str:
-    """The page as text. `head` has title, summary and facts."""
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under column names. Numbers are shown with `digits` decimals, None and NaN as a dash.
+
+    Args:
+        shade: (low, high) to colour numeric cells between these two values, as a heat map that is also text; None for none.
+        tones: of each cell 1 (better), -1 (worse) or 0, by rows, to colour what is good and what is not; empty for none.
+        brief: whether it also stands where there is room for few: on the console, in a notebook.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Value]]
+    digits: int = 3
+    note: str = ""
+    shade: tuple[float, float] | None = None
+    tones: Sequence[Sequence[int]] = ()
+    brief: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tones and [len(t) for t in self.tones] != [len(r) for r in self.rows]:
+            raise ValueError(f"table {self.title!r}: tones are given for every cell or for none")
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"table {self.title!r}: a row of {len(row)} cells under {len(self.columns)} columns: {row}")
+
+    def shown(self) -> list[list[str]]:
+        """The cells as text."""
+        return [[shown(cell, self.digits) for cell in row] for row in self.rows]
+
+    def markdown(self) -> str:
+        """Without title and note."""
+        return markdown(self.columns, self.shown())
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [[None if isinstance(c, float) and c != c else c for c in row] for row in self.rows]  # JSON knows no NaN
+        return {**vars(self), "columns": list(self.columns), "rows": rows}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A PNG, which a notebook shows. `name` becomes its file name; `alt` says in words what it shows; `caption` what to read
+    in it."""
+
+    name: str
+    png: bytes
+    alt: str
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.-]+", self.name):
+            raise ValueError(f"a figure's name is a file name of letters, digits, dots and dashes; got {self.name!r}")
+
+    @property
+    def file(self) -> str:
+        return f"{FIGURES}/{self.name}.png"
+
+    def _repr_png_(self) -> bytes:
+        return self.png
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, paragraphs (separated by blank lines), tables and figures, with the protocol and command behind them."""
+
+    title: str
+    text: str = ""
+    tables: Sequence[Table] = ()
+    figures: Sequence[Figure] = ()
+    protocol: str = ""
+    command: str = ""
+
+    @property
+    def slug(self) -> str:
+        return re.sub(r"[\W_]+", "-", self.title.lower()).strip("-")
+
+    def to_dict(self) -> dict[str, Any]:
+        figures = [{"name": f.name, "png": f.file, "alt": f.alt, "caption": f.caption} for f in self.figures]
+        return {**vars(self), "tables": [t.to_dict() for t in self.tables], "figures": figures}
+
+
+def write_report(folder: Path, title: str, summary: str, sections: Sequence[Section], facts: Mapping[str, str]) -> Path:
+    """Write a report: index.html, report.json and figures/, in place of what was there of them; returns the page.
+
+    Args:
+        summary: the one or two sentences that a reader in a hurry takes away.
+        facts: what stands at the end of the page: model, versions, command.
+    """
+    names = sorted(f.name for s in sections for f in s.figures)
+    if len(set(names)) < len(names):
+        raise ValueError(f"two figures share a name: {names}")
+    figures = {f.file: f.png for s in sections for f in s.figures}
+    for stale in {f"{FIGURES}/{p.name}" for p in (folder / FIGURES).glob("*.png")} - figures.keys():
+        (folder / stale).unlink()
+    for file, png in figures.items():
+        write_whole(folder / file, png)
+    data = {"title": title, "summary": summary, "facts": dict(facts), "sections": [s.to_dict() for s in sections]}
+    write_whole(folder / DATA, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+    write_whole(folder / PAGE, html(title, summary, sections, facts))
+    return folder / PAGE
+
+
+def html(title: str, summary: str, sections: Sequence[Section], facts: Mapping[str, str]) -> str:
+    """The page as text."""
+    return str(_template("page").render(title=title, summary=summary, sections=sections, facts=facts))
+
+
+def table_html(table: Table) -> str:
+    """One table, for a notebook."""
+    return str(_template("table").module.table(table))
+
+
+def _template(name: str) -> Any:
     try:
         import jinja2
     except ImportError:
         raise ImportError('the report needs jinja2: pip install "hf_longattn[cli]"') from None
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
     environment.filters |= {"shown": shown, "colour": colour, "inline": _inline, "paragraphs": _paragraphs}
-    template = environment.from_string(files(__package__).joinpath("page.html.jinja").read_text(encoding="utf-8"))
-    return template.render(head=head, sections=sections)
+    return environment.get_template(f"{name}.html.jinja")
+
+
+def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    """A Markdown table of cells."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
 
 
 def shown(cell: Value, digits: int) -> str:

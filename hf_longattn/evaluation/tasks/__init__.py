@@ -1,7 +1,8 @@
-"""Tasks with a known answer: text and a tokenizer in, token ids and labels out. No model, no training."""
+"""What can be measured of a model, a file a task; and texts with a known answer, made from a tokenizer and a seed alone."""
 
+from .base import Task, task_of
 from .needle import Needle, NeedleTask
-from .registry import TASK_NAMES, canonical, make_task
-from .sample import Encoder, Sample, Task
+from .registry import TASK_NAMES, make_task
+from .sample import Encoder, Sample, TextTask
 
-__all__ = ["TASK_NAMES", "Encoder", "Needle", "NeedleTask", "Sample", "Task", "canonical", "make_task"]
+__all__ = ["TASK_NAMES", "Encoder", "Needle", "NeedleTask", "Sample", "Task", "TextTask", "make_task", "task_of"]

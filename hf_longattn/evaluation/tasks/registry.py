@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...slots.registry import did_you_mean
 from .needle import NeedleTask
-from .sample import Sample, Task
+from .sample import Sample, TextTask
 from .text import LINE_TASKS, LineTask
 
 ALIASES = {"argmax_retrieval": "max_retrieval"}
@@ -35,26 +35,18 @@ class NeedleGrid:
         return dataclasses.replace(self.task.sample(index, length, depths=[depth]), depths=(depth,))
 
 
-def canonical(name: str, more: tuple[str, ...] = ()) -> str:
-    """A task's name, aliases resolved; or one of `more`.
-
-    Raises:
-        ValueError: there is no such task; the message says which is near.
-    """
-    name, known = ALIASES.get(name, name), (*more, *TASK_NAMES)
-    if name not in known:
-        raise ValueError(f"unknown task {name!r}; {did_you_mean(name, known)}known tasks: {', '.join(known)}")
-    return name
-
-
-def make_task(name: str, tokenizer: Any, haystack: str | Tensor | None = None, depths: int = 5, seed: int = 0) -> Task:
+def make_task(name: str, tokenizer: Any, haystack: str | Tensor | None = None, depths: int = 5, seed: int = 0) -> TextTask:
     """A text task by name.
 
     Args:
         haystack: the text for `needle` and `needles`, which need one.
         depths: places of `needle`.
+
+    Raises:
+        ValueError: there is no such task; the message says which is near.
     """
-    name = canonical(name)
+    if (name := ALIASES.get(name, name)) not in TASK_NAMES:
+        raise ValueError(f"unknown task {name!r}; {did_you_mean(name, TASK_NAMES)}known tasks: {', '.join(TASK_NAMES)}")
     if name in HAYSTACK_TASKS:
         if haystack is None:
             raise ValueError(f"{name} hides needles in a text: give one")

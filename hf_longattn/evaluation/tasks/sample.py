@@ -35,7 +35,7 @@ class Sample:
         return labels
 
 
-class Task(Protocol):
+class TextTask(Protocol):
     """Samples of any length; sample `index` is always the same."""
 
     def check(self, length: int) -> None:

@@ -1,14 +1,30 @@
-"""Pages about a model's attention: what `capture` found, as sections of a report."""
+"""Attention itself: entropy, attention by distance, logits and outputs, by layer, head and length."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from ..experiment import Cell, of_text
+from ..loading import build, config_from
+from ..measures.capture import capture
 from ..measures.diagnostics import Diagnostics
-from .figures import curves, heat_map, tokens_shown
-from .section import Figure, Section, Table, Value
+from ..measures.sums import Options
+from ..readings import Readings
+from ..report import Figure, Section, Table
+from ..report.figures import curves, heat_map, tokens_shown
+from ..report.page import Value
+from ..rows import Row
+from ..settings import Setting
+from .base import Task
+
+if TYPE_CHECKING:
+    from ..plan import Plan
 
 #: Quantities of the tables: name, column, decimals.
 COLUMNS = {
@@ -33,30 +49,85 @@ MEANINGS = {
 BySetting = Mapping[str, Diagnostics]
 
 
-def sections(results: BySetting, protocol: str, command: str) -> list[tuple[int, Section]]:
-    """(order, section) of a report on what was found under each setting, the first of them being the one to compare with."""
+class Attention(Task):
+    """One forward pass over the beginning of every text, at the longest length, up to the last layer that is looked at."""
+
+    head: ClassVar[bool] = False
+    within: ClassVar[bool] = False
+
+    def __init__(self, plan: Plan, name: str) -> None:
+        super().__init__(plan, name)
+        options, self.length = plan.options, plan.longest
+        if self.length < 2:
+            raise ValueError("one token attends to itself alone: give 2 or more")
+        self.look = Options(options.what, options.rows, options.delta)
+        for text in plan.encoded:
+            if (there := plan.whole(text).shape[1]) < self.length:
+                raise ValueError(f"{text} has {there} tokens, {self.length} are needed")
+        if not plan.encoded:
+            raise ValueError("attention is looked at while a text is read: give one")
+        with capture(build(config_from(options.model)), options.layers):  # no weights; refuses layers that are not there
+            pass
+
+    def cells(self, setting: Setting) -> Iterator[Cell]:
+        how = [self.options.layers, self.look.what, self.look.rows, self.look.delta]
+        for text, content in self.options.texts.items():
+            yield self.cell(setting, self.length, text, partial(self.measure, text), [of_text(content), *how])
+
+    def measure(self, text: str, model: Any) -> Row:
+        read = self.plan.whole(text)[:, : self.length].to(model.device)
+        seen_layers: set[int] = set()
+
+        def on_layer(layer: int) -> None:
+            seen_layers.add(layer)
+            if len(seen_layers) == seen.layers:
+                raise _Enough
+
+        how = self.look
+        looking = capture(model, self.options.layers, how.what, rows=how.rows, delta=how.delta, on_layer=on_layer)
+        with torch.inference_mode(), suppress(_Enough), looking as seen:
+            model.base_model(input_ids=read, use_cache=False)
+        return {"query_rows": how.rows if how.choose(self.length) is not None else None, "attention": seen.result().to_dict()}
+
+    @staticmethod
+    def told(row: Row) -> str:
+        return f"{len(row['attention']['layers'])} layers"
+
+    @classmethod
+    def sections(cls, results: Readings, name: str) -> list[Section]:
+        """Of every text and length what was found under each setting, the first of them being the one to compare with."""
+        found: dict[tuple[str, int], dict[str, Row]] = {}
+        for s in results.settings:
+            for row in results.of(s, name):
+                found.setdefault((row["which"], row["length"]), {})[s] = row
+        return [
+            part
+            for n, ((text, length), rows) in enumerate(found.items())
+            for part in _told(
+                rows, text, length, results.command(name), "" if len(found) == 1 else f" in {text}, {length:,}", n
+            )
+        ]
+
+
+class _Enough(Exception):
+    """The last layer asked for has been seen; those above it need not run."""
+
+
+def _told(rows: Mapping[str, Row], text: str, length: int, command: str, beside: str, number: int) -> list[Section]:
+    first_row = next(iter(rows.values()))
+    results = {name: Diagnostics.from_dict(row["attention"]) for name, row in rows.items()}
+    count = first_row["query_rows"]
+    read = "all query rows" if count is None else f"{count} query rows spread evenly, all keys"
+    protocol = f"The first {length:,} tokens of {text} in {first_row['dtype']}, one forward pass per setting; {read}."
     about = {"protocol": protocol, "command": command}
-    first = next(iter(results.values()))
+    first, file = next(iter(results.values())), f"-{number + 1}" if number else ""
     tables = [_summary(results)] + ([_by_distance(results)] if "range_mass" in first.values else [])
-    parts = [(50, Section("Attention", _text(first), tables, _figures(results), **about))]
+    parts = [Section(f"Attention{beside}", _text(first), tables, _figures(results, file), **about)]
     by_head = {name: heads for name, heads in results.items() if heads.values.keys() & COLUMNS.keys()}
     tables = [_by_layer(name, result) for name, result in by_head.items()]
     if tables:
-        parts.append((51, Section("Attention by layer", "Means over heads.", tables, _heads(first), **about)))
+        parts.append(Section(f"Attention by layer{beside}", "Means over heads.", tables, _heads(first, file), **about))
     return parts
-
-
-def headline(results: BySetting) -> str:
-    """What a reader in a hurry takes away."""
-    first = next(iter(results.values()))
-    for quantity, text, unit in (
-        ("entropy", "Mean entropy of attention", " nats"),
-        ("sink_mass", "Share of attention on the first keys", ""),
-    ):
-        if quantity in first.values:
-            values = (f"{float(result.overall(quantity).mean()):.2f}{unit} ({name})" for name, result in results.items())
-            return f"{text}: {', '.join(values)}."
-    return ""
 
 
 def _text(result: Diagnostics) -> str:
@@ -68,7 +139,7 @@ def _text(result: Diagnostics) -> str:
 def _summary(results: BySetting) -> Table:
     used = _used(results)
     rows: list[list[Value]] = [[COLUMNS[q], *(_mean(result, q) for result in results.values())] for q in used]
-    return Table("Means", ["", *results], rows)
+    return Table("Means", ["", *results], rows, brief=True)
 
 
 def _by_distance(results: BySetting) -> Table:
@@ -105,14 +176,14 @@ def _by_layer(name: str, result: Diagnostics) -> Table:
     return Table(name, columns, [[n, *values] for n, *values in zip(map(str, result.layers), *by_layer, strict=True)])
 
 
-def _figures(results: BySetting) -> list[Figure]:
+def _figures(results: BySetting, file: str) -> list[Figure]:
     first = next(iter(results.values()))
     figures = []
     if "entropy" in first.values:
         lines = {name: _by_length(result, result["entropy"]) for name, result in results.items()}
         png = curves(lines, "length of the text so far (tokens)", "entropy (nats)", log_x=True)
         caption = "Entropy of attention. A rising line is attention that spreads as the text grows."
-        figures.append(Figure("attention-entropy", png, "Entropy against length under each setting", caption))
+        figures.append(Figure(f"attention-entropy{file}", png, "Entropy against length under each setting", caption))
     if "range_mass" in first.values:
         lines = {name: [(r[0], x) for r, x in _shares(result) if r[0]] for name, result in results.items()}
         png = curves(lines, "distance, to the next mark (tokens)", "share of attention", log_x=True)
@@ -120,32 +191,32 @@ def _figures(results: BySetting) -> list[Figure]:
         caption = (
             f"Attention by distance, {where}. Level is scale-invariant. The first token and distance 0 are in the table alone."
         )
-        figures.append(Figure("attention-by-distance", png, "Share of attention in each range of distances", caption))
+        figures.append(Figure(f"attention-by-distance{file}", png, "Share of attention in each range of distances", caption))
     if any(
         float(heads["temperature_share"].nan_to_num().max()) > 0 for heads in results.values() if "temperature" in heads.values
     ):
         lines = {name: _by_length(result, result["temperature_share"]) for name, result in results.items()}
         png = curves(lines, "length of the text so far (tokens)", "share of rows", log_x=True, limits=(-0.02, 1.02))
         caption = "Share of query rows in which a temperature changes the logits."
-        figures.append(Figure("attention-temperature", png, "Share of rows with a temperature against length", caption))
+        figures.append(Figure(f"attention-temperature{file}", png, "Share of rows with a temperature against length", caption))
     if "output_deviation" in first.values:
         lines = {name: _by_length(result, result["output_deviation"].log2()) for name, result in results.items()}
         png = curves(lines, "length of the text so far (tokens)", "log2 of the standard deviation", log_x=True)
         caption = (
             "Deviation of attention outputs, mean of its logarithm. Independent tokens would fall by one half per doubling."
         )
-        figures.append(Figure("attention-outputs", png, "Deviation of outputs against length", caption))
+        figures.append(Figure(f"attention-outputs{file}", png, "Deviation of outputs against length", caption))
     if "qq" in first.values:
         lines = {"Gaussian": [(z, z) for z in first.z]} | {
             f"layer {first.layers[n]}": list(zip(first.z, first["qq"][n].mean(0).tolist(), strict=True)) for n in _some(first)
         }
         png = curves(lines, "quantile of a Gaussian", "quantile of the logits", title=next(iter(results)))
         caption = "Standardised logits without the sink, mean over heads. Scale-invariant attention assumes the diagonal."
-        figures.append(Figure("attention-qq", png, "Quantiles of logits against those of a Gaussian", caption))
+        figures.append(Figure(f"attention-qq{file}", png, "Quantiles of logits against those of a Gaussian", caption))
     return figures
 
 
-def _heads(result: Diagnostics) -> list[Figure]:
+def _heads(result: Diagnostics, file: str) -> list[Figure]:
     """Layers x heads of the first setting."""
     figures = []
     columns = [str(i) if i % 5 == 0 or len(result.layers) <= 12 else "" for i in result.layers]
@@ -155,7 +226,7 @@ def _heads(result: Diagnostics) -> list[Figure]:
             ends = limits or (0.0, max(map(max, grid)))
             unit = "share" if limits else "nats"
             png = heat_map(grid, [str(h) for h in range(len(grid))], columns, "layer", "head", title, ends, unit)
-            figures.append(Figure(f"heads-{quantity.replace('_', '-')}", png, f"{title}, by layer and head", ""))
+            figures.append(Figure(f"heads-{quantity.replace('_', '-')}{file}", png, f"{title}, by layer and head", ""))
     return figures
 
 

@@ -1,0 +1,136 @@
+"""What an evaluation is asked for: the options of the commands, the arguments of `evaluate`, and what rows must share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import length_of
+
+BOS = ("auto", "always", "never")
+
+
+def option(default: Any, help: str) -> Any:
+    """A field that is also an option of that name on the command line."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class EvalOptions:
+    """Which settings of a model are measured on which texts, and how. Lists may be one string with commas; 16k is 16,384.
+
+    Args:
+        model: a directory, a name on the Hub, or a loaded model with its `tokenizer`.
+        texts: contents by name, several contents, or one.
+        settings: `Setting`s or their strings ("scale_invariant:tau=100@yarn:2"); the unmodified model always comes first.
+        tokenizer: that of the model, if not the one that comes with it.
+        tasks: "loss", "copies", "long_ppl", "probe", "attention", the tasks of `hf_longattn.tasks`, and what other packages
+            add to the entry point group "hf_longattn.tasks".
+        lengths: tokens, beginning-of-text token included.
+        windows: documents of the longest length that each text gives, one after another from its beginning.
+        targets: the last tokens of every document, scored at every length.
+        bos: "auto" does what the tokenizer does, "always" and "never" what they say.
+        samples: texts per task and length (`needle`: per depth).
+        depths: places of the `needle` task.
+        near: the context that `long_ppl` takes for short: its key tokens are those that more of it helps with.
+        evaluator: the setting that finds the key tokens, the same for all.
+        prefix: a method, as a setting's string ("streaming:window=4096"): the text before the targets is read under it, once
+            for all lengths and for all settings that differ in positions and length temperatures alone, which do nothing in
+            its window; each then reads the targets over those keys. Contexts begin where the document does, and rows come
+            document by document.
+        distances: of `probe`, in tokens; None for eight up to twice the trained length.
+        passages: of `probe`, from each text.
+        layers, what, rows, delta: of `attention`; see `hf_longattn.capture`.
+        keep: for effective lengths, the share of its score at the shortest length that a task may not fall below.
+        dtype: "auto" is the checkpoint's own, or float32 where the device is slow in that.
+        shortest_first: all settings at the shortest length first, and so on: what can be compared is there early, and the
+            model is loaded anew for every setting and length.
+
+    Raises:
+        ValueError: an option that cannot be, named.
+    """
+
+    model: Any
+    texts: Mapping[str, str] = field(default_factory=dict)
+    settings: Sequence[Any] = ()
+    tokenizer: Any = None
+    tasks: Sequence[str] = option(
+        "loss", "loss, copies, long_ppl, probe, attention and tasks, with commas: needle, needles, passkey, multi_key, ..."
+    )
+    lengths: Sequence[int] = option("2k,4k,8k", "Tokens, with commas; 16k is 16,384.")
+    windows: int = option(1, "Documents of the longest length to take from each text.")
+    targets: int = option(512, "The last tokens of each document, scored at every length.")
+    bos: str = option("auto", "A beginning-of-text token: auto (as the tokenizer does), always, never.")
+    samples: int = option(3, "Texts per task and length; for needle per depth.")
+    depths: int = option(5, "Places of the needle, from first to last.")
+    near: int = option("4k", "long_ppl: tokens of the short context.")
+    evaluator: str = option(
+        "unmodified", "long_ppl: the setting that selects the key tokens; of another model by an entry of --settings."
+    )
+    prefix: str | None = option(
+        None,
+        "METHOD, as streaming:window=4096: the text before the targets is read under it, once for all settings that "
+        "differ only in positions or length temperatures. Much cheaper; ignores their effect on that text.",
+    )
+    distances: Sequence[int] | None = option(
+        None, "probe: tokens back, with commas; 16k is 16,384. Default: eight up to twice the trained length."
+    )
+    passages: int = option(4, "probe: passages to take from each text.")
+    layers: Sequence[int] | None = option(None, "attention: layers, e.g. 0,5,10-12; default all with full attention.")
+    what: Sequence[str] | None = option(
+        None,
+        "attention: any of these, with commas: ranges, entropy, mass, logits, temperature, qq, outputs; default all.",
+    )
+    rows: int | None = option("512", "attention: query rows to read, spread evenly over the text, or all. Keys are all read.")
+    delta: int = option(4, "attention: ranges of distances grow by this factor.")
+    keep: float = option(0.85, "Effective length: the share of its score at the shortest length that a task must keep.")
+    dtype: str = option("auto", "Precision to load the model in; auto: its own, or float32 if the device is slow in that.")
+    device: str = option("auto", "Where to run: cpu, cuda, ...; auto: a GPU if there is one.")
+    seed: int = option(0, "Seed of the tasks' texts and of the passages' places.")
+    shortest_first: bool = option(False, "All settings at the shortest length first; loads models more often.")
+
+    def __post_init__(self) -> None:
+        texts: Any = [self.texts] if isinstance(self.texts, str) else self.texts
+        self.texts = dict(texts if isinstance(texts, Mapping) else {f"text {n}": t for n, t in enumerate(texts, 1)})
+        self.settings = _listed(self.settings)
+        self.tasks = list(dict.fromkeys(_listed(self.tasks)))
+        self.lengths = sorted({length_of(n) for n in _listed(self.lengths)})
+        self.near = length_of(self.near)
+        self.distances = self.distances and sorted({length_of(d) for d in _listed(self.distances)})
+        self.layers = _numbers(self.layers) if isinstance(self.layers, str) else self.layers
+        self.what = self.what and _listed(self.what)
+        self.rows = _rows(self.rows)
+        for name in ("windows", "targets", "samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.bos not in BOS:
+            raise ValueError(f"bos must be one of {', '.join(BOS)}, got {self.bos!r}")
+        if not 0 < self.keep <= 1:
+            raise ValueError(f"keep: a share lies in (0, 1], not at {self.keep:g}")
+
+
+def _listed(value: Any) -> list[Any]:
+    """The parts of a string with commas; one thing as a list of it."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return list(value) if isinstance(value, Sequence) else [value]
+
+
+def _numbers(text: str) -> list[int]:
+    """Layers: 0,5,10-12."""
+    layers: list[int] = []
+    for part in _listed(text):
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ValueError(f"{text!r} is not a list of layers; write 0,5,10-12")
+        if dash and int(last) < int(first):
+            raise ValueError(f"{part!r} is not a range of layers; write {last}-{first}")
+        layers += range(int(first), int(last if dash else first) + 1)
+    return layers
+
+
+def _rows(value: Any) -> int | None:
+    if isinstance(value, str) and value != "all" and not value.isdigit():
+        raise ValueError(f"{value!r} is neither a number of rows nor all")
+    return None if value in (None, "all") else int(value)

@@ -1,0 +1,115 @@
+"""What a task is, and all that there are: of this package, and of others by the entry point group "hf_longattn.tasks"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ...slots.registry import did_you_mean
+from ..experiment import Cell
+from ..report import Section, Table
+from ..statistics import mean_of
+from .registry import ALIASES, TASK_NAMES
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+    from ..readings import Readings
+    from ..rows import Row
+
+GROUP = "hf_longattn.tasks"
+#: This package's tasks, by the module and the class that measure them.
+_HOME = {
+    "loss": "loss:Loss",
+    "long_ppl": "long_ppl:LongPPL",
+    "copies": "copies:Copies",
+    **dict.fromkeys(TASK_NAMES, "answers:Answers"),
+    "probe": "probe:ProbeTask",
+    "attention": "attention:Attention",
+}
+COLUMNS = ("setting", "task", "length", "which")
+
+
+class Task:
+    """One thing that an evaluation measures: cells of a setting in, sections of a page out.
+
+    A subclass that a package names in the entry point group "hf_longattn.tasks" is a task of every command.
+
+    Args:
+        plan: what is measured: its options, texts, documents and tokenizer.
+        name: the task's own.
+
+    Raises:
+        ValueError: what cannot be measured so; before weights are read.
+    """
+
+    #: Whether windows of the longest length are cut from the texts for it; whether it reads them behind a prefix, too.
+    documents: ClassVar[bool] = False
+    prefixed: ClassVar[bool] = False
+    #: Whether it takes a language-model head, and a length that the model was trained for, to compare with.
+    head: ClassVar[bool] = True
+    within: ClassVar[bool] = True
+
+    def __init__(self, plan: Plan, name: str) -> None:
+        self.plan, self.name, self.options = plan, name, plan.options
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """What must be the same for all of its rows."""
+        return {}
+
+    def cells(self, setting: Any) -> Iterable[Cell]:
+        """What is measured of a setting."""
+        raise NotImplementedError
+
+    def cell(self, setting: Any, length: int, which: str, measure: Any, depends: Sequence[Any] = (), **more: Any) -> Cell:
+        """One of them: its row is found by setting, task, length and `which` document or sample."""
+        key = {"setting": setting.name, "task": self.name, "length": length, "which": which}
+        return Cell(setting, key, measure, depends, work=length, **more)
+
+    @staticmethod
+    def told(row: Row) -> str:
+        """A row in a line."""
+        return ", ".join(f"{k} {v:.3f}" for k, v in _numbers(row).items())
+
+    @classmethod
+    def sections(cls, results: Readings, name: str) -> Sequence[Section]:
+        """What a page says of its rows; by default the mean of every number in them, by setting and length."""
+        lengths = results.lengths_of(name)
+        numbers = dict.fromkeys(k for r in results.rows if r["task"] == name for k in _numbers(r))
+        tables = [
+            Table(
+                number.replace("_", " "),
+                ["setting", *(f"{n:,}" for n in lengths)],
+                [[s, *(mean_of(r[number] for r in results.of(s, name, n)) for n in lengths)] for s in results.settings],
+                brief=True,
+            )
+            for number in numbers
+        ]
+        return [Section(name.replace("_", " ").capitalize(), "", tables, command=results.command(name))]
+
+
+def _numbers(row: Row) -> dict[str, float]:
+    """What a task has put into a row, of numbers."""
+    known = {*COLUMNS, "seconds", "cpu_seconds"}
+    return {k: v for k, v in row.items() if k not in known and isinstance(v, (int, float))}
+
+
+def names() -> list[str]:
+    """Of all tasks."""
+    return [*_HOME, *(e.name for e in entry_points(group=GROUP))]
+
+
+def task_of(name: str) -> type[Task]:
+    """A task's class.
+
+    Raises:
+        ValueError: there is no such task; the message says which is near.
+    """
+    if (home := _HOME.get(ALIASES.get(name, name))) is not None:
+        module, _, kind = home.partition(":")
+        return getattr(import_module(f".{module}", __package__), kind)
+    if (found := next(iter(entry_points(group=GROUP, name=name)), None)) is None:
+        raise ValueError(f"unknown task {name!r}; {did_you_mean(name, names())}known tasks: {', '.join(names())}")
+    return found.load()

@@ -1,0 +1,74 @@
+"""The text before the targets, read once for all settings that read on over the same KV cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ...config import LongAttnConfig
+from ...integration import apply
+from ...integration.model import knowing, running
+from ...slots.base import LengthTemperature
+from ...slots.method import SLOTS
+from ..measures.losses import Prefix, prefix_of, shortened
+from ..settings import Setting
+from .base import Task
+
+if TYPE_CHECKING:
+    from ..plan import Document, Plan
+
+
+class OnDocuments(Task):
+    """A task that scores the last `targets` tokens of every document, behind a prefix if there is one."""
+
+    documents: ClassVar[bool] = True
+    prefixed: ClassVar[bool] = True
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        return {"targets": self.options.targets, "prefix": self.options.prefix}
+
+    @property
+    def behind(self) -> list[str]:
+        """What a prefix adds to what the numbers depend on."""
+        return [] if self.options.prefix is None else [self.options.prefix]
+
+
+class Prefixes:
+    """The KV caches of one document's text before its targets, by what has read it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.document = plan, ""
+        self.kept: dict[Any, Prefix] = {}
+
+    def of(self, setting: Setting, document: Document, length: int, model: Any) -> Prefix | None:
+        """None where the plan reads whole texts."""
+        plan, prefix = self.plan, self.plan.options.prefix
+        if prefix is None:
+            return None
+        if self.document != document.name:
+            self.document, self.kept = document.name, {}
+        method = reading(running(model) or LongAttnConfig(), prefix)
+        layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+        end = self._end(length)
+        last = self._end(plan.longest) if layers <= {"full_attention"} else end  # others cannot give tokens back
+        reader = (setting.rope, setting.adapter, setting.model, repr(method.to_dict()), last)
+        if reader not in self.kept:
+            own = plan.load(setting)
+            with knowing():
+                apply(own, method, stack=setting.rope is not None)
+            before = plan.context(document, plan.longest)[:, :last]
+            self.kept[reader] = prefix_of(own, before.to(own.device))
+        return shortened(self.kept[reader], end)
+
+    def _end(self, length: int) -> int:
+        return length - self.plan.options.targets - 1  # the token before the targets predicts the first of them
+
+
+def reading(own: LongAttnConfig, prefix: str) -> LongAttnConfig:
+    """What reads the text before the targets: a model's own method but for what does nothing in the prefix's window."""
+    method = Setting.parse(prefix).config
+    assert method is not None
+    own = own.replace(positions=None, visibility=None)
+    if isinstance(own.temperature, LengthTemperature):
+        own = own.replace(temperature=None)
+    return own.replace(**{slot: value for slot in SLOTS if (value := getattr(method, slot)) is not None})

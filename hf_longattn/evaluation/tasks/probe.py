@@ -1,0 +1,103 @@
+"""How far back a setting reads and retrieves, by jumps in positions in place of long texts: seconds a distance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..experiment import Cell, of_text
+from ..loading import check_lengths
+from ..measures import probe as probing
+from ..measures.copies import PASSAGE, SKIP
+from ..readings import Readings
+from ..report import Figure, Section, Table
+from ..report.figures import curves, tokens_shown
+from ..rows import Row
+from ..settings import Setting
+from ..statistics import mean_interval
+from .base import Task
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+SAYS_NOT = (
+    f"A probe reads {probing.TOKENS:,} tokens whose positions jump. It does not measure dilution by the many keys that a long "
+    "text has in between: `hf-longattn eval` and `extend` read whole texts."
+)
+#: What is measured of a distance, and how that is titled.
+PARTS = {"text": "Loss on text after the jump", "copy": "Loss on a passage read again"}
+
+
+class ProbeTask(Task):
+    """`passages` from every text at every distance; a row's length is its distance."""
+
+    within: ClassVar[bool] = False
+
+    def __init__(self, plan: Plan, name: str) -> None:
+        super().__init__(plan, name)
+        options, trained = self.options, plan.train_length
+        if options.distances is None and trained is None:
+            raise ValueError("the model's config names no trained length: say which distances to probe")
+        self.distances = options.distances or probing.distances_to(2 * (trained or 0))
+        probing.distances_to(self.distances[0])
+        check_lengths(options.model, [self.distances[-1] + PASSAGE])
+        if not plan.encoded:
+            raise ValueError("a probe takes passages from a text: give one")
+        self.ids = torch.cat([probing.passages(plan.whole(text), options.passages, options.seed) for text in plan.encoded])
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        counts = {"before": probing.BEFORE, "after": probing.AFTER, "copy": PASSAGE, "of which not counted": SKIP}
+        return {"passages": self.options.passages, "tokens": counts}
+
+    def cells(self, setting: Setting) -> list[Cell]:
+        depends = [of_text(text) for text in self.options.texts.values()]
+        which = f"{len(self.ids)} passages"
+        return [self.cell(setting, d, which, probed(self.ids, d), depends) for d in self.distances]
+
+    @staticmethod
+    def told(row: Row) -> str:
+        return f"text {sum(row['text']) / len(row['text']):.2f}, copy {sum(row['copy']) / len(row['copy']):.2f}"
+
+    @classmethod
+    def sections(cls, results: Readings, name: str) -> list[Section]:
+        distances, trained = results.lengths_of(name), results.train_length
+        found = {(r["setting"], r["length"]): r for r in results.rows if r["task"] == name}
+        settings = [s for s in results.settings if any(s == setting for setting, _ in found)]
+        mark = {f"trained: {tokens_shown(trained)}": float(trained)} if trained else {}
+        tables, figures = [], []
+        for part, title in PARTS.items():
+            measured = {at: mean_interval(row[part]) for at, row in found.items()}
+            head, note = f"{title}, nats a token", SAYS_NOT if part == "copy" else ""
+            rows = [[s, *(shown(*measured[s, d]) if (s, d) in measured else None for d in distances)] for s in settings]
+            tables.append(Table(head, ["tokens back", *(f"{d:,}" for d in distances)], rows, note=note, brief=True))
+            lines = {s: [(d, measured[s, d][0]) for d in distances if (s, d) in measured] for s in settings}
+            errors = {s: [measured[s, d][1] for d in distances if (s, d) in measured] for s in settings}
+            png = curves(lines, "tokens back", "loss (nats per token)", title, mark, errors=errors)
+            figures.append(Figure(f"probe-{part}", png, f"{title}, by how far back, one line a setting"))
+        text = (
+            "The model reads a passage, then, after a jump in positions, other text and the passage again. The loss on the "
+            "other text shows whether the model works at that position, the loss on the copy whether it retrieves from that "
+            "distance."
+        )
+        count = next(len(r["text"]) for r in results.rows if r["task"] == name)
+        protocol = f"Means over {count} passages, ± 95 % intervals; trained at {trained}."
+        return [Section("Probe", text, tables, figures, protocol, results.command(name))]
+
+
+def shown(mean: float, half: float) -> str:
+    return f"{mean:.2f}" if half != half else f"{mean:.2f} ± {half:.2f}"
+
+
+def probed(input_ids: Tensor, distance: int) -> Callable[[Any], Row]:
+    """From a model to the losses on each passage at a distance, to five digits."""
+    return partial(_probed, input_ids, distance)
+
+
+def _probed(input_ids: Tensor, distance: int, model: Any) -> Row:
+    result = probing.probe(model, input_ids, [distance])
+    return {k: [round(x, 5) for x in v[:, 0].tolist()] for k, v in (("text", result.text), ("copy", result.copies))}

@@ -1,0 +1,164 @@
+"""Making a pretrained model longer without training: a method is chosen, put in, and reported."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .config import LongAttnConfig, length_of
+from .integration import apply, rope
+from .integration.layers import candidates_of, pretrained
+from .integration.model import running
+from .integration.planning import bound_config, position_tables
+from .methods.yarn_beyond import YarnBeyond
+from .slots.method import ModelFacts
+from .slots.registry import did_you_mean
+from .telling import warn
+
+Model = TypeVar("Model", bound=nn.Module)
+#: What a longer model can be for; the first is the default.
+PURPOSES = ("both", "reading", "retrieval")
+#: From how many times the trained length on a temperature beside ReRoPE pays.
+PAYS = {"logn": 1.5, "yarn_temperature": 1.5, "infoscale": 4}
+
+
+def extend(
+    model: Model,
+    to: int | str,
+    method: str | LongAttnConfig | None = None,
+    purpose: str = "both",
+    train_length: int | str | None = None,
+    **parameters: Any,
+) -> Model:
+    """Make a model read texts of `to` tokens (32768 or "32k"), in place and without training; returns the model.
+
+    The default keeps every distance below half the trained length exact and shows larger ones as that (ReRoPE): short texts
+    give the same logits as before, and far tokens stay visible. Pass the trained length as `to` to improve retrieval within
+    it. Where many keys would dilute attention a temperature is added: LogN from one and a half times the trained
+    length on in models with QK-norm, InfoScale from four times on in others. Other methods and parameters as in `apply`.
+    A RoPE scaling that the model was trained with (Llama 3's, longrope, YaRN, linear) stays, and the remap works on top of
+    it; one that was added for inference is refused. All that says how long the model reads says `to`, so that harnesses and
+    servers do not cut texts: its configs, generation config and, where it is saved, its tokenizer. It says what it said before
+    once the method is taken out. Where a rotation depends on it (dynamic NTK, longrope without a factor), it stays.
+    Layers without rotation, and those with a sliding window shorter than the trained length, do not change. If no layer is
+    left, a warning says so.
+
+    Args:
+        train_length: the length that the model was trained at, by default read from its config. `describe` shows it, with the
+            reason.
+        purpose: what the default is for. "retrieval" (of what lies far back) and "both" take ReRoPE; with QK-norm "both" adds
+            LogN and "retrieval" YaRN's temperature. "reading", to predict long texts well, takes Leaky ReRoPE, which keeps
+            order among far tokens, and no temperature.
+
+    Raises:
+        ValueError: `to` is not a length, below the trained length, or beyond the method's reach; the method does not extend;
+            `purpose` is unknown, or given together with a method. The model is then unchanged.
+
+    Warns if a method is replaced, the trained length is ambiguous, there is nothing to remap, or the model has a sliding
+    window that is shorter than `to`.
+    """
+    check_purpose(purpose)
+    if method is not None and purpose != PURPOSES[0]:
+        raise ValueError(f"purpose chooses a method and {method!r} is one: leave out purpose={purpose!r}, or the method")
+    base = pretrained(model)
+    if base.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(base).__name__} reads its text with an encoder, and methods go into causal attention alone: "
+            "it would read no more than before"
+        )
+    length, replaced = length_of(to), running(base)
+    if train_length is not None:
+        parameters["train_length"] = length_of(train_length)
+    elif replaced is not None and replaced.train_length is not None:  # as it was told or read when that method came
+        parameters["train_length"] = replaced.train_length
+    asked = None if method is None else LongAttnConfig.parse(method, parameters)
+    told = parameters.get("train_length") if asked is None else asked.train_length
+    facts = bound_config(base, LongAttnConfig(train_length=told))[1]
+    config = default(facts, length, purpose, parameters) if asked is None else asked
+    _check(base, config, facts, length)
+    apply(model, dataclasses.replace(config, extended_to=length))
+    _report(base, config, replaced, length)
+    return model
+
+
+def default(facts: ModelFacts, to: int, purpose: str = "both", parameters: Mapping[str, Any] | None = None) -> LongAttnConfig:
+    """What serves a purpose at a length."""
+    given, trained = dict(parameters or {}), facts.train_length
+    if purpose != "reading":
+        pays = None if "stack" in given else temperature(facts, to, purpose)  # which could mean either
+        return LongAttnConfig.parse(rerope_with(pays), given)
+    if trained is not None:
+        given = {"stretch": max(4.0, float(needed(trained // 2, trained, to)))} | given
+    return LongAttnConfig.parse("leaky_rerope", given)
+
+
+def _check(base: PreTrainedModel, config: LongAttnConfig, facts: ModelFacts, length: int) -> None:
+    """Raise ValueError where a config does not take a model to a length; how far it reaches is checked where it is put in."""
+    if not config.key_bands:
+        raise ValueError(
+            f"{config.name} extends nothing: beyond the trained length a model meets distances that it does not know, "
+            'and only position remaps ("rerope", the default, "leaky_rerope", "self_extend", "dual_chunk", '
+            '"yarn_beyond") and windows change those. Use hf_longattn.apply, beside hf_longattn.rope, if that is what you want'
+        )
+    if facts.train_length is None:
+        raise ValueError("the model's config names no maximum length to extend: use hf_longattn.apply with a window")
+    if rope.settings_of(base) is None and (table := next(position_tables(base), None)) is not None:
+        raise ValueError(
+            f"the model learned its positions, in a table of {table.num_embeddings} entries, which no method can extend: use "
+            "hf_longattn.apply for a window within it, or a model with rotary positions"
+        )
+    changed = config.positions is not None and not isinstance(config.positions, YarnBeyond)  # within the trained length
+    if length < facts.train_length + (not changed):
+        raise ValueError(
+            f"the model was trained at {facts.train_length} tokens ({facts.trained}) and reads {length} as it is: nothing to "
+            "extend. Pass train_length= if it was trained at another length"
+        )
+
+
+def _report(base: PreTrainedModel, config: LongAttnConfig, replaced: LongAttnConfig | None, length: int) -> None:
+    """Warn of a method that gave way, and of what stays unseen."""
+    if replaced is not None and replaced.name != config.name:
+        warn(f"{config.name} replaces {replaced.name}, which the model ran")
+    if (window := own_window(base)) is not None and window < length:
+        warn(
+            f"the model has a sliding window of its own, {window:,} tokens: what lies farther back stays unseen. To lift it, "
+            "build the model with sliding_window=None in its config"
+        )
+
+
+def own_window(model: nn.Module) -> int | None:
+    """The sliding window of layers that take a method all the same, because it is as wide as the trained length."""
+    layers = [x for x in candidates_of(pretrained(model)) if x.windowed and x.kind == "full"]
+    return int(layers[0].module.config.sliding_window) if layers else None
+
+
+def check_purpose(purpose: str) -> None:
+    """Raise ValueError if there is none of that name."""
+    if purpose not in PURPOSES:
+        raise ValueError(f"unknown purpose {purpose!r}; {did_you_mean(purpose, PURPOSES)}known: {', '.join(PURPOSES)}")
+
+
+def needed(window: int, train_length: int, to: int) -> int:
+    """The stretch or group with which a remap of that window reaches `to`, at least 2."""
+    return max(2, math.ceil((to - window) / (train_length - window)))
+
+
+def temperature(facts: ModelFacts, to: int, purpose: str = "both") -> str | None:
+    """The temperature that pays beside ReRoPE at that length, if one does: with QK-norm, which bounds how sharp a row of
+    attention can be, LogN, or for retrieval YaRN's, which copies better and costs more on prose; else InfoScale. None for
+    models that have a temperature of their own.
+    """
+    sharp = "yarn_temperature" if purpose == "retrieval" else "logn"
+    name = sharp if facts.qk_norm else "infoscale"
+    if facts.own_temperature is not None or facts.train_length is None or to < PAYS[name] * facts.train_length:
+        return None
+    return name
+
+
+def rerope_with(temperature: str | None) -> str:
+    return "rerope" if temperature is None else f"rerope+{temperature}"
