@@ -227,9 +227,7 @@ def test_lora_saves_them(family: str, bases: dict[str, Path], tmp_path: Path) ->
     assert torch.equal(logits(adapted), want)
 
     adapted.save_pretrained(tmp_path)
-    base = AutoModelForCausalLM.from_pretrained(
-        bases[family], attn_implementation="longattn", longattn={"preset": name, **parameters}
-    )
+    base = AutoModelForCausalLM.from_pretrained(bases[family], attn_implementation=name, longattn=parameters)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path)
     close(logits(loaded), want, 1e-6)
     close(logits(copy.deepcopy(loaded).merge_and_unload()), want)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,21 +27,21 @@ from .state import LayerPlan, plan_of, release, remember, set_plan, transaction,
 from .trained import Trained, published, recorded
 
 Model = TypeVar("Model", bound=nn.Module)
+#: What `LongAttnConfig.parse` takes.
+Method = str | Mapping[str, Any] | LongAttnConfig
 
 
 class UntrainedWarning(UserWarning):
     """A pretrained model is run under a method that makes it worse until it is trained with it."""
 
 
-def apply(
-    model: Model, method: str | LongAttnConfig | list[LongAttnConfig] | tuple[LongAttnConfig, ...], **parameters: Any
-) -> Model:
+def apply(model: Model, method: Method | list[Method] | tuple[Method, ...], **parameters: Any) -> Model:
     """Put a method into a model, in place; or several, into different layers.
 
     Args:
         model: any transformers model whose attention goes through the attention interface, or a PEFT model around one.
-        method: a name ("scale_invariant", "a+b") with its parameters, or a complete `LongAttnConfig`; or a list of these
-            configs, each with its `layers`, of which one without takes all others.
+        method: a name ("scale_invariant", "a+b", "a:key=value") with its parameters, a complete `LongAttnConfig`, or the dict
+            of one; or a list of these, each with its `layers`, of which one without takes all others.
 
     Returns:
         The same model.
@@ -51,7 +51,7 @@ def apply(
             layers that this one leaves out. The model is then unchanged.
     """
     if isinstance(method, (list, tuple)):
-        method = LongAttnConfig(parts=tuple(method))
+        method = LongAttnConfig(parts=tuple(method))  # type: ignore[arg-type]
     config = LongAttnConfig.parse(method, parameters)
     with change(model) as view:
         _put(view, config, set() if isinstance(config.layers, str) else _changed(view))

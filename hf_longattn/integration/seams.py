@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config import CUSTOM, LongAttnConfig, named
+from ..config import CUSTOM, LongAttnConfig, read_name
 from ..slots.method import SLOTS
 from ..slots.registry import parameters_of
 from ..telling import warn
@@ -171,7 +171,7 @@ def _get_correct_attn_implementation(
 
 def _put_parameters(config: PreTrainedConfig, implementation: str) -> str:
     """The name in a text with parameters, which go into the config's section; ValueError where slots stand there already."""
-    name, parameters = named(implementation)
+    name, parameters = read_name(implementation)
     section = config.longattn or {}
     if {"version", "parts", *SLOTS} & section.keys():
         raise ValueError(
