@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from .integration import update as update
     from .integration.jumps import masks_of_jumps as masks_of_jumps
     from .methods.adaptive_temperature import fit_adaptive_temperature as fit_adaptive_temperature
-    from .methods.registry import register as register
     from .sharing.hub import push as push
     from .sharing.hub import save as save
+    from .slots.registry import register as register
 
 #: Public names by the module that holds them.
 _NAMES = {
@@ -58,16 +58,12 @@ _NAMES = {
     "integration": ("Description", "UntrainedWarning", "apply", "config_of", "describe", "remove", "rope", "update"),
     "integration.jumps": ("masks_of_jumps",),
     "methods.adaptive_temperature": ("fit_adaptive_temperature",),
-    "methods.registry": ("register",),
+    "slots.registry": ("register",),
     "attention.rotary": ("Rotation",),
 }
-#: Modules that are known without the folder that they are in.
-_SHORT = {"calibration": "evaluation.calibrate", "diagnostics": "evaluation.measures.diagnostics"}
-_SHORT |= {name: f"evaluation.{name}" for name in ("report", "settings", "tasks")}
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted([*_HOME, "methods"])
-_HOME["LongAttnLoraConfig"] = "sharing.adapters"  # LoraConfig under its earlier name; any PEFT config will do
 __version__ = "0.1.0"
 
 
@@ -75,10 +71,8 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         globals()[name] = value = getattr(import_module(f".{_HOME[name]}", __name__), name)
         return value
-    if not name.startswith("_"):
-        path = _SHORT.get(name, name)
-        if path is not name or find_spec(f"{__name__}.{path}") is not None:  # hf_longattn.training
-            return import_module(f".{path}", __name__)
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:  # hf_longattn.training
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

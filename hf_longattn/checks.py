@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .methods.registry import did_you_mean
+from .slots.registry import did_you_mean
 
 
 class Refused(ValueError):

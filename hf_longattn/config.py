@@ -16,11 +16,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from .methods.method import SLOTS, Heads, Method, ModelFacts, freeze, thaw
-from .methods.registry import did_you_mean, fixed_by, method, method_class, parameters_of
+from .slots.method import SLOTS, Heads, Method, ModelFacts, freeze, thaw
+from .slots.registry import did_you_mean, fixed_by, method, method_class, parameters_of
 
 if TYPE_CHECKING:
-    from .methods.base import KeyBands, LogitMap, OutputNorm, Positions, Score, Sink, Temperature, Visibility
+    from .slots.base import KeyBands, LogitMap, OutputNorm, Positions, Score, Sink, Temperature, Visibility
 
 #: All but the first and the last are files in attention/kernels, in the order in which "auto" asks them.
 BACKENDS = ("auto", "sdpa", "flash", "flex", "triton", "tiled", "reference")
@@ -252,7 +252,6 @@ class LongAttnConfig:
         known = {f.name for f in fields(cls)}
         if not isinstance(data, Mapping):
             raise ValueError(f"a config is a mapping of slots, as to_dict gives it, not {data!r}")
-        data = {k: v for k, v in data.items() if k != "distance"}  # an option of earlier versions
         if unknown := sorted(set(data) - known):
             hint = did_you_mean(unknown[0], known)
             raise ValueError(f"unknown key(s) in longattn: {', '.join(unknown)}; {hint}known: {', '.join(sorted(known))}")

@@ -15,9 +15,9 @@ from .integration import apply, rope
 from .integration.layers import candidates_of, pretrained
 from .integration.model import running
 from .integration.planning import bound_config, position_tables
-from .methods.method import ModelFacts
-from .methods.registry import did_you_mean
 from .methods.yarn_beyond import YarnBeyond
+from .slots.method import ModelFacts
+from .slots.registry import did_you_mean
 from .telling import warn
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -102,8 +102,8 @@ def _check(base: PreTrainedModel, config: LongAttnConfig, facts: ModelFacts, len
     if not config.key_bands:
         raise ValueError(
             f"{config.name} extends nothing: beyond the trained length a model meets distances that it does not know, "
-            'and only position remaps ("rerope", the default, "leaky_rerope", "self_extend", "dual_chunk", "yarn_beyond", '
-            '"yarn_far") and windows change those. Use hf_longattn.apply, beside hf_longattn.rope, if that is what you want'
+            'and only position remaps ("rerope", the default, "leaky_rerope", "self_extend", "dual_chunk", '
+            '"yarn_beyond") and windows change those. Use hf_longattn.apply, beside hf_longattn.rope, if that is what you want'
         )
     if facts.train_length is None:
         raise ValueError("the model's config names no maximum length to extend: use hf_longattn.apply with a window")

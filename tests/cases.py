@@ -53,12 +53,6 @@ CASES: dict[str, LongAttnConfig] = {
     "dual_chunk": LongAttnConfig.preset("dual_chunk", chunk=10, local=3),
     "string": LongAttnConfig.preset("string", shift=9, window=4),
     "yarn_beyond": LongAttnConfig.preset("yarn_beyond", factor=8.0, train_length=9, beta_fast=2.0, beta_slow=0.01),
-    "yarn_far": LongAttnConfig.preset(
-        "yarn_far", window=6, border=11, factor=8.0, train_length=12, beta_fast=2.0, beta_slow=0.01
-    ),
-    "yarn_far two bands": LongAttnConfig.preset(
-        "yarn_far", window=8, border=8, factor=4.0, train_length=12, attention_factor=None
-    ),
     "windowed": LongAttnConfig.preset("windowed", window=7),
     "streaming": LongAttnConfig.preset("streaming", window=6, sinks=2),
     "lm_infinite": LongAttnConfig.preset("lm_infinite", window=6, sinks=2),

@@ -169,7 +169,6 @@ BY_LENGTH: dict[str, Formula] = {f.__name__: f for f in (infoscale, logn, log_le
 REMAPS: dict[str, Formula] = {
     f.__name__: f for f in (rerope, leaky_rerope, self_extend, string, dual_chunk, streaming, lm_infinite)
 }
-YARN = ("yarn_beyond", "yarn_far")
 BY_ENTROPY: dict[str, Formula] = {"adaptive_temperature": adaptive_temperature}
 NORMS: dict[str, Formula] = {
     "output_standardise": output_standardise,
@@ -183,7 +182,6 @@ def covers(config: LongAttnConfig) -> bool:
         "windowed",
         "attention_sink",
         "yarn_beyond",
-        "yarn_far",
         *REMAPS,
         *LOGIT_MAPS,
         *BY_LENGTH,
@@ -233,16 +231,11 @@ def _attention(
     if remap.get("name") in REMAPS:
         seen = REMAPS[remap["name"]](remap, position[:, None], position)
         s = moved_scores(q, k, seen - t, module.closed_form_frequencies[0])
-    if remap.get("name") in YARN:
+    if remap.get("name") == "yarn_beyond":
         rope, frequencies = module.config.rope_parameters, module.closed_form_frequencies[0]
         theta = rope.get("full_attention", rope)["rope_theta"]
         yarn = yarn_scores(remap, q, k, t, frequencies, theta)
-        if remap["name"] == "yarn_beyond":
-            s = np.where(position[:, None] >= remap["train_length"], yarn, s)
-        else:
-            w, stretch = remap["window"], float(remap["stretch"])
-            middle = moved_scores(q, k, w + (t - w) / stretch - t, frequencies)
-            s = np.select([t < w, t < remap["border"]], [s, middle], yarn)
+        s = np.where(position[:, None] >= remap["train_length"], yarn, s)
     s = scaling * s
     visible, n_seen = (t >= 0) & (t < (sliding_window or n)), position + 1
     if visibility:

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 
 from hf_longattn.attention.geometry import Rows
 from hf_longattn.attention.kernels import triton as launcher
-from hf_longattn.attention.kernels.spec import LogitSpec
+from hf_longattn.attention.kernels.kernel import KernelCall, LogitSpec, Pages
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -79,13 +79,12 @@ def launch(
     if pages:
         half, angles = query.detach(), torch.ones(1, kv_len, 1, head_dim)
         table = torch.zeros(1, kv_len // 16, dtype=torch.int32)
-        turned = launcher.Pages(table) if mapped else launcher.Pages(table, half, angles, angles)
+        turned = Pages(table) if mapped else Pages(table, half, angles, angles)
         cache = torch.empty(kv_len // 16, kv_heads, 16, 2 * head_dim, dtype=dtype)
-        launcher.triton_attention(half, *cache.split(head_dim, -1), rows, LogitSpec(0.1, **options), pages=turned)
+        launcher.run(KernelCall(half, *cache.split(head_dim, -1), rows, LogitSpec(0.1, **options), pages=turned))
         return
-    out, lse, h = launcher.triton_attention(
-        query, key, other if value else None, rows, LogitSpec(0.1, **options), with_lse=not value, with_entropy=entropy
-    )
+    asked = {"with_lse": not value, "with_entropy": entropy}
+    out, lse, h = launcher.run(KernelCall(query, key, other if value else None, rows, LogitSpec(0.1, **options), **asked))
     if not decode:
         sum(x.float().sum() for x in (out, lse, h) if x.numel()).backward()
 
@@ -110,7 +109,6 @@ def main() -> None:
     parser.add_argument("--calls", nargs="*", default=list(CALLS))
     args = parser.parse_args()
     triton.runtime.driver.set_active(Driver())
-    launcher.why_not_triton = lambda *_: None  # tensors are on the CPU
     report: list[dict[str, Any]] = []
     for name in ("forward_kernel", "query_kernel", "key_kernel"):
         setattr(launcher.kernels, name, Compiled(getattr(launcher.kernels, name), report))

@@ -32,7 +32,7 @@ RANKS = 2
 SPLIT = ("scale_invariant", "calibrated", "mapped+adaptive", "alibi", "infoscale+cosscale", "logn_learned", "log_length")
 SPLIT += ("softmax_plus", "yarn_temperature", "output_standardise", "rerope", "leaky_by_layer", "self_extend", "dual_chunk")
 SPLIT += ("windowed", "streaming", "lm_infinite", "string", "ssmax", "attention_sink", "attention_sink_learned")
-SPLIT += ("yarn_beyond", "yarn_far", "output_layer_norm")
+SPLIT += ("yarn_beyond", "output_layer_norm")
 #: Those that run on sequences split over processes, some with sliding layers that are left alone, or softcaps.
 ALL_SPLIT = (*SPLIT, "gemma3/alibi", "gemma2/logn_learned", "gpt_oss/logn_learned")
 #: Those whose weights are saved and loaded again while they are sharded.
@@ -267,22 +267,22 @@ FIELDS = {f.name for f in dataclasses.fields(TrainingArguments)}
 CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in FIELDS else "gradient_checkpointing"
 #: Recipes: what every process does, and what one alone does to the same windows.
 PARALLEL = {
-    "sequence": ["method=logn", "parameters.learned=true", "packing=documents", "parallel.sequence=2"],
-    "sharded": ["method=rerope", "parameters.window=8", "lora=null", "trainer.max_grad_norm=0.1", "parallel.shard=true"],
-    "both": ["method=output_layer_norm", "parallel.sequence=2", "parallel.shard=true", f"trainer.{CHECKPOINTING}=true"],
+    "sequence": ["method=logn", "parameters.learned=true", "packing=documents", "sequence_parallel=2"],
+    "checkpointing": ["method=output_layer_norm", "sequence_parallel=2", f"trainer.{CHECKPOINTING}=true"],
+    "windows": ["method=rerope", "parameters.window=8", "lora=null", "trainer.max_grad_norm=0.1"],
 }
-RESUMED = ("sequence", "sharded")
+RESUMED = ("sequence", "windows")
 
 
 def overrides(out: Path, kind: str, processes: int) -> list[str]:
     """Of `continue_lora`, on what the test has put into the folder; every step takes two windows."""
-    each = 2 if processes == 1 or "parallel.sequence=2" in PARALLEL[kind] else 1
+    each = 2 if processes == 1 or "sequence_parallel=2" in PARALLEL[kind] else 1
     settings = [f"model={out / 'model'}", f"data={out / 'table.jsonl'}", f"heldout={out / 'text.txt'}", "length=24"]
     settings += [f"output={out / f'{kind}.{processes}'}", "evaluation.tokens=72", "evaluation.lengths=[24,48]"]
     settings += [f"trainer.per_device_train_batch_size={each}", "trainer.gradient_accumulation_steps=2"]
     settings += [f"trainer.{k}" for k in ("max_steps=4", "logging_steps=1", "save_steps=2", "eval_steps=2", "use_cpu=true")]
     settings += ["trainer.disable_tqdm=true", "positions=plain"]
-    return settings + [x for x in PARALLEL[kind] if processes > 1 or "parallel" not in x]
+    return settings + [x for x in PARALLEL[kind] if processes > 1 or "sequence_parallel" not in x]
 
 
 def recipes(out: Path) -> dict[str, Any]:
@@ -304,6 +304,19 @@ def recipes(out: Path) -> dict[str, Any]:
     return results
 
 
+def measured(out: Path, processes: int = RANKS) -> dict[int, Any]:
+    """Held-out losses of a model whose weights are sharded, as they are under Trainer's own FSDP, which no CPU runs."""
+    from hf_longattn.training import load_recipe, prepare
+    from hf_longattn.training.trainer import RecipeTrainer
+
+    ready = prepare(load_recipe("continue_lora", [*overrides(out, "windows", processes), f"output={out / 'nowhere'}"]))
+    m = AutoModelForCausalLM.from_pretrained(out / "model")
+    trainer = RecipeTrainer(ready.recipe, ready.data, m, m, ready.args, ready.tokenizer)
+    for module in (*m.model.layers, m) if processes > 1 else ():
+        fully_shard(module)
+    return trainer.held_out_metrics([24, 48])
+
+
 def evaluate(out: Path, processes: int = RANKS) -> dict[str, Any]:
     """`hf-longattn eval` of two settings, its rows in turns."""
     from hf_longattn.cli import app
@@ -315,7 +328,7 @@ def evaluate(out: Path, processes: int = RANKS) -> dict[str, Any]:
     return {"status": result.exit_code, "output": result.output, "error": repr(result.exception)}
 
 
-HERE = (fully_sharded, tensor_parallel, split_sequence, recipes, evaluate)
+HERE = (fully_sharded, tensor_parallel, split_sequence, recipes, measured, evaluate)
 JOBS = {f.__name__: f for f in (*HERE, zero3, deepspeed, accelerated)}
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cases import CASES
 
-from hf_longattn.methods.registry import method_names
+from hf_longattn.slots.registry import method_names
 
 PAGE = Path(__file__).parents[1] / "docs" / "engines.md"
 SERVED = PAGE.with_name("vllm.json")
@@ -93,7 +93,8 @@ def table(cells: Cells) -> str:
             rows.append(f"| `{method}` | {' | '.join(row)} |")
     head = [f"| | {' | '.join(ENGINES)} |", "|---" * (len(ENGINES) + 1) + "|", *rows, ""]
     head += ["Shown by:", "", *(f"- {e}: {', '.join(f'`{t}`' for t in sorted(tests[e]))}" for e in ENGINES if e in tests), ""]
-    return "\n".join([*head, "Messages:", "", *(f"{n}. {text}" for n, text in enumerate(messages, 1))])
+    told = ["Messages:", "", *(f"{n}. {text}" for n, text in enumerate(messages, 1))] if messages else []
+    return "\n".join([*head, *told])
 
 
 def main() -> None:

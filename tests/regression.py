@@ -5,17 +5,24 @@
     python tests/regression.py check FILE --exact    # fails unless all are equal bit for bit
 
 Tiny models of some families, a full pass forward and backward, and one through a cache in chunks; float32, one thread.
-FlexAttention, which has no backward pass on the CPU, computes the full pass alone.
+FlexAttention, which has no backward pass on the CPU, computes the full pass alone. And single calls over every geometry of
+rows, with gradients and without, in float32 and bfloat16, with a model's sinks and without.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 
 import torch
-from cases import CASES, families
+from cases import CASES, HEADS, families
 from helpers import SCENARIOS, fresh, tokens
+from test_kernels import ROTATION, SINKS, geometries, inputs
 from torch import Tensor
+
+from hf_longattn.attention.attend import attend
+from hf_longattn.attention.call import Call
 
 FAMILIES = ("llama", "gemma2", "gpt2")
 BACKENDS = ("auto", "tiled", "reference")
@@ -39,6 +46,27 @@ def results() -> dict[str, Tensor]:
     return out
 
 
+def single_calls() -> dict[str, Tensor]:
+    out = {}
+    ways = (
+        (torch.float32, False, None),
+        (torch.float32, True, None),
+        (torch.float32, False, SINKS),
+        (torch.bfloat16, False, None),
+    )
+    for (case, config), (geometry, (q_len, kv_len, rows)) in itertools.product(CASES.items(), geometries().items()):
+        for dtype, grad, sinks in ways:
+            name = f"{case} {geometry} {dtype} {'gradients' if grad else ''} {'sinks' if sinks is not None else ''}"
+            leaves = [x.requires_grad_(grad) for x in inputs(h=HEADS, q=q_len, k=kv_len, d=6, dtype=dtype)]
+            own = dataclasses.replace(rows, _known={})
+            result = attend(Call(*leaves, config.for_layer(0), own, 0.7, rotation=ROTATION, sink_logits=sinks))
+            out[name] = result.detach()
+            if grad:
+                gradients = torch.autograd.grad(result.sin().sum(), leaves)
+                out |= {f"{name} {n}": g for n, g in zip(("query", "key", "value"), gradients, strict=True)}
+    return out
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["save", "check"])
@@ -46,7 +74,7 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true", help="let no bit differ")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    now = results()
+    now = results() | single_calls()
     if args.what == "save":
         torch.save(now, args.file)
         return

@@ -52,7 +52,7 @@ def inside(readme: Path) -> None:
         exec(HUB.sub('"model"', LONG.sub("3000", code)), {"__name__": "readme"})
     commands = (
         "--version",
-        "env",
+        "doctor",
         "doctor model",
         "eval model --text book.txt --out report --method infoscale,rerope --lengths 256,2k --targets 64",
         "extend model --to 4k --text book.txt",

@@ -19,8 +19,8 @@ from helpers import close, stock, tokens
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
 
 import hf_longattn
-from hf_longattn.methods import registry
-from hf_longattn.methods.base import LengthTemperature
+from hf_longattn.slots import registry
+from hf_longattn.slots.base import LengthTemperature
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "how-to" / "add-a-method.md"

@@ -526,7 +526,7 @@ def test_an_adapter_with_the_head_of_another_class(files: Path, tmp_path: Path) 
     m = AutoModelForSequenceClassification.from_pretrained(files / "model", pad_token_id=0)
     get_peft_model(m, LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"], r=2)).save_pretrained(tmp_path / "adapter")
     code, said = command("doctor ADAPTER", ADAPTER=tmp_path / "adapter")
-    assert (code, "LlamaForSequenceClassificationpredictsnotext" in said) == (0, True), said
+    assert (code, "Noproblemfound" in said) == (0, True), said
     line = f"{MEASURED['eval']} --adapter mine=ADAPTER"
     code, said = command(
         line, MODEL=files / "model", BOOK=files / "book.txt", OUT=tmp_path / "out", ADAPTER=tmp_path / "adapter"

@@ -13,8 +13,8 @@ from cases import CASES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MEAN, VARIANCE
 from hf_longattn import LongAttnConfig
 from hf_longattn.config import BACKENDS
 from hf_longattn.methods import CosScale, ScaleInvariant
-from hf_longattn.methods.method import SLOTS, Method, ModelFacts
-from hf_longattn.methods.registry import method_class, method_names, register
+from hf_longattn.slots.method import SLOTS, Method, ModelFacts
+from hf_longattn.slots.registry import method_class, method_names, register
 
 FACTS = ModelFacts(
     num_layers=LAYERS,

@@ -50,14 +50,14 @@ def test_every_model_is_in_the_results() -> None:
 
 def test_a_method_that_computes_something_else_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The survey can fail: a mask read one key too far shows at strength 0."""
-    from hf_longattn.integration import dispatch
+    from hf_longattn.integration import positions
 
-    read = dispatch.read_mask
+    read = positions.read_mask
 
     def shifted(mask: torch.Tensor, kv_len: int) -> Any:
         return read(torch.cat([mask[..., :4], mask[..., 4:] - 1], -1).clamp(min=0), kv_len)
 
-    monkeypatch.setattr(dispatch, "read_mask", shifted)
+    monkeypatch.setattr(positions, "read_mask", shifted)
     row = coverage_models.examine("llama")
     assert row["status"] == "failed"
     assert "strength 0, whole: off by" in row["reason"]

@@ -24,6 +24,7 @@ from distributed_worker import (
     evaluate,
     gradients,
     made,
+    measured,
     overrides,
     sequences,
     step,
@@ -84,7 +85,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.text(path / "text.txt", 500)
     texts = [tiny.text(path / "one.txt", length, length).read_text() for length in range(5, 45)]
     (path / "table.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return together(path, "tensor_parallel", "fully_sharded", "split_sequence", "recipes", "evaluate")
+    return together(path, "tensor_parallel", "fully_sharded", "split_sequence", "recipes", "measured", "evaluate")
 
 
 def of(out: Path, job: str) -> list[dict[str, Any]]:
@@ -162,7 +163,7 @@ def logged(entries: list[dict[str, float]]) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("kind", PARALLEL)
 def test_a_recipe_over_processes(kind: str, out: Path) -> None:
-    """Windows in parts, weights in parts, or both: what is logged and saved is what one process logs and saves."""
+    """Windows in parts, or each process its own: what is logged and saved is what one process logs and saves."""
     pytest.importorskip("omegaconf")
     from hf_longattn.training import load_recipe, prepare, run
 
@@ -175,16 +176,23 @@ def test_a_recipe_over_processes(kind: str, out: Path) -> None:
             assert got == pytest.approx(expected, abs=2e-5)
     metrics = json.loads((out / f"{kind}.2" / "metrics.json").read_text())
     assert metrics["tokens"] == alone["tokens"]
-    for name, measured in alone["measured"].items():
-        for length, values in measured.items():
+    for name, by_length in alone["measured"].items():
+        for length, values in by_length.items():
             assert metrics["measured"][name][str(length)]["loss"] == pytest.approx(values["loss"], abs=2e-5)
-    load = AutoModelForCausalLM if kind == "sharded" else pytest.importorskip("peft").AutoPeftModelForCausalLM
+    load = AutoModelForCausalLM if kind == "windows" else pytest.importorskip("peft").AutoPeftModelForCausalLM
     one, two = (load.from_pretrained(out / f"{kind}.{n}").eval() for n in (1, 2))
     with torch.no_grad():
         close(two(tokens()).logits, one(tokens()).logits, 1e-4, kind)
         if kind in RESUMED:
             whole = load.from_pretrained(out / f"{kind}.2.whole").eval()
             close(two(tokens()).logits, whole(tokens()).logits, 0, "resumed")
+
+
+def test_held_out_losses_of_sharded_weights(out: Path) -> None:
+    pytest.importorskip("omegaconf")
+    for found in of(out, "measured"):
+        for length, values in measured(out, 1).items():
+            assert found[length]["loss"] == pytest.approx(values["loss"], abs=2e-5)
 
 
 #: What differs between two runs of one evaluation.

@@ -18,8 +18,8 @@ import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
 from hf_longattn.attention.kernels import tiles
 from hf_longattn.methods import AdaptiveTemperature, Alibi, ScaleInvariant
-from hf_longattn.methods.base import LengthTemperature
-from hf_longattn.methods.method import SLOTS
+from hf_longattn.slots.base import LengthTemperature
+from hf_longattn.slots.method import SLOTS
 
 CONFIGS = {name: config.for_layer(1) for name, config in CASES.items()}
 NORMED = {name for name, config in CONFIGS.items() if config.output_norm is not None}

@@ -323,7 +323,7 @@ def carriers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(kinds[mask.shape[-1]])  # of one key both are the same
         return read(mask, kv_len)
 
-    monkeypatch.setattr("hf_longattn.integration.dispatch.read_mask", spy)
+    monkeypatch.setattr("hf_longattn.integration.positions.read_mask", spy)
     return seen
 
 

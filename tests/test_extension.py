@@ -747,7 +747,7 @@ def test_a_tokenizer_says_what_its_model_reads(order: str, tmp_path: Path) -> No
 def test_adapters_bring_the_length_that_they_were_made_for(way: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     m = longer("plain", tmp_path / "base")
-    config = hf_longattn.LongAttnLoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     peft.get_peft_model(m, config).save_pretrained(tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     assert base.config.max_position_embeddings == 64

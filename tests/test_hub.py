@@ -357,7 +357,7 @@ def test_the_card_of_an_adapter_that_makes_no_text(task: Any, by_peft: str, tag:
     torch.manual_seed(0)
     m = AutoModel if task == "FEATURE_EXTRACTION" else AutoModelForSequenceClassification
     m = hf_longattn.extend(m.from_config(stock("llama").config), 2048)
-    config = hf_longattn.LongAttnLoraConfig(target_modules=["q_proj"], task_type=task)
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type=task)
     hf_longattn.save(peft.get_peft_model(m, config), tmp_path, name="some/adapter")
     card = ModelCard.load(tmp_path / "README.md")
     assert (card.data.pipeline_tag, card.data.library_name) == (tag, "peft")

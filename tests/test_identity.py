@@ -19,8 +19,8 @@ from transformers.masking_utils import sdpa_mask
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
 from hf_longattn.attention.call import Call
-from hf_longattn.attention.decoding import Decoding
 from hf_longattn.attention.geometry import Rows
+from hf_longattn.attention.prepared import Prepared
 from hf_longattn.integration import dispatch
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.observe import observe
@@ -29,7 +29,7 @@ preset = LongAttnConfig.preset
 #: With a range in which nothing changes that lies between a few tokens and 24.
 RANGES = {
     **{name: CASES[name] for name in ("rerope", "leaky_rerope", "leaky_by_layer", "self_extend", "dual_chunk", "string")},
-    **{name: CASES[name] for name in ("yarn_beyond", "yarn_far", "windowed", "streaming", "lm_infinite", "logn")},
+    **{name: CASES[name] for name in ("yarn_beyond", "windowed", "streaming", "lm_infinite", "logn")},
     "dual_chunk, long steps": preset("dual_chunk", chunk=6, local=5),
     "softmax_plus": preset("softmax_plus", train_length=9),
     "infoscale": preset("infoscale", train_length=9, epsilon=0.2),
@@ -52,7 +52,7 @@ NEVER += ("output_standardise", "output_layer_norm", "rerope+infoscale+cosscale"
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of queries of the calls that a method computes."""
     seen: list[int] = []
-    attend, decode = dispatch.attend, Decoding.__call__
+    attend, decode = dispatch.attend, Prepared.__call__
 
     def counting(call: Call) -> Tensor:
         before = len(seen)
@@ -61,12 +61,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             seen.append(call.query.shape[2])
         return out
 
-    def decoding(self: Decoding, query: Tensor, *others: Any) -> Tensor:
+    def decoding(self: Prepared, query: Tensor, *others: Any) -> Tensor:
         seen.append(query.shape[2])
         return decode(self, query, *others)
 
     monkeypatch.setattr(dispatch, "attend", counting)
-    monkeypatch.setattr(Decoding, "__call__", decoding)
+    monkeypatch.setattr(Prepared, "__call__", decoding)
     return seen
 
 

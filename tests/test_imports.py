@@ -53,8 +53,7 @@ def test_names_are_registered_whichever_comes_first_and_only_the_core_is_importe
 
 @pytest.mark.slow
 def test_peft_knows_our_adapters_when_it_is_imported_after_us():
-    code = "import hf_longattn\nimport peft\nassert hf_longattn.LongAttnLoraConfig is peft.LoraConfig"
-    assert "hf_longattn.sharing.adapters" in modules_after(code)
+    assert "hf_longattn.sharing.adapters" in modules_after("import hf_longattn\nimport peft")
 
 
 @pytest.mark.slow
@@ -94,12 +93,12 @@ def test_public_names_are_there_for_people_and_for_type_checkers():
     assert set(hf_longattn.__all__) <= set(dir(hf_longattn))
     for name in hf_longattn.__all__:
         assert getattr(hf_longattn, name) is not None
-    assert hf_longattn.diagnostics is hf_longattn.evaluation.measures.diagnostics  # submodules, too
+    assert hf_longattn.training is sys.modules["hf_longattn.training"]  # submodules, too
     with pytest.raises(AttributeError, match="has no attribute 'scale'"):
         hf_longattn.scale  # noqa: B018
 
 
-COMMANDS = ([], ["extend"], ["eval"], ["inspect"], ["train"], ["push"], ["doctor"], ["env"], ["lm-eval"])
+COMMANDS = ([], ["extend"], ["eval"], ["inspect"], ["train"], ["push"], ["doctor"], ["lm-eval"])
 
 
 @pytest.mark.slow

@@ -23,13 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_longattn
 from hf_longattn import reference_attention
 from hf_longattn.attention import attend as attend_module
-from hf_longattn.attention.attend import attend, merge_entropies
+from hf_longattn.attention.attend import attend
 from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Rows
-from hf_longattn.attention.kernels import flex, intervals, lowered, operators, precision, tiled, tiles
-from hf_longattn.attention.kernels.lowered import KVSegment, LoweredAttention
-from hf_longattn.attention.kernels.spec import KernelCall, LogitSpec, Result
+from hf_longattn.attention.kernels import flex, intervals, operators, precision, tiled, tiles
+from hf_longattn.attention.kernels import kernel as kernels
+from hf_longattn.attention.kernels.kernel import KernelCall, LogitSpec, Result
+from hf_longattn.attention.prepared import prepared
 from hf_longattn.attention.rotary import Rotation
+from hf_longattn.attention.segments import merge_entropies
 from hf_longattn.attention.tables import SHARED, TableCache
 from hf_longattn.checks import DTYPES
 
@@ -84,7 +86,7 @@ def dense(
     softcap: float | None = None,
     keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, logsumexp and entropy by the definition in kernels/spec.py, without a single loop or tile."""
+    """Output, logsumexp and entropy by the definition in kernels/kernel.py, without a single loop or tile."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     logits = scaling * torch.einsum("bhqd,bhkd->bhqk", query, key)
@@ -183,12 +185,12 @@ def by_options(kernel: Kernel) -> Kernel:
 
     def call(query: Tensor, key: Tensor, value: Tensor | None, rows: Rows, **options: Any) -> tuple[Tensor, ...]:
         own = {f.name: options.pop(f.name) for f in dataclasses.fields(LogitSpec) if f.name in options}
-        return kernel(query, key, value, rows, LogitSpec(**own), **options)
+        return kernel(KernelCall(query, key, value, rows, LogitSpec(**own), **options))
 
     return call
 
 
-tiled_attention, flex_attention = by_options(tiled.tiled_attention), by_options(flex.flex_attention)
+tiled_attention, flex_attention = by_options(tiled.run), by_options(flex.run)
 
 
 def check(kernel: Kernel, geometry: str, options: str, outputs: int, backward: bool = True) -> None:
@@ -756,7 +758,7 @@ def test_a_method_s_sink_joins_the_model_s(backend: str) -> None:
     close(hf_longattn.attention(*tensors, nothing, backend=backend), reference_attention(*tensors, plain), 1e-12)
 
 
-def test_entropy_with_and_without_the_sinks_share() -> None:
+def test_entropy_over_segments() -> None:
     query, key, value = inputs()
     rows = GEOMETRIES["nothing visible"][2]
     segments = [rows.narrowed(None, torch.tensor([[6]])), rows.narrowed(torch.tensor([[7]]), None)]
@@ -764,12 +766,10 @@ def test_entropy_with_and_without_the_sinks_share() -> None:
     results = [tiled_attention(query, key, value, r, **options) for r in segments]
     logits = 0.7 * query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT
     logits, some = logits.masked_fill(~rows.visible(19), -math.inf), rows.visible(19).any(-1)
-    for sink in (None, SINKS):
-        terms = logits if sink is None else torch.cat([logits, sink[:, None, None].expand(2, -1, 19, 1)], -1)
-        p = numpy.exp(terms.numpy())
-        p = p / numpy.maximum(p.sum(-1, keepdims=True), 1e-300)
-        want = torch.from_numpy(-(p * numpy.log(numpy.where(p > 0, p, 1.0))).sum(-1))
-        close(merge_entropies(results, sink), want.masked_fill(~some, 0.0), 1e-12)
+    p = numpy.exp(logits.numpy())
+    p = p / numpy.maximum(p.sum(-1, keepdims=True), 1e-300)
+    want = torch.from_numpy(-(p * numpy.log(numpy.where(p > 0, p, 1.0))).sum(-1))
+    close(merge_entropies(results), want.masked_fill(~some, 0.0), 1e-12)
 
 
 def test_sinks_and_backends() -> None:
@@ -823,18 +823,35 @@ def test_tables_belong_to_whom_the_call_names(case: str) -> None:
     assert all(t() is None for t in kept)
 
 
+@pytest.mark.parametrize("q_len", [1, 29])
+@pytest.mark.parametrize("case", ["infoscale", "mapped+adaptive", "rerope+infoscale+cosscale", "attention_sink_learned"])
+def test_layers_share_what_is_prepared_and_it_holds_nothing_of_theirs(case: str, q_len: int) -> None:
+    rows, config = Rows.causal(q_len, 29, None, 0, torch.device("cpu")), CASES[case].for_layer(0)
+    for seed in range(2):
+        layer = inputs(h=HEADS, q=q_len, k=29, seed=seed)
+        close(
+            attend(Call(*layer, config, rows, 0.7, rotation=ROTATION)),
+            attend(Call(*layer, config, rows, 0.7, rotation=ROTATION, backend="reference")),
+            1e-10,
+        )
+        kept = [weakref.ref(x) for x in layer]
+        del layer
+        assert all(x() is None for x in kept)
+    assert len(prepared(rows)) == 1
+
+
 def test_a_kernel_is_a_file_and_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked in its turn, picked where it can, refused by name with its reason, and handed the lowered call."""
+    """Asked in its turn, picked where it can, refused by name with its reason, and handed each segment."""
     seen: list[tuple[bool, bool]] = []
 
-    def run(call: LoweredAttention, segment: KVSegment) -> Result:
-        seen.append((call.with_lse, call.of_entropy))
-        return tiled.KERNEL.run(call, segment)
+    def run(call: KernelCall) -> Result:
+        seen.append((call.with_lse, call.with_entropy))
+        return tiled.run(call)
 
     def why_not(call: Call) -> str | None:
         return "it wants 8 queries" if call.query.shape[2] != 8 else None
 
-    mine = lowered.Kernel("mine", why_not, run, picked=lambda call: call.by_entropy, entropies=True)
+    mine = kernels.Kernel("mine", why_not, run, picked=lambda call: call.by_entropy, entropies=True)
     monkeypatch.setattr(attend_module, "KERNELS", {"mine": mine, **attend_module.KERNELS})
     monkeypatch.setattr(attend_module, "BACKENDS", (*attend_module.BACKENDS, "mine"))
     x = torch.randn(1, 2, 8, 8, requires_grad=True)

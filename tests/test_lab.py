@@ -89,7 +89,8 @@ def test_a_program_measures_what_is_missing(
 def test_committed_rows_are_not_measured_again(program: Program, tmp_path: Path) -> None:
     """Every row of a setting that is still listed is found by its cell, under the arguments that made it."""
     whole_file = json.loads(program.result.read_text(encoding="utf-8"))
-    kept = whole_file["rows"] = [{k: v for k, v in r.items() if k != "digest"} for r in whole_file["rows"]]  # of the weights
+    rows = [r for r in whole_file["rows"] if "yarn_far" not in r["name"]]  # a method that was removed
+    kept = whole_file["rows"] = [{k: v for k, v in r.items() if k != "digest"} for r in rows]  # of the weights
     result = tmp_path / "rows.json"
     result.write_text(json.dumps(whole_file), encoding="utf-8")
     found = 0

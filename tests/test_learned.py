@@ -21,7 +21,7 @@ from hf_longattn import LongAttnConfig
 from hf_longattn.integration.dispatch import attention_forward
 from hf_longattn.integration.masks import carrier_mask
 from hf_longattn.integration.offload import held
-from hf_longattn.methods.learned import FeatureAffineLayerNorm
+from hf_longattn.slots.learned import FeatureAffineLayerNorm
 
 FAMILIES = ("llama", "gemma3", "gpt2")
 LEARNED: dict[str, tuple[str, dict[str, Any]]] = {

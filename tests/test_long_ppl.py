@@ -1,4 +1,4 @@
-"""LongPPL and LongCE: the tokens that far context helps with."""
+"""LongPPL: the tokens that far context helps with."""
 
 import math
 
@@ -9,7 +9,7 @@ from helpers import close, tokens
 from transformers import AutoModelForCausalLM
 
 from hf_longattn.evaluation import token_losses
-from hf_longattn.evaluation.tasks.long_ppl import key_tokens, long_ce_weights, long_loss, short_losses
+from hf_longattn.evaluation.tasks.long_ppl import key_tokens, long_loss, short_losses
 
 
 @pytest.mark.parametrize(("context", "stride", "length"), [(8, 4, 30), (8, 7, 24), (8, 3, 8), (40, 5, 30), (6, 1, 9)])
@@ -33,8 +33,6 @@ def test_key_tokens_are_those_that_far_context_helps_with() -> None:
     assert keys.tolist() == [[False, True, False, True, False, False]]
     assert long_loss(long, keys) == pytest.approx(1.2)
     assert math.isnan(long_loss(long, torch.zeros_like(keys)))
-    weights = long_ce_weights(long, short)
-    close(weights, torch.tensor([[0.0, 5.0, 5.0, 5.0, 5.0, math.exp(-0.8)]]), 1e-6)
 
 
 def test_a_stride_must_fit_its_window() -> None:

@@ -35,6 +35,7 @@ def by_hand(family: str, *configs: LongAttnConfig) -> PreTrainedModel:
     section = m.config.longattn
     for layer in layers_of(m):
         set_plan(layer.module, dataclasses.replace(plans[layer.index], section=section))
+    plans[0].state.publish(m)
     return m
 
 

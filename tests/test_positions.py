@@ -261,13 +261,6 @@ def test_generate_goes_on_from_a_cache_that_counts_as_it_does() -> None:
         m.generate(**given, **{CACHE: m(**short)[CACHE]})
 
 
-def test_config() -> None:
-    """Saved sections of earlier versions hold an option that said what is now always so."""
-    config = LongAttnConfig.preset("alibi")
-    assert LongAttnConfig.from_dict(config.to_dict() | {"distance": "slots"}) == config
-    assert "distance" not in config.to_dict()
-
-
 # split sequences -----------------------------------------------------------------------------------------------------
 
 

@@ -19,11 +19,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
-from hf_longattn.attention import decoding
 from hf_longattn.attention.attend import attend
 from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Rows
-from hf_longattn.attention.kernels import intervals, tiles
+from hf_longattn.attention.kernels import dense, intervals, tiled, tiles
+from hf_longattn.attention.kernels.kernel import LogitSpec
+from hf_longattn.attention.segments import BySegment, Segment
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.state import state_of
 
@@ -43,7 +44,6 @@ CONFIGS["leaky_by_head"] = LongAttnConfig.preset("leaky_rerope", window=7, stret
 #: Wide enough that a text of 24 tokens lies inside.
 WIDE: dict[str, dict[str, Any]] = {name: p | {"window": 30} for name, p in METHODS.items()}
 WIDE |= {"dual_chunk": {"chunk": 40, "local": 10}, "string": {"shift": 40, "window": 4}}
-WIDE |= {"yarn_far": {"window": 30, "border": 35, "train_length": 60}}
 
 
 def rotation(interleaved: bool = False, pairs: int = 3, first: int = 0) -> Rotation:
@@ -152,8 +152,8 @@ def test_attention_is_the_reference(
 def test_decoding_with_a_key_head_for_each_query_head(
     name: str, interleaved: bool, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "KEY_ELEMENTS", 128)  # several tiles
-    monkeypatch.setattr(decoding, "KEYS", 8)
+    monkeypatch.setattr(dense, "KEY_ELEMENTS", 128)  # several tiles
+    monkeypatch.setattr(dense, "KEYS", 8)
     query, key, value = raw(q=1, k=43, heads=2)
     options: dict[str, Any] = {"rotation": rotation(interleaved, first=first)}
     got = hf_longattn.attention(query, key, value, CONFIGS[name], **options)
@@ -163,8 +163,8 @@ def test_decoding_with_a_key_head_for_each_query_head(
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("name", ["cosscale", "rerope+cosscale", "streaming+infoscale+cosscale"])
 def test_decoding_divides_by_the_norms_of_keys(name: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "KEY_ELEMENTS", 128)  # several tiles
-    monkeypatch.setattr(decoding, "KEYS", 8)
+    monkeypatch.setattr(dense, "KEY_ELEMENTS", 128)  # several tiles
+    monkeypatch.setattr(dense, "KEYS", 8)
     window = {} if name == "cosscale" else {"window": 9}
     config = LongAttnConfig.preset(name, scale=5.0, **window, **({"train_length": 12} if "info" in name else {}))
     query, key, value = raw(q=2, k=43, heads=2)
@@ -203,6 +203,25 @@ def test_packed_texts_count_from_their_own_starts(name: str) -> None:
     for part in (slice(0, cut), slice(cut, 23)):
         tensors = [x[:, :, part] for x in (query, key, value)]
         close(got[:, :, part], reference_attention(*tensors, CONFIGS[name], scaling=0.5, rotation=r), 1e-12)
+
+
+@pytest.mark.parametrize("name", ["rerope", "leaky_by_head", "self_extend", "lm_infinite"])
+@pytest.mark.parametrize("together", [True, False], ids=["together", "by segment"])
+def test_keys_may_arrive_turned(name: str, together: bool) -> None:
+    """A segment says how its sides are still to be turned: one query, far keys that were turned where they are kept."""
+    (query, key, value), r, rows = raw(q=1, k=43), rotation(), Rows.causal(1, 43, None, 0, torch.device("cpu"))
+    call = Call(query, key, value, CONFIGS[name], rows, 0.5, rotation=r)
+    segments, kept = Segment.of(call), key.clone()
+    for n, segment in enumerate(segments):
+        if segment.key is not None:
+            columns, _ = segment.seen(43)
+            position = rows.key_positions(43)[:, columns]
+            kept[:, :, columns] = r.rotate(key[:, :, columns], *segment.key.angles(position))
+            segments[n] = segment._replace(key=None)
+    assert (kept != key).any()
+    spec = LogitSpec(0.5)
+    compute = dense.Dense(call, segments, spec) if together else BySegment(call, segments, spec, tiled.KERNEL)
+    close(compute(query, kept, value, None, None, None), attend(call), 1e-12)
 
 
 # cost -----------------------------------------------------------------------------------------------------------------
@@ -322,7 +341,7 @@ def test_rows_within_are_what_they_were(q_len: int, blocks: int, monkeypatch: py
             assert train_length > 300 or not torch.equal(got[:, :, inside:], plain[:, :, inside:])
 
 
-@pytest.mark.parametrize("name", ["rerope", "leaky_rerope", "string", "yarn_beyond", "yarn_far"])
+@pytest.mark.parametrize("name", ["rerope", "leaky_rerope", "string", "yarn_beyond"])
 def test_a_short_text_pays_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bands in which no row sees a key are left out: nothing is re-rotated."""
     monkeypatch.setattr(Rotation, "rotate", lambda *_: pytest.fail("re-rotated"))
@@ -332,26 +351,6 @@ def test_a_short_text_pays_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(got, hf_longattn.attention(query, key, value, LongAttnConfig(), backend="tiled"))
     with pytest.raises(pytest.fail.Exception, match="re-rotated"):
         hf_longattn.attention(*raw(60, 60), config, rotation=rotation(), backend="tiled")
-
-
-def test_yarn_far_up_to_its_border_is_rerope() -> None:
-    query, key, value = raw(60, 60)
-    rerope = hf_longattn.attention(query, key, value, LongAttnConfig.preset("rerope", window=20), rotation=rotation())
-    for border, same in ((60, 60), (45, 45)):
-        config = LongAttnConfig.preset("yarn_far", window=20, border=border, train_length=40, beta_fast=2.0, beta_slow=0.01)
-        got = hf_longattn.attention(query, key, value, config, rotation=rotation())
-        close(got[:, :, :same], rerope[:, :, :same], 1e-6)
-        assert same == 60 or (got[:, :, same:] - rerope[:, :, same:]).abs().max() > 1e-3
-
-
-def test_yarn_far_takes_its_bands_from_the_model() -> None:
-    method = hf_longattn.config_of(hf_longattn.apply(stock("llama"), "yarn_far")).positions
-    assert (method.window, method.border, method.train_length) == (256, 512, 512)
-    for wrong in ({"border": 3, "window": 4}, {"stretch": 0.5}, {"window": 0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            LongAttnConfig.preset("yarn_far", **wrong)
-    with pytest.raises(ValueError, match="window 512 must be below the trained length 512"):
-        hf_longattn.apply(stock("llama"), "yarn_far", window=512, border=600)
 
 
 def test_yarn_beyond_refuses_what_it_would_compute_wrongly() -> None:
@@ -688,8 +687,8 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
     "stretch for too many heads": ("leaky_rerope", {"stretch": [2, 2, 2, [1, 2, 3, 4]]}, r"2 key heads.*some with \[4\]"),
     "stretch of a head": ("leaky_rerope", {"stretch": [2, 2, 2, [1, 0.5]]}, "stretch must be >= 1"),
     "stretch that is no number": ("leaky_rerope", {"stretch": float("nan")}, "stretch must be >= 1"),
-    "window of nothing": ("rerope", {"window": 0}, "window must be an integer >= 1"),
-    "sinks": ("streaming", {"sinks": -1}, "sinks must be an integer >= 0"),
+    "window of nothing": ("rerope", {"window": 0}, "window must be >= 1"),
+    "sinks": ("streaming", {"sinks": -1}, "sinks must be >= 0"),
     "chunk and local": ("dual_chunk", {"chunk": 10, "local": 10}, "chunk must be larger than local"),
     "chunk below the default local": ("dual_chunk", {"chunk": 20, "local": 30}, "chunk must be larger than local"),
     "shift of the trained length": ("string", {"shift": 512}, "must be below the trained length 512"),

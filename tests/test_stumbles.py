@@ -109,10 +109,6 @@ def test_a_name_is_asked_for_once(files: Path, tmp_path: Path, monkeypatch: pyte
     assert "thecachehasnomodelofthatname,andaskingtheHubforonefailed:noroute" in said
 
 
-def test_doctor_says_that_no_tokenizer_loads(files: Path, tmp_path: Path) -> None:
-    assert "notetokenizer" in run("doctor F/mute --device cpu", files, tmp_path)[1]
-
-
 # a full disk --------------------------------------------------------------------------------------------------------------
 
 

@@ -49,7 +49,7 @@ from hf_longattn.training.held_out import windows_of
 from hf_longattn.training.loss import CausalLoss, trained_by
 from hf_longattn.training.models import from_scratch
 from hf_longattn.training.optim import MuonWithAdam
-from hf_longattn.training.recipe import Architecture, Distill, Hub, LongCE, Muon, Skip
+from hf_longattn.training.recipe import Architecture, Distill, Hub, Muon, Skip
 from hf_longattn.training.skip import skipped
 from hf_longattn.training.trainer import RecipeTrainer
 
@@ -225,7 +225,6 @@ RESUMED = {
     ),
     "stream": ("continue_lora", settings, {"hub__streaming": True}),
     "needle": ("needle_lora", settings, {"length": 400}),
-    "long_ce": ("continue_lora", settings, {"long_ce__near": 12, "long_ce__most": 1.5}),
     "frozen": (
         "needle_lora",
         settings,
@@ -415,11 +414,6 @@ REFUSED = {
     "needle texts|no room for 3 needles": ["needle.needles=3", "positions=plain"],
     "the haystack has": ["needle.needles=3", "positions=plain", "length=400", "evaluation.final_lengths=[40000]"],
     "target_length must exceed": ["positions=skip", "skip.target_length=32"],
-    "long_ce.near must lie in \\[2, 31\\], below length, got 32": ["long_ce.near=32", "length=32"],
-    "long_ce.stride must lie in": ["long_ce.near=16", "long_ce.stride=16"],
-    "long_ce.most must be >= 1": ["long_ce.near=16", "long_ce.most=0.5"],
-    "whole windows with whole weights": ["long_ce.near=16", "parallel.shard=true"],
-    "as a text: no needles, and packing=concat": ["long_ce.near=16", "positions=plain", "packing=documents"],
     "it needs lora": ["distill.weight=0.5", "lora=null"],
     "take \\['lm_head'\\] out": ["distill.weight=0.5", "lora.targets=[q_proj,lm_head]"],
     "needs a method with a strength": ["strength.share=0.5", "method=alibi"],
@@ -431,13 +425,11 @@ REFUSED = {
     "give a model": ["model=null"],
     "--dry-run|max_steps must": ["trainer.max_steps=0"],
     "a streamed data set has no last part": ["hub.streaming=true", "heldout=null"],
-    "parallel.sequence must divide length": ["parallel.sequence=5"],
-    "does not divide the number of processes": ["parallel.sequence=2", "positions=plain"],
-    "no distill: the teacher": ["parallel.sequence=2", "distill.weight=0.5"],
-    "positions: plain": ["parallel.sequence=2", "positions=skip"],
-    "parallel.shard needs several processes": ["parallel.shard=true"],
-    "parallel.shard needs weights of one precision": ["parallel.shard=true", "dtype=bfloat16"],
-    "parallel.shard and trainer.fp16": ["parallel.shard=true", "trainer.fp16=true"],
+    "sequence_parallel must divide length": ["sequence_parallel=5"],
+    "does not divide the number of processes": ["sequence_parallel=2", "positions=plain"],
+    "no distill: the teacher": ["sequence_parallel=2", "distill.weight=0.5"],
+    "positions: plain": ["sequence_parallel=2", "positions=skip"],
+    "trainer.fsdp works with": ["lora=null", "optimizer.momentum=0.9", "trainer.fsdp=full_shard"],
     "label_smoothing_factor does not reach": ["trainer.label_smoothing_factor=0.1"],
     "has a row whose 'number' is 0 and no text": ["data=TABLE", "hub.column=number"],
     "no column": ["data=TABLE", "hub.column=body"],
@@ -724,59 +716,6 @@ def test_distillation_against_the_formula(tiny: Path, temperature: float, monkey
     assert divergence > 1
     assert float(out["cross_entropy"].sum()) == pytest.approx(entropy, rel=1e-5)
     assert out["loss"].item() == pytest.approx((0.3 * divergence + 0.7 * entropy) / 48, rel=1e-5)
-
-
-@pytest.mark.parametrize("jump", [0, 20])
-def test_long_ce_weighs_tokens_by_what_far_context_does(monkeypatch: pytest.MonkeyPatch, jump: int) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK", 7)
-    torch.manual_seed(0)
-    model = from_scratch_model()
-    ids = torch.randint(3, 200, (2, 30), generator=torch.Generator().manual_seed(1))
-    labels = ids.clone()
-    labels[0, :11] = -100
-    near, stride, most = 8, 3, 1.002  # random weights: far context changes little
-    given: dict[str, Any] = {}
-    if jump:  # the short context is read as a plain text
-        positions = torch.arange(30) + jump * (torch.arange(30) >= 15)
-        given = {"position_ids": positions.expand(2, -1), "attention_mask": torch.ones_like(ids)}
-    with torch.no_grad():
-        long = log_softmax(model(ids, **given).logits.double().numpy())[:, :-1]
-        long = np.take_along_axis(long, ids.numpy()[:, 1:, None], -1)[..., 0]
-        weights = np.ones((2, 29))
-        for target in range(near, 30):
-            end = min(near + stride * -(-(target + 1 - near) // stride), 30)
-            window = ids[:, end - near : target + 1]
-            near_by = log_softmax(model(window).logits.double().numpy())[:, -2]
-            weights[:, target - 1] = np.exp(
-                long[:, target - 1] - np.take_along_axis(near_by, ids[:, target, None].numpy(), -1)[:, 0]
-            )
-    counts = (labels[:, 1:] != -100).numpy()
-    assert (weights > most).any()
-    assert (weights < 1).any()
-    want = -(np.minimum(weights, most) * long * counts).sum() / counts.sum()
-    out = CausalLoss(model, long_ce=LongCE(near, stride, most))(ids, labels, **given)
-    assert out["loss"].item() == pytest.approx(want, abs=2e-6)
-    assert float(out["cross_entropy"].sum()) == pytest.approx(-(long * counts).sum(), rel=1e-6)  # logged unweighted
-    out["loss"].backward()
-    found = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    logits = model(ids, **given).logits[:, :-1]
-    entropy = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")
-    (entropy * torch.tensor(np.minimum(weights, most)).float()).sum().div(int(counts.sum())).backward()
-    torch.testing.assert_close(found, [p.grad for p in model.parameters()], atol=1e-6, rtol=1e-4)  # weights are constants
-
-
-def test_long_ce_is_the_plain_loss_where_all_weights_are_equal() -> None:
-    ids = torch.randint(3, 200, (2, 30), generator=torch.Generator().manual_seed(1))
-    found = []
-    for long_ce in (None, LongCE(near=30), LongCE(near=64)):
-        torch.manual_seed(0)
-        model = from_scratch_model()
-        out = CausalLoss(model, long_ce=long_ce)(ids, ids)
-        out["loss"].backward()
-        found.append((out["loss"].detach(), [p.grad for p in model.parameters()]))
-    torch.testing.assert_close(found[1], found[0], atol=0.0, rtol=0.0)
-    torch.testing.assert_close(found[2], found[0], atol=0.0, rtol=0.0)
 
 
 def test_chunks_change_neither_loss_nor_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

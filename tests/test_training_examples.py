@@ -1,8 +1,10 @@
-"""The examples of docs/how-to/share.md, run as they stand there (with fewer steps)."""
+"""The scripts of examples/, and the blocks of docs/how-to/share.md, run as they stand there (with fewer steps)."""
 
 from __future__ import annotations
 
 import re
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ import hf_longattn
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning")  # TRL uses it
 
-PAGE = (Path(__file__).parent.parent / "docs" / "how-to" / "share.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+EXAMPLES = [p.name for p in sorted((ROOT / "examples").glob("*.py")) if p.name != "common.py"]
+PAGE = (ROOT / "docs" / "how-to" / "share.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 SETUP = BLOCKS[0]
-EXAMPLES = {name: next(b for b in BLOCKS if f'"adapter-{name}"' in b) for name in ("trl", "trainer", "accelerate")}
+TRL = next(b for b in BLOCKS if "SFTTrainer" in b)
 
 
 @torch.no_grad()
@@ -50,27 +54,45 @@ def names(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
 def short(code: str) -> str:
     """A few steps, on the CPU, and without the output that a test does not need."""
     quiet = 'max_steps=3, use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=50, bf16=False'
-    return code.replace("max_steps=20", quiet).replace("max_length=512", "max_length=32").replace("lr=1e-4", "lr=1e-2")
+    return code.replace("max_steps=20", quiet).replace("max_length=512", "max_length=32").replace("1e-4", "1e-2")
+
+
+def check(base: Path, trained: Any, start: Tensor, folder: str, tau: float) -> None:
+    want = logits(trained)
+    assert (want - start).abs().max() > 1e-6
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(folder)
+    close(logits(loaded), want, 1e-6)
+    assert hf_longattn.config_of(loaded).logit_map.tau == tau
+    with loaded.disable_adapter():
+        assert torch.equal(logits(loaded), logits(AutoModelForCausalLM.from_pretrained(base)))
+
+
+@pytest.mark.slow
+def test_the_block_of_trl(names: dict[str, Any], base: Path) -> None:
+    pytest.importorskip("trl")
+    exec(SETUP, names)
+    start = logits(names["model"])
+    exec(short(TRL), names)
+    check(base, names["trainer"].model, start, "adapter-trl", 20.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example(name: str, names: dict[str, Any], base: Path) -> None:
-    if name == "trl":
+def test_script(name: str, names: dict[str, Any], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user starts it, on the CPU, for three steps."""
+    if name.startswith("trl"):
         pytest.importorskip("trl")
-    code = EXAMPLES[name].strip().splitlines()
-    assert len(code) <= 16, "the examples stay short"
-    exec(SETUP, names)
-    start = logits(names["model"])
-    exec(short(EXAMPLES[name]), names)
-    trained = names["trainer"].model if name == "trl" else names["model"]
-    want = logits(trained)
-    assert (want - start).abs().max() > 1e-6
-    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(f"adapter-{name}")
-    close(logits(loaded), want, 1e-6)
-    assert hf_longattn.config_of(loaded).logit_map.tau == 20.0
-    with loaded.disable_adapter():
-        assert torch.equal(logits(loaded), logits(AutoModelForCausalLM.from_pretrained(base)))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr(hf_longattn, "fast_dtype", lambda *_: "float32")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    (tmp_path / "book.txt").write_text("\n\n".join(names["texts"]), encoding="utf-8")
+    words = f"{name} --model {base} --data book.txt --output adapter --length 32 --steps 3"
+    monkeypatch.setattr(sys, "argv", words.split())
+    start = logits(AutoModelForCausalLM.from_pretrained(base, attn_implementation="scale_invariant"))
+    source = (ROOT / "examples" / name).read_text(encoding="utf-8")
+    (tmp_path / name).write_text(source.replace("1e-4", "1e-2"), encoding="utf-8")
+    ran = runpy.run_path(str(tmp_path / name), run_name="__main__")
+    check(base, ran["trainer"].model if "trainer" in ran else ran["model"], start, "adapter", 10.0)
 
 
 def test_loading_and_saving_examples(names: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ import hf_longattn
 from hf_longattn.integration.caches import CACHE, PAGES
 from hf_longattn.integration.masks import base_implementation
 from hf_longattn.integration.names import PREFIX, is_ours
-from hf_longattn.methods.registry import method_names
+from hf_longattn.slots.registry import method_names
 
 CONFIG = CASES[DEFAULT]
 

@@ -22,13 +22,12 @@ from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Rows
 from hf_longattn.attention.kernels import triton
 from hf_longattn.attention.kernels.triton import Blocks, why_not_triton
-from hf_longattn.attention.lowering import distance_tables
-from hf_longattn.attention.paging import attend_pages, why_not_pages
+from hf_longattn.attention.prepared import distance_tables
 from hf_longattn.integration.engines.paged import batches_of
 
 pytestmark = pytest.mark.skipif(triton.triton is None, reason="triton is not installed")
 CPU = torch.device("cpu")
-triton_attention = by_options(triton.triton_attention)
+triton_attention = by_options(triton.run)
 IN_A_MODEL = ("scale_invariant", "sinks", "calibrated", "alibi", "adaptive_temperature", "mapped+adaptive", "rerope")
 IN_A_MODEL += ("streaming+adaptive", "attention_sink_learned")
 INTERVALS = {name: g for name, g in geometries().items() if g[2].allowed is None}
@@ -226,7 +225,7 @@ def check_pages(
         query = torch.randn(len(own), heads, queries, width)
         model: dict[str, Any] = {"scaling": 0.3, "rotation": rotation, "sink_logits": sinks}
         with torch.no_grad():
-            got = attend_pages(Call(query, key, value, config, batch.rows, **model), own)
+            got = attend(Call(query, key, value, config, batch.rows, pages=own, **model))
             at = torch.minimum(torch.arange(batch.keys.shape[1]), total[list(batch.requests), None] - 1)
             gathered = cache[own.long().gather(1, at // page), :, at % page].transpose(1, 2)
             want = attend(Call(query, *gathered.split(width, -1), config, batch.rows, backend="reference", **model))
@@ -257,9 +256,9 @@ def test_pages_refuse() -> None:
         (CASES["rerope"], query.half(), None, "the cache is in torch.float32"),
         (CASES["rerope"], query, 30.0, "no softcap"),
     ):
-        assert reason in str(why_not_pages(of, cache, config, softcap))
+        assert reason in str(triton.why_not_pages(of, cache, config.score, softcap))
     with pytest.raises(ValueError, match="attention over pages cannot compute this call: cosscale needs"):
-        attend_pages(Call(query, *cache.split(16, -1), CASES["cosscale"], rows, scaling=1.0), table)
+        attend(Call(query, *cache.split(16, -1), CASES["cosscale"], rows, scaling=1.0, pages=table))
 
 
 def test_refusals() -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..config import LongAttnConfig, check_config
-from ..methods.base import EntropyTemperature
-from ..methods.method import Method
-from .geometry import Rows, check_mask, check_positions, check_shapes
+from ..config import LongAttnConfig
+from ..slots.base import EntropyTemperature
+from ..slots.method import Method
+from .geometry import Rows
 from .rotary import Rotation
 from .tables import SHARED, TableCache
 
@@ -35,6 +35,9 @@ class Call:
         tables: where tables are kept for the next call, a model's own; default a cache that all calls without one share.
         strength: the logit map's, in place of the config's: a number that a compiled graph reads when it runs.
         kind: the same for calls of equal config and rotation, quicker to compare; None: these themselves are compared.
+        pages: int32 (batch, n), the pages in which a request's keys lie, key j in pages[:, j // page]; key and value are then
+            (pages, kv_heads, page, head_dim), a whole cache, of which nothing is copied, and rows are intervals with key_start
+            0. None: keys are a batch's own.
         output: (batch, heads, q_len, head_dim), what the call gave, for whoever observes it.
     """
 
@@ -53,35 +56,13 @@ class Call:
     tables: TableCache | None = None
     strength: Tensor | None = None
     kind: Hashable = None
+    pages: Tensor | None = None
     output: Tensor = field(default=None, repr=False)  # type: ignore[assignment]
 
-    @classmethod
-    def causal(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        config: LongAttnConfig,
-        scaling: float | None = None,
-        attention_mask: Tensor | None = None,
-        query_start: int | None = None,
-        key_start: int = 0,
-        backend: str = "auto",
-        rotation: Rotation | None = None,
-        position_ids: Tensor | None = None,
-        sink_logits: Tensor | None = None,
-    ) -> Call:
-        """The call that `hf_longattn.attention` computes, checked; its arguments."""
-        check_config(config)
-        check_shapes(query, key, value)
-        rows = Rows.causal(query.shape[2], key.shape[2], query_start, key_start, query.device)
-        rows = Rows(rows.index, check_mask(attention_mask, query, key), rows.query_ids, rows.key_ids)
-        if position_ids is not None:
-            ids = check_positions(position_ids, query, key)
-            rows = rows.at(ids, ids)
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        more = {"rotation": rotation, "sink_logits": sink_logits}
-        return cls(query, key, value, config, rows, scaling, backend=backend, **more)  # type: ignore[arg-type]
+    @property
+    def kv_len(self) -> int:
+        """How many keys a row may see at most."""
+        return self.key.shape[2] * (1 if self.pages is None else self.pages.shape[1])
 
     @property
     def asked(self) -> str:

@@ -94,13 +94,6 @@ class Rows:
             self._known[name] = make()
         return self._known[name]
 
-    def latest(self, name: str, of: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """make(), kept until it is asked for of something else: layers that differ do not fill the memory."""
-        kept = self._known.get(name)
-        if kept is None or kept[0] != of:
-            self._known[name] = kept = of, make()
-        return kept[1]
-
     @classmethod
     def causal(cls, q_len: int, kv_len: int, query_start: int | None, key_start: int, device: torch.device) -> Rows:
         """Every key up to the query's own index; query_start defaults to key_start + kv_len - q_len."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..config import LongAttnConfig
-from ..methods.base import EntropyTemperature, KeyBands, LengthTemperature
+from ..slots.base import EntropyTemperature, KeyBands, LengthTemperature
 from .call import Call
 from .geometry import Rows
 from .rotary import Rotation

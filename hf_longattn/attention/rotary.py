@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..methods.base import Remap, Spectrum
+from ..slots.base import Remap, Spectrum
 from .tables import TableCache
 from .tracing import keepable, version
+
+#: cos and sin.
+Angles: TypeAlias = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,90 +32,12 @@ class Rotation:
     interleaved: bool = False
     first: int = 0
 
-    def rerotate(
-        self,
-        x: Tensor,
-        position: Tensor,
-        remap: Remap,
-        name: Hashable,
-        tables: TableCache,
-        spectrum: Spectrum | None = None,
-    ) -> Tensor:
-        """Vectors rotated for `position`, rotated for remap(position) instead, at the frequencies of `spectrum`.
-
-        Args:
-            x: (batch, heads, n, head_dim).
-            position: int64 (batch or 1, n), >= 0.
-            name: identifies remap and spectrum in `tables`, where their angles are kept.
-
-        Returns:
-            like x, in float32 at least.
-        """
-        return self.rotate(x, *self._look_up(position, name, lambda p: self.angles(p, remap, spectrum), tables))
-
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x (batch, heads, n, head_dim) rotated by angles (batch or 1, n, key heads or 1, pairs), in float32 at least."""
         x = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(1, (cos.shape[2], -1))
         cos, sin = (y.to(x.dtype).transpose(1, 2)[:, :, None] for y in (cos, sin))
         first, second, rest = self.split(x)
         return self.join(first * cos - second * sin, second * cos + first * sin, rest).flatten(1, 2)
-
-    def by_feature(
-        self,
-        position: Tensor,
-        remap: Remap,
-        name: Hashable,
-        head_dim: int,
-        tables: TableCache,
-        spectrum: Spectrum | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """c and s by feature with q . rerotated(k) = q . (c k) + rotate_half(q) . (s k).
-
-        Both (batch or 1, n, key heads or 1, head_dim).
-        """
-
-        def widened(p: Tensor) -> tuple[Tensor, Tensor]:
-            cos, sin = self.angles(p, remap, spectrum)
-            rest = cos.new_zeros(*cos.shape[:-1], head_dim - 2 * cos.shape[-1])
-            return self.join(cos, cos, rest + 1), self.join(-sin, -sin, rest)
-
-        return self._look_up(position, (name, head_dim), widened, tables)
-
-    def _look_up(
-        self, position: Tensor, name: Hashable, build: Callable[[Tensor], tuple[Tensor, Tensor]], tables: TableCache
-    ) -> tuple[Tensor, Tensor]:
-        if not keepable(position):
-            return build(position)
-        length = 1 << max(10, int(position.max()).bit_length())
-
-        def build_all() -> tuple[Tensor, Tensor]:
-            with torch.inference_mode(False), torch.no_grad():
-                return build(torch.arange(length, device=position.device))
-
-        cos, sin = tables.get((self, name, length, position.device, version(self.inv_freq)), build_all)
-        first, n = int(position[0, 0]), position.shape[1]
-        if bool((position == torch.arange(first, first + n, device=position.device)).all()):
-            return cos[None, first : first + n], sin[None, first : first + n]
-        return cos[position], sin[position]
-
-    def angles(self, position: Tensor, remap: Remap, spectrum: Spectrum | None = None) -> tuple[Tensor, Tensor]:
-        """cos and sin of the angle from position to remap(position): (..., key heads or 1, pairs), in inv_freq's dtype.
-
-        With a spectrum the latter is at its frequencies, and both are multiplied by its factor.
-        """
-        # The old angle is rounded as the model rounded it, so that undoing it is exact; then nothing more is lost.
-        # Models take frequencies that are in half precision (model.half()) to float32 before they multiply
-        frequency = self.inv_freq.to(position.device, torch.promote_types(self.inv_freq.dtype, torch.float32))
-        old = (position[..., None].to(frequency.dtype) * frequency).double()
-        new = remap(position).double()
-        new = new[..., None] if new.ndim == position.ndim else new
-        wide = torch.float64 if frequency.dtype == torch.float64 else torch.float32
-        if spectrum is None:
-            angle = new[..., None] * frequency.double() - old[..., None, :]
-            return angle.cos().to(wide), angle.sin().to(wide)
-        shown, factor = spectrum(frequency.double())
-        angle = new[..., None] * shown - old[..., None, :]
-        return (factor * angle.cos()).to(wide), (factor * angle.sin()).to(wide)
 
     def rotate_half(self, x: Tensor) -> Tensor:
         """Every pair (a, b) as (-b, a); what is not rotated as 0."""
@@ -133,3 +59,79 @@ class Rotation:
         if not rest.shape[-1]:
             return pair
         return torch.cat([rest[..., : self.first], pair, rest[..., self.first :]], -1)
+
+
+class Turn(NamedTuple):
+    """How vectors that are rotated for where they stand are turned to where a remap shows them.
+
+    Args:
+        rotation: the model's; needed as soon as anything is turned.
+        remap, spectrum: the positions shown, and the frequencies that they are shown at; None: the model's.
+        name: identifies remap and spectrum in tables, where angles are kept.
+    """
+
+    rotation: Rotation | None
+    remap: Remap
+    spectrum: Spectrum | None = None
+    name: Hashable = None
+
+    @property
+    def by(self) -> Rotation:
+        """The rotation; ValueError without one."""
+        if self.rotation is None:
+            raise ValueError(
+                "a remap of rotary distances needs rotation=hf_longattn.Rotation(inv_freq): the model's frequencies"
+            )
+        return self.rotation
+
+    def kept_angles(self, position: Tensor, tables: TableCache) -> Angles:
+        """`angles` of position, int64 (batch or 1, n), >= 0, kept in tables: both (batch or 1, n, key heads or 1, pairs)."""
+        return self._look_up(position, self.name, self.angles, tables)
+
+    def by_feature(self, position: Tensor, head_dim: int, tables: TableCache) -> Angles:
+        """c and s by feature with q . turned(k) = q . (c k) + rotate_half(q) . (s k).
+
+        Both (batch or 1, n, key heads or 1, head_dim).
+        """
+
+        def widened(p: Tensor) -> Angles:
+            cos, sin = self.angles(p)
+            rest = cos.new_zeros(*cos.shape[:-1], head_dim - 2 * cos.shape[-1])
+            return self.by.join(cos, cos, rest + 1), self.by.join(-sin, -sin, rest)
+
+        return self._look_up(position, (self.name, head_dim), widened, tables)
+
+    def _look_up(self, position: Tensor, name: Hashable, build: Callable[[Tensor], Angles], tables: TableCache) -> Angles:
+        if not keepable(position):
+            return build(position)
+        length = 1 << max(10, int(position.max()).bit_length())
+
+        def build_all() -> Angles:
+            with torch.inference_mode(False), torch.no_grad():
+                return build(torch.arange(length, device=position.device))
+
+        cos, sin = tables.get((self.by, name, length, position.device, version(self.by.inv_freq)), build_all)
+        first, n = int(position[0, 0]), position.shape[1]
+        if bool((position == torch.arange(first, first + n, device=position.device)).all()):
+            return cos[None, first : first + n], sin[None, first : first + n]
+        return cos[position], sin[position]
+
+    def angles(self, position: Tensor) -> Angles:
+        """cos and sin of the angle from position to remap(position): (..., key heads or 1, pairs), in inv_freq's dtype.
+
+        With a spectrum the latter is at its frequencies, and both are multiplied by its factor.
+        """
+        # The old angle is rounded as the model rounded it, so that undoing it is exact; then nothing more is lost.
+        # Models take frequencies that are in half precision (model.half()) to float32 before they multiply
+        inv_freq = self.by.inv_freq
+        frequency = inv_freq.to(position.device, torch.promote_types(inv_freq.dtype, torch.float32))
+        old = (position[..., None].to(frequency.dtype) * frequency).double()
+        new = self.remap(position).double()
+        new = new[..., None] if new.ndim == position.ndim else new
+        wide = torch.float64 if frequency.dtype == torch.float64 else torch.float32
+        shown, factor = (frequency.double(), None) if self.spectrum is None else self.spectrum(frequency.double())
+        angle = new[..., None] * shown - old[..., None, :]
+        cos, sin = angle.cos(), angle.sin()
+        if factor is not None:
+            cos, sin = factor * cos, factor * sin
+        return cos.to(wide), sin.to(wide)

@@ -10,7 +10,6 @@ import typer
 from .. import __version__
 from .common import Commands
 from .doctor import doctor
-from .env import env
 from .eval import evaluate
 from .extend import extend
 from .inspect import inspect
@@ -39,7 +38,7 @@ def main(
     """Long-context attention for Transformers models."""
 
 
-for command in (extend, train, probe, inspect, memory, push, doctor, env):
+for command in (extend, train, probe, inspect, memory, push, doctor):
     app.command()(command)
 app.command("eval")(evaluate)
 passed_on = {"allow_extra_args": True, "ignore_unknown_options": True}

@@ -10,18 +10,20 @@ from .common import Device, Dtype, console, refusing
 
 
 def doctor(
-    model: Annotated[str, typer.Argument(help="A model or adapter on the Hub, or a directory.")],
+    model: Annotated[
+        str | None, typer.Argument(help="A model or adapter on the Hub, or a directory; without one, what is installed here.")
+    ] = None,
     weights: Annotated[
-        bool, typer.Option("--weights/--no-weights", help="Load the model too: compare its rotary buffers, read a passage.")
+        bool, typer.Option("--weights/--no-weights", help="Load the model too: what that says, and damaged weights.")
     ] = True,
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
-    """Look for settings of MODEL, and of what is installed here, that would silently have no effect.
+    """Look for what of MODEL's method would silently not run here; its first lines are what a report of a bug needs.
 
-    It checks versions; rotary settings that transformers ignores, and whether the model rotates as its config asks; a
-    recorded method that does not run; missing kernels; engines that would drop the method; and the loss of one passage at
-    growing positions. Exit status 1 if there is a problem, 2 if MODEL cannot be read.
+    It checks versions; missing kernels; engines that would drop the method; the trained length and what `extend` makes of
+    it; a recorded method that does not run; and weights with NaN or infinity. Exit status 1 if there is a problem, 2 if MODEL
+    cannot be read.
     """
     from transformers.utils import logging
 
@@ -36,7 +38,8 @@ def doctor(
         check_dtype(dtype, "auto")
     problems = 0
     with refusing("MODEL"):
-        check_model(model, adapter=True)
+        if model is not None:
+            check_model(model, adapter=True)
         for result in examine(model, dtype, device, weights):
             problems += result.level == "problem"
             console.print(f"{result.level:<8}{result.topic:<10} {result.text}", markup=False, highlight=False, soft_wrap=True)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..evaluation.rows import Row, RowFile
     from ..evaluation.search import Search
     from ..evaluation.settings import Setting
-    from ..methods.method import ModelFacts
+    from ..slots.method import ModelFacts
 
 RESULT = "extend.json"
 

@@ -30,7 +30,7 @@ from ..integration.model import knowing, running
 from ..integration.names import is_ours, short
 from ..integration.planning import bound_config
 from ..integration.record import ADAPTER, method_in, saved_in
-from ..methods.method import SLOTS, ModelFacts
+from ..slots.method import SLOTS, ModelFacts
 from ..telling import warn
 from .settings import UNMODIFIED, Setting, parse_rope
 

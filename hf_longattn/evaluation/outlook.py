@@ -15,7 +15,7 @@ from ..integration import remove
 from ..integration.layers import candidates_of, language_config
 from ..integration.state import plan_of
 from ..integration.trained import Trained, trained
-from ..methods.method import Method
+from ..slots.method import Method
 from .miniature import miniature
 
 #: How many times the trained length.

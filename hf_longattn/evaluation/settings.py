@@ -23,7 +23,7 @@ from typing import Any
 
 from ..checks import read_text
 from ..config import LongAttnConfig
-from ..methods.registry import did_you_mean
+from ..slots.registry import did_you_mean
 
 UNMODIFIED = "unmodified"
 #: Position encodings by name, and the fewest and most numbers they take.

@@ -17,6 +17,7 @@ are holes in it, or nothing can be read because a graph is traced. Dense is alwa
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
 from ..attention.geometry import FAR, Rows
@@ -45,18 +47,64 @@ class Stock:
 
     def __init__(self, implementation: str, arguments: dict[str, Any]) -> None:
         self.implementation, self.arguments = implementation, arguments
+        self._functions: dict[type, Any] = {}
 
     @functools.cached_property
     def mask(self) -> Any:
         """What that attention takes for a mask, the same for every layer."""
         return ALL_MASK_ATTENTION_FUNCTIONS[self.implementation](**self.arguments)
 
-    def fits(self, rows: Rows, limit: float) -> bool:
-        """Whether all texts of the carrier's rows have at most `limit` tokens; False where it takes a read from a device."""
-        offset, length = self.arguments["kv_offset"], self.arguments["kv_length"]
-        if rows.key_ids is None and isinstance(offset, int) and offset + length <= limit:
-            return True
-        return rows.index.device.type == "cpu" and rows.extent <= limit
+    def function(self, module: Any) -> Any:
+        """That attention, as an attention module's kind runs it."""
+        if (found := self._functions.get(type(module))) is None:
+            found = self._functions[type(module)] = attention_function(self.implementation, module)
+        return found
+
+
+class Sight:
+    """What the layers under one mask of a forward pass share, kept with the mask: the first of them finds out the rows.
+
+    Args:
+        stock: of a carrier, the call that made it.
+        now: the forward pass in which its layers were called, to which they belong in a backward pass too.
+    """
+
+    def __init__(self, stock: Stock | None = None, now: Any = None) -> None:
+        self.stock, self.now = stock, now
+        self.seen: Seen | None = None
+        self.q_len = self.kv_len = -1  # of the last layer that read it
+        self.rows: Rows | None = None  # those of `seen` with the positions that these position_ids say
+        self.positions: Tensor | None = None
+        self.prepared: dict[Any, Any] | None = None  # ways to attend that are prepared for them
+        self._fits: dict[float, bool] = {}
+
+    def place(self, rows: Rows, positions: Tensor | None, kv_len: int) -> Sight:
+        """Keep rows, whose positions they have, and how many keys the layer has that read them."""
+        if rows is not self.rows:
+            self.rows, self.prepared, self._fits = rows, None, {}
+        self.positions, self.kv_len = positions, kv_len
+        return self
+
+    def changes_nothing(self, limit: float) -> bool:
+        """Whether the model's own attention computes a layer: whether all texts of the rows have at most `limit` tokens.
+
+        False where that takes a read from a device, or where the model's own would hold all pairs of tokens.
+        """
+        if limit <= 0 or self.stock is None or (self.stock.implementation == "eager" and self.q_len > 1):
+            return False
+        if (fits := self._fits.get(limit)) is None:
+            assert self.rows is not None
+            offset, length = self.stock.arguments["kv_offset"], self.stock.arguments["kv_length"]
+            short = self.rows.key_ids is None and isinstance(offset, int) and offset + length <= limit
+            fits = short or (self.rows.index.device.type == "cpu" and self.rows.extent <= limit)
+            self._fits[limit] = fits
+        return fits
+
+
+def attention_function(name: str, module: Any) -> Any:
+    """One of transformers' attention functions by its name; "eager" is the model's own."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
 
 @dataclass(frozen=True)
@@ -136,7 +184,7 @@ def carrier_mask(
     if readable(carrier):
         static = {k: x.clone() for k, x in shared.items() if k.endswith("offset") and isinstance(x, Tensor)}  # caches count on
         arguments = {**shared, **static, **kwargs, "config": config, "local_size": local_size}
-        carrier.__dict__["longattn_stock"] = Stock(own_implementation(config), arguments)
+        carrier.__dict__["longattn_sight"] = Sight(Stock(own_implementation(config), arguments))
     return carrier
 
 
@@ -205,11 +253,6 @@ def is_carrier(mask: Tensor) -> bool:
     return mask.dtype == torch.int32
 
 
-def stock_of(mask: Tensor) -> Stock | None:
-    """The call that made a carrier; None for other masks, for copies, and while a graph is traced."""
-    return None if torch.compiler.is_compiling() else mask.__dict__.get("longattn_stock")
-
-
 class Seen(NamedTuple):
     """What a mask says.
 
@@ -231,10 +274,18 @@ def read_mask(mask: Tensor, kv_len: int) -> Seen:
         raise ValueError(f"an integer mask of width {mask.shape[-1]} does not fit {kv_len} keys")
     if torch.compiler.is_compiling():
         return _read(mask, kv_len)
-    if "longattn_seen" not in mask.__dict__:
-        mask.__dict__["longattn_seen"] = _read(mask, kv_len)
-    known: Seen = mask.__dict__["longattn_seen"]
-    return known
+    sight = sight_of(mask)
+    if sight.seen is None:
+        sight.seen = _read(mask, kv_len)
+    return sight.seen
+
+
+def sight_of(mask: Tensor) -> Sight:
+    """What is kept with a mask."""
+    sight: Sight | None = mask.__dict__.get("longattn_sight")
+    if sight is None:
+        sight = mask.__dict__["longattn_sight"] = Sight()
+    return sight
 
 
 def _padded(mask: Tensor, kv_len: int) -> bool:

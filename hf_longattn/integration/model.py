@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import LongAttnConfig
-from ..methods.learned import LearnedParts
+from ..slots.learned import LearnedParts
 from ..telling import warn
 from .layers import Layer, candidates_of, layers_of, pretrained
 from .lengths import announce
@@ -24,7 +24,7 @@ from .names import is_ours, name_for
 from .offload import is_empty
 from .planning import attach, bound_config, no_layer, prepare, show_section
 from .record import follow
-from .state import LayerPlan, adapters_of, alone, plan_of, release, remember, set_plan, transaction, without_method
+from .state import LayerPlan, adapters_of, changing, plan_of, release, remember, set_plan, transaction, without_method
 from .trained import Trained, published, recorded
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -81,8 +81,8 @@ def _put(base: PreTrainedModel, config: LongAttnConfig, keep: Set[int] = frozens
             raise ValueError(no_layer(base, config))
         warn_of_lost_softcap(candidates)
         target = candidates[0].module.config
-        if not is_ours(target._attn_implementation):
-            remember(base, target, target._attn_implementation)
+        if not is_ours(target._attn_implementation_internal):
+            remember(base, target, target._attn_implementation_internal)
         target._attn_implementation_internal = name_for(config.name)  # not by the property, which would switch towers too
         target.longattn = config
         prepare(base, verify=True)
@@ -136,7 +136,7 @@ def update(model: Model, **parameters: Any) -> Model:
 
     Changing `strength`, for schedules, costs nothing: no new plan, and no recompilation once it has been other than 1.
     """
-    with alone(base := pretrained(model)):
+    with changing(base := pretrained(model)):
         _update(base, config_of(base).replace(**parameters), parameters)
     return model
 
@@ -169,7 +169,8 @@ def remove(model: Model) -> Model:
     base = pretrained(model)
     with change(base):
         if not (configs := without_method(base)):
-            raise ValueError(f"{type(base).__name__} runs {base.config._attn_implementation!r}; there is nothing to remove")
+            runs = base.config._attn_implementation_internal
+            raise ValueError(f"{type(base).__name__} runs {runs!r}; there is nothing to remove")
         for c, implementation in configs:
             c._attn_implementation_internal = implementation  # not by the property, which would set the towers' too
             c.longattn = None
@@ -183,7 +184,7 @@ def warn_of_lost_softcap(layers: Iterable[Layer]) -> None:
     """Older releases of transformers run Gemma 2 under sdpa, which drops its softcap without a word."""
     for layer in layers:
         cap, config = getattr(layer.module, "attn_logit_softcapping", None), layer.module.config
-        if cap and config._attn_implementation == "sdpa":
+        if cap and config._attn_implementation_internal == "sdpa":
             warn(
                 f"{config.model_type} caps its attention scores at {cap:g}, and transformers {transformers.__version__} runs "
                 'it under sdpa, which drops the cap: load it with attn_implementation="eager". hf_longattn keeps it',
@@ -223,14 +224,16 @@ def knowing() -> Iterator[None]:
 def config_of(model: nn.Module) -> LongAttnConfig:
     """The config that a model runs; ValueError if it runs none."""
     if (config := running(base := pretrained(model))) is None:
-        raise ValueError(f"{type(base).__name__} runs {base.config._attn_implementation!r}, not an hf_longattn method")
+        runs = base.config._attn_implementation_internal
+        raise ValueError(f"{type(base).__name__} runs {runs!r}, not an hf_longattn method")
     return config
 
 
 def running(model: nn.Module) -> LongAttnConfig | None:
     """The config that a model runs, if it runs one."""
-    c = next((x.module.config for x in candidates_of(pretrained(model))), None)
-    return LongAttnConfig.from_dict(c.longattn) if c is not None and is_ours(c._attn_implementation) and c.longattn else None
+    c: Any = next((x.module.config for x in candidates_of(pretrained(model))), None)
+    runs = c is not None and is_ours(c._attn_implementation_internal) and c.longattn
+    return LongAttnConfig.from_dict(c.longattn) if runs else None
 
 
 @dataclass(frozen=True)
@@ -260,7 +263,7 @@ def describe(model: nn.Module) -> Description:
     rows = []
     for layer in layers_of(base):
         plan = plan_of(layer.module)
-        implementation = layer.module.config._attn_implementation
+        implementation = layer.module.config._attn_implementation_internal
         if plan is None or not is_ours(implementation):
             rows.append((layer.name, "unchanged", f"runs {implementation}"))
         elif plan.config is None:

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..config import CUSTOM
-from ..methods.registry import LISTENERS, did_you_mean, method_names
+from ..slots.registry import LISTENERS, did_you_mean, method_names
 
 PREFIX = "hf_longattn."
 #: Before the class names in a strict checkpoint's config, which every other engine dispatches on and then refuses.

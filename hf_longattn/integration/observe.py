@@ -15,7 +15,7 @@ from ..attention.call import Call
 from ..config import CUSTOM, LongAttnConfig
 from .layers import Layer, candidates_of, layers_of, pretrained
 from .names import is_ours
-from .state import CALLS, AttentionState, LayerPlan, Snapshot, alone, own_configs, plan_of, remember, set_plan, state_of
+from .state import CALLS, AttentionState, LayerPlan, Snapshot, changing, own_configs, plan_of, remember, set_plan, state_of
 
 #: Called after every attention call of an observed layer.
 Observer = Callable[[Layer, Call], None]
@@ -36,7 +36,7 @@ def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None =
         ValueError: `layers` names one that is not there or is left alone, or there is none.
     """
     base = pretrained(model)
-    with alone(base):
+    with changing(base):
         own_configs(base)
         before = Snapshot(base)
         try:
@@ -47,7 +47,7 @@ def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None =
     try:
         yield observed
     finally:
-        with alone(base):
+        with changing(base):
             before.restore(CALLS)
 
 
@@ -57,8 +57,8 @@ def _placed(base: PreTrainedModel, observer: Observer, named: set[int] | None) -
     state = state_of(base) or AttentionState()
     observed = []
     left_alone: dict[int, str] = {}
-    if config is not None and not is_ours(config._attn_implementation):
-        remember(base, config, config._attn_implementation)
+    if config is not None and not is_ours(config._attn_implementation_internal):
+        remember(base, config, config._attn_implementation_internal)
         config._attn_implementation_internal = CUSTOM
         config.longattn = LongAttnConfig().to_dict()
     for layer in [x for x in layers_of(base) if x.module.config is config]:

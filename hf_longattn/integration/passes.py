@@ -1,4 +1,4 @@
-"""Forward passes of a model: what one was given is known from its beginning to its end, whatever its layers hand on."""
+"""Forward passes of a model: what one was given and what it runs is known from its beginning to its end."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import functools
 import inspect
 import sys
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,17 +16,26 @@ from transformers import Cache, PreTrainedModel
 
 from ..attention.tracing import readable
 from .caches import cache_in, values_of
-from .layers import innermost, layers_of
-from .state import AttentionState, plan_of
-from .verify import verify_at_first_call
+from .layers import innermost
+from .state import AttentionState, LayerPlan, Plans, turn
 
 _AXES = (
     "this call's tokens are at several positions each, as those of pictures are in a model with M-RoPE, and a remap of rotary "
     "distances knows one: give it text alone, or take a method that leaves the positions as they are"
 )
+_OTHERWISE = (
+    "position_ids are counted differently from those of the keys in the KV cache: some calls skip padding, as generate() does "
+    "(attention_mask.cumsum(-1) - 1), others count it, as calls without position_ids do, or start elsewhere. Every call on "
+    "one cache must count in the same way: pass position_ids to all of them"
+)
+_REPLACED = (
+    "config.longattn was changed after the method was put into the model; use hf_longattn.apply(model, ...) or "
+    "hf_longattn.update(model, ...)"
+)
 
 #: How positions may count, and did in all calls so far: by cache index, from the start of the text, by visible tokens.
 Numbering: TypeAlias = tuple[bool, bool, bool]
+_ANY: Numbering = (True, True, True)
 #: The entry of a cache's __dict__ that says it of its keys.
 NOTE = "longattn_numbering"
 
@@ -35,15 +45,49 @@ class Pass:
     """One forward pass.
 
     Args:
-        outer: the one that it runs in, of another model.
-        cache: the KV cache that its model was given.
+        outer: the one that it runs in.
+        plans: what its model ran as it began, and runs to its end; None while a graph is traced, which knows the model's own.
         positions: the position_ids that its innermost model was given: int64 (batch or 1, q_len), or (axes, batch, q_len).
+        cache: the KV cache that its model was given.
+        frame: what runs it and ends with it; None after its end.
     """
 
     outer: Pass | None
-    cache: Cache | None
-    positions: Tensor | None
+    plans: Plans | None
+    positions: Tensor | None = None
+    cache: Cache | None = None
+    frame: FrameType | None = None
     after: Numbering | None = None  # how the keys are numbered in the cache that it leaves
+    kept: dict[Any, Any] = field(default_factory=dict)  # what `engines` found out for its layers
+
+    @property
+    def runs(self) -> bool:
+        """Whether it goes on: torch calls no hook behind an interrupt, nor one that a change took away meanwhile."""
+        try:
+            if self.frame is not None:
+                self.frame.clear()  # Python refuses it for a frame that runs
+        except RuntimeError:
+            return True
+        return False
+
+    def note(self, behind: Numbering, tokens: Numbering, sees_cache: bool) -> None:
+        """What one of its masks showed.
+
+        Args:
+            behind: how the tokens are numbered that come first behind cached keys, if any does.
+            tokens: how all of them are.
+
+        Raises:
+            ValueError: the cached keys were numbered otherwise.
+        """
+        known = self.cache.__dict__.get(NOTE, _ANY) if sees_cache and self.cache is not None else _ANY
+        if sees_cache and not any(_both(known, behind)):
+            raise ValueError(_OTHERWISE)
+        self.after = _both(_both(known, tokens), self.after or _ANY)
+
+
+def _both(one: Numbering, other: Numbering) -> Numbering:
+    return one[0] and other[0], one[1] and other[1], one[2] and other[2]
 
 
 _PASS: ContextVar[Pass | None] = ContextVar("longattn_pass", default=None)
@@ -51,17 +95,88 @@ _PASS: ContextVar[Pass | None] = ContextVar("longattn_pass", default=None)
 
 def current_pass() -> Pass | None:
     """The forward pass that runs in this thread; None where layers are called by themselves, or again in a backward pass."""
-    return _PASS.get()
+    now = begun = _PASS.get()
+    while now is not None and not now.runs:
+        now = now.outer
+    if now is not begun:
+        _PASS.set(now)
+    return now
 
 
-def watch(model: PreTrainedModel, state: AttentionState) -> None:
-    """From now on forward passes and changes of the model's attention take turns, and the first pass verifies rotations.
+def implementation_in_pass(config: Any) -> str | None:
+    """The name of the attention that a config runs, in a forward pass the one with which that began."""
+    name: str | None = config._attn_implementation_internal
+    if torch.compiler.is_compiling() or (now := _PASS.get()) is None or now.plans is None:
+        return name
+    if now.plans.names.get(id(config), name) == name or (now := current_pass()) is None or now.plans is None:
+        return name
+    return now.plans.names.get(id(config), name)
 
-    While a model is built it has no weights to verify anything with; its first forward pass has.
+
+class Asked(NamedTuple):
+    """What transformers asks of a layer beside its tensors, and what its pass knows of it."""
+
+    module: Any
+    plan: LayerPlan
+    now: Pass | None
+    positions: Tensor | None  # the call's position_ids
+    traced: bool
+    dropout: float
+    scaling: float | None
+    softcap: float | None
+    sliding_window: int | None
+    more: dict[str, Any]
+
+    @property
+    def kept(self) -> dict[Any, Any]:
+        """What layers of its pass share."""
+        return {} if self.now is None else self.now.kept
+
+
+def find(module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool) -> tuple[Pass | None, Any, Any]:
+    """The forward pass that a layer is called in, if there is one, the layer's plan in it, and the call's position_ids.
+
+    Args:
+        mask: the layer's, which knows its pass where a backward pass computes the layer again.
+        handed: the position_ids that the layer got: the model may have made them itself.
+
+    Raises:
+        ValueError: the module has no plan, or config.longattn was replaced behind its back.
     """
-    sources = {plan.rotary for x in layers_of(model) if (plan := plan_of(x.module)) is not None}
-    state.remapped = any(source is not None for source in sources)
-    state.unverified = any(source is not None and not source.verified for source in sources)
+    plan: LayerPlan | None = module.__dict__.get("longattn_plan")  # as `plan_of`; a call costs as much as a small product
+    if traced:
+        now: Pass | None = None if plan is None else plan.state.traced
+    else:
+        now = _PASS.get()
+        if now is None and mask is not None and (sight := mask.__dict__.get("longattn_sight")) is not None:
+            now = sight.now
+        if now is not None and now.plans is not None and (began := now.plans.of.get(module, plan)) is not plan:
+            plan = began if now.frame is None or now.runs else plan
+    if plan is None:
+        raise ValueError(
+            f"attention {module.config._attn_implementation!r} applies to 0 layers here: {type(module).__name__} was never "
+            "prepared for it. Put it into the model with hf_longattn.apply(model, ...), or with attn_implementation= on a "
+            "causal language model"
+        )
+    if (traced or now is None) and plan.section is not module.config.longattn:  # else it was compared as the pass began
+        raise ValueError(_REPLACED)
+    if now is None:  # a layer by itself, or one that is compiled by itself
+        return now, plan, _given_outside() if traced and handed is None else handed
+    # a layer knows better which axis is the text's, and DeepSpeed hands it the positions of a whole sequence
+    given = now.positions
+    if given is None or (handed is not None and (given.ndim != 2 or given.shape[-1] != handed.shape[-1])):
+        given = handed
+    return now, plan, given
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _given_outside() -> Tensor | None:
+    return None if (now := current_pass()) is None else now.positions
+
+
+def watch(model: PreTrainedModel, state: AttentionState, plans: list[LayerPlan]) -> None:
+    """From now on each forward pass knows what it was given, and runs what the model does as it begins."""
+    state.remapped = any(plan.rotary is not None for plan in plans)
     if not state.passes:
         inner = innermost(model)  # which may be called without the others
         parameters = list(inspect.signature(type(inner).forward).parameters)[1:]
@@ -79,25 +194,53 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
     if torch.compiler.is_compiling():
         state.traced = Pass(None, None, positions)
         return
-    try:
-        if state.unverified:
-            with state.gate.alone():
-                verify_at_first_call(state, model)
-    finally:  # `_end` follows also what is raised here
-        state.gate.enter(sys._getframe(1))
-        _PASS.set(Pass(_PASS.get(), cache_in((*args, *kwargs.values())), positions))
+    outer = current_pass()
+    if outer is not None and outer.plans is not None and outer.plans.state is state:
+        plans = outer.plans  # a pass inside another runs what that does
+    else:
+        if state.unverified is not None:
+            state.unverified(state, model)
+        plans = state.plans or state.publish(model)
+        if not plans.shown:
+            with turn(state):  # a change in another thread may have come half way
+                plans = state.plans or state.publish(model)
+                if not plans.shown:
+                    raise ValueError(_REPLACED)
+    _PASS.set(Pass(outer, plans, positions, cache_in((*args, *kwargs.values())), sys._getframe(2)))
 
 
 def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         state.traced = None
         return
-    if (now := _PASS.get()) is not None:
-        _PASS.set(now.outer)
-        cache = cache_in(values_of(output))  # None where the pass failed
-        if cache is not None and now.after is not None:
-            cache.__dict__[NOTE] = now.after
-    state.gate.leave()
+    now = current_pass()
+    if now is None or now.frame not in (sys._getframe(1), sys._getframe(2)):
+        return  # it raised before it began, or the hook came in its midst
+    _PASS.set(now.outer)
+    cache = cache_in(values_of(output))  # None where the pass failed
+    if cache is not None and now.after is not None:
+        cache.__dict__[NOTE] = now.after
+    now.frame = now.cache = now.outer = None  # masks know the pass, and may outlive it
+
+
+class Probing:
+    """While open, this thread's calls of a model's layers are those of a pass under plans that the model does not have."""
+
+    def __init__(self, plans: Plans) -> None:
+        self.plans = plans
+
+    def __enter__(self) -> None:
+        self._now = Pass(current_pass(), self.plans, frame=sys._getframe(1))
+        _PASS.set(self._now)
+
+    def __exit__(self, *_: Any) -> None:
+        _PASS.set(self._now.outer)
+        self._now.frame = None
+
+
+def is_under(plans: Plans) -> bool:
+    """Whether this thread's pass runs these plans."""
+    return (now := _PASS.get()) is not None and now.plans is plans
 
 
 def _check_axes(positions: Tensor) -> None:

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from ..attention.tracing import readable
 from ..config import CUSTOM, LongAttnConfig
-from ..methods.learned import LearnedParts, learned_parts
-from ..methods.method import ModelFacts
+from ..slots.learned import LearnedParts, learned_parts
+from ..slots.method import ModelFacts
 from ..telling import warn
 from .layers import Layer, all_configs, candidates_of, layers_of, pretrained
 from .longrope import border_hooks
@@ -24,9 +24,9 @@ from .passes import watch
 from .record import refuse_copies
 from .rope import check_built
 from .rotation import find_rotary
-from .state import AttentionState, LayerPlan, RunningSection, adapters_of, enrol, set_plan, state_of
+from .state import AttentionState, LayerPlan, RunningSection, adapters_of, enrol, plan_of, set_plan, state_of
 from .trained import Trained, rope_settings, trained
-from .verify import rotation_of, verify_rotations
+from .verify import rotation_of, verify_at_first_call, verify_rotations
 
 #: What models call the norm of their queries, inside an attention module.
 QUERY_NORMS = ("q_norm", "q_layernorm", "q_layer_norm", "query_layernorm", "qk_norm")
@@ -38,12 +38,12 @@ def prepare(model: PreTrainedModel, verify: bool = False) -> None:
     Rotations are verified now, or where the model is being built and has no weights, at its first call. ValueError: nothing
     in the model can run the method, or the config does not fit.
     """
-    if (named := next((c for c in all_configs(model) if is_ours(c._attn_implementation)), None)) is None:
+    if (named := next((c for c in all_configs(model) if is_ours(c._attn_implementation_internal)), None)) is None:
         return
     target = next((x.module.config for x in candidates_of(model)), None)
-    if target is None or not is_ours(target._attn_implementation):
-        refuse_name(model, named._attn_implementation, named.longattn)
-    config = LongAttnConfig.parse(short(target._attn_implementation), target.longattn)
+    if target is None or not is_ours(target._attn_implementation_internal):
+        refuse_name(model, named._attn_implementation_internal, named.longattn)
+    config = LongAttnConfig.parse(short(target._attn_implementation_internal), target.longattn)
     for adapter in adapters_of(model):
         refuse_copies(adapter, config)
     state = state_of(model) or AttentionState()
@@ -51,7 +51,7 @@ def prepare(model: PreTrainedModel, verify: bool = False) -> None:
     show_section(model, target)
     for layer in layers_of(model):
         c = layer.module.config
-        if (plan := plans.get(layer.module)) is None and is_ours(c._attn_implementation):
+        if (plan := plans.get(layer.module)) is None and is_ours(c._attn_implementation_internal):
             # vision towers and other parts under the same name are left alone, by a plan that says so
             plan = LayerPlan(state, c.longattn, None, layer.why_never or "not the language model")
         set_plan(layer.module, plan)
@@ -62,9 +62,12 @@ def prepare(model: PreTrainedModel, verify: bool = False) -> None:
         made = {m.slot: m.module(facts) for m in (own.methods if own is not None else ()) if hasattr(m, "module")}
         attach(model, layer, {slot: part for slot, part in made.items() if part is not None})
     keep_parts(model)
+    now = [plan for x in layers_of(model) if (plan := plan_of(x.module)) is not None]
     _guard_positions(model, state)
     _guard_cached_turns(model, plans, state)
-    watch(model, state)
+    unverified = any(plan.rotary is not None and not plan.rotary.verified for plan in now)
+    state.unverified = verify_at_first_call if unverified else None
+    watch(model, state, now)
     enrol(model)
 
 
@@ -248,6 +251,8 @@ def attach(model: nn.Module, layer: Layer, learned: dict[str, nn.Module]) -> Non
             "they belong to the method that is being replaced",
         )
     if present:
+        if (plan := plan_of(module)) is not None and plan.state.plans is not None:
+            plan.state.plans.parts.setdefault(module, present)
         del module.longattn
     if learned:
         module.longattn = LearnedParts(learned)
@@ -277,7 +282,7 @@ def no_layer(model: PreTrainedModel, config: LongAttnConfig) -> str:
         why = (
             f"its causal attention is in several parts ({', '.join(parts)}), of which none is the language model by its config"
         )
-    if runs := next((x.module.config._attn_implementation for x in candidates_of(model)), None):
+    if runs := next((x.module.config._attn_implementation_internal for x in candidates_of(model)), None):
         why = f"transformers left its language model under {runs!r}. Use hf_longattn.apply(model, ...)"
     return f"{config.name if config.methods else 'a method'} applies to 0 layers of {type(model).__name__}: {why}"
 

@@ -17,10 +17,12 @@ from torch import Tensor
 from ..attention.geometry import Columns, Rows
 from ..attention.tracing import readable
 from ..config import LongAttnConfig
-from .masks import Seen, is_carrier
-from .passes import NOTE, Numbering, Pass, current_pass
-from .state import AttentionState
+from .masks import Seen, Sight, is_carrier, read_mask, seen_through, sight_of
+from .passes import Asked, Numbering, Pass
 
+_NO_MASK = "no attention mask arrived, so what each token sees and where it stands is unknown. "
+_PARALLEL = "Context parallelism takes the mask away and sets is_causal; it is not supported"
+_ALONE = "A layer that is called by itself needs the mask that transformers' create_causal_mask makes"
 _JUMP = (
     "position_ids jump forward, and without a 2-D attention mask or a cache transformers reads that as the start of a new "
     "document. For one document with skipped positions pass attention_mask=torch.ones_like(input_ids) and use_cache=False; "
@@ -36,11 +38,6 @@ _UNKNOWN = (
     "they count as cache indices do or, as generate() makes them, as attention_mask.cumsum(-1) - 1; otherwise pass all tokens "
     "in one call"
 )
-_OTHERWISE = (
-    "position_ids are counted differently from those of the keys in the KV cache: some calls skip padding, as generate() does "
-    "(attention_mask.cumsum(-1) - 1), others count it, as calls without position_ids do, or start elsewhere. Every call on "
-    "one cache must count in the same way: pass position_ids to all of them"
-)
 _SHARD = (
     "position_ids start at {off} although nothing comes before, and several processes run: this looks like one process's part "
     "of a sequence that context or sequence parallelism has split, and each part would attend to itself alone. hf_longattn "
@@ -49,8 +46,6 @@ _SHARD = (
 _TRACED = (
     "position_ids jump, go back, or do not continue the KV cache, which a compiled call cannot follow: call without compile"
 )
-
-_ANY: Numbering = (True, True, True)
 
 
 class _Found(NamedTuple):
@@ -61,72 +56,51 @@ class _Found(NamedTuple):
     sees_cache: bool
 
 
-def _both(one: Numbering, other: Numbering) -> Numbering:
-    return one[0] and other[0], one[1] and other[1], one[2] and other[2]
+def rows_under(mask: Tensor | None, asked: Asked, q_len: int, kv_len: int) -> Sight:
+    """What a layer sees, and all that layers which are called alike share with it.
 
-
-def _note(now: Pass, found: _Found) -> None:
-    """What one of the masks of a pass showed. ValueError: the cached keys were numbered otherwise."""
-    known = now.cache.__dict__.get(NOTE, _ANY) if found.sees_cache and now.cache is not None else _ANY
-    if found.sees_cache and not any(_both(known, found.behind)):
-        raise ValueError(_OTHERWISE)
-    now.after = _both(_both(known, found.all), now.after or _ANY)
-
-
-def positions_of_call(state: AttentionState, handed: Tensor | None, mask: Tensor | None) -> Tensor | None:
-    """The position_ids of a layer's call: those that the model was given, else what it made itself and handed on.
-
-    Args:
-        handed: what the layer got.
-        mask: its attention mask, which knows them where a backward pass computes the layer again.
+    Raises:
+        NotImplementedError: there is no mask.
+        ValueError: the mask or the positions have no meaning, or those of cached keys are unknown.
     """
-    traced = torch.compiler.is_compiling()
-    now: Pass | None = state.traced if traced else current_pass()
-    if now is None and handed is None:  # a layer that is compiled by itself, or computed again in a backward pass
-        return _given_outside() if traced else None if mask is None else _kept(mask)[0]
-    given = None if now is None else now.positions
-    if given is None or handed is None:
-        return handed if given is None else given
-    # a layer knows better which axis is the text's, and DeepSpeed hands it the positions of a whole sequence
-    return given if given.ndim == 2 and given.shape[-1] == handed.shape[-1] else handed
+    positions, plan, now = asked.positions, asked.plan, asked.now
+    if mask is None:
+        raise NotImplementedError(_NO_MASK + (_PARALLEL if asked.more.get("is_causal") else _ALONE))
+    sight: Sight | None = None if asked.traced else mask.__dict__.get("longattn_sight")
+    if sight is not None and sight.rows is not None and sight.kv_len == kv_len and sight.positions is positions:
+        return sight
+    remapped = plan.state.remapped
+    if not is_carrier(mask):  # the user's own, who may write to it, or to position_ids, before the next call
+        if not asked.traced:
+            mask.__dict__["longattn_sight"] = Sight(now=now)
+        seen = seen_through(mask, q_len, kv_len)
+        rows = _placed(seen, positions, kv_len, remapped, None)
+        if seen.counted is not None and plan.config is not None:
+            refuse_unknown_start(plan.config, rows, positions)
+        return Sight().place(rows, positions, kv_len)
+    seen, sight = read_mask(mask, kv_len), Sight() if asked.traced or not readable(mask) else sight_of(mask)
+    sight.now, sight.q_len = now, q_len
+    known = sight.rows is not None and sight.positions is positions
+    rows = sight.rows if known and sight.rows is not None else _placed(seen, positions, kv_len, remapped, now)
+    return sight.place(rows, positions, kv_len)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _given_outside() -> Tensor | None:
-    return None if (now := current_pass()) is None else now.positions
-
-
-def _kept(mask: Tensor) -> tuple[Tensor | None, Rows | None]:
-    """The position_ids that the last call under a mask had, and the rows with them."""
-    kept: tuple[Tensor | None, Rows | None] = mask.__dict__.get("longattn_positions", (None, None))
-    return kept
-
-
-def with_positions(seen: Seen, mask: Tensor, position_ids: Tensor | None, kv_len: int, remapped: bool) -> Rows:
+def _placed(seen: Seen, position_ids: Tensor | None, kv_len: int, remapped: bool, now: Pass | None) -> Rows:
     """The rows with the positions that position_ids say: the same ones where these count as cache indices do.
 
     Args:
         seen: what was read off the mask.
-        mask: one of ours carries the answer from layer to layer.
-        position_ids: int64 (batch or 1, tokens of the call), or (axes, batch, tokens); None: cache indices alone are known.
         remapped: whether some layer remaps rotary distances, for which pictures cannot be counted as tokens.
-
-    Raises:
-        ValueError: positions have no meaning, or those of cached keys are unknown.
+        now: the pass that takes note of how its tokens are numbered.
     """
     if position_ids is None:
         return seen.rows
+    position_ids = _one_axis(seen, position_ids, kv_len, remapped)
     if not readable(seen.rows.index):
-        return _traced(seen, _one_axis(seen, position_ids, kv_len, remapped), kv_len)
-    if not is_carrier(mask):  # the user's own, who may write to it, or to position_ids, before the next call
-        mask.__dict__["longattn_positions"] = position_ids, None
-        return _resolve(seen, _one_axis(seen, position_ids, kv_len, remapped), kv_len)[0]
-    known, rows = _kept(mask)
-    if rows is None or known is not position_ids:
-        rows, found = _resolve(seen, _one_axis(seen, position_ids, kv_len, remapped), kv_len)
-        if (now := current_pass()) is not None:
-            _note(now, found)
-        mask.__dict__["longattn_positions"] = position_ids, rows
+        return _traced(seen, position_ids, kv_len)
+    rows, found = _resolve(seen, position_ids, kv_len)
+    if now is not None:
+        now.note(*found)
     return rows
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..config import LongAttnConfig
-from ..methods.learned import learned_parts
+from ..slots.learned import learned_parts
 from . import rope
 from .names import PREFIX, is_ours, short
 

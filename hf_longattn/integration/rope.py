@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.tracing import readable
-from ..methods.method import require_in, require_positive
+from ..slots.method import require_in, require_positive
 from .trained import ORIGINAL, rope_settings, trained
 
 Config = TypeVar("Config")

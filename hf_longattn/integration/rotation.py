@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..attention.rotary import Rotation
+from ..attention.rotary import Rotation, Turn
 from ..attention.tracing import keepable, only_a_shape, version
 
 PROBE = 8
@@ -127,7 +127,7 @@ def _gives(rotation: Rotation, vectors: Tensor) -> bool:
     """Whether turning the first vector by each distance gives the others."""
     n = vectors.shape[2]
     zeros = torch.zeros(1, n, dtype=torch.int64, device=vectors.device)
-    cos, sin = rotation.angles(zeros, lambda p: torch.arange(n, device=p.device).expand_as(p))
+    cos, sin = Turn(rotation, lambda p: torch.arange(n, device=p.device).expand_as(p)).angles(zeros)
     turned = rotation.rotate(vectors[:, :, :1].expand(-1, -1, n, -1), cos, sin)
     return bool((turned - vectors).abs().max() <= _tolerance(vectors))
 

@@ -14,13 +14,14 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import CUSTOM, LongAttnConfig
-from ..methods.method import SLOTS
-from ..methods.registry import parameters_of
+from ..slots.method import SLOTS
+from ..slots.registry import parameters_of
 from ..telling import warn
 from .layers import all_configs, language_config, layers_of
 from .lengths import announce, announce_beside
 from .model import change, running, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, hint, is_ours, register_combination, short
+from .passes import implementation_in_pass
 from .planning import keep_parts, prepare, refuse_name
 from .resume import load_checkpoint
 from .seam import Seam
@@ -121,7 +122,11 @@ def _keeping_our_name(original: Any) -> property:
         if value is None and is_ours(ours):
             self._attn_implementation_internal = ours
 
-    return property(original.fget, set_implementation, doc=original.__doc__)
+    @functools.wraps(original.fget)
+    def implementation(self: PreTrainedConfig) -> str | None:
+        return implementation_in_pass(self)
+
+    return property(implementation, set_implementation, doc=original.__doc__)
 
 
 def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config: Any = None, **kwargs: Any) -> Any:
@@ -204,7 +209,7 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     if any(model is not self for model in _BUILT.get()):
         return original(self)  # the whole model knows better what its towers and wrappers do
     for c in all_configs(self):
-        if is_ours(c._attn_implementation):
+        if is_ours(c._attn_implementation_internal):
             remember(self, c)
     own_configs(self)
     prepare(self)  # first: learned parts must exist before weights are initialised or loaded
@@ -212,7 +217,7 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     warn_of_lost_softcap(layers_of(self))
     if not _LOADED.get():
         _announce(self)
-    ours = any(is_ours(c._attn_implementation) for c in (self.config, language_config(self.config)))
+    ours = any(is_ours(c._attn_implementation_internal) for c in (self.config, language_config(self.config)))
     if (section := self.config.longattn) and not ours:
         if not {"version", *SLOTS} & section.keys():  # parameters as they are typed, not what a checkpoint saved
             name = "longattn" if "preset" in section else "scale_invariant"
@@ -248,13 +253,13 @@ def _set_attn_implementation(
     original: Callable[..., None], self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any
 ) -> None:
     with change(self):
-        before = [(c, c._attn_implementation) for c in all_configs(self)]
+        before = [(c, c._attn_implementation_internal) for c in all_configs(self)]
         attn_implementation = _by_part(self.config, attn_implementation)
         original(self, attn_implementation, *args, **kwargs)
         for c, implementation in before:
-            if is_ours(c._attn_implementation) and not is_ours(implementation):
+            if is_ours(c._attn_implementation_internal) and not is_ours(implementation):
                 remember(self, c, implementation)
-        if (name := _ours_in(attn_implementation)) and not any(is_ours(c._attn_implementation) for c, _ in before):
+        if (name := _ours_in(attn_implementation)) and not any(is_ours(c._attn_implementation_internal) for c, _ in before):
             refuse_name(self, name, self.config.longattn)  # transformers logs that it stays with what it runs
         warn_of_lost_softcap(layers_of(self))
         prepare(self, verify=True)
@@ -286,7 +291,8 @@ SEAMS = (
         PreTrainedConfig,
         "_attn_implementation",
         _keeping_our_name,
-        "None would remove the method of a config that exists already, and a part that is not there be passed over",
+        "None would remove the method of a config that exists already, and a part that is not there be passed over; a change "
+        "would reach passes that run",
         whole=True,
     ),
     Seam(PreTrainedModel, "__new__", _new, "post_init must know whether another model is being built around this one"),

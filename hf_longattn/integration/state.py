@@ -12,22 +12,21 @@
 Copies and pickles of a model take it along; models that share their attention modules share it. What belongs to less than a
 model goes with that:
 
-    mask.longattn_seen, longattn_positions, longattn_stock   of a pass's mask: what it says, its `Rows` with positions, what
-    mask.longattn_found                                      made it, and what its first layer found out for the others
-    cu_seq_lens.longattn_batches                             of a pass under continuous batching: its requests
-    cache.longattn_numbering, longattn_long                  how the keys in a KV cache were numbered, and turned (longrope)
+    mask.longattn_sight                       of a pass's mask: its `Sight`, which leads to the pass
+    cache.longattn_numbering, longattn_long   how the keys in a KV cache were numbered, and turned (longrope)
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import os
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +36,6 @@ from transformers import PreTrainedModel
 from ..attention.call import Call
 from ..attention.tables import TableCache
 from ..config import LongAttnConfig
-from .gate import Gate
 from .layers import all_configs, layers_of, pretrained
 from .lengths import announce
 from .masks import Before, before
@@ -83,11 +81,12 @@ class AttentionState:
 
     tables: TableCache = field(default_factory=lambda: TableCache(TABLE_BYTES))
     strength: Tensor | None = None  # of the logit map once it is other than 1: compiled graphs read it when they run
-    gate: Gate = field(default_factory=Gate)  # between forward passes and changes, which may come from several threads
+    plans: Plans | None = None  # of all its layers; copies have none, until their first forward pass
     passes: tuple[RemovableHandle, ...] = ()  # hooks around a forward pass: see `passes.watch`
     traced: Any = None  # the `Pass` that a graph is traced through
+    group: Any = None  # of the processes that share each of its sequences: see `engines.ulysses`; copies have none
     remapped: bool = False  # whether a remap of rotary distances acts in some layer
-    unverified: bool = False  # whether the first pass has rotations to verify
+    unverified: Callable[..., None] | None = None  # what verifies rotations at the first pass, if there are any to verify
     guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse positions beyond a learned table
     remaps: tuple[RemovableHandle, ...] = ()  # hooks that refuse calls which a remap would compute wrongly
     disabled: tuple[list[tuple[Any, str]], Tables | None, int | None] | None = None  # what `enable` puts back, in that order
@@ -100,6 +99,17 @@ class AttentionState:
             self.strength = None
         elif value != 1 or self.strength is not None:
             self.strength = torch.tensor(value, dtype=torch.float64, device="cpu")
+
+    def publish(self, model: nn.Module) -> Plans:
+        """Let forward passes that begin from now on run what a model's modules say now."""
+        of = {m: plan for m in model.modules() if (plan := plan_of(m)) is not None and plan.state is self}
+        configs = all_configs(model)
+        names = {id(c): c._attn_implementation_internal for c in configs}
+        self.plans = Plans(self, of, tuple(configs), names)
+        return self.plans
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"plans": None, "group": None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +135,32 @@ class LayerPlan:
     def kind(self) -> object:
         """The same for the layers of a model whose config and rotation are, and no others: quicker to compare than these."""
         return self.state.kinds.setdefault((self.config, self.rotary), object())
+
+
+@dataclass(frozen=True, eq=False)
+class Plans:
+    """What a model runs, all of it: each forward pass takes it as it begins, and a change puts another in its place.
+
+    Args:
+        of: its attention modules' plans.
+        configs, names: its configs, and the implementation of each by its id.
+        parts: learned parts that a change has taken out of its modules, for the passes that still compute with them.
+    """
+
+    state: AttentionState
+    of: dict[nn.Module, LayerPlan]
+    configs: tuple[Any, ...]
+    names: dict[int, str | None]
+    parts: dict[nn.Module, dict[str, nn.Module]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def _sections(self) -> list[tuple[Any, Any]]:
+        return list({id(m.config): (m.config, plan.section) for m, plan in self.of.items()}.values())
+
+    @property
+    def shown(self) -> bool:
+        """Whether all configs still show the section that was planned; those that run no method need not."""
+        return all(c.longattn is section or not is_ours(c._attn_implementation_internal) for c, section in self._sections)
 
 
 def plan_of(module: nn.Module) -> LayerPlan | None:
@@ -173,16 +209,30 @@ class Snapshot:
 CALLS = ("_attn_implementation_internal", "_longattn", "_longattn_before", "longattn_plan")
 
 
-def alone(model: nn.Module) -> AbstractContextManager[None]:
-    """While open, no other thread's forward pass reads what the model keeps, and no other thread changes it."""
-    return nullcontext() if (state := state_of(model)) is None else state.gate.alone()
+#: By model or state: the lock that changes from several threads take in turn. Forward passes take none beside them.
+_TURNS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_TURNS.clear)  # there are no other threads, whatever they were doing
+
+
+def turn(of: Any) -> threading.RLock:
+    """While open, no other thread changes a model. Nests."""
+    return _TURNS.setdefault(of, threading.RLock())
+
+
+@contextmanager
+def changing(model: nn.Module) -> Iterator[None]:
+    """A change of a model's attention, beside which no other thread changes it; afterwards passes begin under what it made."""
+    with turn(state_of(model) or model):
+        yield
+        if (state := state_of(model)) is not None:
+            state.publish(model)
 
 
 @contextmanager
 def transaction(model: nn.Module) -> Iterator[None]:
-    """A change of a model's attention: after an exception the model is as it was. RuntimeError: the method is disabled."""
-    state = state_of(model)
-    with nullcontext() if state is None else state.gate.alone():
+    """A change, after an exception in which the model is as it was. RuntimeError: the method is disabled."""
+    with changing(model):
         if is_disabled(model):
             raise RuntimeError("the model's method is disabled (disable_adapter): change it after enabling it again")
         own_configs(model)
@@ -220,6 +270,9 @@ def own_configs(model: nn.Module) -> None:
     copies = {id(c): copy.deepcopy(c, memo) for c in mine}
     for c in mine:  # plans know their section by identity
         copies[id(c)].__dict__ |= {k: c.__dict__[k] for k in ("_longattn", "_longattn_before") if k in c.__dict__}
+    if (state := state_of(model)) is not None and state.plans is not None:  # for the passes that run
+        names = state.plans.names
+        names.update({id(copies[known]): names[known] for known in copies.keys() & names.keys()})
     for module in modules:
         vars(module).update({k: copies[id(v)] for k, v in vars(module).items() if id(v) in copies})
 
@@ -228,7 +281,7 @@ def release(model: nn.Module) -> None:
     """Drop the plans of modules that no longer run a method, and with the last plan all guards."""
     state = state_of(model)
     for layer in layers_of(model):
-        if not is_ours(layer.module.config._attn_implementation):
+        if not is_ours(layer.module.config._attn_implementation_internal):
             set_plan(layer.module, None)
     if state is not None and state_of(model) is None:
         for handle in (*state.guards, *state.remaps, *state.passes):
@@ -254,7 +307,7 @@ def remember(model: PreTrainedModel, config: Any, implementation: str | None = N
 
 def without_method(model: PreTrainedModel) -> list[tuple[Any, str]]:
     """The config objects that run a method, each with the implementation that it ran before."""
-    running = [c for c in all_configs(model) if is_ours(c._attn_implementation)]
+    running = [c for c in all_configs(model) if is_ours(c._attn_implementation_internal)]
     return [(c, (before(c) or remember(model, c)).implementation) for c in running]
 
 
@@ -270,14 +323,14 @@ def disable(model: nn.Module, rope_parameters: dict[str, Any] | None = None) -> 
         rope_parameters: settings of the rotary encoding to use meanwhile; None leaves it as it is.
     """
     base = pretrained(model)
-    with alone(base):
+    with changing(base):
         own_configs(base)
         state, running = state_of(base), without_method(base)
         if state is None or state.disabled is not None or not running:
             return
         tables = None if rope_parameters is None else exchange(base, build(base, rope_parameters))
         longer = next((c.longattn.get("extended_to") for c, _ in running if c.longattn), None)
-        state.disabled = [(c, c._attn_implementation) for c, _ in running], tables, longer
+        state.disabled = [(c, c._attn_implementation_internal) for c, _ in running], tables, longer
         announce(base, None)
         for config, implementation in running:  # not by the property, which would switch a vision tower too
             config._attn_implementation_internal = implementation
@@ -285,7 +338,7 @@ def disable(model: nn.Module, rope_parameters: dict[str, Any] | None = None) -> 
 
 def enable(model: nn.Module) -> None:
     """Undo `disable`, if the method is disabled."""
-    with alone(base := pretrained(model)):
+    with changing(base := pretrained(model)):
         if (state := state_of(base)) is None or state.disabled is None:
             return
         implementations, tables, longer = state.disabled

@@ -19,8 +19,9 @@ from ..config import LongAttnConfig
 from ..telling import warn
 from .layers import Layer, all_configs, layers_of
 from .names import is_ours
+from .passes import Probing, is_under
 from .rotation import PROBE, Convention, RotarySource, find_rotary, settle
-from .state import CALLS, AttentionState, Snapshot, plan_of, set_plan
+from .state import AttentionState, Plans, plan_of, set_plan, turn
 
 #: Why a layer is not remapped, or left alone where nothing else changes it.
 NOT_ROTATED = "no rotary encoding"
@@ -55,24 +56,22 @@ def verify_rotations(model: PreTrainedModel) -> None:
         return
     sources = {layer.name: _source(layer) for layer in layers}
     computed: dict[str, Call] = {}
-    before = Snapshot(model)
+    plans = {x.module: plan for x in layers if (plan := plan_of(x.module)) is not None}
     for layer in layers:
-        plan = plan_of(layer.module)
-        assert plan is not None
+        plan = plans[layer.module]
         observer = functools.partial(computed.__setitem__, layer.name)
-        set_plan(layer.module, dataclasses.replace(plan, config=LongAttnConfig(), rotary=None, observer=observer))
-    equal = [
-        x.module.register_forward_pre_hook(_with_equal_tokens, with_kwargs=True) for x in layers_of(model) if not x.why_never
-    ]
+        plans[layer.module] = dataclasses.replace(plan, config=LongAttnConfig(), rotary=None, observer=observer)
+    probing = Plans(plans[layers[0].module].state, plans, (), {})
+    hook = functools.partial(_with_equal_tokens, probing)
+    equal = [x.module.register_forward_pre_hook(hook, with_kwargs=True) for x in layers_of(model) if not x.why_never]
     try:
         device = model.get_input_embeddings().weight.device
         ids = torch.ones(1, PROBE, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
-        with evaluating(model):
+        with evaluating(model), Probing(probing):
             type(model).forward(model, input_ids=ids, use_cache=False)  # the instance's may be a trainer's
     finally:
         for handle in equal:
             handle.remove()
-        before.restore(CALLS)
     settled: list[tuple[RotarySource, Convention | None, list[Layer]]] = []
     for source in dict.fromkeys(sources.values()):
         assert source is not None
@@ -134,18 +133,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def verify_at_first_call(state: AttentionState, model: Any) -> None:
     """Where a model was built without weights: once it computes, its rotations are verified."""
-    # without one of our names it is disabled; without `unverified`, a verification that goes on or another thread's
-    if state.unverified and _computes(model) and any(is_ours(c._attn_implementation) for c in all_configs(model)):
-        state.unverified = False
-        try:
+    with turn(state):
+        # without one of our names it is disabled; without `unverified`, another thread has done it
+        ours = any(is_ours(c._attn_implementation_internal) for c in all_configs(model))
+        if state.unverified is not None and ours and _computes(model):
             verify_rotations(model)
-        except BaseException:
-            state.unverified = True
-            raise
+            state.publish(model)
+            state.unverified = None
 
 
-def _with_equal_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _with_equal_tokens(
+    probing: Plans, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any] | None:
     """Arguments of an attention module's call, with the first hidden state in place of all; (batch, PROBE, width)."""
+    if not is_under(probing):
+        return None  # another thread's
 
     def equal(states: Tensor) -> Tensor:
         return states[:, :1].expand_as(states).contiguous()

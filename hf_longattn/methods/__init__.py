@@ -1,12 +1,12 @@
 """The methods: one file each, a frozen dataclass with its formula in plain PyTorch.
 
-A new method is one file here, a subclass of its slot in `base`, and one line in `registry`. Type checkers read the imports
-below; when the package runs, a class is imported when it is first used.
+A new method is one file here, a subclass of its slot in `slots.base`, and one line in `slots.registry`. Type checkers read
+the imports below; when the package runs, a class is imported when it is first used.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from .registry import METHODS, method_class
+from ..slots.registry import METHODS, method_class
 
 if TYPE_CHECKING:
     from .adaptive_temperature import AdaptiveTemperature as AdaptiveTemperature
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .windows import Streaming as Streaming
     from .windows import Windowed as Windowed
     from .yarn_beyond import YarnBeyond as YarnBeyond
-    from .yarn_far import YarnFar as YarnFar
     from .yarn_temperature import YarnTemperature as YarnTemperature
 
 _BY_CLASS = {path.partition(".")[2]: name for name, path in METHODS.items()}

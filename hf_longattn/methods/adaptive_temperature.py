@@ -12,8 +12,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from .base import EntropyTemperature
-from .method import require_in
+from ..slots.base import EntropyTemperature
+from ..slots.method import require_in
 
 PUBLISHED = (-0.037, 0.481, -2.3, 4.917, -1.791)
 

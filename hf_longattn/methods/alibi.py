@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import LogitMap
+from ..slots.base import LogitMap
 
 
 @dataclass(frozen=True, kw_only=True)

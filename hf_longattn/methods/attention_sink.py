@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from .base import Sink
-from .learned import HeadShiftLayerNorm
-from .method import Heads, ModelFacts, numbers, per_head, require_in
+from ..slots.base import Sink
+from ..slots.learned import HeadShiftLayerNorm
+from ..slots.method import ModelFacts, numbers, require_in
 
 #: Sinks up to this hardly change a pretrained model (docs/reference/methods/attention_sink.md) and still have gradients.
 NEARLY_NOTHING = -6.0
@@ -34,6 +33,7 @@ class AttentionSink(Sink):
 
     name: ClassVar[str] = "attention_sink"
     paper: ClassVar[str] = "OpenAI 2025, gpt-oss-120b & gpt-oss-20b Model Card, arXiv:2508.10925"
+    by_head: ClassVar[tuple[str, ...]] = ("logit",)
 
     logit: float | tuple[Any, ...] = 0.0
     learned: bool = False
@@ -45,17 +45,6 @@ class AttentionSink(Sink):
     @property
     def needs_training(self) -> bool:
         return any(value > NEARLY_NOTHING for value in numbers(self.logit))
-
-    def bind(self, facts: ModelFacts) -> Self:
-        per_head("logit", self.logit, facts)
-        return self
-
-    def for_layer(self, layer: int) -> Self:
-        nested = isinstance(self.logit, tuple) and isinstance(self.logit[0], tuple)
-        return dataclasses.replace(self, logit=self.logit[layer]) if nested else self  # type: ignore[index]
-
-    def for_heads(self, heads: Heads) -> Self:
-        return dataclasses.replace(self, logit=heads.own(self.logit)) if isinstance(self.logit, tuple) else self
 
     def module(self, facts: ModelFacts) -> nn.Module | None:
         return HeadShiftLayerNorm(facts.num_heads) if self.learned else None

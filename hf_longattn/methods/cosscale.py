@@ -8,8 +8,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from .base import Score
-from .method import ModelFacts, require_positive
+from ..slots.base import Score
+from ..slots.method import ModelFacts, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from .base import Band, Positions
-from .method import ModelFacts
-from .remap import check_remap, check_window, known
+from ..slots.base import Band, Positions, known
+from ..slots.method import ModelFacts, require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +35,18 @@ class DualChunk(Positions):
     stack: bool = False
 
     def validate(self) -> None:
-        check_window(self.chunk)
-        check_window(self.local)
+        require_at_least(1, chunk=self.chunk, local=self.local)
         if self.chunk is not None and self.local is not None and self.chunk <= self.local:
             raise ValueError(f"chunk must be larger than local, got {self.chunk} and {self.local}")
 
     def bind(self, facts: ModelFacts) -> Self:
-        check_remap(self.name, facts, self.stack)
-        length = facts.train_length
+        bound, length = super().bind(facts), facts.train_length
         if length is None and (self.chunk is None or self.local is None):
             raise ValueError("dual_chunk needs chunk and local: the model's config names no maximum length")
         if length is not None and self.chunk is not None and self.chunk >= length:
             raise ValueError(f"chunk {self.chunk} must be below the trained length {length}")
         chunk = self.chunk or max(int(length or 0) * 3 // 4, 2)
-        return dataclasses.replace(self, chunk=chunk, local=self.local or max(min(int(length or 0) // 16, chunk - 1), 1))
+        return dataclasses.replace(bound, chunk=chunk, local=self.local or max(min(int(length or 0) // 16, chunk - 1), 1))
 
     @property
     def step(self) -> int:

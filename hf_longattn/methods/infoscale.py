@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import LengthTemperature
-from .method import require_in
+from ..slots.base import LengthTemperature
+from ..slots.method import require_in
 
 
 @dataclass(frozen=True, kw_only=True)

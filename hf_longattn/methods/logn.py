@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from .base import LengthTemperature
-from .learned import HeadScaleLayerNorm
-from .method import ModelFacts, require_positive
+from ..slots.base import LengthTemperature
+from ..slots.learned import HeadScaleLayerNorm
+from ..slots.method import ModelFacts, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)

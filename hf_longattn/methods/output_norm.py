@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from .base import OutputNorm
-from .learned import FeatureAffineLayerNorm
-from .method import Heads, ModelFacts, numbers, per_head, require_positive
+from ..slots.base import OutputNorm
+from ..slots.learned import FeatureAffineLayerNorm
+from ..slots.method import Heads, ModelFacts, numbers, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,7 @@ class OutputStandardise(OutputNorm):
 
     name: ClassVar[str] = "output_standardise"
     paper: ClassVar[str] = "Li et al. 2025, On Vanishing Variance in Transformer Length Generalization, arXiv:2504.02827"
+    by_head: ClassVar[tuple[str, ...]] = ("deviation", "mean")
 
     per_head: bool = False
     deviation: float | tuple[Any, ...] = 1.0
@@ -46,21 +47,10 @@ class OutputStandardise(OutputNorm):
     def needs_training(self) -> bool:
         return self.deviation == 1.0 and self.mean == 0.0
 
-    def bind(self, facts: ModelFacts) -> Self:
-        per_head("deviation", self.deviation, facts)
-        per_head("mean", self.mean, facts)
-        return self
-
-    def for_layer(self, layer: int) -> Self:
-        deviation, mean = (
-            v[layer] if isinstance(v, tuple) and isinstance(v[0], tuple) else v for v in (self.deviation, self.mean)
-        )
-        return dataclasses.replace(self, deviation=deviation, mean=mean)
-
     def for_heads(self, heads: Heads) -> Self:
-        deviation, mean = (heads.own(v) if isinstance(v, tuple) else v for v in (self.deviation, self.mean))
-        out = dataclasses.replace(self, deviation=deviation, mean=mean)
+        out = super().for_heads(heads)
         if not self.per_head:
+            out = dataclasses.replace(out)  # not the method of all heads
             object.__setattr__(out, "_over_processes", heads.mean)
         return out
 

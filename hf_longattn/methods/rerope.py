@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .base import Band, Positions
-from .method import Heads, ModelFacts, numbers, per_layer
-from .remap import bind_window, capped, check_at_least_one, check_remap, check_window, known
+from ..slots.base import Band, Positions, Window, capped, known
+from ..slots.method import numbers, require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReRope(Positions):
+class ReRope(Window, Positions):
     """Distance seen: t for t < window, else window.
 
     Args:
@@ -32,17 +30,6 @@ class ReRope(Positions):
     window: int | None = None
     stack: bool = False
 
-    def validate(self) -> None:
-        check_window(self.window)
-
-    def bind(self, facts: ModelFacts) -> Self:
-        check_remap(self.name, facts, self.stack)
-        return bind_window(self, facts, 2)
-
-    @property
-    def identity_below(self) -> float:
-        return self.window or 0
-
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         return (i - j).double().clamp(max=known(self.window))
 
@@ -52,7 +39,7 @@ class ReRope(Positions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeakyReRope(Positions):
+class LeakyReRope(Window, Positions):
     """Distance seen: t for t < window, else window + (t - window) / stretch.
 
     Args:
@@ -66,30 +53,16 @@ class LeakyReRope(Positions):
 
     name: ClassVar[str] = "leaky_rerope"
     paper: ClassVar[str] = "Su 2023, ReRoPE (blog and code)"
+    by_layer: ClassVar[tuple[str, ...]] = ("stretch",)
 
     window: int | None = None
     stretch: float | tuple[Any, ...] = 4.0
     stack: bool = False
 
     def validate(self) -> None:
-        check_window(self.window)
+        super().validate()
         for stretch in numbers(self.stretch):
-            check_at_least_one(stretch=stretch)
-
-    @property
-    def head_dependent(self) -> bool:
-        return isinstance(self.stretch, tuple)
-
-    def bind(self, facts: ModelFacts) -> Self:
-        check_remap(self.name, facts, self.stack)
-        per_layer("stretch", self.stretch, facts)
-        return bind_window(self, facts, 2)
-
-    def for_layer(self, layer: int) -> Self:
-        return dataclasses.replace(self, stretch=self.stretch[layer]) if isinstance(self.stretch, tuple) else self
-
-    def for_heads(self, heads: Heads) -> Self:
-        return dataclasses.replace(self, stretch=heads.own(self.stretch)) if isinstance(self.stretch, tuple) else self
+            require_at_least(1, stretch=stretch)
 
     def reach(self, train_length: int) -> int | None:
         w, least = known(self.window), min(numbers(self.stretch))
@@ -100,10 +73,6 @@ class LeakyReRope(Positions):
         if isinstance(self.stretch, tuple):
             return n.double()[..., None] / torch.tensor(self.stretch, dtype=torch.float64, device=n.device)
         return n.double() / self.stretch
-
-    @property
-    def identity_below(self) -> float:
-        return self.window or 0
 
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         t, w = i - j, known(self.window)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .base import LogitMap
-from .method import ModelFacts, numbers, per_head, require_count, require_in, require_positive
+from ..slots.base import LogitMap
+from ..slots.method import numbers, require_at_least, require_in, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +39,7 @@ class ScaleInvariant(LogitMap):
     name: ClassVar[str] = "scale_invariant"
     blends: ClassVar[bool] = True
     paper: ClassVar[str] = "Anson, Wang & Aitchison 2025, Scale-invariant attention, arXiv:2505.17083"
+    by_head: ClassVar[tuple[str, ...]] = ("logit_mean", "logit_variance")
 
     tau: float = 10.0
     alpha: float | None = None
@@ -53,7 +53,7 @@ class ScaleInvariant(LogitMap):
 
     def validate(self) -> None:
         require_positive(tau=self.tau, alpha=self.alpha, beta=self.beta)
-        require_count(sink_tokens=self.sink_tokens, offset=self.offset)
+        require_at_least(0, sink_tokens=self.sink_tokens, offset=self.offset)
         require_in("strength", self.strength, 0.0, 1.0)
         if (self.alpha is None) != (self.beta is None):
             raise ValueError("give both alpha and beta, or neither (the boundary condition a_0 = 1, m_0 = 0)")
@@ -83,25 +83,10 @@ class ScaleInvariant(LogitMap):
         return self.strength > 0 and self.decay != 0 and self.logit_mean is None and self.logit_variance is None
 
     @property
-    def head_dependent(self) -> bool:
-        return isinstance(self.logit_mean, tuple) or isinstance(self.logit_variance, tuple)
-
-    @property
     def identity_below(self) -> float:
         if self.strength == 0 or self.decay == 0:
             return math.inf
         return self.offset + 1 if self.alpha is None else 0  # max(t - offset, 0) is 0
-
-    def bind(self, facts: ModelFacts) -> Self:
-        per_head("logit_mean", self.logit_mean, facts)
-        per_head("logit_variance", self.logit_variance, facts)
-        return self
-
-    def for_layer(self, layer: int) -> Self:
-        mean, variance = (
-            v[layer] if isinstance(v, tuple) and isinstance(v[0], tuple) else v for v in (self.logit_mean, self.logit_variance)
-        )
-        return dataclasses.replace(self, logit_mean=mean, logit_variance=variance)
 
     def tables(self, heads: int, length: int, device: torch.device, strength: Tensor | None = None) -> tuple[Tensor, Tensor]:
         t = (torch.arange(length, dtype=torch.float64, device=device) - self.offset).clamp(min=0)

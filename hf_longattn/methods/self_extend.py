@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from .base import Band, Positions
-from .method import ModelFacts
-from .remap import bind_window, check_at_least_one, check_remap, check_window, known
+from ..slots.base import Band, Positions, Window, known
+from ..slots.method import require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelfExtend(Positions):
+class SelfExtend(Window, Positions):
     """Distance seen: t for t < window, else ⌊i/group⌋ - ⌊j/group⌋ + window - ⌊window/group⌋.
 
     Args:
@@ -27,27 +26,18 @@ class SelfExtend(Positions):
 
     name: ClassVar[str] = "self_extend"
     paper: ClassVar[str] = "Jin et al. 2024, LLM Maybe LongLM: Self-Extend LLM Context Window Without Tuning, arXiv:2401.01325"
+    share: ClassVar[int] = 8
 
     window: int | None = None
     group: int = 4
     stack: bool = False
 
     def validate(self) -> None:
-        check_window(self.window)
-        check_at_least_one(group=self.group)
-        if not isinstance(self.group, int):
-            raise ValueError(f"group must be an integer, got {self.group!r}")
-
-    def bind(self, facts: ModelFacts) -> Self:
-        check_remap(self.name, facts, self.stack)
-        return bind_window(self, facts, 8)
+        super().validate()
+        require_at_least(1, group=self.group)
 
     def reach(self, train_length: int) -> int | None:
         return known(self.window) + self.group * (train_length - known(self.window))
-
-    @property
-    def identity_below(self) -> float:
-        return self.window or 0
 
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         w, g = known(self.window), self.group

@@ -9,9 +9,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from .base import Band, Positions
-from .method import ModelFacts
-from .remap import check_remap, check_window, known
+from ..slots.base import Band, Positions, known
+from ..slots.method import ModelFacts, require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +36,18 @@ class String(Positions):
     stack: bool = False
 
     def validate(self) -> None:
-        check_window(self.window)
-        if self.shift is not None and (isinstance(self.shift, bool) or self.shift <= (self.window or 1)):
+        require_at_least(1, window=self.window)
+        if self.shift is not None and self.shift <= (self.window or 1):
             raise ValueError(f"shift must be an integer > window ({self.window or 1}), got {self.shift!r}")
 
     def bind(self, facts: ModelFacts) -> Self:
-        check_remap(self.name, facts, self.stack)
+        bound = super().bind(facts)
         if self.shift is None and facts.train_length is None:
             raise ValueError("string needs shift: the model's config names no maximum length")
         shift = max((facts.train_length or 0) // 3, 2) if self.shift is None else self.shift
         if facts.train_length is not None and shift >= facts.train_length:
             raise ValueError(f"shift {shift} must be below the trained length {facts.train_length}")
-        return dataclasses.replace(self, shift=shift, window=min(128, shift // 2) if self.window is None else self.window)
+        return dataclasses.replace(bound, shift=shift, window=min(128, shift // 2) if self.window is None else self.window)
 
     def reach(self, train_length: int) -> int | None:
         return train_length + known(self.shift) - known(self.window)

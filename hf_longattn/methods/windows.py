@@ -8,13 +8,12 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from .base import Band, Visibility
-from .method import ModelFacts, require_count
-from .remap import bind_window, capped, check_remap, check_window, known, near
+from ..slots.base import Band, Visibility, Window, capped, known, near
+from ..slots.method import ModelFacts, require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class Windowed(Visibility):
+class Windowed(Window, Visibility):
     """The last `window` keys, the token itself included; where a mask lets tokens look ahead, the next ones too.
 
     Args:
@@ -23,18 +22,9 @@ class Windowed(Visibility):
 
     name: ClassVar[str] = "windowed"
     paper: ClassVar[str] = "Li et al. 2025, Information Entropy Invariance, arXiv:2501.08570"
+    whole: ClassVar[bool] = True
 
     window: int | None = None
-
-    def validate(self) -> None:
-        check_window(self.window)
-
-    def bind(self, facts: ModelFacts) -> Self:
-        return bind_window(self, facts, 2, may_equal=True)
-
-    @property
-    def identity_below(self) -> float:
-        return self.window or 0
 
     def visible(self, i: Tensor, j: Tensor) -> Tensor:
         return (i - j).abs() < known(self.window)
@@ -44,7 +34,7 @@ class Windowed(Visibility):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Streaming(Visibility):
+class Streaming(Window, Visibility):
     """The first `sinks` keys and the last `window`, with distances as in the shortened cache:
 
     a query sees a sink at min(i, sinks + window - 1) - j, and recent keys at t.
@@ -59,18 +49,18 @@ class Streaming(Visibility):
 
     name: ClassVar[str] = "streaming"
     paper: ClassVar[str] = "Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453"
+    whole: ClassVar[bool] = True
 
     window: int | None = None
     sinks: int = 4
     stack: bool = False
 
     def validate(self) -> None:
-        check_window(self.window)
-        require_count(sinks=self.sinks)
+        super().validate()
+        require_at_least(0, sinks=self.sinks)
 
     def bind(self, facts: ModelFacts) -> Self:
-        check_remap(self.name, facts, self.stack)
-        bound = bind_window(self, facts, 2, may_equal=True)
+        bound = super().bind(facts)
         if facts.train_length is not None and known(bound.window) + self.sinks > facts.train_length:
             raise ValueError(
                 f"window {bound.window} and {self.sinks} sinks together exceed the trained length {facts.train_length}"
@@ -80,10 +70,6 @@ class Streaming(Visibility):
     def cap(self, i: Tensor) -> Tensor:
         """The position of the query as its sinks see it."""
         return i.clamp(max=self.sinks + known(self.window) - 1)
-
-    @property
-    def identity_below(self) -> float:
-        return self.window or 0
 
     def visible(self, i: Tensor, j: Tensor) -> Tensor:
         return ((i - j).abs() < known(self.window)) | ((j < self.sinks) & (j < i))
@@ -109,12 +95,12 @@ class LmInfinite(Streaming):
 
     name: ClassVar[str] = "lm_infinite"
     paper: ClassVar[str] = "Han et al. 2024, LM-Infinite, arXiv:2308.16137"
+    share: ClassVar[int] = 1
 
     sinks: int = 5
 
     def bind(self, facts: ModelFacts) -> Self:
-        check_remap(self.name, facts, self.stack)
-        return bind_window(self, facts, 1, may_equal=True)
+        return Window.bind(self, facts)  # the sinks lie inside
 
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         return (i - j).double().clamp(max=known(self.window))

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import LengthTemperature
+from ..slots.base import LengthTemperature
 
 
 @dataclass(frozen=True, kw_only=True)

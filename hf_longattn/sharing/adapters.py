@@ -16,7 +16,7 @@ from typing import Any
 import transformers
 
 try:
-    from peft import LoraConfig, PeftConfig, PeftModel, PeftType
+    from peft import PeftConfig, PeftModel, PeftType
     from peft.config import PeftConfigMixin
     from peft.tuners.lora import LoraModel, conversion
 
@@ -37,10 +37,6 @@ from ..integration.record import ADAPTER, LEARNED, RECORD, computed, method_in
 from ..integration.seam import Seam, install
 from ..integration.state import disable, enable, is_disabled, transaction
 from ..telling import warn
-
-#: LoraConfig under its earlier name; any PEFT config will do.
-LongAttnLoraConfig = LoraConfig
-
 
 # configs on disk ---------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from ..config import LongAttnConfig
 from ..integration.classes import loaders, task
 from ..integration.names import TRIPWIRE
 from ..integration.record import ADAPTER, method_in, saved_in, type_of
-from ..methods.method import Method
+from ..slots.method import Method
 
 
 def contents(directory: Path) -> tuple[dict[str, Any], LongAttnConfig]:

@@ -60,7 +60,7 @@ def save(
             never read what attention it needs (vLLM, SGLang), refuse it. transformers with this package loads it as usual.
         state_dict: the weights, where the model's own are sharded (torch's get_model_state_dict gathers them).
         overwrite: into a directory that holds something: weights, configs and a card of ours are replaced, all else stays.
-        card: training_lengths, metrics, evaluated_on, license; see `hf_longattn.card.Facts`.
+        card: training_lengths, metrics, evaluated_on, license; see `hf_longattn.sharing.card.Facts`.
 
     Returns:
         The directory.

@@ -1,4 +1,4 @@
-"""The training loss, with logits of a few positions at a time, by position, from a teacher, and weighted by far context."""
+"""The training loss, with logits of a few positions at a time, by position, and from a teacher."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torch.nn.functional import cross_entropy, kl_div
 from torch.utils.checkpoint import checkpoint
 
 from ..evaluation.measures.losses import hidden_of, logits_of
-from ..evaluation.tasks.long_ppl import long_ce_weights, short_losses
 from ..evaluation.tasks.sample import IGNORE
 from ..integration.jumps import masks_of_jumps
-from .recipe import Distill, LongCE
+from .recipe import Distill
 
 #: Positions whose logits are held at a time.
 CHUNK = 512
@@ -35,7 +34,6 @@ class CausalLoss:
         jumps: whether the positions of rows jump, each a text of its own: a sliding window is then counted in positions. The
             teacher reads every row as a plain text.
         part: which part of its windows this process holds, and how many parts there are.
-        long_ce: how tokens are weighted by what far context does for them; None weighs all alike. Whole windows only.
     """
 
     def __init__(
@@ -45,10 +43,8 @@ class CausalLoss:
         teacher: Callable[[], AbstractContextManager[Any]] | None = None,
         jumps: bool = False,
         part: tuple[int, int] = (0, 1),
-        long_ce: LongCE | None = None,
     ) -> None:
-        self.model, self.distill, self.teacher, self.jumps = model, distill, teacher, jumps
-        self.part, self.long_ce = part, long_ce
+        self.model, self.distill, self.teacher, self.jumps, self.part = model, distill, teacher, jumps, part
 
     def __call__(
         self,
@@ -76,7 +72,6 @@ class CausalLoss:
             given = {} if self.jumps else inputs
             with torch.no_grad(), self.teacher():
                 taught = hidden_of(self.model, input_ids=input_ids, use_cache=False, **given)
-        short = None if self.long_ce is None else self._short(input_ids)
         hidden = hidden_of(self.model, input_ids=input_ids, use_cache=False, **inputs)
         labels = torch.nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:] if shift_labels is None else shift_labels
         rank, parts = self.part
@@ -96,27 +91,12 @@ class CausalLoss:
             for i, loss in enumerate(losses):
                 sums[i].index_add_(0, part[chunk], loss.detach().sum(0))
             weight = 0.0 if self.distill is None else self.distill.weight
-            total = total + (1 - weight) * self._weighted(losses[0], None if short is None else short[:, chunk]).sum()
+            total = total + (1 - weight) * losses[0].sum()
             if taught is not None:
                 total = total + weight * losses[1].sum()
         counts = torch.zeros(PARTS, device=labels.device).index_add_(0, part, (labels != IGNORE).sum(0).float())
         items = counts.sum() if num_items_in_batch is None else num_items_in_batch
         return {"loss": total / items, "cross_entropy": sums[0], "divergence": sums[1], "tokens": counts}
-
-    def _short(self, input_ids: Tensor) -> Tensor:
-        """The loss of the token after each by its near context, (batch, length); NaN where that is the whole window."""
-        assert self.long_ce is not None
-        near, stride = self.long_ce.near, self.long_ce.stride or max(self.long_ce.near // 4, 1)
-        losses = short_losses(self.model, input_ids, near, stride).clone()  # made in inference mode
-        losses[:, :near] = torch.nan
-        return torch.nn.functional.pad(losses[:, 1:], (0, 1), value=torch.nan)
-
-    def _weighted(self, losses: Tensor, short: Tensor | None) -> Tensor:
-        """Losses times LongCE's weights; those of tokens without far context are exactly 1."""
-        if short is None or self.long_ce is None:
-            return losses
-        weights = long_ce_weights(losses.detach(), short, self.long_ce.most)
-        return losses * torch.where(short.isnan(), 1.0, weights)
 
     def _losses(self, hidden: Tensor, taught: Tensor | None, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy and T² KL(teacher ‖ student) of each token, (batch, positions), 0 where there is no loss."""

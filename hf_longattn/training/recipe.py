@@ -13,8 +13,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from ..checks import read_text
 from ..evaluation.settings import UNMODIFIED, Setting
 from ..integration.rope import theta_of
-from ..methods.method import require_in
-from ..methods.registry import did_you_mean
+from ..slots.method import require_in
+from ..slots.registry import did_you_mean
 
 #: Numbers that an optimiser refuses below zero, long after the start.
 NOT_NEGATIVE = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")
@@ -68,15 +68,6 @@ class Distill:
 
     weight: float = 0.5
     temperature: float = 1.0
-
-
-@dataclass
-class LongCE:
-    """loss = the mean of w · cross-entropy, w = min(P(token | window) / P(token | its last `near` tokens), most)."""
-
-    near: int = 128  # the context that counts as short, less than length
-    stride: int | None = None  # tokens between the windows that are read for it; none: a quarter of near
-    most: float = 5.0  # of the weight
 
 
 @dataclass
@@ -168,14 +159,6 @@ class Evaluation:
 
 
 @dataclass
-class Parallel:
-    """What several processes (torchrun, accelerate launch) share beside the batch; see docs/engines.md."""
-
-    sequence: int = 1  # processes that hold a part of each window and compute its attention together
-    shard: bool = False  # weights, gradients and optimiser states in parts, one for each process (FSDP2)
-
-
-@dataclass
 class Recipe:
     """A training run; `hf-longattn train --help` has the keys that most runs set."""
 
@@ -203,11 +186,10 @@ class Recipe:
     lora: Lora | None = None
     freeze: bool = False  # train nothing but the method's learned parameters
     distill: Distill | None = None
-    long_ce: LongCE | None = None
 
     optimizer: Muon | None = None
     schedule: Schedule | None = None
-    parallel: Parallel = field(default_factory=Parallel)
+    sequence_parallel: int = 1  # processes that hold a part of each window and attend together (docs/engines.md)
     evaluation: Evaluation = field(default_factory=Evaluation)
     trainer: dict[str, Any] = field(default_factory=dict)  # any of transformers' TrainingArguments
 
@@ -296,7 +278,7 @@ def dump(recipe: Recipe) -> str:
 
 def check(recipe: Recipe) -> None:
     """Raise ValueError for whatever can be seen to be wrong without opening a file."""
-    for part in (_check_inputs, _check_method, _check_distill, _check_long_ce, _check_skip, _check_parallel, _check_trainer):
+    for part in (_check_inputs, _check_method, _check_distill, _check_skip, _check_parallel, _check_trainer):
         part(recipe)
 
 
@@ -351,22 +333,6 @@ def _check_distill(recipe: Recipe) -> None:
         raise ValueError("distill and needle exclude each other: the unmodified model does not know the answer")
 
 
-def _check_long_ce(recipe: Recipe) -> None:
-    if recipe.long_ce is None:
-        return
-    near, stride = recipe.long_ce.near, recipe.long_ce.stride
-    if not 2 <= near < recipe.length:
-        raise ValueError(f"long_ce.near must lie in [2, {recipe.length - 1}], below length, got {near}")
-    if stride is not None and not 1 <= stride < near:
-        raise ValueError(f"long_ce.stride must lie in [1, {near - 1}], got {stride}")
-    if not recipe.long_ce.most >= 1:
-        raise ValueError(f"long_ce.most must be >= 1, what a token without far context weighs, not {recipe.long_ce.most}")
-    if recipe.needle is not None or recipe.packing == "documents":
-        raise ValueError("long_ce reads what stands just before a token as a text: no needles, and packing=concat")
-    if recipe.parallel.sequence > 1 or recipe.parallel.shard:
-        raise ValueError("long_ce reads whole windows with whole weights: leave out parallel.sequence and parallel.shard")
-
-
 def _check_skip(recipe: Recipe) -> None:
     if recipe.positions != "skip":
         return
@@ -382,10 +348,10 @@ def _check_skip(recipe: Recipe) -> None:
 
 
 def _check_parallel(recipe: Recipe) -> None:
-    parallel = recipe.parallel
-    if parallel.sequence < 1 or recipe.length % parallel.sequence:
-        raise ValueError(f"parallel.sequence must divide length ({recipe.length}), got {parallel.sequence}")
-    if parallel.sequence > 1:
+    count = recipe.sequence_parallel
+    if count < 1 or recipe.length % count:
+        raise ValueError(f"sequence_parallel must divide length ({recipe.length}), got {count}")
+    if count > 1:
         reasons = {
             "a method, whose attention function does it": recipe.setting.config is None,
             "positions: plain (they may not jump)": recipe.positions != "plain",
@@ -393,11 +359,7 @@ def _check_parallel(recipe: Recipe) -> None:
             "data that is not streamed": recipe.hub.streaming,
         }
         if missing := [reason for reason, holds in reasons.items() if holds]:
-            raise ValueError(f"parallel.sequence > 1 needs {' and '.join(missing)}")
-    if parallel.shard and recipe.optimizer is not None:
-        raise ValueError("parallel.shard works with the optimisers of transformers' Trainer: optimizer=null")
-    if parallel.shard and (not_sharded := {"fsdp", "deepspeed", "fp16", "load_best_model_at_end"} & set(recipe.trainer)):
-        raise ValueError(f"parallel.shard and trainer.{sorted(not_sharded)[0]} exclude each other")
+            raise ValueError(f"sequence_parallel > 1 needs {' and '.join(missing)}")
 
 
 def _check_trainer(recipe: Recipe) -> None:
@@ -407,6 +369,8 @@ def _check_trainer(recipe: Recipe) -> None:
             raise ValueError("schedule and trainer.lr_scheduler_type (or trainer.warmup_*) exclude each other: schedule=null")
     if recipe.trainer.get("max_steps", -1) <= 0:
         raise ValueError("trainer.max_steps must say how many steps to train")
+    if recipe.trainer.get("fsdp") and recipe.optimizer is not None:
+        raise ValueError("trainer.fsdp works with the optimisers of transformers' Trainer: optimizer=null")
     if recipe.trainer.get("label_smoothing_factor"):
         raise ValueError("trainer.label_smoothing_factor does not reach the recipes' own loss: leave it out")
     logs, saves = (recipe.trainer.get(k, 500) for k in ("logging_steps", "save_steps"))

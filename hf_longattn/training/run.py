@@ -30,10 +30,8 @@ from ..sharing.hub import save
 from .data import Data
 from .loss import CHUNK, CausalLoss, trained_by
 from .models import load_config, load_model, load_tokenizer, put_adapter, put_method, unadapted
-from .parallel import ShardedTrainer
-from .parallel import check as check_parallel
 from .recipe import Recipe, dump
-from .trainer import RecipeTrainer, arguments, interruptible
+from .trainer import RecipeTrainer, arguments, check_processes, interruptible
 
 RECIPE_FILE, METRICS_FILE = "recipe.yaml", "metrics.json"
 
@@ -84,7 +82,7 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
         raise ValueError(
             f"the teacher was trained at {trained} tokens; windows of {recipe.length} are beyond it: lower length"
         )
-    check_parallel(recipe, args, config.get_text_config())
+    check_processes(recipe, args, config.get_text_config())
     reads = skip.skip.target_length if recipe.positions == "skip" else recipe.length
     return Prepared(recipe, output, checkpoint, tokenizer, data, attention, config, original, args, reads or recipe.length)
 
@@ -154,14 +152,13 @@ def _run(prepared: Prepared) -> dict[str, Any]:
     started, cpu = time.monotonic(), time.process_time()
     set_seed(args.seed)
     model, wrapped = _model(prepared)
-    kind = ShardedTrainer if recipe.parallel.shard else RecipeTrainer
-    trainer = kind(recipe, prepared.data, wrapped, model, args, prepared.tokenizer)
+    trainer = RecipeTrainer(recipe, prepared.data, wrapped, model, args, prepared.tokenizer)
     first = trainer.is_world_process_zero()
     if first:
         write_whole(output / RECIPE_FILE, dump(recipe))
     base = functools.partial(unadapted, wrapped, prepared.original)
     jumps = recipe.positions == "skip"
-    loss = CausalLoss(model, recipe.distill, base, jumps, trainer.part, recipe.long_ce)
+    loss = CausalLoss(model, recipe.distill, base, jumps, trainer.part)
     with trained_by(model, loss), interruptible(trainer):
         result = trainer.train(resume_from_checkpoint=prepared.checkpoint)
     measured = {"trained": trainer.held_out_metrics(recipe.final_lengths), **_compared(prepared, trainer, base)}
@@ -238,7 +235,7 @@ def _save(prepared: Prepared, trainer: RecipeTrainer, wrapped: Any, measured: di
 
 def _windows(recipe: Recipe, args: TrainingArguments) -> int:
     """Windows that a step takes from all processes."""
-    processes = args.world_size // recipe.parallel.sequence
+    processes = args.world_size // recipe.sequence_parallel
     return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * processes)
 
 
@@ -299,8 +296,8 @@ def _memory(recipe: Recipe, args: TrainingArguments, parameters: int, trained: i
     """Bytes: weights, gradients and optimiser states of what is trained, activations kept for the backward pass, logits."""
     width = torch.finfo(getattr(torch, recipe.dtype)).bits // 8
     activation = 2 if args.bf16 or args.fp16 else width
-    tokens = args.per_device_train_batch_size * recipe.length // recipe.parallel.sequence
-    if recipe.parallel.shard:
+    tokens = args.per_device_train_batch_size * recipe.length // recipe.sequence_parallel
+    if args.fsdp:
         parameters, trained = parameters // args.world_size, trained // args.world_size
     hidden, inner = text.hidden_size, text.intermediate_size
     per_layer = hidden if args.gradient_checkpointing else 12 * hidden + 4 * inner

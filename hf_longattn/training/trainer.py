@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ..integration import update
-from ..integration.engines.ulysses import split_sequence, unsplit
+from ..integration.engines.ulysses import check_heads, split_sequence, unsplit
 from .data import Data, PartCollator
 from .held_out import held_out_sums, metrics
 from .loss import PARTS
@@ -36,8 +37,17 @@ def arguments(recipe: Recipe) -> TrainingArguments:
 
 def part_of(recipe: Recipe, args: TrainingArguments) -> tuple[int, int]:
     """Which part of its windows this process trains on, and how many parts there are."""
-    count = recipe.parallel.sequence
+    count = recipe.sequence_parallel
     return args.process_index % count, count
+
+
+def check_processes(recipe: Recipe, args: TrainingArguments, text: Any) -> None:
+    """Raise ValueError where the processes at hand, or the model's heads, cannot be divided as the recipe says."""
+    count = recipe.sequence_parallel
+    if args.world_size % count:
+        raise ValueError(f"sequence_parallel is {count}, which does not divide the number of processes, {args.world_size}")
+    if count > 1:
+        check_heads(text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads, count)
 
 
 class RecipeTrainer(Trainer):
@@ -88,9 +98,8 @@ class RecipeTrainer(Trainer):
             length = self.recipe.length
             for i in range(PARTS if self.data.test_task is None else 0):
                 logs[f"loss_{i * length // PARTS}_{(i + 1) * length // PARTS}"] = float(entropy[i] / tokens[i])
-            if self.recipe.distill is not None or self.recipe.long_ce is not None:
-                logs["cross_entropy"] = float(entropy.sum() / tokens.sum())
             if self.recipe.distill is not None:
+                logs["cross_entropy"] = float(entropy.sum() / tokens.sum())
                 logs["divergence"] = float(divergence.sum() / tokens.sum())
         super().log(logs, start_time)
 
@@ -114,12 +123,17 @@ class RecipeTrainer(Trainer):
         sums = {n: self.accelerator.reduce(s.to(device, wide), "sum").cpu() for n, s in sums.items()}
         return metrics(sums, self.data.test_task is not None)
 
-    def whole(self) -> dict[str, Any] | None:
-        """The weights to save in the first process, where the model's own are not whole."""
-        return None
-
     def _held_out_sums(self, *arguments: Any) -> dict[int, torch.Tensor]:
-        return held_out_sums(*arguments)
+        """As one call of the model, which gathers its weights for it where they are sharded (trainer.fsdp)."""
+        model: Any = self.model
+        model.longattn_held_out = held_out_sums
+        register_fsdp_forward_method(model, "longattn_held_out")
+        result: dict[int, torch.Tensor] = model.longattn_held_out(*arguments)
+        return result
+
+    def whole(self) -> dict[str, Any] | None:
+        """The weights to save in the first process, where the model's own are sharded (trainer.fsdp); all processes ask."""
+        return self.accelerator.get_state_dict(self.model) if self.is_fsdp_enabled else None
 
 
 class StopAtStep(TrainerCallback):  # type: ignore[misc]

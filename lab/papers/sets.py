@@ -18,7 +18,7 @@ from hf_longattn.attention.attend import attend
 from hf_longattn.attention.call import Call
 from hf_longattn.attention.geometry import Rows
 from hf_longattn.methods import AdaptiveTemperature
-from hf_longattn.methods.method import ModelFacts
+from hf_longattn.slots.method import ModelFacts
 from lab.papers.experiment import Run, Settings, experiment
 from lab.papers.samples import dictionary_lookup, max_retrieval
 

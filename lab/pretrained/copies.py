@@ -41,7 +41,7 @@ def places(text: str, length: int, trained: int, count: int) -> list[Copy]:
 
 def settings(text: Text) -> list[Choice]:
     trained, factor = text.trained, max(2.0, text.length / text.trained)
-    shares = {"half": trained // 2, "quarter": trained // 4, "eighth": trained // 8, "three_quarters": 3 * trained // 4}
+    shares = {"half": trained // 2, "quarter": trained // 4, "eighth": trained // 8}
     return choices("copies", **shares, factor=factor, double=2 * factor, group=int(2 * factor))
 
 

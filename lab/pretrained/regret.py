@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from hf_longattn.evaluation.report import markdown
 from hf_longattn.evaluation.rows import Row
 from hf_longattn.extension import rerope_with, temperature
-from hf_longattn.methods.method import ModelFacts
+from hf_longattn.slots.method import ModelFacts
 from lab.markdown import Contents
 from lab.pretrained.copies import CHOOSING
 from lab.pretrained.runner import STEP, rows_of

@@ -40,7 +40,6 @@ ACTING = {
     "dual_chunk": preset("dual_chunk", chunk=SHORT, local=4),
     "string": preset("string", shift=SHORT, window=8),
     "yarn_beyond": preset("yarn_beyond", factor=8.0, train_length=SHORT),
-    "yarn_far": preset("yarn_far", factor=8.0, train_length=2 * SHORT, window=SHORT),
     "rerope+infoscale": preset("rerope+infoscale", window=SHORT, train_length=2 * SHORT),
 }
 

@@ -29,7 +29,7 @@ from hf_longattn import LongAttnConfig, Rotation
 from hf_longattn.attention import call as attention_call
 from hf_longattn.attention import geometry
 from hf_longattn.attention.attend import attend
-from hf_longattn.attention.lowering import distance_tables
+from hf_longattn.attention.prepared import distance_tables
 from hf_longattn.evaluation import rows as store
 from hf_longattn.evaluation.rows import versions_line
 

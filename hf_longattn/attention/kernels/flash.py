@@ -8,26 +8,24 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from ..geometry import Rows
-from .lowered import Kernel, KVSegment, LoweredAttention
+from .kernel import Kernel, KernelCall, Result
 from .sdpa import visible
-from .spec import Result
 
 if TYPE_CHECKING:
     from ..call import Call
 
 
-def flash_attention(query: Tensor, key: Tensor, value: Tensor, rows: Rows, *, scaling: float, dropout: float = 0.0) -> Tensor:
+def run(call: KernelCall) -> Result:
     """softmax(scaling q . k) over the visible keys, for plain rows in float16 or bfloat16 (see `why_not`)."""
-    key, value = visible(key, rows), visible(value, rows)
-    q, k, v = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
-    options: dict[str, Any] = {"softmax_scale": scaling, "causal": True}
-    if dropout:
-        options["dropout_p"] = dropout
-    out = _flash()(q, k, v, **options)
-    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+    assert call.value is not None
+    key, value = visible(call.key, call.rows), visible(call.value, call.rows)
+    options: dict[str, Any] = {"softmax_scale": call.spec.scaling, "causal": True}
+    if call.dropout:
+        options["dropout_p"] = call.dropout
+    out = _flash()(*(x.transpose(1, 2) for x in (call.query, key, value)), **options)
+    out = (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+    return out, out.new_empty(0), out.new_empty(0)
 
 
 def why_not(call: Call) -> str | None:
@@ -55,12 +53,6 @@ def _flash() -> Callable[..., Any]:
         except ImportError:
             continue
     raise ImportError("neither flash_attn_interface (FlashAttention 3) nor flash_attn is installed: pip install flash-attn")
-
-
-def run(call: LoweredAttention, segment: KVSegment) -> Result:
-    query, key, rows = segment.query, segment.key, segment.rows
-    out = flash_attention(query, key, call.value, rows, scaling=call.spec.scaling, dropout=call.dropout)
-    return out, out.new_empty(0), out.new_empty(0)
 
 
 KERNEL = Kernel("flash", why_not, run)

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from ..geometry import Rows
-from .lowered import Kernel, KVSegment, LoweredAttention
-from .spec import LogitSpec, Result
+from .kernel import Kernel, KernelCall, LogitSpec, Result
 
 if TYPE_CHECKING:
     from ..call import Call
@@ -36,13 +35,12 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(torch_flex.flex_attention, dynamic=True)
 
 
-def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, rows: Rows, spec: LogitSpec, *, with_lse: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention as `kernels.tiled.tiled_attention` defines it, without dropout; the entropy comes back empty.
+def run(call: KernelCall) -> Result:
+    """Without dropout; the entropy comes back empty.
 
     To be compiled on CUDA; elsewhere PyTorch's own uncompiled form runs, which is dense and serves as a check.
     """
+    query, key, value, rows, spec, with_lse = call.query, call.key, call.value, call.rows, call.spec, call.with_lse
     batch, heads, q_len, kv_len = *query.shape[:3], key.shape[2]
     mask_heads = heads if rows.allowed is not None and rows.allowed.shape[1] > 1 else None
     device = str(query.device)
@@ -50,9 +48,11 @@ def flex_attention(
         ("block_mask", batch, mask_heads, kv_len),
         lambda: torch_flex.create_block_mask(_mask(rows, batch), batch, mask_heads, q_len, kv_len, device=device),
     )
-    run: Any = _compiled() if query.device.type == "cuda" and not torch.compiler.is_compiling() else torch_flex.flex_attention
+    kernel: Any = (
+        _compiled() if query.device.type == "cuda" and not torch.compiler.is_compiling() else torch_flex.flex_attention
+    )
     asked, logit = torch_flex.AuxRequest(lse=with_lse), _logit(rows, spec, batch)
-    out, aux = run(query, key, value, logit, mask, spec.scaling, heads != key.shape[1], return_aux=asked)
+    out, aux = kernel(query, key, value, logit, mask, spec.scaling, heads != key.shape[1], return_aux=asked)
     return out, aux.lse if with_lse else out.new_empty(0), out.new_empty(0)
 
 
@@ -101,11 +101,6 @@ def _logit(rows: Rows, spec: LogitSpec, batch: int) -> Callable[..., Tensor]:
         return mapped
 
     return score_mod
-
-
-def run(call: LoweredAttention, segment: KVSegment) -> Result:
-    query, key = (x.to(call.half) for x in (segment.query, segment.key))
-    return flex_attention(query, key, call.value, segment.rows, call.spec, with_lse=call.with_lse)  # type: ignore[arg-type]
 
 
 def _picked(call: Call) -> bool:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .spec import MASK_VALUE, KernelCall
+from .kernel import MASK_VALUE, KernelCall
 
 #: Rows of a block, and of one whose ends come under a mask: of what is masked more than half is computed for nothing.
 ROWS, MASKED_ROWS = 1024, 256
@@ -31,7 +31,7 @@ def serves(call: KernelCall) -> bool:
 
 @torch.no_grad()
 def attend(call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, logsumexp and entropy, as `tiled.tiled_attention` defines them.
+    """Output, logsumexp and entropy, as `kernel.Result` defines them.
 
     The entropy is lse - scaling q . (sum_j p_j k_j): attention whose values are its keys.
     """

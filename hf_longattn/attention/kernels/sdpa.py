@@ -6,22 +6,23 @@ import torch
 from torch import Tensor
 
 from ..geometry import Rows
-from .lowered import Kernel, KVSegment, LoweredAttention
-from .spec import Result
+from .kernel import Kernel, KernelCall, Result
 
 
-def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, rows: Rows, *, scaling: float, dropout: float = 0.0) -> Tensor:
+def run(call: KernelCall) -> Result:
     """softmax(scaling q . k) over the visible keys; fused without a mask where the rows are plain, else with one."""
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    query, key, value, rows = call.query, call.key, call.value, call.rows
+    assert value is not None
     mask, causal = None, False
     if rows.plain is not None:
         key, value = visible(key, rows), visible(value, rows)
         causal = query.shape[2] > 1
     else:
         mask = rows.visible(key.shape[2])
-    return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, mask, dropout, causal, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, call.dropout, causal, scale=call.spec.scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
+    return out, out.new_empty(0), out.new_empty(0)
 
 
 def visible(x: Tensor, rows: Rows) -> Tensor:
@@ -29,12 +30,6 @@ def visible(x: Tensor, rows: Rows) -> Tensor:
     assert rows.plain is not None
     first, last = (int(index - rows.columns.key_start[0, 0]) for index in rows.plain)
     return x[:, :, first : last + 1]
-
-
-def run(call: LoweredAttention, segment: KVSegment) -> Result:
-    query, key, rows = segment.query, segment.key, segment.rows
-    out = sdpa_attention(query, key, call.value, rows, scaling=call.spec.scaling, dropout=call.dropout)
-    return out, out.new_empty(0), out.new_empty(0)
 
 
 KERNEL = Kernel("sdpa", lambda call: call.beyond_product, run, picked=lambda call: call.rows.plain is not None)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..geometry import Columns
 from . import precision
-from .spec import MASK_VALUE, KernelCall
+from .kernel import MASK_VALUE, KernelCall
 
 #: Logits held at a time (elements, 4 bytes each): about what the caches of a small machine take.
 BLOCK_ELEMENTS = 1 << 21
@@ -121,7 +121,7 @@ class Blocks:
         torch.bmm(tile.query, tile.key.transpose(1, 2), out=out)
 
     def attend(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Output, logsumexp and entropy, as `tiled.tiled_attention` defines them; the logsumexp also of rows in tiles."""
+        """Output, logsumexp and entropy, as `kernel.Result` defines them; the logsumexp also of rows in tiles."""
         query, value, with_lse, with_entropy = self.call.query, self.value, self.call.with_lse, self.call.with_entropy
         shape = query.shape[:-1]
         out = query.new_zeros((0,) if value is None else (*shape, value.shape[-1]))

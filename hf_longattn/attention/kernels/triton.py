@@ -11,6 +11,7 @@ For CUDA, where it has not run yet; tested on the CPU under Triton's interpreter
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import MutableMapping
@@ -23,10 +24,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..geometry import Rows
 from ..tracing import readable
 from . import operators
-from .lowered import Kernel, KVSegment, LoweredAttention
-from .spec import LogitSpec, Result
+from .kernel import FEW_QUERIES, MARGIN, Kernel, KernelCall, Result
 
 if TYPE_CHECKING:
+    from ...slots.base import Score
     from ..call import Call
 
 try:
@@ -38,8 +39,6 @@ except ImportError:  # it comes with torch's CUDA builds only
 
 #: By how much a cubic may miss a table's value: below the rounding of float32 logits.
 CUBIC_ERROR = 2e-6
-#: Up to this many queries a call is decoding: the heads that share a key head are packed into one block, keys are split.
-FEW_QUERIES = 16
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -66,19 +65,13 @@ def why_not_triton(query: Tensor, rows: Rows | None, softcap: float | None = Non
     return None
 
 
-class Pages(NamedTuple):
-    """Keys and values in pages, and keys that are re-rotated as they are read; a call without gradients.
-
-    Args:
-        table: int32 (batch, n): key j of a request lies in page table[:, j // page]; None: keys are a batch's own.
-        half, cos, sin: what is multiplied: q . (cos k) + half . (sin k); half like the query, cos and sin float32 (batch or 1,
-            kv_len, kv_heads or 1, head_dim), see `Rotation.by_feature`. None: keys stay as they are.
-    """
-
-    table: Tensor | None = None
-    half: Tensor | None = None
-    cos: Tensor | None = None
-    sin: Tensor | None = None
+def why_not_pages(query: Tensor, key: Tensor, score: Score | None, softcap: float | None = None) -> str | None:
+    """The reason why keys cannot be read where they lie in pages (see `Call.pages`), or None."""
+    if score is not None:
+        return f"{score.name} needs every key's norm, which the kernel does not take as it reads"
+    if key.dtype != query.dtype:
+        return f"the cache is in {key.dtype} and the queries are in {query.dtype}"
+    return why_not_triton(query, None, softcap) if readable(query) else "the call is traced"
 
 
 class Blocks(NamedTuple):
@@ -100,59 +93,21 @@ def _backward_blocks(head_dim: int, dtype: torch.dtype) -> Blocks:
     return Blocks(64, 64, 4, 2) if head_dim <= 64 else Blocks(64, 64, 8, 2)
 
 
-def triton_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    rows: Rows,
-    spec: LogitSpec,
-    *,
-    with_lse: bool = False,
-    with_entropy: bool = False,
-    pages: Pages = Pages(),  # noqa: B008 (it does not change)
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention as `kernels.tiled.tiled_attention` defines it, without row scales.
-
-    Args:
-        pages: with a table, `key` and `value` are (pages, kv_heads, page, head_dim), all pages of a cache.
-
-    Raises:
-        ValueError: see `why_not_triton`.
-    """
-    if (reason := why_not_triton(query, rows, spec.softcap)) is not None:
-        raise ValueError(reason)
-    gain, bias, far, kv_len = spec.gain, spec.bias, None, _kv_len(key, pages)
-    if gain is not None and bias is not None and gain.shape[-1] >= kv_len + query.shape[2] + MARGIN:
+def run(call: KernelCall) -> Result:
+    """Without row scales and dropout (see `why_not_triton`)."""
+    query, spec, pages = call.query, call.spec, call.pages
+    gain, bias = spec.gain, spec.bias
+    if gain is not None and bias is not None and gain.shape[-1] >= call.kv_len + query.shape[2] + MARGIN:
         far = _far_from(gain, bias) if torch.compiler.is_compiling() else _cached_far_from(gain, bias)
-    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, spec.bias_scale))
+        spec = dataclasses.replace(spec, far=far)
+    grad = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (query, call.key, call.value, spec.bias_scale)
+    )
     if grad and any(x is not None for x in pages):
         raise ValueError("keys in pages have no gradients")
-    index = rows.index.to(torch.int32)
-    call = _Call(query, key, value, Rows(index), spec, far, with_lse or grad, with_entropy, pages)
-    out, lse, entropy = _triton(*operators.flatten(call)) if grad or not readable(query) else _forward(call)
-    return out, lse if with_lse else lse.new_empty(0), entropy
-
-
-class _Call(NamedTuple):
-    """One call; far: the distance from which on a cubic serves, int64 without a dimension, or None."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor | None
-    rows: Rows
-    spec: LogitSpec
-    far: Tensor | None
-    with_lse: bool
-    with_entropy: bool
-    pages: Pages = Pages()
-
-    @property
-    def kv_len(self) -> int:
-        return _kv_len(self.key, self.pages)
-
-
-def _kv_len(key: Tensor, pages: Pages) -> int:
-    return key.shape[2] if pages.table is None else key.shape[2] * pages.table.shape[1]
+    own = call._replace(rows=Rows(call.rows.index.to(torch.int32)), spec=spec, with_lse=call.with_lse or grad)
+    out, lse, entropy = _triton(*operators.flatten(own)) if grad or not readable(query) else _forward(own)
+    return out, lse if call.with_lse else lse.new_empty(0), entropy
 
 
 # Where a cubic is exact enough ---------------------------------------------------------------------------------------
@@ -164,8 +119,7 @@ def _nodes(span: int) -> tuple[int, int]:
 
 
 _SPAN = 128  # distances in the largest tile (128 rows, 64 columns) lie within ± this of its centre
-#: By how much the tables should be longer than the largest distance, for the cubic's points and the last block's empty rows.
-MARGIN = 2 * _SPAN
+assert MARGIN >= 2 * _SPAN  # for the cubic's points and the last block's empty rows
 
 
 def _far_from(gain: Tensor, bias: Tensor) -> Tensor:
@@ -207,7 +161,7 @@ def _cubic_from(table: Tensor) -> Tensor:
 # Which tiles a block visits ------------------------------------------------------------------------------------------
 
 
-def _column_ranges(call: _Call, blocks: Blocks) -> Tensor:
+def _column_ranges(call: KernelCall, blocks: Blocks) -> Tensor:
     """For each block of rows: columns first, a, b, last; tiles in [a, b) are far and wholly visible.
 
     int32 (batch or 1, row blocks, 4), multiples of `blocks.columns`.
@@ -223,7 +177,7 @@ def _column_ranges(call: _Call, blocks: Blocks) -> Tensor:
     return _ordered(first, a, b, last) * n
 
 
-def _row_ranges(call: _Call, blocks: Blocks) -> Tensor:
+def _row_ranges(call: KernelCall, blocks: Blocks) -> Tensor:
     """The same with the sides exchanged: for each block of columns the rows that see it, and among them the far ones."""
     m, n, (q_len, kv_len), sinks = blocks.rows, blocks.columns, (call.query.shape[2], call.key.shape[2]), call.spec.sinks
     rows, far = call.rows.columns, _tiles_from(call)
@@ -242,9 +196,9 @@ def _row_ranges(call: _Call, blocks: Blocks) -> Tensor:
     return _ordered(first, a, torch.minimum(b, b.new_tensor(q_len // m)), last) * m
 
 
-def _tiles_from(call: _Call) -> Tensor | int:
+def _tiles_from(call: KernelCall) -> Tensor | int:
     """From which distance on tiles need no table lookups: all without a map, none where no cubic is known."""
-    return call.far if call.far is not None else 0 if call.spec.gain is None else 1 << 30
+    return call.spec.far if call.spec.far is not None else 0 if call.spec.gain is None else 1 << 30
 
 
 def _ordered(first: Tensor, a: Tensor, b: Tensor, last: Tensor) -> Tensor:
@@ -262,7 +216,7 @@ def _blocked(column: Tensor, size: int) -> Tensor:
 # Launching -----------------------------------------------------------------------------------------------------------
 
 
-def _shared(call: _Call, ranges: Tensor, blocks: Blocks, unused: Tensor) -> tuple[list[Any], dict[str, Any]]:
+def _shared(call: KernelCall, ranges: Tensor, blocks: Blocks, unused: Tensor) -> tuple[list[Any], dict[str, Any]]:
     """What every kernel is given after its inputs and outputs, and its constants; `unused` is where it reads nothing."""
     query, key, value, index, spec = call.query, call.key, call.value, call.rows.index, call.spec
     tables = (spec.gain, spec.bias, None if spec.bias_scale is None else spec.bias_scale.float().contiguous())
@@ -293,7 +247,7 @@ def _shared(call: _Call, ranges: Tensor, blocks: Blocks, unused: Tensor) -> tupl
     return [index, ranges, *pointers, *strides, query.shape[2], call.kv_len], constants
 
 
-def _of_pages(call: _Call, unused: Tensor) -> tuple[list[Any], dict[str, Any]]:
+def _of_pages(call: KernelCall, unused: Tensor) -> tuple[list[Any], dict[str, Any]]:
     """What the forward kernel is given beside that, and its constants."""
     table, half, cos, sin = call.pages
     strides = [0 if table is None else table.stride(0)]
@@ -302,7 +256,7 @@ def _of_pages(call: _Call, unused: Tensor) -> tuple[list[Any], dict[str, Any]]:
     return [*pointers, *strides], {"PAGE": 0 if table is None else call.key.shape[2], "TURN": cos is not None}
 
 
-def _dense(call: _Call) -> _Call:
+def _dense(call: KernelCall) -> KernelCall:
     """The same call with vectors that lie in one piece, and so the index."""
     query, key, value = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (call.query, call.key, call.value))
     assert query is not None
@@ -313,7 +267,7 @@ def _dense(call: _Call) -> _Call:
     return call._replace(query=query, key=key, value=value, rows=Rows(call.rows.index.contiguous()), pages=pages)
 
 
-def _forward(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
     call = _dense(call)
     query, key, value, spec, with_entropy = call.query, call.key, call.value, call.spec, call.with_entropy
     batch, heads, q_len, head_dim = query.shape
@@ -354,7 +308,7 @@ def _splits(programs: int, kv_len: int, columns: int, device: torch.device) -> i
 
 
 def _gradients(
-    call: _Call, d_out: Tensor, d_lse: Tensor | None, d_entropy: Tensor | None, out: Tensor, lse: Tensor, entropy: Tensor
+    call: KernelCall, d_out: Tensor, d_lse: Tensor | None, d_entropy: Tensor | None, out: Tensor, lse: Tensor, entropy: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     call = _dense(call)
     query, key, value, spec = call.query, call.key, call.value, call.spec
@@ -386,17 +340,11 @@ def _gradients(
     return d_query, d_key, d_value, lse.new_empty(0), d_bias_scale
 
 
-_triton = operators.attention_operator("triton", _Call, _forward, _gradients)
+_triton = operators.attention_operator("triton", KernelCall, _forward, _gradients)
 
 
 def _why_not(call: Call) -> str | None:
     return why_not_triton(call.query, call.rows, call.softcap, call.dropout)
-
-
-def run(call: LoweredAttention, segment: KVSegment) -> Result:
-    query, key = (x.to(call.half) for x in (segment.query, segment.key))
-    asked: dict[str, Any] = {"with_lse": call.with_lse, "with_entropy": call.of_entropy}
-    return triton_attention(query, key, call.value, segment.rows, call.spec, **asked)
 
 
 KERNEL = Kernel("triton", _why_not, run, entropies=True)

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...attention.attend import Call
+from ...attention.call import Call
 from ...attention.geometry import Rows
-from ...attention.kernels.spec import MASK_VALUE
-from ...attention.lowering import FEW_QUERIES, lower
-from ...methods.base import EntropyTemperature
+from ...attention.kernels import tiled
+from ...attention.kernels.kernel import MASK_VALUE, KernelCall, entropy
+from ...attention.prepared import Prepared
+from ...attention.segments import BySegment
+from ...slots.base import EntropyTemperature
 
 #: Logits held at a time, over batch, heads, query rows and keys; a few tensors of this size exist at once.
 LOGITS = 1 << 23
@@ -48,22 +50,36 @@ def blocks(call: Call, chosen: Tensor | None = None) -> Iterator[Block]:
     """
     config, rows, kv_len = call.config, call.rows, call.key.shape[2]
     batch, heads = call.query.shape[:2]
-    lowered = lower(call, wide=True, rotate_reading=call.query.shape[2] <= FEW_QUERIES)
-    factor = lowered.factor
+    prepared = Prepared(call, tiled.KERNEL)
+    factor, sinks = prepared.factor_of(call.learned), prepared.sinks_of(call.query, call.learned, call.sink_logits)
+    assert isinstance(prepared.compute, BySegment)
+    calls = prepared.compute.calls(call.query, call.key, call.value, factor)
     if chosen is None:
         chosen = torch.arange(rows.index.shape[1], device=rows.index.device)
     for which in chosen.split(max(1, LOGITS // (batch * heads * kv_len))):
         block = rows.take(which)
         keys = max(1, int(block.columns.high.max() - block.columns.key_start[0, 0]) + 1)
-        logits, visible = lowered.logits(which, keys)
+        logits, visible = _logits(calls, which, keys)
         temperature = logits.new_ones(()) if factor is None else factor.expand(batch, heads, -1)[:, :, which]
         if isinstance(config.temperature, EntropyTemperature):
             temperature = config.temperature.factor(entropy(torch.log_softmax(logits, -1)))
             logits = (temperature[..., None] * logits).masked_fill(~visible, MASK_VALUE)
-        log_p = lowered.log_weights(logits)
+        log_p = _log_weights(logits, sinks)
         yield Block(which, block, logits, visible, log_p, temperature.expand(batch, heads, len(which)))
 
 
-def entropy(log_p: Tensor) -> Tensor:
-    """-Σ p ln p over the last dimension, in nats."""
-    return -(log_p.exp() * log_p).sum(-1)
+def _logits(calls: list[KernelCall], which: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    """The logits of some rows over all segments, MASK_VALUE at masked pairs, and which pairs are visible."""
+    logits, visible = calls[0].logits(which, keys)
+    for call in calls[1:]:
+        more, own = call.logits(which, keys)
+        logits, visible = torch.where(own, more, logits), visible | own
+    return logits.masked_fill(~visible, MASK_VALUE), visible
+
+
+def _log_weights(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """The logarithm of the attention weights, (batch, heads, n, keys); with sinks they add up to less than 1."""
+    if sinks is None:
+        return torch.log_softmax(logits, -1)
+    sink = sinks.to(logits)[:, None, None]
+    return logits - torch.logaddexp(logits.logsumexp(-1, keepdim=True), sink)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ...attention.attend import Call
+from ...attention.call import Call
 from ...integration.layers import Layer
 from ...integration.observe import observe
 from .diagnostics import Diagnostics
@@ -51,7 +51,7 @@ def capture(
     Args:
         layers: numbers of the layers, default all whose attention is not limited to a sliding window. Sliding-window layers
             are seen only under a method that changes them (`layers="all"`).
-        what: groups of quantities, default all: see `hf_longattn.diagnostics.QUANTITIES`.
+        what: groups of quantities, default all: see `hf_longattn.evaluation.measures.diagnostics.QUANTITIES`.
         rows: read at most so many query rows of a call, spread evenly over it, instead of all. Keys are never sampled.
         delta: Δ >= 2; ranges of distances are [0, 1), [1, Δ), [Δ, Δ²), ...
         local: how many of the last keys `local_mass` counts, the token itself included.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...attention.attend import Call
+from ...attention.call import Call
 from ...config import LongAttnConfig
 from ...integration.layers import Layer
 from ...integration.observe import observe

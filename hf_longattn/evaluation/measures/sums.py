@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...attention.attend import Call
-from ...attention.kernels.spec import MASK_VALUE
-from .blocks import Block, blocks, entropy
+from ...attention.call import Call
+from ...attention.kernels.kernel import MASK_VALUE, entropy
+from .blocks import Block, blocks
 from .diagnostics import QUANTITIES, WHAT, Diagnostics
 
 #: Groups of rows by length, [2^k, 2^(k+1)).

@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...methods.registry import did_you_mean
+from ...slots.registry import did_you_mean
 from ..experiment import Cell
 from ..report import Section, Table
 from ..statistics import mean_of

@@ -66,11 +66,6 @@ def long_loss(losses: Tensor, keys: Tensor) -> float:
     return float(losses[keys].mean()) if bool(keys.any()) else float("nan")
 
 
-def long_ce_weights(long: Tensor, short: Tensor, most: float = 5.0) -> Tensor:
-    """LongCE's weight of each token in a training loss: min(P(token | all) / P(token | near), most); NaN counts as 0."""
-    return (short - long).exp().clamp(max=most).nan_to_num(0.0)
-
-
 class LongPPL(Task):
     """One of the settings, the evaluator, finds the key tokens that all settings are measured at."""
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ...config import LongAttnConfig
 from ...integration import apply
 from ...integration.model import knowing, running
-from ...methods.base import LengthTemperature
-from ...methods.method import SLOTS
+from ...slots.base import LengthTemperature
+from ...slots.method import SLOTS
 from ..measures.losses import Prefix, prefix_of, shortened
 from ..settings import Setting
 from .base import Task

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...methods.registry import did_you_mean
+from ...slots.registry import did_you_mean
 from .needle import NeedleTask
 from .sample import Sample, TextTask
 from .text import LINE_TASKS, LineTask

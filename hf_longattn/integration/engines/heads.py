@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce  # the one with a gradient
 
 from ...config import LongAttnConfig
-from ...methods.method import Heads
+from ...slots.method import Heads
 from . import ulysses
 
 

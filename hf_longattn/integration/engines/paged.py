@@ -8,7 +8,7 @@ queries are its last tokens, and its keys those before them that the layer still
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from ...attention.geometry import Columns, Rows
 from ..caches import PAGES
 from ..names import is_ours
+from ..passes import Asked
 from ..seam import Seam
 
 #: What arrives in place of a mask, and in no other call.
@@ -44,27 +45,20 @@ class Batch:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def paged_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    window: int | None,
-    position_ids: Tensor,
-    arguments: Mapping[str, Any],
-    compute: Callable[[Tensor, Tensor, Tensor, Rows], Tensor],
-) -> Tensor:
+def paged_attention(asked: Asked, query: Tensor, key: Tensor, value: Tensor, compute: Callable[..., Tensor]) -> Tensor:
     """Compute every request of a call over its own keys.
 
     Args:
         query: (1, heads, tokens, head_dim), of all requests one after the other; key and value likewise.
-        window: of a layer with a sliding window.
-        position_ids: (1, tokens), or one of several equal axes of that.
-        arguments: what arrived beside them.
-        compute: query, key, value (requests, heads, length, head_dim) and rows to (requests, q_len, heads, head_dim).
+        compute: `asked`, then query, key, value (requests, heads, length, head_dim) and rows to (requests, q_len, heads,
+            head_dim).
 
     Returns:
         (1, tokens, heads, head_dim); 0 for tokens of no request.
     """
+    arguments, position_ids, kept = asked.more, asked.positions, asked.kept
+    window = asked.module.config.sliding_window if asked.plan.windowed else None
+    assert position_ids is not None
     if arguments.get("block_table") is not None:
         raise NotImplementedError("continuous batching hands a block table to FlashAttention only: max_blocks_per_request=0")
     cu_k = arguments["cu_seq_lens_k"]
@@ -72,9 +66,11 @@ def paged_attention(
         cu_k = cu_k["full_attention" if window is None else "sliding_attention"]
     position_ids = position_ids if position_ids.ndim == 2 else position_ids[0]
     out = None
-    for batch in _batches(arguments["cu_seq_lens_q"], cu_k, position_ids, window):
+    if (batches := kept.get(cu_k)) is None:
+        batches = kept[cu_k] = _batches(arguments["cu_seq_lens_q"], cu_k, position_ids, window)
+    for batch in batches:
         q, k, v = (_take(x, at) for x, at in ((query, batch.queries), (key, batch.keys), (value, batch.keys)))
-        result = compute(q, k, v, batch.rows)
+        result = compute(asked, q, k, v, batch.rows)
         if out is None:
             out = result.new_zeros(1, query.shape[2], *result.shape[2:])
         out[0, batch.queries] = result
@@ -88,14 +84,6 @@ def _take(x: Tensor, columns: Tensor) -> Tensor:
 
 
 def _batches(cu_q: Tensor, cu_k: Tensor, position_ids: Tensor, window: int | None) -> list[Batch]:
-    """The requests of a call, the same objects for all its layers of one type."""
-    kept: tuple[Tensor, list[Batch]] | None = cu_k.__dict__.get("longattn_batches")
-    if kept is None or kept[0] is not position_ids:
-        cu_k.__dict__["longattn_batches"] = kept = position_ids, _make_batches(cu_q, cu_k, position_ids, window)
-    return kept[1]
-
-
-def _make_batches(cu_q: Tensor, cu_k: Tensor, position_ids: Tensor, window: int | None) -> list[Batch]:
     starts = torch.stack([cu_q, cu_k], -1).long().cpu()
     total = position_ids[0].long().cpu()[(starts[1:, 0] - 1).clamp(min=0)] + 1
     return batches_of(starts, total, window, position_ids.device)
@@ -137,7 +125,7 @@ def _batching_manager(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    if is_ours(model.config._attn_implementation):
+    if is_ours(model.config._attn_implementation_internal):
         if not PAGES:
             raise NotImplementedError(
                 f"continuous batching of transformers {transformers.__version__} would replace the method by flash attention: "
@@ -153,7 +141,7 @@ def _batching_manager(
 
 
 def _switch_to_cb_friendly_attn(original: Callable[..., None], self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    if not is_ours(model.config._attn_implementation):
+    if not is_ours(model.config._attn_implementation_internal):
         original(self, model, *args, **kwargs)
 
 

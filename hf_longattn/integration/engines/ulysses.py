@@ -8,7 +8,6 @@ sequence: a document starts where they do not grow. Padding must be on the right
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_to_all_single  # the one with a gradient
 
 from ...attention.geometry import Columns, Rows
-from ..state import plan_of
+from ..passes import Asked
+from ..state import plan_of, state_of
 
 _JUMP = (
     "position_ids jump forward within a sequence that is split over processes: they say where documents start, by counting "
@@ -28,7 +28,6 @@ _LOCAL = (
     "position_ids of every process count from 0: with a sequence split over processes they must be those of the whole "
     "sequence, so pass each process its part of them"
 )
-_groups: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def split_sequence(model: nn.Module, group: Any) -> None:
@@ -41,14 +40,9 @@ def split_sequence(model: nn.Module, group: Any) -> None:
     Raises:
         ValueError: no layer of the model runs a method.
     """
-    modules = [m for m in model.modules() if plan_of(m) is not None]
-    if not modules:
+    if (state := state_of(model)) is None:
         raise ValueError("no layer of this model runs an hf_longattn method: apply one first")
-    for module in modules:
-        if group is None:
-            _groups.pop(module, None)
-        else:
-            _groups[module] = group
+    state.group = group
 
 
 def check_heads(heads: int, kv_heads: int, world: int) -> None:
@@ -60,16 +54,19 @@ def check_heads(heads: int, kv_heads: int, world: int) -> None:
 @contextmanager
 def unsplit(model: nn.Module) -> Iterator[None]:
     """While open, every process calls the model on whole sequences of its own."""
-    kept = {module: _groups.pop(module) for module in model.modules() if module in _groups}
+    if (state := state_of(model)) is None:
+        yield
+        return
+    group, state.group = state.group, None
     try:
         yield
     finally:
-        _groups.update(kept)
+        state.group = group
 
 
 def group_of(module: nn.Module) -> Any:
     """The group that `split_sequence` gave to an attention module, or None."""
-    return _groups.get(module)
+    return None if (plan := plan_of(module)) is None else plan.state.group
 
 
 def place(module: nn.Module) -> tuple[int, int] | None:
@@ -87,31 +84,32 @@ def deepspeed_group() -> Any:
     return None if deepspeed is None else deepspeed._SEQUENCE_PARALLEL_GROUP
 
 
-def is_exchanged(module: Any, query: Tensor, key: Tensor, position_ids: Tensor | None) -> bool:
+def is_exchanged(asked: Asked, query: Tensor, key: Tensor) -> bool:
     """Whether DeepSpeed's exchange has happened: few heads of all tokens are here."""
-    here, heads = place(module), getattr(module.config, "num_attention_heads", None)
+    here, heads, position_ids = place(asked.module), getattr(asked.module.config, "num_attention_heads", None), asked.positions
     if here is None or here[1] == 1 or position_ids is None:
         return False
     return here[1] * query.shape[1] == heads and query.shape[2] == key.shape[2] == position_ids.shape[-1]
 
 
-def exchanged(
-    group: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    position_ids: Tensor | None,
-    compute: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
-) -> Tensor:
-    """Attention over a whole sequence from this process's part of it.
+def whole_sequence(asked: Asked, query: Tensor, key: Tensor, value: Tensor, compute: Callable[..., Tensor]) -> Tensor:
+    """A layer of a sequence that is split over processes: no mask arrives, for layers that are left alone either.
 
     Args:
-        query: (batch, heads, tokens, head_dim) of this process's tokens; key and value likewise.
-        compute: query, key, value of some heads and all tokens, and all position_ids, to (batch, length, heads, head_dim).
+        query: (batch, heads, tokens, head_dim), of this process's tokens, or, once exchanged, of all; key and value likewise.
+        compute: `asked`, then query, key, value of some heads and all tokens, and rows to (batch, length, heads, head_dim).
 
     Returns:
         (batch, tokens, heads, head_dim).
     """
+    group, position_ids, window = asked.plan.state.group, asked.positions, asked.sliding_window
+    if asked.more.get("output_attentions") or (asked.plan.windowed and window is None):
+        raise NotImplementedError("no attention weights, and no windows of unknown size, of a sequence split over processes")
+    here = place(asked.module)
+    assert here is not None
+    if group is None:
+        assert position_ids is not None
+        return compute(asked, query, key, value, rows_of(position_ids, window, here[1], asked.kept))
     world = torch.distributed.get_world_size(group)
     if position_ids is None or query.shape[2] != key.shape[2]:
         raise ValueError("a sequence split over processes needs position_ids in every call, and use_cache=False")
@@ -121,7 +119,7 @@ def exchanged(
     parts = [torch.empty_like(position_ids) for _ in range(world)]
     torch.distributed.all_gather(parts, position_ids.contiguous(), group=group)
     query, key, value = (_swap(x, 1, 2, group) for x in (query, key, value))
-    out = compute(query, key, value, torch.cat(parts, -1))
+    out = compute(asked, query, key, value, rows_of(torch.cat(parts, -1), window, here[1], asked.kept))
     return _swap(out, 1, 2, group)
 
 
@@ -131,19 +129,18 @@ def _swap(x: Tensor, split: int, join: int, group: Any) -> Tensor:
     return torch.cat(all_to_all_single(torch.empty_like(parts), parts, group=group).unbind(), join)  # type: ignore[call-arg]
 
 
-_last: tuple[Tensor, int | None, Rows] | None = None
+def rows_of(position_ids: Tensor, window: int | None, world: int, kept: dict[Any, Any]) -> Rows:
+    """The rows of whole sequences, one document after the other.
 
-
-def rows_of(position_ids: Tensor, window: int | None, world: int) -> Rows:
-    """The rows of whole sequences, one document after the other; the same ones for layers that ask for the same.
+    Args:
+        kept: with the forward pass; layers that ask for the same share their rows.
 
     Raises:
         ValueError: positions jump forward, or are those of parts that know nothing of each other.
     """
-    global _last
-    known = _last  # DeepSpeed gathers position_ids anew in every layer
-    if known is not None and known[1] == window and torch.equal(known[0], position_ids):
-        return known[2]
+    known: tuple[Tensor, Rows] | None = kept.get(("whole", window))  # DeepSpeed gathers position_ids anew in every layer
+    if known is not None and torch.equal(known[0], position_ids):
+        return known[1]
     step = position_ids.diff()
     if bool((step > 1).any()):
         raise ValueError(_JUMP)
@@ -156,5 +153,5 @@ def rows_of(position_ids: Tensor, window: int | None, world: int) -> Rows:
     start = start.cummax(-1).values
     low = start if window is None else torch.maximum(start, index - window + 1)
     rows = Rows(Columns(index, torch.zeros_like(index), start, low, index).stacked())
-    _last = position_ids, window, rows
+    kept["whole", window] = position_ids, rows
     return rows

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from ....attention.attend import attend
 from ....attention.call import Call
-from ....attention.paging import attend_pages, why_not_pages
+from ....attention.kernels.triton import why_not_pages
 from ....config import LongAttnConfig
 from ..paged import Batch, batches_of
 from .plans import Part
@@ -138,7 +138,7 @@ class Implementation(AttentionImpl[Metadata]):
             return output.fill_(0)
         part: Part | None = self.part
         assert part is not None
-        read = why_not_pages(query, kv_cache, part.config, self.softcap) is None
+        read = why_not_pages(query, kv_cache, part.config.score, self.softcap) is None
         rotation = None if part.rotary is None else part.rotary.rotation(query)
         model: dict[str, Any] = {"scaling": self.scale, "softcap": self.softcap, "sink_logits": self.sinks}
         model |= {"learned": part.learned, "tables": part.tables}
@@ -147,8 +147,8 @@ class Implementation(AttentionImpl[Metadata]):
             config, turned = (part.config, rotation) if acts else (PLAIN, None)
             gathered = kv_cache if read else _gathered(kv_cache, at, batch.keys.shape[1], by_page).to(query.dtype)
             key, value = gathered.split(self.head_size, -1)
-            call = Call(query[batch.queries].transpose(1, 2), key, value, config, batch.rows, rotation=turned, **model)
-            out = attend_pages(call, at) if read else attend(call)
+            own, pages = query[batch.queries].transpose(1, 2), at if read else None
+            out = attend(Call(own, key, value, config, batch.rows, rotation=turned, pages=pages, **model))
             output[batch.queries] = out.transpose(1, 2).to(output.dtype)
         return output
 

@@ -9,11 +9,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ....attention.stages import finish, length_factor
+from ....attention.stages import finish, learned_part
 from ....config import LongAttnConfig
-from ....methods.base import EntropyTemperature
+from ....slots.base import EntropyTemperature, LengthTemperature
 from .plans import PART, Part
 
 
@@ -46,9 +47,9 @@ def attention(original: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tupl
         if config.score is not None:
             query, key, own = config.score.fold(query, key)
             query = query * (own / scale)
-        if config.temperature is not None:
-            factor = length_factor(config, positions[:, None] + 1, query, learned)
-            assert factor is not None
+        if isinstance(config.temperature, LengthTemperature):
+            factor = config.temperature.factor((positions[:, None] + 1).double(), query.shape[-1])
+            factor = learned_part(learned, "temperature", factor).to(torch.promote_types(query.dtype, torch.float32))
             query = (query * factor[..., None]).to(key.dtype)
         out, weights = original(module, query, key, value, attention_mask, scaling=scale, **kwargs)
         split = out.reshape(len(query), query.shape[2], heads, -1).transpose(1, 2)  # vLLM's is (tokens, heads * head_dim)

@@ -16,8 +16,8 @@ from vllm.model_executor.models import transformers as backends
 
 from ....attention.tables import TableCache
 from ....config import LongAttnConfig
-from ....methods.learned import learned_parts
-from ....methods.method import Heads
+from ....slots.learned import learned_parts
+from ....slots.method import Heads
 from ...layers import layers_of
 from ...names import TRIPWIRE
 from ...rotation import RotarySource, find_rotary

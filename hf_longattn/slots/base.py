@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from .method import Heads, Method, ModelFacts
+from .method import Heads, Method, ModelFacts, require_at_least
 
 #: From positions (int64, any shape) to the positions that a rotation should show instead (float64): the same shape, or one
 #: dimension more, last, where heads differ; heads that share a key head share its remap.
@@ -34,6 +34,38 @@ class Band:
     query: Remap | None = None
     key: Remap | None = None
     spectrum: Spectrum | None = None
+
+
+def near(i: Tensor, w: int) -> Band:
+    """Keys less than w away from queries at i, on both sides: the mask takes care of causality."""
+    return Band(first=i - w + 1, last=i + w - 1)
+
+
+def capped(last: Tensor, w: int) -> Band:
+    """Keys up to `last`, all of them at distance w: the query rotated for w, keys for 0."""
+    return Band(last=last, query=lambda i: torch.full_like(i, w).double(), key=lambda j: torch.zeros_like(j).double())
+
+
+def known(window: int | None) -> int:
+    """A parameter that a model fills in; ValueError where none did."""
+    if window is None:
+        raise ValueError("give window, or put the method into a model, which fills it in by itself")
+    return window
+
+
+def check_rotation(name: str, facts: ModelFacts, stack: bool) -> None:
+    """Refuse models whose rotary distances cannot be remapped."""
+    if facts.rope_type is None:
+        raise ValueError(
+            f"{name} remaps rotary distances, and this model shows no rotary frequencies (inv_freq): it has no rotary "
+            "position encoding, or takes its rotations from a table that ends where its training did (GPT-J, CodeGen)"
+        )
+    if not facts.rotation_is_own and not stack:
+        raise ValueError(
+            f"the model scales its rotary positions already (rope_type {facts.rope_type!r}) and {name} would do it again: its "
+            f"trained length is {facts.train_length} ({facts.trained}). Pass train_length= if it was trained with the "
+            "scaling, stack=True if you want both, or load the model with its default rope"
+        )
 
 
 class KeyBands(Method, ABC):
@@ -61,6 +93,14 @@ class KeyBands(Method, ABC):
         """See `Spectrum`."""
         return inv_freq, 1.0
 
+    #: Whether distances may be changed in a model that scales them already.
+    stack: bool = False
+
+    def bind(self, facts: ModelFacts) -> Self:
+        if self.remaps:
+            check_rotation(self.name, facts, self.stack)
+        return super().bind(facts)
+
     @property
     def own_temperature(self) -> str | None:
         """The temperature that is part of the method, in words, or None."""
@@ -74,6 +114,36 @@ class KeyBands(Method, ABC):
     def reach(self, train_length: int) -> int | None:
         """The longest text in which no distance is shown as train_length or more; None where there is no such limit."""
         return None
+
+
+class Window(KeyBands):
+    """What changes only keys that are `window` tokens away and farther, `window` being a field of the method."""
+
+    window: int | None
+    #: By default the window is the trained length divided by this.
+    share: ClassVar[int] = 2
+    #: Whether it may be all of the trained length.
+    whole: ClassVar[bool] = False
+
+    def validate(self) -> None:
+        require_at_least(1, window=self.window)
+
+    def bind(self, facts: ModelFacts) -> Self:
+        bound, length = super().bind(facts), facts.train_length
+        if self.window is None:
+            if length is None:
+                raise ValueError(f"{self.name} needs window: the model's config names no maximum length")
+            return dataclasses.replace(bound, window=max(length // self.share, 1))  # type: ignore[call-arg]
+        if length is not None and self.window >= length + self.whole:
+            raise ValueError(
+                f"window {self.window} must be {'at most' if self.whole else 'below'} the trained length {length}: "
+                "beyond it are the distances that the model does not know"
+            )
+        return bound
+
+    @property
+    def identity_below(self) -> float:
+        return self.window or 0
 
 
 class Positions(KeyBands):
@@ -147,8 +217,7 @@ class LengthTemperature(Temperature):
         return self.train_length or 0 if self.clamp and self.rises_to_one else 0
 
     def validate(self) -> None:
-        if self.train_length is not None and (isinstance(self.train_length, bool) or not self.train_length >= 2):
-            raise ValueError(f"train_length must be an integer >= 2, got {self.train_length!r}")
+        require_at_least(2, train_length=self.train_length)
 
     def bind(self, facts: ModelFacts) -> Self:
         if facts.own_temperature and not self.stack:

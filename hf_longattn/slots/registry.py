@@ -33,7 +33,6 @@ METHODS: dict[str, str] = {
     "string": "string.String",
     "windowed": "windows.Windowed",
     "yarn_beyond": "yarn_beyond.YarnBeyond",
-    "yarn_far": "yarn_far.YarnFar",
     "yarn_temperature": "yarn_temperature.YarnTemperature",
 }
 
@@ -71,7 +70,7 @@ def register(method: M) -> M:
             ...
 
     Args:
-        method: a frozen dataclass, a subclass of one of the slots' classes in `hf_longattn.methods.base`, that can be made
+        method: a frozen dataclass, a subclass of one of the slots' classes in `hf_longattn.slots.base`, that can be made
             without arguments.
 
     Returns:
@@ -81,7 +80,7 @@ def register(method: M) -> M:
         ValueError: it is not a method, its name is taken or not a word, or its slot is unknown.
     """
     if not (isinstance(method, type) and issubclass(method, Method)) or not is_dataclass(method):
-        raise ValueError(f"{method!r} is no method: a frozen dataclass on one of the classes of hf_longattn.methods.base")
+        raise ValueError(f"{method!r} is no method: a frozen dataclass on one of the classes of hf_longattn.slots.base")
     if method.slot not in SLOTS:
         raise ValueError(f"{method.__name__}.slot is {method.slot!r}; the slots are {', '.join(SLOTS)}")
     if not method.name.isidentifier():
@@ -111,7 +110,7 @@ def method_class(name: str) -> type[Method]:
         known = sorted(method_names())
         raise ValueError(f"unknown method {name!r}; {did_you_mean(name, known)}known methods: {', '.join(known)}")
     file, _, cls = METHODS[name].partition(".")
-    _loaded[name] = getattr(import_module(f".{file}", __package__), cls)
+    _loaded[name] = getattr(import_module(f"..methods.{file}", __package__), cls)
     return _loaded[name]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -64,6 +65,10 @@ class Method:
     slot: ClassVar[str]
     name: ClassVar[str]
     paper: ClassVar[str]
+    #: Parameters that are one number, or one for each layer and head.
+    by_head: ClassVar[tuple[str, ...]] = ()
+    #: Parameters that are one number, or one for each layer, each a number or one for each key head.
+    by_layer: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         for f in fields(self):  # JSON gives lists; tuples keep the dataclass hashable
@@ -84,15 +89,23 @@ class Method:
 
     def bind(self, facts: ModelFacts) -> Self:
         """The same method with every default that depends on the model filled in, checked against it."""
+        for name in self.by_head:
+            _check_by_head(name, getattr(self, name), facts)
+        for name in self.by_layer:
+            _check_by_layer(name, getattr(self, name), facts)
         return self
 
     def for_layer(self, layer: int) -> Self:
         """The same method with parameters given per layer reduced to those of `layer`."""
-        return self
+        given = {name: getattr(self, name) for name in (*self.by_head, *self.by_layer)}
+        nests = {k: v for k, v in given.items() if isinstance(v, tuple) and (k in self.by_layer or isinstance(v[0], tuple))}
+        return dataclasses.replace(self, **{name: value[layer] for name, value in nests.items()}) if nests else self
 
     def for_heads(self, heads: Heads) -> Self:
         """The same method with parameters given per head, or per key head, reduced to those of `heads`."""
-        return self
+        given = {name: getattr(self, name) for name in (*self.by_head, *self.by_layer)}
+        rows = {name: heads.own(value) for name, value in given.items() if isinstance(value, tuple)}
+        return dataclasses.replace(self, **rows) if rows else self
 
     @property
     def needs_training(self) -> bool:
@@ -110,7 +123,7 @@ class Method:
     @property
     def head_dependent(self) -> bool:
         """Whether heads differ or are combined, so that a head computed on its own must know its index."""
-        return False
+        return any(isinstance(getattr(self, name), tuple) for name in (*self.by_head, *self.by_layer))
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name} | {f.name: thaw(getattr(self, f.name)) for f in fields(self)}
@@ -130,15 +143,15 @@ def require_in(name: str, value: float, low: float, high: float) -> None:
         raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {value!r}")
 
 
-def require_count(**values: int) -> None:
-    """Raise ValueError for any value that is not an integer >= 0."""
+def require_at_least(least: float, **values: float | None) -> None:
+    """Raise ValueError for any given value below `least`, and for NaN (None is allowed)."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
+        if value is not None and not value >= least:
+            raise ValueError(f"{name} must be >= {least:g}, got {value!r}")
 
 
-def per_head(name: str, value: Any, facts: ModelFacts) -> None:
-    """Check a parameter that is a number or a (layers, heads) nest of numbers against the model."""
+def _check_by_head(name: str, value: Any, facts: ModelFacts) -> None:
+    """Raise ValueError unless a parameter is a number or a (layers, heads) nest of numbers."""
     if not isinstance(value, tuple):
         return
     shape = (len(value), *{len(row) if isinstance(row, tuple) else -1 for row in value})
@@ -149,8 +162,8 @@ def per_head(name: str, value: Any, facts: ModelFacts) -> None:
         )
 
 
-def per_layer(name: str, value: Any, facts: ModelFacts) -> None:
-    """Check a parameter that is a number, or one for each layer, each a number or one for each key head."""
+def _check_by_layer(name: str, value: Any, facts: ModelFacts) -> None:
+    """Raise ValueError unless a parameter is a number, or one for each layer, each a number or one for each key head."""
     if not isinstance(value, tuple):
         return
     widths = {len(row) for row in value if isinstance(row, tuple)}

@@ -1,0 +1,167 @@
+"""What kernels compute: one call over an interval of keys for each row, and its logits; and a kernel, by what computes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..geometry import Rows
+
+if TYPE_CHECKING:  # they know methods and configs
+    from ..call import Call
+    from ..segments import Segment
+
+#: The logit of a masked pair: its probability is exactly 0, and no arithmetic on it gives NaN.
+MASK_VALUE = -1e30
+#: Up to this many queries a call is decoding: what is done to keys is done as they are read, and no second cache is kept.
+FEW_QUERIES = 16
+#: By how much tables should be longer than the largest distance: the Triton kernel reads so far beyond it.
+MARGIN = 256
+
+
+@dataclass(frozen=True, eq=False)
+class LogitSpec:
+    """The logit of query row i and key j at the distance t = |position_i - position_j|:
+
+        L_ij = x_i gain_t C(S_ij) + y_i bias_t,    S = scaling q . k,    C(s) = c tanh(s / c) or s
+
+    Args:
+        softcap: c.
+        gain, bias: (heads or 1, length) by distance; both or neither; length must exceed every distance.
+        row_scale, bias_scale: x and y, (batch, heads, q_len), differentiable; None is 1.
+        sinks: the keys at the first positions of a sequence that have gain 1 and bias 0.
+        far: int64 without a dimension, the distance from which on the tables are smooth (see `triton`); None: not known.
+    """
+
+    scaling: float
+    softcap: float | None = None
+    gain: Tensor | None = None
+    bias: Tensor | None = None
+    row_scale: Tensor | None = None
+    bias_scale: Tensor | None = None
+    sinks: int = 0
+    far: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if (self.gain is None) != (self.bias is None):
+            raise ValueError("gain and bias come together")
+
+
+class Pages(NamedTuple):
+    """Keys and values in pages, and keys that are re-rotated as they are read; a call without gradients.
+
+    Args:
+        table: int32 (batch, n): key j of a request lies in page table[:, j // page]; None: keys are a batch's own.
+        half, cos, sin: what is multiplied: q . (cos k) + half . (sin k); half like the query, cos and sin float32 (batch or 1,
+            kv_len, kv_heads or 1, head_dim), see `Turn.by_feature`. None: keys stay as they are.
+    """
+
+    table: Tensor | None = None
+    half: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+
+
+#: Output like query; logsumexp and entropy (nats) of every row before dropout, (batch, heads, q_len) in logits' dtype: empty
+#: unless asked for. Fully masked rows give 0, -inf and 0.
+Result: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+
+class KernelCall(NamedTuple):
+    """What a kernel computes at a time; all tensors of one layer.
+
+    Args:
+        query: (batch, heads, q_len, head_dim), any float dtype; logits are float32 (float64 for float64 inputs).
+        key, value: (batch, kv_heads, kv_len, head_dim), or with a table of pages (pages, kv_heads, page, head_dim).
+        value: None to leave the output empty, which saves its product.
+        seed: dropout's.
+        with_lse, with_entropy: whether these are asked for; differentiable.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    rows: Rows
+    spec: LogitSpec
+    dropout: float = 0.0
+    seed: Tensor | None = None
+    with_lse: bool = False
+    with_entropy: bool = False
+    pages: Pages = Pages()
+
+    @property
+    def kv_len(self) -> int:
+        return self.key.shape[2] * (1 if self.pages.table is None else self.pages.table.shape[1])
+
+    def logits(self, which: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+        """Of some rows by their definition, (batch, heads, n, keys), and which pairs are visible, bool, broadcastable to that.
+
+        Args:
+            which: numbers of rows, int64 (n,).
+            keys: how many keys from the first on.
+        """
+        spec, rows, query = self.spec, self.rows.take(which), self.query[:, :, which]
+        batch, heads, n, width = query.shape  # query heads that share a key head are multiplied with it together
+        together = query.reshape(batch, self.key.shape[1], -1, width) @ self.key[:, :, :keys].transpose(-1, -2)
+        logits = together.reshape(batch, heads, n, -1).mul_(spec.scaling)
+        if spec.softcap:
+            logits = spec.softcap * torch.tanh(logits / spec.softcap)
+        if spec.row_scale is not None:
+            logits = spec.row_scale[:, :, which, None] * logits
+        if spec.gain is not None and spec.bias is not None:
+            t = rows.distance(keys)
+            gain, bias = (x[:, t].transpose(0, 1) for x in (spec.gain, spec.bias))
+            bias = bias if spec.bias_scale is None else spec.bias_scale[:, :, which, None] * bias
+            logits = torch.where(rows.sinks(keys, spec.sinks)[:, None], logits, gain * logits + bias)
+        return logits, rows.visible(keys)
+
+
+class Computation(Protocol):
+    """How the segments of a call are computed, for every layer that shares them (see `prepared.Prepared`)."""
+
+    @property
+    def count(self) -> Tensor:
+        """How many keys each row sees, int64 (batch or 1, heads or 1, q_len)."""
+
+    def factor(self, by_row: Tensor) -> Any:
+        """A temperature by length, (batch or 1, heads or 1, q_len), as it is computed with."""
+
+    def sinks(self, by_head: Tensor) -> Any:
+        """The logarithm of what joins the denominators, (heads,), likewise."""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, factor: Any, sinks: Any, pages: Tensor | None) -> Tensor:
+        """The weighted sum of values, (batch, heads, q_len, head_dim); tensors as of `Call`, None where there is none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """One way to compute a call: a file with a `KERNEL`.
+
+    Args:
+        why_not: the reason why it cannot compute a call exactly, or None.
+        run: computes one segment of a call; None: see `together`.
+        picked: whether "auto" takes it for a call that it can compute, in the order of `attend.KERNELS`; None: by name alone.
+        wide: it computes in float32 at least, so that scores and temperatures are folded in that.
+        entropies: it gives each row's entropy.
+        tempered: the output of a call without gradients whose finished logits are multiplied by a factor of each row's
+            entropy: from the entropies of some heads and rows, (heads, group, rows), to it; None: that takes two runs.
+        together: computes all segments of a call together, in place of run.
+    """
+
+    name: str
+    why_not: Callable[[Call], str | None]
+    run: Callable[[KernelCall], Result] | None = None
+    picked: Callable[[Call], bool] | None = None
+    wide: bool = False
+    entropies: bool = False
+    tempered: Callable[[KernelCall, Callable[[Tensor], Tensor]], Tensor] | None = None
+    together: Callable[[Call, list[Segment], LogitSpec], Computation] | None = None
+
+
+def entropy(log_p: Tensor) -> Tensor:
+    """-Σ p ln p over the last dimension, in nats: terms of one sign, nothing cancels."""
+    return -torch.linalg.vecdot(log_p.exp(), log_p)

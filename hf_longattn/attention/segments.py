@@ -1,0 +1,236 @@
+"""A call's keys in segments that are turned alike, and the way by which most kernels compute it: one segment after another."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..slots.base import Band, EntropyTemperature, Score
+from .call import Call
+from .geometry import Rows
+from .kernels import sdpa, tiled
+from .kernels.kernel import MASK_VALUE, Kernel, KernelCall, LogitSpec, Pages, Result
+from .rotary import Angles, Turn
+from .tracing import keepable, readable
+
+
+class Segment(NamedTuple):
+    """An interval of each row's keys, and how both sides are turned to meet; no tensor of a layer.
+
+    Args:
+        whole: the call's rows.
+        bands: what is seen of them, by name: the keys that lie in each.
+        query, key: None: that side stays, as it does where it arrives turned.
+    """
+
+    whole: Rows
+    bands: tuple[tuple[Hashable, Band], ...]
+    query: Turn | None = None
+    key: Turn | None = None
+
+    @classmethod
+    def of(cls, call: Call) -> list[Segment]:
+        """All that a call's config makes of its rows, those that see nothing too."""
+        i = call.rows.query_positions() if call.config.key_bands else None
+        named = [[((m, n), band) for n, band in enumerate(m.bands(i))] for m in call.config.key_bands]  # type: ignore[arg-type]
+        return [cls._turned(call, bands) for bands in itertools.product(*named)]
+
+    @classmethod
+    def _turned(cls, call: Call, bands: tuple[tuple[Hashable, Band], ...]) -> Segment:
+        turns: dict[str, Turn] = {}
+        for name, band in bands:
+            for side, remap in (("query", band.query), ("key", band.key)):
+                if remap is not None:
+                    turns[side] = Turn(call.rotation, remap, band.spectrum, (name, side))
+        return cls(call.rows, bands, **turns)
+
+    @property
+    def name(self) -> Hashable:
+        """The same for segments of a call's rows that are turned by the same angles."""
+        return tuple(name for name, _ in self.bands), self.query is None, self.key is None
+
+    @property
+    def rows(self) -> Rows:
+        """The call's rows, narrowed to these keys; the same for all that ask."""
+        rows: Rows = self.whole.once(tuple(name for name, _ in self.bands), self._narrowed)
+        return rows
+
+    def _narrowed(self) -> Rows:
+        whole = self.whole
+        rows = Rows(whole.index, whole.allowed, whole.query_ids, whole.key_ids)  # kept with the whole ones, and keeps them not
+        for _, band in self.bands:
+            rows = rows.narrowed(band.first, band.last)
+        return rows
+
+    def seen(self, kv_len: int) -> tuple[slice | None, Tensor | None]:
+        """The columns of these keys that some row sees, None: no row any; and which of them each row sees, None: all."""
+        rows = self.whole
+        if rows.allowed is None and rows.key_ids is None and rows.index.shape[:2] == (1, 1):
+            _, key_start, start, low, high = rows.index[0, 0].tolist()
+            for _, band in self.bands:
+                low = low if band.first is None else max(low, start + int(band.first))
+                high = high if band.last is None else min(high, start + int(band.last))
+            low, high = max(low - key_start, 0), min(high - key_start, kv_len - 1)
+            return (slice(low, high + 1) if low <= high else None), None
+        visible = self.rows.visible(kv_len)
+        some = visible.flatten(0, 2).any(0).nonzero()
+        if not len(some):
+            return None, None
+        columns = slice(int(some[0]), int(some[-1]) + 1)
+        own = visible[..., columns]
+        return columns, None if own.all() else own
+
+
+class _Part(NamedTuple):
+    """A segment that some row may see, and the angles of what is turned in it (see `Turn`)."""
+
+    rows: Rows
+    query: Angles | None
+    key: Angles | None
+
+
+class BySegment:
+    """A `Computation` by one run of a kernel for each segment, joined by their logsumexps."""
+
+    def __init__(self, call: Call, segments: list[Segment], spec: LogitSpec, kernel: Kernel) -> None:
+        config, rows, self.kv_len = call.config, call.rows, call.kv_len
+        self.kernel, self.spec, self.dropout, self.rotation = kernel, spec, call.dropout, call.rotation
+        self.score, self.widens = config.score, kernel.wide and call.folds
+        self.wide = torch.promote_types(call.query.dtype, torch.float32)
+        self.temper = config.temperature.factor if isinstance(config.temperature, EntropyTemperature) else None
+        self.parts: list[_Part] = []
+        for segment in segments:
+            own, query, key = segment.rows, segment.query, segment.key
+            if self.parts and own.once("nothing", functools.partial(_sees_nothing, own)):
+                continue
+            by_query = None if query is None else query.kept_angles(rows.query_positions(), call.cache)
+            by_key = None
+            if key is not None:
+                j = rows.key_positions(self.kv_len)
+                paged = call.pages is not None
+                by_key = key.by_feature(j, call.key.shape[3], call.cache) if paged else key.kept_angles(j, call.cache)
+            self.parts.append(_Part(own, by_query, by_key))
+        if self.temper is not None:
+            alone = len(self.parts) == 1
+            self.at_once = alone and kernel.tempered is not None and not call.trains and keepable(call.query)
+            #: tempered, logits are scaling q . k over plain rows
+            self.plain = alone and spec.gain is None and not spec.softcap and call.asked == "auto" and rows.plain is not None
+
+    @property
+    def count(self) -> Tensor:
+        return functools.reduce(torch.add, (part.rows.count(self.kv_len) for part in self.parts))
+
+    def factor(self, by_row: Tensor) -> Tensor:
+        return by_row.to(self.wide)
+
+    def sinks(self, by_head: Tensor) -> Tensor:
+        return by_head
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, factor: Tensor | None, sinks: Tensor | None, pages: Tensor | None
+    ) -> Tensor:
+        calls, kernel = self.calls(query, key, value, factor, pages), self.kernel
+        joins = len(calls) > 1 or sinks is not None
+        if self.temper is not None:
+            if kernel.tempered is not None and self.at_once and sinks is None:
+                return kernel.tempered(calls[0], self.temper)
+            by_entropy = self.temper(self._entropies(calls))
+            calls = [_tempered(call, by_entropy) for call in calls]
+            kernel = sdpa.KERNEL if self.plain and sinks is None else kernel
+        return merge_outputs([self._run(kernel, call._replace(with_lse=joins), value.dtype) for call in calls], sinks)
+
+    def calls(
+        self, query: Tensor, key: Tensor, value: Tensor, factor: Tensor | None, pages: Tensor | None = None
+    ) -> list[KernelCall]:
+        """What the kernel is to compute, but for a temperature by entropy: positions, score, temperature by length."""
+        if self.widens:
+            query, key = query.to(self.wide), key.to(self.wide)
+        calls = [self._turned(part, query, key, value, pages) for part in self.parts]
+        if self.score is not None:
+            calls = [_folded(call, self.score) for call in calls]
+        return calls if factor is None else [_scored(call, factor) for call in calls]
+
+    def _turned(self, part: _Part, query: Tensor, key: Tensor, value: Tensor, pages: Tensor | None) -> KernelCall:
+        paged = Pages(pages)
+        if part.query is not None:
+            query = self.rotation.rotate(query, *part.query)  # type: ignore[union-attr]
+        if part.key is not None and pages is None:
+            key = self.rotation.rotate(key, *part.key)  # type: ignore[union-attr]
+        elif part.key is not None:
+            paged = Pages(pages, None, *(x.float() for x in part.key))
+        return KernelCall(query, key, value, part.rows, self.spec, self.dropout, pages=paged)
+
+    def _entropies(self, calls: list[KernelCall]) -> Tensor:
+        """The entropy of every row over its keys; a sink is none."""
+        kernel, half = self.kernel if self.kernel.entropies else tiled.KERNEL, calls[0].value.dtype  # type: ignore[union-attr]
+        calls = [c._replace(value=None, dropout=0.0, with_lse=len(calls) > 1, with_entropy=True) for c in calls]
+        return merge_entropies([self._run(kernel, call, half) for call in calls])
+
+    def _run(self, kernel: Kernel, call: KernelCall, half: torch.dtype) -> Result:
+        pages = call.pages
+        assert kernel.run is not None
+        if pages.cos is not None:
+            pages = pages._replace(half=self.rotation.rotate_half(call.query).to(half))  # type: ignore[union-attr]
+        if kernel.wide:
+            return kernel.run(call)
+        return kernel.run(call._replace(query=call.query.to(half), key=call.key.to(half), pages=pages))
+
+
+def _sees_nothing(rows: Rows) -> bool:
+    """Whether no row sees a key by its interval; False where that may not be read."""
+    low, high = rows.columns.low, rows.columns.high
+    return readable(rows.index) and not bool((low <= high).any())
+
+
+def _folded(call: KernelCall, score: Score) -> KernelCall:
+    """The same with a score of its own in place of scaling q . k."""
+    query, key, scaling = score.fold(call.query, call.key)
+    return call._replace(query=query, key=key, spec=dataclasses.replace(call.spec, scaling=float(scaling)))
+
+
+def _scored(call: KernelCall, factor: Tensor) -> KernelCall:
+    """The same with its scores times a factor for each row: on the query, or after the softcap where the model has one."""
+    if call.spec.softcap:
+        return call._replace(spec=dataclasses.replace(call.spec, row_scale=factor.expand(call.query.shape[:3])))
+    return call._replace(query=(call.query * factor[..., None]).to(call.query.dtype))
+
+
+def _tempered(call: KernelCall, factor: Tensor) -> KernelCall:
+    """The same with its finished logits times a factor for each row, (batch, heads, q_len)."""
+    call = _scored(call, factor)
+    return call if call.spec.gain is None else call._replace(spec=dataclasses.replace(call.spec, bias_scale=factor))
+
+
+def _log_shares(results: list[Result], sinks: Tensor | None) -> Tensor:
+    """The logarithm of each segment's share of a row's probability, last the sink's: (segments, batch, heads, q_len), finite.
+
+    Fully masked rows without a sink share evenly.
+    """
+    lse = [lse for _, lse, _ in results]
+    if sinks is not None:
+        lse.append(sinks.to(lse[0])[:, None].expand_as(lse[0]))
+    return torch.log_softmax(torch.stack(lse).clamp(min=MASK_VALUE), 0)
+
+
+def merge_outputs(results: list[Result], sinks: Tensor | None = None) -> Tensor:
+    """The output over all segments from those over each, by their logsumexps: out = Σ share out_segment; a sink's is 0."""
+    if len(results) == 1 and sinks is None:
+        return results[0][0]
+    shares = _log_shares(results, sinks).exp()
+    return sum(share[..., None] * out for share, (out, _, _) in zip(shares, results, strict=False))  # type: ignore[return-value]
+
+
+def merge_entropies(results: list[Result]) -> Tensor:
+    """The entropy over all segments, H = Σ share (H_segment - ln share)."""
+    if len(results) == 1:
+        return results[0][2]
+    shares = _log_shares(results, None)
+    merged = (shares.exp() * (torch.stack([entropy for _, _, entropy in results]) - shares)).sum(0)
+    visible = torch.stack([lse for _, lse, _ in results]).amax(0) > MASK_VALUE
+    return torch.where(visible, merged, 0.0)
