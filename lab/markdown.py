@@ -1,4 +1,7 @@
-"""Tables in Markdown pages, made anew from rows between `<!-- MARK: WHAT -->` and `<!-- end -->`."""
+"""Tables and numbers in Markdown pages, made anew from rows between `<!-- MARK: WHAT -->` and `<!-- end -->`.
+
+A table stands on lines of its own, a number within a sentence.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ def filled(page: str, contents: Contents) -> str:
         return f"{indent}<!-- {mark}: {what} -->\n{textwrap.indent(contents[mark](what), indent)}\n{indent}<!-- end -->"
 
     marks = "|".join(map(re.escape, contents))
-    return re.sub(rf"^( *)<!-- ({marks}): (.*?) -->\n.*?<!-- end -->", fill, page, flags=re.DOTALL | re.MULTILINE)
+    page = re.sub(rf"^( *)<!-- ({marks}): ([^\n]*?) -->\n.*?<!-- end -->", fill, page, flags=re.DOTALL | re.MULTILINE)
+    number = rf"(<!-- ({marks}): ([^\n]*?) -->)[^\n]*?<!-- end -->"
+    return re.sub(number, lambda found: f"{found[1]}{contents[found[2]](found[3])}<!-- end -->", page)
 
 
 def fill_pages(docs: Path, contents: Contents) -> None:

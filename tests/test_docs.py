@@ -30,7 +30,7 @@ from lab.papers import coverage
 from lab.papers.length import ENDPOINT
 from lab.papers.paper import ARGMAX, MAX_RETRIEVAL
 from lab.papers.run import EXPERIMENTS
-from lab.pretrained import copies, longer_on_model, paired, reading_far, regret, runner
+from lab.pretrained import longer_on_model, reading_far, regret, runner
 from lab.speed import speed
 
 ROOT = Path(__file__).parent.parent
@@ -357,55 +357,6 @@ def test_the_gains_that_are_told_are_those_of_the_table() -> None:
     assert f"costs {trained} nats instead of {untrained}" in prose("docs/how-to/fine-tune.md")
 
 
-def test_what_is_said_of_copies_is_in_the_rows() -> None:
-    rows = [r for r in RowFile(ROOT / "lab" / "results" / "copies.json") if r["text"] not in copies.CHOOSING]
-    text = prose("docs/lab/copies.md")
-    for length, yarn, said in (
-        (12288, "YaRN × 2", "by {:.2f} ± {:.2f} nats at one and a half times"),
-        (16384, "YaRN × 2", "by {:.2f} ± {:.2f} at twice"),
-        (32768, "YaRN × 4", "by {:.2f} ± {:.2f} at four times"),
-    ):
-        found = paired.pairs([r for r in rows if r["length"] == length], "rerope(window 4096)", yarn)
-        assert len(found) == 72
-        mean, half = mean_interval([d for d, *_ in found])
-        assert said.format(-mean, half) in text
-
-
-def on_prose(rows: list[dict[str, Any]], one: str, other: str) -> tuple[float, float]:
-    """What one setting costs on prose more than another: mean and interval."""
-    texts = paired.by_text(rows, one, other)
-    return mean_interval([a - b for x, y in texts for a, b in zip(x["prose"], y["prose"], strict=True)])
-
-
-def over_kept_keys(file: str, length: int, choosing: bool = False) -> list[dict[str, Any]]:
-    return reading_far.longer_segments(runner.rows_of(file), length, choosing)
-
-
-def test_what_is_said_of_wider_windows_of_self_extend_is_in_the_rows() -> None:
-    smollm2 = over_kept_keys("reading-smollm2.json", 32768, True), "rerope(window 4096) + infoscale", "4096, group 8"
-    gemma = (
-        (over_kept_keys("reading-gemma.json", length, True), "rerope(window 16384) + logn", f"16384, group {group}")
-        for length, group in ((65536, 4), (131072, 8))
-    )
-    told = []
-    for rows, base, window in (smollm2, *gemma):
-        found = paired.pairs(rows, f"self_extend(window {window}) + {base.split(' + ')[1]}", base)
-        mean, half = mean_interval([d for d, distance, trained in found if distance > trained])
-        assert mean > half
-        told.append(f"{mean:.2f} ± {half:.2f}")
-    assert "by {} in SmolLM2, by {} and {} in Gemma 3".format(*told) in prose("docs/lab/copies.md")
-
-
-def test_what_is_said_of_infoscale_at_four_times_the_length_is_in_the_rows() -> None:
-    rows = over_kept_keys("reading-smollm2.json", 32768)
-    plain = "rerope(window 4096)"
-    found = [d for d, *_ in paired.pairs(rows, f"{plain} + infoscale", plain)]
-    better = f"{sum(d < 0 for d in found)} of {len(found)}"
-    price = paired.pieces(paired.by_text(rows, f"{plain} + infoscale", plain)).split(" (")[0].lstrip("+")
-    assert f"is better on {better} copies, near and far, at {price} on prose" in prose("docs/lab/copies.md")
-    assert f"better on {better}, at {price} on prose" in prose("docs/lab/defaults.md")
-
-
 def test_the_pictures_and_badges_of_the_readme_are_made_of_what_there_is() -> None:
     assert {f.name: f.read_text(encoding="utf-8") for f in pages.BADGES.iterdir()} == pages.badges()
     shown = [[float(x) for x in line.split("|")[2:5]] for line in pages.headline("").splitlines()[2:]]
@@ -472,63 +423,6 @@ def test_the_regret_that_is_told_is_that_of_the_rows() -> None:
             assert f"ahead by {-sum(apart) / len(apart):.3f} nats on average" in text
 
 
-def test_what_is_said_of_gemma_at_twice_its_length_is_in_the_rows() -> None:
-    rows = over_kept_keys("reading-gemma.json", 65536)
-    tempered, plain = "rerope(window 16384) + logn", "rerope(window 16384)"
-    found = {name: paired.pairs(rows, name, tempered) for name in {r["name"] for r in rows}}
-    ahead = [
-        [-d for d, *_ in paired.pairs(rows, name, plain)] for name in (tempered, "self_extend(window 4096, group 4) + logn")
-    ]
-    said = " and ".join("{:.2f} ± {:.2f}".format(*mean_interval(x)) for x in ahead)
-    assert f"under `rerope+logn` and `self_extend+logn`, {said} ahead of `rerope`" in prose("docs/lab/copies.md")
-    better = f"on {sum(d > 0 for d in ahead[0])} of {len(ahead[0])} copies"
-    price = paired.pieces(paired.by_text(rows, tempered, plain)).split(" (")[0].lstrip("+")
-    told = f"{better.removesuffix(' copies')} at twice, at {price}"
-    assert told in prose("docs/lab/defaults.md")
-    trained = [d for d, *_ in found[f"{tempered}, gemma-skipped"]]
-    far = [d for d, distance, length in found[f"{tempered}, gemma-skipped"] if distance > length]
-    (mean, half), (farther, interval) = mean_interval(trained), mean_interval(far)
-    said = (
-        f"copies are {-mean:.2f} ± {half:.2f} better than untrained, {-farther:.2f} ± {interval:.2f} those from farther back"
-    )
-    assert said in prose("docs/lab/training.md")
-    half = [d for d, *_ in found[f"{tempered}, gemma-skipped-half"]]
-    full, less = (paired.pieces(paired.by_text(rows, f"{tempered}, gemma-skipped{x}", tempered)) for x in ("", "-half"))
-    (mean, margin), better = mean_interval(half), sum(d < 0 for d in half)
-    said = f"{-mean:.2f} ± {margin:.2f} on {better} of {len(half)}, and costs {less.split(' (')[0].lstrip('+')} on prose"
-    again = [d for d, *_ in found[f"{tempered}, gemma-skipped-43"]]
-    mean, margin = mean_interval(again)
-    told = f"copies are {-mean:.2f} ± {margin:.2f} better, on {sum(d < 0 for d in again)} of {len(again)}, for "
-    price = "{:.2f} ± {:.2f} on prose".format(*on_prose(rows, f"{tempered}, gemma-skipped-43", tempered))
-    assert told + price in prose("docs/lab/training.md")
-    second = [d for d, *_ in found[f"{tempered}, gemma-skipped-43-half"]]
-    (mean, margin), better = mean_interval(second), sum(d < 0 for d in second)
-    said += f"; with a second seed (`-43`) {-mean:.2f} ± {margin:.2f} on {better} of {len(second)}"
-    assert said in prose("docs/lab/training.md")
-    costs = f"at full strength for {float(full[:6]):.2f} nats on prose, at half strength for {float(less[:6]):.2f}"
-    assert costs in prose("docs/how-to/fine-tune.md")
-
-
-def test_what_logn_gains_and_costs_in_gemma_is_in_the_rows() -> None:
-    tempered, plain, gains = "rerope(window 16384) + logn", "rerope(window 16384)", []
-    for length, said in (
-        (49152, "on {better} of 60 copies, at {price:.3f} ± {margin:.3f} on prose: `extend` takes it from here on"),
-        (65536, "on {better} of 60 copies, near and far, at {price:.3f} ± {margin:.3f} on prose"),
-        (131072, "on {better} of 60 copies, by {gain:.2f} ± {half:.2f}, for {price:.2f} ± {margin:.2f} on prose"),
-    ):
-        rows = over_kept_keys("reading-gemma.json", length)
-        found = [d for d, *_ in paired.pairs(rows, tempered, plain)]
-        (gain, half), (price, margin) = mean_interval([-d for d in found]), on_prose(rows, tempered, plain)
-        better = sum(d < 0 for d in found)
-        told = said.format(better=better, gain=gain, half=half, price=price, margin=margin)
-        assert told in prose("docs/lab/copies.md")
-        gains.append(f"{gain:.2f}")
-    told = "by {} nats in Gemma 3 at one and a half times its trained length, by {} at twice, by {} at four times".format(
-        *gains
-    )
-    assert told in prose("docs/reference/methods/logn.md")
-
-
 def test_the_factors_of_stronger_temperatures_are_those_of_the_formulas() -> None:
     page = (ROOT / "docs" / "lab" / "copies.md").read_text()
     for times, name, exponents in (
@@ -541,56 +435,6 @@ def test_the_factors_of_stronger_temperatures_are_those_of_the_formulas() -> Non
         yarn = float(hf_longattn.methods.YarnTemperature().formula(n, 256, 32768))
         cells = [f" {x:.2f} " for x in found] + [" "] * (5 - len(found)) + [f" {yarn:.2f} "]
         assert f"| {name} |{'|'.join(cells)}|" in page
-
-
-def test_yarn_at_four_times_gemmas_length_is_what_is_said() -> None:
-    found = paired.pairs(over_kept_keys("reading-gemma.json", 131072), "YaRN × 4", "rerope(window 16384) + logn")
-    (over, half), (near, margin), (far, interval) = map(
-        mean_interval,
-        ([d for d, *_ in found], *([d for d, at, trained in found if (at > trained) == farther] for farther in (False, True))),
-    )
-    said = (
-        f"({over:.2f} ± {half:.2f} behind), {-near:.2f} ± {margin:.2f} better from up to the trained length back, "
-        f"{far:.2f} ± {interval:.2f} worse from farther"
-    )
-    assert said in prose("docs/lab/copies.md")
-
-
-def test_what_a_stronger_temperature_gains_and_costs_in_gemma_is_in_the_rows() -> None:
-    sharp, logn, gains, better, prices = "rerope(window 16384) + yarn_temperature", "rerope(window 16384) + logn", [], [], []
-    for length in (49152, 65536, 131072):
-        rows = over_kept_keys("reading-gemma.json", length)
-        found = [-d for d, *_ in paired.pairs(rows, sharp, logn)]
-        gains.append("{:.2f} ± {:.2f}".format(*mean_interval(found)))
-        better.append(f"{sum(d > 0 for d in found)} of {len(found)}")
-        prices.append("{:.3f} ± {:.3f}".format(*on_prose(rows, sharp, logn)))
-    text = prose("docs/lab/copies.md")
-    assert f"ahead of LogN by {gains[0]}, {gains[1]} and {gains[2]} nats ({', '.join(better)})" in text
-    assert f"for YaRN's temperature {prices[0]}, {prices[1]} and {prices[2]} more than for LogN" in text
-    assert f"and {gains[1]} better still under `rerope+yarn_temperature`, for {float(prices[1][:5]):.2f} on prose" in text
-
-
-def test_what_gemmas_adapters_gain_at_four_times_its_length_is_in_the_rows() -> None:
-    rows, base = over_kept_keys("reading-gemma.json", 131072), "rerope(window 16384) + logn"
-    half, control = ([d for d, *_ in paired.pairs(rows, f"{base}, gemma-{x}", base)] for x in ("skipped-half", "control"))
-    (gain, margin), (loss, interval), better = mean_interval(half), mean_interval(control), sum(d < 0 for d in half)
-    said = f"{-gain:.2f} ± {margin:.2f} on {better} of {len(half)} copies, and prose is no worse. The control makes copies"
-    assert f"{said} {loss:.2f} ± {interval:.2f} worse" in prose("docs/lab/training.md")
-    full = mean_interval([-d for d, *_ in paired.pairs(rows, f"{base}, gemma-skipped", base)])
-    price = on_prose(rows, f"{base}, gemma-skipped", base)
-    said = "Full strength gains no more, {:.2f} ± {:.2f}, and costs {:.2f} ± {:.2f} on prose".format(*full, *price)
-    assert said in prose("docs/lab/training.md")
-
-
-def test_what_half_strength_keeps_of_smollm2s_training_is_in_the_rows() -> None:
-    rows = over_kept_keys("reading-smollm2.json", 16384)
-    base = "rerope(window 4096)"
-    names = ("rerope-skipped", "rerope-skipped-half", "rerope-skipped-43", "rerope-skipped-43-half")
-    found = [[d for d, *_ in paired.pairs(rows, f"{base}, {name}", base)] for name in names]
-    whole, halved, second, second_halved = (f"{-mean_interval(x)[0]:.2f}" for x in found)
-    assert all(d < 0 for d in found[1])
-    told = f"all {len(found[1])} copies gain, {halved} nats on average; at full strength they gain {whole}"
-    assert f"{told}. A second seed gains {second_halved} and {second} (" in prose("docs/how-to/fine-tune.md")
 
 
 def test_what_is_said_of_max_retrieval_in_100k_steps_is_in_the_rows() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
-from hf_longattn.integration.layers import layers_of
+from hf_longattn.integration.layers import View, layers_of
 from hf_longattn.integration.state import plan_of, set_plan
 
 preset = LongAttnConfig.preset
@@ -32,10 +32,10 @@ def by_hand(family: str, *configs: LongAttnConfig) -> PreTrainedModel:
         hf_longattn.apply(m, config.replace(layers="full_attention", backend="reference"))
         chosen = range(4) if isinstance(config.layers, str) else config.layers
         plans |= {x.index: plan_of(x.module) for x in layers_of(m) if x.index in chosen}
-    section = m.config.longattn
+    whole = vars(m.config)["_longattn"]
     for layer in layers_of(m):
-        set_plan(layer.module, dataclasses.replace(plans[layer.index], section=section))
-    plans[0].state.publish(m)
+        set_plan(layer.module, dataclasses.replace(plans[layer.index], whole=whole))
+    plans[0].state.publish(View(m))
     return m
 
 

@@ -56,10 +56,10 @@ def cache_bytes(model: PreTrainedModel, length: int) -> int:
     import torch
 
     from ..integration.caches import cache_in, values_of
-    from ..integration.layers import innermost
+    from ..integration.layers import View
 
     with torch.no_grad():
-        out: Any = innermost(model)(torch.zeros(1, length, dtype=torch.long, device="meta"), use_cache=True)
+        out: Any = View(model).inner(torch.zeros(1, length, dtype=torch.long, device="meta"), use_cache=True)
     layers = getattr(cache_in(values_of(out)), "layers", ())
     held = [x for layer in layers for x in vars(layer).values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
     return sum(x.numel() * x.element_size() for x in held)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,23 +95,82 @@ def pretrained(model: nn.Module) -> PreTrainedModel:
     raise ValueError(f"{type(model).__name__} holds no transformers model")
 
 
-def layers_of(model: nn.Module) -> Iterator[Layer]:
-    for name, module in model.named_modules():
-        if hasattr(module, "config") and "ALL_ATTENTION_FUNCTIONS" in getattr(_code(module), "co_names", ()):
-            yield Layer(name, module)
+class View:
+    """A model, looked at once: all of it that a method has to do with.
+
+    Args:
+        model: a transformers model, or what wraps one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = pretrained(model)
+        self.modules = list(self.model.modules())
+        self.layers = layers_of(self.model)
+        found = (getattr(module, "config", None) for module in self.modules)
+        #: The distinct config objects, of submodels and of attention modules.
+        self.configs: list[Any] = list({id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values())
+        causal, text = [x for x in self.layers if not x.why_never], language_config(self.model.config)
+        one = len({id(x.module.config) for x in causal}) == 1
+        #: The layers that a method may go into: the causal self-attention of the language model, which all share one config
+        #: object. Other causal parts (speech codecs, talkers) are left alone. Empty where none of several parts is it.
+        self.candidates = [x for x in causal if x.module.config is text] or (causal if one else [])
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+    @property
+    def target(self) -> Any:
+        """The config of the layers that a method may go into; None: there are none."""
+        return self.candidates[0].module.config if self.candidates else None
+
+    @property
+    def of_target(self) -> list[Layer]:
+        """All layers with that config."""
+        return [x for x in self.layers if x.module.config is self.target]
+
+    @property
+    def plans(self) -> list[Any]:
+        """The layers' plans, of those that have one."""
+        return [plan for x in self.layers if (plan := vars(x.module).get("longattn_plan")) is not None]
+
+    @property
+    def state(self) -> Any:
+        """The model's `AttentionState`; None before any method came."""
+        return next((plan.state for plan in self.plans), None)
+
+    @property
+    def adapters(self) -> list[Any]:
+        """The configs of its adapters, which record its attention (see `record`)."""
+        of = vars(self.model)
+        return [*(of.get("peft_config") or {}).values(), *of.get("longattn_adapters", ())]
+
+    @functools.cached_property
+    def inner(self) -> PreTrainedModel:
+        """The innermost model around the language model's attention: without heads and towers, it is given all positions."""
+        attention = {x.module for x in self.candidates}
+        return [m for m in self.modules if isinstance(m, PreTrainedModel) and attention <= set(m.modules())][-1]
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """All attention modules of a model."""
+    return [Layer(name, module) for name, module in model.named_modules() if _is_attention(module)]
+
+
+def candidates_of(model: nn.Module) -> list[Layer]:
+    """Those that a method may go into."""
+    return View(model).candidates
 
 
 def bodies_of(model: nn.Module) -> list[PreTrainedModel]:
     """The models inside a model that hold all of its attention: what its head reads the output of, and what that one calls."""
-    attention = {x.module for x in layers_of(model)}
+    attention = {module for module in model.modules() if _is_attention(module)}
     inside = (m for m in model.modules() if m is not model and isinstance(m, PreTrainedModel))
     return [m for m in inside if attention <= set(m.modules())]
 
 
-def innermost(model: PreTrainedModel) -> PreTrainedModel:
-    """The innermost model around the language model's attention: without heads and towers, it is given all positions."""
-    modules = {x.module for x in candidates_of(model)}
-    return [m for m in model.modules() if isinstance(m, PreTrainedModel) and modules <= set(m.modules())][-1]
+def _is_attention(module: nn.Module) -> bool:
+    return hasattr(module, "config") and "ALL_ATTENTION_FUNCTIONS" in getattr(_code(module), "co_names", ())
 
 
 def _code(module: nn.Module) -> Any:
@@ -122,23 +181,6 @@ def _code(module: nn.Module) -> Any:
 def _passes(module: nn.Module, argument: str) -> bool:
     """Whether a module's forward function hands on something under this name."""
     return any(argument == c or (isinstance(c, tuple) and argument in c) for c in _code(module).co_consts)
-
-
-def all_configs(model: nn.Module) -> list[Any]:
-    """The distinct config objects in a model: of submodels and of attention modules."""
-    result = (getattr(m, "config", None) for m in model.modules())
-    return list({id(c): c for c in result if isinstance(c, PreTrainedConfig)}.values())
-
-
-def candidates_of(model: PreTrainedModel) -> list[Layer]:
-    """The layers that a method may go into: the causal self-attention of the language model; all share one config object.
-
-    Other causal parts (speech codecs, talkers) are left alone. Empty where none of several parts is the language model.
-    """
-    result = [x for x in layers_of(model) if not x.why_never]
-    text = language_config(model.config)
-    named = [x for x in result if x.module.config is text]
-    return named or (result if len({id(x.module.config) for x in result}) == 1 else [])
 
 
 def language_config(config: PreTrainedConfig) -> PreTrainedConfig:

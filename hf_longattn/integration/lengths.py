@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .layers import candidates_of, language_config
+from .layers import View, language_config
 from .trained import KEPT, UNSCALED, said
 
 #: What a config keeps, beside its own lengths, of the length at which generation ended.
@@ -21,13 +21,13 @@ GENERATION = "generation_config.max_length"
 FILES = {"tokenizer_config.json": "model_max_length", "sentence_bert_config.json": "max_seq_length"}
 
 
-def announce(model: Any, length: int | None) -> None:
+def announce(view: View, length: int | None) -> None:
     """Let a model's configs say that it reads `length` tokens, if they say less; None: what they said before.
 
     Where a rotation depends on what they say (dynamic NTK, longrope without a factor), they go on saying it. Generation ends
     there too, if it ended where a config said.
     """
-    configs, generation = _configs(model), getattr(model, "generation_config", None)
+    configs, generation = _configs(view), getattr(view.model, "generation_config", None)
     ends: int | None = None if generation is None else generation.max_length
     for c in configs:
         kept = vars(c).pop(KEPT, {})
@@ -46,15 +46,16 @@ def announce(model: Any, length: int | None) -> None:
 
 def trained_at(model: Any, length: int) -> None:
     """As `announce`, for good: the model was trained at that length, and has no method that could be taken out."""
-    announce(model, length)
-    for c in _configs(model):
+    announce(view := View(model), length)
+    for c in _configs(view):
         vars(c).pop(KEPT, None)
 
 
-def _configs(model: Any) -> list[Any]:
+def _configs(view: View) -> list[Any]:
     """Those that say how long a text is: of the language model first, and of the whole."""
-    text = next((x.module.config for x in candidates_of(model)), language_config(model.config))
-    return [text] if text is model.config else [text, model.config]
+    whole = view.model.config
+    text = language_config(whole) if view.target is None else view.target
+    return [text] if text is whole else [text, whole]
 
 
 def turns_by(config: Any, length: int) -> bool:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
 
 from ..attention.tracing import readable
 from .caches import cache_in, is_paged, values_of
+from .layers import Layer
+from .rotation import RotarySource
 from .state import AttentionState
 from .trained import ORIGINAL, rope_settings
 
@@ -28,22 +29,20 @@ _MIXED = (
 _LONG = "longattn_long"
 
 
-def border_hooks(
-    model: nn.Module, remapped: dict[nn.Module, str | None], rotaries: dict[nn.Module, str], state: AttentionState
-) -> list[RemovableHandle]:
-    """Hooks on a model that refuse a cache across the border; none where no remapped layer has one.
+def border_hooks(inner: nn.Module, remapped: list[tuple[Layer, RotarySource]], state: AttentionState) -> list[RemovableHandle]:
+    """Hooks that refuse a cache across the border; none where no remapped layer has one.
 
     Args:
-        remapped: attention modules that a remap acts on, with their layer types.
-        rotaries: their rotary modules, with the names of the buffers that hold their frequencies.
+        inner: the innermost model, which is given all positions.
+        remapped: the layers that a remap acts on, and how each rotates.
     """
-    settings = [rope_settings(m.config, kind) for m, kind in remapped.items()]
+    settings = [rope_settings(x.module.config, x.type) for x, _ in remapped]
     borders = {s[ORIGINAL] for s in settings if s.get("rope_type") == "longrope" and s["short_factor"] != s["long_factor"]}
     if not borders:
         return []
-    inner: Any = [m for m in model.modules() if isinstance(m, PreTrainedModel) and remapped.keys() <= set(m.modules())][-1]
+    buffers = {source.module: source.buffer for _, source in remapped}
     turns = [
-        m.register_forward_hook(functools.partial(_compare, state, buffer), with_kwargs=True) for m, buffer in rotaries.items()
+        m.register_forward_hook(functools.partial(_compare, state, buffer), with_kwargs=True) for m, buffer in buffers.items()
     ]
     check, stamp = functools.partial(_check, state, min(borders)), functools.partial(_stamp, min(borders))
     return [

@@ -30,6 +30,7 @@ from transformers.utils.import_utils import is_tracing
 
 from ..attention.geometry import FAR, Rows
 from ..attention.tracing import readable
+from ..config import LongAttnConfig
 
 INDEX_WIDTH = 6
 
@@ -115,6 +116,15 @@ class Interval:
     sequence_ids: Tensor | None = None
 
 
+def described(config: Any) -> Any:
+    """What a config holds under `config.longattn`: what a user wrote, or of a model that runs a method its `LongAttnConfig`.
+
+    A config that was read before this package was imported has it under the plain name.
+    """
+    of = vars(config)
+    return of.get("_longattn", of.get("longattn"))
+
+
 class Before(NamedTuple):
     """What a config ran before it got one of our names; kept on the config, where the mask function can see it too."""
 
@@ -167,11 +177,13 @@ def carrier_mask(
         "device": device,
     }
     base = ALL_MASK_ATTENTION_FUNCTIONS[base_implementation(config)]
+    section = None if config is None else described(config)
     if "allow_is_bidirectional_skip" in kwargs:  # only the bidirectional masks are asked for with it
-        if getattr(config, "longattn", None) and not getattr(config, "is_causal", True):
+        if section and not getattr(config, "is_causal", True):
             raise ValueError(BOTH_WAYS)
         return base(**shared, **kwargs, config=config, local_size=local_size)
-    only_full = (getattr(config, "longattn", None) or {}).get("layers") in (None, "full_attention")
+    layers = section.layers if isinstance(section, LongAttnConfig) else (section or {}).get("layers")
+    only_full = layers in (None, "full_attention")
     if local_size is not None and only_full and ((known := before(config)) is None or known.windows):
         kwargs |= {"allow_is_causal_skip": False}
         return base(**shared, **kwargs, config=config, local_size=local_size)

@@ -12,19 +12,18 @@ from typing import Any, TypeVar
 
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
 
 from ..config import LongAttnConfig
 from ..slots.learned import LearnedParts
 from ..telling import warn
-from .layers import Layer, candidates_of, layers_of, pretrained
+from .layers import Layer, View
 from .lengths import announce
-from .masks import base_implementation, before
+from .masks import base_implementation, before, described
 from .names import is_ours, name_for
 from .offload import is_empty
-from .planning import attach, bound_config, no_layer, prepare, show_section
+from .planning import attach, bound_in, no_layer, put, show
 from .record import follow
-from .state import LayerPlan, adapters_of, changing, plan_of, release, remember, set_plan, transaction, without_method
+from .state import LayerPlan, describes, plan_of, release, remember, set_plan, transaction, without_method
 from .trained import Trained, published, recorded
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -54,46 +53,42 @@ def apply(
     if isinstance(method, (list, tuple)):
         method = LongAttnConfig(parts=tuple(method))
     config = LongAttnConfig.of(method, **parameters)
-    base = pretrained(model)
-    _put(base, config, set() if isinstance(config.layers, str) else _changed(base))
+    with change(model) as view:
+        _put(view, config, set() if isinstance(config.layers, str) else _changed(view))
     return model
 
 
-def _changed(base: PreTrainedModel) -> set[int]:
+def _changed(view: View) -> set[int]:
     """The layers that a method changes."""
-    if running(base) is None:
+    if running_in(view) is None:
         return set()
-    return {x.index for x in layers_of(base) if (plan := plan_of(x.module)) is not None and plan.config is not None}
+    return {x.index for x in view.layers if (plan := plan_of(x.module)) is not None and plan.config is not None}
 
 
-def _put(base: PreTrainedModel, config: LongAttnConfig, keep: Set[int] = frozenset()) -> None:
+def _put(view: View, config: LongAttnConfig, keep: Set[int] = frozenset()) -> None:
     """Put a config into a model, which reads as far as it did if that config reaches so far, or a warning says that it does
     not. ValueError: the config leaves alone one of the layers `keep`.
     """
-    known = running(base)
+    if (target := view.target) is None:
+        raise ValueError(no_layer(view, config))
+    known = running_in(view)
     longer = None if known is None or config.extended_to not in (None, known.extended_to) else known.extended_to
     if longer is not None:
         config = dataclasses.replace(config, extended_to=None)
-        if longer <= bound_config(base, config)[0].reach:
+        if longer <= bound_in(view, config)[0].reach:
             config = dataclasses.replace(config, extended_to=longer)
-    with change(base):
-        if not (candidates := candidates_of(base)):
-            raise ValueError(no_layer(base, config))
-        warn_of_lost_softcap(candidates)
-        target = candidates[0].module.config
-        if not is_ours(target._attn_implementation_internal):
-            remember(base, target, target._attn_implementation_internal)
-        target._attn_implementation_internal = name_for(config.name)  # not by the property, which would switch towers too
-        target.longattn = config
-        prepare(base, verify=True)
-        if known and (taken := sorted(keep - _changed(base))):
-            raise ValueError(
-                f"layers={list(config.layers)} for {config.name} would take {known.name} out of the layers {taken}, which run "
-                "it. To have both: hf_longattn.apply(model, [config, config]), each with its `layers`. To change one method's "
-                "layers: hf_longattn.update(model, layers=...). To start anew: hf_longattn.remove(model)"
-            )
-        if known and longer and config.extended_to is None:
-            _warn_of_less(known, config_of(base), published(target)[0])
+    warn_of_lost_softcap(view.candidates)
+    if not is_ours(target._attn_implementation_internal):
+        remember(view, target, target._attn_implementation_internal)
+    put(view, config, name_for(config.name))
+    if known and (taken := sorted(keep - _changed(view))):
+        raise ValueError(
+            f"layers={list(config.layers)} for {config.name} would take {known.name} out of the layers {taken}, which run "
+            "it. To have both: hf_longattn.apply(model, [config, config]), each with its `layers`. To change one method's "
+            "layers: hf_longattn.update(model, layers=...). To start anew: hf_longattn.remove(model)"
+        )
+    if known and longer and config.extended_to is None:
+        _warn_of_less(known, described(target), published(target)[0])
 
 
 def _warn_of_less(known: LongAttnConfig, now: LongAttnConfig, says: int) -> None:
@@ -113,22 +108,21 @@ def _warn_of_less(known: LongAttnConfig, now: LongAttnConfig, says: int) -> None
 
 
 @contextmanager
-def change(model: PreTrainedModel) -> Iterator[None]:
+def change(model: nn.Module) -> Iterator[View]:
     """A transaction, after which adapters know what the model runs, and the user what harms untrained weights."""
-    known = running(model)
-    with transaction(model):
-        yield
-        config = running(model)
-        announce(model, None if config is None else config.extended_to)
-        follow(model, config)
-        parts = [m.__dict__["_modules"].get("longattn") for m in model.modules()]
-        if adapters_of(model) and any(isinstance(part, LearnedParts) for part in parts):
+    with transaction(model) as view:
+        known = running_in(view)
+        yield view
+        config = running_in(view)
+        announce(view, None if config is None else config.extended_to)
+        follow(view, config)
+        if view.adapters and any(isinstance(x.module._modules.get("longattn"), LearnedParts) for x in view.layers):
             warn(
                 "the method's learned parameters came after the adapter, which will not save them: apply the method first, "
                 "then make the adapter",
             )
-        warn_untrained(model, known)
-        release(model)
+        warn_untrained(view, config, known)
+        release(view)
 
 
 def update(model: Model, **parameters: Any) -> Model:
@@ -136,28 +130,20 @@ def update(model: Model, **parameters: Any) -> Model:
 
     Changing `strength`, for schedules, costs nothing: no new plan, and no recompilation once it has been other than 1.
     """
-    with changing(base := pretrained(model)):
-        _update(base, config_of(base).replace(**parameters), parameters)
-    return model
-
-
-def _update(base: PreTrainedModel, config: LongAttnConfig, parameters: dict[str, Any]) -> None:
-    modules = set(base.modules())
-    target = candidates_of(base)[0].module.config
-    plans = {x.module: plan for x in layers_of(base) if x.module.config is target and (plan := plan_of(x.module))}
-    fits = plans and all(
-        plan.section is target.longattn and (plan.rotary is None or plan.rotary.module in modules) for plan in plans.values()
-    )
-    if not fits or parameters.keys() != {"strength"} or config.logit_map is None or not config.logit_map.blends:
-        _put(base, config)
-        return
-    with change(base):
-        target.longattn = config
-        show_section(base, target)
+    with change(model) as view:
+        config = _of(view).replace(**parameters)
+        plans = {x.module: plan for x in view.of_target if (plan := plan_of(x.module)) is not None}
+        held, modules = described(view.target), set(view.modules)
+        fits = plans and all(p.whole is held and (p.rotary is None or p.rotary.module in modules) for p in plans.values())
+        if not fits or parameters.keys() != {"strength"} or config.logit_map is None or not config.logit_map.blends:
+            _put(view, config)
+            return model
+        show(view, config)
+        view.state.set_strength(config)
         for module, plan in plans.items():
             own = plan.config and plan.config.replace(**parameters)
-            set_plan(module, dataclasses.replace(plan, section=target.longattn, config=own))
-            plan.state.set_strength(config)
+            set_plan(module, dataclasses.replace(plan, whole=config, config=own))
+    return model
 
 
 def remove(model: Model) -> Model:
@@ -166,17 +152,16 @@ def remove(model: Model) -> Model:
     Raises:
         ValueError: there is nothing to remove.
     """
-    base = pretrained(model)
-    with change(base):
-        if not (configs := without_method(base)):
-            runs = base.config._attn_implementation_internal
-            raise ValueError(f"{type(base).__name__} runs {runs!r}; there is nothing to remove")
+    with change(model) as view:
+        if not (configs := without_method(view)):
+            runs = view.model.config._attn_implementation_internal
+            raise ValueError(f"{view.name} runs {runs!r}; there is nothing to remove")
         for c, implementation in configs:
             c._attn_implementation_internal = implementation  # not by the property, which would set the towers' too
             c.longattn = None
-        base.config.longattn = None
-        for layer in layers_of(base):
-            attach(base, layer, {})
+        view.model.config.longattn = None
+        for layer in view.layers:
+            attach(view.model, layer, {})
     return model
 
 
@@ -192,15 +177,15 @@ def warn_of_lost_softcap(layers: Iterable[Layer]) -> None:
             return
 
 
-def warn_untrained(model: PreTrainedModel, known: LongAttnConfig | None = None) -> None:
+def warn_untrained(view: View, runs: LongAttnConfig | None, known: LongAttnConfig | None = None) -> None:
     """Warn of methods that pretrained weights get worse under, other than those of `known`, where a model is put to use.
 
     A model in training mode is being trained, one with an adapter was, and one loaded from nowhere has nothing to lose.
     """
-    of = model.__dict__
+    model, of = view.model, vars(view.model)
     if model.training or of.get("peft_config") or not of.get("name_or_path") or is_empty(model):
         return
-    untrained = [[m for m in (c.methods if c else ()) if m.needs_training] for c in (known, running(model))]
+    untrained = [[m for m in (c.methods if c else ()) if m.needs_training] for c in (known, runs)]
     kinds = set(map(type, untrained[0]))
     if names := [m.name for m in untrained[1] if type(m) not in kinds]:
         measured = {"scale_invariant", "output_standardise", "output_layer_norm"} & set(names)
@@ -223,17 +208,28 @@ def knowing() -> Iterator[None]:
 
 def config_of(model: nn.Module) -> LongAttnConfig:
     """The config that a model runs; ValueError if it runs none."""
-    if (config := running(base := pretrained(model))) is None:
-        runs = base.config._attn_implementation_internal
-        raise ValueError(f"{type(base).__name__} runs {runs!r}, not an hf_longattn method")
+    return _of(View(model))
+
+
+def _of(view: View) -> LongAttnConfig:
+    if (config := running_in(view)) is None:
+        runs = view.model.config._attn_implementation_internal
+        raise ValueError(f"{view.name} runs {runs!r}, not an hf_longattn method")
     return config
 
 
 def running(model: nn.Module) -> LongAttnConfig | None:
     """The config that a model runs, if it runs one."""
-    c: Any = next((x.module.config for x in candidates_of(pretrained(model))), None)
-    runs = c is not None and is_ours(c._attn_implementation_internal) and c.longattn
-    return LongAttnConfig.from_dict(c.longattn) if runs else None
+    return running_in(View(model))
+
+
+def running_in(view: View) -> LongAttnConfig | None:
+    """The same of a model that was looked at."""
+    target = view.target
+    if target is None or not is_ours(target._attn_implementation_internal):
+        return None
+    section = described(target)
+    return section if isinstance(section, LongAttnConfig) or not section else describes(target)
 
 
 @dataclass(frozen=True)
@@ -258,10 +254,8 @@ class Description:
 
 def describe(model: nn.Module) -> Description:
     """Per attention module: method, parameters and backend, or why it was left alone; and the trained length, and why."""
-    base = pretrained(model)
-    known = next((recorded(c, c.longattn) for x in candidates_of(base) if (c := x.module.config)), None)
-    rows = []
-    for layer in layers_of(base):
+    view, rows = View(model), []
+    for layer in view.layers:
         plan = plan_of(layer.module)
         implementation = layer.module.config._attn_implementation_internal
         if plan is None or not is_ours(implementation):
@@ -270,7 +264,8 @@ def describe(model: nn.Module) -> Description:
             rows.append((layer.name, "unchanged", f"{plan.reason}, {_runs(layer.module.config)}"))
         else:
             rows.append((layer.name, ", ".join(map(_in_words, plan.config.methods)), _how(plan)))
-    return Description(type(base).__name__, running(base), tuple(rows), known)
+    known = None if view.target is None else recorded(view.target, view.target.longattn)
+    return Description(view.name, running_in(view), tuple(rows), known)
 
 
 def _how(plan: LayerPlan) -> str:

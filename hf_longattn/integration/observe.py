@@ -6,16 +6,15 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from ..attention.call import Call
 from ..config import CUSTOM, LongAttnConfig
-from .layers import Layer, candidates_of, layers_of, pretrained
+from .layers import Layer, View
+from .masks import described
 from .names import is_ours
-from .state import CALLS, AttentionState, LayerPlan, Snapshot, changing, own_configs, plan_of, remember, set_plan, state_of
+from .state import CALLS, AttentionState, LayerPlan, Undo, changing, plan_of, remember, set_plan
 
 #: Called after every attention call of an observed layer.
 Observer = Callable[[Layer, Call], None]
@@ -35,36 +34,33 @@ def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None =
     Raises:
         ValueError: `layers` names one that is not there or is left alone, or there is none.
     """
-    base = pretrained(model)
-    with changing(base):
-        own_configs(base)
-        before = Snapshot(base)
+    with changing(model) as view:
+        undo = Undo(view)
         try:
-            observed = _placed(base, observer, None if layers is None else set(layers))
+            observed = _placed(view, observer, None if layers is None else set(layers))
         except BaseException:
-            before.restore(CALLS)
+            undo(CALLS)
             raise
     try:
         yield observed
     finally:
-        with changing(base):
-            before.restore(CALLS)
+        with changing(model):
+            undo(CALLS)
 
 
-def _placed(base: PreTrainedModel, observer: Observer, named: set[int] | None) -> list[Layer]:
+def _placed(view: View, observer: Observer, named: set[int] | None) -> list[Layer]:
     """Put the observer into the plans of all layers, or of those named; returns these layers."""
-    config: Any = next((x.module.config for x in candidates_of(base)), None)
-    state = state_of(base) or AttentionState()
-    observed = []
+    config, state, observed = view.target, view.state or AttentionState(), []
     left_alone: dict[int, str] = {}
     if config is not None and not is_ours(config._attn_implementation_internal):
-        remember(base, config, config._attn_implementation_internal)
+        remember(view, config, config._attn_implementation_internal)
         config._attn_implementation_internal = CUSTOM
-        config.longattn = LongAttnConfig().to_dict()
-    for layer in [x for x in layers_of(base) if x.module.config is config]:
+        vars(config)["_longattn"] = LongAttnConfig()
+    whole = None if config is None else described(config)
+    for layer in view.of_target:
         plan, unchanged = plan_of(layer.module), layer.why_not
-        if plan is None or plan.section is not config.longattn:
-            plan = LayerPlan(state, config.longattn, None, unchanged or "", layer.windowed, config.num_attention_heads)
+        if plan is None or plan.whole is not whole:
+            plan = LayerPlan(state, whole, None, unchanged or "", layer.windowed, config.num_attention_heads)
         if plan.config is None and not unchanged:
             plan = dataclasses.replace(plan, config=LongAttnConfig())  # not in the method's `layers`: plain attention
         if plan.config is None and not layer.why_never:

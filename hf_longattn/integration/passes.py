@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 
 from ..attention.tracing import readable
 from .caches import cache_in, values_of
-from .layers import innermost
+from .layers import View
+from .masks import described
 from .state import AttentionState, LayerPlan, Plans, turn
 
 _AXES = (
@@ -158,7 +159,7 @@ def find(module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool) 
             "prepared for it. Put it into the model with hf_longattn.apply(model, ...), or with attn_implementation= on a "
             "causal language model"
         )
-    if (traced or now is None) and plan.section is not module.config.longattn:  # else it was compared as the pass began
+    if (traced or now is None) and plan.whole is not described(module.config):  # else it was compared as the pass began
         raise ValueError(_REPLACED)
     if now is None:  # a layer by itself, or one that is compiled by itself
         return now, plan, _given_outside() if traced and handed is None else handed
@@ -174,11 +175,11 @@ def _given_outside() -> Tensor | None:
     return None if (now := current_pass()) is None else now.positions
 
 
-def watch(model: PreTrainedModel, state: AttentionState, plans: list[LayerPlan]) -> None:
+def watch(view: View, state: AttentionState) -> None:
     """From now on each forward pass knows what it was given, and runs what the model does as it begins."""
-    state.remapped = any(plan.rotary is not None for plan in plans)
+    state.remapped = any(plan.rotary is not None for plan in view.plans)
     if not state.passes:
-        inner = innermost(model)  # which may be called without the others
+        inner = view.inner  # which may be called without the others
         parameters = list(inspect.signature(type(inner).forward).parameters)[1:]
         place = parameters.index("position_ids") if "position_ids" in parameters else len(parameters)
         before, behind = functools.partial(_begin, state, place), functools.partial(_end, state)
@@ -200,11 +201,11 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
     else:
         if state.unverified is not None:
             state.unverified(state, model)
-        plans = state.plans or state.publish(model)
-        if not plans.shown:
+        plans = state.plans or state.publish(View(model))
+        if not plans.hold:
             with turn(state):  # a change in another thread may have come half way
-                plans = state.plans or state.publish(model)
-                if not plans.shown:
+                plans = state.plans or state.publish(View(model))
+                if not plans.hold:
                     raise ValueError(_REPLACED)
     _PASS.set(Pass(outer, plans, positions, cache_in((*args, *kwargs.values())), sys._getframe(2)))
 

@@ -8,23 +8,22 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..attention.tracing import readable
 from ..config import CUSTOM, LongAttnConfig
 from ..slots.learned import LearnedParts, learned_parts
 from ..slots.method import ModelFacts
 from ..telling import warn
-from .layers import Layer, all_configs, candidates_of, layers_of, pretrained
+from .layers import Layer, View
 from .longrope import border_hooks
-from .masks import BOTH_WAYS
+from .masks import BOTH_WAYS, described
 from .names import is_ours, short
 from .offload import device_of, held, keep
 from .passes import watch
 from .record import refuse_copies
 from .rope import check_built
 from .rotation import find_rotary
-from .state import AttentionState, LayerPlan, RunningSection, adapters_of, enrol, plan_of, set_plan, state_of
+from .state import AttentionState, LayerPlan, describes, enrol, plan_of, set_plan
 from .trained import Trained, rope_settings, trained
 from .verify import rotation_of, verify_at_first_call, verify_rotations
 
@@ -32,75 +31,83 @@ from .verify import rotation_of, verify_at_first_call, verify_rotations
 QUERY_NORMS = ("q_norm", "q_layernorm", "q_layer_norm", "query_layernorm", "qk_norm")
 
 
-def prepare(model: PreTrainedModel, verify: bool = False) -> None:
-    """Plan every attention module of a model by what its configs name and describe; one without our names stays as it is.
+def prepare(view: View, verify: bool = False) -> None:
+    """Put into a model what its configs name and describe; one without our names stays as it is.
 
     Rotations are verified now, or where the model is being built and has no weights, at its first call. ValueError: nothing
     in the model can run the method, or the config does not fit.
     """
-    if (named := next((c for c in all_configs(model) if is_ours(c._attn_implementation_internal)), None)) is None:
+    if (named := next((c for c in view.configs if is_ours(c._attn_implementation_internal)), None)) is None:
         return
-    target = next((x.module.config for x in candidates_of(model)), None)
-    if target is None or not is_ours(target._attn_implementation_internal):
-        refuse_name(model, named._attn_implementation_internal, named.longattn)
-    config = LongAttnConfig.parse(short(target._attn_implementation_internal), target.longattn)
-    for adapter in adapters_of(model):
+    if view.target is None or (config := describes(view.target)) is None:
+        refuse_name(view, named._attn_implementation_internal, described(named))
+    put(view, config, view.target._attn_implementation_internal, verify)
+
+
+def put(view: View, config: LongAttnConfig, name: str, verify: bool = True) -> None:
+    """Put a config into a model under a name: plan, check, and then write.
+
+    Raises:
+        ValueError: the config does not fit; nothing is written.
+    """
+    target, state = view.target, view.state or AttentionState()
+    for adapter in view.adapters:
         refuse_copies(adapter, config)
-    state = state_of(model) or AttentionState()
-    target.longattn, plans, facts = _plan(model, config, state)
-    show_section(model, target)
-    for layer in layers_of(model):
+    bound, plans, facts = _plan(view, config, state)
+    for layer in view.layers:
         c = layer.module.config
-        if (plan := plans.get(layer.module)) is None and is_ours(c._attn_implementation_internal):
+        if layer.module not in plans and is_ours(c._attn_implementation_internal):
             # vision towers and other parts under the same name are left alone, by a plan that says so
-            plan = LayerPlan(state, c.longattn, None, layer.why_never or "not the language model")
-        set_plan(layer.module, plan)
+            plans[layer.module] = LayerPlan(state, described(c), None, layer.why_never or "not the language model")
     if verify:
-        verify_rotations(model)
-    for layer in (x for x in layers_of(model) if x.module in plans):
-        own = plans[layer.module].config
-        made = {m.slot: m.module(facts) for m in (own.methods if own is not None else ()) if hasattr(m, "module")}
-        attach(model, layer, {slot: part for slot, part in made.items() if part is not None})
-    keep_parts(model)
-    now = [plan for x in layers_of(model) if (plan := plan_of(x.module)) is not None]
-    _guard_positions(model, state)
-    _guard_cached_turns(model, plans, state)
-    unverified = any(plan.rotary is not None and not plan.rotary.verified for plan in now)
+        plans |= verify_rotations(view, plans, {id(target): name})
+    target._attn_implementation_internal = name  # not by the property, which would switch towers too
+    show(view, bound)
+    state.set_strength(bound)
+    for layer in view.layers:
+        set_plan(layer.module, plan := plans.get(layer.module))
+        if plan is not None and plan.whole is bound:
+            own = plan.config.methods if plan.config is not None else ()
+            made = {m.slot: part for m in own if hasattr(m, "module") and (part := m.module(facts)) is not None}
+            attach(view.model, layer, made)
+    keep_parts(view)
+    _guard_positions(view, state)
+    _guard_cached_turns(view, state)
+    unverified = any(plan.rotary is not None and not plan.rotary.verified for plan in plans.values())
     state.unverified = verify_at_first_call if unverified else None
-    watch(model, state, now)
-    enrol(model)
+    watch(view, state)
+    enrol(view.model)
 
 
-def show_section(model: PreTrainedModel, target: Any) -> None:
-    """A composite model's own config shows the section of its language model."""
-    if model.config is not target:
-        object.__setattr__(model.config, "_longattn", target.longattn)
+def show(view: View, config: LongAttnConfig | None) -> None:
+    """Let the language model's config hold what it runs, and a composite model's own the same."""
+    for c in (view.target, view.model.config):
+        vars(c)["_longattn"] = config
 
 
 def _plan(
-    model: PreTrainedModel, config: LongAttnConfig, state: AttentionState
-) -> tuple[dict[str, Any], dict[Any, LayerPlan], ModelFacts]:
-    """The longattn section, the plan of every attention module of the language model, and the facts they were bound to."""
-    candidates, target = candidates_of(model), candidates_of(model)[0].module.config
+    view: View, config: LongAttnConfig, state: AttentionState
+) -> tuple[LongAttnConfig, dict[nn.Module, LayerPlan], ModelFacts]:
+    """The config bound to a model, the plans of its language model's attention modules, and the facts they are bound to."""
+    candidates, name = view.candidates, view.name
     by_part = [(part, chosen_by(part, config, candidates)) for part in config.parts or (config,)]
     chosen = [x for _, layers in by_part for x in layers]
-    facts = facts_of(model, chosen or candidates, config.train_length)
+    facts = facts_of(view, chosen or candidates, config.train_length)
     bound = config.bind(facts)
-    _refuse_layers(type(model).__name__, config, candidates, chosen)
+    _refuse_layers(name, config, candidates, chosen)
     _warn_of_assumption(config, chosen or candidates)
     for part, layers in by_part:
-        _refuse_part(type(model).__name__, part, candidates, layers)
+        _refuse_part(name, part, candidates, layers)
     remapped = [x for part, layers in by_part if part.remap is not None for x in layers]
     types = dict.fromkeys(x.type for x in remapped)
-    rotary = {t: rotation_of(model, target, [x for x in remapped if x.type == t]) for t in types}
-    section, plans = RunningSection(bound.to_dict()), {}
-    for layer in (x for x in layers_of(model) if x.module.config is target):
+    rotary = {t: rotation_of(view, [x for x in remapped if x.type == t]) for t in types}
+    plans: dict[nn.Module, LayerPlan] = {}
+    for layer in view.of_target:
         own = bound.for_layer(layer.index) if layer in chosen else None
         reason = "" if own else layer.why_not or "not in `layers`"
         source = rotary.get(layer.type) if layer in remapped else None
-        plans[layer.module] = LayerPlan(state, section, own, reason, layer.windowed, facts.num_heads, source)
-    state.set_strength(bound)
-    return section, plans, facts
+        plans[layer.module] = LayerPlan(state, bound, own, reason, layer.windowed, facts.num_heads, source)
+    return bound, plans, facts
 
 
 def chosen_by(part: LongAttnConfig, config: LongAttnConfig, candidates: list[Layer]) -> list[Layer]:
@@ -152,20 +159,23 @@ def _refuse_layers(name: str, config: LongAttnConfig, candidates: list[Layer], c
 
 def bound_config(model: nn.Module, config: LongAttnConfig) -> tuple[LongAttnConfig, ModelFacts]:
     """The config with all defaults that depend on the model filled in, and those facts; the model is not changed."""
-    base = pretrained(model)
-    layers = candidates_of(base)
-    if not layers:
-        raise ValueError(no_layer(base, config))
-    facts = facts_of(base, [x for x in layers if not x.why_not] or layers, config.train_length)
+    return bound_in(View(model), config)
+
+
+def bound_in(view: View, config: LongAttnConfig) -> tuple[LongAttnConfig, ModelFacts]:
+    """The same of a model that was looked at."""
+    if not view.candidates:
+        raise ValueError(no_layer(view, config))
+    facts = facts_of(view, [x for x in view.candidates if not x.why_not] or view.candidates, config.train_length)
     return config.bind(facts), facts
 
 
-def facts_of(model: nn.Module, layers: list[Layer], told: int | None = None) -> ModelFacts:
+def facts_of(view: View, layers: list[Layer], told: int | None = None) -> ModelFacts:
     """What a method may ask about a model, of these layers of it; told: its trained length as the user knows it.
 
     ValueError: its config has rotary settings that it does not rotate by.
     """
-    check_built(model)
+    check_built(view.model)
     config = layers[0].module.config
     kind, known = _trained(layers, told)
     rope = rope_settings(config, kind)
@@ -180,7 +190,7 @@ def facts_of(model: nn.Module, layers: list[Layer], told: int | None = None) -> 
         trained=known.reason if known.assumed is None else f"{known.reason} ({known.assumed})",
         rotation_is_own=known.rotation_is_own,
         own_temperature=_own_temperature(config, rope),
-        rope_type=rope.get("rope_type", "default") if find_rotary(model, config, kind) else None,
+        rope_type=rope.get("rope_type", "default") if find_rotary(view.modules, config, kind) else None,
         qk_norm=any(_normalises(layer.module) for layer in layers),
     )
 
@@ -258,56 +268,59 @@ def attach(model: nn.Module, layer: Layer, learned: dict[str, nn.Module]) -> Non
         module.longattn = LearnedParts(learned)
 
 
-def keep_parts(model: nn.Module) -> None:
+def keep_parts(view: View) -> None:
     """Let accelerate know learned parts, which came after it offloaded the model or which no checkpoint holds."""
-    for layer in layers_of(model):
+    for layer in view.layers:
         if (parts := layer.module._modules.get("longattn")) is not None:
             for name, _ in parts.named_parameters():
-                keep(model, f"{layer.name}.longattn.{name}", START[name.rpartition(".")[2]])
+                keep(view.model, f"{layer.name}.longattn.{name}", START[name.rpartition(".")[2]])
 
 
 def _shapes(part: nn.Module) -> dict[str, torch.Size]:
     return {name: p.shape for name, p in part.named_parameters()}
 
 
-def refuse_name(model: PreTrainedModel, name: str, section: dict[str, Any] | None = None) -> NoReturn:
+def refuse_name(view: View, name: str, section: Any = None) -> NoReturn:
     """Raise what `apply` raises for a model that has no layer for a method."""
-    raise ValueError(no_layer(model, LongAttnConfig.parse(short(name), section)))
+    raise ValueError(no_layer(view, LongAttnConfig.parse(short(name), section)))
 
 
-def no_layer(model: PreTrainedModel, config: LongAttnConfig) -> str:
+def no_layer(view: View, config: LongAttnConfig) -> str:
     """What to say of a model without a layer that a method may go into."""
     why = "it has no causal attention that goes through transformers' attention interface"
-    if parts := dict.fromkeys(type(x.module.config).__name__ for x in layers_of(model) if not x.why_never):
+    if parts := dict.fromkeys(type(x.module.config).__name__ for x in view.layers if not x.why_never):
         why = (
             f"its causal attention is in several parts ({', '.join(parts)}), of which none is the language model by its config"
         )
-    if runs := next((x.module.config._attn_implementation_internal for x in candidates_of(model)), None):
+    if view.target is not None and (runs := view.target._attn_implementation_internal):
         why = f"transformers left its language model under {runs!r}. Use hf_longattn.apply(model, ...)"
-    return f"{config.name if config.methods else 'a method'} applies to 0 layers of {type(model).__name__}: {why}"
+    return f"{config.name if config.methods else 'a method'} applies to 0 layers of {view.name}: {why}"
 
 
-def position_tables(model: PreTrainedModel) -> Iterator[nn.Embedding]:
+def position_tables(model: nn.Module) -> Iterator[nn.Embedding]:
     """The learned position tables of a model, which no method can extend."""
-    size = getattr(candidates_of(model)[0].module.config, "max_position_embeddings", None)
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) and _entries(module) == size and module is not model.get_input_embeddings():
+    return _tables(View(model))
+
+
+def _tables(view: View) -> Iterator[nn.Embedding]:
+    size = getattr(view.target, "max_position_embeddings", None)
+    for module in view.modules:
+        if isinstance(module, nn.Embedding) and _entries(module) == size and module is not view.model.get_input_embeddings():
             yield module
 
 
-def _guard_positions(model: PreTrainedModel, state: AttentionState) -> None:
+def _guard_positions(view: View, state: AttentionState) -> None:
     """Refuse positions beyond a learned position table, with the reason instead of an index error."""
-    for table in () if state.guards else position_tables(model):
+    for table in () if state.guards else _tables(view):
         state.guards += (table.register_forward_pre_hook(_check_learned_positions, with_kwargs=True),)
 
 
-def _guard_cached_turns(model: PreTrainedModel, plans: dict[Any, LayerPlan], state: AttentionState) -> None:
+def _guard_cached_turns(view: View, state: AttentionState) -> None:
     """Refuse keys that were cached under other frequencies than those a remap would turn them by."""
     for handle in state.remaps:
         handle.remove()
-    remapped = {x.module: x.type for x in layers_of(model) if x.module in plans and plans[x.module].rotary is not None}
-    rotaries = {x.module: x.buffer for m in remapped if (x := plans[m].rotary) is not None}
-    state.remaps = tuple(border_hooks(model, remapped, rotaries, state))
+    remapped = [(x, plan.rotary) for x in view.layers if (plan := plan_of(x.module)) is not None and plan.rotary is not None]
+    state.remaps = tuple(border_hooks(view.inner, remapped, state))
 
 
 def _check_learned_positions(table: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

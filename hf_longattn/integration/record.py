@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ..config import LongAttnConfig
 from ..slots.learned import learned_parts
 from . import rope
+from .layers import View
 from .names import PREFIX, is_ours, short
 
 #: The file of an adapter's config.
@@ -78,8 +79,9 @@ def record(adapter: Any, model: PreTrainedModel, runs: LongAttnConfig | None) ->
         adapter.modules_to_save = sorted({*kept} - {LEARNED}) or None
 
 
-def follow(model: PreTrainedModel, runs: LongAttnConfig | None) -> None:
+def follow(view: View, runs: LongAttnConfig | None) -> None:
     """Let all adapters of a model record what it runs now."""
+    model = view.model
     configs = vars(model).get("peft_config") or {}
     for name, adapter in configs.items():
         if runs is not None and not vars(adapter).get("longattn"):

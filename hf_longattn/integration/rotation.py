@@ -69,9 +69,9 @@ class RotarySource:
         return Rotation(-inv_freq if convention.backwards else inv_freq, convention.interleaved, convention.first)
 
 
-def find_rotary(model: nn.Module, config: Any, layer_type: str | None) -> RotarySource | None:
-    """The rotary module that belongs to `config`, with the buffer for a layer type; None if there is none."""
-    for module in model.modules():
+def find_rotary(modules: Iterable[nn.Module], config: Any, layer_type: str | None) -> RotarySource | None:
+    """Of these the rotary module that belongs to `config`, with the buffer for a layer type; None if there is none."""
+    for module in modules:
         if getattr(module, "config", None) is not config or not hasattr(module, "named_buffers"):
             continue
         names = {name for name, _ in module.named_buffers(recurse=False)}

@@ -17,15 +17,16 @@ from ..config import CUSTOM, LongAttnConfig
 from ..slots.method import SLOTS
 from ..slots.registry import parameters_of
 from ..telling import warn
-from .layers import all_configs, language_config, layers_of
+from .layers import View, language_config
 from .lengths import announce, announce_beside
-from .model import change, running, warn_of_lost_softcap, warn_untrained
+from .masks import described
+from .model import change, running_in, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, hint, is_ours, register_combination, short
 from .passes import implementation_in_pass
 from .planning import keep_parts, prepare, refuse_name
 from .resume import load_checkpoint
 from .seam import Seam
-from .state import RunningSection, own_configs, remember
+from .state import Section, own_configs, remember
 
 #: What a composite config calls its language model's, and callers therefore also that of a model of text alone.
 TEXT = "text_config"
@@ -36,13 +37,12 @@ _LOADED: ContextVar[bool] = ContextVar("longattn_loaded", default=False)
 
 
 def _get_section(self: PreTrainedConfig) -> dict[str, Any] | None:
-    return self.__dict__.get("_longattn", self.__dict__.get("longattn"))  # the latter: read before this package was imported
+    section = described(self)
+    return Section(section.to_dict()) if isinstance(section, LongAttnConfig) else section
 
 
 def _set_section(self: PreTrainedConfig, value: dict[str, Any] | LongAttnConfig | None) -> None:
-    if isinstance(value, LongAttnConfig):
-        value = RunningSection(value.to_dict())  # a config must be JSON at any time
-    self.__dict__["_longattn"] = value
+    self.__dict__["_longattn"] = copy.deepcopy(value) if isinstance(value, Section) else value
     text = language_config(self)
     for key in self.sub_configs:  # as _attn_implementation does, but only towards the language model
         if (sub := getattr(self, key, None)) is not None and language_config(sub) is text:
@@ -56,7 +56,8 @@ def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) ->
         out.pop(ours, None)
     text = language_config(self)
     if text is self:
-        observed = section == LongAttnConfig().to_dict()  # a model without a method, while something looks on
+        observed = section == LongAttnConfig()  # a model without a method, while something looks on
+        section = section.to_dict() if isinstance(section, LongAttnConfig) else section
         if is_ours(self._attn_implementation) and not observed:
             out |= {"attn_implementation": PREFIX + short(self._attn_implementation)}
             out |= {"longattn": section} if section else {}
@@ -140,17 +141,18 @@ def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config
     finally:
         _LOADED.reset(token)
     model = out[0] if isinstance(out, tuple) else out
-    keep_parts(model)
-    _announce(model)
+    view = View(model)
+    keep_parts(view)
+    _announce(view)
     if not model.config.__dict__.get("_longattn_saved"):
-        warn_untrained(model)
+        warn_untrained(view, running_in(view))
     return out
 
 
-def _announce(model: PreTrainedModel) -> None:
+def _announce(view: View) -> None:
     """Let all that says how long a model reads say what its method was made for, or what it said without one."""
-    config = running(model)
-    announce(model, None if config is None else config.extended_to)
+    config = running_in(view)
+    announce(view, None if config is None else config.extended_to)
 
 
 def _get_correct_attn_implementation(
@@ -208,15 +210,17 @@ def _with_section(config: PreTrainedConfig, kwargs: dict[str, Any]) -> PreTraine
 def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     if any(model is not self for model in _BUILT.get()):
         return original(self)  # the whole model knows better what its towers and wrappers do
-    for c in all_configs(self):
+    view = View(self)
+    for c in view.configs:
         if is_ours(c._attn_implementation_internal):
-            remember(self, c)
-    own_configs(self)
-    prepare(self)  # first: learned parts must exist before weights are initialised or loaded
+            remember(view, c)
+    if own_configs(view):
+        view = View(self)
+    prepare(view)  # first: learned parts must exist before weights are initialised or loaded
     original(self)
-    warn_of_lost_softcap(layers_of(self))
+    warn_of_lost_softcap(view.layers)
     if not _LOADED.get():
-        _announce(self)
+        _announce(view)
     ours = any(is_ours(c._attn_implementation_internal) for c in (self.config, language_config(self.config)))
     if (section := self.config.longattn) and not ours:
         if not {"version", *SLOTS} & section.keys():  # parameters as they are typed, not what a checkpoint saved
@@ -252,17 +256,17 @@ def _new(original: Callable[..., PreTrainedModel], cls: type[PreTrainedModel], *
 def _set_attn_implementation(
     original: Callable[..., None], self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any
 ) -> None:
-    with change(self):
-        before = [(c, c._attn_implementation_internal) for c in all_configs(self)]
+    with change(self) as view:
+        before = [(c, c._attn_implementation_internal) for c in view.configs]
         attn_implementation = _by_part(self.config, attn_implementation)
         original(self, attn_implementation, *args, **kwargs)
         for c, implementation in before:
             if is_ours(c._attn_implementation_internal) and not is_ours(implementation):
-                remember(self, c, implementation)
+                remember(view, c, implementation)
         if (name := _ours_in(attn_implementation)) and not any(is_ours(c._attn_implementation_internal) for c, _ in before):
-            refuse_name(self, name, self.config.longattn)  # transformers logs that it stays with what it runs
-        warn_of_lost_softcap(layers_of(self))
-        prepare(self, verify=True)
+            refuse_name(view, name, described(self.config))  # transformers logs that it stays with what it runs
+        warn_of_lost_softcap(view.layers)
+        prepare(view, verify=True)
 
 
 def _save_pretrained(original: Callable[..., Any], self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:

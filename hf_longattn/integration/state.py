@@ -36,10 +36,10 @@ from transformers import PreTrainedModel
 from ..attention.call import Call
 from ..attention.tables import TableCache
 from ..config import LongAttnConfig
-from .layers import all_configs, layers_of, pretrained
+from .layers import View, pretrained
 from .lengths import announce
-from .masks import Before, before
-from .names import is_ours
+from .masks import Before, before, described
+from .names import is_ours, short
 from .rope import Tables, build, exchange
 from .rotation import RotarySource
 from .trained import hides
@@ -48,17 +48,17 @@ from .trained import hides
 TABLE_BYTES = 2 << 30
 
 
-class RunningSection(dict[str, Any]):
-    """The longattn section of a model that runs it: what is written there would be saved, not run. Copies are plain dicts."""
+class Section(dict[str, Any]):
+    """What `config.longattn` shows of a model that runs it: what is written there would be saved, not run. Copies may."""
 
-    def __init__(self, section: dict[str, Any]) -> None:
-        super().__init__({k: self._held(v) for k, v in section.items()})
+    def __init__(self, shown: dict[str, Any]) -> None:
+        super().__init__({k: self._part(v) for k, v in shown.items()})
 
     @staticmethod
-    def _held(value: Any) -> Any:
+    def _part(value: Any) -> Any:
         if isinstance(value, list):
-            return [RunningSection._held(x) for x in value]
-        return RunningSection(value) if isinstance(value, dict) else value
+            return [Section._part(x) for x in value]
+        return Section(value) if isinstance(value, dict) else value
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
@@ -68,11 +68,14 @@ class RunningSection(dict[str, Any]):
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:  # transformers writes to its copies
-        return {k: copy.deepcopy(v, memo) for k, v in self.items()}
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return RunningSection, (dict(self),)
+        return dict, (dict(self),)
+
+
+def describes(config: Any) -> LongAttnConfig | None:
+    """The method that a config names and describes; None: it names none. ValueError: the two disagree."""
+    name = config._attn_implementation_internal
+    return LongAttnConfig.parse(short(name), described(config)) if is_ours(name) else None
 
 
 @dataclass(eq=False)
@@ -100,12 +103,11 @@ class AttentionState:
         elif value != 1 or self.strength is not None:
             self.strength = torch.tensor(value, dtype=torch.float64, device="cpu")
 
-    def publish(self, model: nn.Module) -> Plans:
+    def publish(self, view: View) -> Plans:
         """Let forward passes that begin from now on run what a model's modules say now."""
-        of = {m: plan for m in model.modules() if (plan := plan_of(m)) is not None and plan.state is self}
-        configs = all_configs(model)
-        names = {id(c): c._attn_implementation_internal for c in configs}
-        self.plans = Plans(self, of, tuple(configs), names)
+        names = {id(c): c._attn_implementation_internal for c in view.configs}
+        of = {x.module: plan for x in view.layers if (plan := plan_of(x.module)) is not None and plan.state is self}
+        self.plans = Plans(self, of, tuple(view.configs), names)
         return self.plans
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,7 +119,7 @@ class LayerPlan:
     """What one attention module does, decided when the method was put into the model."""
 
     state: AttentionState
-    section: dict[str, Any] | None  # the longattn section it was made from, by identity
+    whole: Any  # the model's config that it was made from: what its config object holds, by identity
     config: LongAttnConfig | None  # this layer's, or None if it is left alone
     reason: str = ""  # why it is left alone, or not remapped
     windowed: bool = False
@@ -154,13 +156,13 @@ class Plans:
     parts: dict[nn.Module, dict[str, nn.Module]] = field(default_factory=dict)
 
     @functools.cached_property
-    def _sections(self) -> list[tuple[Any, Any]]:
-        return list({id(m.config): (m.config, plan.section) for m, plan in self.of.items()}.values())
+    def _described(self) -> list[tuple[Any, Any]]:
+        return list({id(m.config): (m.config, plan.whole) for m, plan in self.of.items()}.values())
 
     @property
-    def shown(self) -> bool:
-        """Whether all configs still show the section that was planned; those that run no method need not."""
-        return all(c.longattn is section or not is_ours(c._attn_implementation_internal) for c, section in self._sections)
+    def hold(self) -> bool:
+        """Whether all configs still describe what was planned; those that run no method need not."""
+        return all(described(c) is whole or not is_ours(c._attn_implementation_internal) for c, whole in self._described)
 
 
 def plan_of(module: nn.Module) -> LayerPlan | None:
@@ -179,25 +181,21 @@ def state_of(model: nn.Module) -> AttentionState | None:
     return next((plan.state for m in model.modules() if (plan := plan_of(m)) is not None), None)
 
 
-def adapters_of(model: nn.Module) -> list[Any]:
-    """The configs of a model's adapters, which record its attention (see `record`)."""
-    return [*(vars(model).get("peft_config") or {}).values(), *vars(model).get("longattn_adapters", ())]
+class Undo:
+    """The entries that a change of a model's attention writes, as they were before."""
 
-
-class Snapshot:
-    """All entries of a model's modules, configs and adapters, and of its state."""
-
-    def __init__(self, model: nn.Module) -> None:
-        own = filter(None, [state_of(model), getattr(model, "generation_config", None)])
-        owners = (*all_configs(model), *adapters_of(model), *own, *model.modules())
-        hooks: tuple[str, ...] = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
-        hooks += ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-        inner = ("_modules", "_buffers", *hooks)
-        entries = [vars(x) for x in owners] + [vars(m)[name] for m in model.modules() for name in inner]
-        entries.append(vars(model).get("peft_config") or {})
+    def __init__(self, view: View) -> None:
+        owners = (*view.configs, *view.adapters, view.state, getattr(view.model, "generation_config", None))
+        entries = [vars(x) for x in owners if x is not None]
+        entries.append(vars(view.model).get("peft_config") or {})
+        entries += [vars(x.module) for x in view.layers] + [m._modules for m in view.modules]
+        turning = [m for m in view.modules if m._buffers]
+        entries += [entry for m in turning for entry in (vars(m), m._buffers)]  # some frequencies change with a forward pass
+        hooked = [view.inner, *turning, *(m for m in view.modules if isinstance(m, nn.Embedding))]
+        entries += [vars(m)[name] for m in hooked for name in HOOKS]
         self.entries = [(live, dict(live)) for live in entries]
 
-    def restore(self, names: tuple[str, ...] | None = None) -> None:
+    def __call__(self, names: tuple[str, ...] | None = None) -> None:
         """Put them back; or only those of these names."""
         for live, kept in self.entries:
             for name in [*live] if names is None else names:
@@ -205,6 +203,9 @@ class Snapshot:
             live.update(kept if names is None else {name: kept[name] for name in names if name in kept})
 
 
+#: Where a module keeps its hooks; ours are on rotary modules, position tables and the innermost model.
+HOOKS: tuple[str, ...] = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+HOOKS += ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 #: The entries that decide how calls are computed.
 CALLS = ("_attn_implementation_internal", "_longattn", "_longattn_before", "longattn_plan")
 
@@ -221,26 +222,29 @@ def turn(of: Any) -> threading.RLock:
 
 
 @contextmanager
-def changing(model: nn.Module) -> Iterator[None]:
+def changing(model: nn.Module) -> Iterator[View]:
     """A change of a model's attention, beside which no other thread changes it; afterwards passes begin under what it made."""
-    with turn(state_of(model) or model):
-        yield
-        if (state := state_of(model)) is not None:
-            state.publish(model)
+    base = pretrained(model)
+    with turn(state_of(base) or base):
+        view = View(base)
+        if own_configs(view):
+            view = View(base)
+        yield view
+        if (state := view.state) is not None:
+            state.publish(view)
 
 
 @contextmanager
-def transaction(model: nn.Module) -> Iterator[None]:
+def transaction(model: nn.Module) -> Iterator[View]:
     """A change, after an exception in which the model is as it was. RuntimeError: the method is disabled."""
-    with changing(model):
-        if is_disabled(model):
+    with changing(model) as view:
+        if view.state is not None and view.state.disabled is not None:
             raise RuntimeError("the model's method is disabled (disable_adapter): change it after enabling it again")
-        own_configs(model)
-        snapshot = Snapshot(model)
+        undo = Undo(view)
         try:
-            yield
+            yield view
         except BaseException:
-            snapshot.restore()
+            undo()
             raise
 
 
@@ -255,48 +259,49 @@ def enrol(model: nn.Module) -> None:
         _MODELS.add(model)
 
 
-def own_configs(model: nn.Module) -> None:
-    """Give a model copies of the configs that it shares with another one, which is not to change with it.
+def own_configs(view: View) -> bool:
+    """Give a model copies of the configs that it shares with another one, which is not to change with it; whether it did.
 
     `LlamaForCausalLM(config)` keeps the config that it is given, so two models may be built on one.
     """
-    modules, mine = set(model.modules()), all_configs(model)
+    modules, mine = set(view.modules), view.configs
     with _MODELS_LOCK:
         others = [other for other in _MODELS if modules.isdisjoint(other.modules())]
-    shared = {id(c) for other in others for c in all_configs(other)}
+    shared = {id(getattr(m, "config", None)) for other in others for m in other.modules()}
     if shared.isdisjoint(map(id, mine)):
-        return
+        return False
     memo: dict[int, Any] = {}
     copies = {id(c): copy.deepcopy(c, memo) for c in mine}
-    for c in mine:  # plans know their section by identity
+    for c in mine:  # plans know their config by identity
         copies[id(c)].__dict__ |= {k: c.__dict__[k] for k in ("_longattn", "_longattn_before") if k in c.__dict__}
-    if (state := state_of(model)) is not None and state.plans is not None:  # for the passes that run
-        names = state.plans.names
+    if view.state is not None and view.state.plans is not None:  # for the passes that run
+        names = view.state.plans.names
         names.update({id(copies[known]): names[known] for known in copies.keys() & names.keys()})
     for module in modules:
         vars(module).update({k: copies[id(v)] for k, v in vars(module).items() if id(v) in copies})
+    return True
 
 
-def release(model: nn.Module) -> None:
+def release(view: View) -> None:
     """Drop the plans of modules that no longer run a method, and with the last plan all guards."""
-    state = state_of(model)
-    for layer in layers_of(model):
+    state = view.state
+    for layer in view.layers:
         if not is_ours(layer.module.config._attn_implementation_internal):
             set_plan(layer.module, None)
-    if state is not None and state_of(model) is None:
+    if state is not None and view.state is None:
         for handle in (*state.guards, *state.remaps, *state.passes):
             handle.remove()
         with _MODELS_LOCK:
-            _MODELS.discard(model)
+            _MODELS.discard(view.model)
 
 
-def remember(model: PreTrainedModel, config: Any, implementation: str | None = None) -> Before:
+def remember(view: View, config: Any, implementation: str | None = None) -> Before:
     """Note on a config what it ran before a method came; None: nothing, so what transformers would pick for it.
 
     Whatever else ran (FlashAttention, FlexAttention, a kernel from the Hub) reads masks that ours cannot be turned into:
     layers that are left alone run transformers' pick then, and `describe` says so.
     """
-    owner = next((m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is config), model)
+    owner = next((m for m in view.modules if isinstance(m, PreTrainedModel) and m.config is config), view.model)
     pick = owner.get_correct_attn_implementation(None, is_init_check=True)
     if getattr(config, "attn_logit_softcapping", None):
         pick = "eager"  # older releases pick sdpa, which drops the cap
@@ -305,10 +310,10 @@ def remember(model: PreTrainedModel, config: Any, implementation: str | None = N
     return known
 
 
-def without_method(model: PreTrainedModel) -> list[tuple[Any, str]]:
+def without_method(view: View) -> list[tuple[Any, str]]:
     """The config objects that run a method, each with the implementation that it ran before."""
-    running = [c for c in all_configs(model) if is_ours(c._attn_implementation_internal)]
-    return [(c, (before(c) or remember(model, c)).implementation) for c in running]
+    running = [c for c in view.configs if is_ours(c._attn_implementation_internal)]
+    return [(c, (before(c) or remember(view, c)).implementation) for c in running]
 
 
 def is_disabled(model: nn.Module) -> bool:
@@ -322,29 +327,28 @@ def disable(model: nn.Module, rope_parameters: dict[str, Any] | None = None) -> 
     Args:
         rope_parameters: settings of the rotary encoding to use meanwhile; None leaves it as it is.
     """
-    base = pretrained(model)
-    with changing(base):
-        own_configs(base)
-        state, running = state_of(base), without_method(base)
+    with changing(model) as view:
+        base, state, running = view.model, view.state, without_method(view)
         if state is None or state.disabled is not None or not running:
             return
         tables = None if rope_parameters is None else exchange(base, build(base, rope_parameters))
-        longer = next((c.longattn.get("extended_to") for c, _ in running if c.longattn), None)
+        longer = next((x.extended_to for c, _ in running if isinstance(x := described(c), LongAttnConfig)), None)
         state.disabled = [(c, c._attn_implementation_internal) for c, _ in running], tables, longer
-        announce(base, None)
+        announce(view, None)
         for config, implementation in running:  # not by the property, which would switch a vision tower too
             config._attn_implementation_internal = implementation
 
 
 def enable(model: nn.Module) -> None:
     """Undo `disable`, if the method is disabled."""
-    with changing(base := pretrained(model)):
-        if (state := state_of(base)) is None or state.disabled is None:
+    with changing(model) as view:
+        state = view.state
+        if state is None or state.disabled is None:
             return
         implementations, tables, longer = state.disabled
         state.disabled = None
         for config, implementation in implementations:
             config._attn_implementation_internal = implementation
         if tables is not None:
-            exchange(base, tables)
-        announce(base, longer)
+            exchange(view.model, tables)
+        announce(view, longer)

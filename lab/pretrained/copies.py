@@ -91,6 +91,7 @@ def contents() -> Contents:
     `<!-- places: model length dtype | other -->`: every setting less the other, on the texts that chose nothing.
     `<!-- choosing: ... -->`: likewise, on those that did.
     `<!-- probe and copies: model length dtype -->`: mean losses on copies, beside those of a probe.
+    `<!-- copied better: model length dtype | one | other | what -->`: a number of a sentence, see `paired.told`.
     """
     rows = list(RowFile(RESULT))
 
@@ -104,7 +105,13 @@ def contents() -> Contents:
         found, (other,) = read(what, choosing)
         return paired.less(found, other, paired.halves, "prose within / beyond, by text")
 
+    def told(what: str) -> str:
+        head, _, number = what.rpartition(" | ")
+        found, (one, other) = read(head)
+        return paired.told(found, one, other, number, -1)
+
     return {
+        "copied better": told,
         "places": places,
         "choosing": lambda what: places(what, True),
         "probe and copies": lambda what: probed(read(what)[0]),

@@ -57,3 +57,26 @@ def halves(texts: list[tuple[Row, ...]]) -> str:
 
 def pieces(texts: list[tuple[Row, ...]]) -> str:
     return shown([a - b for one, other in texts for a, b in zip(one["prose"], other["prose"], strict=True)])
+
+
+def told(rows: list[Row], one: str, other: str, what: str, sign: int) -> str:
+    """A number of a sentence: how much better (sign -1) or worse (1) `one` is than `other`, which the rows must bear out.
+
+    Args:
+        what: "all", "near" or "far" copies (from up to the trained length back, from farther) or "prose": mean and interval;
+            behind it "mean" for the mean alone, and a number of digits other than two. Or "count": how many copies are better.
+    """
+    which, *form = what.split()
+    if which == "prose":
+        found = [a - b for x, y in by_text(rows, one, other) for a, b in zip(x["prose"], y["prose"], strict=True)]
+    else:
+        found = [
+            d for d, at, trained in pairs(rows, one, other) if which in ("all", "count") or (at > trained) == (which == "far")
+        ]
+    mean, half = mean_interval(found)
+    if not mean * sign > 0:
+        raise ValueError(f"a page says that {one} is {'worse' if sign > 0 else 'better'} than {other} ({what}): {mean:+.3f}")
+    if which == "count":
+        return f"{sum(d < 0 for d in found)} of {len(found)}"
+    digits = next((int(x) for x in form if x.isdigit()), 2)
+    return f"{abs(mean):.{digits}f}" + ("" if "mean" in form else f" ± {half:.{digits}f}")

@@ -190,6 +190,7 @@ def contents() -> Contents:
     `<!-- far copies: model length | other -->`: rows of longer segments, of texts that chose nothing, less the other; without
     adapters, or with `| label | ...` behind it these alone.
     `<!-- far choosing: ... -->`: likewise, on those that did.
+    `<!-- better: MODEL length [choosing] | one | other | what -->`, `worse`: a number of a sentence, see `paired.told`.
     """
     rows = runner.rows_of("reading-*.json")
 
@@ -208,7 +209,14 @@ def contents() -> Contents:
         named = [r for r in wanted if (r["name"] in (other, *only) if only else "adapter" not in r)]
         return paired.less(named, other, paired.pieces, "prose")
 
+    def told(what: str, sign: int) -> str:
+        (model, length, *choosing), (one, other, number) = parts(what)
+        wanted = [r for r in longer_segments(rows, int(length), bool(choosing)) if r["model"] == model]
+        return paired.told(wanted, one, other, number, sign)
+
     return {
+        "better": lambda what: told(what, -1),
+        "worse": lambda what: told(what, 1),
         "far copies": far,
         "far choosing": lambda what: far(what, True),
         "reading": lambda what: shown(*asked(what)),

@@ -58,12 +58,12 @@ def paged_attention(asked: Asked, query: Tensor, key: Tensor, value: Tensor, com
     """
     arguments, position_ids, kept = asked.more, asked.positions, asked.kept
     window = asked.module.config.sliding_window if asked.plan.windowed else None
-    assert position_ids is not None
     if arguments.get("block_table") is not None:
         raise NotImplementedError("continuous batching hands a block table to FlashAttention only: max_blocks_per_request=0")
     cu_k = arguments["cu_seq_lens_k"]
     if isinstance(cu_k, dict):  # a layer that reads the keys of another one does not update the cache, which picks them
         cu_k = cu_k["full_attention" if window is None else "sliding_attention"]
+    assert position_ids is not None
     position_ids = position_ids if position_ids.ndim == 2 else position_ids[0]
     out = None
     if (batches := kept.get(cu_k)) is None:

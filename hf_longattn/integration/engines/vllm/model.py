@@ -73,7 +73,7 @@ def attach(model: Any, planned: Mapping[str, tuple[LayerPlan, nn.Module | None]]
             layer.module.longattn = copy.deepcopy(parts).to(torch.get_default_dtype()).to_empty(device=like.device)
         rotary = plan.rotary
         if rotary is not None and rotary not in sources:
-            found = find_rotary(model, layer.module.config, layer.type)
+            found = find_rotary(model.modules(), layer.module.config, layer.type)
             assert found is not None
             sources[rotary] = RotarySource(found.module, found.buffer, rotary.convention, rotary.still)
         config, learned = of_these_heads(config, learned_parts(layer.module), layer.module)

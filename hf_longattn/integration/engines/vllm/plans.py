@@ -19,9 +19,9 @@ from ...layers import Layer, candidates_of, layers_of
 from ...model import apply
 from ...names import is_ours, short
 from ...rotation import RotarySource
-from ...state import LayerPlan, plan_of
+from ...state import LayerPlan, plan_of, set_plan
 from ...trained import ORIGINAL, rope_settings
-from ...verify import NOT_ROTATED, leave_unrotated
+from ...verify import NOT_ROTATED, unrotated
 
 #: Under this name an attention module of vLLM's model holds its `Part`.
 PART = "longattn_vllm"
@@ -133,19 +133,20 @@ def _settle(text: Any, model: nn.Module, remapped: list[Layer]) -> None:
             warnings.simplefilter("ignore")  # of a method that is not the checkpoint's
             rerope = LongAttnConfig.preset("rerope", window=1, stack=True, layers=tuple(x.index for x in remapped))
             layers = {x.index: plan_of(x.module) for x in candidates_of(apply(twin, rerope))}
-    alone: dict[RotarySource, list[Layer]] = {}
+    alone: dict[RotarySource, dict[nn.Module, LayerPlan]] = {}
     for layer in remapped:
         seen, plan = layers[layer.index], plan_of(layer.module)
         assert seen is not None
         assert plan is not None
         assert plan.rotary is not None
         if seen.reason == NOT_ROTATED:
-            alone.setdefault(plan.rotary, []).append(layer)
+            alone.setdefault(plan.rotary, {})[layer.module] = plan
         else:
             assert seen.rotary is not None
             plan.rotary.convention = seen.rotary.convention
     for source, still in alone.items():
-        leave_unrotated(source, still)
+        for module, own in unrotated(source, still).items():
+            set_plan(module, own)
 
 
 def _small(text: Any) -> Any:
