@@ -6,15 +6,20 @@ A `LongAttnConfig` has seven independent slots, applied in this order to every a
 
 Each slot holds one `Method` (a frozen dataclass in `hf_longattn.methods`) or None, which leaves that
 stage as the model has it.
+
+A config is written in one of two ways: as the dict of its slots (`to_dict`: JSON, YAML), or as a text, `read_text`:
+
+    METHOD[+METHOD...][:key=value[:key=value...]][@ROPE[:number...]]
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .slots.method import SLOTS, Heads, Method, ModelFacts, freeze, thaw
 from .slots.registry import did_you_mean, fixed_by, method, method_class, parameters_of
@@ -44,8 +49,8 @@ class LongAttnConfig:
             In a config that a model runs it is that number, and `trained` says where it is from.
         extended_to: how long a text the model is to read under it, which all its configs then say (`extend`); None: what they
             say without a method.
-        parts: configs (or dicts) for different layers, in place of slots: each names its `layers`, and one that does not
-            takes all others. The whole takes layers, backend and train_length from them.
+        parts: configs (or what `parse` takes) for different layers, in place of slots: each names its `layers`, and one that
+            does not takes all others. The whole takes layers, backend and train_length from them.
 
     Raises:
         ValueError: a parameter is invalid, or a method sits in a slot that is not its own.
@@ -65,6 +70,7 @@ class LongAttnConfig:
     trained: str = field(default="", repr=False, compare=False)
     extended_to: int | None = field(default=None, repr=False, compare=False)  # nothing that is computed depends on it
     version: int = field(default=FORMAT_VERSION, repr=False)
+    _methods: ClassVar[tuple[Method, ...]] = ()
 
     def __post_init__(self) -> None:
         if self.version != FORMAT_VERSION:
@@ -77,6 +83,8 @@ class LongAttnConfig:
         object.__setattr__(self, "layers", _layers(self.layers))
         if self.parts:
             self._take_parts()
+        filled = dict.fromkeys(m for x in self._each for slot in SLOTS if (m := getattr(x, slot)) is not None)
+        object.__setattr__(self, "_methods", tuple(filled))  # asked for at every layer of every pass
         for name in ("train_length", "extended_to"):
             length = getattr(self, name)
             if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
@@ -94,10 +102,11 @@ class LongAttnConfig:
 
     def _take_parts(self) -> None:
         """Check the parts, and say of the whole what they say of themselves."""
-        parts = tuple(x if isinstance(x, LongAttnConfig) else LongAttnConfig.parse(CUSTOM, x) for x in self.parts)
+        written = all(isinstance(x, (str, Mapping, LongAttnConfig)) for x in self.parts)
+        parts = tuple(map(LongAttnConfig.parse, self.parts)) if written else ()
         if filled := [slot for slot in SLOTS if getattr(self, slot) is not None]:
             raise ValueError(f"{filled[0]} is filled beside parts: a method of several layers goes into each of their parts")
-        if any(x.parts or not x.methods for x in parts):
+        if not parts or any(x.parts or not x.methods for x in parts):
             raise ValueError("each part is a config with a method and without parts; layers in no part stay as they are")
         named = [i for x in parts if not isinstance(x.layers, str) for i in x.layers]
         if twice := sorted({i for i in named if named.count(i) > 1}):
@@ -119,18 +128,19 @@ class LongAttnConfig:
             object.__setattr__(self, name, value)
 
     @property
+    def _each(self) -> tuple[LongAttnConfig, ...]:
+        """Its parts, or itself as the only one."""
+        return self.parts or (self,)
+
+    @property
     def methods(self) -> tuple[Method, ...]:
         """The filled slots, in the order in which they act; of a config with parts the methods of all."""
-        if self.parts:
-            return tuple(dict.fromkeys(m for x in self.parts for m in x.methods))
-        return tuple(m for slot in SLOTS if (m := getattr(self, slot)) is not None)
+        return self._methods
 
     @property
     def key_bands(self) -> tuple[KeyBands, ...]:
         """The methods that split the keys of a row into intervals: remaps and windows."""
-        if self.parts:
-            return tuple(dict.fromkeys(m for x in self.parts for m in x.key_bands))
-        return tuple(m for m in (self.positions, self.visibility) if m is not None)
+        return tuple(m for m in self._methods if m.slot in ("positions", "visibility"))  # type: ignore[misc]
 
     @property
     def remap(self) -> KeyBands | None:
@@ -150,19 +160,12 @@ class LongAttnConfig:
     @property
     def name(self) -> str:
         """The method names joined by "+", in slot order, parts by "|"; "longattn" when no slot is filled."""
-        parts = dict.fromkeys("+".join(m.name for m in x.methods) for x in self.parts or (self,))
+        parts = dict.fromkeys("+".join(m.name for m in x.methods) for x in self._each)
         return "|".join(parts) or CUSTOM
 
     @classmethod
-    def of(cls, method: str | LongAttnConfig, **parameters: Any) -> LongAttnConfig:
-        """A config from a name with its parameters, or another config with some changed: `preset` or `replace`."""
-        if isinstance(method, LongAttnConfig):
-            return method.replace(**parameters) if parameters else method
-        return cls.preset(method, **parameters)
-
-    @classmethod
     def preset(cls, name: str, **parameters: Any) -> LongAttnConfig:
-        """A config by name: one method, or several joined by "+" ("infoscale+cosscale").
+        """A config by name: one method, or several joined by "+" ("infoscale+cosscale"), with parameters here or in the text.
 
         Parameters go to the one method that has them; `layers`, `backend` and `extended_to` to the config, `train_length` to
         the config and to every method that has it.
@@ -171,8 +174,8 @@ class LongAttnConfig:
             ValueError: unknown name or parameter, two methods for one slot, or a parameter that two of
                 the methods share (then write the slots out).
         """
-        if not isinstance(name, str):
-            raise TypeError(f'a method is given by its name ("scale_invariant") or as a LongAttnConfig, got {name!r}')
+        name, own_parameters = named(name)
+        parameters = own_parameters | parameters
         common: dict[str, Any] = {k: parameters.pop(k) for k in ("layers", "backend", "extended_to") if k in parameters}
         by_slot: dict[str, str] = {}
         for part in () if name == CUSTOM else name.split("+"):
@@ -200,38 +203,48 @@ class LongAttnConfig:
         return cls(**{slot: method(part, **own[part]) for slot, part in by_slot.items()}, **common)  # type: ignore[arg-type]
 
     @classmethod
-    def parse(cls, name: str, section: Mapping[str, Any] | LongAttnConfig | None = None) -> LongAttnConfig:
-        """The config that an implementation name and a `longattn` section mean together.
+    def parse(
+        cls, what: str | Mapping[str, Any] | LongAttnConfig, section: Mapping[str, Any] | LongAttnConfig | None = None
+    ) -> LongAttnConfig:
+        """The config that is meant by any way to write one, and by what stands beside it.
 
-        The section may be None, flat parameters of the named methods, `{"preset": ..., parameters}`, or
-        the slots written out (the saved form).
+        Args:
+            what: a name with or without parameters ("rerope+infoscale", "rerope:window=4096"), the dict of its slots as
+                `to_dict` gives it, or a config.
+            section: parameters of what is named; or, as in a checkpoint, all slots written out, which must be of the methods
+                that are named ("longattn" stands for any).
 
         Raises:
             ValueError: the two disagree, or either is invalid.
+            TypeError: it is nothing of these.
         """
+        if isinstance(what, LongAttnConfig):
+            return what.replace(**section) if section else what  # type: ignore[arg-type]
+        if isinstance(what, Mapping):
+            return cls._of_slots(what)
+        name, parameters = named(what)
         if isinstance(section, LongAttnConfig):
             config = section
         elif not section:
-            return cls.preset(name)
+            return cls.preset(name, **parameters)
         elif not isinstance(section, Mapping):
             raise ValueError(f"longattn must be a dict, got {type(section).__name__}")
-        elif "preset" in section:
-            config = cls.preset(**{"name" if k == "preset" else k: v for k, v in section.items()})
-        elif {"version", "parts", *SLOTS} & section.keys():
-            config = cls.from_dict(section)
+        elif name == CUSTOM or {"version", "parts", *SLOTS} & section.keys():
+            config = cls._of_slots(section)
         else:
-            return cls.preset(name, **section)
-        named = {} if name == CUSTOM else {method_class(part): fixed_by(part) for part in name.split("+")}
-        other = named and named.keys() != {type(m) for m in config.methods}
-        if other or any(getattr(m, key) != value for m in config.methods for key, value in named.get(type(m), {}).items()):
+            return cls.preset(name, **{**parameters, **section})
+        stated = {} if name == CUSTOM else {method_class(part): fixed_by(part) for part in name.split("+")}
+        other = bool(stated) and stated.keys() != {type(m) for m in config.methods}
+        other |= any(getattr(m, key) != value for m in config.methods for key, value in stated.get(type(m), {}).items())
+        if other or (parameters and config.replace(**parameters) != config):
             raise ValueError(
-                f"attn_implementation names {name!r} but the longattn section describes {config.name!r}: use "
+                f"attn_implementation names {what!r} but the longattn section describes {config.name!r}: use "
                 f"attn_implementation={CUSTOM!r} to take the section as it is, or hf_longattn.apply(model, ...) to change it"
             )
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; `from_dict` gives back an equal config."""
+        """JSON-ready; `parse` gives back an equal config."""
         out: dict[str, Any] = {"version": self.version}
         if self.parts:
             out["parts"] = [x.to_dict() for x in self.parts]
@@ -243,15 +256,8 @@ class LongAttnConfig:
         return out if self.extended_to is None else out | {"extended_to": self.extended_to}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> LongAttnConfig:
-        """The config that `to_dict` wrote.
-
-        Raises:
-            ValueError: not a mapping, unknown keys, or an invalid parameter.
-        """
+    def _of_slots(cls, data: Mapping[str, Any]) -> LongAttnConfig:
         known = {f.name for f in fields(cls)}
-        if not isinstance(data, Mapping):
-            raise ValueError(f"a config is a mapping of slots, as to_dict gives it, not {data!r}")
         if unknown := sorted(set(data) - known):
             hint = did_you_mean(unknown[0], known)
             raise ValueError(f"unknown key(s) in longattn: {', '.join(unknown)}; {hint}known: {', '.join(sorted(known))}")
@@ -262,9 +268,14 @@ class LongAttnConfig:
 
         Of a config with parts, to every part that has it.
         """
-        if self.parts and changes.keys() != {"parts"}:
-            length = changes.pop("extended_to", self.extended_to)
-            return LongAttnConfig(parts=self._replaced_parts(changes), extended_to=length)
+        if self.parts:
+            length, parts = changes.pop("extended_to", self.extended_to), list(self.parts)
+            for key, value in changes.items():
+                has = [key in ("backend", "train_length") or any(hasattr(m, key) for m in x.methods) for x in parts]
+                if not any(has):
+                    raise ValueError(f"no part of {self.name} has a parameter {key!r}: give the whole list of configs anew")
+                parts = [x.replace(**{key: value}) if own else x for x, own in zip(parts, has, strict=True)]
+            return LongAttnConfig(parts=tuple(parts), extended_to=length)
         by_slot: dict[str, dict[str, Any]] = {}  # parameters of one method are checked together
         if "train_length" in changes:
             changes = {"trained": ""} | changes
@@ -280,15 +291,6 @@ class LongAttnConfig:
                 )
             by_slot.setdefault(owners[0].slot, {})[key] = value
         return dataclasses.replace(self, **{s: dataclasses.replace(getattr(self, s), **own) for s, own in by_slot.items()})
-
-    def _replaced_parts(self, changes: dict[str, Any]) -> tuple[LongAttnConfig, ...]:
-        out = list(self.parts)
-        for key, value in changes.items():
-            has = [key in ("backend", "train_length") or any(hasattr(m, key) for m in x.methods) for x in out]
-            if not any(has):
-                raise ValueError(f"no part of {self.name} has a parameter {key!r}: give the whole list of configs anew")
-            out = [x.replace(**{key: value}) if own else x for x, own in zip(out, has, strict=True)]
-        return tuple(out)
 
     def bind(self, facts: ModelFacts) -> LongAttnConfig:
         """Fill in what depends on the model and check everything against it.
@@ -341,11 +343,48 @@ class LongAttnConfig:
         return dataclasses.replace(self, **{m.slot: m.for_heads(heads) for m in self.methods})  # type: ignore[arg-type]
 
 
+def read_text(text: str) -> tuple[str, dict[str, Any], str]:
+    """The names, the parameters and the position encoding of a text in the grammar above; what is not there is empty.
+
+    Values are JSON ("true", "0.5", "[0, 2]"), anything else is a word.
+
+    Raises:
+        ValueError: a parameter is no key=value.
+    """
+    what, _, rope = text.strip().partition("@")
+    name, *pairs = what.split(":")
+    parameters = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"{pair!r} in {text!r} is not key=value")
+        try:
+            parameters[key] = json.loads(value)
+        except json.JSONDecodeError:
+            parameters[key] = value
+    return name, parameters, rope
+
+
+def named(text: Any) -> tuple[str, dict[str, Any]]:
+    """The names of methods and their parameters that a text holds.
+
+    Raises:
+        ValueError: a parameter is no key=value, or there is a position encoding, which is not of the attention.
+        TypeError: it is no text.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f'a method is given by its name ("scale_invariant") or as a LongAttnConfig, got {text!r}')
+    name, parameters, rope = read_text(text)
+    if rope:
+        raise ValueError(f"{text!r} changes the position encoding: leave out @{rope}, and see hf_longattn.rope")
+    return name, parameters
+
+
 def _method_in(slot: str, value: Any) -> Method | None:
     """What a slot is given as: a method, its dict form, or None."""
     if isinstance(value, Mapping):
-        if "name" not in value:
-            raise ValueError(f"{slot} is given as a dict without a 'name'")
+        if not isinstance(value.get("name"), str):
+            raise ValueError(f"{slot} is given as a dict without a 'name', which is a word")
         value = method(**value)
     if value is not None and not isinstance(value, Method):
         raise ValueError(f"{slot} must be a method, its dict form or None, got {value!r}")

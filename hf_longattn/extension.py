@@ -75,7 +75,7 @@ def extend(
         parameters["train_length"] = length_of(train_length)
     elif replaced is not None and replaced.train_length is not None:  # as it was told or read when that method came
         parameters["train_length"] = replaced.train_length
-    asked = None if method is None else LongAttnConfig.of(method, **parameters)
+    asked = None if method is None else LongAttnConfig.parse(method, parameters)
     told = parameters.get("train_length") if asked is None else asked.train_length
     facts = bound_in(view, LongAttnConfig(train_length=told))[1]
     config = default(facts, length, purpose, parameters) if asked is None else asked
@@ -90,10 +90,10 @@ def default(facts: ModelFacts, to: int, purpose: str = "both", parameters: Mappi
     given, trained = dict(parameters or {}), facts.train_length
     if purpose != "reading":
         pays = None if "stack" in given else temperature(facts, to, purpose)  # which could mean either
-        return LongAttnConfig.of(rerope_with(pays), **given)
+        return LongAttnConfig.parse(rerope_with(pays), given)
     if trained is not None:
         given = {"stretch": max(4.0, float(needed(trained // 2, trained, to)))} | given
-    return LongAttnConfig.of("leaky_rerope", **given)
+    return LongAttnConfig.parse("leaky_rerope", given)
 
 
 def _check(view: View, config: LongAttnConfig, facts: ModelFacts, length: int) -> None:

@@ -267,9 +267,9 @@ FIELDS = {f.name for f in dataclasses.fields(TrainingArguments)}
 CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in FIELDS else "gradient_checkpointing"
 #: Recipes: what every process does, and what one alone does to the same windows.
 PARALLEL = {
-    "sequence": ["method=logn", "parameters.learned=true", "packing=documents", "sequence_parallel=2"],
+    "sequence": ["method=logn:learned=true", "packing=documents", "sequence_parallel=2"],
     "checkpointing": ["method=output_layer_norm", "sequence_parallel=2", f"trainer.{CHECKPOINTING}=true"],
-    "windows": ["method=rerope", "parameters.window=8", "lora=null", "trainer.max_grad_norm=0.1"],
+    "windows": ["method=rerope:window=8", "lora=null", "trainer.max_grad_norm=0.1"],
 }
 RESUMED = ("sequence", "windows")
 

@@ -322,7 +322,7 @@ def test_adapters_follow_the_method(bases: dict[str, Path], tmp_path: Path) -> N
     m.save_pretrained(tmp_path / "updated")
     close(logits(peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "updated")), want, 1e-6)
     m.set_attn_implementation("longattn")
-    assert LongAttnConfig.from_dict(m.peft_config["default"].longattn).logit_map.tau == 40.0
+    assert LongAttnConfig.parse(m.peft_config["default"].longattn).logit_map.tau == 40.0
     with pytest.warns(UserWarning, match="learned parameters came after the adapter"):
         hf_longattn.apply(m, METHODS["learned"])
     with pytest.warns(UserWarning, match="dropping"):
@@ -542,7 +542,7 @@ def test_the_type_that_peft_refuses_is_on_disk_alone(bases: dict[str, Path], tmp
         config.save_pretrained(str(tmp_path / "a"))
         saved = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
         assert saved["peft_type"] == SAYS
-        assert LongAttnConfig.from_dict(saved["longattn"]) == PLAIN.replace(layers=PLAIN.layers)
+        assert LongAttnConfig.parse(saved["longattn"]) == PLAIN.replace(layers=PLAIN.layers)
         loaded = peft.PeftConfig.from_pretrained(tmp_path / "a")
         assert loaded.peft_type is config.peft_type is peft.PeftType.LORA
         assert loaded == config

@@ -33,7 +33,7 @@ def test_round_trip_through_json(case: str) -> None:
     config = CASES[case]
     data = json.loads(json.dumps(config.to_dict()))
     assert data["version"] == 1
-    back = LongAttnConfig.from_dict(data)
+    back = LongAttnConfig.parse(data)
     assert back == config
     assert hash(back) == hash(config)
     assert back.to_dict() == config.to_dict()
@@ -47,14 +47,14 @@ def test_every_method_has_a_preset(name: str) -> None:
     assert method.slot in SLOTS
     assert method.paper
     assert (config.layers, config.backend, config.name) == ((0, 2), "reference", method.name)
-    assert LongAttnConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert LongAttnConfig.parse(json.loads(json.dumps(config.to_dict()))) == config
 
 
 @pytest.mark.parametrize("name", sorted({method_class(n).name for n in method_names()}))
 def test_every_method_binds_and_binding_is_idempotent(name: str) -> None:
     bound = preset(name).bind(FACTS)
     assert bound.bind(FACTS) == bound
-    assert LongAttnConfig.from_dict(bound.to_dict()) == bound
+    assert LongAttnConfig.parse(bound.to_dict()) == bound
 
 
 def test_defaults_are_the_papers() -> None:
@@ -87,7 +87,9 @@ PARSED: dict[str, tuple[str, Any, LongAttnConfig]] = {
     "nothing": ("scale_invariant", None, preset("scale_invariant")),
     "empty": ("scale_invariant", {}, preset("scale_invariant")),
     "parameters": ("scale_invariant", {"tau": 20.0, "layers": "all"}, preset("scale_invariant", tau=20.0, layers="all")),
-    "preset": ("longattn", {"preset": "scale_invariant", "tau": 2.0}, preset("scale_invariant", tau=2.0)),
+    "text": ("scale_invariant+logn:tau=2.0:learned=true", None, preset("scale_invariant+logn", tau=2.0, learned=True)),
+    "both": ("scale_invariant:tau=2.0", {"decay": 0.5}, preset("scale_invariant", tau=2.0, decay=0.5)),
+    "dict": (CASES["calibrated"].to_dict(), None, CASES["calibrated"]),
     "saved": ("scale_invariant", CASES["calibrated"].to_dict(), CASES["calibrated"]),
     "slots": ("longattn", {"logit_map": {"name": "scale_invariant"}}, preset("scale_invariant")),
     "config": ("longattn", CASES["sinks"], CASES["sinks"]),
@@ -159,11 +161,11 @@ MISTAKES: dict[str, tuple[Any, list[str]]] = {
         ["tua", "it has", "tau"],
     ),
     "unknown parameter of a slot": (
-        lambda: LongAttnConfig.from_dict({"logit_map": {"name": "scale_invariant", "tua": 3.0}}),
+        lambda: LongAttnConfig.parse({"logit_map": {"name": "scale_invariant", "tua": 3.0}}),
         ["tua", "it has", "tau"],
     ),
-    "unknown key": (lambda: LongAttnConfig.from_dict({"version": 1, "logit": None}), ["logit", "known", "logit_map"]),
-    "slot without name": (lambda: LongAttnConfig.from_dict({"logit_map": {"tau": 3.0}}), ["logit_map", "name"]),
+    "unknown key": (lambda: LongAttnConfig.parse({"version": 1, "logit": None}), ["logit", "known", "logit_map"]),
+    "slot without name": (lambda: LongAttnConfig.parse({"logit_map": {"tau": 3.0}}), ["logit_map", "name"]),
     "slot of another": (lambda: LongAttnConfig(score=ScaleInvariant()), ["scale_invariant", "logit_map", "score"]),  # type: ignore[arg-type]
     "slot with a string": (lambda: LongAttnConfig(score="cosscale"), ["score", "cosscale", "dict form"]),  # type: ignore[arg-type]
     "two for one slot": (lambda: preset("scale_invariant+alibi"), ["scale_invariant", "alibi", "logit_map"]),
@@ -207,7 +209,7 @@ MISTAKES: dict[str, tuple[Any, list[str]]] = {
     "layers by a wrong word": (lambda: preset("scale_invariant", layers="full"), ["layers", "full_attention", "all"]),
     "layers a number": (lambda: preset("scale_invariant", layers=3), ["layers", "list of indices"]),
     "backend": (lambda: preset("scale_invariant", backend="warp"), ["warp", *BACKENDS]),
-    "newer format": (lambda: LongAttnConfig.from_dict({"version": 2}), ["version 2", "install"]),
+    "newer format": (lambda: LongAttnConfig.parse({"version": 2}), ["version 2", "install"]),
     "section of a wrong type": (lambda: LongAttnConfig.parse("scale_invariant", "tau=3"), ["longattn", "dict", "str"]),  # type: ignore[arg-type]
     "name and section disagree": (
         lambda: LongAttnConfig.parse("cosscale", preset("scale_invariant").to_dict()),

@@ -378,7 +378,7 @@ def test_settings_are_parsed_and_crossed(tmp_path: Path) -> None:
     assert setting.config == hf_longattn.LongAttnConfig.preset("infoscale+scale_invariant", tau=100, clamp=False)
     (tmp_path / "adapter").mkdir()
     file = tmp_path / "settings.yaml"
-    file.write_text("a: {method: logn, parameters: {clamp: false}}\nb: {adapter: adapter, rope: 'yarn:2'}\n")
+    file.write_text("a: logn:clamp=false\nb: {adapter: adapter, method: '@yarn:2'}\n")
     a, b = read_settings(file)
     assert a.config == hf_longattn.LongAttnConfig.preset("logn", clamp=False)
     assert b.adapter == str(tmp_path / "adapter")
@@ -386,7 +386,7 @@ def test_settings_are_parsed_and_crossed(tmp_path: Path) -> None:
 
 def test_a_settings_file_loses_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "settings.yaml"
-    file.write_text("a: {method: rerope}\nb: {rope: 'yarn:2'}\na: {method: infoscale}\n")
+    file.write_text("a: rerope\nb: '@yarn:2'\na: infoscale\n")
     with pytest.raises(ValueError, match=r"two settings called 'a'"):
         read_settings(file)
     file.write_bytes(b"\xef\xbb\xbfother: {model: trained}\nhub: {model: owner/name}\n")

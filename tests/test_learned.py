@@ -83,7 +83,7 @@ def logits(m: Any) -> Tensor:
 @pytest.mark.parametrize(("family", "case"), EVERY)
 def test_loading_a_base(family: str, case: str, how: str, bases: dict[str, Path]) -> None:
     name, parameters = LEARNED[case]
-    options: dict[str, Any] = {"attn_implementation": "longattn", "longattn": {"preset": name, **parameters}}
+    options: dict[str, Any] = {"attn_implementation": name, "longattn": parameters}
     if how == "slots_written_out":
         options["longattn"] = LongAttnConfig.preset(name, **parameters).to_dict()
     if how == "bfloat16":
@@ -378,7 +378,7 @@ def test_loading_offloaded(how: str, case: str, bases: dict[str, Path], tmp_path
         disturbed(m).save_pretrained(tmp_path / "ours")
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", **away)
     elif how == "with the method":
-        away |= {"attn_implementation": "longattn", "longattn": {"preset": name, **parameters}}
+        away |= {"attn_implementation": name, "longattn": parameters}
         again = AutoModelForCausalLM.from_pretrained(bases["llama"], **away)
     else:
         again = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(bases["llama"], **away), name, **parameters)

@@ -80,7 +80,7 @@ def test_they_are_changed_and_removed(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"config\.longattn was read when the method was put into the model"):
         m.config.longattn["parts"][0]["layers"] = [1]
     stock("llama").save_pretrained(tmp_path)
-    section = {"parts": [{"preset": "rerope", "window": 7, "layers": [0, 2]}, MAP.replace(strength=1.0).to_dict()]}
+    section = {"parts": ["rerope:window=7:layers=[0, 2]", MAP.replace(strength=1.0).to_dict()]}
     loaded = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="longattn", longattn=section)
     close(loaded(ids).logits, m(ids).logits)
     assert torch.equal(hf_longattn.remove(m)(ids).logits, stock("llama")(ids).logits)
@@ -134,7 +134,7 @@ def test_mistakes_are_answered(mistake: str) -> None:
 def test_a_whole_says_of_itself_what_its_parts_say() -> None:
     whole = LongAttnConfig(parts=(NEAR, MAP.replace(backend="tiled")))
     assert (whole.layers, whole.backend, whole.name) == ((0, 1, 2), "auto", "rerope|scale_invariant")
-    assert LongAttnConfig.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
+    assert LongAttnConfig.parse(json.loads(json.dumps(whole.to_dict()))) == whole
     assert whole.for_layer(1).logit_map == MAP.logit_map
     assert whole.for_layer(3) == LongAttnConfig()
     with pytest.raises(ValueError, match="leave it to them"):

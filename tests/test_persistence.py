@@ -63,7 +63,7 @@ def test_save_and_load_twice(family: str, case: str, tmp_path: Path) -> None:
         m.save_pretrained(tmp_path / step)
         section = saved(tmp_path / step)
         assert section["attn_implementation"].startswith("hf_longattn.")
-        assert LongAttnConfig.from_dict(section["longattn"]) == hf_longattn.config_of(m)
+        assert LongAttnConfig.parse(section["longattn"]) == hf_longattn.config_of(m)
         m = AutoModelForCausalLM.from_pretrained(tmp_path / step)
         assert hf_longattn.config_of(m) == hf_longattn.config_of(model(family, config))
         assert torch.equal(logits(m), want)
@@ -90,7 +90,7 @@ def test_canonical_name_by_hand() -> None:
     close(logits(m), expected("llama", CASES[DEFAULT], tokens()))
 
 
-@pytest.mark.parametrize("section", [None, SECTION, {"preset": "scale_invariant", **SECTION}, CONFIG.to_dict(), CONFIG])
+@pytest.mark.parametrize("section", [None, SECTION, CONFIG.to_dict(), CONFIG])
 @pytest.mark.parametrize("name", ["scale_invariant", "hf_longattn.scale_invariant"])
 def test_load_a_base_with_the_method(section: Any, name: str, base: Path) -> None:
     extra = {} if section is None else {"longattn": section}
@@ -98,6 +98,39 @@ def test_load_a_base_with_the_method(section: Any, name: str, base: Path) -> Non
     close(logits(m), expected("llama", CASES[DEFAULT] if section is None else CONFIG, tokens()))
     assert isinstance(m.config.longattn, dict)
     json.dumps(m.config.longattn)
+
+
+@pytest.mark.parametrize("way", ["loaded", "from a config", "switched"])
+def test_a_name_may_have_its_parameters_behind_it(way: str, base: Path, tmp_path: Path) -> None:
+    text = ":".join(["scale_invariant", *(f"{key}={value}" for key, value in SECTION.items())])
+    if way == "loaded":
+        m = AutoModelForCausalLM.from_pretrained(base, attn_implementation=text)
+    elif way == "from a config":
+        config = AutoConfig.from_pretrained(base, attn_implementation=text)
+        m = AutoModelForCausalLM.from_pretrained(base, config=config)
+    else:
+        m = AutoModelForCausalLM.from_pretrained(base)
+        m.set_attn_implementation(text)
+    assert m.config._attn_implementation == "scale_invariant"
+    close(logits(m), expected("llama", CONFIG, tokens()))
+    m.save_pretrained(tmp_path)
+    assert hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(tmp_path)) == hf_longattn.config_of(m)
+    with pytest.raises(ValueError, match="update"):
+        m.set_attn_implementation("scale_invariant:tau=3")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("scale_invariant:tua=3", "did you mean 'tau'"),
+        ("scale_invariant@yarn:2", r"leave out @yarn:2, and see hf_longattn\.rope"),
+        ("scale_invarant:tau=3", "did you mean 'scale_invariant'"),
+        ("scale_invariant:tau", "is not key=value"),
+    ],
+)
+def test_a_name_with_parameters_that_are_wrong(text: str, message: str, base: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(base, attn_implementation=text)
 
 
 def test_load_in_bfloat16(base: Path, tmp_path: Path) -> None:
@@ -189,7 +222,7 @@ def test_copies(tmp_path: Path) -> None:
 def test_saved_section_survives_a_json_round_trip_of_the_config() -> None:
     m = model("llama", CASES["calibrated"])
     data = json.loads(m.config.to_json_string())
-    assert LongAttnConfig.from_dict(data["longattn"]) == CASES["calibrated"]
+    assert LongAttnConfig.parse(data["longattn"]) == CASES["calibrated"]
     assert data["attn_implementation"] == "hf_longattn.scale_invariant"
     assert "longattn" not in stock("llama").config.to_dict()
 

@@ -716,7 +716,7 @@ def test_an_infinite_stretch_is_a_cap() -> None:
     by_head = config.replace(stretch=[math.inf, 2.0, (math.inf, 3.0), math.inf])
     for each, reach in ((config, None), (by_head, 7 + 2 * (512 - 7))):
         saved = json.dumps(each.to_dict(), allow_nan=False)
-        assert LongAttnConfig.from_dict(json.loads(saved)) == each
+        assert LongAttnConfig.parse(json.loads(saved)) == each
         assert each.positions is not None
         assert each.positions.reach(512) == reach
 

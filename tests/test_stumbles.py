@@ -234,10 +234,12 @@ def test_measure_takes_one_batch_as_well_as_several() -> None:
         assert torch.equal(hf_longattn.measure(stock("llama"), one).entropy, several.entropy)
 
 
-@pytest.mark.parametrize("data", [[1], "rerope", None])
-def test_a_config_is_made_of_a_mapping(data: Any) -> None:
-    with pytest.raises(ValueError, match="a config is a mapping of slots"):
-        LongAttnConfig.from_dict(data)
+@pytest.mark.parametrize("data", [[1], 3, None])
+def test_a_config_is_made_of_a_name_or_a_mapping(data: Any) -> None:
+    with pytest.raises(TypeError, match="a method is given by its name"):
+        LongAttnConfig.parse(data)
+    with pytest.raises(ValueError, match="each part is a config with a method"):
+        LongAttnConfig.parse({"parts": [data]})
 
 
 def test_describe_says_what_is_alike_once() -> None:

@@ -59,7 +59,7 @@ def test_a_name_like_none_of_ours_is_transformers_own_error(saved: Path) -> None
 
 
 def test_parameters_without_a_name_say_what_to_write(saved: Path) -> None:
-    for section in ({"tau": 20.0}, {"preset": "logn"}):
+    for section in ({"tau": 20.0}, {"clamp": False}):
         with pytest.raises(ValueError, match="needs the name of its method beside it: attn_implementation="):
             load(saved, longattn=section)
         with pytest.raises(ValueError, match="needs the name of its method"):
@@ -83,7 +83,7 @@ def test_parameters_without_a_name_say_what_to_write(saved: Path) -> None:
         (lambda m: hf_longattn.apply(m, "scale_invariant", tua=1.0), ValueError, "did you mean 'tau'?"),
         (lambda m: hf_longattn.apply(m, "logn", trainlength=9), ValueError, "did you mean 'train_length'?"),
         (lambda m: LongAttnConfig.preset("rerope").replace(windw=9), ValueError, "did you mean 'window'?"),
-        (lambda m: LongAttnConfig.from_dict({"logitmap": {}}), ValueError, "did you mean 'logit_map'?"),
+        (lambda m: LongAttnConfig.parse({"logitmap": {}}), ValueError, "did you mean 'logit_map'?"),
         (lambda m: LongAttnConfig(logit_map={"name": "alibi", "slope": 1}), ValueError, "did you mean 'slopes'?|it has"),
     ],
 )

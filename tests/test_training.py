@@ -137,8 +137,7 @@ def losses(metrics: dict[str, Any]) -> list[dict[str, float]]:
 def test_continue_lora(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     changes = {
-        "method": "scale_invariant",
-        "parameters__tau": 5.0,
+        "method": "scale_invariant:tau=5.0",
         "evaluation__lengths": "[32,64]",
         "evaluation__final_lengths": "[512]",
     }
@@ -176,7 +175,7 @@ def test_continue_lora(tiny: Path, tmp_path: Path) -> None:
 READS: dict[str, tuple[dict[str, Any], int]] = {
     "skipped positions": ({}, 1024),
     "to a target": ({"skip__target_length": 640}, 640),
-    "no farther than the method": ({"method": "self_extend", "parameters__group": 2, "parameters__window": 64}, 448),
+    "no farther than the method": ({"method": "self_extend:group=2:window=64"}, 448),
     "longer windows": ({"positions": "plain", "length": 320}, 320),
     "windows within": ({"positions": "plain"}, 256),
     "a method that extends nothing": ({"method": "infoscale"}, 256),
@@ -211,7 +210,7 @@ RESUMED = {
     "distillation under p-RoPE": (
         "convert_distill",
         settings,
-        {"method": "scale_invariant", "rope__kind": "prope", "parameters__sink_tokens": 1},
+        {"method": "scale_invariant:sink_tokens=1@prope:0.5"},
     ),
     "skip": (
         "continue_lora",
@@ -228,7 +227,7 @@ RESUMED = {
     "frozen": (
         "needle_lora",
         settings,
-        {"length": 300, "lora": "null", "freeze": True, "method": "logn", "parameters__learned": True},
+        {"length": 300, "lora": "null", "freeze": True, "method": "logn:learned=true"},
     ),
     "muon": ("pretrain_small", small, {}),
     "learned": ("pretrain_small", small, {"architecture__position": "logn_prope"}),
@@ -323,7 +322,7 @@ def test_needle_lora(tiny: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_freeze(tiny: Path, tmp_path: Path) -> None:
     """Nothing but a method's learned parameters moves."""
-    learned = {"lora": "null", "freeze": True, "method": "logn", "parameters__learned": True, "length": 300}
+    learned = {"lora": "null", "freeze": True, "method": "logn:learned=true", "length": 300}
     result = command("needle_lora", *settings(tiny, tmp_path / "out", **learned, trainer__learning_rate=0.02))
     assert result.exit_code == 0, result.output
     assert "parameters, 0.0k trained" in result.output
@@ -333,13 +332,12 @@ def test_freeze(tiny: Path, tmp_path: Path) -> None:
     assert all((p != 1).any() for p in factors.values())
     assert all(torch.equal(p, m.get_parameter(name)) for name, p in base.named_parameters())
     for changes, message in (
-        ({"method": "infoscale", "parameters": "{}"}, "freeze leaves nothing to train: infoscale has no learned parameters"),
-        ({"parameters__learned": False}, "freeze leaves nothing to train: logn"),
-        ({"method": None, "parameters": "{}"}, "freeze leaves the method's learned parameters to train"),
+        ({"method": "infoscale"}, "freeze leaves nothing to train: infoscale has no learned parameters"),
+        ({"method": "logn"}, "freeze leaves nothing to train: logn"),
+        ({"method": None}, "freeze leaves the method's learned parameters to train"),
         ({"lora": "{r: 4}"}, "neither lora nor optimizer"),
     ):
-        kept = {k: v for k, v in learned.items() if not (k == "parameters__learned" and "parameters" in changes)}
-        result = command("needle_lora", *settings(tiny, tmp_path / "never", **kept | changes))
+        result = command("needle_lora", *settings(tiny, tmp_path / "never", **learned | changes))
         assert (result.exit_code, (tmp_path / "never").exists()) == (2, False)
         assert message in " ".join(result.output.split())
 
@@ -401,12 +399,12 @@ def test_dry_run_loads_no_weights(tiny: Path, tmp_path: Path, monkeypatch: pytes
 REFUSED = {
     "Did you mean: 'method'": ["methdo=alibi"],
     "Did you mean: 'alpha'": ["lora.alhpa=3"],
-    "did you mean 'learning_rate'": ["trainer.learning_rat=1"],
+    "Did you mean: 'learning_rate'": ["trainer.learning_rat=1"],
     "write trainer.learning_rate": ["learning_rate=1"],
     "not an override": ["steps"],
     "could not be converted to Integer": ["length=long"],
     "unknown method 'scale'": ["method=scale"],
-    "no parameter 'tua'": ["parameters.tua=3"],
+    "no parameter 'tua'": ["method=scale_invariant:tua=3"],
     "there is no file": ["data=missing.txt"],
     "trained at 256 tokens; windows of 512": ["length=512", "distill.weight=0.5"],
     "shorter than one window": ["length=100000"],
@@ -525,7 +523,7 @@ def test_a_recipe_puts_the_start_of_a_text_where_the_tokenizer_does(tiny: Path, 
     starting.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=starting, bos_token="<s>", eos_token="</s>", unk_token="?")
     (tmp_path / "text.txt").write_text("a b " * 200)
-    changes = {"data": tmp_path / "text.txt", "heldout": None, "positions": "plain", "parameters": "{}"}
+    changes = {"data": tmp_path / "text.txt", "heldout": None, "positions": "plain"}
     data = Data(load_recipe("continue_lora", settings(tiny, tmp_path / "out", **changes)), tokenizer)
     assert data.start == [0]
     assert data.train[3]["input_ids"].tolist()[:4] == [0, 2, 1, 2]  # 31 words a row: an odd number
@@ -551,7 +549,7 @@ def test_packed_documents_do_not_see_each_other() -> None:
 def test_packed_documents_of_a_recipe_do_not_see_each_other(tiny: Path, tmp_path: Path) -> None:
     """The first step's loss, before anything is learned, is that of every document alone."""
     changes = {"packing": "documents", "data": tiny / "table.jsonl", "trainer__max_steps": 1, "trainer__save_steps": 1}
-    changes |= {"positions": "plain", "method": None, "parameters": "{}", "strength": None, "evaluation__compare": False}
+    changes |= {"positions": "plain", "method": None, "strength": None, "evaluation__compare": False}
     overrides = settings(tiny, tmp_path / "out", **changes)
     metrics = trained("continue_lora", overrides)
     prepared = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "again", **changes)))
@@ -775,7 +773,7 @@ def test_calibration_and_strength(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_strength_schedule_beside_a_remap(tiny: Path, tmp_path: Path) -> None:
-    changes = {"method": "rerope+scale_invariant", "parameters__window": 16, "strength__start": 0.1}
+    changes = {"method": "rerope+scale_invariant:window=16", "strength__start": 0.1}
     trained("continue_lora", settings(tiny, tmp_path / "out", evaluation__compare=False, **changes))
     found = hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
     assert (found.logit_map.strength, found.positions.window) == (1.0, 16)

@@ -111,7 +111,7 @@ def calibrate(
     Raises:
         ValueError: none of the methods has anything to calibrate.
     """
-    config = LongAttnConfig.of(method, **parameters)
+    config = LongAttnConfig.parse(method, parameters)
     texts = _batches(batches)
     changes: dict[str, Any] = {}
     remap, logit_map, norm = config.positions, config.logit_map, config.output_norm

@@ -157,7 +157,7 @@ def what_runs(method: LongAttnConfig | None, config: Any) -> Iterator[Finding]:
         return
     name = method.name
     section = getattr(text, "longattn", None)
-    same = section is not None and LongAttnConfig.from_dict(dict(section)).name == name
+    same = section is not None and LongAttnConfig.parse(dict(section)).name == name
     if not is_ours(runs) or not same:
         lost = f"the checkpoint records {name} and is loaded under {runs}: its attn_implementation was lost or overruled"
         yield Finding("method", f'{lost}. Load it with attn_implementation="longattn", and save it again', PROBLEM)

@@ -1,28 +1,25 @@
-"""Settings: a model as it is to be measured, in one short string or one entry of a YAML file.
-
-    METHOD[:key=value[:key=value...]][@ROPE[:factor]]
+"""Settings: a model as it is to be measured, in one short text, or one entry of a YAML file.
 
     unmodified                            the model as it is
-    scale_invariant:tau=100:decay=0.5     a method and its parameters
+    scale_invariant:tau=100:decay=0.5     a method and its parameters (`config.read_text`)
     infoscale+cosscale                    several, in different slots
     @yarn:2                               YaRN for twice the trained length, no method
     infoscale:stack=true@yarn:2           both
 
-Commas separate settings, colons parameters. Values are JSON (`true`, `0.5`), anything else is a word; lists need a file.
-A YAML file maps names to entries with the fields of `Setting`.
+Commas separate settings. A YAML file maps names to texts, or to mappings: `method`, such a text or the slots written out,
+`adapter`, `model` and `train_length`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from ..checks import read_text
-from ..config import LongAttnConfig
+from ..checks import read_text as content_of
+from ..config import LongAttnConfig, read_text
 from ..slots.registry import did_you_mean
 
 UNMODIFIED = "unmodified"
@@ -75,8 +72,7 @@ class Setting:
         """What `apply` gets."""
         if self.method is None:
             return None
-        method = self.method if isinstance(self.method, str) else LongAttnConfig.from_dict(self.method)
-        config = LongAttnConfig.of(method, **self.parameters)
+        config = LongAttnConfig.parse(self.method, self.parameters)
         return config if config.train_length else dataclasses.replace(config, train_length=self.train_length)
 
     @property
@@ -90,27 +86,36 @@ class Setting:
         return {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items() if v not in (None, {})}
 
     @classmethod
-    def parse(cls, text: str) -> Setting:
-        """A setting from its string.
+    def parse(cls, text: str, name: str | None = None) -> Self:
+        """A setting from its text, by which it is called unless it gets a name.
 
         Raises:
             ValueError: unknown method, parameter or position encoding; the message says what is near.
         """
-        what, at, encoding = text.strip().partition("@")
-        name, *pairs = what.split(":")
-        if name in ("", UNMODIFIED):
-            if pairs or (not name and not at):
+        method, parameters, rope = read_text(text)
+        if method in ("", UNMODIFIED):
+            if parameters or (not method and not rope):
                 raise ValueError(f"{text!r} names no method; write {UNMODIFIED}, a method, or @yarn:2")
-            method = None
-        else:
-            method = name
-        parameters = {}
-        for pair in pairs:
-            key, equals, value = pair.partition("=")
-            if not equals:
-                raise ValueError(f"{pair!r} in {text!r} is not key=value")
-            parameters[key] = _value(value)
-        return cls(text.strip() or UNMODIFIED, method, parameters, encoding if at and encoding != PLAIN else None)
+            method = ""
+        rope = "" if rope == PLAIN else rope
+        return cls(name=name or text.strip(), method=method or None, parameters=parameters, rope=rope or None)
+
+    @classmethod
+    def entry(cls, name: str, entry: Any) -> Self:
+        """A setting from what stands under its name in a file: a text, None, or a mapping (see above).
+
+        Raises:
+            ValueError: as `parse`, or it is nothing of these.
+        """
+        entry = entry if isinstance(entry, Mapping) else {"method": entry}
+        known = {f.name for f in dataclasses.fields(cls)} - {"name", "parameters", "rope"}
+        if unknown := sorted(map(str, entry.keys() - known)):
+            hint = did_you_mean(unknown[0], known)
+            raise ValueError(f"{name!r} has no {unknown[0]!r}; {hint}it has: {', '.join(sorted(known))}")
+        method, others = entry.get("method"), {k: v for k, v in entry.items() if k != "method"}
+        if isinstance(method, str):
+            return dataclasses.replace(cls.parse(method, name), **others)
+        return cls(name=name, method=method, **others)
 
 
 def parse_settings(
@@ -155,7 +160,7 @@ def read_settings(file: Path) -> list[Setting]:
     """The settings of a YAML file: a mapping from names to entries; relative paths start at the file."""
     yaml = _yaml()
     try:
-        text = read_text(file)
+        text = content_of(file)
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{file} is not valid YAML: {error}") from None
@@ -164,18 +169,22 @@ def read_settings(file: Path) -> list[Setting]:
     names = [key.value for key, _ in yaml.compose(text, Loader=yaml.SafeLoader).value]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"{file} has two settings called {twice[0]!r}, and YAML would keep the last: rename one")
-    out = []
+    settings = []
     for name, entry in data.items():
-        entry = {} if entry is None else entry
-        known = {f.name for f in dataclasses.fields(Setting)} - {"name"}
-        if not isinstance(entry, dict) or set(entry) - known:
-            raise ValueError(f"{file}: {name!r} must be a mapping with keys among {', '.join(sorted(known))}; got {entry!r}")
-        if isinstance(entry.get("adapter"), str):
-            entry = entry | {"adapter": str(file.parent / entry["adapter"])}
-        if isinstance(entry.get("model"), str) and (folder := file.parent / entry["model"]).is_dir():
-            entry = entry | {"model": str(folder)}
-        out.append(Setting(str(name), **entry))
-    return out
+        try:
+            setting = Setting.entry(str(name), _beside(file, entry))
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
+        settings.append(setting)
+    return settings
+
+
+def _beside(file: Path, entry: Any) -> Any:
+    """An entry of a file whose folders are found from where the file is."""
+    if not isinstance(entry, Mapping):
+        return entry
+    folders = {key: file.parent / entry[key] for key in ("adapter", "model") if isinstance(entry.get(key), str)}
+    return {**entry, **{key: str(path) for key, path in folders.items() if key == "adapter" or path.is_dir()}}
 
 
 def parse_rope(text: str) -> tuple[str, list[float]]:
@@ -192,13 +201,6 @@ def parse_rope(text: str) -> tuple[str, list[float]]:
     if not fewest <= len(values) <= most or len(values) < len(numbers):
         raise ValueError(f"{text!r}: {name} takes {'no number' if not most else f'one number, as in {name}:2'}")
     return name, values
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 def _yaml() -> Any:

@@ -52,7 +52,7 @@ def apply(
     """
     if isinstance(method, (list, tuple)):
         method = LongAttnConfig(parts=tuple(method))
-    config = LongAttnConfig.of(method, **parameters)
+    config = LongAttnConfig.parse(method, parameters)
     with change(model) as view:
         _put(view, config, set() if isinstance(config.layers, str) else _changed(view))
     return model

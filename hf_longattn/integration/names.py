@@ -1,7 +1,8 @@
 """The names under which transformers finds us.
 
 Every method and every combination ("rerope+infoscale") has a short name and a canonical one ("hf_longattn.scale_invariant"),
-which is what a checkpoint stores: without this package, loading fails with a message that names it.
+which is what a checkpoint stores: without this package, loading fails with a message that names it. Where a name is asked for,
+parameters may stand behind it ("rerope:window=4096"); they go into the section.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ def _register(alias: str) -> None:
 def register_combination(implementation: Any) -> None:
     """Make a combination of methods known under its name, once somebody uses it."""
     if isinstance(implementation, str) and "+" in implementation and is_ours(implementation):
-        _register(short(implementation))
+        _register(methods_in(implementation))
 
 
 def hint(name: Any) -> str:
     """What to write in place of a name that transformers does not know, if it looks like one of ours."""
-    parts = short(name).split("+") if isinstance(name, str) else []
+    parts = methods_in(name).split("+") if isinstance(name, str) else []
     if len(parts) > 1:
         unknown = [x for x in parts if x not in method_names()]
         meant = "".join(did_you_mean(x.replace("-", "_"), method_names()) for x in unknown)
         return f"{', '.join(map(repr, unknown))} is no method; {meant}" if len(unknown) < len(parts) else ""
     names = (CUSTOM, *method_names())
-    meant = did_you_mean(short(name).replace("-", "_"), names) if parts else ""
+    meant = did_you_mean(parts[0].replace("-", "_"), names) if parts else ""
     if isinstance(name, str) and name.startswith(PREFIX):
         meant += f"{short(name)} may be a method that lives elsewhere: hf_longattn.register(...) it before you load; "
     return f"{meant}methods of hf_longattn: {', '.join(sorted(names))}" if meant else ""
@@ -60,12 +61,17 @@ def is_ours(implementation: str | None) -> bool:
     """Whether a name is one of ours: that of a method, of several joined by "+", or of a longattn section."""
     if implementation is None:
         return False
-    name = short(implementation)
+    name = methods_in(implementation)
     return name == CUSTOM or set(name.split("+")) <= set(method_names())
 
 
 def short(implementation: str) -> str:
     return implementation.removeprefix(PREFIX)
+
+
+def methods_in(implementation: str) -> str:
+    """A short name without the parameters behind it."""
+    return short(implementation).partition(":")[0].partition("@")[0]
 
 
 def name_for(config_name: str) -> str:

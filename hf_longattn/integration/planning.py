@@ -125,7 +125,7 @@ def _refuse_part(name: str, part: LongAttnConfig, candidates: list[Layer], chose
     if not part.methods:
         raise ValueError(
             f"attn_implementation={CUSTOM!r} takes its method from the longattn section, and that fills no slot: pass "
-            'longattn={"preset": ...} or the slots written out'
+            'longattn={"positions": {"name": "rerope", ...}, ...}, or name it'
         )
     if not chosen:
         raise ValueError(

@@ -50,7 +50,7 @@ def method_in(saved: Mapping[str, Any]) -> LongAttnConfig | None:
     names = name.values() if isinstance(name, dict) else [name]
     if (ours := next(filter(is_ours, names), None)) is not None:
         return LongAttnConfig.parse(short(ours), section)
-    return LongAttnConfig.from_dict(section) if section else None
+    return LongAttnConfig.parse(section) if section else None
 
 
 def computed(config: LongAttnConfig | None, scheduled: Collection[str] = ()) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config import CUSTOM, LongAttnConfig
+from ..config import CUSTOM, LongAttnConfig, named
 from ..slots.method import SLOTS
 from ..slots.registry import parameters_of
 from ..telling import warn
@@ -21,7 +21,7 @@ from .layers import View, language_config
 from .lengths import announce, announce_beside
 from .masks import described
 from .model import change, running_in, warn_of_lost_softcap, warn_untrained
-from .names import PREFIX, TRIPWIRE, hint, is_ours, register_combination, short
+from .names import PREFIX, TRIPWIRE, hint, is_ours, methods_in, register_combination, short
 from .passes import implementation_in_pass
 from .planning import keep_parts, prepare, refuse_name
 from .resume import load_checkpoint
@@ -159,6 +159,8 @@ def _get_correct_attn_implementation(
     original: Callable[..., str], self: Any, requested: Any, *args: Any, **kwargs: Any
 ) -> str:
     register_combination(requested)
+    if isinstance(requested, str) and is_ours(requested) and methods_in(requested) != short(requested):
+        requested = _put_parameters(language_config(self.config), short(requested))
     try:
         return original(self, requested, *args, **kwargs)
     except ValueError as error:
@@ -167,11 +169,24 @@ def _get_correct_attn_implementation(
         raise
 
 
+def _put_parameters(config: PreTrainedConfig, implementation: str) -> str:
+    """The name in a text with parameters, which go into the config's section; ValueError where slots stand there already."""
+    name, parameters = named(implementation)
+    section = config.longattn or {}
+    if {"version", "parts", *SLOTS} & section.keys():
+        raise ValueError(
+            f"attn_implementation={implementation!r} stands beside a longattn section that has all parameters: "
+            "hf_longattn.update(model, ...) changes them, hf_longattn.apply(model, ...) takes another method"
+        )
+    config.longattn = section | parameters
+    return name
+
+
 def _refuse_parameters(config: PreTrainedConfig | None, kwargs: dict[str, Any]) -> None:
     """Parameters of a method beside its name would reach the model's constructor, which knows nothing of them."""
     named = getattr(config, "_attn_implementation", None)  # auto classes read the name into the config
     if name := _ours_in(kwargs.get("attn_implementation", named)):
-        methods = [] if short(name) == CUSTOM else short(name).split("+")
+        methods = [] if methods_in(name) == CUSTOM else methods_in(name).split("+")
         known = {"layers", "backend", "train_length"}.union(*map(parameters_of, methods))
         if given := {k: kwargs[k] for k in kwargs.keys() & known}:
             raise TypeError(f"{', '.join(given)} is for the method, not for the model: pass longattn={given}")
@@ -224,10 +239,9 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     ours = any(is_ours(c._attn_implementation_internal) for c in (self.config, language_config(self.config)))
     if (section := self.config.longattn) and not ours:
         if not {"version", *SLOTS} & section.keys():  # parameters as they are typed, not what a checkpoint saved
-            name = "longattn" if "preset" in section else "scale_invariant"
             raise ValueError(
-                f'longattn={section} needs the name of its method beside it: attn_implementation="{name}"'
-                + ", or whichever it is" * (name != "longattn")
+                f'longattn={section} needs the name of its method beside it: attn_implementation="scale_invariant", '
+                "or whichever it is"
             )
         warn(
             f"config.longattn is set, but the model runs {self.config._attn_implementation!r}, without the "

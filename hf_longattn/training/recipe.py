@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from ..checks import read_text
 from ..evaluation.settings import UNMODIFIED, Setting
@@ -17,7 +16,7 @@ from ..slots.method import require_in
 from ..slots.registry import did_you_mean
 
 #: Numbers that an optimiser refuses below zero, long after the start.
-NOT_NEGATIVE = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")
+NOT_NEGATIVE = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"}
 RECIPES = ("continue_lora", "convert_distill", "needle_lora", "pretrain_small", "pretrain_304m")
 
 
@@ -28,21 +27,6 @@ class Hub:
     config: str | None = None  # the configuration of a Hub data set ("en" of allenai/c4)
     column: str = "text"  # the column that holds the text
     streaming: bool = False  # read as training goes, without storing
-
-
-@dataclass
-class Rope:
-    """A change to the model's rotary encoding (see `hf_longattn.rope`); the teacher of a distillation keeps the old one."""
-
-    kind: Literal["prope", "nope", "ntk", "linear", "yarn", "cope"] = "prope"
-    fraction: float = 0.5  # prope: share of the pairs that still rotate, highest frequencies first
-    theta: float | None = None  # prope: a new base
-    factor: float = 2.0  # ntk, linear, yarn: how many times longer
-    pairs: int | None = None  # cope: how many pairs fade out, lowest frequencies last
-
-    def __str__(self) -> str:
-        numbers = {"prope": (self.fraction, self.theta), "nope": (), "cope": (self.pairs,)}.get(self.kind, (self.factor,))
-        return ":".join([self.kind, *(str(n) for n in numbers if n is not None)])
 
 
 @dataclass
@@ -112,7 +96,7 @@ class Architecture:
     width: int = 768
     heads: int = 6
     mlp: int = 4  # hidden width of the feed-forward blocks, in widths
-    position: str = "scale_invariant_prope"
+    position: str = "scale_invariant_prope"  # one of POSITIONS, with parameters of its method behind it (":tau=100")
     rope_theta: float = 10_000.0  # RoPE's base
     prope_fraction: float = 0.5
     prope_effective_base: float = 1024.0  # p-RoPE's lowest frequency is 1 over it
@@ -121,12 +105,14 @@ class Architecture:
     @property
     def setting(self) -> Setting:
         """Of `position`; ValueError if there is none of that name."""
-        if self.position not in POSITIONS:
-            raise ValueError(f"unknown architecture.position {self.position!r}; choose one of {', '.join(POSITIONS)}")
+        name, colon, parameters = self.position.partition(":")
+        if name not in POSITIONS:
+            raise ValueError(f"unknown architecture.position {name!r}; choose one of {', '.join(POSITIONS)}")
+        method, at, rope = POSITIONS[name].partition("@")
         theta = self.prope_theta
-        if theta is None and "prope_theta" in POSITIONS[self.position]:
+        if theta is None and "prope_theta" in rope:
             theta = theta_of(self.prope_effective_base, self.prope_fraction, self.width // self.heads)
-        return Setting.parse(POSITIONS[self.position].format(**vars(self) | {"prope_theta": theta}))
+        return Setting.parse(method + colon + parameters + at + rope.format(**vars(self) | {"prope_theta": theta}))
 
 
 @dataclass
@@ -178,9 +164,7 @@ class Recipe:
     skip: Skip = field(default_factory=Skip)
     needle: Needles | None = None
 
-    method: str | None = None
-    parameters: dict[str, Any] = field(default_factory=dict)
-    rope: Rope | None = None
+    method: Any = None  # "rerope+infoscale:window=4096", "scale_invariant@prope:0.5", or the slots written out
     strength: Strength | None = None
     calibrate: int = 0  # tokens to measure attention on before training; 0: none
     lora: Lora | None = None
@@ -200,10 +184,7 @@ class Recipe:
         Raises:
             ValueError: unknown method, parameter or position, or parameters without a method.
         """
-        if self.architecture is None:
-            return Setting(self.name, self.method, self.parameters, None if self.rope is None else str(self.rope))
-        own = self.architecture.setting
-        return dataclasses.replace(own, parameters={**own.parameters, **self.parameters})
+        return Setting.entry(self.name, {"method": self.method}) if self.architecture is None else self.architecture.setting
 
     @property
     def lengths(self) -> list[int]:
@@ -253,7 +234,7 @@ def load_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
         if not isinstance(file, DictConfig):
             raise ValueError(f"{path} is not a recipe: a recipe maps keys to values")
         given = OmegaConf.merge(file, OmegaConf.from_dotlist(list(overrides)))
-        _no_trainer_keys_outside(OmegaConf.to_container(given))
+        _check_keys(given)
         recipe: Recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), given))  # type: ignore[assignment]
     except yaml.YAMLError as error:
         raise ValueError(f"{path.name} or an override is not valid YAML: {error}") from None
@@ -285,10 +266,10 @@ def check(recipe: Recipe) -> None:
 def _check_inputs(recipe: Recipe) -> None:
     if (recipe.model is None) == (recipe.architecture is None):
         raise ValueError("give a model (model=NAME or a directory) to adapt, or an architecture to train from scratch")
-    if recipe.architecture is not None and (recipe.tokenizer is None or recipe.lora or recipe.rope or recipe.method):
+    if recipe.architecture is not None and (recipe.tokenizer is None or recipe.lora or recipe.method):
         raise ValueError(
             "an architecture needs a tokenizer (tokenizer=bytes needs no files), and takes its method and rotary encoding "
-            "from architecture.position; lora, rope and method are for pretrained models"
+            "from architecture.position; lora and method are for pretrained models"
         )
     if recipe.data is None:
         raise ValueError("data is missing: give text files or a data set, data=FILE or data=OWNER/NAME:SPLIT")
@@ -367,6 +348,8 @@ def _check_trainer(recipe: Recipe) -> None:
         require_in("schedule.warmup + schedule.cooldown", recipe.schedule.warmup + recipe.schedule.cooldown, 0.0, 1.0)
         if {"lr_scheduler_type", "warmup_steps", "warmup_ratio", "lr_scheduler_kwargs"} & set(recipe.trainer):
             raise ValueError("schedule and trainer.lr_scheduler_type (or trainer.warmup_*) exclude each other: schedule=null")
+    for key in NOT_NEGATIVE & recipe.trainer.keys():
+        require_in(f"trainer.{key}", recipe.trainer[key], 0.0, math.inf)
     if recipe.trainer.get("max_steps", -1) <= 0:
         raise ValueError("trainer.max_steps must say how many steps to train")
     if recipe.trainer.get("fsdp") and recipe.optimizer is not None:
@@ -386,38 +369,21 @@ def _require_shares(section: str, values: Any, *names: str) -> None:
         require_in(f"{section}.{name}", getattr(values, name), 0.0, 1.0)
 
 
-def _no_trainer_keys_outside(given: Any) -> None:
-    """Unknown TrainingArguments keys, values of another type, and known keys at the top level; with the close match."""
+def _check_keys(given: Any) -> None:
+    """Raise for keys of TrainingArguments at the top, for unknown ones under `trainer`, and for values of other types."""
+    from omegaconf import OmegaConf
     from transformers import TrainingArguments
 
-    known = {f.name for f in dataclasses.fields(TrainingArguments)} - {"output_dir"}
     hints = get_type_hints(TrainingArguments)
-    trainer = given.get("trainer") or {}
-    if not isinstance(trainer, dict):
+    known = {f.name: hints[f.name] for f in dataclasses.fields(TrainingArguments) if f.name != "output_dir"}
+    own = {f.name for f in dataclasses.fields(Recipe)}
+    if outside := sorted(key for key in given if key in known and key not in own):
+        raise ValueError(f"{outside[0]} belongs under trainer: write trainer.{outside[0]}=...")
+    if not isinstance(trainer := given.get("trainer") or {}, Mapping):
         raise ValueError(f"trainer must map keys of transformers' TrainingArguments to values, got {trainer!r}")
-    for key, value in trainer.items():
-        if key not in known:
-            hint = "use output" if key == "output_dir" else did_you_mean(key, known) or "see TrainingArguments"
-            raise ValueError(f"trainer.{key} is not a key of transformers' TrainingArguments; {hint}")
-        if not _fits(value, hints[key]):
-            raise ValueError(f"trainer.{key} cannot be {value!r}: it is {_said(hints[key])}")
-        if key in NOT_NEGATIVE and not (value >= 0 and math.isfinite(value)):
-            raise ValueError(f"trainer.{key} must be a finite number >= 0, got {value!r}")
-    for key in given:
-        if key in known and key not in {f.name for f in dataclasses.fields(Recipe)}:
-            raise ValueError(f"{key} belongs under trainer: write trainer.{key}=...")
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value from YAML can be meant by a type hint; hints that are no plain type are left to transformers."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return any(_fits(value, h) for h in get_args(hint))
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return hint not in (bool, str, dict, list, type(None)) or isinstance(value, hint)
-
-
-def _said(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint)
+    if "output_dir" in trainer:
+        raise ValueError("trainer.output_dir is the recipe's own output: use output")
+    plain = {bool, int, float, str, type(None)}  # what omegaconf knows; other types are left to transformers
+    typed = [(key, (kind if plain.issuperset(get_args(kind) or (kind,)) else Any) | None, None) for key, kind in known.items()]
+    keys = OmegaConf.structured(dataclasses.make_dataclass("TrainingArguments", typed))
+    OmegaConf.merge(OmegaConf.create({"trainer": keys}), {"trainer": trainer})

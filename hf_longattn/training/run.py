@@ -216,10 +216,10 @@ def _save(prepared: Prepared, trainer: RecipeTrainer, wrapped: Any, measured: di
     """The trained weights; with a method, as `hf_longattn.save` does, with a card."""
     recipe, output, weights = prepared.recipe, prepared.output, trainer.whole()
     if prepared.attention is None:
-        if (recipe.lora is None or recipe.rope is not None) and prepared.reads > _trained_length(prepared.original):
+        if (recipe.lora is None or recipe.setting.rope is not None) and prepared.reads > _trained_length(prepared.original):
             trained_at(trainer.causal, prepared.reads)
         trainer.save_model(str(output))
-        if trainer.is_world_process_zero() and recipe.rope is not None:
+        if trainer.is_world_process_zero() and recipe.setting.rope is not None:
             trainer.causal.config.save_pretrained(output)  # a plain adapter does not record the rotary encoding
     elif trainer.is_world_process_zero():
         names = [name for name in ("loss", "accuracy") if name in measured[recipe.length]]

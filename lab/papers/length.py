@@ -23,17 +23,16 @@ from lab.papers import conversion
 from lab.papers.experiment import Run, experiment, require
 
 TAUS = (0.01, 0.1, 1.0, 100.0)  # the default is 10
-#: A position method of `pretrain_small` and its parameters, by variant.
-VARIANTS: dict[str, tuple[str, dict[str, float]]] = {name: (name, {}) for name in POSITIONS}
+#: A position method of `pretrain_small` with its parameters, by variant.
+VARIANTS: dict[str, str] = {name: name for name in POSITIONS}
 #: p-RoPE exactly as published: frequencies from 1 to 1 / effective base, both included.
 ENDPOINT = "_endpoint"
-VARIANTS |= {f"{name}{ENDPOINT}": (name, {}) for name in ("prope", "logn_prope", "scale_invariant_prope")}
-VARIANTS |= {f"scale_invariant_prope_tau{tau:g}": ("scale_invariant_prope", {"tau": tau}) for tau in TAUS}
+VARIANTS |= {f"{name}{ENDPOINT}": name for name in ("prope", "logn_prope", "scale_invariant_prope")}
+VARIANTS |= {f"scale_invariant_prope_tau{tau:g}": f"scale_invariant_prope:tau={tau}" for tau in TAUS}
 
 
 def run_length(run: Run) -> dict[str, Any]:
     settings = run.settings
-    position, parameters = VARIANTS[run.variant]
     overrides = {
         "tokenizer": "bytes",
         "data": f"[{','.join(map(str, run.texts.train))}]",
@@ -43,13 +42,13 @@ def run_length(run: Run) -> dict[str, Any]:
         "architecture.layers": settings.layers,
         "architecture.width": settings.width,
         "architecture.heads": settings.heads,
-        "architecture.position": position,
+        "architecture.position": VARIANTS[run.variant],
         "architecture.rope_theta": settings.rope_theta,
         "architecture.prope_theta": settings.prope_theta,
         "evaluation.final_lengths": list(settings.lengths),
         "evaluation.tokens": settings.measured_tokens,
         **training(settings.steps, settings.batch, run.seed, run.dtype),
-    } | {f"parameters.{name}": value for name, value in parameters.items()}
+    }
     if run.variant.endswith(ENDPOINT):  # at a share of 1/2 θ is the square of the effective base
         overrides |= {"architecture.prope_theta": "null", "architecture.prope_effective_base": settings.prope_theta**0.5}
     metrics = train(prepare(load_recipe("pretrain_small", [f"{k}={v}" for k, v in overrides.items()])))

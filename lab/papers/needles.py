@@ -32,11 +32,7 @@ from lab.papers.loop import fit
 from recipes.models import DOWNLOADED, SMOLLM2, obtain, random_model
 
 #: A method and its parameters, by variant: LogN acts below the training length too, as in the paper, where s is learned.
-METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
-    "plain": (None, {}),
-    "logn": ("logn", {"train_length": 256, "clamp": False}),
-    "scale_invariant": ("scale_invariant", {}),
-}
+METHODS = {"plain": "null", "logn": "logn:train_length=256:clamp=false", "scale_invariant": "scale_invariant"}
 #: The conversions that `needles-beyond` trains; on the base with QK-norm, which the paper's models have; and models that were
 #: trained under their method from scratch, as the paper's were.
 ON_BASE = ("control", "yarn16", "rerope", "rerope+infoscale", "rerope+cosscale32+infoscale", "rerope+logn", "prope+map")
@@ -56,10 +52,8 @@ def run_needles(run: Run) -> dict[str, Any]:
 
 
 def run_pretrained(run: Run) -> dict[str, Any]:
-    method, parameters = METHODS[run.variant]
     model = obtain(SMOLLM2, DOWNLOADED) if run.settings.pretrained else random_model(run.models)
-    own: dict[str, Any] = {"dtype": run.dtype, "method": method or "null"}
-    return on_needles(run, model, own | {f"parameters.{name}": value for name, value in parameters.items()})
+    return on_needles(run, model, {"dtype": run.dtype, "method": METHODS[run.variant]})
 
 
 def on_needles(run: Run, model: Path, own: dict[str, Any]) -> dict[str, Any]:

@@ -426,7 +426,7 @@ def needles_pretrained(rows: list[Row]) -> Parts:
     body = []
     for variant in there(rows, METHODS):
         accuracy, loss = (means(series(rows, variant, key)) for key in ("accuracy", "loss"))
-        body.append([f"`{variant}`" if METHODS[variant][0] else variant, *fixed(accuracy, 2), *fixed(loss, 3)])
+        body.append([f"`{variant}`" if METHODS[variant] != "null" else variant, *fixed(accuracy, 2), *fixed(loss, 3)])
     lengths = [f"{n:,}" for n in lengths_of(rows)]
     yield markdown(["", *(f"accuracy at {n}" for n in lengths), *(f"loss of the answer at {n}" for n in lengths)], body)
     yield about(rows)

@@ -29,7 +29,7 @@ from hf_longattn.evaluation import PASSAGE, experiment
 from hf_longattn.evaluation.loading import load_setting
 from hf_longattn.evaluation.report import markdown
 from hf_longattn.evaluation.rows import Row, RowFile, versions_line
-from hf_longattn.evaluation.settings import Setting, parse_rope
+from hf_longattn.evaluation.settings import UNMODIFIED, Setting, parse_rope
 
 ROOT = Path(__file__).parents[2]
 RESULTS, SETTINGS = ROOT / "lab" / "results", Path(__file__).parent / "settings"
@@ -63,24 +63,22 @@ class Choice:
 
 
 def choices(name: str, **symbols: float) -> list[Choice]:
-    """The settings of settings/NAME.yaml: `Setting`'s fields, and `calibrated`, `lengths`, `map` and `capped`.
+    """The settings of settings/NAME.yaml: texts, or mappings of `method`, `calibrated`, `lengths`, `map` and `capped`.
 
     Args:
-        symbols: numbers that parameters name, and that stand in braces in names and ropes.
+        symbols: numbers that stand in braces in names and texts, and that `map` names.
     """
     read = yaml.safe_load((SETTINGS / f"{name}.yaml").read_text(encoding="utf-8"))
     return [choice(key.format(**symbols), entry, symbols) for key, entry in read.items()]
 
 
-def choice(name: str, entry: Mapping[str, Any], symbols: Mapping[str, float]) -> Choice:
-    parameters, added = (
-        {k: symbols.get(v, v) if isinstance(v, str) else v for k, v in entry.get(field, {}).items()}
-        for field in ("parameters", "map")
-    )
+def choice(name: str, entry: str | Mapping[str, Any], symbols: Mapping[str, float]) -> Choice:
+    entry = {"method": entry} if isinstance(entry, str) else entry
+    setting = Setting.parse(entry.get("method", UNMODIFIED).format(**symbols), name)
     if heads := entry.get("capped"):
-        parameters["stretch"] = capped(parameters["stretch"], heads)
-    setting = Setting(name, entry.get("method"), parameters, entry["rope"].format(**symbols) if "rope" in entry else None)
-    if added:
+        stretch = capped(setting.parameters["stretch"], heads)
+        setting = replace(setting, parameters={**setting.parameters, "stretch": stretch})
+    if added := {k: symbols.get(v, v) for k, v in entry.get("map", {}).items()}:
         setting = Setting(
             name, (setting.config.to_dict() if setting.config else {}) | {"logit_map": MAP | added}, {}, setting.rope
         )
