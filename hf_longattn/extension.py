@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from .config import LongAttnConfig, length_of
 from .integration import apply, rope
-from .integration.layers import candidates_of, pretrained
-from .integration.model import running
-from .integration.planning import bound_config, position_tables
+from .integration.layers import View
+from .integration.model import running_in
+from .integration.planning import bound_in, position_tables
 from .methods.yarn_beyond import YarnBeyond
 from .slots.method import ModelFacts
 from .slots.registry import did_you_mean
@@ -65,24 +64,24 @@ def extend(
     check_purpose(purpose)
     if method is not None and purpose != PURPOSES[0]:
         raise ValueError(f"purpose chooses a method and {method!r} is one: leave out purpose={purpose!r}, or the method")
-    base = pretrained(model)
-    if base.config.is_encoder_decoder:
+    view = View(model)
+    if view.model.config.is_encoder_decoder:
         raise ValueError(
-            f"{type(base).__name__} reads its text with an encoder, and methods go into causal attention alone: "
+            f"{view.name} reads its text with an encoder, and methods go into causal attention alone: "
             "it would read no more than before"
         )
-    length, replaced = length_of(to), running(base)
+    length, replaced = length_of(to), running_in(view)
     if train_length is not None:
         parameters["train_length"] = length_of(train_length)
     elif replaced is not None and replaced.train_length is not None:  # as it was told or read when that method came
         parameters["train_length"] = replaced.train_length
     asked = None if method is None else LongAttnConfig.parse(method, parameters)
     told = parameters.get("train_length") if asked is None else asked.train_length
-    facts = bound_config(base, LongAttnConfig(train_length=told))[1]
+    facts = bound_in(view, LongAttnConfig(train_length=told))[1]
     config = default(facts, length, purpose, parameters) if asked is None else asked
-    _check(base, config, facts, length)
+    _check(view, config, facts, length)
     apply(model, dataclasses.replace(config, extended_to=length))
-    _report(base, config, replaced, length)
+    _report(view, config, replaced, length)
     return model
 
 
@@ -97,7 +96,7 @@ def default(facts: ModelFacts, to: int, purpose: str = "both", parameters: Mappi
     return LongAttnConfig.parse("leaky_rerope", given)
 
 
-def _check(base: PreTrainedModel, config: LongAttnConfig, facts: ModelFacts, length: int) -> None:
+def _check(view: View, config: LongAttnConfig, facts: ModelFacts, length: int) -> None:
     """Raise ValueError where a config does not take a model to a length; how far it reaches is checked where it is put in."""
     if not config.key_bands:
         raise ValueError(
@@ -107,7 +106,7 @@ def _check(base: PreTrainedModel, config: LongAttnConfig, facts: ModelFacts, len
         )
     if facts.train_length is None:
         raise ValueError("the model's config names no maximum length to extend: use hf_longattn.apply with a window")
-    if rope.settings_of(base) is None and (table := next(position_tables(base), None)) is not None:
+    if rope.settings_of(view.model) is None and (table := next(position_tables(view), None)) is not None:
         raise ValueError(
             f"the model learned its positions, in a table of {table.num_embeddings} entries, which no method can extend: use "
             "hf_longattn.apply for a window within it, or a model with rotary positions"
@@ -120,20 +119,20 @@ def _check(base: PreTrainedModel, config: LongAttnConfig, facts: ModelFacts, len
         )
 
 
-def _report(base: PreTrainedModel, config: LongAttnConfig, replaced: LongAttnConfig | None, length: int) -> None:
+def _report(view: View, config: LongAttnConfig, replaced: LongAttnConfig | None, length: int) -> None:
     """Warn of a method that gave way, and of what stays unseen."""
     if replaced is not None and replaced.name != config.name:
         warn(f"{config.name} replaces {replaced.name}, which the model ran")
-    if (window := own_window(base)) is not None and window < length:
+    if (window := own_window(view)) is not None and window < length:
         warn(
             f"the model has a sliding window of its own, {window:,} tokens: what lies farther back stays unseen. To lift it, "
             "build the model with sliding_window=None in its config"
         )
 
 
-def own_window(model: nn.Module) -> int | None:
+def own_window(view: View) -> int | None:
     """The sliding window of layers that take a method all the same, because it is as wide as the trained length."""
-    layers = [x for x in candidates_of(pretrained(model)) if x.windowed and x.kind == "full"]
+    layers = [x for x in view.candidates if x.windowed and x.kind == "full"]
     return int(layers[0].module.config.sliding_window) if layers else None
 
 

@@ -138,7 +138,8 @@ def test_links_lead_to_files(page: Path) -> None:
 def test_every_public_name_is_on_the_page_of_the_api() -> None:
     page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
     listed = {name.split(".")[-1] for name in re.findall(r"^::: hf_longattn\.([\w.]+)$", page, re.MULTILINE)}
-    assert listed == set(hf_longattn.__all__)
+    beside = {"EvalOptions", "Results", "Task"}  # what `evaluate` takes and gives, of hf_longattn.evaluation
+    assert listed == {*hf_longattn.__all__, *beside}
 
 
 def test_every_page_is_in_the_navigation_of_the_site() -> None:

@@ -686,6 +686,10 @@ def test_a_loaded_model_is_measured_like_its_checkpoint_and_is_afterwards_as_it_
     tiny.tokenizer().save_pretrained(tmp_path / "own")
     named = hf_longattn.evaluate(str(tmp_path / "own"), texts, ["rerope:window=100"], tmp_path / "out", **how)
     assert [r["loss"] for r in found.rows] == [r["loss"] for r in named.rows]
+    how |= {"prefix": "streaming:window=64"}
+    behind = hf_longattn.evaluate(model, texts, ["rerope:window=100"], tokenizer=tiny.tokenizer(), **how)
+    again = hf_longattn.evaluate(str(tmp_path / "own"), texts, ["rerope:window=100"], **how)
+    assert [r["loss"] for r in behind.rows] == [r["loss"] for r in again.rows] != [r["loss"] for r in found.rows]
     assert found.settings == ["unmodified", "rerope:window=100"]
     assert "The checkpoint itself runs infoscale" in (tmp_path / "out" / "index.html").read_text()
     assert "Mean loss of the same tokens" in found._repr_html_()

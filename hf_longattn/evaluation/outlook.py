@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from ..extension import extend, own_window
 from ..integration import remove
-from ..integration.layers import candidates_of, language_config
+from ..integration.layers import View, candidates_of, language_config
 from ..integration.state import plan_of
 from ..integration.trained import Trained, trained
 from ..slots.method import Method
@@ -66,7 +66,7 @@ def _reach(model: Any, to: int, told: int | None) -> Reach:
             extend(model, to, train_length=told)
         except (ValueError, NotImplementedError) as error:
             return Reach(to, " ".join(str(error).split()), refused=True)
-    text, window = changes(model), own_window(model)
+    text, window = changes(model), own_window(View(model))
     if window is not None and window < to:
         text += f"; seen are the last {window:,} tokens, by a window of the model's own"
     remove(model)

@@ -297,12 +297,8 @@ def no_layer(view: View, config: LongAttnConfig) -> str:
     return f"{config.name if config.methods else 'a method'} applies to 0 layers of {view.name}: {why}"
 
 
-def position_tables(model: nn.Module) -> Iterator[nn.Embedding]:
+def position_tables(view: View) -> Iterator[nn.Embedding]:
     """The learned position tables of a model, which no method can extend."""
-    return _tables(View(model))
-
-
-def _tables(view: View) -> Iterator[nn.Embedding]:
     size = getattr(view.target, "max_position_embeddings", None)
     for module in view.modules:
         if isinstance(module, nn.Embedding) and _entries(module) == size and module is not view.model.get_input_embeddings():
@@ -311,7 +307,7 @@ def _tables(view: View) -> Iterator[nn.Embedding]:
 
 def _guard_positions(view: View, state: AttentionState) -> None:
     """Refuse positions beyond a learned position table, with the reason instead of an index error."""
-    for table in () if state.guards else _tables(view):
+    for table in () if state.guards else position_tables(view):
         state.guards += (table.register_forward_pre_hook(_check_learned_positions, with_kwargs=True),)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_longattn.evaluation import rows as store
-from hf_longattn.evaluation.report import figures
-from lab import markdown
+from hf_longattn.evaluation.report import figures, markdown
+from lab.markdown import Contents
 
 ROOT = Path(__file__).parents[2]
 FILES = {"cpu": "attention-cpu.json", "gpu": "attention-gpu.json"}
@@ -69,7 +69,7 @@ def by_length(rows: Rows, cell: Callable[[dict[str, Any]], str], extra: Callable
         own = [r for r in rows if (r["method"], r["backend"]) == key]
         cells = {r["length"]: cell(r) for r in own}
         lines.append([name_of(own[0]), *(cells.get(n, "–") for n in lengths), *([extra(own)] if extra else [])])
-    return markdown.table(head, lines)
+    return markdown(head, lines)
 
 
 def ratio(row: dict[str, Any]) -> str:
@@ -97,7 +97,7 @@ def targets(rows: Rows, where: str) -> str:
             shown = f"{value:.2f}" if value < most + 0.005 else f"**{value:.2f}**"
         against = "sdpa" if peer == SDPA else "compiled FlexAttention"
         lines.append([what, mode, f"{length:,}", against, f"≤ {most:g}", shown])
-    return markdown.table(["what", "mode", "length", "against", "target", "measured"], lines)
+    return markdown(["what", "mode", "length", "against", "target", "measured"], lines)
 
 
 def table(rows: Rows, words: list[str]) -> str:
@@ -127,7 +127,7 @@ def host() -> str:
         for name in dict.fromkeys(r["method"] for r in rows)
     ]
     layer = max(r["layer_us"] for r in rows)
-    return markdown.table(["", "changes nothing", "acts"], [*lines, ["a layer under sdpa", f"{layer:.0f}", f"{layer:.0f}"]])
+    return markdown(["", "changes nothing", "acts"], [*lines, ["a layer under sdpa", f"{layer:.0f}", f"{layer:.0f}"]])
 
 
 def generation() -> str:
@@ -140,10 +140,10 @@ def generation() -> str:
         what = f"{batch} × {length:,}" if mode == "generate" else f"{batch} × mixed, {mode}"
         cells = [f"{r['tokens_per_second']:g} ({ratio(r)})" for r in (by_name[name] for name in names)]
         lines.append([what, *cells])
-    return markdown.table(["sequences × context", *names.values()], lines)
+    return markdown(["sequences × context", *names.values()], lines)
 
 
-def contents() -> markdown.Contents:
+def contents() -> Contents:
     """What stands below `<!-- speed: WHERE WHAT ... -->` (see `table`)."""
     rows, apart = load_all(), {"host": host, "generation": generation}
     return {"speed": lambda what: apart[what]() if what in apart else table(rows, what.split())}

@@ -58,6 +58,8 @@ class Prefixes:
                 apply(own, method, stack=setting.rope is not None)
             before = plan.context(document, plan.longest)[:, :last]
             self.kept[reader] = prefix_of(own, before.to(own.device))
+            if own is model:  # one that was loaded before: under its setting again
+                plan.load(setting)
         return shortened(self.kept[reader], end)
 
     def _end(self, length: int) -> int:
