@@ -290,7 +290,7 @@ def test_heads_cannot_be_split(name: str, parameters: dict[str, Any]) -> None:
     half = [torch.randn(1, h, 6, HEAD_DIM) for h in (HEADS // 2, 1, 1)]
     mask = carrier_mask(1, 6, 6, config=m.config)
     with pytest.raises(NotImplementedError, match="tensor parallelism"):
-        attention_forward(m.model.layers[0].self_attn, *half, mask)
+        attention_forward(m.model.layers[0].self_attn, *half, mask, position_ids=torch.arange(6)[None])
 
 
 def test_other_methods_can_be_split() -> None:
@@ -298,10 +298,8 @@ def test_other_methods_can_be_split() -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, h, 6, HEAD_DIM) for h in (HEADS, 2, 2))
     mask, module = carrier_mask(1, 6, 6, config=m.config), m.model.layers[0].self_attn
-    whole = attention_forward(module, query, key, value, mask)[0]
-    halves = [
-        attention_forward(module, query[:, 2 * i : 2 * i + 2], key[:, i : i + 1], value[:, i : i + 1], mask)[0] for i in (0, 1)
-    ]
+    parts = [(query, key, value), *((query[:, 2 * i : 2 * i + 2], key[:, i : i + 1], value[:, i : i + 1]) for i in (0, 1))]
+    whole, *halves = (attention_forward(module, *part, mask, position_ids=torch.arange(6)[None])[0] for part in parts)
     close(torch.cat(halves, 2), whole, 1e-6)
 
 
@@ -396,5 +394,8 @@ def test_an_offloaded_model_is_calibrated_warned_of_and_not_saved_in_pieces(base
     close(run(m), run(stock("llama")), 1e-6)
     with pytest.raises(ValueError, match="remove_hook_from_submodules"):
         hf_longattn.save(m, tmp_path / "out")
+    with pytest.raises(ValueError, match="remove_hook_from_submodules"):
+        m.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
     with pytest.warns(hf_longattn.UntrainedWarning):
         hf_longattn.apply(m, "cosscale")

@@ -22,6 +22,7 @@ from .lengths import announce, announce_beside
 from .masks import described
 from .model import change, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, hint, is_ours, methods_in, register_combination, short
+from .offload import refuse_to_save
 from .passes import implementation_in_pass
 from .planning import keep_parts, prepare, refuse_name
 from .resume import load_checkpoint
@@ -284,6 +285,8 @@ def _set_attn_implementation(
 
 
 def _save_pretrained(original: Callable[..., Any], self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(self, PreTrainedModel) and kwargs.get("state_dict") is None and running_in(View(self)) is not None:
+        refuse_to_save(self)
     out = original(self, save_directory, *args, **kwargs)
     announce_beside(Path(save_directory))
     return out
@@ -329,7 +332,12 @@ SEAMS = (
         _set_attn_implementation,
         "check and plan when the attention is switched",
     ),
-    Seam(PreTrainedModel, "save_pretrained", _save_pretrained, "a tokenizer beside a longer model would go on cutting texts"),
+    Seam(
+        PreTrainedModel,
+        "save_pretrained",
+        _save_pretrained,
+        "a tokenizer beside a longer model would go on cutting texts; of offloaded weights the error names no way out",
+    ),
     Seam(PreTrainedTokenizerBase, "save_pretrained", _save_pretrained, "the same, where it is saved after its model"),
     Seam(
         "transformers.trainer:Trainer",

@@ -13,6 +13,7 @@ Copies and pickles of a model take it along; models that share their attention m
 model goes with that:
 
     mask.longattn_sight                       of a pass's mask: its `Sight`, which leads to the pass
+    mask.longattn_both_ways                   of one that transformers made for reading in both directions
     cache.longattn_numbering, longattn_long   how the keys in a KV cache were numbered, and turned (longrope)
 """
 
@@ -253,6 +254,13 @@ def enrol(model: nn.Module) -> None:
     """Note that a model runs a method."""
     with _MODELS_LOCK:
         _MODELS.add(model)
+
+
+def model_of(state: AttentionState) -> nn.Module | None:
+    """The model that a state belongs to; None of a copy."""
+    with _MODELS_LOCK:
+        models = list(_MODELS)
+    return next((m for m in models if state_of(m) is state), None)
 
 
 def own_configs(view: View) -> bool:
