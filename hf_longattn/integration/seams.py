@@ -285,7 +285,7 @@ def _set_attn_implementation(
 
 
 def _save_pretrained(original: Callable[..., Any], self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(self, PreTrainedModel) and kwargs.get("state_dict") is None and running_in(View(self)) is not None:
+    if isinstance(self, PreTrainedModel) and kwargs.get("state_dict") is None and View(self).running is not None:
         refuse_to_save(self)
     out = original(self, save_directory, *args, **kwargs)
     announce_beside(Path(save_directory))
