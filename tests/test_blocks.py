@@ -157,7 +157,8 @@ def check_ours(words: list[str]) -> None:
     given = ours(name).make_context(name, rest).params
     if name == "train":
         keys = {o.split("=")[0] for o in given["overrides"]}
-        load_recipe(given["recipe"], [*given["overrides"], *(f"{k}=x" for k in ("model", "data") if k not in keys)])
+        needed = ("data",) if given["recipe"].startswith("pretrain") else ("model", "data")
+        load_recipe(given["recipe"], [*given["overrides"], *(f"{k}=x" for k in needed if k not in keys)])
     if name == "lm-eval":
         arguments = dict(a.split("=", 1) for a in rest[rest.index("--model_args") + 1].split(","))
         parse_settings([arguments["setting"]], [], None, [])

@@ -540,12 +540,6 @@ def test_command_refuses_bad_input(saved: tuple[Path, Path]) -> None:
         assert message in " ".join(result.output.replace("│", " ").split())
 
 
-def test_env_names_versions() -> None:
-    result = CliRunner().invoke(app, ["env"])
-    assert result.exit_code == 0
-    assert f"hf_longattn: {hf_longattn.__version__}" in result.output
-
-
 # what says how long a model reads -------------------------------------------------------------------------------------
 
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
