@@ -174,8 +174,8 @@ class LongAttnConfig:
             ValueError: unknown name or parameter, two methods for one slot, or a parameter that two of
                 the methods share (then write the slots out).
         """
-        name, own_parameters = named(name)
-        parameters = own_parameters | parameters
+        name, said = read_name(name)
+        parameters = said | parameters
         common: dict[str, Any] = {k: parameters.pop(k) for k in ("layers", "backend", "extended_to") if k in parameters}
         by_slot: dict[str, str] = {}
         for part in () if name == CUSTOM else name.split("+"):
@@ -222,17 +222,17 @@ class LongAttnConfig:
             return what.replace(**section) if section else what  # type: ignore[arg-type]
         if isinstance(what, Mapping):
             return cls._of_slots(what)
-        name, parameters = named(what)
+        name, parameters = read_name(what)
         if isinstance(section, LongAttnConfig):
             config = section
         elif not section:
-            return cls.preset(name, **parameters)
+            return cls.preset(what)
         elif not isinstance(section, Mapping):
             raise ValueError(f"longattn must be a dict, got {type(section).__name__}")
         elif name == CUSTOM or {"version", "parts", *SLOTS} & section.keys():
             config = cls._of_slots(section)
         else:
-            return cls.preset(name, **{**parameters, **section})
+            return cls.preset(what, **section)
         stated = {} if name == CUSTOM else {method_class(part): fixed_by(part) for part in name.split("+")}
         other = bool(stated) and stated.keys() != {type(m) for m in config.methods}
         other |= any(getattr(m, key) != value for m in config.methods for key, value in stated.get(type(m), {}).items())
@@ -365,7 +365,7 @@ def read_text(text: str) -> tuple[str, dict[str, Any], str]:
     return name, parameters, rope
 
 
-def named(text: Any) -> tuple[str, dict[str, Any]]:
+def read_name(text: Any) -> tuple[str, dict[str, Any]]:
     """The names of methods and their parameters that a text holds.
 
     Raises:

@@ -12,7 +12,6 @@ from torch import nn
 from .config import LongAttnConfig, length_of
 from .integration import apply, rope
 from .integration.layers import View
-from .integration.model import running_in
 from .integration.planning import bound_in, position_tables
 from .methods.yarn_beyond import YarnBeyond
 from .slots.method import ModelFacts
@@ -70,7 +69,7 @@ def extend(
             f"{view.name} reads its text with an encoder, and methods go into causal attention alone: "
             "it would read no more than before"
         )
-    length, replaced = length_of(to), running_in(view)
+    length, replaced = length_of(to), view.running
     if train_length is not None:
         parameters["train_length"] = length_of(train_length)
     elif replaced is not None and replaced.train_length is not None:  # as it was told or read when that method came

@@ -297,10 +297,71 @@ def test_x_lora(bases: dict[str, Path], tmp_path: Path) -> None:
     with m.disable_adapter():
         assert torch.equal(logits(m), logits(base()))
     assert torch.equal(logits(m), want)
+    m.base_model.disable_adapter_layers()
+    assert torch.equal(logits(m), logits(base()))
+    m.base_model.enable_adapter_layers()
+    assert torch.equal(logits(m), want)
     m.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(base(), tmp_path)
     again.load_state_dict({k: v for k, v in m.state_dict().items() if "xlora_classifier" in k}, strict=False)
     close(logits(again), want, 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["LORA", "ADAPTION_PROMPT"])
+def test_switched_off_by_its_layers(kind: str, bases: dict[str, Path]) -> None:
+    m = adapted(bases["llama"], kind)
+    want = logits(m)
+    m.base_model.disable_adapter_layers()
+    assert torch.equal(logits(m.get_base_model()), logits(loaded(bases["llama"])))
+    m.base_model.enable_adapter_layers()
+    assert torch.equal(logits(m), want)
+
+
+def test_corda(bases: dict[str, Path], tmp_path: Path) -> None:
+    """It starts from what the model computes, under its method, and is saved as PEFT says: as plain LoRA."""
+    from peft.tuners.lora.config import CordaConfig
+    from peft.tuners.lora.corda import preprocess_corda
+
+    base = hf_longattn.apply(loaded(bases["llama"]), REROPE)
+    want = logits(base)
+    config = peft.LoraConfig(r=4, init_lora_weights="corda", corda_config=CordaConfig(corda_method="kpm"), **INTO)
+    preprocess_corda(base, config, run_model=lambda: [base(tokens()[n : n + 1]) for n in range(2)])
+    m = peft.get_peft_model(base, config)
+    close(logits(m), want)
+    m.peft_config["default"].init_lora_weights = True
+    m.save_pretrained(tmp_path / "start")
+    m.peft_config["default"].init_lora_weights = "corda"
+    disturbed(m).save_pretrained(tmp_path / "it", path_initial_model_for_weight_conversion=str(tmp_path / "start"))
+    again = peft.PeftModel.from_pretrained(loaded(bases["llama"]), tmp_path / "it")
+    assert hf_longattn.config_of(again) == hf_longattn.config_of(m)
+    close(logits(again), logits(m))
+
+
+def test_arrow(bases: dict[str, Path], tmp_path: Path) -> None:
+    """Experts bring their method along; one that was trained without is refused beside them."""
+    from peft.tuners.lora.config import ArrowConfig
+
+    def arrow(*experts: str) -> Any:
+        torch.manual_seed(0)  # the router starts from a random decomposition of the experts
+        paths = [str(tmp_path / expert) for expert in experts]
+        return peft.create_arrow_model(loaded(bases["llama"]), paths, ArrowConfig(top_k=1))
+
+    for seed in range(2):
+        for name, method in (("ours", REROPE), ("plain", None)):
+            torch.manual_seed(0)
+            base = loaded(bases["llama"]) if method is None else hf_longattn.apply(loaded(bases["llama"]), method)
+            disturbed(peft.get_peft_model(base, KINDS["LORA"]()), seed).save_pretrained(tmp_path / f"{name}{seed}")
+    torch.manual_seed(0)
+    got = logits(m := arrow("ours0", "ours1"))
+    torch.manual_seed(0)
+    plain = logits(other := arrow("plain0", "plain1"))
+    assert (plain - got).abs().max() > 1e-2
+    close(logits(hf_longattn.apply(other, REROPE)), got)
+    assert hf_longattn.config_of(m) == hf_longattn.config_of(other)
+    with m.disable_adapter():
+        assert torch.equal(logits(m), logits(loaded(bases["llama"])))
+    with pytest.raises(ValueError, match="the model's other adapters under no method"):
+        arrow("plain0", "ours0")
 
 
 # other processes -----------------------------------------------------------------------------------------------------------

@@ -743,7 +743,7 @@ def test_a_tokenizer_says_what_its_model_reads(order: str, tmp_path: Path) -> No
     assert AutoTokenizer.from_pretrained(folder).model_max_length == unlimited.model_max_length
 
 
-@pytest.mark.parametrize("way", ["merged", "unloaded", "loaded", "peft"])
+@pytest.mark.parametrize("way", ["merged", "unloaded", "loaded", "peft", "a base with the method"])
 def test_adapters_bring_the_length_that_they_were_made_for(way: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     m = longer("plain", tmp_path / "base")
@@ -751,6 +751,11 @@ def test_adapters_bring_the_length_that_they_were_made_for(way: str, tmp_path: P
     peft.get_peft_model(m, config).save_pretrained(tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     assert base.config.max_position_embeddings == 64
+    if way == "a base with the method":
+        hf_longattn.apply(base, hf_longattn.config_of(m).replace(extended_to=None))
+        assert_says(base, 64)
+        peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+        return assert_says(base, 256)
     if way == "loaded":
         return assert_says(AutoModelForCausalLM.from_pretrained(tmp_path / "adapter"), 256)
     adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
@@ -762,6 +767,20 @@ def test_adapters_bring_the_length_that_they_were_made_for(way: str, tmp_path: P
     merged = adapted.merge_and_unload() if way == "merged" else adapted.unload()
     merged.save_pretrained(tmp_path / "merged")
     return assert_says(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), 256)
+
+
+@pytest.mark.parametrize("order", ["adapter first", "tokenizer first"])
+def test_a_tokenizer_says_what_an_adapter_reads(order: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    m, tokenizer = peft.get_peft_model(longer("plain", tmp_path / "base"), config), tiny.tokenizer()
+    tokenizer.model_max_length = 64
+    for x in (m, tokenizer) if order == "adapter first" else (tokenizer, m):
+        x.save_pretrained(tmp_path / "adapter")
+    assert AutoTokenizer.from_pretrained(tmp_path / "adapter").model_max_length == 256
+    hf_longattn.remove(m)
+    m.save_pretrained(tmp_path / "adapter")
+    assert AutoTokenizer.from_pretrained(tmp_path / "adapter").model_max_length == 64
 
 
 def assert_says(m: Any, length: int) -> None:

@@ -227,9 +227,7 @@ def test_lora_saves_them(family: str, bases: dict[str, Path], tmp_path: Path) ->
     assert torch.equal(logits(adapted), want)
 
     adapted.save_pretrained(tmp_path)
-    base = AutoModelForCausalLM.from_pretrained(
-        bases[family], attn_implementation="longattn", longattn={"preset": name, **parameters}
-    )
+    base = AutoModelForCausalLM.from_pretrained(bases[family], attn_implementation=name, longattn=parameters)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path)
     close(logits(loaded), want, 1e-6)
     close(logits(copy.deepcopy(loaded).merge_and_unload()), want)
@@ -292,7 +290,7 @@ def test_heads_cannot_be_split(name: str, parameters: dict[str, Any]) -> None:
     half = [torch.randn(1, h, 6, HEAD_DIM) for h in (HEADS // 2, 1, 1)]
     mask = carrier_mask(1, 6, 6, config=m.config)
     with pytest.raises(NotImplementedError, match="tensor parallelism"):
-        attention_forward(m.model.layers[0].self_attn, *half, mask)
+        attention_forward(m.model.layers[0].self_attn, *half, mask, position_ids=torch.arange(6)[None])
 
 
 def test_other_methods_can_be_split() -> None:
@@ -300,10 +298,8 @@ def test_other_methods_can_be_split() -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, h, 6, HEAD_DIM) for h in (HEADS, 2, 2))
     mask, module = carrier_mask(1, 6, 6, config=m.config), m.model.layers[0].self_attn
-    whole = attention_forward(module, query, key, value, mask)[0]
-    halves = [
-        attention_forward(module, query[:, 2 * i : 2 * i + 2], key[:, i : i + 1], value[:, i : i + 1], mask)[0] for i in (0, 1)
-    ]
+    parts = [(query, key, value), *((query[:, 2 * i : 2 * i + 2], key[:, i : i + 1], value[:, i : i + 1]) for i in (0, 1))]
+    whole, *halves = (attention_forward(module, *part, mask, position_ids=torch.arange(6)[None])[0] for part in parts)
     close(torch.cat(halves, 2), whole, 1e-6)
 
 
@@ -398,5 +394,8 @@ def test_an_offloaded_model_is_calibrated_warned_of_and_not_saved_in_pieces(base
     close(run(m), run(stock("llama")), 1e-6)
     with pytest.raises(ValueError, match="remove_hook_from_submodules"):
         hf_longattn.save(m, tmp_path / "out")
+    with pytest.raises(ValueError, match="remove_hook_from_submodules"):
+        m.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
     with pytest.warns(hf_longattn.UntrainedWarning):
         hf_longattn.apply(m, "cosscale")

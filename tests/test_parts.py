@@ -99,6 +99,12 @@ def test_graphs_read_each_parts_own_strength() -> None:
 
 
 @torch.no_grad()
+def test_parts_may_be_texts_and_dicts() -> None:
+    ids, m = tokens(), hf_longattn.apply(stock("llama"), ["rerope:window=7:layers=[0, 2]", MAP.to_dict()])
+    assert torch.equal(m(ids).logits, hf_longattn.apply(stock("llama"), [NEAR, MAP])(ids).logits)
+
+
+@torch.no_grad()
 def test_a_second_method_for_some_layers_does_not_take_out_the_first() -> None:
     ids, m = tokens(), hf_longattn.apply(stock("llama"), NEAR)
     before = m(ids).logits

@@ -30,6 +30,8 @@ from helpers import (
     tokens,
     with_sinks,
 )
+from tiny_configs import families as tiny_families
+from tiny_configs import tiny
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache, GPT2LMHeadModel
 from transformers.generation.continuous_batching import continuous_api
@@ -398,6 +400,30 @@ def test_reading_in_both_directions_is_refused() -> None:
         hf_longattn.apply(m, CONFIG)
 
 
+@torch.no_grad()
+def test_a_decoder_that_is_made_an_encoder_later_is_refused() -> None:
+    """By other flags, which models read in every call: Gemma 3's and those of BERT and its like."""
+    m, ids = fresh("gemma3", CONFIG), tokens(2, 9)
+    m.config.use_bidirectional_attention = True
+    with pytest.raises(ValueError, match=r"read in both directions \(use_bidirectional_attention=True\)"):
+        m(ids)
+    hf_longattn.remove(m)
+    with pytest.raises(ValueError, match=r"cannot go into Gemma3ForCausalLM.*read in both directions"):
+        hf_longattn.apply(m, CONFIG)
+    for name in ("bert", "roberta"):
+        m = AutoModelForCausalLM.from_config(tiny(tiny_families()[name])).eval()
+        close(hf_longattn.apply(copy.deepcopy(m), CONFIG, strength=0.0)(ids).logits, m(ids).logits)
+        hf_longattn.apply(m, CONFIG)
+        m.config.is_decoder = False
+        mask = torch.ones_like(ids)
+        mask[0, :4] = 0
+        for extra, error in (({}, NotImplementedError), ({"attention_mask": mask}, ValueError)):
+            with pytest.raises(error, match=r"read.* in both directions \(is_decoder=False"):
+                m(ids, **extra)
+        hf_longattn.remove(m)
+        assert m(ids, attention_mask=mask).logits.isfinite().all()
+
+
 def test_continuous_batching_keeps_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers would put flash attention in our place, with no more than a line in the log."""
     m = fresh("llama", CONFIG)
@@ -554,14 +580,38 @@ def test_packing_needs_use_cache_false() -> None:
 @torch.no_grad()
 def test_output_attentions(family: str) -> None:
     """The weights returned are the ones that were used: rows of one, the method's own, no logsumexp in their place."""
-    if family == "gpt2":
-        pytest.skip("its forward does not pass the argument on")
-    ids = tokens()
-    out = fresh(family, CONFIG)(ids, output_attentions=True, use_cache=False)  # transformers leaves hooks behind
+    m, ids = fresh(family, CONFIG), tokens()  # transformers leaves hooks behind
+    out = m(ids, output_attentions=True, use_cache=False)
     close(out.logits, expected(family, CONFIG, ids))
+    assert len(out.attentions) == len(m.base_model.layers if family != "gpt2" else m.transformer.h)
     for weights in out.attentions:
         assert weights.shape == (2, 4, 24, 24)
         close(weights.sum(-1), torch.ones(2, 4, 24), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@torch.no_grad()
+def test_output_attentions_compiled(family: str) -> None:
+    """gpt2 does not tell its layers that they are asked for."""
+    m, ids = fresh(family, CONFIG), tokens(2, 17)
+    want = m(ids, output_attentions=True, use_cache=False)
+    torch._dynamo.reset()
+    got = torch.compile(m, fullgraph=True, backend="eager")(ids, output_attentions=True, use_cache=False)
+    close(got.logits, want.logits)
+    for ours, theirs in zip(got.attentions, want.attentions, strict=True):
+        close(ours, theirs)
+
+
+@torch.no_grad()
+def test_attentions_of_models_that_do_not_tell_their_layers() -> None:
+    torch.manual_seed(0)
+    m, ids = AutoModelForCausalLM.from_config(tiny(tiny_families()["persimmon"])).eval(), tokens()
+    m.set_attn_implementation("eager")
+    want = m(ids, output_attentions=True).attentions
+    hf_longattn.apply(m, CONFIG, strength=0.0)
+    for ours, theirs in zip(m(ids, output_attentions=True).attentions, want, strict=True):
+        close(ours, theirs)
 
 
 @torch.no_grad()

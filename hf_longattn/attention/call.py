@@ -89,7 +89,7 @@ class Call:
         """Whether gradients may be asked for, of tensors or of learned parts."""
         if not torch.is_grad_enabled():
             return False
-        parts = (self.learned or {}).values()
+        parts = [getattr(part, "func", part) for part in (self.learned or {}).values()]  # of some heads: partials
         tensors = (self.query, self.key, self.value, *(parameter for part in parts for parameter in part.parameters()))
         return any(x.requires_grad for x in tensors)
 

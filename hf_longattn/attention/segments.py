@@ -87,8 +87,8 @@ class Segment(NamedTuple):
         return columns, None if own.all() else own
 
 
-class _Part(NamedTuple):
-    """A segment that some row may see, and the angles of what is turned in it (see `Turn`)."""
+class ReadySegment(NamedTuple):
+    """A segment of which some row may see a key: its rows, and the angles of what is turned in it (see `Turn`)."""
 
     rows: Rows
     query: Angles | None
@@ -104,10 +104,10 @@ class BySegment:
         self.score, self.widens = config.score, kernel.wide and call.folds
         self.wide = torch.promote_types(call.query.dtype, torch.float32)
         self.temper = config.temperature.factor if isinstance(config.temperature, EntropyTemperature) else None
-        self.parts: list[_Part] = []
+        self.segments: list[ReadySegment] = []
         for segment in segments:
             own, query, key = segment.rows, segment.query, segment.key
-            if self.parts and own.once("nothing", functools.partial(_sees_nothing, own)):
+            if self.segments and own.once("nothing", functools.partial(_sees_nothing, own)):
                 continue
             by_query = None if query is None else query.kept_angles(rows.query_positions(), call.cache)
             by_key = None
@@ -115,16 +115,17 @@ class BySegment:
                 j = rows.key_positions(self.kv_len)
                 paged = call.pages is not None
                 by_key = key.by_feature(j, call.key.shape[3], call.cache) if paged else key.kept_angles(j, call.cache)
-            self.parts.append(_Part(own, by_query, by_key))
+            self.segments.append(ReadySegment(own, by_query, by_key))
         if self.temper is not None:
-            alone = len(self.parts) == 1
+            alone = len(self.segments) == 1
             self.at_once = alone and kernel.tempered is not None and not call.trains and keepable(call.query)
             #: tempered, logits are scaling q . k over plain rows
-            self.plain = alone and spec.gain is None and not spec.softcap and call.asked == "auto" and rows.plain is not None
+            self.plain = alone and not self.at_once and call.asked == "auto" and spec.gain is None and not spec.softcap
+            self.plain = self.plain and rows.plain is not None
 
     @property
     def count(self) -> Tensor:
-        return functools.reduce(torch.add, (part.rows.count(self.kv_len) for part in self.parts))
+        return functools.reduce(torch.add, (segment.rows.count(self.kv_len) for segment in self.segments))
 
     def factor(self, by_row: Tensor) -> Tensor:
         return by_row.to(self.wide)
@@ -151,20 +152,20 @@ class BySegment:
         """What the kernel is to compute, but for a temperature by entropy: positions, score, temperature by length."""
         if self.widens:
             query, key = query.to(self.wide), key.to(self.wide)
-        calls = [self._turned(part, query, key, value, pages) for part in self.parts]
+        calls = [self._turned(segment, query, key, value, pages) for segment in self.segments]
         if self.score is not None:
             calls = [_folded(call, self.score) for call in calls]
         return calls if factor is None else [_scored(call, factor) for call in calls]
 
-    def _turned(self, part: _Part, query: Tensor, key: Tensor, value: Tensor, pages: Tensor | None) -> KernelCall:
+    def _turned(self, segment: ReadySegment, query: Tensor, key: Tensor, value: Tensor, pages: Tensor | None) -> KernelCall:
         paged = Pages(pages)
-        if part.query is not None:
-            query = self.rotation.rotate(query, *part.query)  # type: ignore[union-attr]
-        if part.key is not None and pages is None:
-            key = self.rotation.rotate(key, *part.key)  # type: ignore[union-attr]
-        elif part.key is not None:
-            paged = Pages(pages, None, *(x.float() for x in part.key))
-        return KernelCall(query, key, value, part.rows, self.spec, self.dropout, pages=paged)
+        if segment.query is not None:
+            query = self.rotation.rotate(query, *segment.query)  # type: ignore[union-attr]
+        if segment.key is not None and pages is None:
+            key = self.rotation.rotate(key, *segment.key)  # type: ignore[union-attr]
+        elif segment.key is not None:
+            paged = Pages(pages, None, *(x.float() for x in segment.key))
+        return KernelCall(query, key, value, segment.rows, self.spec, self.dropout, pages=paged)
 
     def _entropies(self, calls: list[KernelCall]) -> Tensor:
         """The entropy of every row over its keys; a sink is none."""

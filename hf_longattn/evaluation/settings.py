@@ -13,6 +13,7 @@ Commas separate settings. A YAML file maps names to texts, or to mappings: `meth
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,7 +68,7 @@ class Setting:
         if self.adapter is not None and not Path(self.adapter).is_dir():
             raise ValueError(f"setting {self.name!r}: the adapter {self.adapter!r} is not a directory")
 
-    @property
+    @functools.cached_property
     def config(self) -> LongAttnConfig | None:
         """What `apply` gets."""
         if self.method is None:

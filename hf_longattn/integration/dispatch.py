@@ -94,7 +94,7 @@ def attention_forward(
 
 def _seen(asked: Asked, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> tuple[Tensor, Tensor | None]:
     """A layer's method, or the model's own attention where the method changes nothing in the longest text of the pass."""
-    weights, stock, rows = bool(asked.more.get("output_attentions")), sight.stock, sight.rows
+    weights, stock, rows = asked.weights, sight.stock, sight.rows
     assert rows is not None
     if stock is not None and not weights and sight.changes_nothing(asked.plan.identity_below):
         return _run(stock.function(asked.module), asked, query, key, value, stock.mask)
@@ -173,7 +173,7 @@ def _refuse(asked: Asked, harmless: frozenset[str]) -> None:
             'model.set_attn_implementation("sdpa") first'
         )
     if more.get("is_causal") is False:
-        raise ValueError(BOTH_WAYS)
+        raise ValueError(BOTH_WAYS.format("is_causal=False"))
     if asked.sliding_window is not None and not asked.plan.windowed:
         raise ValueError("this layer got a sliding window that its config does not announce: please report the model")
     if more.keys() <= harmless:
@@ -198,7 +198,7 @@ def _base(asked: Asked, query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
     if mask is not None and is_carrier(mask):
         rows = read_mask(mask, key.shape[2]).rows
         mask = rows.once(("visible", key.shape[2]), lambda: rows.visible(key.shape[2]))
-    if name == "eager" or asked.more.get("output_attentions"):
+    if name == "eager" or asked.weights:
         name = "eager"
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)

@@ -10,6 +10,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..config import LongAttnConfig
+from .masks import described, describes
+from .names import is_ours
 from .trained import hides
 
 #: What the types in a config's layer_types say: all keys before the query are seen, or a window of them.
@@ -138,6 +141,14 @@ class View:
     def state(self) -> Any:
         """The model's `AttentionState`; None before any method came."""
         return next((plan.state for plan in self.plans), None)
+
+    @property
+    def running(self) -> LongAttnConfig | None:
+        """The config that it runs, if it runs one."""
+        held = None if self.target is None else described(self.target)
+        if not held or not is_ours(self.target._attn_implementation_internal):
+            return None
+        return held if isinstance(held, LongAttnConfig) else describes(self.target)
 
     @property
     def adapters(self) -> list[Any]:

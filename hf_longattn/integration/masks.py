@@ -31,11 +31,26 @@ from transformers.utils.import_utils import is_tracing
 from ..attention.geometry import FAR, Rows
 from ..attention.tracing import readable
 from ..config import LongAttnConfig
+from .names import is_ours, short
 
 INDEX_WIDTH = 6
 
 
-BOTH_WAYS = "is_causal=False lets it read in both directions, and every method is one of causal attention"
+BOTH_WAYS = "it is to read in both directions ({}), and every method is one of causal attention"
+
+
+def both_ways(config: Any) -> str | None:
+    """What in a config says that its model reads in both directions, or None."""
+    if getattr(config, "is_causal", True) is False:
+        return "is_causal=False"
+    asked = getattr(config, "use_bidirectional_attention", None)
+    return f"use_bidirectional_attention={asked!r}" if asked is True or asked == "all" else None
+
+
+def refuse_both_ways(config: Any, name: str = "") -> None:
+    """ValueError: a config lets a model read in both directions."""
+    if (flag := both_ways(config)) is not None:
+        raise ValueError(name + BOTH_WAYS.format(flag))
 
 
 class Stock:
@@ -125,6 +140,12 @@ def described(config: Any) -> Any:
     return of.get("_longattn", of.get("longattn"))
 
 
+def describes(config: Any) -> LongAttnConfig | None:
+    """The method that a config names and describes; None: it names none. ValueError: the two disagree."""
+    name = config._attn_implementation_internal
+    return LongAttnConfig.parse(short(name), described(config)) if is_ours(name) else None
+
+
 class Before(NamedTuple):
     """What a config ran before it got one of our names; kept on the config, where the mask function can see it too."""
 
@@ -178,10 +199,13 @@ def carrier_mask(
     }
     base = ALL_MASK_ATTENTION_FUNCTIONS[base_implementation(config)]
     section = None if config is None else described(config)
+    if section:
+        refuse_both_ways(config)
     if "allow_is_bidirectional_skip" in kwargs:  # only the bidirectional masks are asked for with it
-        if section and not getattr(config, "is_causal", True):
-            raise ValueError(BOTH_WAYS)
-        return base(**shared, **kwargs, config=config, local_size=local_size)
+        mask = base(**shared, **kwargs, config=config, local_size=local_size)
+        if isinstance(mask, Tensor) and readable(mask):
+            mask.__dict__["longattn_both_ways"] = True
+        return mask
     layers = section.layers if isinstance(section, LongAttnConfig) else (section or {}).get("layers")
     only_full = layers in (None, "full_attention")
     if local_size is not None and only_full and ((known := before(config)) is None or known.windows):
@@ -263,6 +287,11 @@ def _carrier(
 def is_carrier(mask: Tensor) -> bool:
     """Whether a mask is one of ours; bool and float masks are the user's own."""
     return mask.dtype == torch.int32
+
+
+def shows_the_future(mask: Tensor) -> bool:
+    """Whether transformers made a mask for reading in both directions; False where a graph is traced."""
+    return not torch.compiler.is_compiling() and "longattn_both_ways" in mask.__dict__
 
 
 class Seen(NamedTuple):

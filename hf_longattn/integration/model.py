@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,25 +23,25 @@ from .names import is_ours, name_for
 from .offload import is_empty
 from .planning import attach, bound_in, no_layer, put, show
 from .record import follow
-from .state import LayerPlan, describes, plan_of, release, remember, set_plan, transaction, without_method
+from .state import LayerPlan, plan_of, release, remember, set_plan, transaction, without_method
 from .trained import Trained, published, recorded
 
 Model = TypeVar("Model", bound=nn.Module)
+#: What `LongAttnConfig.parse` takes.
+Method = str | Mapping[str, Any] | LongAttnConfig
 
 
 class UntrainedWarning(UserWarning):
     """A pretrained model is run under a method that makes it worse until it is trained with it."""
 
 
-def apply(
-    model: Model, method: str | LongAttnConfig | list[LongAttnConfig] | tuple[LongAttnConfig, ...], **parameters: Any
-) -> Model:
+def apply(model: Model, method: Method | list[Method] | tuple[Method, ...], **parameters: Any) -> Model:
     """Put a method into a model, in place; or several, into different layers.
 
     Args:
         model: any transformers model whose attention goes through the attention interface, or a PEFT model around one.
-        method: a name ("scale_invariant", "a+b") with its parameters, or a complete `LongAttnConfig`; or a list of these
-            configs, each with its `layers`, of which one without takes all others.
+        method: a name ("scale_invariant", "a+b", "a:key=value") with its parameters, a complete `LongAttnConfig`, or the dict
+            of one; or a list of these, each with its `layers`, of which one without takes all others.
 
     Returns:
         The same model.
@@ -51,7 +51,7 @@ def apply(
             layers that this one leaves out. The model is then unchanged.
     """
     if isinstance(method, (list, tuple)):
-        method = LongAttnConfig(parts=tuple(method))
+        method = LongAttnConfig(parts=tuple(method))  # type: ignore[arg-type]
     config = LongAttnConfig.parse(method, parameters)
     with change(model) as view:
         _put(view, config, set() if isinstance(config.layers, str) else _changed(view))
@@ -60,7 +60,7 @@ def apply(
 
 def _changed(view: View) -> set[int]:
     """The layers that a method changes."""
-    if running_in(view) is None:
+    if view.running is None:
         return set()
     return {x.index for x in view.layers if (plan := plan_of(x.module)) is not None and plan.config is not None}
 
@@ -71,7 +71,7 @@ def _put(view: View, config: LongAttnConfig, keep: Set[int] = frozenset()) -> No
     """
     if (target := view.target) is None:
         raise ValueError(no_layer(view, config))
-    known = running_in(view)
+    known = view.running
     longer = None if known is None or config.extended_to not in (None, known.extended_to) else known.extended_to
     if longer is not None:
         config = dataclasses.replace(config, extended_to=None)
@@ -111,9 +111,9 @@ def _warn_of_less(known: LongAttnConfig, now: LongAttnConfig, says: int) -> None
 def change(model: nn.Module) -> Iterator[View]:
     """A transaction, after which adapters know what the model runs, and the user what harms untrained weights."""
     with transaction(model) as view:
-        known = running_in(view)
+        known = view.running
         yield view
-        config = running_in(view)
+        config = view.running
         announce(view, None if config is None else config.extended_to)
         follow(view, config)
         if view.adapters and any(isinstance(x.module._modules.get("longattn"), LearnedParts) for x in view.layers):
@@ -131,7 +131,7 @@ def update(model: Model, **parameters: Any) -> Model:
     Changing `strength`, for schedules, costs nothing: no new plan, and no recompilation once it has been other than 1.
     """
     with change(model) as view:
-        config = _of(view).replace(**parameters)
+        config = _running(view).replace(**parameters)
         plans = {x.module: plan for x in view.of_target if (plan := plan_of(x.module)) is not None}
         held, modules = described(view.target), set(view.modules)
         fits = plans and all(p.whole is held and (p.rotary is None or p.rotary.module in modules) for p in plans.values())
@@ -208,11 +208,11 @@ def knowing() -> Iterator[None]:
 
 def config_of(model: nn.Module) -> LongAttnConfig:
     """The config that a model runs; ValueError if it runs none."""
-    return _of(View(model))
+    return _running(View(model))
 
 
-def _of(view: View) -> LongAttnConfig:
-    if (config := running_in(view)) is None:
+def _running(view: View) -> LongAttnConfig:
+    if (config := view.running) is None:
         runs = view.model.config._attn_implementation_internal
         raise ValueError(f"{view.name} runs {runs!r}, not an hf_longattn method")
     return config
@@ -220,16 +220,7 @@ def _of(view: View) -> LongAttnConfig:
 
 def running(model: nn.Module) -> LongAttnConfig | None:
     """The config that a model runs, if it runs one."""
-    return running_in(View(model))
-
-
-def running_in(view: View) -> LongAttnConfig | None:
-    """The same of a model that was looked at."""
-    target = view.target
-    if target is None or not is_ours(target._attn_implementation_internal):
-        return None
-    section = described(target)
-    return section if isinstance(section, LongAttnConfig) or not section else describes(target)
+    return View(model).running
 
 
 @dataclass(frozen=True)
@@ -265,7 +256,7 @@ def describe(model: nn.Module) -> Description:
         else:
             rows.append((layer.name, ", ".join(map(_in_words, plan.config.methods)), _how(plan)))
     known = None if view.target is None else recorded(view.target, view.target.longattn)
-    return Description(view.name, running_in(view), tuple(rows), known)
+    return Description(view.name, view.running, tuple(rows), known)
 
 
 def _how(plan: LayerPlan) -> str:

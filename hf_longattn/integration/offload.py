@@ -31,6 +31,15 @@ def is_empty(model: nn.Module) -> bool:
     return any(p.is_meta for p in model.parameters()) and not any(True for m in model.modules() for _ in _hooks(m))
 
 
+def refuse_to_save(model: nn.Module) -> None:
+    """ValueError: transformers cannot save a model's weights from where they are."""
+    if any(p.is_meta for p in model.parameters()) and not getattr(model, "hf_device_map", None):
+        raise ValueError(
+            "the model's weights are offloaded (accelerate.cpu_offload, disk_offload), and transformers cannot save them so: "
+            "accelerate.hooks.remove_hook_from_submodules(model) brings them back"
+        )
+
+
 def device_of(module: nn.Module) -> torch.device:
     """Where the parameters of a module are when it is called."""
     own = next(module.parameters()).device

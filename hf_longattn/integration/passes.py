@@ -18,7 +18,7 @@ from ..attention.tracing import readable
 from .caches import cache_in, values_of
 from .layers import View
 from .masks import described
-from .state import AttentionState, LayerPlan, Plans, turn
+from .state import AttentionState, LayerPlan, Plans, model_of, plan_of, turn
 
 _AXES = (
     "this call's tokens are at several positions each, as those of pictures are in a model with M-RoPE, and a remap of rotary "
@@ -49,6 +49,7 @@ class Pass:
         outer: the one that it runs in.
         plans: what its model ran as it began, and runs to its end; None while a graph is traced, which knows the model's own.
         positions: the position_ids that its innermost model was given: int64 (batch or 1, q_len), or (axes, batch, q_len).
+        weights: whether that was asked for attention weights.
         cache: the KV cache that its model was given.
         frame: what runs it and ends with it; None after its end.
     """
@@ -56,6 +57,7 @@ class Pass:
     outer: Pass | None
     plans: Plans | None
     positions: Tensor | None = None
+    weights: bool = False
     cache: Cache | None = None
     frame: FrameType | None = None
     after: Numbering | None = None  # how the keys are numbered in the cache that it leaves
@@ -129,6 +131,11 @@ class Asked(NamedTuple):
     more: dict[str, Any]
 
     @property
+    def weights(self) -> bool:
+        """Whether attention weights are asked for: of the layer, or of the model, which may not tell its layers."""
+        return bool(self.more.get("output_attentions")) or (self.now is not None and self.now.weights)
+
+    @property
     def kept(self) -> dict[Any, Any]:
         """What layers of its pass share."""
         return {} if self.now is None else self.now.kept
@@ -145,6 +152,8 @@ def find(module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool) 
         ValueError: the module has no plan, or config.longattn was replaced behind its back.
     """
     plan: LayerPlan | None = module.__dict__.get("longattn_plan")  # as `plan_of`; a call costs as much as a small product
+    if plan is not None and plan.state.unverified is not None and not traced and _PASS.get() is None:
+        plan = _verified(module, plan)
     if traced:
         now: Pass | None = None if plan is None else plan.state.traced
     else:
@@ -170,6 +179,13 @@ def find(module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool) 
     return now, plan, given
 
 
+def _verified(module: Any, plan: LayerPlan) -> LayerPlan | None:
+    """A layer's plan with its rotation verified, where a pass began with `model.forward`, which calls no hooks."""
+    if plan.state.unverified is not None and (model := model_of(plan.state)) is not None:
+        plan.state.unverified(plan.state, model)
+    return plan_of(module)
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _given_outside() -> Tensor | None:
     return None if (now := current_pass()) is None else now.positions
@@ -192,8 +208,9 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
     positions = kwargs.get("position_ids", args[place] if len(args) > place else None)
     if state.remapped and positions is not None and positions.ndim > 2 and state.disabled is None:
         _check_axes(positions)
+    weights = bool(kwargs.get("output_attentions"))
     if torch.compiler.is_compiling():
-        state.traced = Pass(None, None, positions)
+        state.traced = Pass(None, None, positions, weights)
         return
     outer = current_pass()
     if outer is not None and outer.plans is not None and outer.plans.state is state:
@@ -207,7 +224,7 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
                 plans = state.plans or state.publish(View(model))
                 if not plans.hold:
                     raise ValueError(_REPLACED)
-    _PASS.set(Pass(outer, plans, positions, cache_in((*args, *kwargs.values())), sys._getframe(2)))
+    _PASS.set(Pass(outer, plans, positions, weights, cache_in((*args, *kwargs.values())), sys._getframe(2)))
 
 
 def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:

@@ -16,14 +16,14 @@ from ..slots.method import ModelFacts
 from ..telling import warn
 from .layers import Layer, View
 from .longrope import border_hooks
-from .masks import BOTH_WAYS, described
+from .masks import described, describes, refuse_both_ways
 from .names import is_ours, short
 from .offload import device_of, held, keep
 from .passes import watch
 from .record import refuse_copies
 from .rope import check_built
 from .rotation import find_rotary
-from .state import AttentionState, LayerPlan, describes, enrol, plan_of, set_plan
+from .state import AttentionState, LayerPlan, enrol, plan_of, set_plan
 from .trained import Trained, rope_settings, trained
 from .verify import rotation_of, verify_at_first_call, verify_rotations
 
@@ -141,8 +141,7 @@ def _refuse_part(name: str, part: LongAttnConfig, candidates: list[Layer], chose
 
 def _refuse_layers(name: str, config: LongAttnConfig, candidates: list[Layer], chosen: list[Layer]) -> None:
     """Raise for layers whose attention does more than the interface says."""
-    if any(getattr(x.module.config, "is_causal", True) is False for x in candidates):
-        raise ValueError(f"{config.name} cannot go into {name}: {BOTH_WAYS}")
+    refuse_both_ways(candidates[0].module.config, f"{config.name} cannot go into {name}: ")
     if any(x.own_mask for x in candidates):  # also where they are left alone: all layers get one mask
         raise ValueError(
             f"{config.name} cannot go into {name}: its attention makes a mask of its own from transformers' mask, and could "

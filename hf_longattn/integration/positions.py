@@ -17,12 +17,19 @@ from torch import Tensor
 from ..attention.geometry import Columns, Rows
 from ..attention.tracing import readable
 from ..config import LongAttnConfig
-from .masks import Seen, Sight, is_carrier, read_mask, seen_through, sight_of
+from .masks import BOTH_WAYS, Seen, Sight, is_carrier, read_mask, seen_through, shows_the_future, sight_of
 from .passes import Asked, Numbering, Pass
 
 _NO_MASK = "no attention mask arrived, so what each token sees and where it stands is unknown. "
 _PARALLEL = "Context parallelism takes the mask away and sets is_causal; it is not supported"
-_ALONE = "A layer that is called by itself needs the mask that transformers' create_causal_mask makes"
+_ALONE = (
+    "A layer that is called by itself needs the mask that transformers' create_causal_mask makes; where the model was called, "
+    "it reads in both directions (is_decoder=False), and every method is one of causal attention"
+)
+_UNSEEN = (
+    "the model's `forward` was run, or a layer by itself, so that no hook saw which position_ids the model was given, and its "
+    "layers are not told: call the model, model(...)"
+)
 _JUMP = (
     "position_ids jump forward, and without a 2-D attention mask or a cache transformers reads that as the start of a new "
     "document. For one document with skipped positions pass attention_mask=torch.ones_like(input_ids) and use_cache=False; "
@@ -66,10 +73,14 @@ def rows_under(mask: Tensor | None, asked: Asked, q_len: int, kv_len: int) -> Si
     positions, plan, now = asked.positions, asked.plan, asked.now
     if mask is None:
         raise NotImplementedError(_NO_MASK + (_PARALLEL if asked.more.get("is_causal") else _ALONE))
+    if positions is None and now is None and plan.state.passes and not asked.traced:
+        raise ValueError(_UNSEEN)
     sight: Sight | None = None if asked.traced else mask.__dict__.get("longattn_sight")
     if sight is not None and sight.rows is not None and sight.kv_len == kv_len and sight.positions is positions:
         return sight
     remapped = plan.state.remapped
+    if shows_the_future(mask):
+        raise ValueError(BOTH_WAYS.format("is_decoder=False or its like: transformers made a bidirectional mask"))
     if not is_carrier(mask):  # the user's own, who may write to it, or to position_ids, before the next call
         if not asked.traced:
             mask.__dict__["longattn_sight"] = Sight(now=now)

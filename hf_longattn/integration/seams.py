@@ -13,15 +13,16 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config import CUSTOM, LongAttnConfig, named
+from ..config import CUSTOM, LongAttnConfig, read_name
 from ..slots.method import SLOTS
 from ..slots.registry import parameters_of
 from ..telling import warn
 from .layers import View, language_config
 from .lengths import announce, announce_beside
 from .masks import described
-from .model import change, running_in, warn_of_lost_softcap, warn_untrained
+from .model import change, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, hint, is_ours, methods_in, register_combination, short
+from .offload import refuse_to_save
 from .passes import implementation_in_pass
 from .planning import keep_parts, prepare, refuse_name
 from .resume import load_checkpoint
@@ -145,13 +146,13 @@ def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config
     keep_parts(view)
     _announce(view)
     if not model.config.__dict__.get("_longattn_saved"):
-        warn_untrained(view, running_in(view))
+        warn_untrained(view, view.running)
     return out
 
 
 def _announce(view: View) -> None:
     """Let all that says how long a model reads say what its method was made for, or what it said without one."""
-    config = running_in(view)
+    config = view.running
     announce(view, None if config is None else config.extended_to)
 
 
@@ -171,7 +172,7 @@ def _get_correct_attn_implementation(
 
 def _put_parameters(config: PreTrainedConfig, implementation: str) -> str:
     """The name in a text with parameters, which go into the config's section; ValueError where slots stand there already."""
-    name, parameters = named(implementation)
+    name, parameters = read_name(implementation)
     section = config.longattn or {}
     if {"version", "parts", *SLOTS} & section.keys():
         raise ValueError(
@@ -284,6 +285,8 @@ def _set_attn_implementation(
 
 
 def _save_pretrained(original: Callable[..., Any], self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(self, PreTrainedModel) and kwargs.get("state_dict") is None and View(self).running is not None:
+        refuse_to_save(self)
     out = original(self, save_directory, *args, **kwargs)
     announce_beside(Path(save_directory))
     return out
@@ -329,7 +332,12 @@ SEAMS = (
         _set_attn_implementation,
         "check and plan when the attention is switched",
     ),
-    Seam(PreTrainedModel, "save_pretrained", _save_pretrained, "a tokenizer beside a longer model would go on cutting texts"),
+    Seam(
+        PreTrainedModel,
+        "save_pretrained",
+        _save_pretrained,
+        "a tokenizer beside a longer model would go on cutting texts; of offloaded weights the error names no way out",
+    ),
     Seam(PreTrainedTokenizerBase, "save_pretrained", _save_pretrained, "the same, where it is saved after its model"),
     Seam(
         "transformers.trainer:Trainer",

@@ -3,7 +3,7 @@
     module.longattn_plan      of each attention module: its `LayerPlan`, which leads to the model's `AttentionState`
     module.longattn           its learned parts; state_dicts say so
     model.longattn_adapters   the configs of adapters that PEFT notes nowhere on the model
-    config._longattn          what `config.longattn` shows
+    config._longattn          what `config.longattn` shows: the `LongAttnConfig` that a model runs, or what a user wrote
     config._longattn_before   what ran before (`masks.Before`), where mask functions can see it
     config._longattn_saved    that it came with a checkpoint of ours, for as long as it is loaded
     config.longattn_lengths   what it said of the longest text, while a method reads further: see `lengths`
@@ -13,6 +13,7 @@ Copies and pickles of a model take it along; models that share their attention m
 model goes with that:
 
     mask.longattn_sight                       of a pass's mask: its `Sight`, which leads to the pass
+    mask.longattn_both_ways                   of one that transformers made for reading in both directions
     cache.longattn_numbering, longattn_long   how the keys in a KV cache were numbered, and turned (longrope)
 """
 
@@ -39,7 +40,7 @@ from ..config import LongAttnConfig
 from .layers import View, pretrained
 from .lengths import announce
 from .masks import Before, before, described
-from .names import is_ours, short
+from .names import is_ours
 from .rope import Tables, build, exchange
 from .rotation import RotarySource
 from .trained import hides
@@ -70,12 +71,6 @@ class Section(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
-
-
-def describes(config: Any) -> LongAttnConfig | None:
-    """The method that a config names and describes; None: it names none. ValueError: the two disagree."""
-    name = config._attn_implementation_internal
-    return LongAttnConfig.parse(short(name), described(config)) if is_ours(name) else None
 
 
 @dataclass(eq=False)
@@ -245,6 +240,8 @@ def transaction(model: nn.Module) -> Iterator[View]:
             yield view
         except BaseException:
             undo()
+            if view.state is not None and view.state.plans is not None:
+                view.state.plans.parts.clear()  # they are in their modules again
             raise
 
 
@@ -257,6 +254,13 @@ def enrol(model: nn.Module) -> None:
     """Note that a model runs a method."""
     with _MODELS_LOCK:
         _MODELS.add(model)
+
+
+def model_of(state: AttentionState) -> nn.Module | None:
+    """The model that a state belongs to; None of a copy."""
+    with _MODELS_LOCK:
+        models = list(_MODELS)
+    return next((m for m in models if state_of(m) is state), None)
 
 
 def own_configs(view: View) -> bool:

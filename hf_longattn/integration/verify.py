@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from ..attention.call import Call
 from ..attention.tracing import readable
@@ -69,7 +70,12 @@ def verify_rotations(view: View, plans: Mapping[nn.Module, LayerPlan], names: di
     probing = Plans(rotated[0][1].state, probed, tuple(view.configs), {**names})
     hook = functools.partial(_with_equal_tokens, probing)
     equal = [x.module.register_forward_pre_hook(hook, with_kwargs=True) for x in view.layers if not x.why_never]
+    # configs with a property of their own (HRM) do not ask what a pass runs
+    deaf = [c for c in view.configs if type(c)._attn_implementation is not PreTrainedConfig._attn_implementation]
+    before = [(c, c._attn_implementation_internal) for c in deaf if id(c) in names]
     try:
+        for c, _ in before:
+            c._attn_implementation_internal = names[id(c)]
         device = view.model.get_input_embeddings().weight.device
         ids = torch.ones(1, PROBE, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
         with evaluating(view.model), Probing(probing):
@@ -77,6 +83,8 @@ def verify_rotations(view: View, plans: Mapping[nn.Module, LayerPlan], names: di
     finally:
         for handle in equal:
             handle.remove()
+        for c, name in before:
+            c._attn_implementation_internal = name
     settled: list[tuple[RotarySource, Convention | None, list[Layer]]] = []
     for source in dict.fromkeys(sources.values()):
         own = [x for x, other in sources.items() if other is source]

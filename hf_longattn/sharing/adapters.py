@@ -25,6 +25,7 @@ except (ImportError, AttributeError) as error:
     raise ImportError('adapters need PEFT 0.21 or newer: pip install "hf_longattn[train]"') from error
 from peft.tuners.adaption_prompt import AdaptionPromptModel
 from peft.tuners.tuners_utils import BaseTuner
+from peft.tuners.xlora import XLoraModel
 from peft.utils import ModulesToSaveWrapper, hotswap
 from torch import nn
 from transformers import PreTrainedModel
@@ -32,6 +33,7 @@ from transformers.integrations.peft import PeftAdapterMixin
 
 from ..config import LongAttnConfig
 from ..integration import apply, record, rope
+from ..integration.lengths import announce_beside
 from ..integration.model import knowing, running
 from ..integration.record import ADAPTER, LEARNED, RECORD, computed, method_in
 from ..integration.seam import Seam, install
@@ -48,6 +50,7 @@ def _save_config(original: Any, self: PeftConfigMixin, save_directory: str, **kw
         saved = record.saved_in(path) | {key: getattr(self, key) for key in RECORD}
         saved["peft_type"] = record.refused_type(saved["peft_type"])
         path.write_text(json.dumps(saved, indent=2, sort_keys=True), encoding="utf-8")
+    announce_beside(Path(save_directory))
 
 
 def _from_json_file(original: Any, cls: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -124,10 +127,11 @@ def _restore(config: Any, target: LongAttnConfig, model: PreTrainedModel, others
                 "base model with the adapter's (config.rope_parameters = ...)"
             )
         rope.exchange(model, rope.build(model, config.rope_parameters))
-    if now is None or turned:
+    further = now is not None and (target.extended_to or 0) > (now.extended_to or 0)
+    if now is None or turned or further:
         try:
             with knowing():
-                apply(model, now or target)
+                apply(model, target if now is None else now.replace(extended_to=target.extended_to) if further else now)
         except NotImplementedError as error:  # PEFT makes every parameter without memory then
             raise NotImplementedError(
                 f"{target.name} brings learned parameters, which low_cpu_mem_usage=True cannot add to a model: leave it out"
@@ -261,13 +265,13 @@ def _disable_adapter(original: Any, self: PeftModel) -> Iterator[None]:
                 _on(model)
 
 
-def _disable_adapter_layers(original: Any, self: BaseTuner) -> None:
+def _disable_adapter_layers(original: Any, self: Any) -> None:
     original(self)
-    if not any(c.peft_type == PeftType.XLORA for c in self.peft_config.values()):  # it does so in every pass, for its scalings
-        _off(self.peft_config, self.model)
+    if isinstance(self, XLoraModel) or not any(c.peft_type == PeftType.XLORA for c in self.peft_config.values()):
+        _off(self.peft_config, self.model)  # the LoRA inside X-LoRA is switched in every pass, for its scalings
 
 
-def _enable_adapter_layers(original: Any, self: BaseTuner) -> None:
+def _enable_adapter_layers(original: Any, self: Any) -> None:
     _on(self.model)
     original(self)
 
@@ -319,6 +323,10 @@ SEAMS = (
     Seam(PeftModel, "disable_adapter", _disable_adapter, "a base without its adapter runs its own attention"),
     Seam(BaseTuner, "disable_adapter_layers", _disable_adapter_layers, "the same where layers are switched"),
     Seam(BaseTuner, "enable_adapter_layers", _enable_adapter_layers, "the same, back"),
+    Seam(AdaptionPromptModel, "disable_adapter_layers", _disable_adapter_layers, "the same of a kind that is no BaseTuner"),
+    Seam(AdaptionPromptModel, "enable_adapter_layers", _enable_adapter_layers, "the same, back"),
+    Seam(XLoraModel, "disable_adapter_layers", _disable_adapter_layers, "the same of a kind that does not call BaseTuner's"),
+    Seam(XLoraModel, "enable_adapter_layers", _enable_adapter_layers, "the same, back"),
     Seam(BaseTuner, "merge_and_unload", _unload, "what is merged while switched off would stay without the method"),
     Seam(BaseTuner, "unload", _unload, "the same without merging"),
     Seam(PeftAdapterMixin, "disable_adapters", _disable_adapters, "a base without its adapter runs its own attention"),

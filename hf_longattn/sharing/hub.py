@@ -18,6 +18,7 @@ from ..checks import written_aside
 from ..integration import config_of
 from ..integration.classes import loaders
 from ..integration.names import TRIPWIRE
+from ..integration.offload import refuse_to_save
 from ..integration.record import ADAPTER, saved_in
 from ..telling import warn
 from .card import Facts, contents, hub_id, model_card, source
@@ -74,11 +75,7 @@ def save(
     adapter = bool(getattr(model, "peft_config", None))
     if (remote_code or strict) and adapter:
         raise ValueError(f"{'remote_code' if remote_code else 'strict'} works for whole models only: merge_and_unload() first")
-    if any(p.is_meta for p in model.parameters()) and not getattr(model, "hf_device_map", None):
-        raise ValueError(
-            "the model's weights are offloaded (accelerate.cpu_offload, disk_offload), and transformers cannot save them so: "
-            "accelerate.hooks.remove_hook_from_submodules(model) brings them back"
-        )
+    refuse_to_save(model)
     stub = _stub(model) if remote_code else None
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"{directory} is a file: give a folder, which is made if there is none")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ..integration import update
@@ -124,7 +124,9 @@ class RecipeTrainer(Trainer):
         return metrics(sums, self.data.test_task is not None)
 
     def _held_out_sums(self, *arguments: Any) -> dict[int, torch.Tensor]:
-        """As one call of the model, which gathers its weights for it where they are sharded (trainer.fsdp)."""
+        """Where weights are sharded (trainer.fsdp), as one call of the model, which gathers them for it."""
+        if not isinstance(self.model, FSDPModule):
+            return held_out_sums(*arguments)
         model: Any = self.model
         model.longattn_held_out = held_out_sums
         register_fsdp_forward_method(model, "longattn_held_out")

@@ -37,7 +37,7 @@ def why_not(call: Call) -> str | None:
     return "it has no gradients" if call.trains else None
 
 
-class Part(NamedTuple):
+class SeenSegment(NamedTuple):
     """A segment's keys, as they are seen by any row of a call.
 
     Args:
@@ -65,14 +65,14 @@ class Shown:
 
     Args:
         columns: the keys that some row sees.
-        parts: in the order of their columns.
+        segments: in the order of their columns.
         count: how many keys each row sees, int64 (batch or 1, heads or 1, q_len).
         hidden: bool (batch or 1, heads or 1, q_len, keys), those of `columns` that a row does not see; None: there are none.
         blind: bool (..., q_len, 1), rows that see none; None: there are none.
     """
 
     columns: slice
-    parts: tuple[Part, ...]
+    segments: tuple[SeenSegment, ...]
     count: Tensor
     hidden: Tensor | None
     blind: Tensor | None
@@ -80,31 +80,31 @@ class Shown:
     @classmethod
     def of(cls, call: Call, segments: list[Segment]) -> Shown:
         query = call.query
-        seen = [(segment, *segment.seen(call.kv_len)) for segment in segments]
-        found = sorted(((s, c, own) for s, c, own in seen if c is not None), key=lambda x: x[1].start)
+        among = [(segment, *segment.seen(call.kv_len)) for segment in segments]
+        found = sorted(((s, c, own) for s, c, own in among if c is not None), key=lambda x: x[1].start)
         whole = slice(min((c.start for _, c, _ in found), default=0), max((c.stop for _, c, _ in found), default=0))
-        parts = tuple(_part(call, segment, columns, own, whole.start) for segment, columns, own in found)
-        total, width = sum(part.size for part in parts), whole.stop - whole.start
-        if parts and all(part.own is None for part in parts):  # a key is in one segment of each row: no columns are shared
+        seen = tuple(_seen(call, segment, columns, own, whole.start) for segment, columns, own in found)
+        total, width = sum(one.size for one in seen), whole.stop - whole.start
+        if seen and all(one.own is None for one in seen):  # a key is in one segment of each row: no columns are shared
             count = torch.full((1, 1, query.shape[2]), total, device=query.device)
-            return cls(whole, parts, count, None if total == width else _hidden(parts, query, width), None)
-        hidden = _hidden(parts, query, width)
+            return cls(whole, seen, count, None if total == width else _hidden(seen, query, width), None)
+        hidden = _hidden(seen, query, width)
         blind = hidden.all(-1, keepdim=True)
         count = width - hidden.sum(-1)
-        return cls(whole, parts, count, hidden if hidden.any() else None, blind if blind.any() else None)
+        return cls(whole, seen, count, hidden if hidden.any() else None, blind if blind.any() else None)
 
 
-def _hidden(parts: tuple[Part, ...], query: Tensor, width: int) -> Tensor:
-    """Which keys a row does not see in any part, bool (batch or 1, heads or 1, q_len, width)."""
-    shapes = [part.own.shape[:3] for part in parts if part.own is not None]
+def _hidden(seen: tuple[SeenSegment, ...], query: Tensor, width: int) -> Tensor:
+    """Which keys a row sees in no segment, bool (batch or 1, heads or 1, q_len, width)."""
+    shapes = [one.own.shape[:3] for one in seen if one.own is not None]
     batch, heads = (max((shape[d] for shape in shapes), default=1) for d in (0, 1))
     hidden = torch.ones(batch, heads, query.shape[2], width, dtype=torch.bool, device=query.device)
-    for part in parts:
-        hidden[..., part.columns] &= False if part.own is None else ~part.own
+    for one in seen:
+        hidden[..., one.columns] &= False if one.own is None else ~one.own
     return hidden
 
 
-def _part(call: Call, segment: Segment, columns: slice, own: Tensor | None, first: int) -> Part:
+def _seen(call: Call, segment: Segment, columns: slice, own: Tensor | None, first: int) -> SeenSegment:
     query, width = call.query, call.query.shape[3]
     eye = torch.eye(width, dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
     turn = half = angles = None
@@ -116,7 +116,7 @@ def _part(call: Call, segment: Segment, columns: slice, own: Tensor | None, firs
         angles = cos.transpose(1, 2).to(eye.dtype), sin.transpose(1, 2).to(eye.dtype)
         turn = eye[None, None, None] if turn is None else turn
         half = segment.key.by.rotate_half(turn)
-    return Part(slice(columns.start - first, columns.stop - first), own, turn, half, angles)
+    return SeenSegment(slice(columns.start - first, columns.stop - first), own, turn, half, angles)
 
 
 def _matrices(rotation: Rotation, eye: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -137,13 +137,13 @@ class Dense:
         config, query, rows, kv_len = call.config, call.query, call.rows, call.kv_len
         alike = tuple(s.name for s in segments), kv_len, query.shape[3], query.dtype, call.rotation
         shown: Shown = rows.once(alike, functools.partial(Shown.of, call, segments))
-        self.count, self.parts, self.blind = shown.count, shown.parts, shown.blind
+        self.count, self.segments, self.blind = shown.count, shown.segments, shown.blind
         self.columns = None if shown.columns == slice(0, kv_len) else shown.columns
         self.scaling, self.softcap, self.score = call.scaling, call.softcap, config.score
         self.q_len, self.kv_heads, self.group = query.shape[2], call.key.shape[1], query.shape[1] // call.key.shape[1]
         self.wide = torch.promote_types(query.dtype, torch.float32)
         self.temper: Any = config.temperature.factor if call.by_entropy else None  # type: ignore[union-attr]
-        turned = any(part.turn is not None for part in shown.parts)
+        turned = any(segment.turn is not None for segment in shown.segments)
         acting = config.score, config.logit_map, config.sink, call.softcap, call.sink_logits, self.temper
         self.fuses = acting == (None,) * 6 and not turned and call.asked == "auto"
         if not self.fuses:
@@ -173,7 +173,7 @@ class Dense:
     ) -> Tensor:
         if self.columns is not None:
             key, value = key[:, :, self.columns], value[:, :, self.columns]
-        if not self.parts:  # nothing is visible
+        if not self.segments:  # nothing is visible
             out = query.new_zeros(*query.shape[:3], value.shape[3])
         elif self.fuses:
             out = self._fused(query, key, value, factor)
@@ -202,21 +202,21 @@ class Dense:
         return out.view(*shape[:3], -1) if self.together else out
 
     def _prepare(self, call: Call, spec: LogitSpec, shown: Shown) -> None:
-        ends = [(one.columns.stop, other.columns.start) for one, other in itertools.pairwise(self.parts)]
-        #: no key lies among the columns of two parts; some keys lie among those of none, and are not computed
+        ends = [(one.columns.stop, other.columns.start) for one, other in itertools.pairwise(self.segments)]
+        #: no key lies among the columns of two segments; some keys lie among those of none, and are not computed
         self.apart, self.gaps = all(a <= b for a, b in ends), any(a < b for a, b in ends)
         self.gaps &= self.apart
-        where = [torch.arange(part.columns.start, part.columns.stop) for part in self.parts]
+        where = [torch.arange(segment.columns.start, segment.columns.stop) for segment in self.segments]
         columns = torch.cat(where) if self.gaps else slice(None)
         hidden = None if shown.hidden is None else shown.hidden[..., columns]
         self.hidden = None if hidden is None or not hidden.any() else self._grouped(hidden)
-        self.own = [None if self.apart or part.own is None else self._grouped(part.own) for part in self.parts]
+        self.own = [None if self.apart or segment.own is None else self._grouped(segment.own) for segment in self.segments]
         self._prepare_turns(call.query.shape[3])
         self.map = None if spec.gain is None else self._map(call, spec, shown.columns, columns)
 
     def _prepare_turns(self, width: int) -> None:
-        """All matrices that queries are multiplied by, side by side, and which columns of the product are each part's."""
-        turns = [[x for x in (part.turn, part.half) if x is not None] for part in self.parts]
+        """All matrices that queries are multiplied by, side by side, and which columns of the product are each segment's."""
+        turns = [[x for x in (segment.turn, segment.half) if x is not None] for segment in self.segments]
         ends = [0, *itertools.accumulate(width * len(x) for x in turns)]
         self.places = [slice(*ends) for ends in itertools.pairwise(ends)]
         self.turns: Tensor | None = None
@@ -266,17 +266,17 @@ class Dense:
         return logits
 
     def _products(self, rows: Tensor, key: Tensor, normed: bool) -> Tensor:
-        """q . k over all bands, (batch, kv_heads, group * q_len, keys), divided by |k| if `normed`; 0 where there is none."""
+        """q . k of all segments, (batch, kv_heads, group * q_len, keys), divided by |k| if `normed`; 0 outside of them."""
         turned, scores = rows if self.turns is None else self._turned(rows), []
-        for part, place in zip(self.parts, self.places, strict=True):
-            own = rows if part.turn is None else turned[..., place]
-            scores.append(_scores(own, key if len(self.parts) == 1 else key[:, :, part.columns], part.angles, normed))
+        for segment, place in zip(self.segments, self.places, strict=True):
+            own = rows if segment.turn is None else turned[..., place]
+            scores.append(_scores(own, key if len(self.segments) == 1 else key[:, :, segment.columns], segment.angles, normed))
         if self.apart:
             return scores[0] if len(scores) == 1 else torch.cat(scores, -1)
         logits = rows.new_zeros(*rows.shape[:3], key.shape[2])
-        for part, visible, one in zip(self.parts, self.own, scores, strict=True):
-            into = logits[..., part.columns]
-            into.copy_(one if visible is None else torch.where(visible, one, into))
+        for segment, visible, own in zip(self.segments, self.own, scores, strict=True):
+            into = logits[..., segment.columns]
+            into.copy_(own if visible is None else torch.where(visible, own, into))
         return logits
 
     def _turned(self, rows: Tensor) -> Tensor:
@@ -298,12 +298,12 @@ class Dense:
     def _averaged(self, weights: Tensor, value: Tensor) -> Tensor:
         if not self.gaps:
             return weights @ value
-        own = zip(weights.split([part.size for part in self.parts], -1), self.parts, strict=True)
-        return functools.reduce(torch.add, (share @ value[:, :, part.columns] for share, part in own))
+        own = zip(weights.split([segment.size for segment in self.segments], -1), self.segments, strict=True)
+        return functools.reduce(torch.add, (share @ value[:, :, segment.columns] for share, segment in own))
 
 
 def _scores(rows: Tensor, key: Tensor, angles: tuple[Tensor, Tensor] | None, normed: bool) -> Tensor:
-    """q . k of one band, (batch, kv_heads, rows, keys).
+    """q . k of one segment, (batch, kv_heads, rows, keys).
 
     Args:
         rows: under `angles` beside each query what their sine part is multiplied by, (..., 2 head_dim).

@@ -103,7 +103,7 @@ def whole_sequence(asked: Asked, query: Tensor, key: Tensor, value: Tensor, comp
         (batch, tokens, heads, head_dim).
     """
     group, position_ids, window = asked.plan.state.group, asked.positions, asked.sliding_window
-    if asked.more.get("output_attentions") or (asked.plan.windowed and window is None):
+    if asked.weights or (asked.plan.windowed and window is None):
         raise NotImplementedError("no attention weights, and no windows of unknown size, of a sequence split over processes")
     here = place(asked.module)
     assert here is not None
