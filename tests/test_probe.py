@@ -153,7 +153,7 @@ def test_an_interrupted_probe_goes_on_and_mixes_nothing(folder: Path, tmp_path: 
         refused = run(folder, *given, "--out", str(out), *more)
         assert refused.exit_code == 2
         assert message in " ".join(refused.output.replace("│", " ").split())
-    (tmp_path / "settings.yaml").write_text("rerope: {method: rerope, parameters: {window: 600}}")
+    (tmp_path / "settings.yaml").write_text("rerope: rerope:window=600")
     other = run(folder, "--settings", str(tmp_path / "settings.yaml"), "--distances", "1280", "--out", str(out))
     assert "a row 'rerope | probe | 1280 | 4 passages' of another setting" in " ".join(other.output.replace("│", " ").split())
     assert rows_of(out) == before
