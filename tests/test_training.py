@@ -431,6 +431,8 @@ REFUSED = {
     "label_smoothing_factor does not reach": ["trainer.label_smoothing_factor=0.1"],
     "has a row whose 'number' is 0 and no text": ["data=TABLE", "hub.column=number"],
     "no column": ["data=TABLE", "hub.column=body"],
+    "trainer.report_to=clearml, which is not installed here": ["trainer.report_to=clearml"],
+    "tensorbord is not supported, only": ["trainer.report_to=tensorbord"],
 }
 
 
@@ -576,6 +578,15 @@ def test_documents_of_files_and_data_sets(tiny: Path, tmp_path: Path) -> None:
         found = list(documents(sources, Hub(column="body", streaming=streaming), tokenizer))
         assert [tokenizer.decode(d[:-1]) for d in found] == ["ab", "c", "dé"]
         assert all(d[-1] == tokenizer.eos_token_id for d in found)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("line", "said"), [('{"text": "b"', "no JSON"), ("3", "no object"), ('{"text": "\\udcff"}', None)])
+def test_a_malformed_line_is_named(tmp_path: Path, line: str, said: str | None, streaming: bool) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "a"}}\n\n{line}\n')
+    found = data_module.texts([str(tmp_path / "a.jsonl")], Hub(streaming=streaming))
+    with pytest.raises(ValueError, match=rf"a\.jsonl, line 3, is {said}" if said else r"a\.jsonl cannot be read: JSON"):
+        list(found)
 
 
 def test_the_held_out_end_is_not_trained_on(tiny: Path, tmp_path: Path) -> None:

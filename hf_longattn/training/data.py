@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import itertools
+import json
 import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -57,16 +58,37 @@ def texts(sources: list[str], hub: Hub) -> Iterator[str]:
             yield text
 
 
-def _rows(source: str, hub: Hub) -> Iterable[dict[str, Any]]:
+def _rows(source: str, hub: Hub) -> Iterator[dict[str, Any]]:
     try:
         from datasets import load_dataset
+        from datasets.exceptions import DatasetGenerationError
     except ImportError:
         raise ImportError('data sets need the datasets library: pip install "hf_longattn[train]"') from None
     path = Path(source)
-    if path.is_file():
-        return load_dataset(BUILDERS[path.suffix], data_files=str(path), split="train", streaming=hub.streaming)
-    name, _, split = source.partition(":")
-    return load_dataset(name, hub.config, split=split or "train", streaming=hub.streaming)
+    if not path.is_file():
+        name, _, split = source.partition(":")
+        yield from load_dataset(name, hub.config, split=split or "train", streaming=hub.streaming)
+        return
+    try:
+        yield from load_dataset(BUILDERS[path.suffix], data_files=str(path), split="train", streaming=hub.streaming)
+    except (ValueError, DatasetGenerationError) as error:
+        if path.suffix == ".jsonl":
+            _check_lines(path)
+        raise ValueError(f"{path} cannot be read: {error.__cause__ or error}") from None
+
+
+def _check_lines(path: Path) -> None:
+    """Raise ValueError, with its number, for the first line that is no JSON object; the datasets library names none."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                wrong = None if isinstance(json.loads(line), dict) else "no object with columns, {...}"
+            except ValueError as error:
+                wrong = f"no JSON ({error})"
+            if wrong:
+                raise ValueError(f"{path}, line {number}, is {wrong}: mend or remove it")
 
 
 def documents(sources: list[str], hub: Hub, tokenizer: Any) -> Iterator[list[int]]:

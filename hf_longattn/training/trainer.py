@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 
 from ..integration import update
 from ..integration.engines.ulysses import check_heads, split_sequence, unsplit
@@ -24,7 +25,7 @@ from .recipe import Recipe, Strength
 
 
 def arguments(recipe: Recipe) -> TrainingArguments:
-    """The recipe's TrainingArguments; ValueError where transformers refuses them."""
+    """The recipe's TrainingArguments; ValueError where transformers refuses them, or where they report to what is not here."""
     settings: dict[str, Any] = {"report_to": "none", "remove_unused_columns": False, "label_names": ["labels"]}
     settings |= {"dataloader_pin_memory": torch.cuda.is_available()}
     if (schedule := recipe.schedule) is not None:
@@ -32,7 +33,17 @@ def arguments(recipe: Recipe) -> TrainingArguments:
         warmup, cooldown = round(schedule.warmup * steps), round(schedule.cooldown * steps)
         shape = {"num_decay_steps": cooldown, "decay_type": "linear"}
         settings |= {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": warmup, "lr_scheduler_kwargs": shape}
-    return TrainingArguments(output_dir=recipe.output, **settings | recipe.trainer)
+    args = TrainingArguments(output_dir=recipe.output, **settings | recipe.trainer)
+    _check_reports(args.report_to)
+    return args
+
+
+def _check_reports(names: list[str]) -> None:
+    """Raise ValueError for a logger that is unknown or not installed, which Trainer would find out after loading the model."""
+    get_reporting_integration_callbacks(names)
+    missing = sorted({*names} - {*get_available_reporting_integrations(), "flyte"})  # flyte is never listed
+    if missing:
+        raise ValueError(f"trainer.report_to={missing[0]}, which is not installed here: install it, or leave report_to out")
 
 
 def part_of(recipe: Recipe, args: TrainingArguments) -> tuple[int, int]:
