@@ -300,6 +300,14 @@ def test_recipes_for_pretrained_models_ship_what_was_measured_best(
         prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out")))
 
 
+def test_targets_are_one_name_or_several(tiny: Path, tmp_path: Path) -> None:
+    for given, expected in (("q_proj", ["q_proj"]), ("q_proj,v_proj", ["q_proj", "v_proj"]), ("all-linear", ["all-linear"])):
+        recipe = load_recipe("continue_lora", settings(tiny, tmp_path / "out", lora__targets=given))
+        assert recipe.lora is not None
+        assert recipe.lora.targets == expected
+        assert "trained" in plan(prepare(recipe))
+
+
 def test_every_process_has_needles_of_its_own(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe("needle_lora", settings(tiny, tmp_path / "out", length=400))
     alone = data_module._samples(recipe)
@@ -402,6 +410,11 @@ REFUSED = {
     "Did you mean: 'learning_rate'": ["trainer.learning_rat=1"],
     "write trainer.learning_rate": ["learning_rate=1"],
     "not an override": ["steps"],
+    "no key lr; did you mean trainer.learning_rate": ["lr=1e-4"],
+    "no key trainer.lr; did you mean trainer.learning_rate": ["trainer.lr=1e-4"],
+    "no 'q_prj'; did you mean 'q_proj'.*it has down_proj, .*v_proj": ["lora.targets=q_prj"],
+    "no 'k_prj'; did you mean 'k_proj'": ["lora.targets=[q_proj,k_prj]"],
+    "evaluation.lengths: this must be a list": ["evaluation.lengths=64"],
     "could not be converted to Integer": ["length=long"],
     "unknown method 'scale'": ["method=scale"],
     "no parameter 'tua'": ["method=scale_invariant:tua=3"],

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer, NanoChatConfig
+from transformers.pytorch_utils import Conv1D
 
 from ..config import LongAttnConfig
 from ..evaluation.loading import build, check_reads, edit_rope, load_weights
@@ -17,6 +19,7 @@ from ..evaluation.loading import load_tokenizer as tokenizer_of
 from ..integration import apply, config_of, rope, update
 from ..integration.classes import kinds_of
 from ..integration.model import knowing
+from ..slots.registry import did_you_mean
 from .recipe import Architecture, Lora, Recipe
 
 
@@ -69,7 +72,11 @@ def put_method(model: Any, recipe: Recipe, attention: LongAttnConfig | None, rea
 
 
 def put_adapter(model: Any, lora: Lora, seed: int) -> Any:
-    """A PEFT model around it, whose adapter starts as the identity."""
+    """A PEFT model around it, whose adapter starts as the identity.
+
+    Raises:
+        ValueError: a target is the name of no layer of the model; PEFT says nothing where others are.
+    """
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
@@ -82,10 +89,24 @@ def put_adapter(model: Any, lora: Lora, seed: int) -> Any:
         lora_dropout=lora.dropout,
         target_modules=lora.targets if lora.targets != ["all-linear"] else "all-linear",
     )
+    own = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+    absent = {t for t in lora.targets if not any(f".{name}".endswith(f".{t}") for name, _ in model.named_modules())}
+    absent -= {"all-linear"}
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT's use of transformers
-        return get_peft_model(model, config)
+        try:
+            wrapped = get_peft_model(model, config)
+        except ValueError:
+            if not absent:
+                raise
+        else:
+            absent &= set(wrapped.peft_config["default"].target_modules)  # without names of before that PEFT has translated
+        if absent:
+            names = sorted({name.rpartition(".")[2] for name in own})
+            hint = did_you_mean(first := min(absent), names)
+            raise ValueError(f"lora.targets: the model has no {first!r}; {hint}it has {', '.join(names)}") from None
+        return wrapped
 
 
 @contextmanager

@@ -17,6 +17,8 @@ from ..slots.registry import did_you_mean
 
 #: Numbers that an optimiser refuses below zero, long after the start.
 NOT_NEGATIVE = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"}
+#: What people call keys of TrainingArguments.
+CALLED = {"lr": "learning_rate", "batch_size": "per_device_train_batch_size", "steps": "max_steps"}
 RECIPES = ("continue_lora", "convert_distill", "needle_lora", "pretrain_small", "pretrain_304m")
 
 
@@ -235,12 +237,16 @@ def load_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
             raise ValueError(f"{path} is not a recipe: a recipe maps keys to values")
         given = OmegaConf.merge(file, OmegaConf.from_dotlist(list(overrides)))
         _check_keys(given)
+        if isinstance(targets := OmegaConf.select(given, "lora.targets"), str):
+            OmegaConf.update(given, "lora.targets", targets.split(","))
         recipe: Recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), given))  # type: ignore[assignment]
     except yaml.YAMLError as error:
         raise ValueError(f"{path.name} or an override is not valid YAML: {error}") from None
     except (OmegaConfBaseException, TypeError) as error:  # the latter where a list stands for a mapping
         where = getattr(error, "full_key", None)
-        raise ValueError(f"{path.name}: {f'{where}: ' if where else ''}{str(error).splitlines()[0]}") from None
+        said = str(error).splitlines()[0]
+        said = f"this must be a list, for example {where}=[...]" if "is not a ListConfig" in said else said
+        raise ValueError(f"{path.name}: {f'{where}: ' if where else ''}{said}") from None
     for key, value in recipe.trainer.items():
         if key.endswith("_strategy") and value is False:
             recipe.trainer[key] = "no"  # what YAML makes of no
@@ -378,6 +384,9 @@ def _check_keys(given: Any) -> None:
         raise ValueError(f"{outside[0]} belongs under trainer: write trainer.{outside[0]}=...")
     if not isinstance(trainer := given.get("trainer") or {}, Mapping):
         raise ValueError(f"trainer must map keys of transformers' TrainingArguments to values, got {trainer!r}")
+    for place, keys in (("", given), ("trainer.", trainer)):
+        if other := next((key for key in keys if key in CALLED), None):
+            raise ValueError(f"there is no key {place}{other}; did you mean trainer.{CALLED[other]}?")
     if "output_dir" in trainer:
         raise ValueError("trainer.output_dir is the recipe's own output: use output")
     plain = {bool, int, float, str, type(None)}  # what omegaconf knows; other types are left to transformers
