@@ -39,6 +39,7 @@ from transformers import (
 import hf_longattn
 from hf_longattn.attention.kernels import precision
 from hf_longattn.cli import app
+from hf_longattn.evaluation.rows import alone
 from hf_longattn.evaluation.tasks import NeedleTask
 from hf_longattn.evaluation.tasks.sample import IGNORE
 from hf_longattn.training import POSITIONS, RECIPES, Recipe, dump, load_recipe, plan, prepare, run
@@ -473,6 +474,33 @@ def test_nothing_is_overwritten(tiny: Path, tmp_path: Path) -> None:
     recipe.trainer["learning_rate"] = 1.0
     with pytest.raises(ValueError, match="differs from this recipe"):
         prepare(recipe, resume=True)
+
+
+def test_two_commands_do_not_train_into_one_folder(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = settings(tiny, tmp_path / "out")
+    with alone(tmp_path / "out/training.lock", "training"):
+        for more in ([], ["--resume"], ["--dry-run"]):
+            refused = command("continue_lora", *overrides, *more)
+            assert refused.exit_code == 2
+            assert "another command is training into" in refused.output
+    late = prepare(load_recipe("continue_lora", overrides))  # both have looked before either writes
+    step = RecipeTrainer.training_step
+
+    def meanwhile(self: RecipeTrainer, *args: Any, **kwargs: Any) -> Any:
+        with pytest.raises(ValueError, match="another command is training into"):
+            run(late)
+        return step(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecipeTrainer, "training_step", meanwhile)
+        quick = {"trainer__max_steps": 1, "trainer__eval_strategy": "no", "evaluation__compare": False}
+        trained("continue_lora", settings(tiny, tmp_path / "out", **quick))
+    with pytest.raises(ValueError, match="nothing is overwritten"):
+        run(late)
+    assert not (tmp_path / "out/training.lock").exists()
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed/training.lock").touch()  # its process is gone
+    prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "killed")))
 
 
 def test_recipes_by_name() -> None:

@@ -24,6 +24,30 @@ def write_whole(path: Path, text: str | bytes) -> None:
     os.replace(partial, path)
 
 
+@contextlib.contextmanager
+def alone(lock: Path, doing: str) -> Iterator[None]:
+    """While open, no other process holds the lock, a file in the folder that is written to; Refused if one does.
+
+    Args:
+        doing: what its holder does, for the message.
+    """
+    from filelock import FileLock, Timeout  # torch and huggingface_hub need it too
+
+    from ..checks import Refused
+
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(lock, timeout=0):
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+                if not any(lock.parent.iterdir()):  # nothing was written
+                    lock.parent.rmdir()
+    except Timeout:
+        raise Refused(f"another command is {doing} into {lock.parent}: wait for it, or choose another folder") from None
+
+
 class RowFile:
     """The rows of a file, one a line: JSON lines, or in a .json file the list "rows" behind what `head` says of all.
 
@@ -64,30 +88,11 @@ class RowFile:
             text = f"{{{text}}}\n"
         write_whole(self.path, text)
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> contextlib.AbstractContextManager[None]:
         """While open, no other process measures into the file; Refused if one does. Without it both would measure all."""
-        from filelock import FileLock, Timeout  # torch and huggingface_hub need it too
-
-        from ..checks import Refused
-
         if self.path is None:
-            yield
-            return
-        lock = self.path.with_name(self.path.name + ".lock")
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with FileLock(lock, timeout=0):
-                try:
-                    yield
-                finally:
-                    lock.unlink(missing_ok=True)
-                    if not any(lock.parent.iterdir()):  # nothing was measured
-                        lock.parent.rmdir()
-        except Timeout:
-            raise Refused(
-                f"another command is measuring into {self.path.parent}: wait for it, or choose another folder"
-            ) from None
+            return contextlib.nullcontext()
+        return alone(self.path.with_name(self.path.name + ".lock"), "measuring")
 
     def _protocol(self) -> dict[str, Any]:
         """That beside JSON lines."""

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..checks import check_dtype, check_model, check_output
 from ..config import LongAttnConfig
 from ..evaluation.calibrate import calibrate
 from ..evaluation.loading import carry
-from ..evaluation.rows import versions, write_whole
+from ..evaluation.rows import alone, versions, write_whole
 from ..integration import describe, rope
 from ..integration.lengths import trained_at
 from ..integration.trained import recorded
@@ -33,7 +33,7 @@ from .models import load_config, load_model, load_tokenizer, put_adapter, put_me
 from .recipe import Recipe, dump
 from .trainer import RecipeTrainer, arguments, check_processes, interruptible
 
-RECIPE_FILE, METRICS_FILE = "recipe.yaml", "metrics.json"
+RECIPE_FILE, METRICS_FILE, LOCK_FILE = "recipe.yaml", "metrics.json", "training.lock"
 
 
 @dataclasses.dataclass
@@ -54,6 +54,7 @@ class Prepared:
     original: Any
     args: TrainingArguments
     reads: int
+    resume: bool
 
 
 def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
@@ -69,6 +70,9 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
     check_dtype(recipe.dtype, "auto")
     if recipe.dtype == "auto":
         recipe = dataclasses.replace(recipe, dtype=fast_dtype(args.device))
+    if _first() and (output / LOCK_FILE).exists():  # held, or left behind by one that was killed
+        with alone(output / LOCK_FILE, "training"):
+            pass
     checkpoint = _checkpoint(recipe, output, resume)
     check_output(output)
     if recipe.model is not None:
@@ -84,7 +88,8 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
         )
     check_processes(recipe, args, config.get_text_config())
     reads = skip.skip.target_length if recipe.positions == "skip" else recipe.length
-    return Prepared(recipe, output, checkpoint, tokenizer, data, attention, config, original, args, reads or recipe.length)
+    longest = reads or recipe.length
+    return Prepared(recipe, output, checkpoint, tokenizer, data, attention, config, original, args, longest, resume)
 
 
 def plan(run: Prepared) -> str:
@@ -124,12 +129,17 @@ def run(prepared: Prepared) -> dict[str, Any]:
     Raises:
         KeyboardInterrupt: of SIGINT. While it trains, the step is finished and a checkpoint saved first; a second one stops
             at once. Without a checkpoint nothing is left behind.
+        Refused: another command trains into the output directory.
+        ValueError: another one did, since `prepare`.
     """
-    try:
-        return _run(prepared)
-    except BaseException:
-        _discard(prepared)
-        raise
+    with alone(prepared.output / LOCK_FILE, "training") if _first() else nullcontext():
+        if _first():
+            _checkpoint(prepared.recipe, prepared.output, prepared.resume)
+        try:
+            return _run(prepared)
+        except BaseException:
+            _discard(prepared)
+            raise
 
 
 def last_checkpoint(output: Path) -> Path | None:
@@ -140,11 +150,10 @@ def last_checkpoint(output: Path) -> Path | None:
 
 
 def _discard(prepared: Prepared) -> None:
-    """Of a run that failed before it had anything to lose, leave no folder that stands in the way of the next."""
+    """Of a run that failed before it had anything to lose, leave nothing that stands in the way of the next."""
     output = prepared.output
-    if prepared.checkpoint is None and output.is_dir() and {p.name for p in output.iterdir()} <= {RECIPE_FILE}:
+    if prepared.checkpoint is None and output.is_dir() and {p.name for p in output.iterdir()} <= {RECIPE_FILE, LOCK_FILE}:
         (output / RECIPE_FILE).unlink(missing_ok=True)
-        output.rmdir()
 
 
 def _run(prepared: Prepared) -> dict[str, Any]:
@@ -233,6 +242,11 @@ def _save(prepared: Prepared, trainer: RecipeTrainer, wrapped: Any, measured: di
         carry(recipe.model, output, type(trainer.causal))
 
 
+def _first() -> bool:
+    """Whether this is the first of the processes that train together, or the only one."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def _windows(recipe: Recipe, args: TrainingArguments) -> int:
     """Windows that a step takes from all processes."""
     processes = args.world_size // recipe.sequence_parallel
@@ -242,8 +256,8 @@ def _windows(recipe: Recipe, args: TrainingArguments) -> int:
 def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
     """The checkpoint to go on from; None for a new run."""
     if not resume:
-        there = output.exists() and (not output.is_dir() or any(output.iterdir()))
-        if there and int(os.environ.get("RANK", "0")) == 0:  # other processes may come after the first has begun to write
+        there = output.exists() and (not output.is_dir() or any(p.name != LOCK_FILE for p in output.iterdir()))
+        if there and _first():  # other processes may come after the first has begun to write
             raise ValueError(f"{output} exists; nothing is overwritten: choose another output, or continue with --resume")
         return None
     if not (output / RECIPE_FILE).is_file():
