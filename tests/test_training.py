@@ -269,6 +269,23 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
         prepare(load_recipe(name, overrides), resume=True)
 
 
+@pytest.mark.parametrize("position", ["plain", "skip"])
+def test_a_run_killed_after_its_last_step_trains_no_more(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, position: str
+) -> None:
+    quick = {"trainer__max_steps": 2, "trainer__eval_strategy": "no", "evaluation__compare": False, "positions": position}
+    whole = trained("continue_lora", settings(tiny, tmp_path / "whole", **quick))
+    overrides = settings(tiny, tmp_path / "cut", **quick)
+    with monkeypatch.context() as patch:
+        patch.setattr(RecipeTrainer, "held_out_metrics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            trained("continue_lora", overrides)
+    metrics = trained("continue_lora", overrides, resume=True)
+    assert (metrics["steps"], metrics["tokens"]) == (2, whole["tokens"])
+    assert metrics["measured"] == whole["measured"]
+    assert losses(metrics) == losses(whole)
+
+
 @pytest.mark.slow
 def test_convert_distill(tiny: Path, tmp_path: Path) -> None:
     result = command("convert_distill", *settings(tiny, tmp_path / "out", distill__weight=0.25, evaluation__compare=False))

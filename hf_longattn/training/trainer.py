@@ -96,6 +96,13 @@ class RecipeTrainer(Trainer):
             shard.process_index //= self.part[1]
         return loader
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Of a run that was killed after its last step there is nothing left to train; Trainer itself takes a step first."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
         sums = torch.stack([outputs["cross_entropy"], outputs["divergence"], outputs["tokens"]]).detach()
