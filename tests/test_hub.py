@@ -298,6 +298,28 @@ def test_push_a_folder(server: FakeHub, base: Path, tmp_path: Path) -> None:
         hf_longattn.push(tmp_path, REPO, base_model="someone/llama", exist_ok=True, **FACTS)
 
 
+def test_a_card_of_ours_is_filled_in(server: FakeHub, base: Path, tmp_path: Path) -> None:
+    hf_longattn.save(adapted(base), tmp_path / "m", **{k: v for k, v in FACTS.items() if k != "license"})
+    before = (tmp_path / "m/README.md").read_text()
+    assert "license" not in before
+    words = ["push", str(tmp_path / "m"), REPO, "--license", "mit", "--base-model", "someone/llama"]
+    shown = CliRunner().invoke(app, [*words, "--dry-run"])
+    assert shown.exit_code == 0, shown.output
+    assert server.log == []
+    for line in ("adapter_model.safetensors", "license: mit", f'from_pretrained("{REPO}")', "Nothing was uploaded."):
+        assert line in shown.output
+    assert CliRunner().invoke(app, words).exit_code == 0
+    sent = server.repos[REPO]["README.md"].decode()
+    card = ModelCard(sent)
+    assert (card.data.license, card.data.base_model) == ("mit", "someone/llama")
+    assert card.data.eval_results == ModelCard(before).data.eval_results
+    assert sent.partition("\n# ")[2] == before.partition("\n# ")[2].replace('"m"', f'"{REPO}"')
+    assert (tmp_path / "m/README.md").read_text() == before
+    wrong = CliRunner().invoke(app, [*words, "--training-length", "4k", "--yes"])
+    assert wrong.exit_code == 2
+    assert "write training_lengths into it" in " ".join(wrong.output.replace("│", "").split())
+
+
 def test_folders_that_cannot_be_pushed(server: FakeHub, base: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"neither config\.json nor"):
         hf_longattn.push(tmp_path, REPO)

@@ -21,6 +21,9 @@ def push(
     evaluated_on: Annotated[str | None, typer.Option(help="The text that the metrics were measured on.")] = None,
     license: Annotated[str | None, typer.Option(help="As the Hub names it, for example apache-2.0.")] = None,
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print what would be uploaded and the card, and stop.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Add a commit to a repository that exists without asking.")] = False,
 ) -> None:
     """Upload DIR to the Hub as REPO_ID, with a model card written from the folder and these options.
@@ -48,6 +51,10 @@ def push(
     for name, content in result.items():
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
         console.print(f"{size:>14,}  {name}", highlight=False)
+    if dry_run:
+        card_text = content.decode() if isinstance(content := result["README.md"], bytes) else content.read_text("utf-8")
+        console.print(f"\n{card_text}\nNothing was uploaded.", markup=False, highlight=False, soft_wrap=True)
+        return
     failed: Any = HfHubHTTPError.__bases__[0]  # what its HTTP client raises, whichever that is
     try:
         exists = HfApi().repo_exists(repo_id)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
 from transformers import PreTrainedModel
@@ -122,7 +122,8 @@ def push(
 
     Args:
         model: as for `save`, or a folder that it (or `save_pretrained`, or Trainer) wrote. A folder is not changed; its
-            README.md is kept, if it is more than PEFT's template; a card of ours names `repo_id` as what to load.
+            README.md is kept, if it is more than PEFT's template; a card of ours names `repo_id` as what to load, and gets
+            license and base_model where given.
         repo_id: "user/name".
         private: who may see a new repository; None for the account's default.
         exist_ok: add a commit to a repository that exists, in place of an error.
@@ -182,10 +183,14 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
         result["config.json"] = _json(saved | _tripwire(saved))
     readme = directory / "README.md"
     if readme.exists() and TEMPLATE not in (text := readme.read_text(encoding="utf-8")):
-        if given := sorted(k for k, v in vars(facts).items() if v and k != "numbers"):
+        fills = {"license": facts.license} if _ours(text) else {}
+        if given := sorted(k for k, v in vars(facts).items() if v and k != "numbers" and k not in fills):
             raise ValueError(f"{readme} is kept as it is; write {', '.join(given)} into it, or remove it")
         if _ours(text):  # it was written for a folder, from which nobody else can load
-            result["README.md"] = LOADING.sub(rf'\g<1>"{repo_id}")', text, count=1).encode()
+            card = ModelCard(LOADING.sub(rf'\g<1>"{repo_id}")', text, count=1))
+            card.data.license = facts.license or card.data.license
+            card.data.base_model = card.data.base_model or base_model
+            result["README.md"] = str(card).encode()
         return result
     remote_code = "auto_map" in saved
     return result | {
