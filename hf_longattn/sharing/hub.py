@@ -188,8 +188,8 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
             raise ValueError(f"{readme} is kept as it is; write {', '.join(given)} into it, or remove it")
         if _ours(text):  # it was written for a folder, from which nobody else can load
             card = ModelCard(LOADING.sub(rf'\g<1>"{repo_id}")', text, count=1))
-            card.data.license = facts.license or card.data.license
-            card.data.base_model = card.data.base_model or base_model
+            card.data["license"] = facts.license or card.data.get("license")
+            card.data["base_model"] = card.data.get("base_model") or base_model
             result["README.md"] = str(card).encode()
         return result
     remote_code = "auto_map" in saved
