@@ -24,7 +24,7 @@ from helpers import crossed
 from peft import PeftModel
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.pre_tokenizers import Whitespace, WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
@@ -460,8 +460,10 @@ REFUSED = {
     "positions: plain": ["sequence_parallel=2", "positions=skip"],
     "trainer.fsdp works with": ["lora=null", "optimizer.momentum=0.9", "trainer.fsdp=full_shard"],
     "label_smoothing_factor does not reach": ["trainer.label_smoothing_factor=0.1"],
-    "has a row whose 'number' is 0 and no text": ["data=TABLE", "hub.column=number"],
+    "row 1: 'number' is 0, neither a text nor a list of messages": ["data=TABLE", "hub.column=number"],
     "no column": ["data=TABLE", "hub.column=body"],
+    "hub.answers needs chats": ["hub.answers=true", "data=TABLE"],
+    "hub.answers and needle exclude": ["hub.answers=true", "needle.needles=3", "positions=plain"],
     "trainer.report_to=clearml, which is not installed here": ["trainer.report_to=clearml"],
     "tensorbord is not supported, only": ["trainer.report_to=tensorbord"],
 }
@@ -636,6 +638,93 @@ def test_documents_of_files_and_data_sets(tiny: Path, tmp_path: Path) -> None:
         found = list(documents(sources, Hub(column="body", streaming=streaming), tokenizer))
         assert [tokenizer.decode(d[:-1]) for d in found] == ["ab", "c", "dé"]
         assert all(d[-1] == tokenizer.eos_token_id for d in found)
+
+
+PLAIN = "{{ '<s> ' }}{% for m in messages %}<{{ m.role }}> {{ m.content }} </s> {% endfor %}"
+PLAIN += "{% if add_generation_prompt %}<assistant> {% endif %}"
+MARKED = (
+    "{{ '<s> ' }}{% for m in messages %}<{{ m.role }}> {% generation %}{{ m.content }} </s> {% endgeneration %}{% endfor %}"
+)
+MARKED = MARKED.replace("{% generation %}", "{% if m.role == 'assistant' %}{% generation %}", 1)
+MARKED = MARKED.replace("{% endgeneration %}", "{% endgeneration %}{% else %}{{ m.content }} </s> {% endif %}")
+LAST = PLAIN.replace("{{ m.content }}", "{% if loop.last %}think {% endif %}{{ m.content }}")
+
+
+def chatting(template: str | None) -> PreTrainedTokenizerFast:
+    """A tokenizer of words that begins texts with <s>, with a chat template."""
+    words = ["<s>", "</s>", "?", "<user>", "<assistant>", "a", "b", "c", "d", "e", "think"]
+    tokenizer = Tokenizer(WordLevel({w: n for n, w in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="?")
+    made.chat_template = template
+    return made
+
+
+TURNS = [("user", "a b"), ("assistant", "c"), ("user", "d"), ("assistant", "e a")]
+CHAT = {"messages": [{"role": role, "content": content} for role, content in TURNS], "id": 1}
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_chats_are_read_by_their_template_and_answers_told_apart(tmp_path: Path, template: str) -> None:
+    (tmp_path / "chats.jsonl").write_text(json.dumps(CHAT) + "\n")
+    source, tokenizer = [str(tmp_path / "chats.jsonl")], chatting(template)
+    whole = ["<user>", "a", "b", "</s>", "<assistant>", "c", "</s>", "<user>", "d", "</s>", "<assistant>", "e", "a", "</s>"]
+    ids = tokenizer.convert_tokens_to_ids(whole)
+    assert list(documents(source, Hub(), tokenizer)) == [ids]  # `pack` puts the one <s> in front
+    marked = list(documents(source, Hub(answers=True), tokenizer))
+    rows = Windows(pack([*marked, ids[:4], [data_module.unasked(n) for n in ids]], 15, [0]), Finish(False, None, 0))
+    assert rows[0]["input_ids"].tolist() == [0, *ids]
+    said = [word if label != IGNORE else "" for word, label in zip(whole, rows[0]["labels"].tolist()[1:], strict=True)]
+    assert "".join(said) == "c</s>ea</s>"
+    assert data_module.flat(source, Hub(answers=True), tokenizer).tolist() == ids
+    far = Finish(False, Skip(target_length=100, unskipped=0.0, repeat=1.0), 0)(0, rows.ids[0], torch.empty(0))
+    assert far["input_ids"].min() >= 0
+    silent = far["labels"] == IGNORE
+    assert silent.any()
+    assert torch.equal(far["labels"][~silent], far["input_ids"][~silent])
+
+
+def test_a_recipe_trains_on_answers(tiny: Path, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    rows = [[("user", " ".join(rng.choices("abcde", k=40))), ("assistant", "c d")] for _ in range(20)]
+    chats = [{"messages": [{"role": role, "content": text} for role, text in row]} for row in rows]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    chatting(PLAIN).save_pretrained(tmp_path / "tokenizer")
+    given = {"data": tmp_path / "chats.jsonl", "heldout": tmp_path / "chats.jsonl", "tokenizer": tmp_path / "tokenizer"}
+    given |= {"trainer__max_steps": 2, "trainer__eval_strategy": "no", "evaluation__compare": False, "hub__answers": True}
+    metrics = trained("continue_lora", settings(tiny, tmp_path / "out", **given))
+    for log in losses(metrics):
+        assert len(log) < 2 + 4  # a part of each window has no answer, and no loss of its own
+        assert all(map(math.isfinite, log.values()))
+    with pytest.raises(ValueError, match="shorter than one window of 4000 tokens with an answer in it"):
+        prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "never", length=4000, **given)))
+
+
+def test_windows_without_an_answer_are_left_out() -> None:
+    silent, asked = [[data_module.unasked(n) for n in range(3, 8)], [3, 4, 5, 6, 7]]
+    assert len(Windows(pack([silent, asked, silent], 5), Finish(False, None, 0))) == 1
+    model, ids = from_scratch_model(), torch.arange(3, 27)[None]
+    assert CausalLoss(model)(ids, torch.full_like(ids, IGNORE))["loss"] == 0  # one whose answer a repeat has overwritten
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "said"),
+    [
+        (CHAT, None, "chat 1: the tokenizer has no chat template"),
+        (CHAT, LAST, "chat 1: the chat template writes an earlier answer otherwise"),
+        (CHAT, "{{ raise_exception('roles must alternate') }}", "chat 1: the chat template refuses it: roles must alternate"),
+        (
+            {"messages": [{"from": "user", "value": "word " * 99}]},
+            PLAIN,
+            "row 1: 'messages' is .{,60}, neither a text nor a list",
+        ),
+    ],
+)
+def test_chats_that_are_refused(tmp_path: Path, row: Any, template: str | None, said: str) -> None:
+    (tmp_path / "chats.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=said):
+        list(documents([str(tmp_path / "chats.jsonl")], Hub(answers=True), chatting(template)))
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import default_data_collator
 from ..checks import read_text
 from ..evaluation.tasks import Encoder, NeedleTask
 from ..evaluation.tasks.sample import IGNORE
+from . import chats
 from .recipe import Hub, Recipe, Skip
 from .skip import skipped
 
@@ -43,19 +45,24 @@ def find(sources: Any) -> list[str]:
     return result
 
 
-def texts(sources: list[str], hub: Hub) -> Iterator[str]:
-    """The documents of all sources, in order: a text file is one document, a data set's row is one."""
+def texts(sources: list[str], hub: Hub) -> Iterator[str | list[chats.Message]]:
+    """The documents of all sources, in order: a text file is one document, a data set's row is one, a text or a chat."""
     for source in sources:
         path = Path(source)
         if path.is_file() and path.suffix not in BUILDERS:
             yield read_text(path)
             continue
-        for row in _rows(source, hub):
-            if hub.column not in row:
-                raise ValueError(f"{source} has no column {hub.column!r}; it has {', '.join(row)}: set hub.column")
-            if not isinstance(text := row[hub.column], str):
-                raise ValueError(f"{source} has a row whose {hub.column!r} is {text!r} and no text: leave such rows out")
-            yield text
+        for number, row in enumerate(_rows(source, hub), 1):
+            column = "messages" if hub.column == "text" and "text" not in row and "messages" in row else hub.column
+            if column not in row:
+                raise ValueError(f"{source} has no column {column!r}; it has {', '.join(row)}: set hub.column")
+            value = row[column]
+            if (document := value if isinstance(value, str) else chats.messages_of(value)) is None:
+                raise ValueError(
+                    f"{source}, row {number}: {column!r} is {reprlib.repr(value)}, neither a text nor a list of messages with "
+                    "role and content: leave such rows out"
+                )
+            yield document
 
 
 def _rows(source: str, hub: Hub) -> Iterator[dict[str, Any]]:
@@ -92,10 +99,41 @@ def _check_lines(path: Path) -> None:
 
 
 def documents(sources: list[str], hub: Hub, tokenizer: Any) -> Iterator[list[int]]:
-    """The token ids of every document, ended by the tokenizer's end-of-text token if it has one."""
+    """The token ids of every document, ended by the tokenizer's end-of-text token if it has one; a chat ends as its template
+    says. Under hub.answers those that the assistant does not say are `unasked`.
+
+    Raises:
+        ValueError: a chat that has no place in the template, or under hub.answers a text.
+    """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for text in texts(sources, hub):
-        yield list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) + end
+    start = Encoder(tokenizer).start
+    for number, text in enumerate(texts(sources, hub), 1):
+        if isinstance(text, str):
+            if hub.answers:
+                raise ValueError(f"hub.answers needs chats, a column of messages; document {number} is a text")
+            yield list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) + end
+            continue
+        try:
+            ids, said = chats.answers(text, tokenizer) if hub.answers else (chats.tokens(text, tokenizer), None)
+        except ValueError as error:
+            raise ValueError(f"chat {number}: {error}") from None
+        first = len(start) if start and ids[: len(start)] == list(start) else 0  # `pack` puts it in front of each document
+        yield [n if said is None or said[i] else unasked(n) for i, n in enumerate(ids)][first:]
+
+
+def unasked(token: int) -> int:
+    """A token's id where nothing is to predict it, on its way to `asked`: negative."""
+    return -1 - token
+
+
+def asked(marked: Tensor) -> tuple[Tensor, Tensor]:
+    """Token ids and labels, of ids of which some are `unasked`."""
+    return torch.where(marked < 0, -1 - marked, marked), marked.masked_fill(marked < 0, IGNORE)
+
+
+def _teaching(rows: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows in which something is to be predicted."""
+    return ((ids, positions) for ids, positions in rows if (ids[1:] >= 0).any())
 
 
 def pack(documents: Iterable[list[int]], length: int, start: Sequence[int] = ()) -> Iterator[tuple[Tensor, Tensor]]:
@@ -132,10 +170,12 @@ class Finish:
         ids = ids.long()
         if self.skip is not None:
             row = _jumping(ids, self.skip, self.seed, index)
-            return row | {"labels": row["input_ids"]}
+            ids, labels = asked(row["input_ids"])
+            return row | {"input_ids": ids, "labels": labels}
+        ids, labels = asked(ids)
         if not self.by_document:
-            return {"input_ids": ids, "labels": ids}
-        labels = ids.masked_fill(positions == 0, IGNORE)  # nothing predicts a document's first token
+            return {"input_ids": ids, "labels": labels}
+        labels = labels.masked_fill(positions == 0, IGNORE)  # nothing predicts a document's first token
         return {"input_ids": ids, "labels": labels, "position_ids": positions.long()}
 
 
@@ -165,7 +205,7 @@ class Windows(Dataset[Example]):
     """Windows in memory."""
 
     def __init__(self, rows: Iterable[tuple[Tensor, Tensor]], finish: Finish) -> None:
-        pairs = [(ids.int(), positions.int()) for ids, positions in rows]
+        pairs = [(ids.int(), positions.int()) for ids, positions in _teaching(rows)]
         self.ids = torch.stack([ids for ids, _ in pairs]) if pairs else torch.empty(0, 0, dtype=torch.int32)
         self.positions = torch.stack([p for _, p in pairs]) if pairs and finish.by_document else None
         self.finish = finish
@@ -189,7 +229,7 @@ class StreamedWindows(IterableDataset[Example]):
 
     def __iter__(self) -> Iterator[Example]:
         rows = pack(documents(self.sources, self.hub, self.tokenizer), self.length, self.start)
-        for index, (ids, positions) in enumerate(rows):
+        for index, (ids, positions) in enumerate(_teaching(rows)):
             yield self.finish(index, ids, positions)
 
 
@@ -211,7 +251,7 @@ class NeedleWindows(Dataset[Example]):
 def flat(sources: list[str], hub: Hub, tokenizer: Any, limit: int | None = None) -> Tensor:
     """All documents as one int64 tensor (tokens,), the first `limit` tokens if given."""
     chained = itertools.chain.from_iterable(documents(sources, hub, tokenizer))
-    return torch.tensor(list(itertools.islice(chained, limit)), dtype=torch.int64)
+    return asked(torch.tensor(list(itertools.islice(chained, limit)), dtype=torch.int64))[0]
 
 
 class Data:
@@ -256,8 +296,11 @@ class Data:
             tokens = list(documents(sources, recipe.hub, tokenizer))
             tokens, self.held_out = _split(tokens, kept)
             self.train = Windows(pack(tokens, recipe.length, self.start), finish)
+        answered = " with an answer in it" if recipe.hub.answers else ""
         if not recipe.hub.streaming and len(self.train) == 0:  # type: ignore[arg-type]
-            raise ValueError(f"the data is shorter than one window of {recipe.length} tokens" + _also_held_out(kept_out, kept))
+            raise ValueError(
+                f"the data is shorter than one window of {recipe.length} tokens" + answered + _also_held_out(kept_out, kept)
+            )
         if len(self.held_out) < longest:
             raise ValueError(
                 f"the held-out text has {len(self.held_out)} tokens, evaluation at length {longest} needs as many: add text "
@@ -289,7 +332,7 @@ def _split(tokens: list[list[int]], kept: int) -> tuple[list[list[int]], Tensor]
             break
         train.append(document[:room])
         room -= len(document)
-    return train, flat_tokens[-kept:]
+    return train, asked(flat_tokens[-kept:])[0]
 
 
 def _also_held_out(kept_out: list[str] | None, kept: int) -> str:

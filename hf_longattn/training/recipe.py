@@ -27,7 +27,8 @@ class Hub:
     """How data sets are read; plain text files need none of it."""
 
     config: str | None = None  # the configuration of a Hub data set ("en" of allenai/c4)
-    column: str = "text"  # the column that holds the text
+    column: str = "text"  # the column that holds the text; without a text a column of messages is read, as chats
+    answers: bool = False  # of chats: loss on what the assistant says alone
     streaming: bool = False  # read as training goes, without storing
 
 
@@ -285,6 +286,8 @@ def _check_inputs(recipe: Recipe) -> None:
             raise ValueError(f"{name} must be a file, a data set or a list of them, got {value!r}")
     if recipe.length < 2 or any(n < 2 for n in (*recipe.lengths, *recipe.final_lengths)):
         raise ValueError("length and evaluation lengths must be at least 2 tokens")
+    if recipe.hub.answers and recipe.needle is not None:
+        raise ValueError("hub.answers and needle exclude each other: needles have answers of their own")
     if recipe.hub.streaming and recipe.heldout is None and recipe.needle is None:
         raise ValueError("a streamed data set has no last part to hold out: give heldout")
 

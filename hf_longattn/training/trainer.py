@@ -115,7 +115,8 @@ class RecipeTrainer(Trainer):
             self.seen = None
             length = self.recipe.length
             for i in range(PARTS if self.data.test_task is None else 0):
-                logs[f"loss_{i * length // PARTS}_{(i + 1) * length // PARTS}"] = float(entropy[i] / tokens[i])
+                if tokens[i]:  # where only answers count there may be none
+                    logs[f"loss_{i * length // PARTS}_{(i + 1) * length // PARTS}"] = float(entropy[i] / tokens[i])
             if self.recipe.distill is not None:
                 logs["cross_entropy"] = float(entropy.sum() / tokens.sum())
                 logs["divergence"] = float(divergence.sum() / tokens.sum())
