@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
 
 Message = dict[str, Any]
 
@@ -35,12 +37,13 @@ def answers(messages: list[Message], tokenizer: Any) -> tuple[list[int], list[bo
     """
     if not tokenizer.is_fast:
         raise ValueError("hub.answers needs a fast tokenizer, which says where in a text its tokens lie")
-    if "{% generation" in (tokenizer.chat_template or "") or "{%- generation" in (tokenizer.chat_template or ""):
-        given = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        return list(given["input_ids"]), [bool(x) for x in given["assistant_masks"]]
     text, spans = _text(messages, tokenizer), []
+    if marked := re.search(r"{%-?\s*generation\s*-?%}", tokenizer.chat_template) is not None:
+        # the spans alone: the mask of tokens that 5.17 makes of them may run on to the end
+        how = {"chat_template": tokenizer.chat_template, "return_assistant_tokens_mask": True, **tokenizer.special_tokens_map}
+        _, (spans,) = render_jinja_template([messages], **how)
     for n, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if marked or message["role"] != "assistant":
             continue
         before, after = _text(messages[:n], tokenizer, add_generation_prompt=True), _text(messages[: n + 1], tokenizer)
         if not (after.startswith(before) and text.startswith(after)):
