@@ -162,8 +162,8 @@ def test_saved_and_loaded_switched_off_and_merged(kind: str, method: str, bases:
     m = adapted(base, kind, METHODS[method])
     want = logits(m)
     with m.disable_adapter():
-        close(logits(m.get_base_model()), plain, 1e-6)  # a product may round by where its memory begins
-    close(logits(m), want, 1e-6)
+        close(logits(m.get_base_model()), plain, 1e-5)  # a product may round by where its memory begins
+    close(logits(m), want, 1e-5)
     m.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(loaded(base), tmp_path)
     assert hf_longattn.config_of(again) == hf_longattn.config_of(m)
