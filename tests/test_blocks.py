@@ -203,8 +203,8 @@ SMALL = {
     r"data=('[^']*'|\S+)": "data=HOME/book.txt trainer.max_steps=2 trainer.use_cpu=true length=64 evaluation.tokens=64 "
     "evaluation.samples=2 "
     "trainer.save_steps=10 trainer.logging_steps=5 trainer.eval_strategy=no trainer.disable_tqdm=true",
-    r"heldout=\S+|dtype=bfloat16|trainer.max_steps=(100|500)| length=128| architecture.(layers|width)=\d+": "",
-    r"tokenizer=\S+": "tokenizer=bytes architecture.layers=2 architecture.width=128",
+    r"heldout=\S+|dtype=bfloat16|trainer.max_steps=(100|500)| length=128| architecture.(layers|width|heads)=\d+": "",
+    r"tokenizer=\S+": "tokenizer=bytes architecture.layers=2 architecture.width=128 architecture.heads=1",
     r"output=\S+": "output=OUT",
     r"(?<=skip.target_length=)\d+": "512",
     r"(?<=window=)\d+": "128",
