@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 BIN := $(VENV)/bin
 # Each process goes through files of its own, so that what a file prepares is prepared once.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
-# T: one area, fast and without the gate: a file or folder (T=positions, T=tests/test_positions.py), else pytest's -k (T=attention).
+# T: one area, fast and without the gate: a file or folder (T=positions, T=tests/test_positions.py), else pytest's -k (T=core).
 AREA = $(if $(T),$(or $(wildcard $(T) tests/$(T) tests/test_$(T).py),-k "$(T)"))
 PACKAGES = import sysconfig; print(sysconfig.get_path("purelib"))
 

@@ -7,22 +7,20 @@ Importing this package registers every method as an attention implementation:
 Registration waits until transformers is imported (see `deferred`), and everything below is imported when it is first used.
 """
 
-import sys
 import warnings
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .deferred import when_imported
 
 if TYPE_CHECKING:
     from . import methods as methods
-    from .attention.attend import attention as attention
-    from .attention.attend import reference_attention as reference_attention
-    from .attention.kernels.precision import fast_dtype as fast_dtype
-    from .attention.rotary import Rotation as Rotation
     from .config import LongAttnConfig as LongAttnConfig
+    from .core.attend import attention as attention
+    from .core.attend import reference_attention as reference_attention
+    from .core.kernels.precision import fast_dtype as fast_dtype
+    from .core.rotary import Rotation as Rotation
     from .evaluation.calibrate import Measurements as Measurements
     from .evaluation.calibrate import calibrate as calibrate
     from .evaluation.calibrate import measure as measure
@@ -46,8 +44,8 @@ if TYPE_CHECKING:
 
 #: Public names by the module that holds them.
 _NAMES = {
-    "attention.attend": ("attention", "reference_attention"),
-    "attention.kernels.precision": ("fast_dtype",),
+    "core.attend": ("attention", "reference_attention"),
+    "core.kernels.precision": ("fast_dtype",),
     "evaluation.calibrate": ("Measurements", "calibrate", "measure"),
     "config": ("LongAttnConfig",),
     "evaluation.measures.capture": ("capture",),
@@ -59,7 +57,7 @@ _NAMES = {
     "integration.jumps": ("masks_of_jumps",),
     "methods.adaptive_temperature": ("fit_adaptive_temperature",),
     "slots.registry": ("register",),
-    "attention.rotary": ("Rotation",),
+    "core.rotary": ("Rotation",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
@@ -78,17 +76,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
-
-
-class _Package(ModuleType):
-    """Importing the package `attention` would set this attribute to it; it stays the function."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name == "attention" and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def _know_adapters() -> None:

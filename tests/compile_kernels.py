@@ -19,9 +19,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from hf_longattn.attention.geometry import Rows
-from hf_longattn.attention.kernels import triton as launcher
-from hf_longattn.attention.kernels.kernel import KernelCall, LogitSpec, Pages
+from hf_longattn.core.geometry import Rows
+from hf_longattn.core.kernels import triton as launcher
+from hf_longattn.core.kernels.kernel import KernelCall, LogitSpec, Pages
 
 TARGET = GPUTarget("cuda", 90, 32)
 

@@ -27,7 +27,7 @@ AREAS = {folder.name for folder in PACKAGE.iterdir() if folder.is_dir()}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """-k attention: also the tests of files that import from hf_longattn.attention."""
+    """-k core: also the tests of files that import from hf_longattn.core."""
     for item in items:
         item.extra_keyword_matches |= areas(item.path)
 

@@ -21,8 +21,8 @@ from helpers import SCENARIOS, fresh, tokens
 from test_kernels import ROTATION, SINKS, geometries, inputs
 from torch import Tensor
 
-from hf_longattn.attention.attend import attend
-from hf_longattn.attention.call import Call
+from hf_longattn.core.attend import attend
+from hf_longattn.core.call import Call
 
 FAMILIES = ("llama", "gemma2", "gpt2")
 BACKENDS = ("auto", "tiled", "reference")

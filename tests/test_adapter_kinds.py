@@ -162,20 +162,20 @@ def test_saved_and_loaded_switched_off_and_merged(kind: str, method: str, bases:
     m = adapted(base, kind, METHODS[method])
     want = logits(m)
     with m.disable_adapter():
-        assert torch.equal(logits(m.get_base_model()), plain)
-    assert torch.equal(logits(m), want)
+        close(logits(m.get_base_model()), plain, 1e-5)  # a product may round by where its memory begins
+    close(logits(m), want, 1e-5)
     m.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(loaded(base), tmp_path)
     assert hf_longattn.config_of(again) == hf_longattn.config_of(m)
-    close(logits(again), want, 1e-6)
-    close(logits(peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path)), want, 1e-6)
+    close(logits(again), want, 1e-5)
+    close(logits(peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path)), want, 1e-5)
     disable(again)
     assert (logits(again) - want).abs().max() > 1e-2  # the adapter without the method
     enable(again)
     if kind != "POLY":  # which takes a task that transformers' model does not
         unknown = kind in PROMPTS or peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING[kind].uses_shared_state
         native = told_by_peft(lambda: by_transformers(tmp_path), *[ValueError] * unknown)
-        assert native is None or (logits(native) - want).abs().max() <= 1e-6
+        assert native is None or (logits(native) - want).abs().max() <= 1e-5
         assert not (unknown and native)
     merged = told_by_peft(lambda: again.merge_and_unload(), NotImplementedError, AttributeError, ValueError)
     assert (merged is None) == (kind in (*PROMPTS, "BEFT", "LILY", "POLY"))

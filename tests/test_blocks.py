@@ -96,6 +96,7 @@ def test_python(block: str, home: Path, tmp_path: Path, monkeypatch: pytest.Monk
     given |= {"name": name, "config": config, "model": model, "folder": tmp_path, "rows": [["0", 0.5, 0.25]]}
     given |= {"input_ids": ids, "tokens": ids.repeat(1, 2), "batches": [ids], "labels": ids}
     given |= {"ask": list, "tokenizer": tiny.tokenizer(), "questions": [ids[:, :9]]}
+    given["texts"] = [(home / "book.txt").read_text(encoding="utf-8")]
     given["positions"] = torch.cat([torch.arange(1000), torch.arange(7900, 8000)])[None]
     if "peft" in code:
         peft = given["peft"] = pytest.importorskip("peft")
@@ -201,8 +202,9 @@ SMALL = {
     r"(?<= )(?:FILE|[\w-]+\.txt(?:,[\w-]+\.txt)*)(?= |$)": "HOME/book.txt",
     r"data=('[^']*'|\S+)": "data=HOME/book.txt trainer.max_steps=2 trainer.use_cpu=true length=64 evaluation.tokens=64 "
     "evaluation.samples=2 "
-    "trainer.save_steps=10 trainer.eval_strategy=no trainer.disable_tqdm=true",
-    r"heldout=\S+|dtype=bfloat16|trainer.max_steps=100": "",
+    "trainer.save_steps=10 trainer.logging_steps=5 trainer.eval_strategy=no trainer.disable_tqdm=true",
+    r"heldout=\S+|dtype=bfloat16|trainer.max_steps=(100|500)| length=128| architecture.(layers|width|heads)=\d+": "",
+    r"tokenizer=\S+": "tokenizer=bytes architecture.layers=2 architecture.width=128 architecture.heads=1",
     r"output=\S+": "output=OUT",
     r"(?<=skip.target_length=)\d+": "512",
     r"(?<=window=)\d+": "128",

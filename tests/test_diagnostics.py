@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
-from hf_longattn.attention.call import Call
-from hf_longattn.attention.geometry import Rows
-from hf_longattn.attention.reference import dense_attention
+from hf_longattn.core.call import Call
+from hf_longattn.core.geometry import Rows
+from hf_longattn.core.reference import dense_attention
 from hf_longattn.evaluation.measures import blocks
 from hf_longattn.evaluation.measures.diagnostics import QUANTITIES, WHAT, Diagnostics
 from hf_longattn.evaluation.measures.sums import Options, Sums, collect

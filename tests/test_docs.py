@@ -162,7 +162,7 @@ def test_the_navigation_lists_a_page_once_and_the_build_is_strict() -> None:
     [
         ("positions", "tests/test_positions.py"),
         ("tests/test_needle.py", "tests/test_needle.py"),
-        ("attention", '-k "attention"'),
+        ("core", '-k "core"'),
     ],
 )
 def test_make_takes_one_area(area: str, asked: str) -> None:
@@ -174,7 +174,7 @@ def test_make_takes_one_area(area: str, asked: str) -> None:
 
 
 def test_a_folder_of_the_package_is_an_area() -> None:
-    assert "attention" in conftest.areas(ROOT / "tests" / "test_kernels.py")
+    assert "core" in conftest.areas(ROOT / "tests" / "test_kernels.py")
     assert conftest.areas(ROOT / "tests" / "test_hub.py") == {"sharing", "cli"}
 
 

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
-from hf_longattn.attention.kernels import tiles
+from hf_longattn.core.kernels import tiles
 from hf_longattn.methods import AdaptiveTemperature, Alibi, ScaleInvariant
 from hf_longattn.slots.base import LengthTemperature
 from hf_longattn.slots.method import SLOTS

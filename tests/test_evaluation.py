@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
-from hf_longattn.attention.kernels import precision as cpu
 from hf_longattn.cli import app
+from hf_longattn.core.kernels import precision as cpu
 from hf_longattn.evaluation import (
     EvalOptions,
     Plan,

@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM
 
 import hf_longattn
-from hf_longattn.attention.geometry import Rows
+from hf_longattn.core.geometry import Rows
 from hf_longattn.integration import masks
 from hf_longattn.integration.caches import CACHE
 

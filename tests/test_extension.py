@@ -27,8 +27,8 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hf_longattn
-from hf_longattn.attention.kernels import precision
 from hf_longattn.cli import app
+from hf_longattn.core.kernels import precision
 from hf_longattn.evaluation import Copy, answer_scores, copy_losses, loss_by_position, token_losses, with_copies
 from hf_longattn.evaluation import search as extension
 from hf_longattn.evaluation.measures import probe as probing

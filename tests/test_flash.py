@@ -13,7 +13,7 @@ from helpers import close
 from torch import Tensor
 
 from hf_longattn import LongAttnConfig, attention, reference_attention
-from hf_longattn.attention.kernels import flash
+from hf_longattn.core.kernels import flash
 
 CASES = {
     "infoscale": LongAttnConfig.preset("infoscale", train_length=4),

@@ -18,9 +18,9 @@ from transformers.masking_utils import sdpa_mask
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
-from hf_longattn.attention.call import Call
-from hf_longattn.attention.geometry import Rows
-from hf_longattn.attention.prepared import Prepared
+from hf_longattn.core.call import Call
+from hf_longattn.core.geometry import Rows
+from hf_longattn.core.prepared import Prepared
 from hf_longattn.integration import dispatch
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.observe import observe

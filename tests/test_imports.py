@@ -32,7 +32,7 @@ def test_the_package_and_its_config_are_imported_without_torch(code):
 @pytest.mark.parametrize(
     "code",
     [
-        "import importlib.util\nimport hf_longattn.attention\nimportlib.util.find_spec('transformers')\n"
+        "import importlib.util\nimport hf_longattn.core\nimportlib.util.find_spec('transformers')\n"
         "from transformers.models.llama import modeling_llama",
         "import transformers\nfrom hf_longattn import apply",
     ],
@@ -46,7 +46,7 @@ def test_names_are_registered_whichever_comes_first_and_only_the_core_is_importe
         "\nassert hf_longattn.attention.__name__ == 'attention'"
     )
     found = modules_after(code)
-    assert {"hf_longattn.integration.seams", "hf_longattn.attention.kernels.tiled"} <= found
+    assert {"hf_longattn.integration.seams", "hf_longattn.core.kernels.tiled"} <= found
     assert not {f"hf_longattn.{name}" for name in LABORATORY} & found
     assert not {"peft", "matplotlib", "typer"} & found
 

@@ -22,18 +22,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_longattn
 from hf_longattn import reference_attention
-from hf_longattn.attention import attend as attend_module
-from hf_longattn.attention.attend import attend
-from hf_longattn.attention.call import Call
-from hf_longattn.attention.geometry import Rows
-from hf_longattn.attention.kernels import flex, intervals, operators, precision, tiled, tiles
-from hf_longattn.attention.kernels import kernel as kernels
-from hf_longattn.attention.kernels.kernel import KernelCall, LogitSpec, Result
-from hf_longattn.attention.prepared import prepared
-from hf_longattn.attention.rotary import Rotation
-from hf_longattn.attention.segments import merge_entropies
-from hf_longattn.attention.tables import SHARED, TableCache
 from hf_longattn.checks import DTYPES
+from hf_longattn.core import attend as attend_module
+from hf_longattn.core.attend import attend
+from hf_longattn.core.call import Call
+from hf_longattn.core.geometry import Rows
+from hf_longattn.core.kernels import flex, intervals, operators, precision, tiled, tiles
+from hf_longattn.core.kernels import kernel as kernels
+from hf_longattn.core.kernels.kernel import KernelCall, LogitSpec, Result
+from hf_longattn.core.prepared import prepared
+from hf_longattn.core.rotary import Rotation
+from hf_longattn.core.segments import merge_entropies
+from hf_longattn.core.tables import SHARED, TableCache
 
 #: From one block for everything to one of the fewest rows.
 BLOCKS = [1 << 21, 3000, 64]

@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
-from hf_longattn.attention.attend import attend
-from hf_longattn.attention.call import Call
-from hf_longattn.attention.geometry import Rows
-from hf_longattn.attention.kernels import dense, intervals, tiled, tiles
-from hf_longattn.attention.kernels.kernel import LogitSpec
-from hf_longattn.attention.segments import BySegment, Segment
+from hf_longattn.core.attend import attend
+from hf_longattn.core.call import Call
+from hf_longattn.core.geometry import Rows
+from hf_longattn.core.kernels import dense, intervals, tiled, tiles
+from hf_longattn.core.kernels.kernel import LogitSpec
+from hf_longattn.core.segments import BySegment, Segment
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.state import state_of
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_longattn.attention.kernels import precision
+from hf_longattn.core.kernels import precision
 from lab.markdown import filled
 
 ROOT = Path(__file__).parents[1]

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, CompileConfig
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, attention, reference_attention
-from hf_longattn.attention.tables import SHARED
-from hf_longattn.attention.tracing import keepable, readable
+from hf_longattn.core.tables import SHARED
+from hf_longattn.core.tracing import keepable, readable
 from hf_longattn.integration.caches import CACHE
 
 WITHOUT_VALUES = {"meta": lambda: torch.device("meta"), "fake": FakeTensorMode}

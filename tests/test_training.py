@@ -37,8 +37,8 @@ from transformers import (
 )
 
 import hf_longattn
-from hf_longattn.attention.kernels import precision
 from hf_longattn.cli import app
+from hf_longattn.core.kernels import precision
 from hf_longattn.evaluation.rows import alone
 from hf_longattn.evaluation.tasks import NeedleTask
 from hf_longattn.evaluation.tasks.sample import IGNORE

@@ -17,12 +17,12 @@ from torch import Tensor
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation
-from hf_longattn.attention.attend import attend
-from hf_longattn.attention.call import Call
-from hf_longattn.attention.geometry import Rows
-from hf_longattn.attention.kernels import triton
-from hf_longattn.attention.kernels.triton import Blocks, why_not_triton
-from hf_longattn.attention.prepared import distance_tables
+from hf_longattn.core.attend import attend
+from hf_longattn.core.call import Call
+from hf_longattn.core.geometry import Rows
+from hf_longattn.core.kernels import triton
+from hf_longattn.core.kernels.triton import Blocks, why_not_triton
+from hf_longattn.core.prepared import distance_tables
 from hf_longattn.integration.engines.paged import batches_of
 
 pytestmark = pytest.mark.skipif(triton.triton is None, reason="triton is not installed")
@@ -281,8 +281,8 @@ def test_refusals() -> None:
 
 @pytest.mark.slow
 def test_without_interpreter_the_cpu_is_refused() -> None:
-    code = "import torch; from hf_longattn.attention.geometry import Rows; "
-    code += "from hf_longattn.attention.kernels.triton import why_not_triton as w; "
+    code = "import torch; from hf_longattn.core.geometry import Rows; "
+    code += "from hf_longattn.core.kernels.triton import why_not_triton as w; "
     code += "print(w(torch.zeros(1, 1, 2, 16), Rows.causal(2, 2, None, 0, torch.device('cpu'))))"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)

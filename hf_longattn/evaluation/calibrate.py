@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..attention.call import Call
 from ..config import LongAttnConfig
+from ..core.call import Call
 from ..integration.layers import Layer
 from ..integration.observe import observe
 from ..integration.planning import bound_config

@@ -17,9 +17,9 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
 from .. import __version__
-from ..attention.kernels.precision import fast_dtype
 from ..checks import Refused
 from ..config import LongAttnConfig
+from ..core.kernels.precision import fast_dtype
 from ..integration import trained
 from ..integration.layers import language_config, pretrained
 from ..integration.model import knowing

@@ -20,9 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, modeling_utils
 
-from ..attention.kernels.precision import multiplies_fast
 from ..checks import Refused, check_dtype, check_finite, check_model, read_text
 from ..config import LongAttnConfig
+from ..core.kernels.precision import multiplies_fast
 from ..integration import apply, config_of, remove, rope
 from ..integration.classes import kinds_of, own_class
 from ..integration.lengths import announce_beside

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.attend import attend
-from ..attention.call import Call
-from ..attention.geometry import Rows
-from ..attention.prepared import named, prepared
-from ..attention.reference import dense_attention
 from ..config import LongAttnConfig
+from ..core.attend import attend
+from ..core.call import Call
+from ..core.geometry import Rows
+from ..core.prepared import named, prepared
+from ..core.reference import dense_attention
 from ..slots.learned import learned_parts
 from .caches import PAGES
 from .engines import ulysses

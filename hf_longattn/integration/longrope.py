@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.tracing import readable
+from ..core.tracing import readable
 from .caches import cache_in, is_paged, values_of
 from .layers import Layer
 from .rotation import RotarySource

@@ -28,9 +28,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
-from ..attention.geometry import FAR, Rows
-from ..attention.tracing import readable
 from ..config import LongAttnConfig
+from ..core.geometry import FAR, Rows
+from ..core.tracing import readable
 from .names import is_ours, short
 
 INDEX_WIDTH = 6

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ..attention.call import Call
 from ..config import CUSTOM, LongAttnConfig
+from ..core.call import Call
 from .layers import Layer, View
 from .masks import described
 from .names import is_ours

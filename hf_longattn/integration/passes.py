@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ..attention.tracing import readable
+from ..core.tracing import readable
 from .caches import cache_in, values_of
 from .layers import View
 from .masks import described

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..attention.tracing import readable
 from ..config import CUSTOM, LongAttnConfig
+from ..core.tracing import readable
 from ..slots.learned import LearnedParts, learned_parts
 from ..slots.method import ModelFacts
 from ..telling import warn

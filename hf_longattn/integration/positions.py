@@ -14,9 +14,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..attention.geometry import Columns, Rows
-from ..attention.tracing import readable
 from ..config import LongAttnConfig
+from ..core.geometry import Columns, Rows
+from ..core.tracing import readable
 from .masks import BOTH_WAYS, Seen, Sight, is_carrier, read_mask, seen_through, shows_the_future, sight_of
 from .passes import Asked, Numbering, Pass
 

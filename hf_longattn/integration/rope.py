@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..attention.tracing import readable
+from ..core.tracing import readable
 from ..slots.method import require_in, require_positive
 from .trained import ORIGINAL, rope_settings, trained
 

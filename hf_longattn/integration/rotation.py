@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..attention.rotary import Rotation, Turn
-from ..attention.tracing import keepable, only_a_shape, version
+from ..core.rotary import Rotation, Turn
+from ..core.tracing import keepable, only_a_shape, version
 
 PROBE = 8
 

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ..attention.call import Call
-from ..attention.tables import TableCache
 from ..config import LongAttnConfig
+from ..core.call import Call
+from ..core.tables import TableCache
 from .layers import View, pretrained
 from .lengths import announce
 from .masks import Before, before, described

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ..attention.call import Call
-from ..attention.tracing import readable
 from ..config import LongAttnConfig
+from ..core.call import Call
+from ..core.tracing import readable
 from ..telling import warn
 from .layers import Layer, View
 from .names import is_ours

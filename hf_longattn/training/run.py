@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from transformers import TrainingArguments, set_seed
 
-from ..attention.kernels.precision import fast_dtype, multiplies_fast
 from ..checks import check_dtype, check_model, check_output
 from ..config import LongAttnConfig
+from ..core.kernels.precision import fast_dtype, multiplies_fast
 from ..evaluation.calibrate import calibrate
 from ..evaluation.loading import carry
 from ..evaluation.rows import alone, versions, write_whole

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from hf_longattn.attention.kernels.precision import fast_dtype
+from hf_longattn.core.kernels.precision import fast_dtype
 from hf_longattn.evaluation.rows import Row, RowFile, versions
 from lab.papers import tables
 from lab.papers.algorithms import ALGORITHMS, ALGORITHMS_PRETRAINED

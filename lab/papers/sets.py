@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_longattn import LongAttnConfig, fit_adaptive_temperature
-from hf_longattn.attention.attend import attend
-from hf_longattn.attention.call import Call
-from hf_longattn.attention.geometry import Rows
+from hf_longattn.core.attend import attend
+from hf_longattn.core.call import Call
+from hf_longattn.core.geometry import Rows
 from hf_longattn.methods import AdaptiveTemperature
 from hf_longattn.slots.method import ModelFacts
 from lab.papers.experiment import Run, Settings, experiment

@@ -10,8 +10,8 @@ import json
 from os.path import relpath
 from pathlib import Path
 
-from hf_longattn.attention.kernels.precision import fast_dtype
 from hf_longattn.cli import app
+from hf_longattn.core.kernels.precision import fast_dtype
 from recipes.models import GEMMA, SMOLLM2, obtain
 
 ROOT = Path(__file__).parents[2]

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from hf_longattn import calibrate
-from hf_longattn.attention.kernels.precision import fast_dtype
+from hf_longattn.core.kernels.precision import fast_dtype
 from hf_longattn.evaluation import PASSAGE, experiment
 from hf_longattn.evaluation.loading import load_setting
 from hf_longattn.evaluation.report import markdown

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from hf_longattn.attention.kernels.precision import fast_dtype
+from hf_longattn.core.kernels.precision import fast_dtype
 from hf_longattn.evaluation.report import markdown
 from lab.markdown import Contents
 from lab.pretrained.runner import RESULTS, SETTINGS

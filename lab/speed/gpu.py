@@ -20,8 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation
-from hf_longattn.attention.kernels import triton as triton_launcher
-from hf_longattn.attention.kernels.triton import Blocks
+from hf_longattn.core.kernels import triton as triton_launcher
+from hf_longattn.core.kernels.triton import Blocks
 from lab.speed.model_step import model_rows
 from lab.speed.timing import RESULTS, Parts, Rows, Shape, arguments, attention_rows, run_parts
 

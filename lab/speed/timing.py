@@ -26,10 +26,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation
-from hf_longattn.attention import call as attention_call
-from hf_longattn.attention import geometry
-from hf_longattn.attention.attend import attend
-from hf_longattn.attention.prepared import distance_tables
+from hf_longattn.core import call as attention_call
+from hf_longattn.core import geometry
+from hf_longattn.core.attend import attend
+from hf_longattn.core.prepared import distance_tables
 from hf_longattn.evaluation import rows as store
 from hf_longattn.evaluation.rows import versions_line
 

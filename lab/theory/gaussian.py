@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from hf_longattn import LongAttnConfig
-from hf_longattn.attention.attend import attend
-from hf_longattn.attention.call import Call
-from hf_longattn.attention.geometry import Columns, Rows
+from hf_longattn.core.attend import attend
+from hf_longattn.core.call import Call
+from hf_longattn.core.geometry import Columns, Rows
 from hf_longattn.evaluation.measures.diagnostics import Diagnostics
 from hf_longattn.evaluation.measures.sums import Options, Sums, collect
 from hf_longattn.evaluation.report.figures import COLOURS, MARKERS, png, pyplot

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...attention.call import Call
-from ...attention.geometry import Rows
-from ...attention.kernels import tiled
-from ...attention.kernels.kernel import MASK_VALUE, KernelCall, entropy
-from ...attention.prepared import Prepared
-from ...attention.segments import BySegment
+from ...core.call import Call
+from ...core.geometry import Rows
+from ...core.kernels import tiled
+from ...core.kernels.kernel import MASK_VALUE, KernelCall, entropy
+from ...core.prepared import Prepared
+from ...core.segments import BySegment
 from ...slots.base import EntropyTemperature
 
 #: Logits held at a time, over batch, heads, query rows and keys; a few tensors of this size exist at once.

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ...attention.call import Call
+from ...core.call import Call
 from ...integration.layers import Layer
 from ...integration.observe import observe
 from .diagnostics import Diagnostics

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...attention.call import Call
 from ...config import LongAttnConfig
+from ...core.call import Call
 from ...integration.layers import Layer
 from ...integration.observe import observe
 from .blocks import blocks

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...attention.call import Call
-from ...attention.kernels.kernel import MASK_VALUE, entropy
+from ...core.call import Call
+from ...core.kernels.kernel import MASK_VALUE, entropy
 from .blocks import Block, blocks
 from .diagnostics import QUANTITIES, WHAT, Diagnostics
 

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
-from ...attention.geometry import Columns, Rows
+from ...core.geometry import Columns, Rows
 from ..caches import PAGES
 from ..names import is_ours
 from ..passes import Asked

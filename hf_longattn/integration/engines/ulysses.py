@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_to_all_single  # the one with a gradient
 
-from ...attention.geometry import Columns, Rows
+from ...core.geometry import Columns, Rows
 from ..passes import Asked
 from ..state import plan_of, state_of
 

@@ -21,10 +21,10 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from ....attention.attend import attend
-from ....attention.call import Call
-from ....attention.kernels.triton import why_not_pages
 from ....config import LongAttnConfig
+from ....core.attend import attend
+from ....core.call import Call
+from ....core.kernels.triton import why_not_pages
 from ..paged import Batch, batches_of
 from .plans import Part
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....attention.stages import finish, learned_part
 from ....config import LongAttnConfig
+from ....core.stages import finish, learned_part
 from ....slots.base import EntropyTemperature, LengthTemperature
 from .plans import PART, Part
 

@@ -14,8 +14,8 @@ from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parall
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import transformers as backends
 
-from ....attention.tables import TableCache
 from ....config import LongAttnConfig
+from ....core.tables import TableCache
 from ....slots.learned import learned_parts
 from ....slots.method import Heads
 from ...layers import layers_of

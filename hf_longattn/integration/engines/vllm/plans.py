@@ -13,8 +13,8 @@ from torch import nn
 from transformers import AutoModel
 from vllm.config import CompilationConfig, CompilationMode, set_current_vllm_config
 
-from ....attention.tables import TableCache
 from ....config import LongAttnConfig
+from ....core.tables import TableCache
 from ...layers import Layer, candidates_of, layers_of
 from ...model import apply
 from ...names import is_ours, short
