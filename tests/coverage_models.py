@@ -47,8 +47,8 @@ from hf_longattn.integration.jumps import masks_of_jumps
 DOCS = Path(__file__).parent.parent / "docs"
 RESULTS, PAGE = DOCS / "models.json", DOCS / "models.md"
 LENGTH, PAD, LARGEST, SECONDS = 24, 5, 5_000_000, 180
-#: Largest difference of logits in float32, relative to the largest logit.
-TOLERANCE = 5e-5
+#: Largest difference of logits in float32, relative to the largest logit. Rounding alone reaches 5.5e-5, without AVX.
+TOLERANCE = 1e-4
 METHOD = LongAttnConfig.preset("scale_invariant", tau=2.0)
 OTHER_SLOTS = LongAttnConfig.preset(
     "infoscale+cosscale+output_standardise+attention_sink", train_length=4, scale=5.0, deviation=0.3
@@ -291,7 +291,7 @@ def _consistent(model: Any, ids: Tensor, what: str, ways: list[str], own: dict[s
     full = whole(model, ids)
     if not full.isfinite().all():
         raise Wrong(f"{what}: logits are not finite")
-    if off(full, own["whole"]) < 10 * TOLERANCE:
+    if off(full, own["whole"]) < 5 * TOLERANCE:
         raise Wrong(f"{what}: changes nothing")
     if "generated" in own:
         WAYS["generated"](model, ids)
