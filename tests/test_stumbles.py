@@ -250,8 +250,9 @@ def test_describe_says_what_is_alike_once() -> None:
     assert f"({len(described.rows)} modules)" in lines[1]
 
 
-def test_dir_shows_what_is_public() -> None:
-    assert {n for n in dir(hf_longattn) if not n.startswith("__")} == set(hf_longattn.__all__)
+@pytest.mark.parametrize("module", [hf_longattn, hf_longattn.methods])
+def test_dir_shows_what_is_public(module: Any) -> None:
+    assert {n for n in dir(module) if not n.startswith("__")} == set(module.__all__)
 
 
 def test_help_names_every_recipe_and_how_to_run_a_command() -> None:

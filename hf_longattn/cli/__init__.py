@@ -15,6 +15,7 @@ from .extend import extend
 from .inspect import inspect
 from .lm_eval import lm_eval
 from .memory import memory
+from .methods import methods
 from .probe import probe
 from .push import push
 from .run import run
@@ -38,7 +39,7 @@ def main(
     """Long-context attention for Transformers models."""
 
 
-for command in (extend, train, probe, inspect, memory, push, doctor):
+for command in (extend, train, probe, inspect, memory, methods, push, doctor):
     app.command()(command)
 app.command("eval")(evaluate)
 passed_on = {"allow_extra_args": True, "ignore_unknown_options": True}
