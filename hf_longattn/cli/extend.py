@@ -39,7 +39,10 @@ def extend(
     context: typer.Context,
     model: Model,
     to: Annotated[
-        str, typer.Option(help="Length to reach, in tokens (32k is 32,768); the trained length improves retrieval within it.")
+        str,
+        typer.Option(
+            help="Length to reach, in tokens (32k is 32,768, 1M 1,048,576); the trained length improves retrieval within it."
+        ),
     ],
     text: Annotated[Path, typer.Option(help="A text of at least that many tokens, of the kind you care about.")],
     out: Annotated[
@@ -70,7 +73,7 @@ def extend(
     from ..evaluation.rows import versions_line
     from ..evaluation.search import SEED, Search, by_head, plan_copies
     from ..evaluation.settings import UNMODIFIED, Setting
-    from ..extension import temperature
+    from ..extension import beyond_shown, temperature
 
     length = tokens(to)
     _check(out, purpose, tolerance)
@@ -86,6 +89,8 @@ def extend(
     saved_in = dtype if chosen == dtype else own_precision(model)  # what was read in float32 is saved as it came
     if not speaks(config):
         return _unmeasured(model, length, purpose, given, saved_in, tokenizer, out)
+    if doubt := beyond_shown(trained, length):
+        console.print(f"Warning: {doubt}.", highlight=False, markup=False, soft_wrap=True)
     with refusing("--to"):
         plan_copies(trained if length > trained else trained // 2, length)
     with refusing("--text"):
