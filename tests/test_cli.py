@@ -339,6 +339,8 @@ def test_memory_prints_weights_and_cache(files: Path) -> None:
     assert result.exit_code == 0, result.output
     told = re.findall(r"KV cache\s+│\s+([\d,]+) MiB", result.output)
     assert told == ["16"]  # 2 texts x 32,768 tokens x 2 layers x keys and values of 16 features x 4 bytes
+    line = ["memory", str(files / "model"), "--to", "3200k", "--dtype", "float32", "--batch", "2"]
+    assert re.findall(r"KV cache\s+│\s+([\d,.]+ \w+)", CliRunner().invoke(app, line).output) == ["1.6 GiB"]
     wrong = CliRunner().invoke(app, ["memory", str(files / "model"), "--dtype", "float13"])
     assert wrong.exit_code == 2
     assert "--dtype" in wrong.output
