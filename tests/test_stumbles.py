@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import shutil
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,30 @@ def test_extend_takes_a_folder_that_extend_made(files: Path, tmp_path: Path) -> 
     assert "YaRNisleftout" in said
     record = json.loads((tmp_path / "out" / "extend.json").read_text())
     assert record["choice"] in record["probed"]
+
+
+def test_extend_says_what_a_model_runs_already(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And that YaRN, which is not the model's, does not go with it."""
+    model = hf_longattn.extend(AutoModelForCausalLM.from_pretrained(files / "model"), "2k", "rerope")
+    hf_longattn.save(model, tmp_path)
+    shutil.copy(files / "model" / "tokenizer.json", tmp_path)
+    monkeypatch.setattr(import_module("hf_longattn.cli.extend"), "_run", lambda *_: sys.exit(0))  # all of that is said before
+    line = ["extend", str(tmp_path), "--to", "4k", "--text", str(files / "book.txt"), "--device", "cpu"]
+    said = " ".join(CliRunner().invoke(app, line).output.split())
+    assert f"{tmp_path} runs rerope already, extended to 2,048 tokens" in said
+    assert "the checkpoint runs rerope, which remaps the rotation that it was trained with, and yarn:" in said
+    assert "hf_longattn.remove(model)" in said
+    assert "scales its rotary positions already" not in said
+
+
+def test_extend_refuses_learned_positions_in_one_message(files: Path, tmp_path: Path) -> None:
+    model = tiny.save_gpt2(tmp_path, trained=1024)
+    line = ["extend", str(model), "--to", "4k", "--text", str(files / "book.txt"), "--device", "cpu"]
+    result = CliRunner().invoke(app, line)
+    assert result.exit_code == 2, result.output
+    said = " ".join(result.output.replace("│", " ").split())
+    assert "the model learned its positions, in a table of 1024 entries, which no method can extend" in said
+    assert "MODEL" in said
 
 
 def test_a_method_in_place_of_the_one_that_reads_far_puts_the_length_back(tmp_path: Path) -> None:

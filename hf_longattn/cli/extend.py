@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,6 +86,9 @@ def extend(
         tokenizer = load_tokenizer(model)
         config = AutoConfig.from_pretrained(model)
     trained = _trained(facts, length)
+    _tell_of_own(config, model)
+    with refusing("MODEL"):
+        _check_takes(config, length, purpose, given)
     chosen = precision(model, dtype, device)
     saved_in = dtype if chosen == dtype else own_precision(model)  # what was read in float32 is saved as it came
     if not speaks(config):
@@ -138,6 +142,36 @@ def _trained(facts: ModelFacts, length: int) -> int:
         raise typer.BadParameter(message, param_hint="--to")
     console.print(f"Trained at {trained:,} tokens: {facts.trained}.", highlight=False)
     return trained
+
+
+def _check_takes(config: Any, length: int, purpose: str, given: int | None) -> None:
+    """Raise ValueError where hf_longattn.extend refuses the model, before any weights are read."""
+    from ..evaluation.loading import build
+    from ..extension import extend
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the default; what is chosen is told
+        try:
+            extend(build(config), length, purpose=purpose, train_length=given)
+        except NotImplementedError as error:
+            raise ValueError(str(error)) from None
+
+
+def _tell_of_own(config: Any, model: str) -> None:
+    """Say what a checkpoint runs already, and how that changes."""
+    from ..integration.masks import describes
+
+    own = describes(config.get_text_config())
+    if own is None:
+        return
+    reads = "" if own.extended_to is None else f", extended to {own.extended_to:,} tokens"
+    console.print(
+        f"{model} runs {own.name} already{reads}: unmodified is the model with that, and a candidate replaces it where both "
+        "fill one slot. To take it out: hf_longattn.remove(model), then hf_longattn.save(model, folder).",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _unmeasured(
