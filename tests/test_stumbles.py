@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import shutil
 import sys
@@ -286,3 +287,15 @@ def test_help_names_every_recipe_and_how_to_run_a_command() -> None:
     said = "".join(CliRunner().invoke(app, ["train", "--help"]).output.replace("│", "").split())
     assert all(name in said for name in RECIPES)
     assert "--COMMAND" in "".join(CliRunner().invoke(app, ["run", "--help"]).output.partition("\n")[2].split("\n")[0].split())
+
+
+@pytest.mark.parametrize(
+    "command", ["extend", "train", "probe", "inspect", "memory", "push", "doctor", "eval", "lm-eval", "run"]
+)
+def test_help_is_broken_where_the_terminal_ends_alone(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that is followed by another of its paragraph has no room for the first word of that."""
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = CliRunner().invoke(app, [command, "--help"], terminal_width=80).output.splitlines()
+    about = [line.strip() for line in lines[: next(n for n, line in enumerate(lines) if line.startswith("╭"))]]
+    for line, following in itertools.pairwise(about[3:]):
+        assert not line or not following or len(line) + 1 + len(following.split()[0]) > 78, (line, following)

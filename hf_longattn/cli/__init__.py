@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from .common import Commands
+from .common import Commands, help_of
 from .doctor import doctor
 from .eval import evaluate
 from .extend import extend
@@ -40,8 +40,8 @@ def main(
 
 
 for command in (extend, train, probe, inspect, memory, methods, push, doctor):
-    app.command()(command)
-app.command("eval")(evaluate)
+    app.command(help=help_of(command))(command)
+app.command("eval", help=help_of(evaluate))(evaluate)
 passed_on = {"allow_extra_args": True, "ignore_unknown_options": True}
-app.command("lm-eval", options_metavar="-- OPTIONS OF THE HARNESS...", context_settings=passed_on)(lm_eval)
-app.command("run", options_metavar="-- COMMAND...", context_settings=passed_on)(run)
+for name, command, metavar in (("lm-eval", lm_eval, "OPTIONS OF THE HARNESS..."), ("run", run, "COMMAND...")):
+    app.command(name, help=help_of(command), options_metavar=f"-- {metavar}", context_settings=passed_on)(command)
