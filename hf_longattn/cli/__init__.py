@@ -43,5 +43,7 @@ for command in (extend, train, probe, inspect, memory, methods, push, doctor):
     app.command(help=help_of(command))(command)
 app.command("eval", help=help_of(evaluate))(evaluate)
 passed_on = {"allow_extra_args": True, "ignore_unknown_options": True}
-for name, command, metavar in (("lm-eval", lm_eval, "OPTIONS OF THE HARNESS..."), ("run", run, "COMMAND...")):
-    app.command(name, help=help_of(command), options_metavar=f"-- {metavar}", context_settings=passed_on)(command)
+app.command("lm-eval", help=help_of(lm_eval), options_metavar="-- OPTIONS OF THE HARNESS...", context_settings=passed_on)(
+    lm_eval
+)
+app.command("run", help=help_of(run), options_metavar="-- COMMAND...", context_settings=passed_on)(run)
