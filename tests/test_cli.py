@@ -435,7 +435,8 @@ def test_encoders_are_refused(kind: str, line: str, kinds: Any, files: Path) -> 
 def test_what_takes_no_head_knows_every_class(kind: str, kinds: Any, files: Path) -> None:
     model = kinds(kind)
     code, said = command("doctor MODEL", MODEL=model)
-    assert (code, "Noproblemfound" in said) == (0, True), said
+    ends = "Nothingisbroken" if kind == "bart" else "Noproblemfound"  # its positions are learned
+    assert (code, ends in said) == (0, True), said
     if kind not in parts.ENCODERS:
         assert command("inspect MODEL --text BOOK --length 64 --method rerope", MODEL=model, BOOK=files / "book.txt")[0] == 0
         assert command("memory MODEL --to 1k", MODEL=model)[0] == 0
