@@ -414,13 +414,14 @@ def check_config(config: LongAttnConfig) -> None:
 
 
 def length_of(value: int | str) -> int:
-    """A number of tokens; "32k" is 32 * 1024.
+    """A number of tokens; "32k" is 32 * 1024, "1M" 1024 * 1024.
 
     Raises:
         ValueError: it is neither.
     """
     text = str(freeze(value)).strip().lower()
-    number, unit = (text[:-1], 1024) if text.endswith("k") else (text, 1)
+    unit = {"k": 1024, "m": 1024 * 1024}.get(text[-1:], 1)
+    number = text if unit == 1 else text[:-1]
     if isinstance(value, bool) or not (number.isascii() and number.isdecimal()) or int(number) < 1:
-        raise ValueError(f"{value!r} is not a length; write 32768 or 32k")
+        raise ValueError(f"{value!r} is not a length; write 32768, 32k or 1M")
     return int(number) * unit

@@ -339,6 +339,8 @@ def test_memory_prints_weights_and_cache(files: Path) -> None:
     assert result.exit_code == 0, result.output
     told = re.findall(r"KV cache\s+│\s+([\d,]+) MiB", result.output)
     assert told == ["16"]  # 2 texts x 32,768 tokens x 2 layers x keys and values of 16 features x 4 bytes
+    line = ["memory", str(files / "model"), "--to", "3200k", "--dtype", "float32", "--batch", "2"]
+    assert re.findall(r"KV cache\s+│\s+([\d,.]+ \w+)", CliRunner().invoke(app, line).output) == ["1.6 GiB"]
     wrong = CliRunner().invoke(app, ["memory", str(files / "model"), "--dtype", "float13"])
     assert wrong.exit_code == 2
     assert "--dtype" in wrong.output
@@ -433,7 +435,8 @@ def test_encoders_are_refused(kind: str, line: str, kinds: Any, files: Path) -> 
 def test_what_takes_no_head_knows_every_class(kind: str, kinds: Any, files: Path) -> None:
     model = kinds(kind)
     code, said = command("doctor MODEL", MODEL=model)
-    assert (code, "Noproblemfound" in said) == (0, True), said
+    ends = "Nothingisbroken" if kind == "bart" else "Noproblemfound"  # its positions are learned
+    assert (code, ends in said) == (0, True), said
     if kind not in parts.ENCODERS:
         assert command("inspect MODEL --text BOOK --length 64 --method rerope", MODEL=model, BOOK=files / "book.txt")[0] == 0
         assert command("memory MODEL --to 1k", MODEL=model)[0] == 0

@@ -97,9 +97,30 @@ def test_every_checkpoint_is_on_the_page() -> None:
 
 def test_a_config_of_which_no_tiny_model_can_be_built_is_noted(sound: Path, tmp_path: Path) -> None:
     """And nothing else is kept back."""
-    code, text = told(edited(sound, tmp_path, model_type="roberta", architectures=None), "--no-weights")
+    code, text = told(edited(sound, tmp_path, model_type="t5", architectures=None), "--no-weights")
     assert code == 0, text
-    assert "note extend" in text
+    assert "note extend not tried: no tiny model of this config could be built" in text
+
+
+def test_a_model_that_cannot_be_extended_is_told_what_it_takes(tmp_path: Path) -> None:
+    code, text = told(tiny.save_gpt2(tmp_path))
+    assert code == 0, text
+    assert "limit extend to 512: refused: the model learned its positions" in text
+    assert "limit methods hf_longattn.apply puts in: windows (windowed), temperatures (infoscale), logit maps" in text
+    assert "Refused: position remaps (rerope): rerope remaps rotary distances, and this model shows no rotary" in text
+    assert "No problem found" not in text
+    assert "Nothing is broken, but this model cannot do everything" in text
+
+
+def test_a_model_that_takes_no_method_is_a_problem(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        vocab_size=97, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    config.save_pretrained(tmp_path)
+    code, text = told(tmp_path, "--no-weights")
+    assert code == 1, text
+    assert "problem methods none can be put in: rerope applies to 0 layers of BertLMHeadModel" in text
+    assert text.endswith("1 problem found.")
 
 
 def test_a_sound_checkpoint_of_ours(tmp_path: Path, sound: Path) -> None:

@@ -519,6 +519,26 @@ def test_command_reaches_better_inside_the_trained_length(saved: tuple[Path, Pat
         assert "nothing reads better within the trained length" in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize(("to", "warned"), [("4k", False), (4097, True), ("10M", True)])
+def test_extend_warns_above_what_was_shown_to_work(to: str | int, warned: bool) -> None:
+    model = fresh("llama", max_position_embeddings=1024)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hf_longattn.extend(model, to)
+    found = [str(w.message) for w in caught if "shown to read well" in str(w.message)]
+    assert len(found) == warned
+    if to == "10M":
+        assert "10,485,760 tokens are 1.02e+04 times the trained length of 1,024" in found[0]
+        assert "2.2 to 3.1 at 8 and 16 times" in found[0]
+
+
+def test_the_command_warns_above_what_was_shown_to_work(saved: tuple[Path, Path]) -> None:
+    model, text = saved
+    result = CliRunner().invoke(app, ["extend", str(model), "--to", "1M", "--text", str(text), "--device", "cpu"])
+    assert "was never shown to read well without training" in result.output
+    assert "1048576 are needed" in " ".join(result.output.replace("│", " ").split())
+
+
 def test_extend_takes_a_purpose() -> None:
     model = fresh("llama", max_position_embeddings=24)
     hf_longattn.extend(model, to=100, purpose="reading")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import closed_form
@@ -10,8 +12,11 @@ import numpy as np
 import pytest
 import torch
 from cases import CASES, HEADS, LAYERS
+from typer.testing import CliRunner
 
+from hf_longattn.cli import app
 from hf_longattn.methods import OutputStandardise, ScaleInvariant
+from hf_longattn.slots.registry import method
 
 CPU = torch.device("cpu")
 
@@ -151,3 +156,18 @@ def test_the_epsilon_of_output_norms_is_added_to_the_variance(deviation: float, 
     got = OutputStandardise().normalise(x).std((1, 3), correction=0)  # statistics over all heads together
     assert torch.allclose(got, torch.full_like(got, (1 + 1e-5 / deviation**2) ** -0.5), atol=1e-9)
     assert float(1 - got.mean()) == pytest.approx(smaller, rel=0.1)
+
+
+def test_the_command_lists_every_method_as_the_page_of_methods_does() -> None:
+    """One line each."""
+    result = CliRunner().invoke(app, ["methods"])
+    assert result.exit_code == 0, result.output
+    rows = [re.split(r" {2,}", line) for line in result.output.splitlines()]
+    assert rows[0] == ["name", "slot", "training", "what it does"]
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "methods" / "README.md").read_text(encoding="utf-8")
+    listed = {}
+    for names, slot, what in re.findall(r"^\| (\[`.+?) \| (.+?) \| (.+?) \| .+ \|$", page, re.M):
+        listed |= {name: [slot.replace(" ", "_"), what] for name in re.findall(r"\[`(\w+)`\]", names)}
+    assert {name: [slot, what] for name, slot, _, what in rows[1:]} == listed
+    for name, _, training, _ in rows[1:]:
+        assert (training == "needed") is method(name).needs_training, name

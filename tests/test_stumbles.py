@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import shutil
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -204,6 +206,30 @@ def test_extend_takes_a_folder_that_extend_made(files: Path, tmp_path: Path) -> 
     assert record["choice"] in record["probed"]
 
 
+def test_extend_says_what_a_model_runs_already(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And that YaRN, which is not the model's, does not go with it."""
+    model = hf_longattn.extend(AutoModelForCausalLM.from_pretrained(files / "model"), "2k", "rerope")
+    hf_longattn.save(model, tmp_path)
+    shutil.copy(files / "model" / "tokenizer.json", tmp_path)
+    monkeypatch.setattr(import_module("hf_longattn.cli.extend"), "_run", lambda *_: sys.exit(0))  # all of that is said before
+    line = ["extend", str(tmp_path), "--to", "4k", "--text", str(files / "book.txt"), "--device", "cpu"]
+    said = " ".join(CliRunner().invoke(app, line).output.split())
+    assert f"{tmp_path} runs rerope already, extended to 2,048 tokens" in said
+    assert "the checkpoint runs rerope, which remaps the rotation that it was trained with, and yarn:" in said
+    assert "hf_longattn.remove(model)" in said
+    assert "scales its rotary positions already" not in said
+
+
+def test_extend_refuses_learned_positions_in_one_message(files: Path, tmp_path: Path) -> None:
+    model = tiny.save_gpt2(tmp_path, trained=1024)
+    line = ["extend", str(model), "--to", "4k", "--text", str(files / "book.txt"), "--device", "cpu"]
+    result = CliRunner().invoke(app, line)
+    assert result.exit_code == 2, result.output
+    said = " ".join(result.output.replace("│", " ").split())
+    assert "the model learned its positions, in a table of 1024 entries, which no method can extend" in said
+    assert "MODEL" in said
+
+
 def test_a_method_in_place_of_the_one_that_reads_far_puts_the_length_back(tmp_path: Path) -> None:
     model = hf_longattn.extend(stock("llama"), 4 * stock("llama").config.max_position_embeddings)
     trained = stock("llama").config.max_position_embeddings
@@ -250,8 +276,9 @@ def test_describe_says_what_is_alike_once() -> None:
     assert f"({len(described.rows)} modules)" in lines[1]
 
 
-def test_dir_shows_what_is_public() -> None:
-    assert {n for n in dir(hf_longattn) if not n.startswith("__")} == set(hf_longattn.__all__)
+@pytest.mark.parametrize("module", [hf_longattn, hf_longattn.methods])
+def test_dir_shows_what_is_public(module: Any) -> None:
+    assert {n for n in dir(module) if not n.startswith("__")} == set(module.__all__)
 
 
 def test_help_names_every_recipe_and_how_to_run_a_command() -> None:
@@ -260,3 +287,15 @@ def test_help_names_every_recipe_and_how_to_run_a_command() -> None:
     said = "".join(CliRunner().invoke(app, ["train", "--help"]).output.replace("│", "").split())
     assert all(name in said for name in RECIPES)
     assert "--COMMAND" in "".join(CliRunner().invoke(app, ["run", "--help"]).output.partition("\n")[2].split("\n")[0].split())
+
+
+@pytest.mark.parametrize(
+    "command", ["extend", "train", "probe", "inspect", "memory", "push", "doctor", "eval", "lm-eval", "run"]
+)
+def test_help_is_broken_where_the_terminal_ends_alone(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that is followed by another of its paragraph has no room for the first word of that."""
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = CliRunner().invoke(app, [command, "--help"], terminal_width=80).output.splitlines()
+    about = [line.strip() for line in lines[: next(n for n, line in enumerate(lines) if line.startswith("╭"))]]
+    for line, following in itertools.pairwise(about[3:]):
+        assert not line or not following or len(line) + 1 + len(following.split()[0]) > 78, (line, following)

@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from .common import Commands
+from .common import Commands, help_of
 from .doctor import doctor
 from .eval import evaluate
 from .extend import extend
 from .inspect import inspect
 from .lm_eval import lm_eval
 from .memory import memory
+from .methods import methods
 from .probe import probe
 from .push import push
 from .run import run
@@ -38,9 +39,11 @@ def main(
     """Long-context attention for Transformers models."""
 
 
-for command in (extend, train, probe, inspect, memory, push, doctor):
-    app.command()(command)
-app.command("eval")(evaluate)
+for command in (extend, train, probe, inspect, memory, methods, push, doctor):
+    app.command(help=help_of(command))(command)
+app.command("eval", help=help_of(evaluate))(evaluate)
 passed_on = {"allow_extra_args": True, "ignore_unknown_options": True}
-app.command("lm-eval", options_metavar="-- OPTIONS OF THE HARNESS...", context_settings=passed_on)(lm_eval)
-app.command("run", options_metavar="-- COMMAND...", context_settings=passed_on)(run)
+app.command("lm-eval", help=help_of(lm_eval), options_metavar="-- OPTIONS OF THE HARNESS...", context_settings=passed_on)(
+    lm_eval
+)
+app.command("run", help=help_of(run), options_metavar="-- COMMAND...", context_settings=passed_on)(run)

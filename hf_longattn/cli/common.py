@@ -128,6 +128,11 @@ def measure(
         stop(experiment, out)
 
 
+def help_of(command: Callable[..., None]) -> str:
+    """A command's docstring, its paragraphs in one line each: the terminal breaks them where it ends."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in (inspect.getdoc(command) or "").split("\n\n"))
+
+
 @contextmanager
 def refusing(option: str | None = None) -> Iterator[None]:
     """What a check raises is an error in what was typed: one message with the option that it came by, exit status 2."""

@@ -22,13 +22,13 @@ def doctor(
     """Look for what of MODEL's method would silently not run here; its first lines are what a report of a bug needs.
 
     It checks versions; missing kernels; engines that would drop the method; the trained length and what `extend` makes of
-    it; a recorded method that does not run; and weights with NaN or infinity. Exit status 1 if there is a problem, 2 if MODEL
-    cannot be read.
+    it; a recorded method that does not run; and weights with NaN or infinity. Where `extend` is refused it says which methods
+    MODEL takes. Exit status 1 if there is a problem, or if MODEL takes no method; 2 if it cannot be read.
     """
     from transformers.utils import logging
 
     from ..checks import check_dtype, check_model, device_of
-    from ..evaluation.doctor import examine
+    from ..evaluation.doctor import LIMIT, PROBLEM, examine
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # what it has to say is looked for here
@@ -36,13 +36,20 @@ def doctor(
         device = device_of(device)
     with refusing("--dtype"):
         check_dtype(dtype, "auto")
-    problems = 0
+    problems = limits = 0
     with refusing("MODEL"):
         if model is not None:
             check_model(model, adapter=True)
         for result in examine(model, dtype, device, weights):
-            problems += result.level == "problem"
+            problems += result.level == PROBLEM
+            limits += result.level == LIMIT
             console.print(f"{result.level:<8}{result.topic:<10} {result.text}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"{problems} problem{'s' * (problems != 1)} found." if problems else "No problem found.", highlight=False)
+    if problems:
+        said = f"{problems} problem{'s' * (problems != 1)} found."
+    elif limits:
+        said = "Nothing is broken, but this model cannot do everything: see the lines that begin with limit."
+    else:
+        said = "No problem found."
+    console.print(said, highlight=False, soft_wrap=True)
     if problems:
         raise typer.Exit(1)

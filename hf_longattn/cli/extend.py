@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,7 +40,10 @@ def extend(
     context: typer.Context,
     model: Model,
     to: Annotated[
-        str, typer.Option(help="Length to reach, in tokens (32k is 32,768); the trained length improves retrieval within it.")
+        str,
+        typer.Option(
+            help="Length to reach, in tokens (32k is 32,768, 1M 1,048,576); the trained length improves retrieval within it."
+        ),
     ],
     text: Annotated[Path, typer.Option(help="A text of at least that many tokens, of the kind you care about.")],
     out: Annotated[
@@ -70,7 +74,7 @@ def extend(
     from ..evaluation.rows import versions_line
     from ..evaluation.search import SEED, Search, by_head, plan_copies
     from ..evaluation.settings import UNMODIFIED, Setting
-    from ..extension import temperature
+    from ..extension import beyond_shown, temperature
 
     length = tokens(to)
     _check(out, purpose, tolerance)
@@ -82,10 +86,15 @@ def extend(
         tokenizer = load_tokenizer(model)
         config = AutoConfig.from_pretrained(model)
     trained = _trained(facts, length)
+    _tell_of_own(config, model)
+    with refusing("MODEL"):
+        _check_takes(config, length, purpose, given)
     chosen = precision(model, dtype, device)
     saved_in = dtype if chosen == dtype else own_precision(model)  # what was read in float32 is saved as it came
     if not speaks(config):
         return _unmeasured(model, length, purpose, given, saved_in, tokenizer, out)
+    if doubt := beyond_shown(trained, length):
+        console.print(f"Warning: {doubt}.", highlight=False, markup=False, soft_wrap=True)
     with refusing("--to"):
         plan_copies(trained if length > trained else trained // 2, length)
     with refusing("--text"):
@@ -133,6 +142,36 @@ def _trained(facts: ModelFacts, length: int) -> int:
         raise typer.BadParameter(message, param_hint="--to")
     console.print(f"Trained at {trained:,} tokens: {facts.trained}.", highlight=False)
     return trained
+
+
+def _check_takes(config: Any, length: int, purpose: str, given: int | None) -> None:
+    """Raise ValueError where hf_longattn.extend refuses the model, before any weights are read."""
+    from ..evaluation.loading import build
+    from ..extension import extend
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the default; what is chosen is told
+        try:
+            extend(build(config), length, purpose=purpose, train_length=given)
+        except NotImplementedError as error:
+            raise ValueError(str(error)) from None
+
+
+def _tell_of_own(config: Any, model: str) -> None:
+    """Say what a checkpoint runs already, and how that changes."""
+    from ..integration.masks import describes
+
+    own = describes(config.get_text_config())
+    if own is None:
+        return
+    reads = "" if own.extended_to is None else f", extended to {own.extended_to:,} tokens"
+    console.print(
+        f"{model} runs {own.name} already{reads}: unmodified is the model with that, and a candidate replaces it where both "
+        "fill one slot. To take it out: hf_longattn.remove(model), then hf_longattn.save(model, folder).",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _unmeasured(

@@ -47,8 +47,13 @@ def memory(
         "KV cache for each 1,000 tokens, on average": whole * 1000 // length,
         "activations of one pass (estimate)": batch * length * (4 * text.hidden_size + 2 * inner) * width,
     }
-    cells = [[name, f"{number / 2**20:,.0f} MiB"] for name, number in rows.items()]
+    cells = [[name, _size(number)] for name, number in rows.items()]
     console.print(table(f"{model}: {batch} x {length:,} tokens in {dtype}", ["", "memory"], cells))
+
+
+def _size(number: int) -> str:
+    """Bytes for people: GiB from one on, else MiB."""
+    return f"{number / 2**30:,.1f} GiB" if number >= 2**30 else f"{number / 2**20:,.0f} MiB"
 
 
 def cache_bytes(model: PreTrainedModel, length: int) -> int:

@@ -26,17 +26,21 @@ from ..integration.model import knowing
 from ..integration.names import is_ours
 from ..integration.record import ADAPTER, method_in
 from .loading import load_weights, precision_of
-from .outlook import outlook, trained_line
+from .outlook import outlook, taken, trained_line
 
 #: Engines that build a model by its architecture's name, from code of their own, and read nothing of a method.
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llama_cpp": "llama.cpp", "ctranslate2": "CTranslate2", "mlx_lm": "MLX"}
 
-NOTE, PROBLEM = "note", "problem"
+NOTE, LIMIT, PROBLEM = "note", "limit", "problem"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. A problem: results would be wrong, or not those of the method, without a word."""
+    """One thing that was looked at.
+
+    A problem: results would be wrong, or not those of the method, without a word; or no method can be put in. A limit: the
+    model refuses a part of what this package does.
+    """
 
     topic: str
     text: str
@@ -182,7 +186,23 @@ def trained_length(method: LongAttnConfig | None, config: Any) -> Iterator[Findi
     except Exception as error:  # of a model's own code, with sizes that it does not expect
         yield Finding("extend", f"not tried: no tiny model of this config could be built ({error})", NOTE)
         return
-    yield from (Finding("extend", str(reach), NOTE if reach.refused else "ok") for reach in reaches)
+    yield from (Finding("extend", str(reach), LIMIT if reach.refused else "ok") for reach in reaches)
+    if any(reach.refused for reach in reaches):
+        yield what_is_taken(text, told)
+
+
+def what_is_taken(config: Any, told: int | None) -> Finding:
+    """Of a model that `extend` refuses, what can be put in all the same; a problem if that is nothing."""
+    kinds = taken(config, told)
+    refusals: dict[str, list[str]] = {}
+    for kind, why in kinds.items():
+        if why is not None:
+            refusals.setdefault(why, []).append(kind)
+    works = [kind for kind, why in kinds.items() if why is None]
+    if not works:
+        return Finding("methods", f"none can be put in: {next(iter(refusals))}", PROBLEM)
+    refused = "".join(f". Refused: {', '.join(names)}: {why}" for why, names in refusals.items())
+    return Finding("methods", f"hf_longattn.apply puts in: {', '.join(works)}{refused}", LIMIT)
 
 
 def _adapter(model: str) -> bool:

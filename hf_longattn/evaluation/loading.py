@@ -26,6 +26,7 @@ from ..core.kernels.precision import multiplies_fast
 from ..integration import apply, config_of, remove, rope
 from ..integration.classes import kinds_of, own_class
 from ..integration.lengths import announce_beside
+from ..integration.masks import describes
 from ..integration.model import knowing, running
 from ..integration.names import is_ours, short
 from ..integration.planning import bound_config
@@ -339,6 +340,7 @@ def check_setting(setting: Setting, model: Any, head: bool = True) -> ModelFacts
     if setting.adapter is not None:
         check_model(setting.adapter, adapter=True)
     config = _edited_config(setting, source)
+    _check_remapped(setting, config)
     check_reads(config, source if isinstance(source, str) else "the model", head)
     try:
         empty = build(config)
@@ -355,6 +357,18 @@ def check_setting(setting: Setting, model: Any, head: bool = True) -> ModelFacts
         return bound_config(empty, LongAttnConfig(train_length=told))[1]
     except (ValueError, RuntimeError, KeyError) as error:  # the latter two of PEFT: other shapes, no such kind of adapter
         raise ValueError(f"setting {setting.name!r}: {error}") from None
+
+
+def _check_remapped(setting: Setting, config: Any) -> None:
+    """Raise ValueError if a setting changes the rotation of a checkpoint whose own method goes on remapping it."""
+    own, asked = describes(config.get_text_config()), setting.config
+    remap = None if own is None or (asked is not None and asked.remap is not None) else own.remap
+    if setting.rope is not None and remap is not None and not remap.stack:
+        raise ValueError(
+            f"setting {setting.name!r}: the checkpoint runs {remap.name}, which remaps the rotation that it was trained with, "
+            f"and {setting.rope} changes that rotation. Take the method out first, by hf_longattn.remove(model) and "
+            "hf_longattn.save(model, folder), or give the model that it was put into"
+        )
 
 
 def beside_own(model: Any, asked: LongAttnConfig) -> LongAttnConfig:

@@ -1,4 +1,7 @@
-"""What `extend` makes of a model, tried on a tiny one with the same settings: for docs/models.md and `hf-longattn doctor`."""
+"""What `extend` makes of a model, tried on a tiny one with the same settings: for docs/models.md and `hf-longattn doctor`.
+
+Where it is refused: which slots of a method the model takes all the same.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ..extension import extend, own_window
-from ..integration import remove
+from ..integration import apply, remove
 from ..integration.layers import View, candidates_of, language_config
 from ..integration.state import plan_of
 from ..integration.trained import Trained, trained
@@ -20,6 +23,16 @@ from .miniature import miniature
 
 #: How many times the trained length.
 TIMES = (2, 8)
+#: What fills each slot of a method, in words, and one of them.
+KINDS = {
+    "positions": ("position remaps", "rerope"),
+    "visibility": ("windows", "windowed"),
+    "temperature": ("temperatures", "infoscale"),
+    "logit_map": ("logit maps", "scale_invariant"),
+    "score": ("scores", "cosscale"),
+    "sink": ("sinks", "attention_sink"),
+    "output_norm": ("output norms", "output_standardise"),
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,30 @@ def outlook(config: PreTrainedConfig, told: int | None = None, times: Sequence[i
     model = miniature(config)
     length = trained(language_config(config), told=told).length or 1024  # where there is none extend says so
     return [_reach(model, n * length, told) for n in times]
+
+
+def taken(config: PreTrainedConfig, told: int | None = None) -> dict[str, str | None]:
+    """By kind of method, "windows (streaming)": why a config's model refuses it, or None: it takes it.
+
+    Args:
+        told: the trained length, where it is not the one that the config tells.
+
+    Raises:
+        whatever building a tiny model of this config raises: see `miniature`.
+    """
+    model = miniature(config)
+    return {f"{kind} ({method})": _refusal(model, method, told) for kind, method in KINDS.values()}
+
+
+def _refusal(model: Any, method: str, told: int | None) -> str | None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # whether it helps is another question
+        try:
+            apply(model, method, train_length=told)
+        except (ValueError, NotImplementedError) as error:
+            return " ".join(str(error).split())
+    remove(model)
+    return None
 
 
 def _reach(model: Any, to: int, told: int | None) -> Reach:

@@ -37,3 +37,7 @@ def __getattr__(name: str) -> Any:
     if name in _BY_CLASS:
         return method_class(_BY_CLASS[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

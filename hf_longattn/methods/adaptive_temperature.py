@@ -34,6 +34,7 @@ class AdaptiveTemperature(EntropyTemperature):
     """
 
     name: ClassVar[str] = "adaptive_temperature"
+    summary: ClassVar[str] = "sharpens each row by its entropy; no change beyond 5.95 nats"
     paper: ClassVar[str] = "Veličković et al. 2024, Softmax is not Enough (for Sharp Size Generalisation), arXiv:2410.01104"
 
     coefficients: tuple[float, ...] = PUBLISHED

@@ -22,6 +22,7 @@ class Alibi(LogitMap):
     """
 
     name: ClassVar[str] = "alibi"
+    summary: ClassVar[str] = "subtracts a slope per head times the distance"
     paper: ClassVar[str] = "Press, Smith & Lewis 2022, Train Short, Test Long, arXiv:2108.12409"
 
     @property

@@ -32,6 +32,7 @@ class AttentionSink(Sink):
     """
 
     name: ClassVar[str] = "attention_sink"
+    summary: ClassVar[str] = "a fixed or learned term in the denominator, one per head"
     paper: ClassVar[str] = "OpenAI 2025, gpt-oss-120b & gpt-oss-20b Model Card, arXiv:2508.10925"
     by_head: ClassVar[tuple[str, ...]] = ("logit",)
 

@@ -27,6 +27,7 @@ class CosScale(Score):
     """
 
     name: ClassVar[str] = "cosscale"
+    summary: ClassVar[str] = "c cos(q, k)"
     paper: ClassVar[str] = "Li et al. 2025, Information Entropy Invariance, arXiv:2501.08570"
 
     scale: float = 128.0

@@ -28,6 +28,7 @@ class DualChunk(Positions):
     """
 
     name: ClassVar[str] = "dual_chunk"
+    summary: ClassVar[str] = "distances inside chunks"
     paper: ClassVar[str] = "An et al. 2024, Training-Free Long-Context Scaling of Large Language Models, arXiv:2402.17463"
 
     chunk: int | None = None

@@ -25,6 +25,7 @@ class InfoScale(LengthTemperature):
     """
 
     name: ClassVar[str] = "infoscale"
+    summary: ClassVar[str] = "slows the growth of entropy beyond the training length"
     paper: ClassVar[str] = "Li et al. 2025, Information Entropy Invariance, arXiv:2501.08570"
 
     epsilon: float = 0.0

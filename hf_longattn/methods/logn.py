@@ -29,6 +29,7 @@ class LogN(LengthTemperature):
     """
 
     name: ClassVar[str] = "logn"
+    summary: ClassVar[str] = "s ln n"
     paper: ClassVar[str] = "Nakanishi 2025, Scalable-Softmax Is Superior for Attention, arXiv:2501.19399"
 
     scale: float | None = None

@@ -29,6 +29,7 @@ class OutputStandardise(OutputNorm):
     """
 
     name: ClassVar[str] = "output_standardise"
+    summary: ClassVar[str] = "mean 0 and variance 1 before the output projection"
     paper: ClassVar[str] = "Li et al. 2025, On Vanishing Variance in Transformer Length Generalization, arXiv:2504.02827"
     by_head: ClassVar[tuple[str, ...]] = ("deviation", "mean")
 
@@ -79,6 +80,7 @@ class OutputLayerNorm(OutputStandardise):
     """
 
     name: ClassVar[str] = "output_layer_norm"
+    summary: ClassVar[str] = "mean 0 and variance 1, then a learned weight and bias"
     paper: ClassVar[str] = "Li et al. 2025, On Vanishing Variance in Transformer Length Generalization, arXiv:2504.02827"
 
     def module(self, facts: ModelFacts) -> nn.Module | None:

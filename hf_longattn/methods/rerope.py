@@ -25,6 +25,7 @@ class ReRope(Window, Positions):
     """
 
     name: ClassVar[str] = "rerope"
+    summary: ClassVar[str] = "RoPE sees no distance beyond w"
     paper: ClassVar[str] = "Su 2023, ReRoPE (blog and code)"
 
     window: int | None = None
@@ -52,6 +53,7 @@ class LeakyReRope(Window, Positions):
     """
 
     name: ClassVar[str] = "leaky_rerope"
+    summary: ClassVar[str] = "distances beyond w are divided"
     paper: ClassVar[str] = "Su 2023, ReRoPE (blog and code)"
     by_layer: ClassVar[tuple[str, ...]] = ("stretch",)
 

@@ -29,6 +29,7 @@ class String(Positions):
     """
 
     name: ClassVar[str] = "string"
+    summary: ClassVar[str] = "distances beyond S are reduced by S - W"
     paper: ClassVar[str] = "An et al. 2024, STRING"
 
     shift: int | None = None

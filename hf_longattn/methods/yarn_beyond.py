@@ -38,6 +38,7 @@ class YarnBeyond(Positions):
     """
 
     name: ClassVar[str] = "yarn_beyond"
+    summary: ClassVar[str] = "YaRN only in rows beyond the trained length"
     paper: ClassVar[str] = "Peng et al. 2023, YaRN: Efficient Context Window Extension, arXiv:2309.00071"
 
     factor: float = 2.0

@@ -20,6 +20,7 @@ class YarnTemperature(LengthTemperature):
     """
 
     name: ClassVar[str] = "yarn_temperature"
+    summary: ClassVar[str] = "(0.1 ln(n / n_tr) + 1)²"
     paper: ClassVar[str] = "Peng et al. 2023, YaRN: Efficient Context Window Extension, arXiv:2309.00071"
 
     @property

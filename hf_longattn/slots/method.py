@@ -58,12 +58,14 @@ class Heads:
 class Method:
     """One published change to one stage of attention: its parameters, validated on construction.
 
-    Subclasses set `slot`, `name` and `paper` (authors, year, title, arXiv number), declare their parameters as fields, raise
-    ValueError in `validate`, and implement the formula that their slot asks for (see `hf_longattn/methods/`).
+    Subclasses set `slot`, `name`, `summary` (what it does, in a few words) and `paper` (authors, year, title, arXiv number),
+    declare their parameters as fields, raise ValueError in `validate`, and implement the formula that their slot asks for (see
+    `hf_longattn/methods/`).
     """
 
     slot: ClassVar[str]
     name: ClassVar[str]
+    summary: ClassVar[str] = ""
     paper: ClassVar[str]
     #: Parameters that are one number, or one for each layer and head.
     by_head: ClassVar[tuple[str, ...]] = ()

@@ -38,19 +38,20 @@ METHODS: dict[str, str] = {
 
 
 class Preset(NamedTuple):
-    """A further name for a method: parameters that the name fixes, and others that it starts from."""
+    """A further name for a method: parameters that the name fixes, others that it starts from, and what differs in words."""
 
     method: str
     fixed: Mapping[str, Any] = {}
     defaults: Mapping[str, Any] = {}
+    summary: str = ""
 
 
 _PLAIN = {"learned": False, "exponent": 1.0}
 PRESETS = {
     "ssmax": Preset("logn"),
     # ln n / ln n_tr: Su Jianlin, as in "Information Entropy Invariance", Table 6; there too ln n, no identity at any length
-    "softmax_plus": Preset("logn", _PLAIN | {"scale": None}),
-    "log_length": Preset("logn", _PLAIN | {"scale": 1.0}, {"clamp": False}),
+    "softmax_plus": Preset("logn", _PLAIN | {"scale": None}, summary="ln n / ln n_tr"),
+    "log_length": Preset("logn", _PLAIN | {"scale": 1.0}, {"clamp": False}, "ln n"),
 }
 _loaded: dict[str, type[Method]] = {}
 #: Called with the name of every method that comes later.
@@ -112,6 +113,11 @@ def method_class(name: str) -> type[Method]:
     file, _, cls = METHODS[name].partition(".")
     _loaded[name] = getattr(import_module(f"..methods.{file}", __package__), cls)
     return _loaded[name]
+
+
+def summary_of(name: str) -> str:
+    """What the method of a name does, in a few words; of one without any, nothing."""
+    return (PRESETS[name].summary if name in PRESETS else "") or method_class(name).summary
 
 
 def fixed_by(name: str) -> Mapping[str, Any]:
