@@ -203,7 +203,7 @@ def test_an_evaluation_in_turns(out: Path) -> None:
     """The rows are those of one process, in the same order; the first process alone writes and prints."""
     found = of(out, "evaluate")
     assert [f["status"] for f in found] == [0, 0], found
-    assert "Loss in nats" in found[0]["output"]
+    assert "Mean loss of the same tokens" in found[0]["output"]
     assert found[1]["output"] == ""
     assert evaluate(out, 1)["status"] == 0
     rows = [(out / f"report.{n}" / "rows.jsonl").read_text().splitlines() for n in (1, RANKS)]
