@@ -25,8 +25,10 @@ INNER = ("scale_invariant", "rerope", "mapped+adaptive")
 GREEDY = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
 
 
-def recorded(m: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, Tensor]]:
-    """Fills with what every later forward of continuous batching computes: request, first position, hidden states."""
+def recorded(m: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[str, int, Tensor]], Any]:
+    """Fills with what every later forward of continuous batching computes: request, first position, hidden states; and the
+    hook that does so.
+    """
     from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
     out: list[tuple[str, int, Tensor]] = []
@@ -45,8 +47,7 @@ def recorded(m: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
             out.append((request, position, result.last_hidden_state[0, first:last].clone()))
 
     monkeypatch.setattr(ContinuousBatchingIOs, "get_model_kwargs", get_model_kwargs)
-    m.base_model.register_forward_hook(hook)
-    return out
+    return out, m.base_model.register_forward_hook(hook)
 
 
 @torch.no_grad()
@@ -56,7 +57,7 @@ def check_batching(
     """Generate by continuous batching; every hidden state must be that of one plain forward pass. Counts what happened."""
     from transformers import ContinuousBatchingConfig
 
-    plain, seen = m.base_model.forward, recorded(m, monkeypatch)
+    seen, hook = recorded(m, monkeypatch)
     settings = {"page_size": 4, "num_blocks": 64, "max_batch_tokens": 16} | config
     generation = GenerationConfig(max_new_tokens=new, **GREEDY)
     answers = m.generate_batch(
@@ -65,12 +66,14 @@ def check_batching(
         continuous_batching_config=ContinuousBatchingConfig(**settings),
         progress_bar=False,
     )
+    hook.remove()
     assert len(answers) == len(prompts)
     texts = {}
     for name, answer in answers.items():
         assert answer.error is None, answer.error
         assert len(answer.generated_tokens) == new
-        texts[name] = plain(torch.tensor([answer.prompt_ids + answer.generated_tokens]), use_cache=False).last_hidden_state[0]
+        whole = torch.tensor([answer.prompt_ids + answer.generated_tokens])
+        texts[name] = m.base_model(whole, use_cache=False).last_hidden_state[0]
     counts: Counter[str] = Counter()
     for name, first, states in seen:
         torch.testing.assert_close(states, texts[name][first : first + len(states)], atol=5 * TOLERANCE, rtol=0)

@@ -9,7 +9,20 @@ import closed_form
 import pytest
 import torch
 from cases import CASES, DEFAULT, FAMILIES, SUBSET, families, model_config
-from helpers import NO_WINDOWS, RELATIVE_ONLY, SCENARIOS, close, crossed, expected, fresh, model, static, stock, tokens
+from helpers import (
+    NO_WINDOWS,
+    RELATIVE_ONLY,
+    SCENARIOS,
+    TOLERANCE,
+    close,
+    crossed,
+    expected,
+    fresh,
+    model,
+    static,
+    stock,
+    tokens,
+)
 from tiny import tokenizer
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -37,11 +50,16 @@ def holds_for(name: str, family: str) -> bool:
     return not (name in RELATIVE_ONLY and family == "gpt2") and not (name in NO_WINDOWS and sliding)
 
 
+def margin(case: str) -> float:
+    """Seven stages on one another round by up to 1.2e-5 on processors without AVX."""
+    return 2 * TOLERANCE if case == "all_slots" else TOLERANCE
+
+
 @pytest.mark.parametrize(("backend", "family", "case"), BACKENDS)
 @torch.no_grad()
 def test_forward_is_the_closed_form(backend: str, family: str, case: str) -> None:
     config, ids = CASES[case], tokens()
-    close(model(family, config, backend)(ids, use_cache=False).logits, expected(family, config, ids))
+    close(model(family, config, backend)(ids, use_cache=False).logits, expected(family, config, ids), margin(case))
 
 
 @pytest.mark.parametrize(("family", "case"), EVERY)
@@ -69,7 +87,7 @@ def test_all_scenarios(family: str, case: str) -> None:
     whole = family in ("llama", FIRST[case])
     for n, (name, run) in enumerate(SCENARIOS.items(), families(case).index(family)):
         if holds_for(name, family) and (whole or n % 3 == 0):
-            close(run(model(family, config), ids), want, what=name)
+            close(run(model(family, config), ids), want, margin(case), name)
 
 
 # generate() ---------------------------------------------------------------------------------------------------------
