@@ -51,7 +51,7 @@ def holds_for(name: str, family: str) -> bool:
 
 
 def margin(case: str) -> float:
-    """Seven stages on one another round by up to 1.2e-5 on processors without AVX."""
+    """Seven stages on one another round by up to 1.5e-5, on processors without AVX-512."""
     return 2 * TOLERANCE if case == "all_slots" else TOLERANCE
 
 
@@ -197,7 +197,7 @@ def test_gradients_are_those_of_the_reference(family: str, case: str) -> None:
     got = gradients(fresh(family, config), ids, attention_mask=mask)
     assert got.keys() == want.keys()
     for name in want:
-        close(got[name], want[name], what=name)
+        close(got[name], want[name], margin(case), name)
 
 
 def checkpointing(model: Any) -> Any:
