@@ -7,7 +7,7 @@ A `LongAttnConfig` has seven independent slots, applied in this order to every a
 Each slot holds one `Method` (a frozen dataclass in `hf_longattn.methods`) or None, which leaves that
 stage as the model has it.
 
-A config is written in one of two ways: as the dict of its slots (`to_dict`: JSON, YAML), or as a text, `read_text`:
+A config is written in one of two ways: as the dict of its slots (`to_dict`: JSON, YAML), or as a text, `split_text`:
 
     METHOD[+METHOD...][:key=value[:key=value...]][@ROPE[:number...]]
 """
@@ -27,7 +27,7 @@ from .slots.registry import did_you_mean, fixed_by, method, method_class, parame
 if TYPE_CHECKING:
     from .slots.base import KeyBands, LogitMap, OutputNorm, Positions, Score, Sink, Temperature, Visibility
 
-#: All but the first and the last are files in attention/kernels, in the order in which "auto" asks them.
+#: All but the first and the last are files in core/kernels, in the order in which "auto" asks them.
 BACKENDS = ("auto", "sdpa", "flash", "flex", "triton", "tiled", "reference")
 FORMAT_VERSION = 1
 
@@ -343,7 +343,7 @@ class LongAttnConfig:
         return dataclasses.replace(self, **{m.slot: m.for_heads(heads) for m in self.methods})  # type: ignore[arg-type]
 
 
-def read_text(text: str) -> tuple[str, dict[str, Any], str]:
+def split_text(text: str) -> tuple[str, dict[str, Any], str]:
     """The names, the parameters and the position encoding of a text in the grammar above; what is not there is empty.
 
     Values are JSON ("true", "0.5", "[0, 2]"), anything else is a word.
@@ -374,7 +374,7 @@ def read_name(text: Any) -> tuple[str, dict[str, Any]]:
     """
     if not isinstance(text, str):
         raise TypeError(f'a method is given by its name ("scale_invariant") or as a LongAttnConfig, got {text!r}')
-    name, parameters, rope = read_text(text)
+    name, parameters, rope = split_text(text)
     if rope:
         raise ValueError(f"{text!r} changes the position encoding: leave out @{rope}, and see hf_longattn.rope")
     return name, parameters

@@ -121,17 +121,22 @@ def test_a_forward_pass_that_fails_lets_the_next_change_through() -> None:
     assert hf_longattn.config_of(m).name == "alibi"
 
 
-def test_an_interrupted_forward_pass_lets_the_next_change_through() -> None:
-    """Torch calls no hook behind a KeyboardInterrupt, nor behind what ends a thread."""
-    m, ids = fresh("llama", CASES["rerope"]), tokens(1)
+def interrupt(m: Any) -> None:
+    """A forward pass that ends in its second layer."""
 
-    def interrupt(*_: Any) -> None:
+    def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    handle = m.model.layers[1].register_forward_pre_hook(interrupt)
+    handle = m.model.layers[1].register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt):
-        logits(m, ids)
+        logits(m, tokens(1))
     handle.remove()
+
+
+def test_an_interrupted_forward_pass_lets_the_next_change_through() -> None:
+    """Torch calls no hook behind a KeyboardInterrupt, nor behind what ends a thread."""
+    m = fresh("llama", CASES["rerope"])
+    interrupt(m)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(hf_longattn.apply, m, CASES["alibi"]).result(timeout=60)
     assert hf_longattn.config_of(m).name == "alibi"
@@ -220,15 +225,8 @@ def test_layers_computed_again_in_a_backward_pass_are_those_of_its_forward_pass(
 
 
 def test_an_interrupted_pass_is_over() -> None:
-    m, ids = fresh("llama", CASES["rerope"]), tokens(1)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    handle = m.model.layers[1].register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        logits(m, ids)
-    handle.remove()
+    m = fresh("llama", CASES["rerope"])
+    interrupt(m)
     hf_longattn.remove(m)
     assert m.config._attn_implementation == "sdpa"
     assert current_pass() is None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation
-from hf_longattn.core.attend import attend
+from hf_longattn.core.attend import attend, why_not_pages
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import Rows
 from hf_longattn.core.kernels import triton
@@ -256,7 +256,7 @@ def test_pages_refuse() -> None:
         (CASES["rerope"], query.half(), None, "the cache is in torch.float32"),
         (CASES["rerope"], query, 30.0, "no softcap"),
     ):
-        assert reason in str(triton.why_not_pages(of, cache, config.score, softcap))
+        assert reason in str(why_not_pages(of, cache, config, softcap))
     with pytest.raises(ValueError, match="attention over pages cannot compute this call: cosscale needs"):
         attend(Call(query, *cache.split(16, -1), CASES["cosscale"], rows, scaling=1.0, pages=table))
 

@@ -159,7 +159,7 @@ def _check_takes(config: Any, length: int, purpose: str, given: int | None) -> N
 
 def _tell_of_own(config: Any, model: str) -> None:
     """Say what a checkpoint runs already, and how that changes."""
-    from ..integration.masks import describes
+    from ..integration.names import describes
 
     own = describes(config.get_text_config())
     if own is None:

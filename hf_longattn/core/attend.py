@@ -17,6 +17,7 @@ from .prepared import Prepared
 from .reference import dense_attention
 from .rotary import Rotation
 from .stages import finish
+from .tracing import readable
 
 #: Every kernel by its name, in the order in which "auto" asks them; the first is for few queries, and has no backend's name.
 KERNELS: dict[str, Kernel] = {"dense": dense.KERNEL}
@@ -100,7 +101,7 @@ def choose_backend(call: Call) -> str:
     if asked not in BACKENDS:
         raise ValueError(f"unknown backend {asked!r}; choose one of {', '.join(BACKENDS)}")
     if call.pages is not None:
-        if (reason := triton.why_not_pages(call.query, call.key, call.config.score, call.softcap)) is not None:
+        if (reason := why_not_pages(call.query, call.key, call.config, call.softcap)) is not None:
             raise ValueError(f"attention over pages cannot compute this call: {reason}")
         return "triton"
     if asked == "tiled" and KERNELS["dense"].why_not(call) is None:
@@ -114,6 +115,15 @@ def choose_backend(call: Call) -> str:
     if asked != "reference" and (reason := KERNELS[asked].why_not(call)) is not None:
         raise ValueError(f"backend {asked!r} cannot compute this call: {reason}; use backend='auto'")
     return asked
+
+
+def why_not_pages(query: Tensor, key: Tensor, config: LongAttnConfig, softcap: float | None = None) -> str | None:
+    """The reason why keys cannot be read where they lie in pages (see `Call.pages`), or None."""
+    if config.score is not None:
+        return f"{config.score.name} needs every key's norm, which the kernel does not take as it reads"
+    if key.dtype != query.dtype:
+        return f"the cache is in {key.dtype} and the queries are in {query.dtype}"
+    return triton.why_not_triton(query, None, softcap) if readable(query) else "the call is traced"
 
 
 def _nothing(call: Call) -> Tensor:

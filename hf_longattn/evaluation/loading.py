@@ -26,9 +26,8 @@ from ..core.kernels.precision import multiplies_fast
 from ..integration import apply, config_of, remove, rope
 from ..integration.classes import kinds_of, own_class
 from ..integration.lengths import announce_beside
-from ..integration.masks import describes
 from ..integration.model import knowing, running
-from ..integration.names import is_ours, short
+from ..integration.names import describes, is_ours, short
 from ..integration.planning import bound_config
 from ..integration.record import ADAPTER, method_in, saved_in
 from ..slots.method import SLOTS, ModelFacts

@@ -25,8 +25,8 @@ class EvalOptions:
         texts: contents by name, several contents, or one.
         settings: `Setting`s or their strings ("scale_invariant:tau=100@yarn:2"); the unmodified model always comes first.
         tokenizer: that of the model, if not the one that comes with it.
-        tasks: "loss", "copies", "long_ppl", "probe", "attention", the tasks of `hf_longattn.tasks`, and what other packages
-            add to the entry point group "hf_longattn.tasks".
+        tasks: "loss", "copies", "long_ppl", "probe", "attention", the texts with a known answer ("passkey", "needle", ...),
+            and what other packages add to the entry point group "hf_longattn.tasks".
         lengths: tokens, beginning-of-text token included.
         windows: documents of the longest length that each text gives, one after another from its beginning.
         targets: the last tokens of every document, scored at every length.

@@ -1,7 +1,7 @@
 """Settings: a model as it is to be measured, in one short text, or one entry of a YAML file.
 
     unmodified                            the model as it is
-    scale_invariant:tau=100:decay=0.5     a method and its parameters (`config.read_text`)
+    scale_invariant:tau=100:decay=0.5     a method and its parameters (`config.split_text`)
     infoscale+cosscale                    several, in different slots
     @yarn:2                               YaRN for twice the trained length, no method
     infoscale:stack=true@yarn:2           both
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from ..checks import read_text as content_of
-from ..config import LongAttnConfig, read_text
+from ..checks import read_text
+from ..config import LongAttnConfig, split_text
 from ..slots.registry import did_you_mean
 
 UNMODIFIED = "unmodified"
@@ -93,7 +93,7 @@ class Setting:
         Raises:
             ValueError: unknown method, parameter or position encoding; the message says what is near.
         """
-        method, parameters, rope = read_text(text)
+        method, parameters, rope = split_text(text)
         if method in ("", UNMODIFIED):
             if parameters or (not method and not rope):
                 raise ValueError(f"{text!r} names no method; write {UNMODIFIED}, a method, or @yarn:2")
@@ -161,7 +161,7 @@ def read_settings(file: Path) -> list[Setting]:
     """The settings of a YAML file: a mapping from names to entries; relative paths start at the file."""
     yaml = _yaml()
     try:
-        text = content_of(file)
+        text = read_text(file)
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{file} is not valid YAML: {error}") from None

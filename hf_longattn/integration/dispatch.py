@@ -16,7 +16,7 @@ from ..core.geometry import Rows
 from ..core.prepared import named, prepared
 from ..core.reference import dense_attention
 from ..slots.learned import learned_parts
-from .caches import PAGES
+from .caches import is_paged
 from .engines import ulysses
 from .engines.heads import of_these_heads
 from .engines.paged import ARGUMENTS, paged_attention
@@ -77,7 +77,7 @@ def attention_forward(
     now, plan, positions = find(module, attention_mask, kwargs.get("position_ids"), traced)
     asked = Asked(module, plan, now, positions, traced, dropout, scaling, softcap, sliding_window, kwargs)
     out: tuple[Tensor, Tensor | None]
-    paged = PAGES and kwargs.get("write_index") is not None
+    paged = is_paged(kwargs)
     exchanged = attention_mask is None and not paged and ulysses.is_exchanged(asked, query, key)
     split = exchanged or plan.state.group is not None
     if plan.config is not None or split:

@@ -11,8 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import LongAttnConfig
-from .masks import described, describes
-from .names import is_ours
+from .names import described, describes, is_ours
 from .trained import hides
 
 #: What the types in a config's layer_types say: all keys before the query are seen, or a window of them.

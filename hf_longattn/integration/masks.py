@@ -31,7 +31,7 @@ from transformers.utils.import_utils import is_tracing
 from ..config import LongAttnConfig
 from ..core.geometry import FAR, Rows
 from ..core.tracing import readable
-from .names import is_ours, short
+from .names import described
 
 INDEX_WIDTH = 6
 
@@ -129,21 +129,6 @@ class Interval:
 
     window: int | None = None
     sequence_ids: Tensor | None = None
-
-
-def described(config: Any) -> Any:
-    """What a config holds under `config.longattn`: what a user wrote, or of a model that runs a method its `LongAttnConfig`.
-
-    A config that was read before this package was imported has it under the plain name.
-    """
-    of = vars(config)
-    return of.get("_longattn", of.get("longattn"))
-
-
-def describes(config: Any) -> LongAttnConfig | None:
-    """The method that a config names and describes; None: it names none. ValueError: the two disagree."""
-    name = config._attn_implementation_internal
-    return LongAttnConfig.parse(short(name), described(config)) if is_ours(name) else None
 
 
 class Before(NamedTuple):

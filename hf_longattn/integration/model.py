@@ -18,8 +18,8 @@ from ..slots.learned import LearnedParts
 from ..telling import warn
 from .layers import Layer, View
 from .lengths import announce
-from .masks import base_implementation, before, described
-from .names import is_ours, name_for
+from .masks import base_implementation, before
+from .names import described, is_ours, name_for
 from .offload import is_empty
 from .planning import attach, bound_in, no_layer, put, show
 from .record import follow

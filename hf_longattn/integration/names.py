@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..config import CUSTOM
+from ..config import CUSTOM, LongAttnConfig
 from ..slots.registry import LISTENERS, did_you_mean, method_names
 
 PREFIX = "hf_longattn."
@@ -79,3 +79,18 @@ def name_for(config_name: str) -> str:
     name = config_name if is_ours(config_name) else CUSTOM
     register_combination(name)
     return name
+
+
+def described(config: Any) -> Any:
+    """What a config holds under `config.longattn`: what a user wrote, or of a model that runs a method its `LongAttnConfig`.
+
+    A config that was read before this package was imported has it under the plain name.
+    """
+    of = vars(config)
+    return of.get("_longattn", of.get("longattn"))
+
+
+def describes(config: Any) -> LongAttnConfig | None:
+    """The method that a config names and describes; None: it names none. ValueError: the two disagree."""
+    name = config._attn_implementation_internal
+    return LongAttnConfig.parse(short(name), described(config)) if is_ours(name) else None

@@ -12,8 +12,7 @@ from torch import nn
 from ..config import CUSTOM, LongAttnConfig
 from ..core.call import Call
 from .layers import Layer, View
-from .masks import described
-from .names import is_ours
+from .names import described, is_ours
 from .state import CALLS, AttentionState, LayerPlan, Undo, changing, plan_of, remember, set_plan
 
 #: Called after every attention call of an observed layer.

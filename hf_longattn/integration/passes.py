@@ -17,7 +17,7 @@ from transformers import Cache
 from ..core.tracing import readable
 from .caches import cache_in, values_of
 from .layers import View
-from .masks import described
+from .names import described
 from .state import AttentionState, LayerPlan, Plans, model_of, plan_of, turn
 
 _AXES = (

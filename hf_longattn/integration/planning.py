@@ -16,8 +16,8 @@ from ..slots.method import ModelFacts
 from ..telling import warn
 from .layers import Layer, View
 from .longrope import border_hooks
-from .masks import described, describes, refuse_both_ways
-from .names import is_ours, short
+from .masks import refuse_both_ways
+from .names import described, describes, is_ours, short
 from .offload import device_of, held, keep
 from .passes import watch
 from .record import refuse_copies
@@ -68,7 +68,7 @@ def put(view: View, config: LongAttnConfig, name: str, verify: bool = True) -> N
         set_plan(layer.module, plan := plans.get(layer.module))
         if plan is not None and plan.whole is bound:
             own = plan.config.methods if plan.config is not None else ()
-            made = {m.slot: part for m in own if hasattr(m, "module") and (part := m.module(facts)) is not None}
+            made = {m.slot: part for m in own if (part := m.module(facts)) is not None}
             attach(view.model, layer, made)
     keep_parts(view)
     _guard_positions(view, state)

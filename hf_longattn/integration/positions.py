@@ -27,8 +27,8 @@ _ALONE = (
     "it reads in both directions (is_decoder=False), and every method is one of causal attention"
 )
 _UNSEEN = (
-    "the model's `forward` was run, or a layer by itself, so that no hook saw which position_ids the model was given, and its "
-    "layers are not told: call the model, model(...)"
+    "the model's `forward` was run, or a layer by itself. This model does not tell its layers their position_ids, which are "
+    "read where the model itself is called: call the model, model(...)"
 )
 _JUMP = (
     "position_ids jump forward, and without a 2-D attention mask or a cache transformers reads that as the start of a new "
@@ -80,7 +80,7 @@ def rows_under(mask: Tensor | None, asked: Asked, q_len: int, kv_len: int) -> Si
         return sight
     remapped = plan.state.remapped
     if shows_the_future(mask):
-        raise ValueError(BOTH_WAYS.format("is_decoder=False or its like: transformers made a bidirectional mask"))
+        raise ValueError(BOTH_WAYS.format("is_decoder=False or a like flag: its mask shows later tokens"))
     if not is_carrier(mask):  # the user's own, who may write to it, or to position_ids, before the next call
         if not asked.traced:
             mask.__dict__["longattn_sight"] = Sight(now=now)

@@ -19,9 +19,8 @@ from ..slots.registry import parameters_of
 from ..telling import warn
 from .layers import View, language_config
 from .lengths import announce, announce_beside
-from .masks import described
 from .model import change, warn_of_lost_softcap, warn_untrained
-from .names import PREFIX, TRIPWIRE, hint, is_ours, methods_in, register_combination, short
+from .names import PREFIX, TRIPWIRE, described, hint, is_ours, methods_in, register_combination, short
 from .offload import refuse_to_save
 from .passes import implementation_in_pass
 from .planning import keep_parts, prepare, refuse_name

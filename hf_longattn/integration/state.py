@@ -39,8 +39,8 @@ from ..core.call import Call
 from ..core.tables import TableCache
 from .layers import View, pretrained
 from .lengths import announce
-from .masks import Before, before, described
-from .names import is_ours
+from .masks import Before, before
+from .names import described, is_ours
 from .rope import Tables, build, exchange
 from .rotation import RotarySource
 from .trained import hides

@@ -184,10 +184,6 @@ class Temperature(Method, ABC):
 
     slot: ClassVar[str] = "temperature"
 
-    def module(self, facts: ModelFacts) -> nn.Module | None:
-        """The method's learned parameters, a module from factor to factor, or None."""
-        return None
-
 
 @dataclass(frozen=True, kw_only=True)
 class LengthTemperature(Temperature):
@@ -309,10 +305,6 @@ class Sink(Method, ABC):
     def head_dependent(self) -> bool:
         return True
 
-    def module(self, facts: ModelFacts) -> nn.Module | None:
-        """The method's learned parameters, a module from logits to logits, or None."""
-        return None
-
     @abstractmethod
     def logits(self, heads: int, like: Tensor) -> Tensor:
         """The logarithm of the term for each head, (heads,), in the dtype and on the device of `like`."""
@@ -330,10 +322,6 @@ class OutputNorm(Method, ABC):
     @property
     def head_dependent(self) -> bool:
         return True
-
-    def module(self, facts: ModelFacts) -> nn.Module | None:
-        """The method's learned parameters, or None."""
-        return None
 
     @abstractmethod
     def normalise(self, output: Tensor, affine: nn.Module | None = None) -> Tensor:

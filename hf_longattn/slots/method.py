@@ -7,7 +7,10 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from torch import nn
 
 #: The slots of a config, in the order in which they act.
 SLOTS = ("positions", "score", "temperature", "logit_map", "visibility", "sink", "output_norm")
@@ -126,6 +129,12 @@ class Method:
     def head_dependent(self) -> bool:
         """Whether heads differ or are combined, so that a head computed on its own must know its index."""
         return any(isinstance(getattr(self, name), tuple) for name in (*self.by_head, *self.by_layer))
+
+    def module(self, facts: ModelFacts) -> nn.Module | None:
+        """The method's learned parameters, or None: of a temperature a module from factor to factor, of a sink from logits to
+        logits, of an output norm whatever its `normalise` takes.
+        """
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name} | {f.name: thaw(getattr(self, f.name)) for f in fields(self)}

@@ -27,7 +27,6 @@ from . import operators
 from .kernel import FEW_QUERIES, MARGIN, Kernel, KernelCall, Result
 
 if TYPE_CHECKING:
-    from ...slots.base import Score
     from ..call import Call
 
 try:
@@ -63,15 +62,6 @@ def why_not_triton(query: Tensor, rows: Rows | None, softcap: float | None = Non
     if rows is not None and rows.key_ids is not None:
         return "positions do not count as cache indices do, and the Triton kernels know only these"
     return None
-
-
-def why_not_pages(query: Tensor, key: Tensor, score: Score | None, softcap: float | None = None) -> str | None:
-    """The reason why keys cannot be read where they lie in pages (see `Call.pages`), or None."""
-    if score is not None:
-        return f"{score.name} needs every key's norm, which the kernel does not take as it reads"
-    if key.dtype != query.dtype:
-        return f"the cache is in {key.dtype} and the queries are in {query.dtype}"
-    return why_not_triton(query, None, softcap) if readable(query) else "the call is traced"
 
 
 class Blocks(NamedTuple):

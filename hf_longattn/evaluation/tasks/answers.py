@@ -29,7 +29,7 @@ def right(row: Row) -> str:
 
 
 class Answers(Task):
-    """`samples` texts of a task of `hf_longattn.tasks` at every length."""
+    """`samples` texts with a known answer at every length."""
 
     def __init__(self, plan: Plan, name: str) -> None:
         super().__init__(plan, name)
@@ -80,7 +80,7 @@ class Answers(Task):
             "likelihood still moves where a small model is never right."
         )
         protocol = (
-            f"Task {name} of hf_longattn.tasks at each length, {' or '.join(map(str, counts))} texts per setting and length, "
+            f"Task {name} at each length, {' or '.join(map(str, counts))} texts per setting and length, "
             "the same texts for every setting; one forward pass over text and answer."
         )
         figures = _maps(results, name, lengths) if name in HAYSTACK_TASKS else ()

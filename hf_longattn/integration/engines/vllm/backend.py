@@ -22,9 +22,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from ....config import LongAttnConfig
-from ....core.attend import attend
+from ....core.attend import attend, why_not_pages
 from ....core.call import Call
-from ....core.kernels.triton import why_not_pages
 from ..paged import Batch, batches_of
 from .plans import Part
 
@@ -138,7 +137,7 @@ class Implementation(AttentionImpl[Metadata]):
             return output.fill_(0)
         part: Part | None = self.part
         assert part is not None
-        read = why_not_pages(query, kv_cache, part.config.score, self.softcap) is None
+        read = why_not_pages(query, kv_cache, part.config, self.softcap) is None
         rotation = None if part.rotary is None else part.rotary.rotation(query)
         model: dict[str, Any] = {"scaling": self.scale, "softcap": self.softcap, "sink_logits": self.sinks}
         model |= {"learned": part.learned, "tables": part.tables}
