@@ -7,8 +7,9 @@ VLLM := .venv-vllm
 BIN := $(VENV)/bin
 # Each process goes through files of its own, so that what a file prepares is prepared once.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
-# T: one area, fast and without the gate: a file or folder (T=positions, T=tests/test_positions.py), else pytest's -k (T=core).
-AREA = $(if $(T),$(or $(wildcard $(T) tests/$(T) tests/test_$(T).py),-k "$(T)"))
+# T: one area, fast and without the gate: a file or folder (T=core, T=positions), else pytest's -k (T=beam).
+IN_TESTS = tests/test_$(T).py tests/*/test_$(T).py tests/*/*/test_$(T).py
+AREA = $(if $(T),$(or $(wildcard tests/$(T:tests/%=%)),$(wildcard $(IN_TESTS)),-k "$(T)"))
 PACKAGES = import sysconfig; print(sysconfig.get_path("purelib"))
 
 .PHONY: demo test check lint docs bench report theory reproduce gpu engines vllm conformance coverage-models test-oldest test-newest wheel release-check clean
@@ -52,7 +53,7 @@ gpu:  ## on a machine with a CUDA GPU and its own torch: exactness and timings i
 	PYTHONPATH=. python3 lab/speed/gpu.py $(ARGS)
 
 engines: $(VENV)/.engines  ## the tests of other engines; rewrites the table of docs/engines.md
-	OMP_NUM_THREADS=1 $(BIN)/python tests/engines_table.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/kit/engines_table.py $(ARGS)
 
 vllm: $(VLLM)/.train  ## every method in the real vLLM (CPU), in an environment of its own; rewrites docs/vllm.json (ARGS=--short)
 	$(VLLM)/bin/python tests/vllm_engine/lengths.py
@@ -62,18 +63,18 @@ conformance: $(VENV)/.conformance  ## transformers' own tests with our names as 
 	$(BIN)/python tests/conformance/run.py $(ARGS)
 
 coverage-models: $(VENV)/.dev  ## every causal language model of transformers, tiny: exact, refused or a bug; rewrites docs/models.md
-	$(BIN)/python tests/coverage_models.py $(ARGS)
+	$(BIN)/python tests/kit/coverage_models.py $(ARGS)
 
 test-oldest: $(OLDEST)/.dev  ## exactness and persistence on the oldest supported transformers
-	$(subst $(BIN),$(OLDEST)/bin,$(PYTEST)) -m "not crossed" tests/test_exactness.py tests/test_persistence.py tests/test_traps.py \
-		tests/test_adapters.py tests/test_adapter_kinds.py tests/test_positions.py tests/test_models.py tests/test_trained.py tests/test_seams.py
+	$(subst $(BIN),$(OLDEST)/bin,$(PYTEST)) -m "not crossed" tests/integration/test_exactness.py tests/integration/test_persistence.py tests/integration/test_traps.py \
+		tests/sharing/test_adapters.py tests/sharing/test_adapter_kinds.py tests/integration/test_positions.py tests/integration/test_models.py tests/integration/test_trained.py tests/integration/test_seams.py
 
 # It asks for the newest releases at every run; where they are the pinned ones it installs nothing.
 test-newest: $(NEWEST)/.layered  ## exactness, persistence, adapters, continuous batching and the README on the newest transformers, peft, accelerate
 	grep '^torch==' constraints.txt > $(NEWEST)/constraints.txt
 	$(BIN)/pip --python $(NEWEST)/bin/python install --quiet --upgrade transformers peft accelerate --constraint $(NEWEST)/constraints.txt
 	$(BIN)/pip --python $(NEWEST)/bin/python install --quiet --no-deps --editable .
-	$(NEWEST)/bin/python tests/newest.py
+	$(NEWEST)/bin/python tests/kit/newest.py
 
 wheel: $(VENV)/.release  ## builds into dist/
 	rm -rf dist
@@ -81,7 +82,7 @@ wheel: $(VENV)/.release  ## builds into dist/
 
 release-check: wheel  ## the wheel in an empty environment, away from here: the README's blocks and the commands run; uploads nothing
 	$(BIN)/twine check --strict dist/*
-	$(BIN)/python tests/release.py dist/*.whl README.md
+	$(BIN)/python tests/kit/release.py dist/*.whl README.md
 
 clean:
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(VLLM) .conformance .vllm build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,22 +17,6 @@ import torch
 from helpers import stock
 
 logging.getLogger("torch.__trace").propagate = False  # pytest would capture, and torch format, megabytes of traces
-
-
-PACKAGE = Path(__file__).parents[1] / "hf_longattn"
-AREAS = {folder.name for folder in PACKAGE.iterdir() if folder.is_dir()}
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """-k core: also the tests of files that import from hf_longattn.core."""
-    for item in items:
-        item.extra_keyword_matches |= areas(item.path)
-
-
-@functools.cache
-def areas(file: Path) -> set[str]:
-    return AREAS & set(re.findall(r"\bhf_longattn\.(\w+)", file.read_text(encoding="utf-8")))
 
 
 @pytest.fixture(autouse=True)

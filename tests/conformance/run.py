@@ -95,7 +95,7 @@ def outcomes(family: str, name: str) -> Outcomes:
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([*map(str, (WORK, HERE, HERE.parent, ROOT)), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([*map(str, (WORK, HERE, HERE.parent / "kit", ROOT)), os.environ.get("PYTHONPATH", "")]),
     }
     pytest = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider", "--disable-warnings"]
     try:

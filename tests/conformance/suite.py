@@ -1,7 +1,7 @@
 """transformers' own model and training tests on our families; `run.py` runs this file and compares.
 
 The release's source distribution holds the mixins of its suites and not the test of each model, nor the generation mixin:
-testers are made here from the tiny configs of tests/cases.py, and `generation.py` stands in for what is missing.
+testers are made here from the tiny configs of tests/kit/cases.py, and `generation.py` stands in for what is missing.
 Environment: CONFORMANCE_FAMILY, and CONFORMANCE_ATTENTION, the name that models take where none is asked for.
 """
 

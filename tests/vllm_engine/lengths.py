@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "tests" / "kit")]
 
 import tiny  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402

@@ -18,7 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "tests" / "kit")]
 
 import peft  # noqa: E402
 import torch  # noqa: E402

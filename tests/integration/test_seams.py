@@ -1,0 +1,295 @@
+"""The places where we hold on to transformers' insides: if one moves, this file says which, before anything else fails."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, DEFAULT, model_config
+from helpers import stock
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    Qwen2_5OmniConfig,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    masking_utils,
+)
+from transformers.loss import loss_utils
+from transformers.loss.loss_utils import LOSS_MAPPING
+
+import hf_longattn
+from hf_longattn.integration import dispatch, masks, seam, seams, state
+from hf_longattn.integration.engines import paged
+from hf_longattn.sharing import adapters
+
+TOWER: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+ROOT = Path(__file__).parents[2]
+DECLARED = (*seams.SEAMS, *paged.SEAMS, *adapters.SEAMS)
+#: What the wrapped functions must be given, by our wrappers' knowledge.
+REQUIRED = {
+    "PreTrainedConfig.to_dict": ["self"],
+    "PreTrainedConfig.from_dict": ["cls", "config_dict"],
+    "PreTrainedModel.from_pretrained": ["cls", "pretrained_model_name_or_path"],
+    "PreTrainedModel._from_config": ["cls", "config"],
+    "PreTrainedModel.post_init": ["self"],
+    "PreTrainedModel.set_attn_implementation": ["self", "attn_implementation"],
+    "ContinuousBatchingManager.__init__": ["self", "model", "generation_config", "continuous_batching_config"],
+    "Trainer._load_from_checkpoint": ["self", "resume_from_checkpoint"],
+    "Trainer._load_optimizer_and_scheduler": ["self", "checkpoint"],
+    "ContinuousBatchingManager.switch_to_cb_friendly_attn": ["self", "model"],
+}
+WRAPPED = {str(x): x for x in DECLARED if not x.whole}
+
+
+def owner_of(declared: seam.Seam) -> Any:
+    if not isinstance(declared.owner, str):
+        return declared.owner
+    module, _, name = declared.owner.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrapped_methods_have_the_signature_we_know(name: str) -> None:
+    wrapped = inspect.unwrap(getattr(owner_of(WRAPPED[name]), WRAPPED[name].name), stop=lambda f: hasattr(f, "__wrapped__"))
+    original = wrapped.__wrapped__
+    assert not hasattr(original, "__wrapped__") or name not in REQUIRED  # wrapped once
+    assert wrapped.__doc__ == original.__doc__
+    required = [
+        p.name for p in inspect.signature(original).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL
+    ]
+    assert required == REQUIRED.get(name, required)
+
+
+def test_the_property_of_the_implementation_is_the_one_we_know() -> None:
+    name = PreTrainedConfig._attn_implementation
+    assert name.fget.__qualname__ == "PreTrainedConfig._attn_implementation"
+    config = PreTrainedConfig(attn_implementation="eager")
+    assert config.__dict__["_attn_implementation_internal"] == "eager"
+    config._attn_implementation = None
+    assert config._attn_implementation is None
+
+
+def test_arguments_of_the_loss_are_known() -> None:
+    """What a causal language model's loss takes travels through attention by kwargs."""
+    made_by_the_model = {"logits", "labels", "vocab_size", "kwargs"}
+    for loss in (LOSS_MAPPING["ForCausalLM"], loss_utils.fixed_cross_entropy):
+        taken = inspect.signature(loss).parameters.keys() - made_by_the_model - {"source", "target"}
+        assert taken <= dispatch._HARMLESS
+
+
+def test_installing_again_wraps_nothing_twice() -> None:
+    before = [inspect.getattr_static(owner_of(x), x.name) for x in DECLARED]
+    seam.install(*DECLARED)
+    assert [inspect.getattr_static(owner_of(x), x.name) for x in DECLARED] == before
+
+
+def foreign_names(tree: ast.AST) -> set[str]:
+    """What a file imports from elsewhere."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
+    imports += [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
+    return {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
+
+
+def test_nothing_else_is_patched() -> None:
+    """Only `seam` assigns to classes and modules of other packages, and only what is declared."""
+    declared = 0
+    for path in (ROOT / "hf_longattn").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        foreign = foreign_names(tree)
+        for node in ast.walk(tree):
+            targets = (
+                node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+            )
+            for target in (t for t in targets if isinstance(t, ast.Attribute)):
+                assert not (isinstance(target.value, ast.Name) and target.value.id in foreign), f"{path}:{node.lineno}"
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                first = node.args[0] if node.args else None
+                own = path.name == "seam.py" or not (isinstance(first, ast.Name) and first.id in foreign)
+                assert node.func.id != "setattr" or own, f"{path}:{node.lineno}"
+                declared += node.func.id == "Seam" and path.parent.name != "vllm"
+    assert declared == len(DECLARED)
+
+
+def test_the_page_lists_every_seam() -> None:
+    page = (ROOT / "docs" / "explain" / "design.md").read_text(encoding="utf-8")
+    rows = [f"| `{x}` | {x.why} |" for x in DECLARED]
+    served = (ROOT / "hf_longattn/integration/engines/vllm/resolution.py").read_text(encoding="utf-8")
+    found = re.findall(r'Seam\(\s*(?:type\()?(\w+)\)?,\s*"(\w+)",\s*\w+,\s*"(.+?)",?\s*\)', served)
+    rows += [f"| vLLM's `{owner}.{name}` | {why} |" for owner, name, why in found]
+    assert len(found) == served.count("Seam(")
+    assert "\n".join(rows) in page
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_part_is_known_whatever_its_owner_calls_itself() -> None:
+    """A tower has nothing to put a method into, and built alone would be refused."""
+
+    class Owner(LlamaForCausalLM):
+        def __init__(model, config: Any) -> None:
+            super().__init__(config)
+            model.tower = SiglipVisionModel(SiglipVisionConfig(**TOWER, attn_implementation="alibi"))
+            model.post_init()
+
+    config = model_config("llama")
+    config._attn_implementation = "alibi"
+    assert hf_longattn.config_of(Owner(config)).name == "alibi"
+    with pytest.raises(ValueError, match="0 layers"):
+        SiglipVisionModel(SiglipVisionConfig(**TOWER, attn_implementation="alibi"))
+    assert list(inspect.signature(LlamaForCausalLM).parameters) == ["config"]
+
+
+def test_warnings_point_at_the_line_of_the_user(tmp_path: Path) -> None:
+    stock("llama").save_pretrained(tmp_path)
+    loaded = functools.partial(AutoModelForCausalLM.from_pretrained, tmp_path)
+    ways: list[Callable[[], Any]] = [
+        lambda: loaded(attn_implementation="scale_invariant"),
+        lambda: LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="scale_invariant"),
+        lambda: hf_longattn.apply(loaded(), "scale_invariant"),
+        lambda: loaded().set_attn_implementation("scale_invariant"),
+        lambda: hf_longattn.update(loaded(attn_implementation="alibi"), logit_map={"name": "scale_invariant"}),
+    ]
+    for number, way in enumerate(ways):
+        with pytest.warns(UserWarning) as told:  # noqa: PT030
+            way()
+        assert {x.filename for x in told if "hf_longattn" in str(x.message)} == {__file__}, number
+
+
+@pytest.mark.slow
+def test_foreign_configs_are_untouched() -> None:
+    """Every config class that transformers has writes with us what it wrote without us, and takes a section."""
+    checked = 0
+    for config_class in sorted(set(CONFIG_MAPPING.values()), key=lambda c: c.__name__):
+        try:
+            config = config_class()
+        except Exception:  # some cannot be made without arguments, or need a package
+            continue
+        assert config.longattn is None
+        assert not {"longattn", "_longattn", "attn_implementation"} & config.to_dict().keys()
+        config.longattn = {"tau": 1.0}
+        config.longattn = None
+        checked += 1
+    assert checked > 400
+
+
+def test_nested_composite_configs_keep_the_method() -> None:
+    """A language model two levels down (Qwen Omni): its name is written at the top, as a dict of dicts."""
+    config = Qwen2_5OmniConfig()
+    config.longattn = {"tau": 2.0}
+    text = config.get_text_config()
+    text._attn_implementation = DEFAULT
+    assert text.longattn == {"tau": 2.0}
+    saved = config.to_dict()
+    assert saved["attn_implementation"] == {"thinker_config": {"text_config": "hf_longattn.scale_invariant"}}
+    assert saved["longattn"] == {"tau": 2.0}
+    again = Qwen2_5OmniConfig.from_dict(saved)
+    assert again.get_text_config()._attn_implementation == "hf_longattn.scale_invariant"
+    assert again.get_text_config().longattn == {"tau": 2.0}
+
+
+def test_mask_function_is_called_with_arguments_we_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def spy(**kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return masks.carrier_mask(**kwargs)
+
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, DEFAULT, spy)
+    m = hf_longattn.apply(stock("gemma3"), CASES[DEFAULT])
+    m(torch.ones(1, 12, dtype=torch.long), use_cache=False)
+    full, sliding = ({k: v for k, v in c.items() if v is not None} for c in sorted(calls, key=lambda c: "local_size" in c))
+    known = {"batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "config", "device", "dtype"}
+    assert known <= full.keys()
+    assert full.keys() - known <= {"use_vmap", "allow_is_causal_skip", "attention_mask"}
+    assert sliding.keys() - full.keys() == {"local_size"}
+    assert "allow_is_bidirectional_skip" not in full  # by this word we know a bidirectional mask
+    assert "allow_is_bidirectional_skip" in inspect.signature(masking_utils.create_bidirectional_mask).parameters or (
+        "allow_is_bidirectional_skip" in inspect.getsource(masking_utils.create_bidirectional_mask)
+    )
+
+
+def pack(function: Any, positions: torch.Tensor, ids: torch.Tensor) -> Any:
+    """What create_causal_mask does to a mask function when it finds packed sequences."""
+    if hasattr(masking_utils, "packed_sequence_compatibility_function"):
+        return masking_utils.packed_sequence_compatibility_function(function, positions, ids)
+    return masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(ids))
+
+
+def test_mask_functions_are_recognised() -> None:
+    """The names and closures of masking_utils, one by one and combined."""
+    ids = torch.tensor([[0, 0, 1]])
+    positions = torch.tensor([[0, 1, 0]])
+    causal = masking_utils.causal_mask_function
+    assert masks.recognise(causal) == masks.Interval()
+    assert masks.recognise(masking_utils.sliding_window_causal_mask_function(7)) == masks.Interval(window=7)
+    packed = masks.recognise(pack(causal, positions, ids))
+    assert packed is not None
+    assert packed.sequence_ids is ids
+    both = masks.recognise(pack(masking_utils.sliding_window_causal_mask_function(7), positions, ids))
+    assert both is not None
+    assert (both.window, both.sequence_ids is ids) == (7, True)
+
+
+def test_other_mask_functions_are_not_taken_for_intervals() -> None:
+    causal, window = masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function
+    others = [
+        masking_utils.bidirectional_mask_function,
+        masking_utils.or_masks(causal, masking_utils.sliding_window_overlay(3)),
+        masking_utils.and_masks(causal, lambda *_: True),
+        masking_utils.and_masks(window(3), window(5)),
+        masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long)),
+        masking_utils.padding_mask_function(torch.ones(1, 3, dtype=torch.bool)),
+        masking_utils.blockwise_overlay(torch.zeros(1, 3, dtype=torch.long)),
+    ]
+    for function in others:
+        assert masks.recognise(function) is None
+
+
+def test_layers_point_downwards_only() -> None:
+    program = shutil.which("lint-imports", path=str(Path(sys.executable).parent))
+    if program is None:
+        pytest.skip("import-linter is not installed here")
+    result = subprocess.run([program, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
+    assert "0 broken" in result.stdout
+
+
+@pytest.mark.parametrize("name", hf_longattn.__all__)
+def test_public_names_are_documented(name: str) -> None:
+    thing = getattr(hf_longattn, name)
+    assert inspect.getdoc(thing)
+    if inspect.isclass(thing):
+        for attribute, member in vars(thing).items():
+            if inspect.isfunction(member) and not attribute.startswith("_"):
+                assert inspect.getdoc(member) or attribute in ("from_dict",), f"{name}.{attribute}"
+
+
+@pytest.mark.parametrize("name", hf_longattn.methods.__all__)
+def test_methods_are_documented(name: str) -> None:
+    method = getattr(hf_longattn.methods, name)
+    assert inspect.getdoc(method) != inspect.getdoc(method.__mro__[1])
+    assert method.paper
+
+
+def test_what_a_model_carries_is_listed_where_its_owner_says_so() -> None:
+    """Every name that we give to an entry of somebody else's object, in `state` and nowhere else."""
+    found: set[str] = set()
+    for path in (ROOT / "hf_longattn" / "integration").rglob("*.py"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if "ContextVar(" not in line:
+                found |= set(re.findall(r"""["'.](_?longattn_\w+)""", line))
+    assert found - {"longattn_noted"} == set(re.findall(r"_?longattn_\w+", state.__doc__ or ""))  # of a class's __init__

@@ -1,0 +1,77 @@
+"""What `make release-check` does behind the build: the wheel alone, in an environment and a folder that know no checkout.
+
+python tests/kit/release.py dist/*.whl README.md    installs the wheel into an empty environment
+python tests/kit/release.py --here README.md        the README's Python, and commands that need no network, in this environment
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+HERE = Path(__file__).parent
+#: What a tiny model stands for without a network, and how many characters of text it reads in a moment.
+HUB, LONG = re.compile(r'"HuggingFaceTB/[\w.-]+"'), re.compile(r"\b4[0-9]000\b")
+
+
+def installed(wheel: Path, readme: Path, torch: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        venv.create(Path(folder) / "venv", with_pip=True)
+        python = Path(folder) / "venv" / "bin" / "python"
+        pip = [python, "-m", "pip"]
+        subprocess.run([*pip, "install", "--quiet", torch], check=True)  # the newest may be a CUDA build of gigabytes
+        subprocess.run([*pip, "install", "--quiet", f"{wheel.absolute()}[cli,train]"], check=True)
+        subprocess.run([*pip, "check"], check=True)
+        here(readme, python)
+
+
+def here(readme: Path, python: Path) -> None:
+    """Run it all in an empty folder, by this Python."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file in (readme, Path(__file__), HERE / "tiny.py"):
+            shutil.copy(file, folder)
+        alone = {"PATH": str(python.parent), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"}
+        subprocess.run([python, "release.py", "--inside", readme.name], cwd=folder, check=True, env=alone)
+
+
+def inside(readme: Path) -> None:
+    import tiny
+
+    tiny.save(Path("model"), trained=1024)
+    tiny.text(Path("book.txt"), 5000)
+    blocks = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+    if not blocks:
+        raise SystemExit(f"{readme} holds no Python")
+    for code in blocks:
+        print(f"\n{code}", flush=True)
+        exec(HUB.sub('"model"', LONG.sub("3000", code)), {"__name__": "readme"})
+    commands = (
+        "--version",
+        "doctor",
+        "doctor model",
+        "eval model --text book.txt --out report --method infoscale,rerope --lengths 256,2k --targets 64",
+        "extend model --to 4k --text book.txt",
+        "inspect model --text book.txt --out inspected --length 256",
+        "train continue_lora model=model data=book.txt length=64 evaluation.tokens=64 trainer.max_steps=2",
+    )
+    for command in commands:
+        print(f"\nhf-longattn {command}", flush=True)
+        done = subprocess.run(["hf-longattn", *command.split()], check=False).returncode
+        if done not in (0, 1) or (done == 1 and command.split()[0] != "extend"):  # no method helps random weights
+            raise SystemExit(f"hf-longattn {command}: exit status {done}")
+    print("\nThe wheel works by itself.")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--inside":
+        inside(Path(sys.argv[2]))
+    elif sys.argv[1] == "--here":
+        here(Path(sys.argv[2]), Path(sys.executable))
+    else:
+        pins = (HERE.parent / "constraints.txt").read_text(encoding="utf-8")
+        installed(Path(sys.argv[1]), Path(sys.argv[2]), next(x for x in pins.split() if x.startswith("torch==")))

@@ -1,0 +1,992 @@
+"""The recipes, from the command line and piece by piece, on a tiny model over bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("peft")
+pytest.importorskip("omegaconf")
+from helpers import crossed
+from peft import PeftModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace, WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoModelForCausalLM,
+    ByT5Tokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    NanoChatForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainingArguments,
+)
+
+import hf_longattn
+from hf_longattn.cli import app
+from hf_longattn.core.kernels import precision
+from hf_longattn.evaluation.rows import alone
+from hf_longattn.evaluation.tasks import NeedleTask
+from hf_longattn.evaluation.tasks.sample import IGNORE
+from hf_longattn.training import POSITIONS, RECIPES, Recipe, dump, load_recipe, plan, prepare, run
+from hf_longattn.training import data as data_module
+from hf_longattn.training import loss as loss_module
+from hf_longattn.training.data import Data, Finish, NeedleWindows, Windows, documents, pack
+from hf_longattn.training.held_out import windows_of
+from hf_longattn.training.loss import CausalLoss, trained_by
+from hf_longattn.training.models import from_scratch
+from hf_longattn.training.optim import MuonWithAdam
+from hf_longattn.training.recipe import Architecture, Distill, Hub, Muon, Skip
+from hf_longattn.training.skip import skipped
+from hf_longattn.training.trainer import RecipeTrainer
+
+ROOT = Path(__file__).parents[2]
+FIELDS = {f.name for f in dataclasses.fields(TrainingArguments)}
+CHECKPOINTING = (
+    "activation_checkpointing" if "activation_checkpointing" in FIELDS else "gradient_checkpointing"
+)  # its older name
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random Llama over bytes, two texts and a table."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.3,  # far from uniform, so that methods and encodings differ
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(50)]
+    for name, size in (("train", 3000), ("test", 1000), ("short", 800)):
+        (folder / f"{name}.txt").write_text(" ".join(rng.choices(words, k=size)))
+    rows = [{"text": " ".join(rng.choices(words, k=rng.randint(1, 30)))} for _ in range(200)]
+    (folder / "table.jsonl").write_text("\n".join(json.dumps(row | {"number": 0}) for row in rows))
+    return folder
+
+
+def settings(tiny: Path, output: Path, **changes: Any) -> list[str]:
+    """Overrides that make any recipe tiny."""
+    given = {
+        "model": tiny / "model",
+        "data": tiny / "train.txt",
+        "heldout": tiny / "test.txt",
+        "output": output,
+        "length": 32,
+        "evaluation.tokens": 128,
+        "evaluation.samples": 2,
+        "trainer.max_steps": 6,
+        "trainer.per_device_train_batch_size": 2,
+        "trainer.gradient_accumulation_steps": 1,
+        "trainer.logging_steps": 1,
+        "trainer.save_steps": 2,
+        "trainer.eval_steps": 3,
+        "trainer.use_cpu": True,
+        "trainer.disable_tqdm": True,
+    } | {k.replace("__", "."): v for k, v in changes.items()}
+    return [f"{k}={'null' if v is None else v}" for k, v in given.items()]
+
+
+def small(tiny: Path, output: Path, **changes: Any) -> list[str]:
+    """The same for a model from scratch."""
+    shape = {"architecture__layers": 2, "architecture__width": 32, "architecture__heads": 2, "tokenizer": "bytes"}
+    return settings(tiny, output, **{"model": None} | shape | changes)
+
+
+def command(*words: str) -> Any:
+    return CliRunner().invoke(app, ["train", *words])
+
+
+def trained(name: str, overrides: list[str], **options: Any) -> dict[str, Any]:
+    return run(prepare(load_recipe(name, overrides), **options))
+
+
+def losses(metrics: dict[str, Any]) -> list[dict[str, float]]:
+    """What was logged at each step, without timings."""
+    return [{k: v for k, v in log.items() if "loss" in k or k == "step"} for log in metrics["log"] if "train_loss" not in log]
+
+
+# from the command line ------------------------------------------------------------------------------------------------
+
+
+def test_continue_lora(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    changes = {
+        "method": "scale_invariant:tau=5.0",
+        "evaluation__lengths": "[32,64]",
+        "evaluation__final_lengths": "[512]",
+    }
+    result = command("continue_lora", *settings(tiny, out, **changes))
+    assert result.exit_code == 0, result.output
+    assert "scale_invariant(tau=5.0" in result.output
+    assert "2 of 2 attention layers" in result.output
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert set(metrics["measured"]) == {"trained", "base", "base + YaRN x2"}  # 512 is twice the model's 256
+    assert set(metrics["measured"]["base"]) == {"32", "512"}
+    assert metrics["tokens"] == 6 * 2 * 32
+    logged = metrics["log"][0]
+    assert logged["loss"] == pytest.approx(np.mean([logged[f"loss_{a}_{a + 8}"] for a in (0, 8, 16, 24)]), rel=0.02)
+    assert [log["step"] for log in metrics["log"] if "eval_loss_64" in log] == [3, 6]
+    assert load_recipe(str(out / "recipe.yaml")) == load_recipe("continue_lora", settings(tiny, out, **changes))
+
+    ids = torch.arange(10, 40)[None]
+    again = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert hf_longattn.config_of(again).logit_map.tau == 5.0
+    with torch.no_grad():
+        got = again(ids).logits
+        base = LlamaForCausalLM.from_pretrained(tiny / "model").eval()
+        method = hf_longattn.apply(base, "scale_invariant", tau=5.0)(ids).logits
+    assert (got - method).abs().max() > 1e-3  # the adapter is in it
+    stored = metrics["measured"]["trained"]["32"]["loss"]
+    prepared = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "other", **changes)))
+    from hf_longattn.training.held_out import held_out_sums
+    from hf_longattn.training.held_out import metrics as means
+
+    found = means(held_out_sums(again, prepared.recipe, prepared.data, [32]), needles=False)
+    assert found[32]["loss"] == pytest.approx(stored, abs=1e-5)
+
+
+#: What a run changes, and how long a text its model says to read: of one that was trained at 256.
+READS: dict[str, tuple[dict[str, Any], int]] = {
+    "skipped positions": ({}, 1024),
+    "to a target": ({"skip__target_length": 640}, 640),
+    "no farther than the method": ({"method": "self_extend:group=2:window=64"}, 448),
+    "longer windows": ({"positions": "plain", "length": 320}, 320),
+    "windows within": ({"positions": "plain"}, 256),
+    "a method that extends nothing": ({"method": "infoscale"}, 256),
+    "all weights": ({"lora": None, "positions": "plain", "length": 320}, 320),
+    "all weights and no method": ({"lora": None, "method": None, "positions": "plain", "length": 320}, 320),
+}
+
+
+@pytest.mark.parametrize("what", READS)
+def test_a_trained_model_says_how_long_a_text_it_was_trained_to_read(what: str, tiny: Path, tmp_path: Path) -> None:
+    changes, reads = READS[what]
+    quick = {"trainer__max_steps": 1, "trainer__eval_strategy": "no", "evaluation__compare": False}
+    trained("continue_lora", settings(tiny, tmp_path / "out", **quick | changes))
+    m = LlamaForCausalLM.from_pretrained(tiny / "model" if "lora" not in changes else tmp_path / "out")
+    if "lora" not in changes:
+        m = PeftModel.from_pretrained(m, str(tmp_path / "out")).merge_and_unload()
+        m.save_pretrained(tmp_path / "merged")
+        m = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+    assert m.config.max_position_embeddings == reads
+    if what != "a method that extends nothing" and changes.get("method", "rerope") is not None and reads > 256:
+        assert f"- length: {reads:,} tokens; the base was trained at 256" in (tmp_path / "out" / "README.md").read_text()
+        assert hf_longattn.describe(m).trained.length == 256
+        assert hf_longattn.remove(m).config.max_position_embeddings == 256
+
+
+RESUMED = {
+    "lora, strength, dropout": (
+        "continue_lora",
+        settings,
+        {"method": "scale_invariant", "strength__share": 0.8, "lora__dropout": 0.2},
+    ),
+    "distillation under p-RoPE": (
+        "convert_distill",
+        settings,
+        {"method": "scale_invariant:sink_tokens=1@prope:0.5"},
+    ),
+    "skip": (
+        "continue_lora",
+        settings,
+        {"positions": "skip", "skip__target_length": 200, "skip__repeat": 0.5},
+    ),
+    "accumulation, several epochs": (
+        "continue_lora",
+        settings,
+        {"positions": "plain", "length": 512, "trainer__gradient_accumulation_steps": 2},
+    ),
+    "stream": ("continue_lora", settings, {"hub__streaming": True}),
+    "needle": ("needle_lora", settings, {"length": 400}),
+    "frozen": (
+        "needle_lora",
+        settings,
+        {"length": 300, "lora": "null", "freeze": True, "method": "logn:learned=true"},
+    ),
+    "muon": ("pretrain_small", small, {}),
+    "learned": ("pretrain_small", small, {"architecture__position": "logn_prope"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RESUMED)
+@pytest.mark.parametrize("killed_at", [3])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, killed_at: int
+) -> None:
+    name, make, changes = RESUMED[case]
+    changes = {"evaluation__compare": False} | changes
+    if "epochs" in case:
+        changes["data"] = tiny / "short.txt"
+    if case == "stream":
+        changes["data"] = tiny / "table.jsonl"
+    expected = losses(trained(name, make(tiny, tmp_path / "whole", **changes)))
+    step = RecipeTrainer.training_step
+
+    def dies(self: RecipeTrainer, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == killed_at:
+            raise KeyboardInterrupt
+        return step(self, *args, **kwargs)
+
+    overrides = make(tiny, tmp_path / "cut", **changes)
+    with monkeypatch.context() as patch:
+        patch.setattr(RecipeTrainer, "training_step", dies)
+        with pytest.raises(KeyboardInterrupt):
+            trained(name, overrides)
+    torch.rand(7)  # whatever happened in between
+    metrics = trained(name, overrides, resume=True)
+    assert metrics["resumed_from"] == "checkpoint-2"
+    assert losses(metrics) == expected
+    assert len(expected) >= 8  # six steps and two evaluations
+    with pytest.raises(ValueError, match="finished"):
+        prepare(load_recipe(name, overrides), resume=True)
+
+
+@pytest.mark.parametrize("position", ["plain", "skip"])
+def test_a_run_killed_after_its_last_step_trains_no_more(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, position: str
+) -> None:
+    quick = {"trainer__max_steps": 2, "trainer__eval_strategy": "no", "evaluation__compare": False, "positions": position}
+    whole = trained("continue_lora", settings(tiny, tmp_path / "whole", **quick))
+    overrides = settings(tiny, tmp_path / "cut", **quick)
+    with monkeypatch.context() as patch:
+        patch.setattr(RecipeTrainer, "held_out_metrics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            trained("continue_lora", overrides)
+    metrics = trained("continue_lora", overrides, resume=True)
+    assert (metrics["steps"], metrics["tokens"]) == (2, whole["tokens"])
+    assert metrics["measured"] == whole["measured"]
+    assert losses(metrics) == losses(whole)
+
+
+@pytest.mark.slow
+def test_convert_distill(tiny: Path, tmp_path: Path) -> None:
+    result = command("convert_distill", *settings(tiny, tmp_path / "out", distill__weight=0.25, evaluation__compare=False))
+    assert result.exit_code == 0, result.output
+    metrics = json.loads((tmp_path / "out/metrics.json").read_text())
+    for log in (log for log in metrics["log"] if "divergence" in log):
+        assert log["divergence"] > 1e-3  # the method is on: the teacher differs from step one
+        assert log["loss"] == pytest.approx(0.25 * log["divergence"] + 0.75 * log["cross_entropy"], rel=1e-4)
+
+
+def test_recipes_for_pretrained_models_ship_what_was_measured_best(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ReRoPE with InfoScale, at positions that skip to four times what the model was trained at."""
+    for name in ("continue_lora", "convert_distill", "needle_lora"):
+        recipe = load_recipe(name, settings(tiny, tmp_path / "out", length=400 if name == "needle_lora" else 32))
+        assert recipe.method == "rerope+infoscale"
+        prepared = prepare(recipe)
+        if name == "needle_lora":
+            continue
+        rows = [prepared.data.train[i] for i in range(300)]
+        far = [int(row["position_ids"][-1]) for row in rows if row["position_ids"][-1] > 31]
+        skips = {"continue_lora": 0.5, "convert_distill": 0.8}[name]
+        assert len(far) / 300 == pytest.approx(skips, abs=0.07)
+        assert 900 < max(far) < 4 * 256
+    longer = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", length=512)))
+    assert 512 < max(int(longer.data.train[i]["position_ids"][-1]) for i in range(20)) < 4 * 512
+    monkeypatch.setitem(prepare.__globals__, "_trained_length", lambda config: sys.maxsize)  # of a model that does not say
+    with pytest.raises(ValueError, match=r"give skip\.target_length"):
+        prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out")))
+
+
+def test_targets_are_one_name_or_several(tiny: Path, tmp_path: Path) -> None:
+    for given, expected in (("q_proj", ["q_proj"]), ("q_proj,v_proj", ["q_proj", "v_proj"]), ("all-linear", ["all-linear"])):
+        recipe = load_recipe("continue_lora", settings(tiny, tmp_path / "out", lora__targets=given))
+        assert recipe.lora is not None
+        assert recipe.lora.targets == expected
+        assert "trained" in plan(prepare(recipe))
+
+
+def test_every_process_has_needles_of_its_own(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe("needle_lora", settings(tiny, tmp_path / "out", length=400))
+    alone = data_module._samples(recipe)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert data_module._samples(recipe) == 4 * alone
+
+
+@pytest.mark.slow
+def test_needle_lora(tiny: Path, tmp_path: Path) -> None:
+    overrides = settings(tiny, tmp_path / "out", length=300, evaluation__final_lengths="[300,600]", method="infoscale")
+    result = command("needle_lora", *overrides)
+    assert result.exit_code == 0, result.output
+    metrics = json.loads((tmp_path / "out/metrics.json").read_text())
+    assert metrics["measured"]["trained"]["600"]["needles"] == 6
+    assert "accuracy 0.000" in result.output
+    rates = [log["learning_rate"] for log in metrics["log"] if "learning_rate" in log]
+    assert rates == pytest.approx([0, 5e-4, 1e-3, 1e-3, 1e-3, 5e-4])  # up, level, down in thirds
+
+
+@pytest.mark.slow
+def test_freeze(tiny: Path, tmp_path: Path) -> None:
+    """Nothing but a method's learned parameters moves."""
+    learned = {"lora": "null", "freeze": True, "method": "logn:learned=true", "length": 300}
+    result = command("needle_lora", *settings(tiny, tmp_path / "out", **learned, trainer__learning_rate=0.02))
+    assert result.exit_code == 0, result.output
+    assert "parameters, 0.0k trained" in result.output
+    base, m = (LlamaForCausalLM.from_pretrained(path).eval() for path in (tiny / "model", tmp_path / "out"))
+    factors = {name: p for name, p in m.named_parameters() if ".longattn." in name}
+    assert {p.shape for p in factors.values()} == {(4,)}
+    assert all((p != 1).any() for p in factors.values())
+    assert all(torch.equal(p, m.get_parameter(name)) for name, p in base.named_parameters())
+    for changes, message in (
+        ({"method": "infoscale"}, "freeze leaves nothing to train: infoscale has no learned parameters"),
+        ({"method": "logn"}, "freeze leaves nothing to train: logn"),
+        ({"method": None}, "freeze leaves the method's learned parameters to train"),
+        ({"lora": "{r: 4}"}, "neither lora nor optimizer"),
+    ):
+        result = command("needle_lora", *settings(tiny, tmp_path / "never", **learned | changes))
+        assert (result.exit_code, (tmp_path / "never").exists()) == (2, False)
+        assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("position", crossed(POSITIONS, ["scale_invariant_prope"]))
+def test_pretrain_small(tiny: Path, tmp_path: Path, position: str) -> None:
+    once = {"trainer__max_steps": 2, "trainer__save_strategy": "no", "trainer__eval_strategy": "no"}
+    metrics = trained("pretrain_small", small(tiny, tmp_path / "out", architecture__position=position, **once))
+    model = NanoChatForCausalLM.from_pretrained(tmp_path / "out").eval()
+    setting = Architecture(position=position).setting
+    kind, method = (setting.rope or "rope").split(":")[0], setting.method
+    rope_type = model.config.rope_parameters["rope_type"]
+    assert rope_type == {"rope": "default", "ntk": "dynamic"}.get(kind, "proportional")
+    rotates = model.model.rotary_emb.inv_freq
+    assert int((rotates > 0).sum()) == {"nope": 0, "prope": 4}.get(kind, 8)  # pairs of a head of 16
+    assert (hf_longattn.describe(model).config is None) == (method is None)
+    assert metrics["measured"]["trained"][32]["loss"] < 7
+
+
+def test_pretrain_small_has_prope_as_published(tiny: Path) -> None:
+    """The lowest of the rotated frequencies is 1/1024 (App. G), unless a base is given."""
+    given = ["data=x.txt", "tokenizer=bytes"]
+    for changes, lowest in (([], 1024), (["architecture.prope_theta=1048576"], 825)):
+        recipe = load_recipe("pretrain_small", [*given, *changes])
+        assert recipe.architecture is not None
+        config = from_scratch(recipe.architecture, 64, 97)
+        with torch.device("meta"):
+            shape = NanoChatForCausalLM(config)
+        rotary = type(shape.model.rotary_emb)(config).inv_freq
+        assert float(1 / rotary[rotary > 0].min()) == pytest.approx(lowest, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_the_304m_model_is_the_papers(tiny: Path, tmp_path: Path) -> None:
+    """Its size, the rate of its matrices, and a cosine from the full rate to zero."""
+    recipe = load_recipe("pretrain_304m", ["data=x.txt", "tokenizer=bytes"])
+    assert recipe.architecture is not None
+    with torch.device("meta"):
+        model = NanoChatForCausalLM(from_scratch(recipe.architecture, recipe.length, 50304))
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(304e6, rel=2e-3)
+    tokens = 4 * recipe.trainer["per_device_train_batch_size"] * recipe.trainer["gradient_accumulation_steps"] * 4096
+    assert tokens * recipe.trainer["max_steps"] == pytest.approx(10e9, rel=0.01)
+    overrides = small(tiny, tmp_path / "out", architecture__layers=1, evaluation__compare=False)
+    metrics = trained("pretrain_304m", [*overrides, "trainer.save_strategy=no", "trainer.eval_strategy=no"])
+    rates = [log["learning_rate"] for log in metrics["log"] if "learning_rate" in log]
+    assert rates == pytest.approx([0.015 * (1 + math.cos(math.pi * n / 6)) / 2 for n in range(6)])
+
+
+def test_dry_run_loads_no_weights(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
+    for name, make in (("continue_lora", settings), ("pretrain_small", small)):
+        result = command(name, *make(tiny, tmp_path / "out"), "--dry-run")
+        assert result.exit_code == 0, result.output
+        for line in ("model ", "attention ", "steps      6, windows per step: 2", "memory ", "0.4k tokens"):
+            assert line in result.output
+        assert not (tmp_path / "out").exists()
+
+
+REFUSED = {
+    "Did you mean: 'method'": ["methdo=alibi"],
+    "Did you mean: 'alpha'": ["lora.alhpa=3"],
+    "Did you mean: 'learning_rate'": ["trainer.learning_rat=1"],
+    "write trainer.learning_rate": ["learning_rate=1"],
+    "not an override": ["steps"],
+    "no key lr; did you mean trainer.learning_rate": ["lr=1e-4"],
+    "no key trainer.lr; did you mean trainer.learning_rate": ["trainer.lr=1e-4"],
+    "no 'q_prj'; did you mean 'q_proj'.*it has down_proj, .*v_proj": ["lora.targets=q_prj"],
+    "no 'k_prj'; did you mean 'k_proj'": ["lora.targets=[q_proj,k_prj]"],
+    "evaluation.lengths: this must be a list": ["evaluation.lengths=64"],
+    "could not be converted to Integer": ["length=long"],
+    "unknown method 'scale'": ["method=scale"],
+    "no parameter 'tua'": ["method=scale_invariant:tua=3"],
+    "there is no file": ["data=missing.txt"],
+    "trained at 256 tokens; windows of 512": ["length=512", "distill.weight=0.5"],
+    "shorter than one window": ["length=100000"],
+    "evaluation at length 50000": ["evaluation.lengths=[50000]"],
+    "needle texts|no room for 3 needles": ["needle.needles=3", "positions=plain"],
+    "the haystack has": ["needle.needles=3", "positions=plain", "length=400", "evaluation.final_lengths=[40000]"],
+    "target_length must exceed": ["positions=skip", "skip.target_length=32"],
+    "it needs lora": ["distill.weight=0.5", "lora=null"],
+    "take \\['lm_head'\\] out": ["distill.weight=0.5", "lora.targets=[q_proj,lm_head]"],
+    "needs a method with a strength": ["strength.share=0.5", "method=alibi"],
+    "must be a multiple of trainer.logging_steps": ["trainer.logging_steps=4", "trainer.save_steps=6"],
+    "exclude each other": ["schedule.warmup=0.1", "trainer.warmup_steps=3"],
+    "lie in \\[0, 1\\]": ["skip.repeat=2", "positions=skip"],
+    "overwrites a part of each text": ["needle.needles=3", "skip.repeat=0.5", "positions=skip"],
+    "not a torch dtype": ["dtype=float31"],
+    "give a model": ["model=null"],
+    "--dry-run|max_steps must": ["trainer.max_steps=0"],
+    "a streamed data set has no last part": ["hub.streaming=true", "heldout=null"],
+    "sequence_parallel must divide length": ["sequence_parallel=5"],
+    "does not divide the number of processes": ["sequence_parallel=2", "positions=plain"],
+    "no distill: the teacher": ["sequence_parallel=2", "distill.weight=0.5"],
+    "positions: plain": ["sequence_parallel=2", "positions=skip"],
+    "trainer.fsdp works with": ["lora=null", "optimizer.momentum=0.9", "trainer.fsdp=full_shard"],
+    "label_smoothing_factor does not reach": ["trainer.label_smoothing_factor=0.1"],
+    "row 1: 'number' is 0, neither a text nor a list of messages": ["data=TABLE", "hub.column=number"],
+    "no column": ["data=TABLE", "hub.column=body"],
+    "hub.answers needs chats": ["hub.answers=true", "data=TABLE"],
+    "hub.answers and needle exclude": ["hub.answers=true", "needle.needles=3", "positions=plain"],
+    "trainer.report_to=clearml, which is not installed here": ["trainer.report_to=clearml"],
+    "tensorbord is not supported, only": ["trainer.report_to=tensorbord"],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused_before_the_model_loads(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
+    changes = [entry.replace("TABLE", str(tiny / "table.jsonl")) for entry in REFUSED[message]]
+    result = command("continue_lora", *settings(tiny, tmp_path / "out"), *changes)
+    assert result.exit_code == 2, result.output
+    import re
+
+    assert re.search(message, result.output), result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_overwritten(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    overrides = settings(tiny, tmp_path / "out")
+    (tmp_path / "out/thesis.tex").write_text("")
+    assert "nothing is overwritten" in command("continue_lora", *overrides).output
+    assert "holds no run to resume" in command("continue_lora", *overrides, "--resume").output
+    recipe = load_recipe("continue_lora", overrides)
+    (tmp_path / "out/recipe.yaml").write_text(dump(recipe))
+    prepare(recipe, resume=True)
+    recipe.trainer["learning_rate"] = 1.0
+    with pytest.raises(ValueError, match="differs from this recipe"):
+        prepare(recipe, resume=True)
+
+
+def test_two_commands_do_not_train_into_one_folder(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = settings(tiny, tmp_path / "out")
+    with alone(tmp_path / "out/training.lock", "training"):
+        for more in ([], ["--resume"], ["--dry-run"]):
+            refused = command("continue_lora", *overrides, *more)
+            assert refused.exit_code == 2
+            assert "another command is training into" in refused.output
+    late = prepare(load_recipe("continue_lora", overrides))  # both have looked before either writes
+    step = RecipeTrainer.training_step
+
+    def meanwhile(self: RecipeTrainer, *args: Any, **kwargs: Any) -> Any:
+        with pytest.raises(ValueError, match="another command is training into"):
+            run(late)
+        return step(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecipeTrainer, "training_step", meanwhile)
+        quick = {"trainer__max_steps": 1, "trainer__eval_strategy": "no", "evaluation__compare": False}
+        trained("continue_lora", settings(tiny, tmp_path / "out", **quick))
+    with pytest.raises(ValueError, match="nothing is overwritten"):
+        run(late)
+    assert not (tmp_path / "out/training.lock").exists()
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed/training.lock").touch()  # its process is gone
+    prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "killed")))
+
+
+def test_recipes_by_name() -> None:
+    with pytest.raises(ValueError, match="did you mean 'continue_lora'"):
+        load_recipe("continue_lroa")
+    listed = (ROOT / "pyproject.toml").read_text()
+    for name in RECIPES:
+        assert f'"recipes/{name}.yaml" = "hf_longattn/recipes/{name}.yaml"' in listed  # of the wheel
+        given = ["data=x.txt", "tokenizer=bytes"] if name.startswith("pretrain") else ["data=x.txt", "model=x"]
+        recipe = load_recipe(name, given)
+        assert recipe.name == name
+        assert recipe.output == f"runs/{name}"
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(tiny: Path, tmp_path: Path) -> None:
+    """Two windows a step either way, with unequal numbers of answer tokens: the same losses and evaluations."""
+    changes = {"trainer__save_strategy": "no", "positions": "plain", "packing": "documents", "data": tiny / "table.jsonl"}
+    one = settings(tiny, tmp_path / "one", **changes)
+    two = settings(tiny, tmp_path / "two", trainer__per_device_train_batch_size=1, **changes)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    words = ["-m", "hf_longattn.cli", "train", "convert_distill", *two]
+    result = subprocess.run([*launcher, *words], env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("Written:") == 1
+    alone = trained("convert_distill", one)
+    together = json.loads((tmp_path / "two/metrics.json").read_text())
+    assert together["processes"] == 2
+    assert together["tokens"] == alone["tokens"]
+    for a, b in zip(losses(alone), losses(together), strict=True):
+        assert b == pytest.approx(a, abs=2e-4)
+
+
+# data -----------------------------------------------------------------------------------------------------------------
+
+
+def test_packing_drops_nothing_but_the_rest() -> None:
+    texts = [list(range(100 * d, 100 * d + n)) for d, n in enumerate((3, 11, 1, 7, 5), 1)]
+    rows = list(pack([list(t) for t in texts], 8))
+    joined = list(itertools.chain.from_iterable(texts))
+    assert torch.cat([ids for ids, _ in rows]).tolist() == joined[:24]
+    assert [p.tolist() for _, p in rows] == [
+        [0, 1, 2, 0, 1, 2, 3, 4],
+        [0, 1, 2, 3, 4, 5, 0, 0],
+        [0, 1, 2, 3, 4, 5, 0, 1],
+    ]
+
+
+def test_every_document_and_every_row_starts_as_the_tokenizer_starts_a_text() -> None:
+    texts = [[11, 12, 13], [21, 22, 23, 24, 25, 26, 27, 28], [31]]
+    rows = list(pack(texts, 5, [1]))
+    assert [ids.tolist() for ids, _ in rows] == [[1, 11, 12, 13, 1], [1, 21, 22, 23, 24], [1, 25, 26, 27, 28]]
+    assert [p.tolist() for _, p in rows] == [[0, 1, 2, 3, 0], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    held_out = windows_of(torch.arange(100, 120), 5, 10, [1])
+    assert held_out.tolist() == [[1, 100, 101, 102, 103], [1, 110, 111, 112, 113]]
+
+
+def test_a_recipe_puts_the_start_of_a_text_where_the_tokenizer_does(tiny: Path, tmp_path: Path) -> None:
+    ids = {"<s>": 0, "a": 1, "b": 2, "</s>": 3, "?": 4}
+    starting = Tokenizer(WordLevel(ids, unk_token="?"))
+    starting.pre_tokenizer = Whitespace()
+    starting.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=starting, bos_token="<s>", eos_token="</s>", unk_token="?")
+    (tmp_path / "text.txt").write_text("a b " * 200)
+    changes = {"data": tmp_path / "text.txt", "heldout": None, "positions": "plain"}
+    data = Data(load_recipe("continue_lora", settings(tiny, tmp_path / "out", **changes)), tokenizer)
+    assert data.start == [0]
+    assert data.train[3]["input_ids"].tolist()[:4] == [0, 2, 1, 2]  # 31 words a row: an odd number
+    assert 0 not in data.train[3]["input_ids"][1:]
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    torch.manual_seed(0)
+    model = from_scratch_model()
+    hf_longattn.apply(model, "scale_invariant")
+    texts = [torch.randint(3, 200, (n,)).tolist() for n in (9, 5, 10)]
+    row = Windows(pack([list(t) for t in texts], 24), Finish(True, None, 0))[0]
+    out = CausalLoss(model)(**{k: v[None] for k, v in row.items()})
+    alone = torch.zeros(())
+    for text in texts:
+        ids = torch.tensor([text])
+        alone += torch.nn.functional.cross_entropy(model(ids).logits[0, :-1].detach(), ids[0, 1:], reduction="sum").item()
+    assert float(out["tokens"].sum()) == 9 + 5 + 10 - 3
+    assert out["loss"].item() == pytest.approx(float(alone) / 21, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_packed_documents_of_a_recipe_do_not_see_each_other(tiny: Path, tmp_path: Path) -> None:
+    """The first step's loss, before anything is learned, is that of every document alone."""
+    changes = {"packing": "documents", "data": tiny / "table.jsonl", "trainer__max_steps": 1, "trainer__save_steps": 1}
+    changes |= {"positions": "plain", "method": None, "strength": None, "evaluation__compare": False}
+    overrides = settings(tiny, tmp_path / "out", **changes)
+    metrics = trained("continue_lora", overrides)
+    prepared = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "again", **changes)))
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model")
+    trainer = RecipeTrainer(prepared.recipe, prepared.data, model, model, prepared.args, prepared.tokenizer)
+    (ids, positions) = (b := next(iter(trainer.get_train_dataloader())))["input_ids"], b["position_ids"]
+    total = count = 0.0
+    for row, places in zip(ids, positions, strict=True):
+        for text in torch.tensor_split(row, (places == 0).nonzero().flatten().tolist()[1:]):
+            if len(text) > 1:
+                logits = model(text[None]).logits[0, :-1].detach()
+                total += torch.nn.functional.cross_entropy(logits, text[1:], reduction="sum").item()
+                count += len(text) - 1
+    assert (positions == 0).sum() > len(ids)
+    assert next(r["loss"] for r in metrics["log"] if "loss" in r) == pytest.approx(total / count, abs=1e-4)
+
+
+def test_documents_of_files_and_data_sets(tiny: Path, tmp_path: Path) -> None:
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    (tmp_path / "a.txt").write_text("ab")
+    (tmp_path / "b.jsonl").write_text('{"body": "c"}\n{"body": "dé"}\n')
+    sources = [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]
+    for streaming in (False, True):
+        found = list(documents(sources, Hub(column="body", streaming=streaming), tokenizer))
+        assert [tokenizer.decode(d[:-1]) for d in found] == ["ab", "c", "dé"]
+        assert all(d[-1] == tokenizer.eos_token_id for d in found)
+
+
+PLAIN = "{{ '<s> ' }}{% for m in messages %}<{{ m.role }}> {{ m.content }} </s> {% endfor %}"
+PLAIN += "{% if add_generation_prompt %}<assistant> {% endif %}"
+MARKED = (
+    "{{ '<s> ' }}{% for m in messages %}<{{ m.role }}> {% generation %}{{ m.content }} </s> {% endgeneration %}{% endfor %}"
+)
+MARKED = MARKED.replace("{% generation %}", "{% if m.role == 'assistant' %}{% generation %}", 1)
+MARKED = MARKED.replace("{% endgeneration %}", "{% endgeneration %}{% else %}{{ m.content }} </s> {% endif %}")
+LAST = PLAIN.replace("{{ m.content }}", "{% if loop.last %}think {% endif %}{{ m.content }}")
+
+
+def chatting(template: str | None) -> PreTrainedTokenizerFast:
+    """A tokenizer of words that begins texts with <s>, with a chat template."""
+    words = ["<s>", "</s>", "?", "<user>", "<assistant>", "a", "b", "c", "d", "e", "think"]
+    tokenizer = Tokenizer(WordLevel({w: n for n, w in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="?")
+    made.chat_template = template
+    return made
+
+
+TURNS = [("user", "a b"), ("assistant", "c"), ("user", "d"), ("assistant", "e a")]
+CHAT = {"messages": [{"role": role, "content": content} for role, content in TURNS], "id": 1}
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_chats_are_read_by_their_template_and_answers_told_apart(tmp_path: Path, template: str) -> None:
+    (tmp_path / "chats.jsonl").write_text(json.dumps(CHAT) + "\n")
+    source, tokenizer = [str(tmp_path / "chats.jsonl")], chatting(template)
+    whole = ["<user>", "a", "b", "</s>", "<assistant>", "c", "</s>", "<user>", "d", "</s>", "<assistant>", "e", "a", "</s>"]
+    ids = tokenizer.convert_tokens_to_ids(whole)
+    assert list(documents(source, Hub(), tokenizer)) == [ids]  # `pack` puts the one <s> in front
+    marked = list(documents(source, Hub(answers=True), tokenizer))
+    rows = Windows(pack([*marked, ids[:4], [data_module.unasked(n) for n in ids]], 15, [0]), Finish(False, None, 0))
+    assert rows[0]["input_ids"].tolist() == [0, *ids]
+    said = [word if label != IGNORE else "" for word, label in zip(whole, rows[0]["labels"].tolist()[1:], strict=True)]
+    assert "".join(said) == "c</s>ea</s>"
+    assert data_module.flat(source, Hub(answers=True), tokenizer).tolist() == ids
+    far = Finish(False, Skip(target_length=100, unskipped=0.0, repeat=1.0), 0)(0, rows.ids[0], torch.empty(0))
+    assert far["input_ids"].min() >= 0
+    silent = far["labels"] == IGNORE
+    assert silent.any()
+    assert torch.equal(far["labels"][~silent], far["input_ids"][~silent])
+
+
+def test_a_recipe_trains_on_answers(tiny: Path, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    rows = [[("user", " ".join(rng.choices("abcde", k=40))), ("assistant", "c d")] for _ in range(20)]
+    chats = [{"messages": [{"role": role, "content": text} for role, text in row]} for row in rows]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    chatting(PLAIN).save_pretrained(tmp_path / "tokenizer")
+    given = {"data": tmp_path / "chats.jsonl", "heldout": tmp_path / "chats.jsonl", "tokenizer": tmp_path / "tokenizer"}
+    given |= {"trainer__max_steps": 2, "trainer__eval_strategy": "no", "evaluation__compare": False, "hub__answers": True}
+    metrics = trained("continue_lora", settings(tiny, tmp_path / "out", **given))
+    for log in losses(metrics):
+        assert len(log) < 2 + 4  # a part of each window has no answer, and no loss of its own
+        assert all(map(math.isfinite, log.values()))
+    with pytest.raises(ValueError, match="shorter than one window of 4000 tokens with an answer in it"):
+        prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "never", length=4000, **given)))
+
+
+def test_windows_without_an_answer_are_left_out() -> None:
+    silent, asked = [[data_module.unasked(n) for n in range(3, 8)], [3, 4, 5, 6, 7]]
+    assert len(Windows(pack([silent, asked, silent], 5), Finish(False, None, 0))) == 1
+    model, ids = from_scratch_model(), torch.arange(3, 27)[None]
+    assert CausalLoss(model)(ids, torch.full_like(ids, IGNORE))["loss"] == 0  # one whose answer a repeat has overwritten
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "said"),
+    [
+        (CHAT, None, "chat 1: the tokenizer has no chat template"),
+        (CHAT, LAST, "chat 1: the chat template writes an earlier answer otherwise"),
+        (CHAT, "{{ raise_exception('roles must alternate') }}", "chat 1: the chat template refuses it: roles must alternate"),
+        (
+            {"messages": [{"from": "user", "value": "word " * 99}]},
+            PLAIN,
+            "row 1: 'messages' is .{,60}, neither a text nor a list",
+        ),
+    ],
+)
+def test_chats_that_are_refused(tmp_path: Path, row: Any, template: str | None, said: str) -> None:
+    (tmp_path / "chats.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=said):
+        list(documents([str(tmp_path / "chats.jsonl")], Hub(answers=True), chatting(template)))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("line", "said"), [('{"text": "b"', "no JSON"), ("3", "no object"), ('{"text": "\\udcff"}', None)])
+def test_a_malformed_line_is_named(tmp_path: Path, line: str, said: str | None, streaming: bool) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "a"}}\n\n{line}\n')
+    found = data_module.texts([str(tmp_path / "a.jsonl")], Hub(streaming=streaming))
+    with pytest.raises(ValueError, match=rf"a\.jsonl, line 3, is {said}" if said else r"a\.jsonl cannot be read: JSON"):
+        list(found)
+
+
+def test_the_held_out_end_is_not_trained_on(tiny: Path, tmp_path: Path) -> None:
+    data = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", heldout=None))).data
+    whole = next(documents([str(tiny / "train.txt")], Hub(), ByT5Tokenizer(extra_ids=0)))
+    assert data.held_out.tolist() == whole[-128:]
+    assert len(data.train) == (len(whole) - 128) // 32
+    assert data.train[0]["input_ids"].tolist() == whole[:32]
+
+
+# positions that skip --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 5])
+def test_skipped_positions(chunks: int) -> None:
+    skip = Skip(target_length=1000, chunks=chunks, unskipped=0.25)
+    ids, far, plain = torch.arange(64), [], 0
+    for i in range(2000):
+        got, positions = skipped(ids, skip, random.Random(i))
+        steps = positions.diff()
+        assert positions[0] == 0
+        assert steps.min() >= 1
+        assert positions[-1] < 1000
+        assert int((steps > 1).sum()) <= chunks - 1
+        borders = [-1, *torch.nonzero(steps > 1)[:, 0].tolist(), 63]
+        assert min(b - a for a, b in itertools.pairwise(borders)) >= 64 // (2 * chunks)
+        assert torch.equal(got, ids)
+        plain += int(positions[-1]) == 63
+        far.append(int(positions[-1]))
+    assert plain / 2000 == pytest.approx(0.25, abs=0.04)
+    # the largest of chunks - 1 uniform jumps over 0..936 has mean 936 (chunks - 1) / chunks
+    jumps = [f - 63 for f in far if f > 63]
+    assert np.mean(jumps) == pytest.approx(936 * (chunks - 1) / chunks, rel=0.05)
+    assert max(far) > 990
+
+
+def test_a_repeating_window_ends_with_a_piece_of_its_beginning() -> None:
+    skip = Skip(target_length=500, unskipped=0.0, repeat=0.5)
+    ids, repeats = torch.arange(64), 0
+    for i in range(500):
+        got, positions = skipped(ids, skip, random.Random(i))
+        if torch.equal(got, ids):
+            continue
+        repeats += 1
+        start = int(torch.nonzero(got != ids)[0])
+        assert positions[start] - positions[start - 1] >= 1
+        size = int((got != ids).sum())
+        assert size == min(start, 64 - start)
+        source = int(got[start])
+        assert got[start : start + size].tolist() == list(range(source, source + size))
+        assert source + size <= start
+        assert torch.equal(got[start + size :], ids[start + size :])
+    assert repeats / 500 == pytest.approx(0.5, abs=0.07)
+    assert torch.equal(ids, torch.arange(64))
+
+
+def test_skipped_windows_are_one_document_to_the_model() -> None:
+    """Logits under skipped positions: those of one text whose rotary distances are the positions', nothing hidden."""
+    torch.manual_seed(0)
+    model = from_scratch_model()
+    ids = torch.randint(3, 200, (24,))
+    row = Finish(False, Skip(target_length=100, unskipped=0.0), seed=1)(0, ids, torch.empty(0))
+    positions = row["position_ids"]
+    assert positions[-1] > 23
+    jump = int(torch.nonzero(positions.diff() > 1)[0]) + 1
+    out = CausalLoss(model)(**{k: v[None] for k, v in row.items()})
+    # a long text with filler in the gap that nothing may see, by an explicit mask
+    long = torch.full((1, int(positions[-1]) + 1), 5)
+    long[0, positions] = ids
+    seen = torch.zeros(long.shape[1], dtype=torch.bool)
+    seen[positions] = True
+    mask = (seen[None] & torch.ones(len(seen), len(seen), dtype=torch.bool).tril())[None, None]
+    logits = model(long, attention_mask=mask).logits[0, positions]
+    expected = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
+    assert jump > 0
+    assert out["loss"].item() == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_needles_under_positions_that_skip() -> None:
+    """The text and its answer stay; the positions jump in front of the question, and stay below the target."""
+    task = NeedleTask(ByT5Tokenizer(extra_ids=0), "Some prose to hide them in. " * 40)
+    plain, rows = (NeedleWindows(task, 400, 20, skip) for skip in (None, Skip(target_length=5000, unskipped=0.25)))
+    jumped = 0
+    for want, row in zip((plain[i] for i in range(20)), (rows[i] for i in range(20)), strict=True):
+        assert torch.equal(row["input_ids"], want["input_ids"])
+        assert torch.equal(row["labels"], want["labels"])
+        assert row["attention_mask"].all()
+        steps = row["position_ids"].diff()
+        answer = int((row["labels"] != IGNORE).nonzero()[0])
+        assert (steps[answer - 30 :] == 1).all()
+        assert row["position_ids"][-1] < 5000
+        jumped += int(steps.max() > 1)
+    assert 10 <= jumped < 20
+
+
+# loss -----------------------------------------------------------------------------------------------------------------
+
+
+def from_scratch_model(**changes: Any) -> NanoChatForCausalLM:
+    config = from_scratch(Architecture(layers=2, width=32, heads=2, position="rope", **changes), 64, 259)
+    config.initializer_range = 0.2
+    return NanoChatForCausalLM(config).eval()
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_distillation_against_the_formula(tiny: Path, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_longattn.training.models import put_adapter, unadapted
+    from hf_longattn.training.recipe import Lora
+
+    monkeypatch.setattr(loss_module, "CHUNK", 7)
+    stock = LlamaForCausalLM.from_pretrained(tiny / "model").eval()
+    student = hf_longattn.apply(LlamaForCausalLM.from_pretrained(tiny / "model").eval(), "scale_invariant")
+    wrapped = put_adapter(student, Lora(), 0)
+    for name, p in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.2)
+    ids = torch.randint(3, 200, (2, 30), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :11] = -100
+    with torch.no_grad():
+        teacher, given = (m(ids).logits.double().numpy()[:, :-1] / temperature for m in (stock, wrapped))
+    p, q = log_softmax(teacher), log_softmax(given)
+    counts = (labels[:, 1:] != -100).numpy()
+    divergence = ((np.exp(p) * (p - q)).sum(-1) * counts).sum() * temperature**2
+    entropy = -(np.take_along_axis(log_softmax(given * temperature), ids.numpy()[:, 1:, None], -1)[..., 0] * counts).sum()
+    loss = CausalLoss(student, Distill(0.3, temperature), lambda: unadapted(wrapped, stock.config))
+    with trained_by(student, loss):
+        out = wrapped(input_ids=ids, labels=labels)
+    assert float(out["tokens"].sum()) == counts.sum() == 48
+    assert float(out["divergence"].sum()) == pytest.approx(divergence, rel=1e-4)
+    assert divergence > 1
+    assert float(out["cross_entropy"].sum()) == pytest.approx(entropy, rel=1e-5)
+    assert out["loss"].item() == pytest.approx((0.3 * divergence + 0.7 * entropy) / 48, rel=1e-5)
+
+
+def test_chunks_change_neither_loss_nor_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.randint(3, 200, (2, 40), generator=torch.Generator().manual_seed(1))
+    found = []
+    for size in (1000, 6):
+        monkeypatch.setattr(loss_module, "CHUNK", size)
+        torch.manual_seed(0)
+        model = from_scratch_model()
+        out = CausalLoss(model)(ids, ids)
+        out["loss"].backward()
+        found.append((out["loss"].detach(), [p.grad for p in model.parameters()]))
+        plain = torch.nn.functional.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        assert out["loss"].item() == pytest.approx(float(plain), abs=1e-5)
+    torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=1e-5)
+
+
+def test_the_teacher_of_skipped_windows_reads_a_plain_text(tiny: Path, tmp_path: Path) -> None:
+    model = from_scratch_model()
+    asked = []
+    model.model.register_forward_pre_hook(lambda m, a, k: asked.append(sorted(k)), with_kwargs=True)
+    from contextlib import nullcontext
+
+    loss = CausalLoss(model, Distill(), nullcontext, jumps=True)
+    row = Finish(False, Skip(target_length=100, unskipped=0.0), 0)(0, torch.arange(3, 27), torch.empty(0))
+    loss(**{k: v[None] for k, v in row.items()})
+    assert asked[0] == ["input_ids", "use_cache"]
+    assert asked[1] == ["attention_mask", "input_ids", "position_ids", "use_cache"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [f"trainer.{CHECKPOINTING}=true", "trainer.bf16=true", "lora=null", "dtype=bfloat16"])
+def test_variants_train_alike(tiny: Path, tmp_path: Path, change: str) -> None:
+    common = {"trainer__max_steps": 3, "trainer__save_strategy": "no", "evaluation__compare": False}
+    name = "continue_lora" if change == "lora=null" else "convert_distill"
+    plain = losses(trained(name, settings(tiny, tmp_path / "a", **common)))
+    other = losses(trained(name, [*settings(tiny, tmp_path / "b", **common), change]))
+    tolerance = 1e-5 if "checkpointing" in change else 0.05
+    assert other[0]["loss"] == pytest.approx(plain[0]["loss"], rel=tolerance)
+    assert other[2]["loss"] == pytest.approx(plain[2]["loss"], rel=max(tolerance, 1e-4))
+
+
+@pytest.mark.slow
+def test_calibration_and_strength(tiny: Path, tmp_path: Path) -> None:
+    changes = {
+        "method": "scale_invariant",
+        "calibrate": 64,
+        "strength__start": 0.5,
+        "strength__end": 0.75,
+        "evaluation__compare": False,
+    }
+    trained("continue_lora", settings(tiny, tmp_path / "out", **changes))
+    found = hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).logit_map
+    assert found.strength == 0.75
+    assert np.shape(found.logit_mean) == (2, 4)
+
+
+@pytest.mark.slow
+def test_a_strength_schedule_beside_a_remap(tiny: Path, tmp_path: Path) -> None:
+    changes = {"method": "rerope+scale_invariant:window=16", "strength__start": 0.1}
+    trained("continue_lora", settings(tiny, tmp_path / "out", evaluation__compare=False, **changes))
+    found = hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    assert (found.logit_map.strength, found.positions.window) == (1.0, 16)
+
+
+# optimiser ------------------------------------------------------------------------------------------------------------
+
+
+def test_muon_takes_the_matrices_and_adam_the_rest() -> None:
+    model = hf_longattn.apply(from_scratch_model(), "logn", learned=True)
+    optimizer = MuonWithAdam(model, Muon())
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = [({names[id(p)] for p in group["params"]}, group["lr"]) for group in optimizer.param_groups]
+    assert [lr for _, lr in groups] == [0.02, 0.3, 0.002]
+    muon, embedding, other = (found for found, _ in groups)
+    assert muon == {n for n in names.values() if n.startswith("model.layers") and "longattn" not in n}
+    assert embedding == {"model.embed_tokens.weight"}
+    assert other == {n for n in names.values() if "longattn" in n} | {"lm_head.weight"}
+    assert any("longattn" in n for n in other)
+
+
+def test_recipe_is_plain_data() -> None:
+    recipe = Recipe(name="x", data="a.txt", architecture=Architecture(), tokenizer="bytes", trainer={"max_steps": 3})
+    assert dataclasses.asdict(recipe)["architecture"]["width"] == 768
+    assert "lengths: []" in dump(recipe)
+    shape = from_scratch(Architecture(), 4096, 50304)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in NanoChatForCausalLM(shape).parameters())
+    assert size == pytest.approx(162e6, rel=0.005)  # the paper's 162M
+
+
+def test_plan_counts(tiny: Path, tmp_path: Path) -> None:
+    lines = plan(prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", method=None))))
+    assert "unchanged, in all 2 layers" in lines
+    # per layer: q, k, v, o, three of the MLP, two norms; embedding and head; the last norm
+    parameters = 2 * (16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 32 + 2 * 16) + 2 * 259 * 16 + 16
+    adapter = 2 * 16 * ((16 + 16) * 2 + (16 + 8) * 2)  # r (in + out) of q, o and of k, v
+    assert f"{parameters / 1000:.1f}k parameters, {adapter / 1000:.1f}k trained" in lines
+    assert "6, windows per step: 2, processes: 1; 0.4k tokens in all" in lines
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_plan_says_what_is_multiplied_and_whether_slowly(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
+) -> None:
+    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: fast)
+    for n, (change, told) in enumerate(
+        [
+            ({"dtype": "float32"}, "weights in float32, multiplied in float32"),
+            ({"trainer.bf16": "true"}, "weights in float32, multiplied in bfloat16"),
+            ({"dtype": "bfloat16"}, "weights in bfloat16, multiplied in bfloat16"),
+            ({"dtype": "auto"}, "weights in {0}, multiplied in {0}".format("bfloat16" if fast else "float32")),
+        ]
+    ):
+        overrides = [*settings(tiny, tmp_path / f"{n}"), "trainer.use_cpu=true", *(f"{k}={v}" for k, v in change.items())]
+        lines = plan(prepare(load_recipe("continue_lora", overrides)))
+        assert told in lines
+        assert ("float32 is faster" in lines) is ("in bfloat16" in told and not fast)
