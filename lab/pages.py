@@ -14,13 +14,11 @@ from typing import Any
 
 from hf_longattn.evaluation.report import figures, markdown
 from hf_longattn.evaluation.report.page import shown
-from hf_longattn.evaluation.rows import RowFile
 from hf_longattn.evaluation.statistics import mean_interval
 from lab.markdown import Contents, fill_pages, filled
 from lab.papers import coverage
 from lab.papers import tables as papers
-from lab.pretrained import copies, longer_on_model, methods_on_model, needles_on_model, reading_far, regret, trained
-from lab.pretrained.longer_on_model import summary
+from lab.pretrained import copies, headline, longer_on_model, methods_on_model, needles_on_model, reading_far, regret, trained
 from lab.pretrained.runner import STEP
 from lab.speed import speed, vllm_speed
 
@@ -78,33 +76,13 @@ def probed(what: str) -> str:
 
 # README ---------------------------------------------------------------------------------------------------------------
 
-MODEL, LENGTH, TEXTS = "SmolLM2-135M-Instruct", 16384, ("prideprejudice", "persuasion", "python-reference")
-#: The setting as rows name it, as a reader knows it.
-SETTINGS = {"unmodified": "unmodified", "YaRN × 2": "YaRN × 2", "rerope(window 4096)": "`extend`"}
-
-
-def rows_of(setting: str) -> list[dict[str, Any]]:
-    """One row a text, in the order of TEXTS."""
-    plain = [r for r in RowFile(copies.RESULT) if "adapter" not in r]
-    found = {r["text"]: r for r in plain if (r["name"], r["model"], r["length"]) == (setting, MODEL, LENGTH)}
-    return [found[text] for text in TEXTS]
-
-
-def headline(_: str) -> str:
-    """Perplexities on prose within and beyond the trained length, and on copies from farther back: of the mean over texts."""
-    body = []
-    for setting, name in SETTINGS.items():
-        within, beyond, *_rest, far = zip(*(summary(row) for row in rows_of(setting)), strict=True)
-        values = [math.exp(sum(losses) / len(TEXTS)) for losses in (within, beyond, far)]
-        body.append([name, *(f"{x:.1f}" if x < 100 else f"{x:.0f}" for x in values)])
-    return markdown(["", "text up to 8k tokens", "text from 8k to 16k", "a passage repeated from more than 8k back"], body)
-
 
 def picture() -> bytes:
     """Left, perplexity on prose by position; right, on repeated passages beyond the trained length by distance."""
+    length = headline.PROTOCOL["length"]
     figure, (left, right) = figures.pyplot().subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)
-    for (setting, name), own in zip(SETTINGS.items(), figures.styles(list(SETTINGS)), strict=True):
-        rows = rows_of(setting)
+    for (setting, name), own in zip(headline.SETTINGS.items(), figures.styles(list(headline.SETTINGS)), strict=True):
+        rows = headline.rows_of(setting)
         style = own | {"markersize": 4, "linewidth": 1.6, "label": name.strip("`")}
         prose = [math.exp(sum(column) / len(rows)) for column in zip(*(r["prose"] for r in rows), strict=True)]
         left.plot([STEP * (n + 0.5) for n in range(len(prose))], prose, **style)
@@ -115,9 +93,9 @@ def picture() -> bytes:
         right.plot(*zip(*beyond, strict=True), **style | {"linestyle": "none", "markersize": 6})
     for panel in (left, right):
         panel.axvline(rows[0]["trained"], color="#999999", linewidth=1, linestyle=":")
-        panel.set(yscale="log", xticks=range(0, LENGTH + 1, LENGTH // 4))
+        panel.set(yscale="log", xticks=range(0, length + 1, length // 4))
         panel.grid(visible=True, color="#eeeeee", which="both")
-    left.set(title="Predicting a novel", xlabel="position (tokens); trained at 8,192", ylabel="perplexity")
+    left.set(title="Predicting a text", xlabel="position (tokens); trained at 8,192", ylabel="perplexity")
     right.set(
         title="Repeating a passage of the text", xlabel="distance from the first occurrence (tokens)", ylabel="perplexity"
     )
@@ -163,9 +141,8 @@ def contents() -> Contents:
         "eval": evaluated,
         "extend": extended,
         "probe": probed,
-        "headline": headline,
     }
-    pretrained = (copies, longer_on_model, methods_on_model, needles_on_model, reading_far, regret, trained)
+    pretrained = (copies, headline, longer_on_model, methods_on_model, needles_on_model, reading_far, regret, trained)
     for measured in (papers, coverage, *pretrained, speed, vllm_speed):
         own |= measured.contents()
     return own
