@@ -23,6 +23,18 @@ _KINDS = {
     "hybrid_sliding": "window",
     "window_attention": "window",
 }
+#: What parts of attention modules make of a mask, by their names.
+_READERS = {
+    "compressor": (
+        "its queries see keys that stand for several tokens each (compressed attention), which have no distances to change "
+        "and no number to count, and for which it lengthens transformers' mask"
+    ),
+    "indexer": (
+        "its queries see the keys that an indexer picks from transformers' mask (sparse attention): what it picks, by scores "
+        "and distances of its own, no method changes"
+    ),
+    "prepare_dynamic_mask": "its attention makes a mask of its own from transformers' mask",
+}
 
 
 @dataclass(frozen=True)
@@ -48,9 +60,9 @@ class Layer:
         return None if getattr(self.module, "is_causal", True) else "not causal"
 
     @property
-    def own_mask(self) -> bool:
-        """Whether the module reads the mask itself, before attention gets it (Doge; the indexers of sparse attention)."""
-        return any(getattr(self.module, name, None) is not None for name in ("prepare_dynamic_mask", "indexer"))
+    def own_mask(self) -> str | None:
+        """What the module makes of transformers' mask before attention gets it, which it could not of one of ours; or None."""
+        return next((why for name, why in _READERS.items() if getattr(self.module, name, None) is not None), None)
 
     @property
     def refusal(self) -> str | None:

@@ -21,7 +21,7 @@ from .lengths import announce
 from .masks import base_implementation, before
 from .names import described, is_ours, name_for
 from .offload import is_empty
-from .planning import attach, bound_in, no_layer, put, show
+from .planning import attach, bound_in, no_layer, own_temperature, put, show
 from .record import follow
 from .state import LayerPlan, plan_of, release, remember, set_plan, transaction, without_method
 from .trained import Trained, published, recorded
@@ -231,10 +231,12 @@ class Description:
     config: LongAttnConfig | None
     rows: tuple[tuple[str, str, str], ...]  # module, method and parameters or "unchanged", backend or reason
     trained: Trained | None = None  # the length that it was trained at, and where that number is from
+    own_temperature: str | None = None  # what the model by itself multiplies scores with
 
     def __str__(self) -> str:
         head = f"{self.model}: {self.config.name if self.config else 'no hf_longattn method'}"
         head += f", {self.trained}" * (self.trained is not None)
+        head += f"; the model's own temperature: {self.own_temperature}" * (self.own_temperature is not None)
         rows = []
         for what, alike in itertools.groupby(self.rows, key=lambda row: row[1:]):
             names = [name for name, *_ in alike]
@@ -244,7 +246,9 @@ class Description:
 
 
 def describe(model: nn.Module) -> Description:
-    """Per attention module: method, parameters and backend, or why it was left alone; and the trained length, and why."""
+    """Per attention module: method, parameters and backend, or why it was left alone; the trained length, and why; and the
+    temperature that the model brings itself.
+    """
     view, rows = View(model), []
     for layer in view.layers:
         plan = plan_of(layer.module)
@@ -256,7 +260,8 @@ def describe(model: nn.Module) -> Description:
         else:
             rows.append((layer.name, ", ".join(map(_in_words, plan.config.methods)), _how(plan)))
     known = None if view.target is None else recorded(view.target, view.target.longattn)
-    return Description(view.name, view.running, tuple(rows), known)
+    own = own_temperature(view, [x for x in view.candidates if not x.why_not] or view.candidates) if view.candidates else None
+    return Description(view.name, view.running, tuple(rows), known, own)
 
 
 def _how(plan: LayerPlan) -> str:

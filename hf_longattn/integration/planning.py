@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +24,7 @@ from .record import refuse_copies
 from .rope import check_built
 from .rotation import find_rotary
 from .state import AttentionState, LayerPlan, enrol, plan_of, set_plan
-from .trained import Trained, rope_settings, trained
+from .trained import ORIGINAL, Trained, rope_settings, trained
 from .verify import rotation_of, verify_at_first_call, verify_rotations
 
 #: What models call the norm of their queries, inside an attention module.
@@ -92,9 +92,9 @@ def _plan(
     candidates, name = view.candidates, view.name
     by_part = [(part, chosen_by(part, config, candidates)) for part in config.parts or (config,)]
     chosen = [x for _, layers in by_part for x in layers]
+    _refuse_layers(view, config, chosen)
     facts = facts_of(view, chosen or candidates, config.train_length)
     bound = config.bind(facts)
-    _refuse_layers(name, config, candidates, chosen)
     _warn_of_assumption(config, chosen or candidates)
     for part, layers in by_part:
         _refuse_part(name, part, candidates, layers)
@@ -139,19 +139,22 @@ def _refuse_part(name: str, part: LongAttnConfig, candidates: list[Layer], chose
         )
 
 
-def _refuse_layers(name: str, config: LongAttnConfig, candidates: list[Layer], chosen: list[Layer]) -> None:
+def _refuse_model(view: View, config: LongAttnConfig) -> None:
+    """Raise for a model that no method can go into, whatever its layers: they all get one mask."""
+    cannot = f"{config.name if config.methods else 'a method'} cannot go into {view.name}: "
+    refuse_both_ways(view.target, cannot)
+    if why := next((why for x in view.candidates if (why := x.own_mask)), None):
+        raise ValueError(f"{cannot}{why}. It could not read the mask that a method puts in that one's place")
+
+
+def _refuse_layers(view: View, config: LongAttnConfig, chosen: list[Layer]) -> None:
     """Raise for layers whose attention does more than the interface says."""
-    refuse_both_ways(candidates[0].module.config, f"{config.name} cannot go into {name}: ")
-    if any(x.own_mask for x in candidates):  # also where they are left alone: all layers get one mask
-        raise ValueError(
-            f"{config.name} cannot go into {name}: its attention makes a mask of its own from transformers' mask, and could "
-            "not read the one that we put in its place"
-        )
-    if refused := {x.index: x.refusal for x in chosen or candidates if x.refusal}:
-        free = [x.index for x in candidates if not x.refusal]
+    _refuse_model(view, config)
+    if refused := {x.index: x.refusal for x in chosen or view.candidates if x.refusal}:
+        free = [x.index for x in view.candidates if not x.refusal]
         reasons = ", ".join(dict.fromkeys(refused.values()))  # type: ignore[arg-type]
         raise ValueError(
-            f"{config.name} cannot go into the layers {list(refused)} of {name}: {reasons}, and no"
+            f"{config.name} cannot go into the layers {list(refused)} of {view.name}: {reasons}, and no"
             f" method computes that. {f'Pass layers={free}, which do not' if free else 'All layers of this model do so'}"
         )
 
@@ -165,6 +168,7 @@ def bound_in(view: View, config: LongAttnConfig) -> tuple[LongAttnConfig, ModelF
     """The same of a model that was looked at."""
     if not view.candidates:
         raise ValueError(no_layer(view, config))
+    _refuse_model(view, config)
     facts = facts_of(view, [x for x in view.candidates if not x.why_not] or view.candidates, config.train_length)
     return config.bind(facts), facts
 
@@ -178,7 +182,7 @@ def facts_of(view: View, layers: list[Layer], told: int | None = None) -> ModelF
     config = layers[0].module.config
     kind, known = _trained(layers, told)
     rope = rope_settings(config, kind)
-    head_dim = int(getattr(layers[0].module, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    head_dim = _head_dim(layers[0].module)
     return ModelFacts(
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
@@ -188,7 +192,7 @@ def facts_of(view: View, layers: list[Layer], told: int | None = None) -> ModelF
         train_length=known.length,
         trained=known.reason if known.assumed is None else f"{known.reason} ({known.assumed})",
         rotation_is_own=known.rotation_is_own,
-        own_temperature=_own_temperature(config, rope),
+        own_temperature=own_temperature(view, layers),
         rope_type=rope.get("rope_type", "default") if find_rotary(view.modules, config, kind) else None,
         qk_norm=any(_normalises(layer.module) for layer in layers),
     )
@@ -219,15 +223,34 @@ def _normalises(attention: nn.Module) -> bool:
     )
 
 
-def _own_temperature(config: Any, rope: Mapping[str, Any]) -> str | None:
-    """The temperature that a model already applies to its scores, in words, or None."""
-    original = rope.get("original_max_position_embeddings")
-    plain = rope.get("rope_type") == "longrope" and original == config.max_position_embeddings and "factor" not in rope
-    if rope.get("rope_type") in ("yarn", "longrope") and rope.get("attention_factor") != 1.0 and not plain:
-        return f"{rope['rope_type']}'s attention factor"
-    if getattr(config, "attn_temperature_tuning", False) or rope.get("llama_4_scaling_beta"):
-        return "Llama 4's scaling of queries by position"
-    return None
+def own_temperature(view: View, layers: list[Layer]) -> str | None:
+    """What a model already multiplies the scores of these layers with, in words, or None.
+
+    It is in their queries and keys when attention gets them, so it goes by true positions p under every remap.
+    """
+    config, found = layers[0].module.config, list[str]()
+    for layer in {x.type: x for x in layers}.values():
+        rope, rotary, module = rope_settings(config, layer.type), find_rotary(view.modules, config, layer.type), layer.module
+        turned = 1.0 if rotary is None else getattr(rotary.module, rotary.buffer.replace("inv_freq", "attention_scaling"), 1.0)
+        # DeepSeek's models have it in their scaling
+        plain = not rope.get("mscale_all_dim") or module.scaling == getattr(module, "qk_head_dim", _head_dim(module)) ** -0.5
+        if turned != 1 or not plain:
+            found.append(f"{rope['rope_type']}'s attention factor")
+        if beta := rope.get("llama_4_scaling_beta"):
+            found.append(f"1 + {beta:g} ln(1 + floor(p / {rope[ORIGINAL]:,}))")
+    if getattr(config, "attn_temperature_tuning", False):
+        factor = f"1 + {config.attn_scale:g} ln(1 + floor((p + 1) / {config.floor_scale:,.0f}))"
+        found.append(f"{factor} in layers that do not rotate")
+    if floor := getattr(config, "log_scaling_n_floor", None):
+        found.append(f"1 + {config.log_scaling_alpha:g} ln(max((p + 1) / {floor:,}, 1))")
+    if any(hasattr(x.module, "softmax_scaling") for x in layers):
+        found.append("s ln(p + 1) + b, learned for each head")
+    return " and ".join(dict.fromkeys(found)) or None
+
+
+def _head_dim(attention: Any) -> int:
+    own, config = getattr(attention, "head_dim", None), attention.config
+    return int(own or config.hidden_size // config.num_attention_heads)
 
 
 #: What a learned parameter starts at, by its name.

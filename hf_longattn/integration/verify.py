@@ -90,7 +90,7 @@ def verify_rotations(view: View, plans: Mapping[nn.Module, LayerPlan], names: di
         own = [x for x, other in sources.items() if other is source]
         if missing := [x.name for x in own if x.name not in computed]:
             raise ValueError(f"cannot remap rotary distances here: {missing[0]} takes no part in a forward pass over text")
-        convention, still = settle(source, [(x.name, computed[x.name].query, computed[x.name].key) for x in own])
+        convention, still = settle(source, [(x.name, _unscaled(computed[x.name].query), computed[x.name].key) for x in own])
         settled.append((source, convention, [x for x in own if x.name in still]))
     _tell_of_nothing(view, plans, [x for _, _, alone in settled for x in alone])
     changed: dict[nn.Module, LayerPlan] = {}
@@ -98,6 +98,12 @@ def verify_rotations(view: View, plans: Mapping[nn.Module, LayerPlan], names: di
         source.convention = convention
         changed |= unrotated(source, {x.module: plans[x.module] for x in alone})
     return changed
+
+
+def _unscaled(queries: Tensor) -> Tensor:
+    """Queries of one token at several positions, all as long as the first: a model's own temperature is a factor on them."""
+    norms = torch.linalg.vector_norm(queries.float(), dim=-1, keepdim=True)
+    return (queries * (norms[:, :, :1] / norms.clamp(min=torch.finfo(norms.dtype).tiny))).to(queries.dtype)
 
 
 def _tell_of_nothing(view: View, plans: Mapping[nn.Module, LayerPlan], alone: list[Layer]) -> None:
