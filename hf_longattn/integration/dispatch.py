@@ -20,7 +20,7 @@ from .caches import is_paged
 from .engines import ulysses
 from .engines.heads import of_these_heads
 from .engines.paged import ARGUMENTS, paged_attention
-from .masks import BOTH_WAYS, Sight, attention_function, base_implementation, is_carrier, read_mask
+from .masks import BOTH_WAYS, Sight, attention_function, base_implementation, is_carrier, read_mask, sight_of
 from .passes import Asked, find
 from .positions import rows_under
 
@@ -86,10 +86,26 @@ def attention_forward(
         out = ulysses.whole_sequence(asked, query, key, value, _over_rows), None
     elif paged:
         out = paged_attention(asked, query, key, value, _over_rows if plan.config is not None else _left_alone), None
+    elif plan.config is None:
+        out = _base(asked, query, key, value, attention_mask)
+    elif now is not None and now.pictured:
+        out = _before_method(asked, query, key, value, attention_mask)
     else:
-        sight = None if plan.config is None else rows_under(attention_mask, asked, query.shape[2], key.shape[2])
-        out = _base(asked, query, key, value, attention_mask) if sight is None else _seen(asked, query, key, value, sight)
+        out = _seen(asked, query, key, value, rows_under(attention_mask, asked, query.shape[2], key.shape[2]))
     return out
+
+
+def _before_method(
+    asked: Asked, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """What a layer with a method did before, in a pass in which that changes nothing."""
+    if mask is None or asked.weights or not is_carrier(mask):
+        return _base(asked, query, key, value, mask)
+    sight = sight_of(mask)
+    sight.now = asked.now
+    if sight.stock is None:
+        return _base(asked, query, key, value, mask)
+    return _run(sight.stock.function(asked.module), asked, query, key, value, sight.stock.mask)
 
 
 def _seen(asked: Asked, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> tuple[Tensor, Tensor | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,6 +25,10 @@ _AXES = (
     "this call's tokens are at several positions each, as those of pictures are in a model with M-RoPE, and a remap of rotary "
     "distances knows one: give it text alone, or take a method that leaves the positions as they are"
 )
+_PICTURES = (
+    "{axes}. Texts with pictures are read as before where the method changes nothing: here below position {near:.0f}{few}, "
+    "and this call reaches {position} with {tokens} tokens"
+)
 _OTHERWISE = (
     "position_ids are counted differently from those of the keys in the KV cache: some calls skip padding, as generate() does "
     "(attention_mask.cumsum(-1) - 1), others count it, as calls without position_ids do, or start elsewhere. Every call on "
@@ -39,6 +44,8 @@ Numbering: TypeAlias = tuple[bool, bool, bool]
 _ANY: Numbering = (True, True, True)
 #: The entry of a cache's __dict__ that says it of its keys.
 NOTE = "longattn_numbering"
+#: That which says that some of them are at several positions each.
+PICTURED = "longattn_pictured"
 
 
 @dataclass(eq=False)
@@ -52,6 +59,8 @@ class Pass:
         weights: whether that was asked for attention weights.
         cache: the KV cache that its model was given.
         frame: what runs it and ends with it; None after its end.
+        pictured: tokens of it, or keys that it finds in its cache, are at several positions each, in a model with a remap;
+            that changes nothing in it.
     """
 
     outer: Pass | None
@@ -60,6 +69,7 @@ class Pass:
     weights: bool = False
     cache: Cache | None = None
     frame: FrameType | None = None
+    pictured: bool = False
     after: Numbering | None = None  # how the keys are numbered in the cache that it leaves
     kept: dict[Any, Any] = field(default_factory=dict)  # what `engines` found out for its layers
 
@@ -206,10 +216,11 @@ def watch(view: View, state: AttentionState) -> None:
 
 def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     positions = kwargs.get("position_ids", args[place] if len(args) > place else None)
-    if state.remapped and positions is not None and positions.ndim > 2 and state.disabled is None:
-        _check_axes(positions)
+    remapped = state.remapped and state.disabled is None
     weights = bool(kwargs.get("output_attentions"))
     if torch.compiler.is_compiling():
+        if remapped and positions is not None and positions.ndim > 2:
+            torch._assert_async((positions == positions[:1]).all(), _AXES)
         state.traced = Pass(None, None, positions, weights)
         return
     outer = current_pass()
@@ -224,7 +235,10 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
                 plans = state.plans or state.publish(View(model))
                 if not plans.hold:
                     raise ValueError(_REPLACED)
-    _PASS.set(Pass(outer, plans, positions, weights, cache_in((*args, *kwargs.values())), sys._getframe(2)))
+    cache = cache_in((*args, *kwargs.values()))
+    if pictured := remapped and _pictured(positions, cache):
+        _check_pictures(plans, positions, cache)
+    _PASS.set(Pass(outer, plans, positions, weights, cache, sys._getframe(2), pictured))
 
 
 def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
@@ -238,6 +252,8 @@ def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
     cache = cache_in(values_of(output))  # None where the pass failed
     if cache is not None and now.after is not None:
         cache.__dict__[NOTE] = now.after
+    if cache is not None and now.pictured:
+        cache.__dict__[PICTURED] = True
     now.frame = now.cache = now.outer = None  # masks know the pass, and may outlive it
 
 
@@ -261,9 +277,24 @@ def is_under(plans: Plans) -> bool:
     return (now := _PASS.get()) is not None and now.plans is plans
 
 
-def _check_axes(positions: Tensor) -> None:
-    one = (positions == positions[:1]).all()
-    if torch.compiler.is_compiling():
-        torch._assert_async(one, _AXES)
-    elif readable(positions) and not bool(one):
-        raise ValueError(_AXES)
+def _pictured(positions: Tensor | None, cache: Cache | None) -> bool:
+    """See `Pass.pictured`."""
+    if cache is not None and PICTURED in cache.__dict__:
+        return True
+    if positions is None or positions.ndim == 2 or not readable(positions):
+        return False
+    return not bool((positions == positions[:1]).all())
+
+
+def _check_pictures(plans: Plans, positions: Tensor | None, cache: Cache | None) -> None:
+    """ValueError where a method would change something: remaps and windows go by positions, all else by tokens."""
+    near = few = math.inf
+    for plan in plans.of.values():
+        for m in () if plan.config is None else plan.config.methods:
+            limit = m.identity_below if plan.identity_below else 0  # where every call is to be seen
+            near, few = (min(near, limit), few) if m.slot in ("positions", "visibility") else (near, min(few, limit))
+    position = math.inf if positions is None else int(positions[-3:].max())  # of four axes the first numbers the text
+    tokens = (0 if positions is None else positions.shape[-1]) + (0 if cache is None else int(cache.get_seq_length()))
+    if position >= near or tokens > few:
+        also = "" if few == math.inf else f" and up to {few:.0f} tokens"
+        raise ValueError(_PICTURES.format(axes=_AXES, near=near, few=also, position=position, tokens=tokens))

@@ -344,3 +344,59 @@ def test_several_positions_a_token_are_no_place_for_a_remap(kind: str, tmp_path:
     hf_longattn.update(m, strength=0.0)
     close(m(**with_picture).logits, plain)
     assert not hf_longattn.remove(m).model.language_model.rotary_emb._forward_pre_hooks
+
+
+@pytest.mark.parametrize("kind", ["Qwen2VL", "Qwen2_5_VL"])
+@torch.no_grad()
+def test_pictures_are_read_as_before_where_a_remap_changes_nothing(kind: str) -> None:
+    """The picture and what stands around it lie below the window, which a long text behind them does not."""
+    m, with_picture = several_positions(kind)
+    ids, kinds = with_picture["input_ids"], with_picture["mm_token_type_ids"]
+    last = int(m.model.get_rope_index(ids, kinds, with_picture["image_grid_thw"])[0].max())
+    n, near, text = ids.shape[1], last + 5, tokens(1, 40).clamp(max=89)
+    assert near < n  # 16 tokens at four positions
+    longer = with_picture | {
+        "input_ids": torch.cat([ids, text[:, :4]], 1),
+        "mm_token_type_ids": torch.nn.functional.pad(kinds, (0, 4)),
+    }
+    greedy = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    plain, want, generated = (
+        m(**with_picture).logits,
+        m(**longer).logits,
+        torch.stack(m.generate(**with_picture, **greedy).logits),
+    )
+    eager = copy.deepcopy(m)
+    eager.set_attn_implementation("eager")
+    weights = eager(**with_picture, output_attentions=True).attentions[0]
+    hf_longattn.apply(m, "rerope", window=near)
+    read = m(**with_picture, use_cache=True)
+    close(read.logits, plain, 0.0)
+    close(m(**longer).logits, want, 0.0)
+    close(torch.stack(m.generate(**with_picture, **greedy).logits), generated, 0.0)
+    close(m(**with_picture, output_attentions=True).attentions[0], weights, 1e-6)
+    m(**with_picture)  # its outer model counts on from here
+    close(m(text[:, :4], **{CACHE: copy.deepcopy(read[CACHE])}).logits, want[:, -4:])
+    with pytest.raises(ValueError, match=rf"read as before .* below position {near}, and this call reaches"):
+        m(text, **{CACHE: read[CACHE]})
+    close(m(text).logits, hf_longattn.update(copy.deepcopy(m), backend="reference")(text).logits)
+    for changes in ({"backend": "tiled"}, {"window": last}):  # every call is to be seen; too near
+        with pytest.raises(ValueError, match=r"several positions each.*M-RoPE.*text alone"):
+            hf_longattn.update(copy.deepcopy(m), **changes)(**with_picture)
+    few = hf_longattn.apply(copy.deepcopy(m), "rerope+infoscale", window=near, train_length=n - 1)
+    with pytest.raises(ValueError, match=rf"and up to {n - 1} tokens, and this call reaches {last} with {n} tokens"):
+        few(**with_picture)
+    close(hf_longattn.apply(m, "rerope+infoscale", window=near, train_length=n)(**with_picture).logits, plain, 0.0)
+
+
+def test_pictures_within_the_window_train_as_before() -> None:
+    """Checkpointing computes layers anew, outside any pass."""
+    m, with_picture = several_positions("Qwen2VL")
+    gradients = []
+    for method in (None, "rerope"):
+        model = copy.deepcopy(m).train()
+        if method is not None:
+            hf_longattn.apply(model, method, window=60)
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": True})
+        model(**with_picture, labels=with_picture["input_ids"]).loss.backward()
+        gradients.append(model.model.language_model.layers[0].self_attn.q_proj.weight.grad)
+    close(gradients[1], gradients[0], 1e-6)
