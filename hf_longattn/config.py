@@ -49,8 +49,6 @@ class LongAttnConfig:
             In a config that a model runs it is that number, and `trained` says where it is from.
         extended_to: how long a text the model is to read under it, which all its configs then say (`extend`); None: what they
             say without a method.
-        parts: configs (or what `parse` takes) for different layers, in place of slots: each names its `layers`, and one that
-            does not takes all others. The whole takes layers, backend and train_length from them.
 
     Raises:
         ValueError: a parameter is invalid, or a method sits in a slot that is not its own.
@@ -66,7 +64,6 @@ class LongAttnConfig:
     layers: str | tuple[int, ...] = "full_attention"
     backend: str = "auto"
     train_length: int | None = None
-    parts: tuple[LongAttnConfig, ...] = ()
     trained: str = field(default="", repr=False, compare=False)
     extended_to: int | None = field(default=None, repr=False, compare=False)  # nothing that is computed depends on it
     version: int = field(default=FORMAT_VERSION, repr=False)
@@ -81,9 +78,7 @@ class LongAttnConfig:
         for slot in SLOTS:
             object.__setattr__(self, slot, _method_in(slot, getattr(self, slot)))
         object.__setattr__(self, "layers", _layers(self.layers))
-        if self.parts:
-            self._take_parts()
-        filled = dict.fromkeys(m for x in self._each for slot in SLOTS if (m := getattr(x, slot)) is not None)
+        filled = dict.fromkeys(m for x in self.each for slot in SLOTS if (m := getattr(x, slot)) is not None)
         object.__setattr__(self, "_methods", tuple(filled))  # asked for at every layer of every pass
         for name in ("train_length", "extended_to"):
             length = getattr(self, name)
@@ -91,8 +86,10 @@ class LongAttnConfig:
                 raise ValueError(f"{name} must be an integer >= 1, got {length!r}")
         if self.backend not in BACKENDS:
             raise ValueError(f"unknown backend {self.backend!r}; choose one of {', '.join(BACKENDS)}")
-        if self.parts:
-            return
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """ValueError: methods of one layer exclude each other."""
         if len(remaps := [m.name for m in self.key_bands if m.remaps]) > 1:
             raise ValueError(f"{' and '.join(remaps)} clash: both say at which distance far keys are seen")
         if self.score is not None and (own := next((m.own_temperature for m in self.key_bands if m.own_temperature), None)):
@@ -100,42 +97,24 @@ class LongAttnConfig:
                 f"{self.score.name} normalises queries and keys: {own} would do nothing; give attention_factor=1.0"
             )
 
-    def _take_parts(self) -> None:
-        """Check the parts, and say of the whole what they say of themselves."""
-        written = all(isinstance(x, (str, Mapping, LongAttnConfig)) for x in self.parts)
-        parts = tuple(map(LongAttnConfig.parse, self.parts)) if written else ()
-        if filled := [slot for slot in SLOTS if getattr(self, slot) is not None]:
-            raise ValueError(f"{filled[0]} is filled beside parts: a method of several layers goes into each of their parts")
-        if not parts or any(x.parts or not x.methods for x in parts):
-            raise ValueError("each part is a config with a method and without parts; layers in no part stay as they are")
-        named = [i for x in parts if not isinstance(x.layers, str) for i in x.layers]
-        if twice := sorted({i for i in named if named.count(i) > 1}):
-            raise ValueError(f"layers {twice} are in more than one part: write into one what they run")
-        if len(others := [x.name for x in parts if isinstance(x.layers, str)]) > 1:
-            raise ValueError(f"{' and '.join(others)} would each take all layers that no part names: give one of them layers=")
-        of_them: dict[str, Any] = {"parts": parts, "layers": "all" if others else tuple(sorted(named))}
-        backends, lengths = {x.backend for x in parts}, [(x.train_length, x.trained) for x in parts if x.train_length]
-        of_them["backend"] = backends.pop() if len(backends) == 1 else "auto"
-        of_them["train_length"], of_them["trained"] = lengths[0] if lengths else (None, "")
-        if len({length for length, _ in lengths}) > 1:
-            raise ValueError("train_length is one for the model, and the parts differ in it")
-        for name, value in of_them.items():
-            default = {"layers": "full_attention", "backend": "auto", "train_length": None}.get(name)
-            if name not in ("parts", "trained") and getattr(self, name) not in (default, value):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is said of a whole whose parts say {value!r}: leave it to them"
-                )
-            object.__setattr__(self, name, value)
-
     @property
-    def _each(self) -> tuple[LongAttnConfig, ...]:
-        """Its parts, or itself as the only one."""
-        return self.parts or (self,)
+    def each(self) -> tuple[LongAttnConfig, ...]:
+        """The configs of single layers that it is made of: itself as the only one."""
+        return (self,)
+
+    def of_layer(self, layer: int) -> LongAttnConfig | None:
+        """Of `each` the one that takes a layer by its number; which layers a word leaves out (windows), a model knows."""
+        return self if isinstance(self.layers, str) or layer in self.layers else None
 
     @property
     def methods(self) -> tuple[Method, ...]:
-        """The filled slots, in the order in which they act; of a config with parts the methods of all."""
+        """The filled slots, in the order in which they act; of `Parts` the methods of all."""
         return self._methods
+
+    @property
+    def strength(self) -> float | None:
+        """That of the logit map; None where parts may differ in it."""
+        return getattr(self.logit_map, "strength", 1.0)
 
     @property
     def key_bands(self) -> tuple[KeyBands, ...]:
@@ -159,9 +138,8 @@ class LongAttnConfig:
 
     @property
     def name(self) -> str:
-        """The method names joined by "+", in slot order, parts by "|"; "longattn" when no slot is filled."""
-        parts = dict.fromkeys("+".join(m.name for m in x.methods) for x in self._each)
-        return "|".join(parts) or CUSTOM
+        """The method names joined by "+", in slot order; "longattn" when no slot is filled."""
+        return "+".join(m.name for m in self._methods) or CUSTOM
 
     @classmethod
     def preset(cls, name: str, **parameters: Any) -> LongAttnConfig:
@@ -204,13 +182,15 @@ class LongAttnConfig:
 
     @classmethod
     def parse(
-        cls, what: str | Mapping[str, Any] | LongAttnConfig, section: Mapping[str, Any] | LongAttnConfig | None = None
+        cls,
+        what: str | Mapping[str, Any] | LongAttnConfig | list[Any] | tuple[Any, ...],
+        section: Mapping[str, Any] | LongAttnConfig | None = None,
     ) -> LongAttnConfig:
         """The config that is meant by any way to write one, and by what stands beside it.
 
         Args:
             what: a name with or without parameters ("rerope+infoscale", "rerope:window=4096"), the dict of its slots as
-                `to_dict` gives it, or a config.
+                `to_dict` gives it, a config, or a list of these for different layers (`Parts`).
             section: parameters of what is named; or, as in a checkpoint, all slots written out, which must be of the methods
                 that are named ("longattn" stands for any).
 
@@ -218,6 +198,8 @@ class LongAttnConfig:
             ValueError: the two disagree, or either is invalid.
             TypeError: it is nothing of these.
         """
+        if isinstance(what, (list, tuple)):
+            what = Parts(parts=tuple(what))
         if isinstance(what, LongAttnConfig):
             return what.replace(**section) if section else what  # type: ignore[arg-type]
         if isinstance(what, Mapping):
@@ -246,8 +228,6 @@ class LongAttnConfig:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; `parse` gives back an equal config."""
         out: dict[str, Any] = {"version": self.version}
-        if self.parts:
-            out["parts"] = [x.to_dict() for x in self.parts]
         for slot in SLOTS:
             if (method := getattr(self, slot)) is not None:
                 out[slot] = method.to_dict()
@@ -257,25 +237,14 @@ class LongAttnConfig:
 
     @classmethod
     def _of_slots(cls, data: Mapping[str, Any]) -> LongAttnConfig:
-        known = {f.name for f in fields(cls)}
+        known = {f.name for f in fields(Parts)}
         if unknown := sorted(set(data) - known):
             hint = did_you_mean(unknown[0], known)
             raise ValueError(f"unknown key(s) in longattn: {', '.join(unknown)}; {hint}known: {', '.join(sorted(known))}")
-        return cls(**data)
+        return Parts(**data) if data.get("parts") else cls(**{k: v for k, v in data.items() if k != "parts"})
 
     def replace(self, **changes: Any) -> LongAttnConfig:
-        """A copy with some parameters changed, each given to the one method (or the config) that has it; see `preset`.
-
-        Of a config with parts, to every part that has it.
-        """
-        if self.parts:
-            length, parts = changes.pop("extended_to", self.extended_to), list(self.parts)
-            for key, value in changes.items():
-                has = [key in ("backend", "train_length") or any(hasattr(m, key) for m in x.methods) for x in parts]
-                if not any(has):
-                    raise ValueError(f"no part of {self.name} has a parameter {key!r}: give the whole list of configs anew")
-                parts = [x.replace(**{key: value}) if own else x for x, own in zip(parts, has, strict=True)]
-            return LongAttnConfig(parts=tuple(parts), extended_to=length)
+        """A copy with some parameters changed, each given to the one method (or the config) that has it; see `preset`."""
         by_slot: dict[str, dict[str, Any]] = {}  # parameters of one method are checked together
         if "train_length" in changes:
             changes = {"trained": ""} | changes
@@ -298,8 +267,6 @@ class LongAttnConfig:
         Args:
             facts: of the model, by this config's own train_length if it has one.
         """
-        if self.parts:
-            return LongAttnConfig(parts=tuple(x.bind(facts) for x in self.parts))._extended(self.extended_to)
         if not isinstance(self.layers, str) and self.layers[-1] >= facts.num_layers:
             raise ValueError(f"layers names layer {self.layers[-1]}, but the model has layers 0 to {facts.num_layers - 1}")
         own = next((m.own_temperature for m in self.key_bands if m.own_temperature), None)
@@ -337,16 +304,97 @@ class LongAttnConfig:
         return min((n for n in reaches if n is not None), default=math.inf)
 
     def for_layer(self, layer: int) -> LongAttnConfig:
-        """The config as layer `layer` uses it: its part, if there are parts, and of parameters per layer that layer's."""
-        if self.parts:
-            of_rest = next((x for x in self.parts if isinstance(x.layers, str)), LongAttnConfig())
-            named = (x for x in self.parts if not isinstance(x.layers, str) and layer in x.layers)
-            return next(named, of_rest).for_layer(layer)
+        """The config as layer `layer` uses it: of parameters per layer that layer's."""
         return dataclasses.replace(self, **{m.slot: m.for_layer(layer) for m in self.methods})  # type: ignore[arg-type]
 
     def for_heads(self, heads: Heads) -> LongAttnConfig:
         """The config of one layer as some of its heads use it: parameters per head are reduced to theirs."""
         return dataclasses.replace(self, **{m.slot: m.for_heads(heads) for m in self.methods})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts(LongAttnConfig):
+    """Different methods in different layers: a whole that takes layers, backend and train_length from its parts.
+
+    Args:
+        parts: configs, or what `parse` takes: each names its `layers`, and one that does not takes all others.
+
+    Raises:
+        ValueError: a part is no config with a method, two take one layer, they differ in the trained length, or the whole
+            says what they do not.
+    """
+
+    parts: tuple[LongAttnConfig, ...] = ()
+
+    def __post_init__(self) -> None:
+        written = all(isinstance(x, (str, Mapping, LongAttnConfig)) for x in self.parts)
+        parts = tuple(map(LongAttnConfig.parse, self.parts)) if written else ()
+        if filled := [slot for slot in SLOTS if getattr(self, slot) is not None]:
+            raise ValueError(f"{filled[0]} is filled beside parts: a method of several layers goes into each of their parts")
+        if not parts or any(isinstance(x, Parts) or not x.methods for x in parts):
+            raise ValueError("each part is a config with a method and without parts; layers in no part stay as they are")
+        named = [i for x in parts if not isinstance(x.layers, str) for i in x.layers]
+        if twice := sorted({i for i in named if named.count(i) > 1}):
+            raise ValueError(f"layers {twice} are in more than one part: write into one what they run")
+        if len(others := [x.name for x in parts if isinstance(x.layers, str)]) > 1:
+            raise ValueError(f"{' and '.join(others)} would each take all layers that no part names: give one of them layers=")
+        backends, lengths = {x.backend for x in parts}, [(x.train_length, x.trained) for x in parts if x.train_length]
+        if len({length for length, _ in lengths}) > 1:
+            raise ValueError("train_length is one for the model, and the parts differ in it")
+        length, trained = lengths[0] if lengths else (None, "")
+        of_them = {
+            "layers": ("full_attention", "all" if others else tuple(sorted(named))),
+            "backend": ("auto", backends.pop() if len(backends) == 1 else "auto"),
+            "train_length": (None, length),
+        }
+        for name, (default, value) in of_them.items():
+            said = _layers(self.layers) if name == "layers" else getattr(self, name)
+            if said not in (default, value):
+                raise ValueError(f"{name}={said!r} is said of a whole whose parts say {value!r}: leave it to them")
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "trained", trained)
+        object.__setattr__(self, "parts", parts)
+        super().__post_init__()
+
+    @property
+    def each(self) -> tuple[LongAttnConfig, ...]:
+        return self.parts
+
+    def of_layer(self, layer: int) -> LongAttnConfig | None:
+        named = (x for x in self.parts if not isinstance(x.layers, str) and layer in x.layers)
+        return next(named, next((x for x in self.parts if isinstance(x.layers, str)), None))
+
+    @property
+    def strength(self) -> float | None:
+        return None
+
+    @property
+    def name(self) -> str:
+        """The parts' names, joined by "|"."""
+        return "|".join(dict.fromkeys(x.name for x in self.parts))
+
+    def _check_together(self) -> None:
+        """Each part has done it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"version": self.version, "parts": [x.to_dict() for x in self.parts]} | super().to_dict()
+
+    def replace(self, **changes: Any) -> LongAttnConfig:
+        """A copy with some parameters changed, each in every part that has it."""
+        length, parts = changes.pop("extended_to", self.extended_to), list(self.parts)
+        for key, value in changes.items():
+            has = [key in ("backend", "train_length") or any(hasattr(m, key) for m in x.methods) for x in parts]
+            if not any(has):
+                raise ValueError(f"no part of {self.name} has a parameter {key!r}: give the whole list of configs anew")
+            parts = [x.replace(**{key: value}) if own else x for x, own in zip(parts, has, strict=True)]
+        return Parts(parts=tuple(parts), extended_to=length)
+
+    def bind(self, facts: ModelFacts) -> LongAttnConfig:
+        return Parts(parts=tuple(x.bind(facts) for x in self.parts))._extended(self.extended_to)
+
+    def for_layer(self, layer: int) -> LongAttnConfig:
+        """Its part, as that uses it."""
+        return (self.of_layer(layer) or LongAttnConfig()).for_layer(layer)
 
 
 def split_text(text: str) -> tuple[str, dict[str, Any], str]:

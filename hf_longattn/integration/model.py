@@ -50,8 +50,6 @@ def apply(model: Model, method: Method | list[Method] | tuple[Method, ...], **pa
         ValueError: unknown method or parameter; the method would change no layer; or the model runs another method in
             layers that this one leaves out. The model is then unchanged.
     """
-    if isinstance(method, (list, tuple)):
-        method = LongAttnConfig(parts=tuple(method))  # type: ignore[arg-type]
     config = LongAttnConfig.parse(method, parameters)
     with change(model) as view:
         _put(view, config, set() if isinstance(config.layers, str) else _changed(view))

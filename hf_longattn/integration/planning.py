@@ -90,7 +90,7 @@ def _plan(
 ) -> tuple[LongAttnConfig, dict[nn.Module, LayerPlan], ModelFacts]:
     """The config bound to a model, the plans of its language model's attention modules, and the facts they are bound to."""
     candidates, name = view.candidates, view.name
-    by_part = [(part, chosen_by(part, config, candidates)) for part in config.parts or (config,)]
+    by_part = [(part, [x for x in candidates if config.of_layer(x.index) is part and _takes(part, x)]) for part in config.each]
     chosen = [x for _, layers in by_part for x in layers]
     _refuse_layers(view, config, chosen)
     facts = facts_of(view, chosen or candidates, config.train_length)
@@ -110,12 +110,9 @@ def _plan(
     return bound, plans, facts
 
 
-def chosen_by(part: LongAttnConfig, config: LongAttnConfig, candidates: list[Layer]) -> list[Layer]:
-    """The layers that one part of a config goes into."""
-    if not isinstance(part.layers, str):
-        return [x for x in candidates if x.index in part.layers]
-    others = {i for x in config.parts if not isinstance(x.layers, str) for i in x.layers}
-    return [x for x in candidates if x.index not in others and (part.layers == "all" or not x.why_not)]
+def _takes(part: LongAttnConfig, layer: Layer) -> bool:
+    """Whether the word for its layers leaves a layer to a part of a config."""
+    return part.layers != "full_attention" or not layer.why_not
 
 
 def _refuse_part(name: str, part: LongAttnConfig, candidates: list[Layer], chosen: list[Layer]) -> None:

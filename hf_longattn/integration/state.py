@@ -92,8 +92,8 @@ class AttentionState:
 
     def set_strength(self, config: LongAttnConfig) -> None:
         """Let compiled graphs run under this config's strength."""
-        value = getattr(config.logit_map, "strength", 1.0)
-        if config.parts:  # each may have its own
+        value = config.strength
+        if value is None:
             self.strength = None
         elif value != 1 or self.strength is not None:
             self.strength = torch.tensor(value, dtype=torch.float64, device="cpu")
