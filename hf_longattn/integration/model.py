@@ -21,7 +21,7 @@ from .lengths import announce
 from .masks import base_implementation, before
 from .names import described, is_ours, name_for
 from .offload import is_empty
-from .planning import attach, bound_in, no_layer, own_temperature, put, show
+from .planning import attach, no_layer, own_temperature, put, show
 from .record import follow
 from .state import LayerPlan, plan_of, release, remember, set_plan, transaction, without_method
 from .trained import Trained, published, recorded
@@ -71,22 +71,18 @@ def _put(view: View, config: LongAttnConfig, keep: Set[int] = frozenset()) -> No
         raise ValueError(no_layer(view, config))
     known = view.running
     longer = None if known is None or config.extended_to not in (None, known.extended_to) else known.extended_to
-    if longer is not None:
-        config = dataclasses.replace(config, extended_to=None)
-        if longer <= bound_in(view, config)[0].reach:
-            config = dataclasses.replace(config, extended_to=longer)
     warn_of_lost_softcap(view.candidates)
     if not is_ours(target._attn_implementation_internal):
         remember(view, target, target._attn_implementation_internal)
-    put(view, config, name_for(config.name))
+    now = put(view, config, name_for(config.name), longer)
     if known and (taken := sorted(keep - _changed(view))):
         raise ValueError(
             f"layers={list(config.layers)} for {config.name} would take {known.name} out of the layers {taken}, which run "
             "it. To have both: hf_longattn.apply(model, [config, config]), each with its `layers`. To change one method's "
             "layers: hf_longattn.update(model, layers=...). To start anew: hf_longattn.remove(model)"
         )
-    if known and longer and config.extended_to is None:
-        _warn_of_less(known, described(target), published(target)[0])
+    if known and longer and now.extended_to is None:
+        _warn_of_less(known, now, published(target)[0])
 
 
 def _warn_of_less(known: LongAttnConfig, now: LongAttnConfig, says: int) -> None:

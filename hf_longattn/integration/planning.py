@@ -41,11 +41,17 @@ def prepare(view: View, verify: bool = False) -> None:
         return
     if view.target is None or (config := describes(view.target)) is None:
         refuse_name(view, named._attn_implementation_internal, described(named))
-    put(view, config, view.target._attn_implementation_internal, verify)
+    put(view, config, view.target._attn_implementation_internal, verify=verify)
 
 
-def put(view: View, config: LongAttnConfig, name: str, verify: bool = True) -> None:
+def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None, verify: bool = True) -> LongAttnConfig:
     """Put a config into a model under a name: plan, check, and then write.
+
+    Args:
+        longer: how long a text the model reads now, and is to read on if the config reaches so far.
+
+    Returns:
+        what the model runs now.
 
     Raises:
         ValueError: the config does not fit; nothing is written.
@@ -53,7 +59,7 @@ def put(view: View, config: LongAttnConfig, name: str, verify: bool = True) -> N
     target, state = view.target, view.state or AttentionState()
     for adapter in view.adapters:
         refuse_copies(adapter, config)
-    bound, plans, facts = _plan(view, config, state)
+    bound, plans, facts = _plan(view, config, state, longer)
     for layer in view.layers:
         c = layer.module.config
         if layer.module not in plans and is_ours(c._attn_implementation_internal):
@@ -77,6 +83,7 @@ def put(view: View, config: LongAttnConfig, name: str, verify: bool = True) -> N
     state.unverified = verify_at_first_call if unverified else None
     watch(view, state)
     enrol(view.model)
+    return bound
 
 
 def show(view: View, config: LongAttnConfig | None) -> None:
@@ -86,7 +93,7 @@ def show(view: View, config: LongAttnConfig | None) -> None:
 
 
 def _plan(
-    view: View, config: LongAttnConfig, state: AttentionState
+    view: View, config: LongAttnConfig, state: AttentionState, longer: int | None
 ) -> tuple[LongAttnConfig, dict[nn.Module, LayerPlan], ModelFacts]:
     """The config bound to a model, the plans of its language model's attention modules, and the facts they are bound to."""
     candidates, name = view.candidates, view.name
@@ -94,7 +101,9 @@ def _plan(
     chosen = [x for _, layers in by_part for x in layers]
     _refuse_layers(view, config, chosen)
     facts = facts_of(view, chosen or candidates, config.train_length)
-    bound = config.bind(facts)
+    bound = config.bind(facts) if longer is None else config.replace(extended_to=None).bind(facts)
+    if longer is not None and longer <= bound.reach:
+        bound = bound.replace(extended_to=longer)
     _warn_of_assumption(config, chosen or candidates)
     for part, layers in by_part:
         _refuse_part(name, part, candidates, layers)
