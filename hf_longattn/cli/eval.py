@@ -11,7 +11,7 @@ from .common import Model, Texts, measure, measuring
 
 
 @measuring(
-    *("lengths", "tasks", "windows", "targets", "bos", "samples", "depths", "near", "evaluator", "keep"),
+    *("lengths", "tasks", "windows", "targets", "bos", "samples", "kinds", "chat", "depths", "near", "evaluator", "keep"),
     *("distances", "passages", "layers", "what", "rows", "delta"),
     *("dtype", "device", "seed", "shortest_first", "prefix"),
 )

@@ -25,13 +25,15 @@ class EvalOptions:
         texts: contents by name, several contents, or one.
         settings: `Setting`s or their strings ("scale_invariant:tau=100@yarn:2"); the unmodified model always comes first.
         tokenizer: that of the model, if not the one that comes with it.
-        tasks: "loss", "copies", "long_ppl", "probe", "attention", the texts with a known answer ("passkey", "needle", ...),
-            and what other packages add to the entry point group "hf_longattn.tasks".
+        tasks: "loss", "copies", "long_ppl", "probe", "attention", "ruler", the texts with a known answer ("passkey",
+            "needle", ...), and what other packages add to the entry point group "hf_longattn.tasks".
         lengths: tokens, beginning-of-text token included.
         windows: documents of the longest length that each text gives, one after another from its beginning.
         targets: the last tokens of every document, scored at every length.
         bos: "auto" does what the tokenizer does, "always" and "never" what they say.
-        samples: texts per task and length (`needle`: per depth).
+        samples: texts per task and length (`needle`: per depth; `ruler`: per kind).
+        kinds: of question of `ruler`, from `ruler_kinds.KINDS`; None for RULER's thirteen.
+        chat: whether `ruler` and its like ask in the model's chat template.
         depths: places of the `needle` task.
         near: the context that `long_ppl` takes for short: its key tokens are those that more of it helps with.
         evaluator: the setting that finds the key tokens, the same for all.
@@ -56,13 +58,16 @@ class EvalOptions:
     settings: Sequence[Any] = ()
     tokenizer: Any = None
     tasks: Sequence[str] = option(
-        "loss", "loss, copies, long_ppl, probe, attention and tasks, with commas: needle, needles, passkey, multi_key, ..."
+        "loss",
+        "loss, copies, long_ppl, probe, attention, ruler and tasks, with commas: needle, passkey, multi_key, ...",
     )
     lengths: Sequence[int] = option("2k,4k,8k", "Tokens, with commas; 16k is 16,384.")
     windows: int = option(1, "Documents of the longest length to take from each text.")
     targets: int = option(512, "The last tokens of each document, scored at every length.")
     bos: str = option("auto", "A beginning-of-text token: auto (as the tokenizer does), always, never.")
-    samples: int = option(3, "Texts per task and length; for needle per depth.")
+    samples: int = option(3, "Texts per task and length; for needle per depth, for ruler per kind.")
+    kinds: Sequence[str] | None = option(None, "ruler: niah_single_1, vt, ... with commas; default RULER's thirteen.")
+    chat: bool = option(False, "ruler, graphwalks, key_value: ask in the model's chat template.")
     depths: int = option(5, "Places of the needle, from first to last.")
     near: int = option("4k", "long_ppl: tokens of the short context.")
     evaluator: str = option(
@@ -100,6 +105,7 @@ class EvalOptions:
         self.distances = self.distances and sorted({length_of(d) for d in _listed(self.distances)})
         self.layers = _numbers(self.layers) if isinstance(self.layers, str) else self.layers
         self.what = self.what and _listed(self.what)
+        self.kinds = self.kinds and _listed(self.kinds)
         self.rows = _rows(self.rows)
         for name in ("windows", "targets", "samples"):
             if getattr(self, name) < 1:

@@ -40,8 +40,8 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     return mean, quantile * deviation / math.sqrt(n)
 
 
-def wilson(hits: int, trials: int) -> tuple[float, float]:
-    """The 95 % Wilson interval of a share."""
+def wilson(hits: float, trials: int) -> tuple[float, float]:
+    """The 95 % Wilson interval of a share; wider than need be where a trial can be a hit in part."""
     if not 0 <= hits <= trials or not trials:
         raise ValueError(f"{hits} of {trials} is no share")
     share, z = hits / trials, _Z

@@ -25,6 +25,7 @@ _HOME = {
     "long_ppl": "long_ppl:LongPPL",
     "copies": "copies:Copies",
     **dict.fromkeys(TASK_NAMES, "answers:Answers"),
+    **dict.fromkeys(("ruler", "graphwalks", "key_value"), "ruler:Ruler"),
     "probe": "probe:ProbeTask",
     "attention": "attention:Attention",
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+Built = TypeVar("Built")
 #: What a label says where there is no loss.
 IGNORE = -100
 
@@ -56,3 +58,21 @@ class Encoder:
 
     def __call__(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def largest(build: Callable[[int], Built], tokens: Callable[[Built], int], least: int, limit: int) -> Built | None:
+    """What is built of as many parts as `limit` tokens hold; None if they do not hold `least` parts."""
+    few, best = least, build(least)
+    if tokens(best) > limit:
+        return None
+    guess = max(few + 1, few * limit // tokens(best))
+    while (used := tokens(tried := build(guess))) <= limit:
+        few, best, guess = guess, tried, guess + max(1, guess * (limit - used) // limit)
+    many = guess
+    while many - few > 1:
+        middle = (few + many) // 2
+        if tokens(tried := build(middle)) <= limit:
+            few, best = middle, tried
+        else:
+            many = middle
+    return best

@@ -12,11 +12,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from .sample import Encoder, Sample
+from .sample import Encoder, Sample, largest
 
 _SYLLABLES = tuple(c + v for c in "bdfgklmnprstvz" for v in "aeiou")
 NOISE = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -55,20 +56,10 @@ class LineTask:
 
     def sample(self, index: int, length: int) -> Sample:
         """Sample `index` with as many lines as fit into `length` tokens, answers included."""
-        few = self.least
-        sample = self._build(index, few)
-        if len(sample.input_ids) > length:
-            raise ValueError(f"{length} tokens have no room for sample {index}: it needs {len(sample.input_ids)}")
-        guess = max(few + 1, few * length // len(sample.input_ids))
-        while len((tried := self._build(index, guess)).input_ids) <= length:
-            few, sample, guess = guess, tried, guess + max(1, guess * (length - len(tried.input_ids)) // length)
-        many = guess
-        while many - few > 1:
-            middle = (few + many) // 2
-            if len((tried := self._build(index, middle)).input_ids) <= length:
-                few, sample = middle, tried
-            else:
-                many = middle
+        sample = largest(partial(self._build, index), lambda s: len(s.input_ids), self.least, length)
+        if sample is None:
+            needed = len(self._build(index, self.least).input_ids)
+            raise ValueError(f"{length} tokens have no room for sample {index}: it needs {needed}")
         return sample
 
     def _build(self, index: int, lines: int) -> Sample:
