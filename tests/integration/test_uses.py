@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from cases import LAYERS, model_config
+from cases import CASES, LAYERS, model_config
 from helpers import close, crossed, expected, feed, model, stock, tokens
 from tiny_configs import families, tiny
 from torch import Tensor
@@ -131,28 +131,51 @@ def test_beams(slot: str) -> None:
 
 
 @pytest.mark.skipif(not hasattr(transformers.cache_utils, "Fp8QuantizedLayer"), reason="the others need packages of their own")
-@pytest.mark.parametrize("slot", crossed(SLOTS, ["positions", "temperature"]))
+@pytest.mark.parametrize("case", crossed(CASES, ["rerope", "infoscale"]))
 @torch.no_grad()
-def test_quantised_cache(slot: str) -> None:
+def test_quantised_cache(case: str) -> None:
     """A method sees the keys and values that the cache gives back, as its definition would."""
     ids, logits = tokens(2, 24), []
     for backend in ("auto", "reference"):
-        m = model("llama", SLOTS[slot], backend)
+        m = model("llama", CASES[case], backend)
         logits.append(feed(m, ids, [10, *[1] * 14], QuantizedCache("fp8", m.config)))
     close(*logits)
     assert (logits[0] - m(ids).logits).abs().max() > 1e-2  # it rounds
 
 
-@pytest.mark.parametrize("slot", SLOTS)
-@torch.no_grad()
-def test_cached_keys_that_were_thrown_away_are_missed(slot: str) -> None:
-    """What compression of caches (kvpress) does: which positions the other keys have, nothing says."""
-    m, ids = model("llama", SLOTS[slot]), tokens(2, 24)
-    cache = m(ids[:, :12], use_cache=True)[CACHE]
+def half_of(cache: Any, inv_freq: Tensor | None = None) -> Any:
+    """Every second key thrown away, as compression of caches (kvpress) does; with `inv_freq` the others are rotated to follow
+    each other, as its KeyRerotationPress does."""
     for layer in cache.layers:
         layer.keys, layer.values = layer.keys[:, :, ::2].contiguous(), layer.values[:, :, ::2].contiguous()
+        if inv_freq is not None:
+            angles = -torch.arange(layer.keys.shape[2])[:, None] * inv_freq  # from position 2 n to n
+            cos, sin = (f(torch.cat([angles, angles], -1)) for f in (torch.cos, torch.sin))
+            left, right = layer.keys.chunk(2, -1)
+            layer.keys = layer.keys * cos + torch.cat([-right, left], -1) * sin
+    return cache
+
+
+@pytest.mark.parametrize("case", crossed(CASES, ["rerope", "infoscale", "scale_invariant", "streaming"]))
+@torch.no_grad()
+def test_cached_keys_that_were_thrown_away_are_missed(case: str) -> None:
+    """Which positions the other keys have, nothing says."""
+    m, ids = model("llama", CASES[case]), tokens(2, 24)
+    cache = half_of(m(ids[:, :12], use_cache=True)[CACHE])
     with pytest.raises(ValueError, match="the positions of cached keys are unknown"):
         m(ids[:, 12:], position_ids=torch.arange(12, 24)[None], **{CACHE: cache})
+
+
+@pytest.mark.parametrize("case", crossed(CASES, ["rerope", "infoscale"]))
+@torch.no_grad()
+def test_cached_keys_that_follow_each_other_again_count_so(case: str) -> None:
+    """Thrown away and rotated anew they stand where cache indices say, and the text goes on behind them."""
+    ids, logits = tokens(2, 24), []
+    for backend in ("auto", "reference"):
+        m = model("llama", CASES[case], backend)
+        cache = half_of(m(ids[:, :12], use_cache=True)[CACHE], m.model.rotary_emb.inv_freq)
+        logits.append(m(ids[:, 12:], position_ids=torch.arange(6, 18)[None], **{CACHE: cache}).logits)
+    close(*logits)
 
 
 # other heads, other readings ----------------------------------------------------------------------------------------------
