@@ -65,7 +65,7 @@ class Ruler(Task):
         """
 
         def built(size: int) -> tuple[Question, list[int]]:
-            made = KINDS[kind].make(random.Random(f"{self.options.seed}:{kind}:{index}"), size, length - new, self.source)
+            made = KINDS[kind].make(random.Random(f"{self.options.seed}:{kind}:{index}"), size, length, self.source)
             return made, self.tokens(made)
 
         new = KINDS[kind].new_tokens

@@ -200,7 +200,7 @@ def fwe(rng: random.Random, size: int, length: int, source: Source) -> Question:
     """Frequent words: made-up ones, the k-th of them size / (zeta(2) k^2) times. The first is dots; the next three are asked
     for."""
     coded: dict[str, None] = {"...": None}
-    while len(coded) < length // 50:
+    while len(coded) < length // 50 - 1:  # of the tokens before the answer, which has 50
         coded["".join(rng.choices(string.ascii_lowercase, k=6))] = None
     counts = [int(size / (k * k * math.pi**2 / 6)) for k in range(1, len(coded) + 1)]
     text = [word for word, count in zip(coded, counts, strict=True) for _ in range(count)]
