@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .sharing.hub import push as push
     from .sharing.hub import save as save
     from .slots.registry import register as register
+    from .temporary import applied as applied
 
 #: Public names by the module that holds them.
 _NAMES = {
@@ -58,6 +59,7 @@ _NAMES = {
     "methods.adaptive_temperature": ("fit_adaptive_temperature",),
     "slots.registry": ("register",),
     "core.rotary": ("Rotation",),
+    "temporary": ("applied",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -20,6 +20,7 @@ from .. import __version__
 from ..checks import Refused
 from ..config import LongAttnConfig
 from ..core.kernels.precision import fast_dtype
+from ..extension import beyond_shown
 from ..integration import trained
 from ..integration.layers import language_config, pretrained
 from ..integration.model import knowing
@@ -186,7 +187,11 @@ def trained_length(method: LongAttnConfig | None, config: Any) -> Iterator[Findi
     except Exception as error:  # of a model's own code, with sizes that it does not expect
         yield Finding("extend", f"not tried: no tiny model of this config could be built ({error})", NOTE)
         return
-    yield from (Finding("extend", str(reach), LIMIT if reach.refused else "ok") for reach in reaches)
+    for reach in reaches:
+        doubt = None if known.length is None else beyond_shown(known.length, reach.to)
+        yield Finding("extend", str(reach), LIMIT if reach.refused else NOTE if doubt else "ok")
+        if doubt and not reach.refused:
+            yield Finding("beyond", doubt, NOTE)
     if any(reach.refused for reach in reaches):
         yield what_is_taken(text, told)
 

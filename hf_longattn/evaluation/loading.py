@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, modeling_u
 from ..checks import Refused, check_dtype, check_finite, check_model, read_text
 from ..config import LongAttnConfig
 from ..core.kernels.precision import multiplies_fast
-from ..integration import apply, config_of, remove, rope
+from ..integration import apply, config_of, rope
 from ..integration.classes import kinds_of, own_class
 from ..integration.lengths import announce_beside
 from ..integration.model import knowing, running
@@ -32,6 +32,7 @@ from ..integration.planning import bound_config
 from ..integration.record import ADAPTER, method_in, saved_in
 from ..slots.method import SLOTS, ModelFacts
 from ..telling import warn
+from ..temporary import AsItWas
 from .settings import UNMODIFIED, Setting, parse_rope
 
 #: What a checkpoint may hold beside config, weights and tokenizer: of processors, and of sentence-transformers.
@@ -299,21 +300,20 @@ class OneModel:
             return load_setting(setting, self.model, self.dtype, self.device)
         if self.loaded is None:
             self._take(load_setting(Setting(UNMODIFIED), self.model, self.dtype, self.device))
-        if setting.config is None:
-            return self.put_back()
-        with knowing():
-            return apply(self.loaded, filled(setting.config, self.own))
+        self.put_back()
+        if setting.config is not None:
+            with knowing():
+                self.was.put(filled(setting.config, self.own))
+        return self.loaded
 
     def _take(self, model: Any) -> None:
         self.loaded = model
-        self.before, self.own = running(model), beside_own(model, LongAttnConfig())
+        self.was, self.own = AsItWas(model), beside_own(model, LongAttnConfig())
 
-    def put_back(self) -> Any:
-        """The model as it was."""
-        if running(self.loaded) != self.before:
-            with knowing():
-                return remove(self.loaded) if self.before is None else apply(self.loaded, self.before)
-        return self.loaded
+    def put_back(self) -> None:
+        """Let the model run what it ran."""
+        if self.loaded is not None:
+            self.was.give_back()
 
 
 def check_setting(setting: Setting, model: Any, head: bool = True) -> ModelFacts:

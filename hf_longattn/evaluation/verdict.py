@@ -25,8 +25,9 @@ def verdict(results: Readings) -> list[Section]:
     open_ = [s for s in results.settings if s not in ranking]
     text = (
         "Differences from the unmodified model in nats per token, paired by document, ± 95 % interval. A cost above zero "
-        f"is harm, a gain above zero is good. First comes what gains and costs at most {TOLERANCE}, then what gains more "
-        "than it costs, each by the mean of its gains. Neighbours may differ by chance alone."
+        "is harm, a gain above zero is good. First comes what gains, by more than chance, and costs at most "
+        f"{TOLERANCE}, then what gains more than it costs, each by the mean of its gains. Neighbours may differ by chance "
+        "alone."
     )
     note = f"Blue is better and orange worse, by more than chance and by more than {TOLERANCE}."
     note += f" Not measured in full yet: {', '.join(open_)}." if open_ else ""
@@ -59,18 +60,20 @@ def judged(results: Readings, setting: str) -> list[tuple[str, int, Interval | N
 def ranked(results: Readings) -> list[str]:
     """The settings that are measured in all that the verdict is about, best first.
 
-    First what gains and costs at most TOLERANCE within the trained length, then what gains more than it costs, then the
-    unmodified model, then the others; the mean of the gains decides, or the cost where nothing else was measured.
+    First what gains, by more than chance, and costs at most TOLERANCE within the trained length, then what so gains more
+    than it costs, then the unmodified model, then the others; the mean of the gains decides, or the cost where nothing else
+    was measured.
     """
 
     def place(setting: str) -> tuple[int, float]:
-        means = [(sign, found[0]) for _, sign, found in about[setting] if found]
-        cost = math.fsum(mean for sign, mean in means if sign < 0)
-        gains = [mean for sign, mean in means if sign > 0]
-        gain = math.fsum(gains) / len(gains) if gains else -cost
+        found = [(sign, (sign * difference[0], difference[1])) for _, sign, difference in about[setting] if difference]
+        gains = [gain for sign, gain in found if sign > 0] or [gain for _, gain in found]
+        cost = -math.fsum(gain[0] for sign, gain in found if sign < 0)
+        mean = math.fsum(gain[0] for gain in gains) / len(gains)
         if setting == UNMODIFIED:
             return 2, 0.0
-        return (3 if gain <= max(cost, 0.0) else int(cost > TOLERANCE)), -gain
+        gaining = mean > max(cost, 0.0) and any(gain[0] > 0 and certain(gain) for gain in gains)
+        return (int(cost > TOLERANCE) if gaining else 3), -mean
 
     about = {s: judged(results, s) for s in results.settings}
     whole = [s for s in results.settings if about[s] and all(found for _, _, found in about[s])]
@@ -94,11 +97,10 @@ def summary(results: Readings) -> str:
         if changed:
             best = min(changed, key=lambda s: result[s][0])
             against = f"{best}, {signed(result[best])} nats per token against the unmodified model"
-            sentences.append(
-                f"At {longest:,} tokens the lowest loss is that of {against}."
-                if result[best][0] < 0
-                else f"At {longest:,} tokens no setting has a lower loss than the unmodified model; nearest is {against}."
-            )
+            lower = result[best][0] < 0
+            nothing = "no setting has a lower loss than the unmodified model" + ", by more than chance" * lower
+            said = "the lowest loss is that of" if lower and certain(result[best]) else f"{nothing}; nearest is"
+            sentences.append(f"At {longest:,} tokens {said} {against}.")
         if same:
             sentences.append(
                 f"Equal to the unmodified model in every loss: {', '.join(same)}. Clamped temperatures, windows and "
@@ -117,7 +119,9 @@ def headline(results: Readings) -> str:
         return headline(whole)
     first, *others = ranked(results) or [UNMODIFIED]
     if first == UNMODIFIED:
-        return summary(results)
+        apart = [found for s in others for _, _, found in judged(results, s) if found and not equal(results, s)]
+        nothing = bool(apart) and not any(map(certain, apart))
+        return "Take the model as it is: no setting differs from it by more than chance. " * nothing + summary(results)
     against = [f"{text} {signed(found)}" for text, _, found in judged(results, first) if found]
     after = f" Next: {others[0]}." if others[:1] not in ([], [UNMODIFIED]) else ""
     return f"Take {first}. In nats per token, against the unmodified model: {'; '.join(against)}.{after}"
@@ -133,11 +137,16 @@ def negative(difference: Interval | None) -> Interval | None:
     return difference and (-difference[0], difference[1])
 
 
+def certain(difference: Interval) -> bool:
+    """Whether it is more than chance. What that is, is not known of one document: then whether it is more than TOLERANCE."""
+    mean, half = difference
+    return abs(mean) > (TOLERANCE if math.isnan(half) else half)
+
+
 def tone(sign: int, difference: Interval) -> int:
     """1 for better and -1 for worse than the unmodified model; 0 for less than chance (if that is known) or TOLERANCE."""
-    mean, half = difference
-    clear = abs(mean) > TOLERANCE and not abs(mean) <= half
-    return clear * (1 if mean * sign > 0 else -1)
+    mean = difference[0]
+    return (abs(mean) > TOLERANCE and certain(difference)) * (1 if mean * sign > 0 else -1)
 
 
 def signed(difference: Interval) -> str:

@@ -147,16 +147,23 @@ def remove(model: Model) -> Model:
         ValueError: there is nothing to remove.
     """
     with change(model) as view:
-        if not (configs := without_method(view)):
+        if not take_out(view):
             runs = view.model.config._attn_implementation_internal
             raise ValueError(f"{view.name} runs {runs!r}; there is nothing to remove")
-        for c, implementation in configs:
-            c._attn_implementation_internal = implementation  # not by the property, which would set the towers' too
-            c.longattn = None
+    return model
+
+
+def take_out(view: View) -> bool:
+    """Let a model run what it ran before any method; whether there was one."""
+    configs = without_method(view)
+    for c, implementation in configs:
+        c._attn_implementation_internal = implementation  # not by the property, which would set the towers' too
+        c.longattn = None
+    if configs:
         view.model.config.longattn = None
         for layer in view.layers:
             attach(view.model, layer, {})
-    return model
+    return bool(configs)
 
 
 def warn_of_lost_softcap(layers: Iterable[Layer]) -> None:

@@ -334,6 +334,26 @@ def test_the_verdict_is_sorted_and_says_what_is_better_than_chance() -> None:
     assert headline(unfinished).startswith("Take costly. ")
 
 
+@pytest.mark.parametrize("documents", ["abc", "a"])
+def test_the_verdict_recommends_nothing_that_may_be_chance(documents: str) -> None:
+    """A gain of 0.001 ± 0.006, as a method shows that changes next to nothing; or of one document."""
+    rows: list[dict[str, Any]] = []
+    for n, d in enumerate(documents):
+        for s, gain in (("unmodified", 0.0), ("scale_invariant", 0.001 + 0.002 * (n - 1) * (len(documents) > 1))):
+            about = {"task": "loss", "setting": s, "which": d, "seconds": 1}
+            rows += [about | {"length": length, "loss": 3.0 + n - gain} for length in (512, 1024)]
+    results = Results(rows, ["unmodified", "scale_invariant"], 512)
+    said = headline(results)
+    assert said.startswith(
+        "Take the model as it is: no setting differs from it by more than chance. At 1,024 tokens no setting"
+    )
+    assert "lower loss than the unmodified model, by more than chance; nearest is scale_invariant, −0.001" in said
+    (table,) = results.sections()[0].tables
+    assert [row[0] for row in table.rows] == ["unmodified", "scale_invariant"]
+    clear = [r | {"loss": r["loss"] - 0.5 * (r["length"] == 1024 and r["setting"] != "unmodified")} for r in rows]
+    assert headline(Results(clear, results.settings, 512)).startswith("Take scale_invariant. ")
+
+
 # settings ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,76 @@
+"""A method for a while: put into a model, and what it ran before given back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from .integration.layers import View
+from .integration.model import Method, Model, apply, change, knowing, take_out
+from .integration.names import is_ours, name_for
+from .integration.planning import attach, put
+from .integration.state import remember
+
+
+@contextmanager
+def applied(model: Model, method: Method | list[Method] | tuple[Method, ...], **parameters: Any) -> Iterator[Model]:
+    """A method in a model for as long as the `with` is open; `model` is what `as` gets.
+
+        with hf_longattn.applied(model, "rerope"):
+            model.generate(**inputs)
+
+    Afterwards, after an exception too, the model runs what it ran before: its own attention or another method, with its
+    parameters, its learned parts and the values that they have, and it reads as far as it did. These may be nested. What
+    the method itself learned inside is gone: take `apply` to train it.
+
+    Args:
+        model, method, parameters: as of `apply`.
+
+    Raises:
+        ValueError: as `apply`; the model is then unchanged, and nothing inside has run.
+    """
+    was = AsItWas(model)
+    was.put(method, **parameters)
+    try:
+        yield model
+    finally:
+        was.give_back()
+
+
+class AsItWas:
+    """What a model runs now, with its learned parts; `give_back` lets it run that again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        view = View(model)
+        self.model, self.config = model, view.running
+        self.name = view.model.config._attn_implementation_internal
+        self.parts = {x.module: x.module._modules.get("longattn") for x in view.layers}
+
+    def put(self, method: Method | list[Method] | tuple[Method, ...], **parameters: Any) -> None:
+        """`apply`, without its warning of learned parts that go: they come back."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "dropping the trained parameters")
+            apply(self.model, method, **parameters)
+
+    def give_back(self) -> None:
+        """Let the model run what it ran."""
+        with knowing(), change(self.model) as view:
+            for layer in view.layers:
+                kept = self.parts.get(layer.module)
+                if layer.module._modules.get("longattn") is not kept:
+                    attach(view.model, layer, {})
+                    if kept is not None:
+                        layer.module.longattn = kept
+            target = view.target
+            if self.config is None or target is None:
+                take_out(view)
+            elif view.running is not self.config:  # equal ones may reach differently far
+                if not is_ours(target._attn_implementation_internal):
+                    remember(view, target, target._attn_implementation_internal)
+                put(view, self.config, name_for(self.config.name))
+        if self.config is None and view.model.config._attn_implementation_internal != self.name:
+            view.model.set_attn_implementation(self.name)
