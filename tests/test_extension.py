@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from hf_longattn.evaluation.measures import probe as probing
 from hf_longattn.evaluation.rows import RowFile
 from hf_longattn.evaluation.search import Scores, best, candidates, plan_copies, score
 from hf_longattn.evaluation.settings import UNMODIFIED, Setting
+from hf_longattn.evaluation.statistics import mean_interval
 from hf_longattn.extension import PURPOSES
 from hf_longattn.integration import state, trained
 from hf_longattn.integration.layers import language_config
@@ -215,17 +217,72 @@ def test_qk_norm_is_seen(family: str, normed: bool) -> None:
     assert bound_config(fresh(family), hf_longattn.LongAttnConfig())[1].qk_norm is normed
 
 
+def scored(within: float, beyond: float, copies: tuple[float, ...], spread: float = 0.0) -> Scores:
+    """Scores whose parts differ from their means by no more than that, in a pattern of their own."""
+    parts = [spread * (n % 3 - 1) for n in range(6)]
+    return Scores(within, beyond, copies, tuple(beyond + x for x in parts), tuple(tuple(c + x for x in parts) for c in copies))
+
+
 def test_best_weighs_long_and_short() -> None:
     scores = {
-        "unmodified": Scores(3.0, 5.0, (1.0, 6.0)),
-        "costly": Scores(3.1, 3.0, (0.5, 0.5)),
-        "good": Scores(3.01, 3.2, (0.6, 0.8)),
-        "worse": Scores(3.0, 3.1, (0.6, 3.0)),
+        "unmodified": scored(3.0, 5.0, (1.0, 6.0)),
+        "costly": scored(3.1, 3.0, (0.5, 0.5)),
+        "good": scored(3.01, 3.2, (0.6, 0.8)),
+        "worse": scored(3.0, 3.1, (0.6, 3.0)),
     }
-    assert best(scores, "unmodified", 0.02) == "good"
-    assert best(scores, "unmodified", 0.5) == "costly"
+    assert best(scores, 0.02) == "good"
+    assert best(scores, 0.5) == "costly"
     with pytest.raises(ValueError, match="costs more than"):
-        best({n: scores[n] for n in ("unmodified", "costly")}, "unmodified", 0.02)
+        best({n: scores[n] for n in ("unmodified", "costly")}, 0.02)
+
+
+@pytest.mark.parametrize("purpose", PURPOSES)
+def test_of_equals_the_one_that_needs_no_plugin_is_taken(purpose: str) -> None:
+    plain, ours = scored(3.0, 3.2, (0.9, 0.8)), scored(3.0, 3.19, (0.89, 0.79))
+    scores = {"unmodified": scored(3.0, 5.0, (1.0, 6.0)), "YaRN": plain, "rerope:window=4": ours}
+    assert best(scores, 0.02, purpose) == "rerope:window=4"  # by 0.01, and no part tells another story
+    scores["rerope:window=4"] = scored(3.0, 3.19, (0.89, 0.79), spread=0.1)
+    mean, half = scores["rerope:window=4"].against(plain, purpose)
+    assert (round(mean, 6), half > 0.01) == (-0.01, True)
+    assert best(scores, 0.02, purpose) == "YaRN"
+
+
+@pytest.mark.parametrize("purpose", PURPOSES)
+def test_nothing_is_best_where_nothing_improves(purpose: str) -> None:
+    scores = {"unmodified": scored(3.0, 3.2, (0.9, 0.8)), "YaRN": scored(3.0, 3.19, (0.89, 0.79), spread=0.1)}
+    with pytest.raises(ValueError, match="better than the model as it is, by more than chance"):
+        best(scores, 0.02, purpose)
+    scores = {"unmodified": Scores(3.0, 3.2, (0.9,)), "YaRN": Scores(3.0, 2.0, (0.1,))}  # no interval is known
+    with pytest.raises(ValueError, match="better than the model as it is, by more than chance"):
+        best(scores, 0.02, purpose)
+
+
+def test_losses_are_compared_in_pairs() -> None:
+    """The interval is that of mean differences: prose by stretches, and the mean of copies, each by its blocks."""
+    one = Scores(3.0, 2.0, (1.0, 3.0), (1.9, 2.1), ((0.5, 1.5), (2.5, 3.5)))
+    other = Scores(3.0, 2.5, (1.0, 3.5), (2.5, 2.5), ((0.6, 1.4), (3.0, 4.0)))
+    prose, copying = mean_interval([-0.6, -0.4])[1], mean_interval([-0.1, 0.1])[1] / 2
+    assert one.against(other, "reading") == pytest.approx((-0.5, prose))
+    assert one.against(other, "retrieval") == pytest.approx((-0.25, copying))
+    assert one.against(other) == pytest.approx((-0.375, math.hypot(prose, copying) / 2))
+    assert not one.beats(other)
+
+
+def test_a_score_has_its_parts() -> None:
+    model, copies = fresh("llama", max_position_embeddings=1024), plan_copies(1024, 2048)
+    ids = tokens(1, 2048)
+    found = score(model, ids, 1024, copies)
+    assert [len(blocks) for blocks in found.blocks] == [7] * 5
+    for copy_, blocks in zip(found.copies, found.blocks, strict=True):
+        assert sum(blocks) / 7 == pytest.approx(copy_, abs=1e-5)
+    assert 4 <= len(found.prose) <= 16
+    assert min(found.prose) < found.beyond < max(found.prose)
+
+
+@pytest.fixture
+def any_gain_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights get better by chance alone."""
+    monkeypatch.setattr(extension, "_half", lambda mine, others: 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -253,6 +310,7 @@ def saved(tmp_path_factory: Any) -> tuple[Path, Path]:
     return path, text
 
 
+@pytest.mark.usefixtures("any_gain_counts")
 def test_command_tries_saves_and_reloads(saved: tuple[Path, Path], tmp_path: Path) -> None:
     model, text = saved
     out = tmp_path / "out"
@@ -265,7 +323,8 @@ def test_command_tries_saves_and_reloads(saved: tuple[Path, Path], tmp_path: Pat
     read = {row["setting"]: row for row in record["rows"] if "read" in row}
     assert {"unmodified", record["choice"]} <= read.keys()
     assert len(read) == 4  # beside the unmodified model the best kind with both its windows, and the next
-    assert read["unmodified"]["beyond"] is None
+    assert {row["read"] for row in read.values()} == {4096}
+    assert "against the unmodified model" in result.output
     assert (out / "extend.png").stat().st_size > 10_000
     reloaded = AutoModelForCausalLM.from_pretrained(out).eval()
     assert (record["choice"] == "YaRN") == (reloaded.config._attn_implementation == "sdpa")
@@ -278,6 +337,7 @@ def test_command_tries_saves_and_reloads(saved: tuple[Path, Path], tmp_path: Pat
     assert "nothing is overwritten" in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.usefixtures("any_gain_counts")
 @pytest.mark.slow
 @pytest.mark.parametrize("fast", [False, True])
 def test_command_reads_fast_and_saves_the_checkpoints_own_precision(
@@ -299,6 +359,7 @@ def test_command_reads_fast_and_saves_the_checkpoints_own_precision(
         assert torch.equal(reloaded.state_dict()[name], weight), name
 
 
+@pytest.mark.usefixtures("any_gain_counts")
 @pytest.mark.slow
 def test_the_command_takes_the_trained_length_that_it_is_told(
     saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -330,6 +391,7 @@ def test_the_command_takes_the_trained_length_that_it_is_told(
     assert "put in for inference" in " ".join(refused.output.replace("│", " ").split())
 
 
+@pytest.mark.usefixtures("any_gain_counts")
 @pytest.mark.slow
 def test_the_command_saves_what_it_measured_of_a_checkpoint_with_a_method(
     saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -354,6 +416,7 @@ def test_the_command_saves_what_it_measured_of_a_checkpoint_with_a_method(
     assert again.beyond == pytest.approx(kept["beyond"], abs=1e-5)
 
 
+@pytest.mark.usefixtures("any_gain_counts")
 @pytest.mark.slow
 def test_an_interrupted_command_goes_on_to_the_same_result(
     saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -418,12 +481,12 @@ def test_a_purpose_weighs_what_is_measured(saved: tuple[Path, Path]) -> None:
     assert ["rerope:window=1024", "rerope:window=512"] in search.ranked()
     assert search.probed()["rerope:window=512"] == pytest.approx(0.8)
     scores = {
-        "unmodified": Scores(3.0, 5.0, (6.0,)),
-        "fluent": Scores(3.0, 3.0, (2.0,)),
-        "finds": Scores(3.0, 3.4, (0.5,)),
-        "even": Scores(3.0, 3.1, (0.7,)),
+        "unmodified": scored(3.0, 5.0, (6.0,)),
+        "fluent": scored(3.0, 3.0, (2.0,)),
+        "finds": scored(3.0, 3.4, (0.5,)),
+        "even": scored(3.0, 3.1, (0.7,)),
     }
-    found = {purpose: best(scores, "unmodified", 0.02, purpose) for purpose in PURPOSES}
+    found = {purpose: best(scores, 0.02, purpose) for purpose in PURPOSES}
     assert found == {"both": "even", "reading": "fluent", "retrieval": "finds"}
 
 
@@ -437,10 +500,10 @@ def searched(
     """What a search that measures these takes, and what read the text: each setting, how much of it, how many copies."""
     rows, read = RowFile(None, protocol={}), []
 
-    def scored(model: Any, ids: torch.Tensor, edge: int, planned: Any) -> Scores:
+    def as_told(model: Any, ids: torch.Tensor, edge: int, planned: Any) -> Scores:
         read.append((model.name, ids.shape[1], len(planned)))
-        beyond = 3.0 if ids.shape[1] > edge else torch.nan
-        return Scores(within.get(model.name, 3.0), beyond, (copies.get(model.name, 1.0),) * len(planned))
+        copying = copies.get(model.name, 5.0 if model.name == UNMODIFIED else 1.0)
+        return scored(within.get(model.name, 3.0), 3.0, (copying,) * len(planned))
 
     def probed(model: Any, ids: torch.Tensor, distances: Any) -> probing.Probe:
         copies = torch.full((1, 1), losses.get(model.name, 4.0), dtype=torch.float64)
@@ -449,7 +512,7 @@ def searched(
     def load(setting: Any) -> Any:
         return SimpleNamespace(name=setting.name, device="cpu", dtype=torch.float32)
 
-    monkeypatch.setattr(extension, "score", scored)
+    monkeypatch.setattr(extension, "score", as_told)
     monkeypatch.setattr(probing, "probe", probed)
     search = extension.Search(torch.zeros(1, 4096, dtype=torch.int64), 2048, rows, load, **about)
     search.experiment.run(cells=search.cells(), total=search.work)
@@ -476,7 +539,7 @@ def test_the_next_candidate_reads_where_the_first_cost_too_much(monkeypatch: pyt
     choice, read = searched(monkeypatch, within, losses, {})
     assert choice == "self_extend:window=256:group=3"
     assert read == [
-        ("unmodified", 2048, 1),
+        ("unmodified", 4096, 5),
         ("YaRN", 4096, 5),
         ("rerope:window=1024", 4096, 5),
         ("self_extend:window=256:group=3", 4096, 5),
@@ -504,19 +567,25 @@ def test_a_temperature_is_not_probed_and_reads_beside_the_better_window(monkeypa
     assert [n for n, *_ in read] == ["unmodified", "YaRN", "rerope:window=1024"]
 
 
-def test_command_reaches_better_inside_the_trained_length(saved: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_command_says_so_where_nothing_improves(saved: tuple[Path, Path], tmp_path: Path) -> None:
+    """Random weights: within the trained length too, where other candidates are tried."""
     model, text = saved
     line = ["extend", str(model), "--to", "2k", "--text", str(text), "--tolerance", "10", "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, line)
-    assert result.exit_code in (0, 1), (result.output, result.exception)
+    assert result.exit_code == 1, (result.output, result.exception)
+    assert "Nothing reads better than the model as it is, by more than chance." in " ".join(result.output.split())
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["extend.json"]
     record = json.loads((tmp_path / "out" / "extend.json").read_text())
     assert "string:shift=682" in {row["setting"] for row in record["rows"]}
     assert not any(row["setting"] == "YaRN" for row in record["rows"])
     (read,) = (row for row in record["rows"] if "read" in row and row["setting"] == "unmodified")
     assert read["read"] == 2048
-    assert read["beyond"] is not None
-    if result.exit_code:
-        assert "nothing reads better within the trained length" in " ".join(result.output.split())
+    assert read["beyond"] > 0
+
+
+def test_where_a_scaling_may_depend_on_the_length_the_baseline_is_a_short_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, read = searched(monkeypatch, {}, {}, {}, plain=False)
+    assert read[:2] == [("unmodified", 4096, 5), ("unmodified", 2048, 1)]
 
 
 @pytest.mark.parametrize(("to", "warned"), [("4k", False), (4097, True), ("10M", True)])

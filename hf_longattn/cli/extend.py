@@ -238,20 +238,31 @@ def _run(search: Search, out: Path | None) -> str:
         return search.choice()
     except ValueError as error:
         _show(search)
-        console.print(str(error))
+        console.print(f"{str(error)[0].upper()}{str(error)[1:]}.", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
 
 
 def _conclude(search: Search, choice: str) -> None:
-    from ..evaluation.search import YARN
+    from ..evaluation.search import YARN, tolerated
+    from ..evaluation.settings import UNMODIFIED
+    from ..evaluation.verdict import signed
 
     _show(search)
     scores, purpose = search.scores(), search.purpose
     spent = [sum(row["seconds"] for row in search.rows if ("distance" in row) is by_probe) for by_probe in (True, False)]
-    said = f"Best for {_said(purpose)}: {choice}. Probed in {spent[0]:.0f} s, read in {spent[1]:.0f} s."
-    console.print(said, highlight=False)
-    if choice != YARN and YARN in scores and scores[YARN].total(purpose) <= scores[choice].total(purpose) + search.tolerance:
-        console.print("Plain YaRN is as good on this text, and needs no plugin.")
+    gain = signed(scores[choice].against(scores[UNMODIFIED], purpose))
+    console.print(
+        f"Best for {_said(purpose)}: {choice}, {gain} nats per token against the unmodified model. "
+        f"Probed in {spent[0]:.0f} s, read in {spent[1]:.0f} s.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    lowest = min(tolerated(scores, search.tolerance), key=lambda name: scores[name].total(purpose))
+    if choice == YARN != lowest:
+        less = signed(scores[lowest].against(scores[YARN], purpose))
+        console.print(
+            f"{lowest} differs from it by {less}, which may be chance, and plain YaRN needs no plugin.", highlight=False
+        )
 
 
 def _save(search: Search, choice: str, model: str, dtype: str, tokenizer: Any, out: Path) -> None:
@@ -294,9 +305,8 @@ def _told(row: Row, new: bool) -> str:
         text, copying = (sum(row[k]) / len(row[k]) for k in ("text", "copy"))
         what = f"text {text:.2f}, copy {copying:.2f}"
     else:
-        copies = [x for x in row["copies"] if x is not None]
-        what = f"read {row['read']}, prose {row['within']:.3f} within"
-        what += "" if row["beyond"] is None else f", {row['beyond']:.3f} beyond; copies {sum(copies) / len(copies):.2f}"
+        copies = sum(row["copies"]) / len(row["copies"])
+        what = f"read {row['read']}, prose {row['within']:.3f} within, {row['beyond']:.3f} beyond; copies {copies:.2f}"
     return f"{what} ({row['seconds']:.0f} s)" if new else f"{what} (kept)"
 
 
@@ -307,13 +317,9 @@ def _said(purpose: str) -> str:
 def _show(search: Search) -> None:
     columns = ["", f"prose to {search.edge}", "prose beyond", *(f"copy {c.distance} back" for c in search.copies)]
     body = [
-        [n, *(_cell(x, 3) for x in (s.within, s.beyond)), *(_cell(x, 2) for x in s.copies)] for n, s in search.scores().items()
+        [n, *(f"{x:.3f}" for x in (s.within, s.beyond)), *(f"{x:.2f}" for x in s.copies)] for n, s in search.scores().items()
     ]
     console.print(table(f"Loss in nats per token; trained at {search.trained}, read to {search.to}", columns, body))
-
-
-def _cell(x: float, digits: int) -> str:
-    return "–" if x != x else f"{x:.{digits}f}"
 
 
 def plot(search: Search, path: Path) -> None:
@@ -331,7 +337,7 @@ def plot(search: Search, path: Path) -> None:
             points.append((row["distance"], sum(row["copy"]) / len(row["copy"])))
         left.plot(*zip(*points, strict=True), label=name, **own[name])
     for name, s in scores.items():
-        pairs = sorted((c.distance, x) for c, x in zip(search.copies, s.copies, strict=True) if x == x)
+        pairs = sorted((c.distance, x) for c, x in zip(search.copies, s.copies, strict=True))
         right.plot(*zip(*pairs, strict=True), label=None if name in probed else name, **own[name])
     axes = {"xlabel": "distance (tokens)", "ylabel": "loss (nats per token)"}
     left.set(title="Probed: a passage read again", **axes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,12 +16,12 @@ from torch import Tensor, nn
 from ..extension import check_purpose, needed
 from .calibrate import calibrate
 from .experiment import Cell, Experiment
-from .measures.copies import PASSAGE, Copy, copy_losses, with_copies
+from .measures.copies import PASSAGE, SKIP, Copy, copy_losses, with_copies
 from .measures.losses import loss_by_position, token_losses
 from .measures.probe import LEAST, TOKENS, passages
 from .rows import Row, RowFile
 from .settings import UNMODIFIED, Setting
-from .statistics import TOLERANCE
+from .statistics import TOLERANCE, mean_interval
 from .tasks.probe import probed
 
 YARN, BY_HEAD = "YaRN", "leaky_rerope by head"
@@ -30,6 +31,8 @@ FINALISTS = 2
 WINDOWS = 2
 #: Of the places of the passages that are probed.
 SEED = 0
+#: What two losses are compared by, in pairs: so many stretches of prose, and blocks of so many tokens of a copy.
+STRETCHES, BLOCK = 16, 16
 
 
 def candidates(train_length: int, to: int, temperature: str | None = None, plain: bool = True) -> list[Setting]:
@@ -84,19 +87,45 @@ def by_head(model: nn.Module, input_ids: Tensor, leaky: Setting, train_length: i
 
 @dataclass(frozen=True)
 class Scores:
-    """Losses in nats per token: on prose within and beyond the trained length, and on each copy; NaN where none was read."""
+    """Losses in nats per token: on prose within and beyond the trained length, and on each copy.
+
+    Args:
+        prose, blocks: the same beyond the trained length by stretches of the text, and of each copy by blocks of its tokens.
+    """
 
     within: float
     beyond: float
     copies: tuple[float, ...]
+    prose: tuple[float, ...] = ()
+    blocks: tuple[tuple[float, ...], ...] = ()
 
     @property
     def copying(self) -> float:
-        return sum(self.copies) / len(self.copies)
+        return fmean(self.copies)
 
     def total(self, purpose: str = "both") -> float:
         """What is minimised: prose beyond the trained length, far copying, or both with equal weight."""
         return weighed(self.beyond, self.copying, purpose)
+
+    def against(self, other: Scores, purpose: str = "both") -> tuple[float, float]:
+        """This total minus another's on the same text, and the half-width of its 95 % interval, for these copies: NaN where
+        too little was read to know it.
+        """
+        prose = _half(self.prose, other.prose)
+        copies = [_half(*both) for both in zip(self.blocks, other.blocks, strict=True)]
+        copying = math.hypot(*copies) / len(copies) if copies else math.nan
+        half = {"reading": prose, "retrieval": copying, "both": math.hypot(prose, copying) / 2}[purpose]
+        return self.total(purpose) - other.total(purpose), half
+
+    def beats(self, other: Scores, purpose: str = "both") -> bool:
+        """Whether this total is lower, by more than chance."""
+        mean, half = self.against(other, purpose)
+        return mean < -half
+
+
+def _half(mine: Sequence[float], others: Sequence[float]) -> float:
+    """The half-width of the interval of a mean difference, in pairs."""
+    return mean_interval([a - b for a, b in zip(mine, others, strict=True)])[1] if mine else math.nan
 
 
 def weighed(text: float, copying: float, purpose: str) -> float:
@@ -110,7 +139,7 @@ def plan_copies(train_length: int, to: int) -> list[Copy]:
     Raises:
         ValueError: they do not fit between the two lengths.
     """
-    least = train_length + 4 * max(PASSAGE, math.ceil(2 * PASSAGE - 0.1 * train_length))
+    least = train_length + 4 * max(PASSAGE * 3 // 2, math.ceil(2 * PASSAGE - 0.1 * train_length))
     if train_length < 7 * PASSAGE:
         raise ValueError(f"five passages of {PASSAGE} tokens have no room in a trained length of {train_length} tokens")
     if to < least:
@@ -128,24 +157,36 @@ def plan_copies(train_length: int, to: int) -> list[Copy]:
 def score(model: nn.Module, input_ids: Tensor, train_length: int, copies: Sequence[Copy]) -> Scores:
     """One forward pass over a text (1, length) with `copies` written into it; prose loss leaves them out."""
     ids, taken = with_copies(input_ids, copies)
-    losses = token_losses(model, ids)
-    within, beyond = loss_by_position(losses, [1, train_length, ids.shape[1]], taken)
-    return Scores(within, beyond, tuple(copy_losses(losses, copies)))
+    losses, length = token_losses(model, ids), ids.shape[1]
+    within, beyond = loss_by_position(losses, [1, train_length, length], taken)
+    edges = [train_length + (length - train_length) * n // STRETCHES for n in range(STRETCHES + 1)]
+    prose = [x for x in loss_by_position(losses, edges, taken) if not math.isnan(x)]  # copies alone fill some
+    blocks = [losses[0, c.position + SKIP : c.position + PASSAGE].view(-1, BLOCK).mean(1).tolist() for c in copies]
+    return Scores(within, beyond, tuple(copy_losses(losses, copies)), tuple(prose), tuple(map(tuple, blocks)))
 
 
-def best(scores: Mapping[str, Scores], unmodified: str, tolerance: float, purpose: str = "both") -> str:
-    """The name with the lowest total among those that cost at most `tolerance` nats within the trained length.
+def tolerated(scores: Mapping[str, Scores], tolerance: float) -> dict[str, Scores]:
+    """Beside the unmodified model those that cost at most so many nats within the trained length."""
+    return {n: s for n, s in scores.items() if n != UNMODIFIED and s.within <= scores[UNMODIFIED].within + tolerance}
+
+
+def best(scores: Mapping[str, Scores], tolerance: float, purpose: str = "both") -> str:
+    """The name with the lowest total among those that cost at most `tolerance` nats within the trained length and are better
+    than the unmodified model by more than chance; or YaRN, which needs no plugin, where that is as good, but for chance.
 
     Raises:
-        ValueError: nothing but the unmodified model stays within the tolerance.
+        ValueError: there is none.
     """
-    allowed = {n: s for n, s in scores.items() if s.within <= scores[unmodified].within + tolerance}
-    if set(allowed) <= {unmodified}:
+    if not (allowed := tolerated(scores, tolerance)):
         raise ValueError(
             f"every candidate costs more than {tolerance} nats per token within the trained length; raise the tolerance if "
             "that is acceptable"
         )
-    return min((n for n in allowed if n != unmodified), key=lambda n: allowed[n].total(purpose))
+    better = {n: s for n, s in allowed.items() if s.beats(scores[UNMODIFIED], purpose)}
+    if not better:
+        raise ValueError("nothing reads better than the model as it is, by more than chance")
+    first = min(better, key=lambda n: better[n].total(purpose))
+    return YARN if YARN in better and not better[first].beats(better[YARN], purpose) else first
 
 
 @dataclass
@@ -203,8 +244,8 @@ class Search:
     def work(self) -> int:
         """Tokens that will have been read in the end, or more where the best kinds have fewer settings: for progress."""
         probes = sum(not tempered(name) for name in self.settings) * len(self.distances)
-        finalists = FINALISTS - 1 + WINDOWS + (self.temperature is not None)
-        return probes * min(2, self.to // LEAST) * TOKENS + self.trained + finalists * self.to
+        readers = 1 + FINALISTS - 1 + WINDOWS + (self.temperature is not None)
+        return probes * min(2, self.to // LEAST) * TOKENS + readers * self.to
 
     def probed(self) -> dict[str, float]:
         """By setting, of those probed at every distance, the loss that `purpose` minimises."""
@@ -227,7 +268,10 @@ class Search:
         """By setting, of those that have read the text."""
         found = {n: row for n in self.settings if (row := self.rows.find(setting=n, distance=None))}
         return {
-            n: Scores(row["within"], _or_nan(row["beyond"]), tuple(map(_or_nan, row["copies"]))) for n, row in found.items()
+            n: Scores(
+                row["within"], row["beyond"], tuple(row["copies"]), tuple(row["prose"]), tuple(map(tuple, row["blocks"]))
+            )
+            for n, row in found.items()
         }
 
     def cells(self) -> Iterator[Cell]:
@@ -240,7 +284,7 @@ class Search:
             if setting.name != UNMODIFIED and not tempered(setting.name):
                 yield from self._probing(setting)
         for n, names in enumerate(self.ranked()):
-            if n < FINALISTS or not self._tolerated():
+            if n < FINALISTS or not tolerated(self.scores(), self.tolerance):
                 yield from (self._reading(self.settings[name]) for name in (names[:1] if n else names[:WINDOWS]))
             if not n and self.temperature is not None:
                 read = self.scores()
@@ -250,21 +294,8 @@ class Search:
                     yield self._reading(self.settings[name])
 
     def choice(self) -> str:
-        """The name of the best of those that have read the text.
-
-        Raises:
-            ValueError: nothing stays within the tolerance, or nothing is better than the model as it is.
-        """
-        scores = self.scores()
-        choice = best(scores, UNMODIFIED, self.tolerance, self.purpose)
-        if self.to == self.trained and scores[choice].total(self.purpose) >= scores[UNMODIFIED].total(self.purpose):
-            raise ValueError("nothing reads better within the trained length than the model as it is")
-        return choice
-
-    def _tolerated(self) -> bool:
-        """Whether one of those that have read the text costs little enough within the trained length."""
-        scores = self.scores()
-        return any(n != UNMODIFIED and s.within <= scores[UNMODIFIED].within + self.tolerance for n, s in scores.items())
+        """The name of the best of those that have read the text: see `best`."""
+        return best(self.scores(), self.tolerance, self.purpose)
 
     def _probing(self, setting: Setting) -> Iterator[Cell]:
         """A setting at every distance."""
@@ -274,18 +305,14 @@ class Search:
             yield Cell(setting, key, probed(ids, distance), work=len(ids) * TOKENS)
 
     def _reading(self, setting: Setting) -> Cell:
-        """`score` of a setting; the unmodified model, a baseline within its trained length, reads that far only."""
-        length = self.trained if setting.name == UNMODIFIED else self.to
+        """`score` of a setting."""
 
         def measured(model: Any) -> Row:
-            copies = [c for c in self.copies if c.position + PASSAGE <= length]
-            s = score(model, self.input_ids[:, :length].to(model.device), self.edge, copies)
-            beyond = None if math.isnan(s.beyond) else s.beyond
-            found = [*s.copies, *[None] * (len(self.copies) - len(copies))]
-            return {"read": length, "within": s.within, "beyond": beyond, "copies": found}
+            ids = self.input_ids.to(model.device)
+            found = score(model, ids, self.edge, self.copies)
+            if setting.name == UNMODIFIED and not self.plain:  # a scaling may depend on the length of the text
+                near = [c for c in self.copies if c.position < self.edge]
+                found = dataclasses.replace(found, within=score(model, ids[:, : self.edge], self.edge, near).within)
+            return {"read": self.to} | dataclasses.asdict(found)
 
-        return Cell(setting, {"setting": setting.name, "distance": None}, measured, work=length)
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
+        return Cell(setting, {"setting": setting.name, "distance": None}, measured, work=self.to)
