@@ -3,7 +3,13 @@
 What `--help` needs is imported here and at the top of those modules; torch, transformers and what measures, inside functions.
 """
 
-from typing import Annotated
+import functools
+import inspect as inspection
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -39,11 +45,33 @@ def main(
     """Long-context attention for Transformers models."""
 
 
+def importing(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command --import, which comes before anything that it does."""
+    option = typer.Option("--import", metavar="MODULE", help="A Python module that registers methods of your own.")
+
+    @functools.wraps(command)
+    def with_modules(*args: Any, modules: list[str] | None = None, **given: Any) -> None:
+        if modules and (here := str(Path.cwd())) not in sys.path:
+            sys.path.insert(0, here)  # as python itself has it
+        for name in modules or ():
+            try:
+                import_module(name)
+            except Exception as error:
+                raise typer.BadParameter(f"{name}: {error}", param_hint="--import") from None
+        command(*args, **given)
+
+    own = inspection.signature(command, eval_str=True)
+    added = inspection.Parameter("modules", inspection.Parameter.KEYWORD_ONLY, annotation=Annotated[list[str] | None, option])
+    parameters = [*own.parameters.values(), added.replace(default=None)]
+    with_modules.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return with_modules
+
+
 for command in (extend, train, probe, inspect, memory, methods, push, doctor):
-    app.command(help=help_of(command))(command)
-app.command("eval", help=help_of(evaluate))(evaluate)
+    app.command(help=help_of(command))(importing(command))
+app.command("eval", help=help_of(evaluate))(importing(evaluate))
 passed_on = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command("lm-eval", help=help_of(lm_eval), options_metavar="-- OPTIONS OF THE HARNESS...", context_settings=passed_on)(
-    lm_eval
+    importing(lm_eval)
 )
 app.command("run", help=help_of(run), options_metavar="-- COMMAND...", context_settings=passed_on)(run)

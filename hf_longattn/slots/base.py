@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +115,19 @@ class KeyBands(Method, ABC):
         """The longest text in which no distance is shown as train_length or more; None where there is no such limit."""
         return None
 
+    def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
+        def of_one_head(x: Tensor, like: Tensor) -> Tensor:
+            return x[..., 0] if x.ndim > like.ndim else x
+
+        i, j = torch.arange(12)[:, None], torch.arange(12)
+        for n, band in enumerate(self.bands(j)):
+            ends, remaps = {"first": band.first, "last": band.last}, {"query": band.query, "key": band.key}
+            yield from ((f"bands()[{n}].{name}", end, j) for name, end in ends.items() if end is not None)
+            shown = {name: of_one_head(remap(j), j) for name, remap in remaps.items() if remap is not None}
+            yield from ((f"bands()[{n}].{name}", positions, j.double()) for name, positions in shown.items())
+        distances = (i - j).double()
+        yield "distance", of_one_head(self.distance(i, j), distances), distances
+
 
 class Window(KeyBands):
     """What changes only keys that are `window` tokens away and farther, `window` being a field of the method."""
@@ -164,6 +177,11 @@ class Visibility(KeyBands):
     def visible(self, i: Tensor, j: Tensor) -> Tensor:
         """bool, whether the query at position i sees the key at j <= i."""
 
+    def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
+        yield from super().trial(facts)
+        i, j = torch.arange(12)[:, None], torch.arange(12)
+        yield "visible", self.visible(i, j), i >= j
+
 
 class Score(Method, ABC):
     """A score of its own in place of S = scaling q . k."""
@@ -177,6 +195,11 @@ class Score(Method, ABC):
     def over_norms(self, query: Tensor) -> tuple[Tensor, float] | None:
         """Query and scaling such that scaling q . k / |k| is the new score, for any rotation of k; None: no such form."""
         return None
+
+    def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
+        query, key = (torch.ones(1, heads, 6, facts.head_dim) for heads in (facts.num_heads, facts.num_kv_heads))
+        found = self.fold(query, key)
+        yield from (("fold, the query", found[0], query), ("fold, the key", found[1], key))
 
 
 class Temperature(Method, ABC):
@@ -238,6 +261,10 @@ class LengthTemperature(Temperature):
     def formula(self, n: Tensor, head_dim: int, train_length: int) -> Tensor:
         """The published factor, unclamped."""
 
+    def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
+        n = torch.arange(1, 7, dtype=torch.float64)
+        yield "formula", self.factor(n, facts.head_dim), n
+
 
 class EntropyTemperature(Temperature, ABC):
     """L -> factor(H) L on the finished logits, where H is the entropy (nats) of softmax(L)."""
@@ -245,6 +272,10 @@ class EntropyTemperature(Temperature, ABC):
     @abstractmethod
     def factor(self, entropy: Tensor) -> Tensor:
         """The multiplier, differentiable, shape of entropy."""
+
+    def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
+        entropy = torch.ones(1, facts.num_heads, 6)
+        yield "factor", self.factor(entropy), entropy
 
 
 class LogitMap(Method, ABC):
@@ -271,6 +302,11 @@ class LogitMap(Method, ABC):
         Args:
             strength: float64 without dimensions, in place of the map's own, where it `blends`; None: its own.
         """
+
+    def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
+        for name, table in zip(("gain", "bias"), self.tables(facts.num_heads, 12, torch.device("cpu")), strict=True):
+            heads = 1 if len(table) == 1 else facts.num_heads
+            yield f"tables, {name}", table, torch.ones(heads, 12, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -309,6 +345,10 @@ class Sink(Method, ABC):
     def logits(self, heads: int, like: Tensor) -> Tensor:
         """The logarithm of the term for each head, (heads,), in the dtype and on the device of `like`."""
 
+    def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
+        like = torch.ones(facts.num_heads)
+        yield "logits", self.logits(facts.num_heads, like), like
+
 
 class OutputNorm(Method, ABC):
     """A change of the attention output before the output projection: a normalisation over features."""
@@ -326,3 +366,7 @@ class OutputNorm(Method, ABC):
     @abstractmethod
     def normalise(self, output: Tensor, affine: nn.Module | None = None) -> Tensor:
         """Output (batch, heads, q_len, head_dim), normalised; `affine` is the learned part, if any."""
+
+    def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
+        output = torch.arange(float(facts.num_heads * facts.value_dim)).view(1, facts.num_heads, 1, facts.value_dim)
+        yield "normalise", self.normalise(output), output

@@ -136,6 +136,12 @@ class Method:
         """
         return None
 
+    def trial(self, facts: ModelFacts) -> Iterable[tuple[str, Any, Any]]:
+        """What its slot asks for, called on tiny tensors: the name of each function, what it gives, and a tensor of the shape
+        and the dtype that this should have.
+        """
+        return ()
+
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name} | {f.name: thaw(getattr(self, f.name)) for f in fields(self)}
 

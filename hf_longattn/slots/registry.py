@@ -1,17 +1,30 @@
 """Methods by name. A method's file, and torch with it, is imported when the method is first asked for.
 
-A method of this package registers by its line in METHODS; one from elsewhere by `register`.
+A method of this package registers by its line in METHODS; one from elsewhere by `register`, or by its package's entry point.
 """
 
 from __future__ import annotations
 
 import difflib
+import inspect
+import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from importlib import import_module
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from .method import SLOTS, Method
+from .method import SLOTS, Method, ModelFacts
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+#: The group of entry points by which other packages bring methods: each a method's name and its class.
+GROUP = "hf_longattn.methods"
+#: The model that a method is tried on as it is registered.
+TRIAL = ModelFacts(
+    num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, value_dim=8, train_length=16, trained="a trial", rope_type="default"
+)
 
 #: Where each method is: its file here, and its class there.
 METHODS: dict[str, str] = {
@@ -54,6 +67,7 @@ PRESETS = {
     "log_length": Preset("logn", _PLAIN | {"scale": 1.0}, {"clamp": False}, "ln n"),
 }
 _loaded: dict[str, type[Method]] = {}
+_elsewhere: dict[str, EntryPoint] | None = None
 #: Called with the name of every method that comes later.
 LISTENERS: list[Callable[[str], object]] = []
 M = TypeVar("M", bound=type[Method])
@@ -70,6 +84,9 @@ def register(method: M) -> M:
         class Mine(LengthTemperature):
             ...
 
+    An installed package brings one by an entry point of the group "hf_longattn.methods", and is imported when the name is
+    first used. A command takes a module that registers one by `--import MODULE`.
+
     Args:
         method: a frozen dataclass, a subclass of one of the slots' classes in `hf_longattn.slots.base`, that can be made
             without arguments.
@@ -78,18 +95,11 @@ def register(method: M) -> M:
         The same class.
 
     Raises:
-        ValueError: it is not a method, its name is taken or not a word, or its slot is unknown.
+        ValueError: it is not a method or no dataclass, its name is taken or not a word, its slot is unknown, or a function
+            that its slot asks for raises on tiny tensors, or gives other shapes or dtypes than the slot says. The class is
+            named.
     """
-    if not (isinstance(method, type) and issubclass(method, Method)) or not is_dataclass(method):
-        raise ValueError(f"{method!r} is no method: a frozen dataclass on one of the classes of hf_longattn.slots.base")
-    if method.slot not in SLOTS:
-        raise ValueError(f"{method.__name__}.slot is {method.slot!r}; the slots are {', '.join(SLOTS)}")
-    if not method.name.isidentifier():
-        raise ValueError(f"{method.__name__}.name is {method.name!r}: letters, digits and underscores make a method's name")
-    if method.name in method_names() and method_class(method.name) is not method:
-        raise ValueError(f"two methods are called {method.name!r}")
-    if missing := getattr(method, "__abstractmethods__", None):
-        raise ValueError(f"{method.__name__} lacks {', '.join(sorted(missing))}, which its slot asks for")
+    _check(method)
     new = method.name not in method_names()
     _loaded[method.name] = method
     for hear in LISTENERS if new else ():
@@ -97,9 +107,65 @@ def register(method: M) -> M:
     return method
 
 
+def _check(method: Any) -> None:
+    """Raise ValueError for what is no method, and for one that would fail, or be wrong, in a model."""
+    if not (isinstance(method, type) and issubclass(method, Method)):
+        raise ValueError(f"{method!r} is no method: a frozen dataclass on one of the classes of hf_longattn.slots.base")
+    what = f"{method.__module__}.{method.__qualname__}"
+    if not isinstance(name := getattr(method, "name", None), str) or not name.isidentifier():
+        raise ValueError(f"{what}.name is {name!r}: letters, digits and underscores make a method's name")
+    if (slot := getattr(method, "slot", None)) not in SLOTS:
+        raise ValueError(f"{what}.slot is {slot!r}; the slots are {', '.join(SLOTS)}")
+    if name in method_names() and (name not in elsewhere() or name in _loaded) and method_class(name) is not method:
+        raise ValueError(f"two methods are called {name!r}: {what}, and one that was there before")
+    if missing := getattr(method, "__abstractmethods__", None):
+        raise ValueError(f"{what} lacks {', '.join(sorted(missing))}, which its slot asks for")
+    written = {k for k, kind in inspect.get_annotations(method).items() if "ClassVar" not in str(kind)}
+    if lost := sorted(written - {f.name for f in fields(method)}):
+        raise ValueError(
+            f"{what} is no dataclass, so {', '.join(lost)} would be no parameter: decorate it with "
+            "@dataclass(frozen=True, kw_only=True), below @hf_longattn.register"
+        )
+    try:
+        made = method()
+        hash(made)
+        json.dumps(made.to_dict())
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{what}() cannot be made: {error}. Parameters have defaults, and are plain data: numbers, words, nests of them"
+        ) from error
+    try:
+        made = made.bind(TRIAL)
+    except (ValueError, NotImplementedError):
+        return  # its defaults do not fit every model
+    try:
+        for call, found, wanted in made.trial(TRIAL):
+            shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", type(found).__name__)
+            if (shape, dtype) != (wanted.shape, wanted.dtype):
+                shown = "no tensor" if shape is None else f"shape {tuple(shape)}"
+                raise ValueError(f"it gives {shown}, {dtype}, and not shape {tuple(wanted.shape)}, {wanted.dtype} ({call})")
+    except Exception as error:
+        raise ValueError(f"{what} fails on tiny tensors: {error}") from error
+
+
+def elsewhere() -> dict[str, EntryPoint]:
+    """What other packages bring, by name; those whose name is taken are left out, with a warning."""
+    global _elsewhere
+    if _elsewhere is None:  # once: Dynamo would not trace it
+        from importlib.metadata import entry_points
+
+        _elsewhere = {}
+        for entry in entry_points(group=GROUP):
+            if entry.name in (*METHODS, *PRESETS, *_elsewhere):
+                warnings.warn(f"{entry.value} is left out: there is a method called {entry.name!r} already")
+            else:
+                _elsewhere[entry.name] = entry
+    return _elsewhere
+
+
 def method_names() -> tuple[str, ...]:
     """Every name of a method, presets included."""
-    return tuple(dict.fromkeys((*METHODS, *PRESETS, *_loaded)))
+    return tuple(dict.fromkeys((*METHODS, *PRESETS, *_loaded, *elsewhere())))
 
 
 def method_class(name: str) -> type[Method]:
@@ -107,6 +173,14 @@ def method_class(name: str) -> type[Method]:
     name = PRESETS[name].method if name in PRESETS else name
     if name in _loaded:  # before any import, which Dynamo would not trace
         return _loaded[name]
+    if (entry := elsewhere().get(name)) is not None:
+        try:
+            found = register(entry.load())
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"the method {name!r}, {entry.value} of an installed package, cannot be used: {error}") from error
+        if found.name != name:
+            raise ValueError(f"{entry.value}.name is {found.name!r}, and its package calls it {name!r}")
+        return found
     if name not in METHODS:
         known = sorted(method_names())
         raise ValueError(f"unknown method {name!r}; {did_you_mean(name, known)}known methods: {', '.join(known)}")

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import signal
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from hf_longattn.evaluation.settings import Setting, read_settings
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.sharing import hub
 from hf_longattn.sharing.card import Facts
+from hf_longattn.slots import registry
 from hf_longattn.training import Recipe, load_recipe
 from hf_longattn.training.recipe import check
 
@@ -535,3 +537,56 @@ def test_an_adapter_with_the_head_of_another_class(files: Path, tmp_path: Path) 
         line, MODEL=files / "model", BOOK=files / "book.txt", OUT=tmp_path / "out", ADAPTER=tmp_path / "adapter"
     )
     assert (code, "makesaLlamaForSequenceClassificationofaLlamaForCausalLM" in said) == (2, True), said
+
+
+# methods of a user's own ----------------------------------------------------------------------------------------------
+
+OWN = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+import hf_longattn
+from hf_longattn.slots.base import LengthTemperature
+
+
+@hf_longattn.register
+@dataclass(frozen=True, kw_only=True)
+class Own(LengthTemperature):
+    name: ClassVar[str] = "own_of_a_file"
+    summary: ClassVar[str] = "a root"
+    paper: ClassVar[str] = "none"
+
+    def formula(self, n, head_dim, train_length):
+        return n.SHAPE
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for name, shape in (("own_methods", "sqrt()"), ("wrong_methods", "sqrt()[None]")):
+        (tmp_path / f"{name}.py").write_text(OWN.replace("SHAPE", shape))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def test_commands_take_methods_of_a_module(own: Path) -> None:
+    result = CliRunner().invoke(app, ["methods", "--import", "own_methods"])
+    assert result.exit_code == 0, result.output
+    assert re.search(r"own_of_a_file +temperature +- +a root", result.output)
+    model, text = tiny.save(own / "model"), tiny.text(own / "book.txt")
+    line = ["probe", str(model), "--text", str(text), "--method", "own_of_a_file", "--distances", "2k", "--passages", "1"]
+    result = CliRunner().invoke(app, [*line, "--import", "own_methods", "--out", str(own / "out")])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(row) for row in (own / "out" / "rows.jsonl").read_text().splitlines()]
+    assert [row["setting"] for row in rows] == ["unmodified", "own_of_a_file"]
+    assert "--import own_methods" in rows[0]["command"]
+
+
+def test_a_module_without_methods_that_work_is_refused_by_name(own: Path) -> None:
+    for module, message in (("wrong_methods", "wrong_methods.Own fails on tiny tensors"), ("no_methods", "No module named")):
+        result = CliRunner().invoke(app, ["methods", "--import", module])
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.replace("│", " ").split())

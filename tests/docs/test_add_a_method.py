@@ -123,3 +123,79 @@ def test_what_cannot_be_registered_is_refused(forgotten: None) -> None:
     joined = type("Joined", (hf_longattn.methods.Alibi,), {"name": "a+b"})
     with pytest.raises(ValueError, match=re.escape("Joined.name is 'a+b'")):
         hf_longattn.register(joined)
+
+
+def wrong(**changes: Any) -> type:
+    """A method with that much wrong."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Wrong(LengthTemperature):
+        name: ClassVar[str] = "wrong"
+        paper: ClassVar[str] = "none"
+
+        def formula(self, n: torch.Tensor, head_dim: int, train_length: int) -> torch.Tensor:
+            return n.log()
+
+    for name, value in changes.items():
+        setattr(Wrong, name, value)
+    return Wrong
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "a shape": ({"formula": lambda self, n, *_: n[None]}, r"it gives shape \(1, 6\), torch.float64, and not shape \(6,\)"),
+    "a dtype": ({"formula": lambda self, n, *_: n.float()}, r"torch.float32, and not shape \(6,\), torch.float64 \(formula\)"),
+    "no tensor": ({"formula": lambda *_: 1.0}, "fails on tiny tensors: .float. object has no attribute"),
+    "a fault": ({"formula": lambda self, n, *_: n @ n[:2]}, "fails on tiny tensors: inconsistent tensor size"),
+    "no name": ({"name": None}, "Wrong.name is None"),
+    "no slot": ({"slot": "colour"}, "Wrong.slot is 'colour'; the slots are positions,"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_method_is_found_as_it_is_registered(forgotten: None, mistake: str) -> None:
+    changes, message = MISTAKES[mistake]
+    with pytest.raises(ValueError, match=message) as refused:
+        hf_longattn.register(wrong(**changes))
+    assert "test_add_a_method.wrong.<locals>.Wrong" in str(refused.value)
+    assert "wrong" not in registry.method_names()
+
+
+def test_parameters_that_would_be_lost_or_cannot_be_saved_are_refused(forgotten: None) -> None:
+    class Plain(wrong()):  # type: ignore[misc]
+        name: ClassVar[str] = "plain"
+        scale: float = 2.0
+
+    with pytest.raises(ValueError, match=r"Plain is no dataclass, so scale would be no parameter: decorate it"):
+        hf_longattn.register(Plain)
+    bare = dataclass(frozen=True, kw_only=True)(
+        type("Bare", (wrong(),), {"__annotations__": {"scale": float}, "__module__": __name__, "name": "bare"})
+    )
+    with pytest.raises(ValueError, match=r"Bare\(\) cannot be made: .*'scale'"):
+        hf_longattn.register(bare)
+
+
+@pytest.fixture
+def installed(forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package that brings methods by entry points: one that is well, one that is not there, one whose name is taken."""
+    (tmp_path / "brings_methods.py").write_text(steps()["my_methods.py"])
+    about = tmp_path / "brings_methods-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: brings_methods\nVersion: 1.0\n")
+    lines = ["root_logn = brings_methods:RootLogN", "gone = brings_methods:Gone", "rerope = brings_methods:RootLogN"]
+    (about / "entry_points.txt").write_text("\n".join([f"[{registry.GROUP}]", *lines]))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_elsewhere", None)
+    yield tmp_path
+    sys.modules.pop("brings_methods", None)
+
+
+def test_an_installed_package_brings_methods(installed: Path) -> None:
+    with pytest.warns(UserWarning, match="RootLogN is left out: there is a method called 'rerope' already"):
+        assert {"root_logn", "gone"} <= set(registry.method_names())
+    assert "brings_methods" not in sys.modules  # until it is asked for
+    config = hf_longattn.config_of(hf_longattn.apply(stock("llama"), "rerope+root_logn", train_length=5))
+    assert config.name == "rerope+root_logn"
+    with pytest.raises(
+        ValueError, match=r"'gone', brings_methods:Gone of an installed package, cannot be used: .*no attribute"
+    ):
+        hf_longattn.apply(stock("llama"), "gone")
