@@ -1,4 +1,6 @@
-"""Hooks of the site: files outside docs/ that pages link to join it, README.md comes first, and formulas become MathML."""
+"""Hooks of the site: files outside docs/ that pages link to join it, README.md comes first, formulas become MathML, and
+reports lead back.
+"""
 
 from __future__ import annotations
 
@@ -63,3 +65,15 @@ def on_page_content(content: str, **_: Any) -> str:
         return convert(html.unescape(match[2]), display="block" if match[1] == "div" else "inline")
 
     return FORMULA.sub(formula, content.replace(" ± ", "\u00a0±\u00a0"))
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Reports are pages of their own, made by a command: give them a way back."""
+    for page in Path(config.site_dir).glob("*/*/index.html"):
+        if (ROOT / "docs" / page.relative_to(config.site_dir)).is_file():
+            page.write_text(led_back(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def led_back(page: str) -> str:
+    """A report's page with a link to the first of the site."""
+    return page.replace("<body>", '<body>\n<p><a href="../../index.html">← hf_longattn</a></p>', 1)

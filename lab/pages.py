@@ -77,30 +77,49 @@ def probed(what: str) -> str:
 # README ---------------------------------------------------------------------------------------------------------------
 
 
-def picture() -> bytes:
-    """Left, perplexity on prose by position; right, on repeated passages beyond the trained length by distance."""
-    length = headline.PROTOCOL["length"]
-    figure, (left, right) = figures.pyplot().subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)
+def pictures() -> dict[str, bytes]:
+    """Perplexity on prose by position, and on repeated passages beyond the trained length by distance: side by side where
+    there is room, one below the other on a phone, and legible there.
+    """
+    drawn = {name: figures.pyplot().subplots(figsize=(3.4, 3.3), constrained_layout=True) for name in ("prose", "copies")}
+    prose, copied = (panel for _, panel in drawn.values())
     for (setting, name), own in zip(headline.SETTINGS.items(), figures.styles(list(headline.SETTINGS)), strict=True):
         rows = headline.rows_of(setting)
         style = own | {"markersize": 4, "linewidth": 1.6, "label": name.strip("`")}
-        prose = [math.exp(sum(column) / len(rows)) for column in zip(*(r["prose"] for r in rows), strict=True)]
-        left.plot([STEP * (n + 0.5) for n in range(len(prose))], prose, **style)
+        means = [math.exp(sum(column) / len(rows)) for column in zip(*(r["prose"] for r in rows), strict=True)]
+        prose.plot([STEP * (n + 0.5) for n in range(len(means))], means, **style)
         read_again = [
             (d, p, math.exp(x), r["trained"]) for r in rows for (d, p), x in zip(r["copies"], r["copying"], strict=True)
         ]
         beyond = sorted((d, x) for d, p, x, trained in read_again if p >= trained)
-        right.plot(*zip(*beyond, strict=True), **style | {"linestyle": "none", "markersize": 6})
-    for panel in (left, right):
+        copied.plot(*zip(*beyond, strict=True), **style | {"linestyle": "none", "markersize": 3, "alpha": 0.7})
+    length = headline.PROTOCOL["length"]
+    ticks = range(0, length + 1, length // 4)
+    for panel in (prose, copied):
         panel.axvline(rows[0]["trained"], color="#999999", linewidth=1, linestyle=":")
-        panel.set(yscale="log", xticks=range(0, length + 1, length // 4))
+        panel.set(yscale="log", ylabel="perplexity")
+        panel.set_xticks(ticks, map(figures.tokens_shown, ticks))
         panel.grid(visible=True, color="#eeeeee", which="both")
-    left.set(title="Predicting a text", xlabel="position (tokens); trained at 8,192", ylabel="perplexity")
-    right.set(
-        title="Repeating a passage of the text", xlabel="distance from the first occurrence (tokens)", ylabel="perplexity"
-    )
-    right.legend(fontsize=9)
-    return figures.png(figure)
+        panel.legend(fontsize=9, loc="upper left")
+    prose.set(title="Predicting a text", xlabel="position (tokens); trained at 8k")
+    copied.set(title="Repeating a passage", xlabel="how far back it was (tokens)")
+    return {f"headline-{name}.png": figures.png(figure) for name, (figure, _) in drawn.items()}
+
+
+def of_extend() -> dict[str, bytes]:
+    """What `hf-longattn extend` read: prose within and beyond the trained length, and copies by their distance."""
+    result = read(RESULTS / "extend-smollm2.json")
+    figure, (above, below) = figures.pyplot().subplots(2, 1, figsize=(5.4, 7.4), constrained_layout=True)
+    for row, own in zip(result["rows"], figures.styles([r["setting"] for r in result["rows"]]), strict=True):
+        above.plot([0, 1], [row["within"], row["beyond"]], label=row["setting"], **own)
+        copied = sorted((d, x) for (d, _), x in zip(result["copies"], row["copies"], strict=True))
+        below.plot(*zip(*copied, strict=True), **own)
+    above.set(title="Prose, by the trained length", ylabel=figures.NATS)
+    above.set_xticks([0, 1], ["within", "beyond"])
+    above.legend(fontsize=9)
+    below.set(title="A passage repeated from far back", xlabel="how far back it was (tokens)", ylabel=figures.NATS)
+    figures.in_powers_of_two(below, [2048, 4096, 8192])
+    return {"extend.png": figures.png(figure)}
 
 
 def badges() -> dict[str, str]:
@@ -152,8 +171,7 @@ def main() -> None:
     fill_pages(DOCS, contents())
     readme = ROOT / "README.md"
     readme.write_text(filled(readme.read_text(encoding="utf-8"), contents()), encoding="utf-8")
-    pictures = {"headline.png": picture()} | longer_on_model.pictures() | speed.pictures()
-    for path, drawn in (papers.pictures() | pictures).items():
+    for path, drawn in (papers.pictures() | longer_on_model.pictures() | speed.pictures() | pictures() | of_extend()).items():
         (DOCS / path).write_bytes(drawn)
     for file, badge in badges().items():
         (BADGES / file).write_text(badge, encoding="utf-8")

@@ -341,6 +341,8 @@ def plot(search: Search, path: Path) -> None:
         right.plot(*zip(*pairs, strict=True), label=None if name in probed else name, **own[name])
     axes = {"xlabel": "distance (tokens)", "ylabel": "loss (nats per token)"}
     left.set(title="Probed: a passage read again", **axes)
-    right.set(title="In the text: a passage read again", xscale="log", **axes)
+    right.set(title="In the text: a passage read again", **axes)
+    ends = sorted(c.distance for c in search.copies)
+    figures.in_powers_of_two(right, [2**n for n in range(30) if ends[0] <= 2**n <= ends[-1]])
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     path.write_bytes(figures.png(figure))

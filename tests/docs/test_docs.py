@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import re
@@ -359,6 +360,22 @@ def test_the_pictures_and_badges_of_the_readme_are_made_of_what_there_is() -> No
     unmodified, yarn, extend = shown
     assert unmodified[1] > 4 * max(yarn[1], extend[1])  # README: unmodified, it breaks behind its trained length
     assert abs(extend[0] - unmodified[0]) < yarn[0] - unmodified[0]
+
+
+def test_reports_name_files_that_are_there_and_lead_back() -> None:
+    for folder in (ROOT / "docs" / "reports").iterdir():
+        page = (folder / "index.html").read_text(encoding="utf-8")
+        named = re.findall(r"--settings (\S+)", page)
+        assert named
+        assert all((ROOT / file).is_file() for file in named)
+        assert page.count("<body>") == 1
+    pytest.importorskip("mkdocs")
+    spec = importlib.util.spec_from_file_location("mkdocs_hooks", ROOT / "docs" / "mkdocs_hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    assert '<body>\n<p><a href="../../index.html">' in hooks.led_back(page)
 
 
 def test_the_quickstart_is_short_and_shows_what_it_prints() -> None:

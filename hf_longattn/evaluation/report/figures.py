@@ -94,7 +94,7 @@ def curves(
     axes.set(xlabel=xlabel, ylabel=ylabel)
     points = [point for line in lines.values() for point in line]
     if log_x:
-        _in_powers_of_two(axes, sorted({x for x, _ in points}))
+        in_powers_of_two(axes, sorted({x for x, _ in points}))
     elif max((x for x, _ in points), default=0) > 4096:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 4, 8]))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
@@ -125,7 +125,8 @@ def _mark(axes: Any, mark: Mapping[str, float]) -> None:
         )
 
 
-def _in_powers_of_two(axes: Any, ticks: Sequence[float]) -> None:
+def in_powers_of_two(axes: Any, ticks: Sequence[float]) -> None:
+    """Tokens along x, on a logarithmic scale, with ticks as people say them."""
     from matplotlib.ticker import NullFormatter, NullLocator
 
     axes.set_xscale("log", base=2)
