@@ -130,7 +130,7 @@ def _check(method: Any) -> None:
         made = method()
         hash(made)
         json.dumps(made.to_dict())
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, NameError) as error:
         raise ValueError(
             f"{what}() cannot be made: {error}. Parameters have defaults, and are plain data: numbers, words, nests of them"
         ) from error
