@@ -14,14 +14,12 @@ import pytest
 import tiny
 import torch
 import transformers
-from cases import FAMILIES, VOCAB, model_config
-from helpers import close, multimodal, tokens
-from tokenizers import Tokenizer, models, pre_tokenizers
+from cases import FAMILIES, model_config
+from helpers import close, multimodal, stock, tokens
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
@@ -48,15 +46,10 @@ from hf_longattn.training.loss import CausalLoss, trained_by
 YARNED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, "rope_theta": 10000.0}
 
 
-def fresh(family: str, **changes: Any) -> Any:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(model_config(family, **changes)).eval()
-
-
 @pytest.mark.parametrize("prefill", [None, 6])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_token_losses_are_the_models_own(family: str, prefill: int | None) -> None:
-    model, ids = fresh(family), tokens(2, 23)
+    model, ids = stock(family), tokens(2, 23)
     losses = token_losses(model, ids, chunk=5, prefill=prefill)
     assert losses[:, 0].isnan().all()
     logits = model(ids).logits[:, :-1].detach()
@@ -136,7 +129,7 @@ def test_planned_copies_fit(trained: int, to: int) -> None:
 
 
 def test_extend_keeps_short_texts_and_changes_long_ones() -> None:
-    model, ids = fresh("llama", max_position_embeddings=24), tokens(1, 40)
+    model, ids = stock("llama", max_position_embeddings=24), tokens(1, 40)
     before = model(ids).logits
     assert hf_longattn.extend(model, to=100) is model
     after = model(ids).logits
@@ -146,14 +139,14 @@ def test_extend_keeps_short_texts_and_changes_long_ones() -> None:
 
 
 def test_extend_to_the_trained_length_shows_the_farthest_tokens_nearer() -> None:
-    model, ids = fresh("llama", max_position_embeddings=30), tokens(1, 30)
+    model, ids = stock("llama", max_position_embeddings=30), tokens(1, 30)
     before = model(ids).logits
     assert hf_longattn.extend(model, to=30).config.max_position_embeddings == 30
     assert hf_longattn.config_of(model).positions == hf_longattn.methods.ReRope(window=15)
     after = model(ids).logits
     close(after[:, :15], before[:, :15])
     assert (after - before)[:, 16:].abs().max() > 1e-3
-    model = fresh("llama", max_position_embeddings=30)
+    model = stock("llama", max_position_embeddings=30)
     with pytest.raises(ValueError, match="reaches 35 tokens, not 36"):
         hf_longattn.extend(model, to=36, method="string", window=5)
     hf_longattn.extend(model, to=30, method="string")
@@ -163,7 +156,7 @@ def test_extend_to_the_trained_length_shows_the_farthest_tokens_nearer() -> None
 
 def test_extend_puts_a_temperature_beside_where_one_pays() -> None:
     def chosen(family: str, to: int, **how: Any) -> str:
-        return hf_longattn.config_of(hf_longattn.extend(fresh(family, max_position_embeddings=24), to=to, **how)).name
+        return hf_longattn.config_of(hf_longattn.extend(stock(family, max_position_embeddings=24), to=to, **how)).name
 
     assert [chosen("qwen3", to) for to in (35, 36, 400)] == ["rerope", "rerope+logn", "rerope+logn"]
     assert [chosen("llama", to) for to in (95, 96)] == ["rerope", "rerope+infoscale"]
@@ -171,15 +164,15 @@ def test_extend_puts_a_temperature_beside_where_one_pays() -> None:
     assert chosen("llama", 96, purpose="retrieval") == "rerope+infoscale"
     assert chosen("qwen3", 200, purpose="reading") == "leaky_rerope"
     assert chosen("qwen3", 200, method="rerope") == "rerope"
-    model, ids = fresh("qwen3", max_position_embeddings=24), tokens(1, 40)
+    model, ids = stock("qwen3", max_position_embeddings=24), tokens(1, 40)
     before = model(ids).logits
     close(hf_longattn.extend(model, to=96)(ids).logits[:, :12], before[:, :12])
-    with_own = fresh("qwen3", max_position_embeddings=96, rope_parameters=YARNED)
+    with_own = stock("qwen3", max_position_embeddings=96, rope_parameters=YARNED)
     assert hf_longattn.config_of(hf_longattn.extend(with_own, to=200, stack=True)).name == "rerope"
 
 
 def test_extend_refuses_what_makes_no_sense() -> None:
-    model = fresh("llama", max_position_embeddings=32)
+    model = stock("llama", max_position_embeddings=32)
     for arguments, message in (
         ({"to": 31}, "nothing to extend"),
         ({"to": 32, "method": "yarn_beyond"}, "nothing to extend"),
@@ -192,7 +185,7 @@ def test_extend_refuses_what_makes_no_sense() -> None:
         assert model.config._attn_implementation == "sdpa"
     hf_longattn.extend(model, to=200, method="self_extend", window=8, group=8)
     with pytest.raises(ValueError, match="the model learned its positions, in a table of"):
-        hf_longattn.extend(fresh("gpt2"), to=200)
+        hf_longattn.extend(stock("gpt2"), to=200)
 
 
 @pytest.mark.parametrize(("trained", "to"), [(8192, 16384), (8192, 65536), (512, 1024)])
@@ -214,7 +207,7 @@ def test_a_temperature_is_a_candidate_where_it_pays() -> None:
 
 @pytest.mark.parametrize(("family", "normed"), [("llama", False), ("gpt2", False), ("qwen3", True), ("gemma3", True)])
 def test_qk_norm_is_seen(family: str, normed: bool) -> None:
-    assert bound_config(fresh(family), hf_longattn.LongAttnConfig())[1].qk_norm is normed
+    assert bound_config(stock(family), hf_longattn.LongAttnConfig())[1].qk_norm is normed
 
 
 def scored(within: float, beyond: float, copies: tuple[float, ...], spread: float = 0.0) -> Scores:
@@ -269,7 +262,7 @@ def test_losses_are_compared_in_pairs() -> None:
 
 
 def test_a_score_has_its_parts() -> None:
-    model, copies = fresh("llama", max_position_embeddings=1024), plan_copies(1024, 2048)
+    model, copies = stock("llama", max_position_embeddings=1024), plan_copies(1024, 2048)
     ids = tokens(1, 2048)
     found = score(model, ids, 1024, copies)
     assert [len(blocks) for blocks in found.blocks] == [7] * 5
@@ -287,27 +280,9 @@ def any_gain_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: Any) -> tuple[Path, Path]:
-    """A tiny model trained at "2048", with a tokenizer of letters, and a text for it."""
-    path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    letters = "abcdefghijklmnopqrstuvwxyz ."
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(letters)}, unk_token="."))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
-    text = path / "text.txt"
-    generator = torch.Generator().manual_seed(1)
-    text.write_text("".join(letters[i] for i in torch.randint(0, 28, (5000,), generator=generator)))
-    return path, text
+    """A tiny model trained at "2048", and a text for it."""
+    path = tiny.save(tmp_path_factory.mktemp("model"), trained=2048, num_hidden_layers=1, initializer_range=0.2)
+    return path, tiny.text(path / "text.txt", 5000)
 
 
 @pytest.mark.usefixtures("any_gain_counts")
@@ -590,7 +565,7 @@ def test_where_a_scaling_may_depend_on_the_length_the_baseline_is_a_short_text(m
 
 @pytest.mark.parametrize(("to", "warned"), [("4k", False), (4097, True), ("10M", True)])
 def test_extend_warns_above_what_was_shown_to_work(to: str | int, warned: bool) -> None:
-    model = fresh("llama", max_position_embeddings=1024)
+    model = stock("llama", max_position_embeddings=1024)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         hf_longattn.extend(model, to)
@@ -609,11 +584,11 @@ def test_the_command_warns_above_what_was_shown_to_work(saved: tuple[Path, Path]
 
 
 def test_extend_takes_a_purpose() -> None:
-    model = fresh("llama", max_position_embeddings=24)
+    model = stock("llama", max_position_embeddings=24)
     hf_longattn.extend(model, to=100, purpose="reading")
     assert hf_longattn.config_of(model).positions == hf_longattn.methods.LeakyReRope(window=12, stretch=8.0)
     for purpose in ("retrieval", "both"):
-        model = hf_longattn.extend(fresh("llama", max_position_embeddings=24), to=100, purpose=purpose)
+        model = hf_longattn.extend(stock("llama", max_position_embeddings=24), to=100, purpose=purpose)
         assert hf_longattn.config_of(model).positions == hf_longattn.methods.ReRope(window=12)
     with pytest.raises(ValueError, match="did you mean 'reading'"):
         hf_longattn.extend(model, to=100, purpose="readng")
@@ -878,7 +853,7 @@ def assert_says(m: Any, length: int) -> None:
 def test_rotary_settings_that_the_model_was_not_built_with(written: str, half: str) -> None:
     """They would be saved, and nothing rotates by them now: neither a scaling that is not there, nor that one is gone."""
     built = YARNED if written in ("default", "a factor") else {"rope_type": "default", "rope_theta": 10000.0}
-    model = fresh("llama", max_position_embeddings=96, rope_parameters=dict(built))
+    model = stock("llama", max_position_embeddings=96, rope_parameters=dict(built))
     model = model if half == "never" else model.bfloat16()
     model = model.float() if half == "once" else model
     late = {"yarn": YARNED, "default": {"rope_type": "default", "rope_theta": 10000.0}, "a factor": YARNED | {"factor": 2.0}}
@@ -899,7 +874,7 @@ def test_rotary_settings_that_the_model_was_not_built_with(written: str, half: s
 def test_frequencies_that_a_text_has_changed_are_the_models_own(kind: str) -> None:
     scaled = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 24}
     scaled |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]} if kind == "longrope" else {}
-    model, ids = fresh("llama", max_position_embeddings=96, rope_parameters=scaled), tokens(1, 120)
+    model, ids = stock("llama", max_position_embeddings=96, rope_parameters=scaled), tokens(1, 120)
     with torch.no_grad():
         model(ids)
     hf_longattn.apply(model, "attention_sink")
@@ -908,7 +883,7 @@ def test_frequencies_that_a_text_has_changed_are_the_models_own(kind: str) -> No
 @pytest.mark.parametrize("method", ["windowed", "streaming", "rerope"])
 def test_a_learned_position_table_is_not_extended(method: str) -> None:
     opt = transformers.OPTConfig(**FAMILIES["llama"][1] | {"ffn_dim": 16})
-    for m in (fresh("gpt2"), AutoModelForCausalLM.from_config(opt)):
+    for m in (stock("gpt2"), AutoModelForCausalLM.from_config(opt)):
         before = m.config.max_position_embeddings
         with pytest.raises(ValueError, match=r"a table of|shows no rotary"):
             hf_longattn.extend(m, 4 * before, method=method)

@@ -7,45 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
-from cases import VOCAB
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn.cli import app
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz ."
-
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: Any) -> tuple[str, str]:
-    """A tiny model with a sliding layer below two full ones, a tokenizer of letters, and a text of 300 of them."""
-    path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=512,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention", "full_attention"],
-        initializer_range=0.2,
-    )
-    Gemma3ForCausalLM(config).save_pretrained(path)
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(LETTERS)}, unk_token="."))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
-    text = path / "text.txt"
-    generator = torch.Generator().manual_seed(1)
-    text.write_text("".join(LETTERS[i] for i in torch.randint(0, 28, (300,), generator=generator)))
-    return str(path), str(text)
+    """A tiny model with a sliding layer below two full ones, and a text of 300 characters."""
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    sizes = {"num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 8, "layer_types": kinds}
+    path = tiny.save(tmp_path_factory.mktemp("model"), kind="Gemma3Text", initializer_range=0.2, **sizes)
+    return str(path), str(tiny.text(path / "text.txt", 300))
 
 
 def found(out: Path) -> dict[str, Any]:

@@ -4,9 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import model_config
-from helpers import close, tokens
-from transformers import AutoModelForCausalLM
+from helpers import close, stock, tokens
 
 from hf_longattn.evaluation import token_losses
 from hf_longattn.evaluation.tasks.long_ppl import key_tokens, long_loss, short_losses
@@ -15,7 +13,7 @@ from hf_longattn.evaluation.tasks.long_ppl import key_tokens, long_loss, short_l
 @pytest.mark.parametrize(("context", "stride", "length"), [(8, 4, 30), (8, 7, 24), (8, 3, 8), (40, 5, 30), (6, 1, 9)])
 def test_short_losses_are_those_of_the_windows(context: int, stride: int, length: int) -> None:
     torch.manual_seed(0)
-    model, ids = AutoModelForCausalLM.from_config(model_config("llama")).eval(), tokens(2, length)
+    model, ids = stock("llama"), tokens(2, length)
     got = short_losses(model, ids, context, stride)
     assert got[:, 0].isnan().all()
     for position in range(1, length):

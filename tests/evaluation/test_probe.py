@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from cases import model_config
-from helpers import close, tokens
+from helpers import close, stock, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -25,8 +24,7 @@ LEAST = BEFORE + AFTER
 
 
 def fresh() -> PreTrainedModel:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(model_config("llama", max_position_embeddings=4096)).eval()
+    return stock("llama", max_position_embeddings=4096)
 
 
 def text() -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import closed_form
 import pytest
 import torch
-from cases import CASES, DEFAULT, FAMILIES, SUBSET, families, model_config
+from cases import CASES, DEFAULT, FAMILIES, SUBSET, families
 from helpers import (
     NO_WINDOWS,
     RELATIVE_ONLY,
@@ -26,7 +26,6 @@ from helpers import (
 from tiny import tokenizer
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import AutoModelForCausalLM
 
 import hf_longattn
 from hf_longattn.core.geometry import Rows
@@ -244,8 +243,7 @@ def test_dropout_under_gradient_checkpointing(family: str) -> None:
 def shallow(family: str = "llama") -> Any:
     """A model with one layer of each kind: compiling takes seconds a layer."""
     types = {"layer_types": ["sliding_attention", "full_attention"]} if "layer_types" in FAMILIES[family][1] else {}
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(model_config(family, num_hidden_layers=1 + len(types), **types)).eval()
+    return stock(family, num_hidden_layers=1 + len(types), **types)
 
 
 @pytest.mark.slow

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import model_config
-from helpers import tokens
+from helpers import stock, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
@@ -48,7 +47,7 @@ class Counting(TorchDispatchMode):
 @torch.no_grad()
 def step_of(config: LongAttnConfig | None, layers: int) -> tuple[int, int]:
     """Tensor operations and Python calls of one decoded token."""
-    m = AutoModelForCausalLM.from_config(model_config("llama", num_hidden_layers=layers)).eval()
+    m = stock("llama", num_hidden_layers=layers)
     if config is not None:
         hf_longattn.apply(m, config)
     cache = DynamicCache(config=m.config)

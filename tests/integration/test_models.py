@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from cases import CASES, DEFAULT, FAMILIES, VOCAB
-from helpers import close, feed, multimodal, picture, stock, tokens
+from helpers import build, close, feed, multimodal, picture, stock, tokens
 from transformers import AutoModelForCausalLM, Gemma3ForConditionalGeneration
 
 import hf_longattn
@@ -26,12 +26,6 @@ _OLD = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": VOCAB}
 _PAIR = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "d_model": 16}
 _PAIR |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 64}
 _PAIR |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 2, "forced_eos_token_id": None}
-
-
-def build(name: str, **arguments: Any) -> Any:
-    """A causal language model of transformers with random weights."""
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**arguments)).eval()
 
 
 @torch.no_grad()

@@ -10,7 +10,6 @@ import json
 import pickle
 import subprocess
 import sys
-import textwrap
 import warnings
 import weakref
 from pathlib import Path
@@ -19,8 +18,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, DEFAULT, FAMILIES, model_config
-from helpers import close, crossed, expected, fresh, model, multimodal, picture, stock, tokens, write_gguf
-from torch import Tensor
+from helpers import close, crossed, expected, fresh, logits, model, multimodal, picture, python, stock, tokens, write_gguf
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -37,11 +35,6 @@ from hf_longattn.integration.resume import refuse_other_attention
 
 CONFIG = CASES["sinks"]
 SECTION = {"tau": 3.0, "sink_tokens": 2}
-
-
-def logits(m: Any, **inputs: Tensor) -> Tensor:
-    with torch.no_grad():
-        return m.eval()(**(inputs or {"input_ids": tokens()})).logits
 
 
 def saved(path: Path) -> dict[str, Any]:
@@ -410,17 +403,11 @@ def test_gguf(tmp_path: Path) -> None:
 # without the package, and in any order ------------------------------------------------------------------------------
 
 
-def run(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)], capture_output=True, text=True, check=False
-    )
-
-
 @pytest.mark.slow
 def test_without_the_package_loading_fails_and_names_it(tmp_path: Path) -> None:
     hf_longattn.apply(stock("llama"), CONFIG).save_pretrained(tmp_path / "AutoModelForCausalLM")
     hf_longattn.apply(multimodal(), CONFIG).save_pretrained(tmp_path / "AutoModelForImageTextToText")
-    result = run(
+    result = python(
         """
         import sys, transformers
         for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText"):
@@ -437,7 +424,7 @@ def test_without_the_package_loading_fails_and_names_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_imports_in_any_order_and_twice(base: Path) -> None:
     """The package after a model was made, reloaded, and its modules imported anew: one wrapper each, and it works."""
-    result = run(
+    result = python(
         """
         import sys
         from transformers import AutoModelForCausalLM, PreTrainedModel

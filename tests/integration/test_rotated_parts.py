@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from cases import FAMILIES, HEADS, OTHERS
-from helpers import SCENARIOS, crossed, feed, tokens
+from helpers import SCENARIOS, build, crossed, feed, logits, tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -45,22 +45,9 @@ DIAGONAL = [*zip(LATENT, METHODS, strict=True)]
 WIDE = {name: p | ({"chunk": 40} if "chunk" in p else {"window": 30}) for name, p in METHODS.items()}
 
 
-def build(name: str, arguments: dict[str, Any], **changes: Any) -> Any:
-    if not hasattr(transformers, f"{name}Config"):
-        pytest.skip(f"this transformers has no {name}")
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**arguments | changes)
-    return AutoModelForCausalLM.from_config(config).eval()
-
-
 def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-5, what: str = "") -> None:
     """Relative to the largest value, or to 1: MiniCPM3's logits are large."""
     helpers.close(actual, expected, tolerance * max(1.0, float(expected.abs().max())), what)
-
-
-@torch.no_grad()
-def logits(m: Any, ids: Tensor, **extra: Any) -> Tensor:
-    return m(ids, use_cache=False, **extra).logits
 
 
 Shown = Callable[[np.ndarray, np.ndarray], np.ndarray]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES
-from helpers import close, fresh, tokens
+from helpers import close, fresh, logits, tokens
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_longattn
@@ -31,12 +31,6 @@ def one_thread() -> Any:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@torch.no_grad()
-def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():  # the mode belongs to a thread
-        return model(ids, use_cache=False).logits
 
 
 def together(threads: int, what: Callable[[int], Any]) -> list[Any]:

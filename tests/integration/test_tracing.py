@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from calls import inputs
 from cases import CASES, model_config
-from helpers import close, crossed, fresh, static, stock, tokens
+from helpers import close, crossed, fresh, logits, static, stock, tokens
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
@@ -35,11 +36,6 @@ BY_LAYER = ("calibrated", "attention_sink", "output_standardise", "leaky_by_laye
 
 def built(family: str, case: str, **changes: Any) -> Any:
     return hf_longattn.apply(AutoModelForCausalLM.from_config(model_config(family, **changes)), CASES[case])
-
-
-@torch.no_grad()
-def logits(m: Any, ids: Tensor, **inputs: Any) -> Tensor:
-    return m.eval()(ids, use_cache=False, **inputs).logits
 
 
 # shapes alone ---------------------------------------------------------------------------------------------------------
@@ -110,14 +106,8 @@ def test_gradients_of_functions(case: str) -> None:
     close(logits(kept, ids), logits(hf_longattn.apply(stock("llama"), CASES[case]).double(), ids), 0)
 
 
-def raw() -> tuple[Tensor, Tensor, Tensor]:
-    g = torch.Generator().manual_seed(3)
-    shapes = ((2, 4, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8))
-    return tuple(torch.randn(s, generator=g, dtype=torch.float64) for s in shapes)  # type: ignore[return-value]
-
-
 def test_gradients_of_the_function() -> None:
-    query, key, value = raw()
+    query, key, value = inputs(q=9, k=9, d=8, seed=3)
     SHARED.clear()
     for config in (CASES["sinks"], CASES["rerope"]):
         rotation = Rotation(torch.tensor([1.0, 0.1], dtype=torch.float64))
@@ -130,7 +120,7 @@ def test_gradients_of_the_function() -> None:
 
 
 def test_second_derivatives_are_refused_by_the_kernel_and_given_by_the_reference() -> None:
-    query, key, value = raw()
+    query, key, value = inputs(q=9, k=9, d=8, seed=3)
 
     def second(backend: str, transform: bool) -> Tensor:
         def loss(k: Tensor) -> Tensor:
@@ -149,7 +139,7 @@ def test_second_derivatives_are_refused_by_the_kernel_and_given_by_the_reference
 
 
 def test_vmap_is_refused_by_the_kernel_and_goes_through_the_reference() -> None:
-    query, key, value = raw()
+    query, key, value = inputs(q=9, k=9, d=8, seed=3)
 
     def each(backend: str) -> Tensor:
         return torch.func.vmap(lambda *x: attention(*(y[None] for y in x), CASES["sinks"], backend=backend)[0])(

@@ -246,7 +246,7 @@ def test_a_softcap_that_transformers_drops_is_told() -> None:
 
 def test_mistral_with_a_window_has_no_full_layer() -> None:
     """Its modules do not say so, its config does."""
-    windowed = AutoModelForCausalLM.from_config(model_config("mistral", sliding_window=WINDOW)).eval()
+    windowed = stock("mistral", sliding_window=WINDOW)
     with pytest.raises(ValueError, match=r"applies to 0 layers of MistralForCausalLM: .* sliding window.*layers.*all"):
         hf_longattn.apply(windowed, CONFIG)
     ids = tokens()

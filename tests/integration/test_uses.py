@@ -287,7 +287,7 @@ def test_a_whole_training_step_compiled(slot: str) -> None:
 
     def losses(compiled: bool) -> list[float]:
         torch.manual_seed(0)
-        m = AutoModelForCausalLM.from_config(model_config("llama", num_hidden_layers=1)).train()
+        m = stock("llama", num_hidden_layers=1).train()
         hf_longattn.apply(m, SLOTS[slot])
         optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,13 @@ def inputs(
     g = torch.Generator().manual_seed(seed)
     shapes = ((b, h, q, d), (b, kv, k, d), (b, kv, k, d))
     return tuple(torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes)  # type: ignore[return-value]
+
+
+def with_gradients(function: Callable[..., Tensor], leaves: Sequence[Tensor], *others: Any, **options: Any) -> list[Tensor]:
+    """What a function of these and other arguments computes, and the gradients of all leaves, which are left as they are."""
+    leaves = [x.detach().clone().requires_grad_() for x in leaves]
+    out = function(*leaves, *others, **options)
+    return [out.detach(), *torch.autograd.grad(out.double().sin().sum(), leaves)]
 
 
 def tables(heads: int, dtype: torch.dtype = torch.float64, length: int = LENGTH) -> tuple[Tensor, Tensor]:

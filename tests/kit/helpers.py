@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Container, Iterable
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,29 @@ def close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE, what: 
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0.0, msg=lambda m: f"{what} {m}")
 
 
+@torch.no_grad()
+def logits(m: Any, ids: Tensor | None = None, **inputs: Any) -> Tensor:
+    """What a model in eval mode says to `tokens()`, to other ids, or to inputs that hold theirs; without a cache."""
+    text = {} if "input_ids" in inputs else {"input_ids": tokens() if ids is None else ids}
+    return m.eval()(**text, use_cache=False, **inputs).logits
+
+
+def disturbed(m: Any, seed: int = 5, only: str = "") -> Any:
+    """A model after some training, so to say: noise on what is trained and has `only` in its name."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in m.named_parameters():
+            if p.requires_grad and only in name:
+                p += 0.3 * torch.randn(p.shape, generator=generator).to(p.dtype)
+    return m
+
+
+def python(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own, with what it printed."""
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 def by_transformers(adapter: Path, auto: Any = AutoModelForCausalLM, **arguments: Any) -> Any:
     """An adapter's folder given to transformers; None where that release cannot load learned parameters, and says so."""
     try:
@@ -65,19 +91,29 @@ def needs_adapters_of_transformers() -> None:
         pytest.skip(f"transformers {transformers.__version__}: {error}")
 
 
-@functools.cache
-def _base(family: str) -> PreTrainedModel:
+def build(name: str, arguments: Mapping[str, Any] | None = None, **changes: Any) -> Any:
+    """A causal language model of a class of configs, with random weights; skips where transformers has none of that name."""
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip(f"this transformers has no {name}")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(model_config(family)).eval()
+    return AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**{**(arguments or {}), **changes})).eval()
+
+
+def _random(family: str, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(model_config(family, **changes)).eval()
     for module in model.modules():
         if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):
             module.q_norm.weight.data.mul_(0.35)  # logits of order one here too: Gemma 3n and 4 leave that to training
     return model
 
 
-def stock(family: str) -> PreTrainedModel:
-    """A fresh copy of the family's one random model, under the attention that transformers picks for it."""
-    return copy.deepcopy(_base(family))
+_base = functools.cache(_random)
+
+
+def stock(family: str, **changes: Any) -> PreTrainedModel:
+    """A fresh copy of the family's one random model, or one of a changed config, under transformers' own attention."""
+    return _random(family, **changes) if changes else copy.deepcopy(_base(family))
 
 
 @functools.lru_cache(32)  # each living model makes applying a method to another one a little slower
@@ -95,8 +131,7 @@ SINKS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_wi
 
 def with_sinks(name: str, **changes: Any) -> Any:
     """A tiny model of transformers whose softmax has learned sinks: in all layers (GptOss), in the sliding ones (MiMo)."""
-    config = getattr(transformers, f"{name}Config")(**FAMILIES["llama"][1] | SINKS | changes)
-    m = AutoModelForCausalLM.from_config(config).eval()
+    m = build(name, FAMILIES["llama"][1] | SINKS, **changes)
     for module in m.modules():
         if getattr(module, "sinks", None) is not None:
             torch.nn.init.constant_(module.sinks, 2.0)

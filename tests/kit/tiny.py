@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 CHARACTERS = ["<s>", "</s>", *string.printable[:95], "\n"]
 
@@ -22,30 +23,20 @@ def tokenizer(bos: bool = False) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
 
 
-def save(path: Path, trained: int = 512, bos: bool = False) -> Path:
-    """A random Llama "trained" at that length."""
+def save(path: Path, trained: int = 512, bos: bool = False, kind: str = "Llama", **changes: Any) -> Path:
+    """A random model "trained" at that length, of a class of configs with these changes."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(CHARACTERS),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=trained,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"vocab_size": len(CHARACTERS), "max_position_embeddings": trained, "initializer_range": 0.3}
+    config = getattr(transformers, f"{kind}Config")(**sizes | changes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
     tokenizer(bos).save_pretrained(path)
     return path
 
 
 def save_gpt2(path: Path, trained: int = 256) -> Path:
-    """A random GPT-2, whose positions are learned."""
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=len(CHARACTERS), n_embd=16, n_layer=1, n_head=2, n_positions=trained)
-    GPT2LMHeadModel(config).save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return path
+    """A model whose positions are learned."""
+    return save(path, trained, kind="GPT2", num_hidden_layers=1, initializer_range=0.02)
 
 
 def text(path: Path, length: int = 3000, seed: int = 1) -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import close
+from helpers import close, logits
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -43,18 +43,13 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def plain(model: Any, ids: Tensor) -> Tensor:
-    return _logits(model, ids)
-
-
-@torch.no_grad()
-def _logits(model: Any, ids: Tensor) -> Tensor:
-    return model(ids, use_cache=False).logits
+    return logits(model, ids)
 
 
 @pytest.mark.parametrize("name", WIDE)
 def test_a_text_within_the_window_is_read_as_before(name: str, model: Any, plain: Tensor, ids: Tensor) -> None:
     """The same logits, of up to 41, but for rounding; and others under a window that the text exceeds."""
     hf_longattn.apply(model, name, **WIDE[name])
-    close(_logits(model, ids), plain, 2e-4)
+    close(logits(model, ids), plain, 2e-4)
     hf_longattn.apply(model, name, **{k: v // 4 for k, v in WIDE[name].items()})
-    assert (_logits(model, ids) - plain).abs().max() > 1
+    assert (logits(model, ids) - plain).abs().max() > 1

@@ -12,7 +12,7 @@ import accelerate
 import pytest
 import torch
 from cases import HEAD_DIM, HEADS, LAYERS, model_config
-from helpers import close, crossed, stock, tokens
+from helpers import close, crossed, disturbed, logits, stock, tokens
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -62,20 +62,6 @@ def check(m: Any, case: str, dtype: torch.dtype = torch.float32) -> None:
         assert (p == (0.0 if name.endswith("bias") else 1.0)).all()
 
 
-def disturbed(m: Any) -> Any:
-    """The model after some training, so to say: each learned parameter another number."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for p in learned(m).values():
-            p += 0.3 * torch.rand(p.shape, generator=generator)
-    return m
-
-
-@torch.no_grad()
-def logits(m: Any) -> Tensor:
-    return m.eval()(tokens()).logits
-
-
 # before the weights load ------------------------------------------------------------------------------------------------
 
 
@@ -120,7 +106,7 @@ def test_learned_logn_starts_as_the_unlearned(family: str, bases: dict[str, Path
     )
     want = logits(hf_longattn.apply(stock(family), "logn", train_length=5))
     assert torch.equal(logits(m), want)
-    assert (logits(disturbed(m)) - want).abs().max() > 1e-2
+    assert (logits(disturbed(m, only=".longattn.")) - want).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -128,7 +114,7 @@ def test_output_layer_norm_starts_as_standardise(family: str) -> None:
     m = hf_longattn.apply(stock(family), "output_layer_norm", deviation=0.4)
     want = logits(hf_longattn.apply(stock(family), "output_standardise", deviation=0.4))
     assert torch.equal(logits(m), want)
-    assert (logits(disturbed(m)) - want).abs().max() > 1e-2
+    assert (logits(disturbed(m, only=".longattn.")) - want).abs().max() > 1e-2
 
 
 # saved and trained ------------------------------------------------------------------------------------------------------
@@ -137,7 +123,7 @@ def test_output_layer_norm_starts_as_standardise(family: str) -> None:
 @pytest.mark.parametrize(("family", "case"), EVERY)
 def test_save_and_reload(family: str, case: str, tmp_path: Path) -> None:
     name, parameters = LEARNED[case]
-    m = disturbed(hf_longattn.apply(stock(family), name, **parameters))
+    m = disturbed(hf_longattn.apply(stock(family), name, **parameters), only=".longattn.")
     m.save_pretrained(tmp_path)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
@@ -151,7 +137,7 @@ def test_save_and_reload(family: str, case: str, tmp_path: Path) -> None:
 def test_every_learned_parameter_gets_its_gradient(family: str, case: str) -> None:
     """And it is the right one, by finite differences (wide ones: the models' own norms round to float32)."""
     name, parameters = LEARNED[case]
-    m, ids = disturbed(hf_longattn.apply(stock(family).double(), name, **parameters)), tokens()
+    m, ids = disturbed(hf_longattn.apply(stock(family).double(), name, **parameters), only=".longattn."), tokens()
     m(ids).logits.sin().mean().backward()
     for what, p in learned(m).items():
         assert p.grad is not None, what
@@ -169,7 +155,7 @@ def test_every_learned_parameter_gets_its_gradient(family: str, case: str) -> No
 @pytest.mark.slow
 def test_they_train_when_compiled() -> None:
     name, parameters = LEARNED["both"]
-    m, ids = disturbed(hf_longattn.apply(stock("llama"), name, **parameters)), tokens()
+    m, ids = disturbed(hf_longattn.apply(stock("llama"), name, **parameters), only=".longattn."), tokens()
     m(ids, use_cache=False).logits.sin().mean().backward()
     want = {n: p.grad.clone() for n, p in learned(m).items() if p.grad is not None}
     m.zero_grad()
@@ -244,7 +230,7 @@ def test_remove_warns_only_if_something_was_trained(family: str) -> None:
         warnings.simplefilter("error")
         hf_longattn.remove(hf_longattn.apply(m, name, **parameters))
     assert not learned(m)
-    disturbed(hf_longattn.apply(m, name, **parameters))
+    disturbed(hf_longattn.apply(m, name, **parameters), only=".longattn.")
     with pytest.warns(UserWarning, match="dropping the trained parameters"):
         hf_longattn.remove(m)
     assert not learned(m)
@@ -252,7 +238,7 @@ def test_remove_warns_only_if_something_was_trained(family: str) -> None:
 
 
 def test_apply_again_keeps_what_was_trained() -> None:
-    m = disturbed(hf_longattn.apply(stock("llama"), "logn", train_length=5, learned=True))
+    m = disturbed(hf_longattn.apply(stock("llama"), "logn", train_length=5, learned=True), only=".longattn.")
     before = {n: p.detach().clone() for n, p in learned(m).items()}
     hf_longattn.apply(m, "logn+output_layer_norm", train_length=7, learned=True)
     after = learned(m)
@@ -335,7 +321,7 @@ def test_a_model_that_was_offloaded_takes_learned_parts(way: str, case: str, tmp
     m = AWAY[way](stock("llama").eval(), tmp_path)
     plain = logits(m)
     hf_longattn.apply(m, name, **parameters)
-    trained = disturbed(hf_longattn.apply(stock("llama"), name, **parameters))
+    trained = disturbed(hf_longattn.apply(stock("llama"), name, **parameters), only=".longattn.")
     close(logits(m), logits(hf_longattn.apply(stock("llama"), name, **parameters)), 1e-6)
     for path, p in learned(trained).items():  # as if it had been trained there
         with torch.no_grad():
@@ -355,7 +341,7 @@ def test_a_model_that_was_offloaded_takes_learned_parts(way: str, case: str, tmp
 @pytest.mark.parametrize(("way", "case"), EVERYWHERE)
 def test_learned_parts_are_offloaded_with_their_model(way: str, case: str, tmp_path: Path) -> None:
     name, parameters = LEARNED[case]
-    m = disturbed(hf_longattn.apply(stock("llama"), name, **parameters))
+    m = disturbed(hf_longattn.apply(stock("llama"), name, **parameters), only=".longattn.")
     want = logits(m)
     close(logits(AWAY[way](m, tmp_path)), want, 1e-6)
     with pytest.warns(UserWarning, match="dropping the trained parameters"):
@@ -371,7 +357,7 @@ def test_loading_offloaded(how: str, case: str, bases: dict[str, Path], tmp_path
     m = hf_longattn.apply(stock("llama"), name, **parameters)
     away: dict[str, Any] = {"device_map": PLACES, "offload_folder": tmp_path / "away"}
     if how == "a checkpoint of ours":
-        disturbed(m).save_pretrained(tmp_path / "ours")
+        disturbed(m, only=".longattn.").save_pretrained(tmp_path / "ours")
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", **away)
     elif how == "with the method":
         away |= {"attn_implementation": name, "longattn": parameters}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 import closed_form
 import pytest
 import torch
-import transformers
+from calls import inputs, with_gradients
 from cases import FAMILIES, HEAD_DIM, model_config
-from helpers import SCENARIOS, close, crossed, model, static, stock, tokens
+from helpers import SCENARIOS, build, close, crossed, logits, model, static, stock, tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -50,11 +51,8 @@ def rotation(interleaved: bool = False, pairs: int = 3, first: int = 0) -> Rotat
     return Rotation(torch.tensor([1.0, 0.37, 0.05, 0.004], dtype=torch.float64)[:pairs], interleaved, first)
 
 
-def raw(q: int = 23, k: int = 23, d: int = 8, heads: int = 4, kv: int = 2, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values before any rotation."""
-    g = torch.Generator().manual_seed(3)
-    shapes = ((batch, heads, q, d), (batch, kv, k, d), (batch, kv, k, d))
-    return tuple(torch.randn(s, generator=g, dtype=torch.float64) for s in shapes)  # type: ignore[return-value]
+#: Queries, keys and values before any rotation.
+raw = functools.partial(inputs, q=23, k=23, d=8, seed=3)
 
 
 def complex_pairs(x: Tensor, r: Rotation) -> tuple[Tensor, Tensor]:
@@ -134,11 +132,8 @@ def test_attention_is_the_reference(
     if name == "leaky_by_head" and options.get("kv") == 1:
         config = config.replace(stretch=[2.5])
     tensors = raw(**{key: options.pop(key) for key in ("q", "kv") if key in options})
-    results = []
-    for function in (hf_longattn.attention, reference_attention):
-        leaves = [x.clone().requires_grad_() for x in tensors]
-        out = function(*leaves, config, rotation=rotation(interleaved), **options)
-        results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    options["rotation"] = rotation(interleaved)
+    results = [with_gradients(f, tensors, config, **options) for f in (hf_longattn.attention, reference_attention)]
     for got, want in zip(*results, strict=True):
         close(got, want, 1e-11)
     if call.startswith("masked"):
@@ -154,7 +149,7 @@ def test_decoding_with_a_key_head_for_each_query_head(
 ) -> None:
     monkeypatch.setattr(dense, "KEY_ELEMENTS", 128)  # several tiles
     monkeypatch.setattr(dense, "KEYS", 8)
-    query, key, value = raw(q=1, k=43, heads=2)
+    query, key, value = raw(q=1, k=43, h=2)
     options: dict[str, Any] = {"rotation": rotation(interleaved, first=first)}
     got = hf_longattn.attention(query, key, value, CONFIGS[name], **options)
     close(got, reference_attention(query, key, value, CONFIGS[name], **options), 1e-12)
@@ -167,7 +162,7 @@ def test_decoding_divides_by_the_norms_of_keys(name: str, kv_heads: int, monkeyp
     monkeypatch.setattr(dense, "KEYS", 8)
     window = {} if name == "cosscale" else {"window": 9}
     config = LongAttnConfig.preset(name, scale=5.0, **window, **({"train_length": 12} if "info" in name else {}))
-    query, key, value = raw(q=2, k=43, heads=2)
+    query, key, value = raw(q=2, k=43, h=2)
     key, value = key[:, :kv_heads], value[:, :kv_heads]
     key[:, :, 3] = 0.0
     options: dict[str, Any] = {"rotation": rotation()}
@@ -194,7 +189,7 @@ def test_rows_that_see_nothing_in_float32(name: str, method: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_packed_texts_count_from_their_own_starts(name: str) -> None:
     """Two texts in one row of keys; the rotation of each goes on through the row, as one of position_ids would not."""
-    r, (query, key, value), cut = rotation(), raw(batch=1), 9
+    r, (query, key, value), cut = rotation(), raw(b=1), 9
     slot = torch.arange(23)
     start = torch.where(slot < cut, 0, cut)
     index = torch.stack([slot, torch.zeros_like(slot), start, start, slot], -1)[None]
@@ -243,7 +238,7 @@ def pairs_touched(n: int, config: LongAttnConfig, backward: bool) -> int:
         touched += query.shape[1] * query.shape[2] * key.shape[2]
         return fused(query, key, *args)
 
-    leaves = [x.float().requires_grad_(backward) for x in raw(n, n, heads=2, batch=1)]
+    leaves = [x.float().requires_grad_(backward) for x in raw(q=n, k=n, h=2, b=1)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles.Tile, "scores", counting)
         patch.setattr(intervals, "_fused", counting_parts)
@@ -267,11 +262,6 @@ def test_windows_touch_visible_tiles_only(name: str, backward: bool, monkeypatch
 
 
 # whole models ---------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def logits(m: Any, ids: Tensor | None = None) -> Tensor:
-    return m.eval()(tokens() if ids is None else ids, use_cache=False).logits
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "nanochat"])
@@ -301,9 +291,8 @@ def yarn_pair(family: str, parameters: dict[str, Any]) -> tuple[PreTrainedModel,
     for rope in (plain, yarn):
         settings = {"full_attention": rope, "sliding_attention": plain} if family == "gemma3" else rope
         types = {"layer_types": ["full_attention"]} if family in ("gemma2", "gemma3") else {}
-        torch.manual_seed(0)
         changes = {"num_hidden_layers": 1, "max_position_embeddings": 16, "rope_parameters": settings, **types}
-        models.append(AutoModelForCausalLM.from_config(model_config(family, **changes)).eval())
+        models.append(stock(family, **changes))
     models[1].load_state_dict(models[0].state_dict())
     return *models, hf_longattn.apply(copy.deepcopy(models[0]), "yarn_beyond", **parameters)  # type: ignore[return-value]
 
@@ -330,7 +319,7 @@ def test_rows_within_are_what_they_were(q_len: int, blocks: int, monkeypatch: py
     """On the same kernel, in a text that goes on beyond and in one that ends before; also of half precision."""
     monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", blocks)
     for dtype in (torch.float32, torch.bfloat16):
-        query, key, value = (x.to(dtype) for x in raw(q_len, 300))
+        query, key, value = (x.to(dtype) for x in raw(q=q_len, k=300))
         for train_length, same in ((280, 300 - q_len), (1000, 300 - q_len)):
             config = LongAttnConfig.preset("yarn_beyond", train_length=train_length)
             r, kernel = Rotation(rotation().inv_freq.float()), {"backend": "tiled"}
@@ -350,7 +339,7 @@ def test_a_short_text_pays_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -
     got = hf_longattn.attention(query, key, value, config, rotation=rotation(), backend="tiled")
     assert torch.equal(got, hf_longattn.attention(query, key, value, LongAttnConfig(), backend="tiled"))
     with pytest.raises(pytest.fail.Exception, match="re-rotated"):
-        hf_longattn.attention(*raw(60, 60), config, rotation=rotation(), backend="tiled")
+        hf_longattn.attention(*raw(q=60, k=60), config, rotation=rotation(), backend="tiled")
 
 
 def test_yarn_beyond_refuses_what_it_would_compute_wrongly() -> None:
@@ -466,15 +455,13 @@ def test_a_model_that_scales_already_is_refused(name: str, kind: str) -> None:
 # verifying the rotation ------------------------------------------------------------------------------------------------
 
 INTERLEAVED = {
-    "CohereConfig": {"logit_scale": 1.0},
-    "GlmConfig": {"head_dim": HEAD_DIM, "partial_rotary_factor": 0.5},
+    "Cohere": {"logit_scale": 1.0},
+    "Glm": {"head_dim": HEAD_DIM, "partial_rotary_factor": 0.5},
 }
 
 
 def interleaved(name: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    shared = {k: v for k, v in FAMILIES["llama"][1].items() if k != "head_dim"}
-    return AutoModelForCausalLM.from_config(getattr(transformers, name)(**shared | INTERLEAVED[name])).eval()
+    return build(name, {k: v for k, v in FAMILIES["llama"][1].items() if k != "head_dim"}, **INTERLEAVED[name])
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import by_transformers, close, crossed, needs_adapters_of_transformers, stock, tokens
+from helpers import by_transformers, close, crossed, disturbed, needs_adapters_of_transformers, python, stock, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -110,15 +107,6 @@ def logits(m: Any) -> Tensor:
 
 def loaded(base: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(base)
-
-
-def disturbed(m: Any, seed: int = 5, only: str = "") -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, p in m.named_parameters():
-            if p.requires_grad and only in name:
-                p += 0.3 * torch.randn(p.shape, generator=generator).to(p.dtype)
-    return m
 
 
 def adapted(base: Path, kind: str, method: LongAttnConfig | None = REROPE) -> Any:
@@ -367,13 +355,6 @@ def test_arrow(bases: dict[str, Path], tmp_path: Path) -> None:
 # other processes -----------------------------------------------------------------------------------------------------------
 
 
-def run(code: str, *arguments: Any) -> list[str]:
-    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()
-
-
 @pytest.mark.slow
 def test_in_a_new_process_with_the_package_and_without(bases: dict[str, Path], tmp_path: Path) -> None:
     """With it every kind gives its logits again, without it every loader of PEFT's fails and names it."""
@@ -392,8 +373,8 @@ def test_in_a_new_process_with_the_package_and_without(bases: dict[str, Path], t
             off = (logits(m) - load_file(path / "logits.safetensors")["logits"]).abs().max()
             print(path.name, float(off) <= 1e-6)
     """
-    found = run(code, bases["llama"], tmp_path, Path(__file__).parent, Path(__file__).parents[1] / "kit")
-    assert found[-len(KINDS) :] == [f"{kind} True" for kind in sorted(KINDS)]
+    done = python(code, bases["llama"], tmp_path, Path(__file__).parent, Path(__file__).parents[1] / "kit")
+    assert done.stdout.splitlines()[-len(KINDS) :] == [f"{kind} True" for kind in sorted(KINDS)], done.stderr
     code = """
         import sys, peft
         from pathlib import Path
@@ -412,7 +393,8 @@ def test_in_a_new_process_with_the_package_and_without(bases: dict[str, Path], t
                     print(error.args[0])
     """
     says = "install the package hf_longattn, and import it before loading this adapter"
-    assert run(code, bases["llama"], tmp_path) == [f"hf_longattn.{k}: {says}" for k in sorted(KINDS) for _ in range(4)]
+    done = python(code, bases["llama"], tmp_path)
+    assert done.stdout.splitlines() == [f"hf_longattn.{k}: {says}" for k in sorted(KINDS) for _ in range(4)], done.stderr
 
 
 # LoRA's own --------------------------------------------------------------------------------------------------------------

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
-import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,8 +11,19 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES
-from helpers import by_transformers, close, crossed, multimodal, needs_adapters_of_transformers, picture, stock, tokens
-from torch import Tensor
+from helpers import (
+    by_transformers,
+    close,
+    crossed,
+    disturbed,
+    logits,
+    multimodal,
+    needs_adapters_of_transformers,
+    picture,
+    python,
+    stock,
+    tokens,
+)
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 import hf_longattn
@@ -35,11 +43,6 @@ METHODS = {
 PLAIN = METHODS["scale_invariant"]
 
 
-@torch.no_grad()
-def logits(m: Any, **inputs: Tensor) -> Tensor:
-    return m.eval()(**(inputs or {"input_ids": tokens()})).logits
-
-
 def lora(family: str = "llama", **options: Any) -> Any:
     target = "c_attn" if family == "gpt2" else "q_proj"
     target = options.pop("target", [target])
@@ -50,16 +53,7 @@ def lora(family: str = "llama", **options: Any) -> Any:
 def adapted(base: Path, config: LongAttnConfig = PLAIN, family: str = "llama", **options: Any) -> Any:
     """A base under a method, with an adapter, and no trainable parameter where it starts."""
     model = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(base), config)
-    return disturbed(peft.get_peft_model(model, lora(family, **options)))
-
-
-def disturbed(model: Any) -> Any:
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.requires_grad and ".longattn." in name:
-                p += 0.3 * torch.rand(p.shape, generator=generator)
-    return model
+    return disturbed(peft.get_peft_model(model, lora(family, **options)), only=".longattn.")
 
 
 LOADERS = {
@@ -161,7 +155,7 @@ def test_off_means_the_attention_it_had_before(bases: dict[str, Path]) -> None:
 
 def test_a_base_with_a_method_of_its_own_keeps_it(bases: dict[str, Path], tmp_path: Path) -> None:
     name = METHODS["learned"]
-    m = disturbed(hf_longattn.apply(AutoModelForCausalLM.from_pretrained(bases["llama"]), name))
+    m = disturbed(hf_longattn.apply(AutoModelForCausalLM.from_pretrained(bases["llama"]), name), only=".longattn.")
     m.save_pretrained(tmp_path / "base")
     want = logits(m)
     m = adapted(tmp_path / "base", name)
@@ -286,7 +280,7 @@ def test_several_adapters(bases: dict[str, Path], tmp_path: Path) -> None:
     m = adapted(bases["llama"], METHODS["learned"])
     m.add_adapter("second", lora())
     m.set_adapter("second")
-    disturbed(m)
+    disturbed(m, only=".longattn.")
     second = logits(m)
     m.set_adapter("default")
     first = logits(m)
@@ -326,7 +320,7 @@ def test_adapters_follow_the_method(bases: dict[str, Path], tmp_path: Path) -> N
     with pytest.warns(UserWarning, match="learned parameters came after the adapter"):
         hf_longattn.apply(m, METHODS["learned"])
     with pytest.warns(UserWarning, match="dropping"):
-        hf_longattn.remove(disturbed(m))
+        hf_longattn.remove(disturbed(m, only=".longattn."))
     m.save_pretrained(tmp_path / "removed")  # a plain adapter
     saved = json.loads((tmp_path / "removed" / "adapter_config.json").read_text())
     assert (saved["peft_type"], saved["modules_to_save"]) == ("LORA", None)
@@ -554,16 +548,10 @@ def test_the_type_that_peft_refuses_is_on_disk_alone(bases: dict[str, Path], tmp
 # without the package ----------------------------------------------------------------------------------------------------
 
 
-def run(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)], capture_output=True, text=True, check=False
-    )
-
-
 @pytest.mark.slow
 def test_without_the_package_every_loader_fails_and_names_it(bases: dict[str, Path], tmp_path: Path) -> None:
     adapted(bases["llama"]).save_pretrained(tmp_path)
-    result = run(
+    result = python(
         """
         import sys, peft, transformers
         base, path = sys.argv[1:]
@@ -584,7 +572,7 @@ def test_without_the_package_every_loader_fails_and_names_it(bases: dict[str, Pa
 
 
 def test_without_peft_the_package_works_and_the_error_names_the_extra() -> None:
-    result = run(
+    result = python(
         """
         import sys
         sys.modules["peft"] = None

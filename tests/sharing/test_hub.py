@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,8 @@ import pytest
 import torch
 from cases import CASES, VOCAB
 from fake_hub import FakeHub
-from helpers import close, stock, tokens
+from helpers import close, logits, python, stock, tokens
 from huggingface_hub import ModelCard, constants
-from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -36,11 +33,6 @@ FACTS: dict[str, Any] = {
     "license": "apache-2.0",
 }
 REPO = "someone/long-llama"
-
-
-@torch.no_grad()
-def logits(m: Any) -> Tensor:
-    return m.eval()(input_ids=tokens()).logits
 
 
 def changed() -> Any:
@@ -217,8 +209,7 @@ def test_remote_code(tmp_path: Path) -> None:
         """
     torch.save(tokens(), tmp_path / "x")
     for package in ("missing", "installed"):
-        command = [sys.executable, "-c", textwrap.dedent(code), tmp_path / "m", tmp_path / "cache", package, tmp_path / "x"]
-        result = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+        result = python(code, tmp_path / "m", tmp_path / "cache", package, tmp_path / "x")
         if package == "missing":
             assert "this model needs the package hf_longattn: pip install" in result.stdout, result.stderr
     close(torch.load(tmp_path / "x"), logits(m), 1e-6)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import VOCAB
-from helpers import close, stock, tokens
+from helpers import close, logits, stock, tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -27,11 +27,6 @@ PAGE = (ROOT / "docs" / "how-to" / "share.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 SETUP = BLOCKS[0]
 TRL = next(b for b in BLOCKS if "SFTTrainer" in b)
-
-
-@torch.no_grad()
-def logits(m: Any) -> Tensor:
-    return m.eval()(input_ids=tokens()).logits
 
 
 @pytest.fixture(scope="module")
