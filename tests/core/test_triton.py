@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import by_options, dense, geometries, inputs, tables
+from calls import by_options, dense, geometries, inputs, tables, with_gradients
 from cases import CASES
 from helpers import close, crossed, model, tokens
 from torch import Tensor
@@ -149,12 +149,13 @@ def test_a_gap_between_keys_and_queries_is_refused() -> None:
 
 def test_learned_sinks() -> None:
     """Rows of a window and its far keys, forward and backward."""
-    results = []
-    for backend in ("triton", "reference"):
-        leaves = [x.requires_grad_() for x in (*inputs(b=1, q=20, k=20, d=16, dtype=torch.float32), torch.arange(4.0) - 1)]
-        config, rotation = CASES["streaming"], Rotation(torch.tensor([1.0, 0.1]))
-        out = hf_longattn.attention(*leaves[:3], config, backend=backend, rotation=rotation, sink_logits=leaves[3])
-        results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    config, turn = CASES["streaming"], {"rotation": Rotation(torch.tensor([1.0, 0.1]))}
+    leaves = (*inputs(b=1, q=20, k=20, d=16, dtype=torch.float32), torch.arange(4.0) - 1)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, backend: str) -> Tensor:
+        return hf_longattn.attention(query, key, value, config, backend=backend, sink_logits=sinks, **turn)
+
+    results = [with_gradients(run, leaves, backend) for backend in ("triton", "reference")]
     for got, want in zip(*results, strict=True):
         close(got, want, 2e-5)
 
