@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,8 @@ def ratio(row: dict[str, Any]) -> str:
 
 def exponent(rows: Rows) -> float:
     """The slope of log memory against log length, by least squares."""
-    points = [(math.log(r["length"]), math.log(r["peak_mib"])) for r in rows]
-    x, y = (sum(p[i] for p in points) / len(points) for i in (0, 1))
-    return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
+    lengths, peaks = ([math.log(r[key]) for r in rows] for key in ("length", "peak_mib"))
+    return statistics.linear_regression(lengths, peaks).slope
 
 
 def targets(rows: Rows, where: str) -> str:

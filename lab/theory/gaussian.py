@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import math
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -80,7 +81,7 @@ def unnormalised(config: LongAttnConfig, first: int, last: int) -> tuple[float, 
     return float(expected.sum()), float(((bias + gain**2)[first:] * expected).sum())
 
 
-def statistics(diagnostics: dict[int, Diagnostics]) -> dict[str, Any]:
+def curves_of(diagnostics: dict[int, Diagnostics]) -> dict[str, Any]:
     """Curves of one scheme: means over samples and their standard errors, from the spread over heads."""
     base = diagnostics[DELTAS[0]]
 
@@ -104,11 +105,8 @@ def statistics(diagnostics: dict[int, Diagnostics]) -> dict[str, Any]:
 
 def fit(x: Sequence[float], y: Sequence[float]) -> dict[str, float]:
     """A least-squares line and the share of variance it explains."""
-    a, b = torch.tensor(x, dtype=torch.float64), torch.tensor(y, dtype=torch.float64)
-    a0, b0 = a - a.mean(), b - b.mean()
-    slope = float((a0 * b0).sum() / (a0 * a0).sum())
-    rest = float((b0 - slope * a0).square().sum())
-    return {"slope": slope, "intercept": float(b.mean() - slope * a.mean()), "r2": 1 - rest / float(b0.square().sum())}
+    line = statistics.linear_regression(x, y)
+    return {"slope": line.slope, "intercept": line.intercept, "r2": statistics.correlation(x, y) ** 2}
 
 
 def temperatures(longest: int, samples: int, seed: int = 1) -> dict[str, Any]:
@@ -242,7 +240,7 @@ def cosines(samples: int, seed: int = 2) -> dict[str, Any]:
 
 def run(longest: int, samples: int) -> dict[str, Any]:
     """Everything that the claims and the plots need."""
-    schemes = {name: statistics(simulate(config, longest, samples)) for name, config in SCHEMES.items()}
+    schemes = {name: curves_of(simulate(config, longest, samples)) for name, config in SCHEMES.items()}
     for name in (PLAIN, INVARIANT):
         for curve in schemes[name]["range_entropy"].values():
             far = [(t, e) for t, (e, _) in zip(curve["t"], curve["entropy"], strict=True) if t >= 2]

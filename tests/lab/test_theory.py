@@ -15,6 +15,7 @@ from hf_longattn import LongAttnConfig
 from hf_longattn.methods import InfoScale
 
 ROOT = Path(__file__).parents[2]
+COMMITTED: dict[str, Any] = json.loads((ROOT / "docs" / "theory" / "theory.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,7 @@ def test_infoscale_slows_the_growth_of_entropy_and_does_not_stop_it(variance: fl
 
 
 def test_infoscale_with_its_own_entropy_holds_it_as_the_page_says() -> None:
-    committed = json.loads((ROOT / "docs" / "theory" / "theory.json").read_text(encoding="utf-8"))["infoscale"]
+    committed = COMMITTED["infoscale"]
     assert committed["lengths"] == [8192, 16384, 65536]
     curves = committed["variances"]
     told = page("infoscale.md")
@@ -154,7 +155,7 @@ def test_entropy_on_a_sphere_is_that_of_drawn_keys(theory: Any, alpha: float) ->
 
 
 def test_infoscale_on_its_own_premise_is_what_the_pages_say() -> None:
-    found = json.loads((ROOT / "docs" / "theory" / "theory.json").read_text(encoding="utf-8"))["premise"]
+    found = COMMITTED["premise"]
     curves, growth = found["products"], found["growth"].values()
     short = {p: a - b for p, a, b in zip(curves["product"], curves["quadrature"], curves["taylor"], strict=True)}
     shares = {k: [f"{g[k] / g['plain']:.2f}" for g in growth] for k in ("published", "own entropy")}
@@ -171,7 +172,7 @@ def test_rope_under_cosscale_is_what_the_rotation_gives() -> None:
     """Theorem 3.5 under its premise in closed form: cos(q, R_t k) is η m_t, m_t the mean of cos(t θ), and a random rest."""
     t, i = torch.arange(1024.0)[:, None], torch.arange(64.0)
     m = torch.cos(t * 10_000.0 ** (-i / 64)).mean(1)
-    found = json.loads((ROOT / "docs" / "theory" / "theory.json").read_text(encoding="utf-8"))["cosscale"]
+    found = COMMITTED["cosscale"]
     for c, eta, share in zip(found["scale"], found["peak"], found["at the peak"]["share"], strict=True):
         by_distance, rest = eta**2 * m.var(correction=0), (1 - eta**2) * (1 - m.square().mean()) / 127
         among_queries = eta**2 * ((1 + torch.cos(2 * t * 10_000.0 ** (-i / 64))).mean(1) / 2 - m**2).mean() / 65
@@ -180,7 +181,7 @@ def test_rope_under_cosscale_is_what_the_rotation_gives() -> None:
 
 
 def test_the_entropy_of_scale_invariant_attention_rises_as_the_page_says() -> None:
-    schemes = json.loads((ROOT / "docs" / "theory" / "theory.json").read_text(encoding="utf-8"))["schemes"]
+    schemes = COMMITTED["schemes"]
     found = schemes["scale-invariant, τ = 10"]
     first, last = found["entropy"][0][0], found["entropy"][-1][0]
     assert (found["lengths"][0], found["lengths"][-1]) == (16, 65536)
@@ -188,10 +189,9 @@ def test_the_entropy_of_scale_invariant_attention_rises_as_the_page_says() -> No
 
 
 def test_the_committed_run_holds_and_is_what_its_claims_say(theory: Any) -> None:
-    committed = json.loads((ROOT / "docs" / "theory" / "theory.json").read_text(encoding="utf-8"))
-    assert (committed["longest"], committed["samples"]) == (65536, 256)
-    assert all(c["holds"] for c in committed["claims"])
-    for again, before in zip(theory.claims(committed), committed["claims"], strict=True):
+    assert (COMMITTED["longest"], COMMITTED["samples"]) == (65536, 256)
+    assert all(c["holds"] for c in COMMITTED["claims"])
+    for again, before in zip(theory.claims(COMMITTED), COMMITTED["claims"], strict=True):
         assert again["claim"] == before["claim"]
         assert again["holds"]
         assert again["measured"] == pytest.approx(before["measured"])
