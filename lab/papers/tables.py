@@ -76,7 +76,7 @@ def load(results: Path = RESULTS) -> Data:
 
 def contents() -> Contents:
     data = load()
-    return {"reproduction": lambda name: SECTIONS[name](data).text}
+    return {"reproduction": lambda name: SECTIONS[name](data).text, "number": lambda what: number(data, what)}
 
 
 def pictures() -> dict[str, bytes]:
@@ -142,6 +142,30 @@ def gains(values: Series, base: Series) -> list[tuple[float, float]]:
     both = sorted(values.keys() & base.keys())
     differences = [[a - b for a, b in zip(values[s], base[s], strict=True)] for s in both]
     return [mean_interval(column) for column in zip(*differences, strict=True)]
+
+
+def number(data: Data, what: str) -> str:
+    """A number of a sentence, a mean over seeds: "EXPERIMENT | VARIANT KEY ... | VARIANT KEY ... | FORM".
+
+    The first is what a variant measured, or with the second how much more that is, over the seeds of both. FORM begins with a
+    size or length, or with "all" for the least to the greatest of all; behind it "%", "±" for the interval, a number of digits
+    other than two, and "lower" or "higher", which the rows must bear out.
+    """
+    experiment, first, *others, form = (part.strip() for part in what.split("|"))
+    rows, (at, *words) = data[experiment], form.split()
+    one, *bases = (series(rows, *path.split()) for path in (first, *others))
+    found = gains(one, bases[0]) if bases else [mean_interval(column) for column in zip(*one.values(), strict=True)]
+    if at != "all":
+        measured = rows[0]["measured"]
+        found = [found[measured.get("sizes", measured.get("lengths")).index(int(at))]]
+    sign = {"lower": -1, "higher": 1}.get(words[-1] if words else "", 0)
+    if sign and not all(sign * mean > 0 for mean, _ in found):
+        raise ValueError(f"a page says that {first} is {words[-1]} than {others[0]} at {at} ({experiment}): {found}")
+    digits = next((int(x) for x in words if x.isdigit()), 2)
+    numbers = [(abs(mean) if sign else mean, half) for mean, half in found]
+    numbers = sorted([(100 * mean, 100 * half) for mean, half in numbers] if "%" in words else numbers)
+    told = [f"{mean:.{digits}f}" + (f" ± {half:.{digits}f}" if "±" in words else "") for mean, half in numbers]
+    return " to ".join(told[:: max(len(told) - 1, 1)])
 
 
 def there(rows: Sequence[Row], variants: Sequence[str] | Mapping[str, Any]) -> list[str]:

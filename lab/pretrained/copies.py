@@ -16,7 +16,7 @@ from hf_longattn.evaluation.rows import Row, RowFile
 from lab.markdown import Contents
 from lab.pretrained import paired
 from lab.pretrained.longer_on_model import measured
-from lab.pretrained.runner import RESULTS, Choice, Program, Text, choices, described, drawn, lines, parts
+from lab.pretrained.runner import RESULTS, Choice, Program, Text, choices, described, drawn, having, lines, parts
 
 RESULT = RESULTS / "copies.json"
 #: Texts on which settings were chosen; tables show them apart.
@@ -96,10 +96,9 @@ def contents() -> Contents:
     rows = list(RowFile(RESULT))
 
     def read(what: str, choosing: bool = False) -> tuple[list[Row], list[str]]:
-        (model, length, dtype), labels = parts(what)
-        wanted = model, int(length), dtype, choosing
-        keys = ((r["model"], r["length"], r["dtype"], r["text"] in CHOOSING) for r in rows)
-        return [r for r, key in zip(rows, keys, strict=True) if key == wanted], labels
+        words, labels = parts(what)
+        found = having(rows, words, ("model", "length", "dtype"))
+        return [r for r in found if (r["text"] in CHOOSING) == choosing], labels
 
     def places(what: str, choosing: bool = False) -> str:
         found, (other,) = read(what, choosing)

@@ -16,9 +16,8 @@ import torch
 from hf_longattn.evaluation import PASSAGE, Copy, copy_losses, loss_by_position, token_losses, with_copies
 from hf_longattn.evaluation.report import figures
 from hf_longattn.evaluation.rows import Row
-from hf_longattn.evaluation.statistics import mean_interval
 from lab.markdown import Contents
-from lab.pretrained import runner
+from lab.pretrained import paired, runner
 from lab.pretrained.runner import RESULTS, STEP, Choice, Program, Text, choices, described, lines, parts, with_adapter
 
 PROTOCOL = (
@@ -88,20 +87,13 @@ def load_all() -> list[Row]:
     return runner.rows_of("longer-*.json")
 
 
-def groups_of(row: Row) -> list[list[float]]:
-    """Losses on each 1,024 positions within and beyond the trained length, and on each copy: within, beyond, from farther."""
-    edge, copies = row["trained"] // STEP, list(zip(row["copies"], row["copying"], strict=True))
-    return [
-        row["prose"][:edge],
-        row["prose"][edge:],
-        [x for (_, p), x in copies if p + PASSAGE <= row["trained"]],
-        [x for (d, p), x in copies if p + PASSAGE > row["trained"] >= d],
-        [x for (d, _), x in copies if d > row["trained"]],
-    ]
+#: Prose within and beyond the trained length; copies within it, beyond it from known distances, and from farther back.
+GROUPS = ("within", "beyond", "known", "new", "far")
+HEAD = ["", "prose, within", "prose, beyond", "copies, within", "copies, beyond", "copies, farther back"]
 
 
 def summary(row: Row) -> list[float]:
-    """Prose within and beyond the trained length; copies within it, beyond it from known distances, and from farther back."""
+    """Means of `GROUPS`; of prose over tokens, where no copies stand."""
     counts = torch.full((len(row["prose"]), STEP), 1.0)
     counts[0, 0] = 0
     for _, position in row["copies"]:
@@ -109,27 +101,27 @@ def summary(row: Row) -> list[float]:
     weights, loss = counts.sum(1), torch.tensor(row["prose"])
     edge = row["trained"] // STEP
     prose = [float((loss[part] * weights[part]).sum() / weights[part].sum()) for part in (slice(edge), slice(edge, None))]
-    return prose + [sum(g) / len(g) if g else math.nan for g in groups_of(row)[2:]]
-
-
-HEAD = ["", "prose, within", "prose, beyond", "copies, within", "copies, beyond", "copies, farther back"]
+    return prose + [sum(x) / len(x) if (x := paired.losses(row, group)) else math.nan for group in GROUPS[2:]]
 
 
 def contents() -> Contents:
-    """What stands below `<!-- longer: model text length | label | ... -->` (no label: every row without an adapter) and
-    `<!-- longer-less: model text length | label | label | ... -->`: the second and further ones less the first."""
+    """What stands below these marks.
+
+    `<!-- longer: model text length | label | ... -->`: means; with no label of every row without an adapter.
+    `<!-- longer-less: model text length | label | label | ... -->`: the second and further ones less the first.
+    `<!-- loss: model text length | label | what -->`: a number of a sentence, of `GROUPS` and with a number of digits.
+    `<!-- costs: model text length | label | label | what -->`: likewise, by how much the first one's is higher.
+    """
     rows = load_all()
 
     def asked(what: str) -> tuple[dict[str, Row], list[str]]:
-        (model, text, length), names = parts(what)
-        here = {r["label"]: r for r in rows if (r["model"], r["text"], r["length"]) == (model, text, int(length))}
+        words, names = parts(what)
+        here = {r["label"]: r for r in runner.having(rows, words, ("model", "text", "length"))}
         return here, [n for n in names or [n for n, r in here.items() if "adapter" not in r] if n in here]
 
     def less(what: str) -> str:
         here, (first, *names) = asked(what)
-        pairs = {n: zip(groups_of(here[n]), groups_of(here[first]), strict=True) for n in names}
-        found = {n: [mean_interval([a - b for a, b in zip(*p, strict=True)]) for p in pair] for n, pair in pairs.items()}
-        body = {n: [f"{mean:+.3f} ± {half:.3f}" for mean, half in values] for n, values in found.items()}
+        body = {n: [paired.interval(paired.differences([(here[n], here[first])], g)) for g in GROUPS] for n in names}
         return lines(["", *(f"Δ {x}" for x in HEAD[1:])], body)
 
     def content(what: str) -> str:
@@ -137,7 +129,17 @@ def contents() -> Contents:
         found = {n: enumerate(summary(here[n])) for n in names}
         return lines(HEAD, {n: ["–" if x != x else f"{x:.{3 if i < 2 else 2}f}" for i, x in v] for n, v in found.items()})
 
-    return {"longer": content, "longer-less": less}
+    def told(what: str) -> str:
+        words, (*labels, number) = parts(what)
+        here = {r["label"]: r for r in runner.having(rows, words, ("model", "text", "length"))}
+        group, digits = number.split()
+        at = GROUPS.index(group)
+        one, *other = (round(summary(here[label])[at], 3 if at < 2 else 2) for label in labels)  # as a table has them
+        if not (value := one - sum(other)) > 0:
+            raise ValueError(f"a page says that {labels[0]} costs more than {labels[1]} ({number}): {value:+.3f}")
+        return f"{value:.{digits}f}"
+
+    return {"longer": content, "longer-less": less, "loss": told, "costs": told}
 
 
 TRAINED, BASELINE = 8192, "YaRN × 2"  # of the model in the picture

@@ -186,12 +186,20 @@ NEEDLES_ON_MODEL = Program(
 
 
 def contents() -> Contents:
-    """What stands below `<!-- needles on model: model text length -->`."""
+    """What stands below `<!-- needles on model: model text length -->`, and `<!-- found by list: ... | label -->`: how many of
+    the needles, a number of a sentence."""
     rows = runner.rows_of(NEEDLES_ON_MODEL.result.name)
 
+    def read(what: str) -> tuple[dict[str, Row], list[str]]:
+        words, labels = parts(what)
+        return {r["label"]: r for r in runner.having(rows, words, ("model", "text", "length"))}, labels
+
+    def found(what: str) -> str:
+        here, (label,) = read(what)
+        return str(sum(here[label]["list"]["found"]))
+
     def asked(what: str) -> str:
-        (model, text, length), labels = parts(what)
-        here = {r["label"]: r for r in rows if (r["model"], r["text"], r["length"]) == (model, text, int(length))}
+        here, labels = read(what)
         body = {label: shown(here[label]) for label in labels or here}
         head = [
             "",
@@ -203,7 +211,7 @@ def contents() -> Contents:
         ]
         return lines(head, body)
 
-    return {"needles on model": asked}
+    return {"needles on model": asked, "found by list": found}
 
 
 def shown(row: Row) -> list[str]:

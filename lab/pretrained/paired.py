@@ -1,62 +1,76 @@
-"""Tables of settings less another, passage by passage: rows of one model and length, of every text that both have read."""
+"""Losses of rows by where they stand, and settings less another, passage by passage, on every text that both have read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from hf_longattn.evaluation import PASSAGE
 from hf_longattn.evaluation.rows import Row
 from hf_longattn.evaluation.statistics import mean_interval
 from lab.pretrained.runner import STEP, lines
 
-
-def pairs(rows: Iterable[Row], one: str, other: str) -> list[tuple[float, int, int]]:
-    """Of every copy that both have read: the loss under `one` less that under `other`, its distance, the trained length."""
-    by_name = {(r["name"], r["text"]): r for r in rows}
-    found = []
-    for (name, text), row in by_name.items():
-        if name == one and (base := by_name.get((other, text))) is not None:
-            losses = zip(row["copying"], base["copying"], row["copies"], strict=True)
-            found += [(a - b, distance, row["trained"]) for a, b, (distance, _) in losses]
-    return found
+Pair = tuple[Row, Row]
 
 
-def shown(differences: Sequence[float]) -> str:
-    if not differences:
-        return "–"
-    mean, half = mean_interval(differences)
-    return f"{mean:+.3f} ± {half:.3f} ({sum(d < 0 for d in differences)} of {len(differences)})"
+#: Copies by distance, end and the trained length; those from up to that length back stand within it ("known") or beyond it.
+COPIES: dict[str, Callable[[int, int, int], bool]] = {
+    "all": lambda distance, end, trained: True,
+    "near": lambda distance, end, trained: distance <= trained,
+    "known": lambda distance, end, trained: end <= trained,
+    "new": lambda distance, end, trained: distance <= trained < end,
+    "far": lambda distance, end, trained: distance > trained,
+}
 
 
-def less(rows: list[Row], other: str, prose: Callable[[list[tuple[Row, ...]]], str], head: str) -> str:
+def losses(row: Row, which: str) -> list[float]:
+    """On each copy of a kind, or on each piece of "prose", and of that "within" the trained length or "beyond" it."""
+    trained = row["trained"]
+    if chosen := COPIES.get(which):
+        return [x for (d, p), x in zip(row["copies"], row["copying"], strict=True) if chosen(d, p + PASSAGE, trained)]
+    edge = trained // STEP
+    return row["prose"][{"prose": slice(None), "within": slice(edge), "beyond": slice(edge, None)}[which]]
+
+
+def by_text(rows: Iterable[Row], one: str, other: str) -> list[Pair]:
+    """The rows of two settings, of every text that both have read."""
+    read = [{r["text"]: r for r in rows if r["name"] == name} for name in (one, other)]
+    return [(read[0][text], read[1][text]) for text in sorted(read[0].keys() & read[1].keys())]
+
+
+def differences(pairs: Iterable[Pair], which: str) -> list[float]:
+    """The first of each pair less the second, of every piece."""
+    return [a - b for one, other in pairs for a, b in zip(losses(one, which), losses(other, which), strict=True)]
+
+
+def interval(values: Sequence[float]) -> str:
+    return "{:+.3f} ± {:.3f}".format(*mean_interval(values))
+
+
+def shown(values: Sequence[float]) -> str:
+    return f"{interval(values)} ({sum(d < 0 for d in values)} of {len(values)})" if values else "–"
+
+
+def less(rows: list[Row], other: str, prose: Callable[[list[Pair]], str], head: str) -> str:
     """Every setting less another: all copies, those from up to the trained length back, those from farther, and prose."""
     body = {}
     for name in dict.fromkeys(r["name"] for r in rows if r["name"] != other):
-        if found := pairs(rows, name, other):
-            near = [d for d, distance, trained in found if distance <= trained]
-            far = [d for d, distance, trained in found if distance > trained]
-            body[name] = [shown([d for d, *_ in found]), shown(near), shown(far), prose(by_text(rows, name, other))]
+        if pairs := by_text(rows, name, other):
+            body[name] = [*(shown(differences(pairs, which)) for which in ("all", "near", "far")), prose(pairs)]
     return lines([f"less {other}", "all copies", "up to the trained length back", "from farther back", head], body)
-
-
-def by_text(rows: list[Row], *names: str) -> list[tuple[Row, ...]]:
-    """The rows of these settings, of every text that all of them have read."""
-    read = [{r["text"]: r for r in rows if r["name"] == name} for name in names]
-    return [tuple(r[text] for r in read) for text in sorted(set.intersection(*map(set, read)))]
 
 
 def prose_less(one: Row, other: Row) -> list[float]:
     """The difference of mean prose losses within the trained length, and beyond it."""
-    at = one["trained"] // STEP
-    halves = [(r["prose"][:at], r["prose"][at:]) for r in (one, other)]
-    return [sum(x) / len(x) - sum(y) / len(y) for x, y in zip(*halves, strict=True)]
+    halves = [(losses(one, half), losses(other, half)) for half in ("within", "beyond")]
+    return [sum(x) / len(x) - sum(y) / len(y) for x, y in halves]
 
 
-def halves(texts: list[tuple[Row, ...]]) -> str:
-    return ", ".join(" / ".join(f"{x:+.3f}" for x in prose_less(*pair)) for pair in texts)
+def halves(pairs: list[Pair]) -> str:
+    return ", ".join(" / ".join(f"{x:+.3f}" for x in prose_less(*pair)) for pair in pairs)
 
 
-def pieces(texts: list[tuple[Row, ...]]) -> str:
-    return shown([a - b for one, other in texts for a, b in zip(one["prose"], other["prose"], strict=True)])
+def pieces(pairs: list[Pair]) -> str:
+    return shown(differences(pairs, "prose"))
 
 
 def told(rows: list[Row], one: str, other: str, what: str, sign: int) -> str:
@@ -67,12 +81,7 @@ def told(rows: list[Row], one: str, other: str, what: str, sign: int) -> str:
             behind it "mean" for the mean alone, and a number of digits other than two. Or "count": how many copies are better.
     """
     which, *form = what.split()
-    if which == "prose":
-        found = [a - b for x, y in by_text(rows, one, other) for a, b in zip(x["prose"], y["prose"], strict=True)]
-    else:
-        found = [
-            d for d, at, trained in pairs(rows, one, other) if which in ("all", "count") or (at > trained) == (which == "far")
-        ]
+    found = differences(by_text(rows, one, other), "all" if which == "count" else which)
     mean, half = mean_interval(found)
     if not mean * sign > 0:
         raise ValueError(f"a page says that {one} is {'worse' if sign > 0 else 'better'} than {other} ({what}): {mean:+.3f}")

@@ -170,15 +170,14 @@ READING = Program(
 FAR = "copies from farther back"
 
 
-def kept(row: Row) -> tuple[list[float], list[float], list[float]]:
-    """Losses on each piece of prose, on copies from distances that the model knows, and on those from farther back."""
-    copies = list(zip((d for d, _ in row["copies"]), row["copying"], strict=True))
-    return row["prose"], [x for d, x in copies if d <= row["trained"]], [x for d, x in copies if d > row["trained"]]
+#: Losses on each piece of prose, on copies from distances that the model knows, and on those from farther back.
+GROUPS = ("prose", "near", "far")
 
 
-def longer_segments(rows: Iterable[Row], length: int, choosing: bool = False) -> list[Row]:
-    """Rows of segments longer than SEGMENT, on texts that chose nothing or on those that did, named by their label."""
-    wanted = [r for r in rows if r["length"] == length and r["segment"] != SEGMENT]
+def longer_segments(rows: Iterable[Row], words: Sequence[str], choosing: bool = False) -> list[Row]:
+    """Rows of segments longer than SEGMENT by model and length, on texts that chose nothing or on those that did, named by
+    their label."""
+    wanted = [r for r in runner.having(rows, words, ("model", "length")) if r["segment"] != SEGMENT]
     return [r | {"name": r["label"]} for r in wanted if (r["text"] in CHOOSING) == choosing]
 
 
@@ -191,6 +190,7 @@ def contents() -> Contents:
     adapters, or with `| label | ...` behind it these alone.
     `<!-- far choosing: ... -->`: likewise, on those that did.
     `<!-- better: MODEL length [choosing] | one | other | what -->`, `worse`: a number of a sentence, see `paired.told`.
+    `<!-- better on: [model] text length [whole] | one | other | what -->`, `worse on`: likewise, on one text alone.
     """
     rows = runner.rows_of("reading-*.json")
 
@@ -198,25 +198,29 @@ def contents() -> Contents:
         words, labels = parts(what)
         whole = words[-1] == "whole"
         *model, text, length = words[:-1] if whole else words
-        wanted = model[0] if model else "SmolLM2-135M-Instruct", text, int(length), whole, SEGMENT
-        told = ("model", "text", "length", "whole", "segment")
-        here = {r["label"]: r for r in rows if tuple(r[k] for k in told) == wanted}
+        wanted = [*(model or ["SmolLM2-135M-Instruct"]), text, length, str(whole), str(SEGMENT)]
+        here = {r["label"]: r for r in runner.having(rows, wanted, ("model", "text", "length", "whole", "segment"))}
         return here, labels or [label for label, r in here.items() if "adapter" not in r]
 
     def far(what: str, choosing: bool = False) -> str:
-        (model, length), (other, *only) = parts(what)
-        wanted = [r for r in longer_segments(rows, int(length), choosing) if r["model"] == model]
+        words, (other, *only) = parts(what)
+        wanted = longer_segments(rows, words, choosing)
         named = [r for r in wanted if (r["name"] in (other, *only) if only else "adapter" not in r)]
         return paired.less(named, other, paired.pieces, "prose")
 
     def told(what: str, sign: int) -> str:
         (model, length, *choosing), (one, other, number) = parts(what)
-        wanted = [r for r in longer_segments(rows, int(length), bool(choosing)) if r["model"] == model]
-        return paired.told(wanted, one, other, number, sign)
+        return paired.told(longer_segments(rows, (model, length), bool(choosing)), one, other, number, sign)
+
+    def told_on(what: str, sign: int) -> str:
+        here, (one, other, number) = asked(what)
+        return paired.told([r | {"name": label} for label, r in here.items()], one, other, number, sign)
 
     return {
         "better": lambda what: told(what, -1),
         "worse": lambda what: told(what, 1),
+        "better on": lambda what: told_on(what, -1),
+        "worse on": lambda what: told_on(what, 1),
         "far copies": far,
         "far choosing": lambda what: far(what, True),
         "reading": lambda what: shown(*asked(what)),
@@ -226,8 +230,10 @@ def contents() -> Contents:
 
 def shown(rows: dict[str, Row], labels: Sequence[str]) -> str:
     trained = next(iter(rows.values()))["trained"]
-    found = {label: zip(kept(rows[label]), (3, 2, 2), strict=True) for label in labels if label in rows}
-    body = {n: [f"{mean_interval(x)[0]:.{digits}f}" if x else "–" for x, digits in values] for n, values in found.items()}
+    body = {}
+    for label in (x for x in labels if x in rows):
+        values = zip((paired.losses(rows[label], group) for group in GROUPS), (3, 2, 2), strict=True)
+        body[label] = [f"{mean_interval(x)[0]:.{digits}f}" if x else "–" for x, digits in values]
     return lines(["", "prose", f"copies from up to {trained:,} back", FAR], body)
 
 
@@ -238,9 +244,8 @@ def less(rows: dict[str, Row], labels: Sequence[str], first: bool) -> dict[str, 
     for label in labels:
         base = labels[0] if first else label.split(" + ")[0]
         if base != label and base in rows and label in rows:
-            pairs = zip(kept(rows[label]), kept(rows[base]), strict=True)
-            prose, near, far = ([a - b for a, b in zip(*pair, strict=True)] for pair in pairs)
-            body[label] = ["{:+.3f} ± {:.3f}".format(*mean_interval(x)) for x in (prose, near + far, far)]
+            pair = [(rows[label], rows[base])]
+            body[label] = [paired.interval(paired.differences(pair, which)) for which in ("prose", "all", "far")]
     return body
 
 

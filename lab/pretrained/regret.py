@@ -122,10 +122,16 @@ def apart(one: Mapping[int, Losses], other: Mapping[int, Losses]) -> list[float]
 
 
 def contents() -> Contents:
-    """What stands below `<!-- regret: all -->`: in brackets, in how many cases a rule is ahead of `extend`."""
+    """What stands below these marks.
+
+    `<!-- regret: all -->`: every rule; in brackets, in how many cases it is ahead of `extend`.
+    `<!-- behind: RULE digits -->`: its mean, a number of a sentence.
+    `<!-- ahead: RULE digits -->`: of `extend`, in the mean over the cases where they take different settings.
+    """
+    regret = regrets()
 
     def asked(_: str) -> str:
-        body, regret = [], regrets()
+        body = []
         for name, found in regret.items():
             if found:
                 means = [sum(column) / len(found) for column in zip(*found.values(), strict=True)]
@@ -136,7 +142,22 @@ def contents() -> Contents:
         head = ["rule", "cases", "behind the best on prose", "on copies", "on their mean", "worst case of the mean"]
         return markdown([*head, "mean less that of `extend`, cases of both"], [cells for _, cells in sorted(body)])
 
-    return {"regret": asked}
+    def behind(what: str) -> str:
+        found, digits = named(what)
+        return f"{sum(x.mean for x in found.values()) / len(found):.{digits}f}"
+
+    def ahead(what: str) -> str:
+        found, digits = named(what)
+        less = apart(found, regret["`extend`"])
+        if not (mean := sum(less) / len(less)) < 0:
+            raise ValueError(f"a page says that {what} is ahead of extend: {mean:+.3f}")
+        return f"{-mean:.{digits}f}"
+
+    def named(what: str) -> tuple[dict[int, Losses], str]:
+        rule, _, digits = what.rpartition(" ")
+        return regret[rule if rule in regret else f"`{rule}`"], digits
+
+    return {"regret": asked, "behind": behind, "ahead": ahead}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import math
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -252,6 +252,11 @@ def parts(what: str) -> tuple[list[str], list[str]]:
     """What a mark asks for: "WORD WORD ... | label | label ..."."""
     first, *labels = (part.strip() for part in what.split("|"))
     return first.split(), labels
+
+
+def having(rows: Iterable[Row], values: Sequence[str], columns: Sequence[str]) -> list[Row]:
+    """The rows that say so in these columns."""
+    return [r for r in rows if [str(r[column]) for column in columns] == list(values)]
 
 
 def lines(head: Sequence[str], body: Mapping[str, Sequence[str]]) -> str:
