@@ -19,7 +19,7 @@ from .options import EvalOptions
 from .report.page import DATA, FIGURES, PAGE
 from .results import Results
 from .rows import PROTOCOL, Row, RowFile, versions_line
-from .settings import UNMODIFIED, Setting
+from .settings import Setting, settings_of
 from .tasks import Encoder, task_of
 from .tasks.base import COLUMNS
 from .tasks.prefix import Prefixes
@@ -264,24 +264,6 @@ class Plan:
             "Threads": str(torch.get_num_threads()),
             "Seconds": f"{sum(r['seconds'] for r in rows):.0f} for all rows together",
         }
-
-
-def settings_of(given: Sequence[str | Setting]) -> list[Setting]:
-    """Settings from their strings, the unmodified model first.
-
-    Raises:
-        ValueError: a setting is wrong, or two share a name.
-    """
-    result = [Setting(UNMODIFIED)]
-    for setting in (Setting.parse(s) if isinstance(s, str) else s for s in given):
-        if setting.unmodified and setting.name == UNMODIFIED:
-            result[0] = setting
-            continue
-        if any(setting.name == other.name and setting.to_dict() != other.to_dict() for other in result):
-            raise ValueError(f"two different settings are called {setting.name!r}")
-        if setting not in result:
-            result.append(setting)
-    return result
 
 
 def check_folder(folder: Path, ours: set[str], *marks: str) -> None:

@@ -147,14 +147,24 @@ def parse_settings(
         if not equals:
             raise ValueError(f"an adapter is given as NAME=DIRECTORY, got {text!r}")
         settings.append(Setting(name, adapter=directory))
+    return [dataclasses.replace(s, train_length=s.train_length or train_length) for s in settings_of(settings)]
+
+
+def settings_of(given: Sequence[str | Setting]) -> list[Setting]:
+    """Settings, or their strings, each measurement once: the unmodified model first.
+
+    Raises:
+        ValueError: a setting is wrong, or two share a name.
+    """
     result = [Setting(UNMODIFIED)]
-    for setting in settings:
-        if any(setting.to_dict() == other.to_dict() for other in result):
-            continue
-        if any(setting.name == other.name for other in result):
-            raise ValueError(f"two different settings are called {setting.name!r}")
-        result.append(setting)
-    return [dataclasses.replace(s, train_length=s.train_length or train_length) for s in result]
+    for setting in (Setting.parse(s) if isinstance(s, str) else s for s in given):
+        if setting.unmodified:
+            result[0] = dataclasses.replace(result[0], train_length=setting.train_length or result[0].train_length)
+        elif all(setting.to_dict() != other.to_dict() for other in result):
+            if any(setting.name == other.name for other in result):
+                raise ValueError(f"two different settings are called {setting.name!r}")
+            result.append(setting)
+    return result
 
 
 def read_settings(file: Path) -> list[Setting]:

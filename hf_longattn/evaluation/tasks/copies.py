@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..experiment import Cell
 from ..measures.answers import answer_scores
 from ..measures.copies import PASSAGE, SHARES, SKIP, TAIL, far_copies, with_copies
 from ..readings import COPIES, Readings
@@ -28,6 +25,8 @@ if TYPE_CHECKING:
 class Copies(OnDocuments):
     """The document with passages repeated from far back in its last tokens; each copy is an answer."""
 
+    depends: ClassVar[Sequence[Any]] = SHARES
+
     def __init__(self, plan: Plan, name: str) -> None:
         super().__init__(plan, name)
         far_copies(plan.options.lengths[0])
@@ -35,11 +34,6 @@ class Copies(OnDocuments):
             raise ValueError(
                 f"copies take the last {TAIL} tokens: with a prefix give as many targets, not {plan.options.targets}"
             )
-
-    def cells(self, setting: Setting) -> Iterator[Cell]:
-        for length, document in itertools.product(self.options.lengths, self.plan.documents):
-            measure = partial(self.measure, setting, document, length)
-            yield self.cell(setting, length, document.name, measure, [document.numbers, *self.behind, *SHARES])
 
     def measure(self, setting: Setting, document: Document, length: int, model: Any) -> Row:
         copies = far_copies(length)

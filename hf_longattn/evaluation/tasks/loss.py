@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..experiment import Cell
 from ..measures.losses import loss_by_position, token_losses
 from ..readings import BIN, LOSS, Interval, Readings, over
 from ..report import Section, Table
@@ -33,11 +31,6 @@ class Loss(OnDocuments):
         shortest, targets = plan.options.lengths[0], plan.options.targets
         if targets >= shortest:
             raise ValueError(f"{targets} targets do not fit into {shortest} tokens: lower targets or raise lengths")
-
-    def cells(self, setting: Setting) -> Iterator[Cell]:
-        for length, document in itertools.product(self.options.lengths, self.plan.documents):
-            measure = partial(self.measure, setting, document, length)
-            yield self.cell(setting, length, document.name, measure, [document.numbers, *self.behind])
 
     def measure(self, setting: Setting, document: Document, length: int, model: Any) -> Row:
         plan, targets, ids = self.plan, self.options.targets, self.plan.context(document, length).to(model.device)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...config import LongAttnConfig
@@ -9,7 +12,9 @@ from ...integration import apply
 from ...integration.model import knowing, running
 from ...slots.base import LengthTemperature
 from ...slots.method import SLOTS
+from ..experiment import Cell
 from ..measures.losses import Prefix, prefix_of, shortened
+from ..rows import Row
 from ..settings import Setting
 from .base import Task
 
@@ -22,15 +27,22 @@ class OnDocuments(Task):
 
     documents: ClassVar[bool] = True
     prefixed: ClassVar[bool] = True
+    #: What its numbers depend on beside the document.
+    depends: ClassVar[Sequence[Any]] = ()
 
     @property
     def protocol(self) -> dict[str, Any]:
         return {"targets": self.options.targets, "prefix": self.options.prefix}
 
-    @property
-    def behind(self) -> list[str]:
-        """What a prefix adds to what the numbers depend on."""
-        return [] if self.options.prefix is None else [self.options.prefix]
+    def cells(self, setting: Setting) -> Iterator[Cell]:
+        behind = [] if self.options.prefix is None else [self.options.prefix]
+        for length, document in itertools.product(self.options.lengths, self.plan.documents):
+            measure = partial(self.measure, setting, document, length)
+            yield self.cell(setting, length, document.name, measure, [document.numbers, *behind, *self.depends])
+
+    def measure(self, setting: Setting, document: Document, length: int, model: Any) -> Row:
+        """What goes into the row of a document at a length."""
+        raise NotImplementedError
 
 
 class Prefixes:
