@@ -272,12 +272,6 @@ def test_a_score_has_its_parts() -> None:
     assert min(found.prose) < found.beyond < max(found.prose)
 
 
-@pytest.fixture
-def any_gain_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random weights get better by chance alone."""
-    monkeypatch.setattr(extension, "_half", lambda mine, others: 0.0)
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: Any) -> tuple[Path, Path]:
     """A tiny model trained at "2048", and a text for it."""
@@ -285,7 +279,7 @@ def saved(tmp_path_factory: Any) -> tuple[Path, Path]:
     return path, tiny.text(path / "text.txt", 5000)
 
 
-@pytest.mark.usefixtures("any_gain_counts")
+@pytest.mark.usefixtures("every_candidate_improves")
 def test_command_tries_saves_and_reloads(saved: tuple[Path, Path], tmp_path: Path) -> None:
     model, text = saved
     out = tmp_path / "out"
@@ -312,7 +306,7 @@ def test_command_tries_saves_and_reloads(saved: tuple[Path, Path], tmp_path: Pat
     assert "nothing is overwritten" in " ".join(result.output.replace("│", " ").split())
 
 
-@pytest.mark.usefixtures("any_gain_counts")
+@pytest.mark.usefixtures("every_candidate_improves")
 @pytest.mark.slow
 @pytest.mark.parametrize("fast", [False, True])
 def test_command_reads_fast_and_saves_the_checkpoints_own_precision(
@@ -334,7 +328,7 @@ def test_command_reads_fast_and_saves_the_checkpoints_own_precision(
         assert torch.equal(reloaded.state_dict()[name], weight), name
 
 
-@pytest.mark.usefixtures("any_gain_counts")
+@pytest.mark.usefixtures("every_candidate_improves")
 @pytest.mark.slow
 def test_the_command_takes_the_trained_length_that_it_is_told(
     saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -366,7 +360,7 @@ def test_the_command_takes_the_trained_length_that_it_is_told(
     assert "put in for inference" in " ".join(refused.output.replace("│", " ").split())
 
 
-@pytest.mark.usefixtures("any_gain_counts")
+@pytest.mark.usefixtures("every_candidate_improves")
 @pytest.mark.slow
 def test_the_command_saves_what_it_measured_of_a_checkpoint_with_a_method(
     saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -391,7 +385,7 @@ def test_the_command_saves_what_it_measured_of_a_checkpoint_with_a_method(
     assert again.beyond == pytest.approx(kept["beyond"], abs=1e-5)
 
 
-@pytest.mark.usefixtures("any_gain_counts")
+@pytest.mark.usefixtures("every_candidate_improves")
 @pytest.mark.slow
 def test_an_interrupted_command_goes_on_to_the_same_result(
     saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -65,7 +65,8 @@ def extend(
 
     Candidates are first probed at far positions, in seconds. The best kinds then read the text in one forward pass each, with
     some passages repeated from far back; loss is reported on prose, within and beyond the trained length, and on these
-    copies. Exit status 1 if nothing stays within the tolerance.
+    copies. Exit status 1 if nothing stays within the tolerance, or nothing is better than the unmodified model by more than
+    chance.
     """
     from transformers import AutoConfig
 

@@ -376,6 +376,7 @@ def same_weights(one: Path, other: Path) -> None:
 EXTENDED = [*parts.HEADLESS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in parts.PICTURES)]
 
 
+@pytest.mark.usefixtures("every_candidate_improves")
 @pytest.mark.parametrize("kind", EXTENDED)
 def test_extend_keeps_class_weights_and_all_that_belongs_to_a_model(
     kind: str, kinds: Any, files: Path, tmp_path: Path

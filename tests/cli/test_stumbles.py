@@ -120,6 +120,7 @@ def full(self: Any, directory: Any, *args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("every_candidate_improves")
 def test_extend_keeps_its_rows_when_the_disk_is_full(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(PreTrainedModel, "save_pretrained", full)
@@ -195,6 +196,7 @@ def test_names_in_a_table_are_not_squeezed_by_its_numbers() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("every_candidate_improves")
 def test_extend_takes_a_folder_that_extend_made(files: Path, tmp_path: Path) -> None:
     tokenizer = tiny.tokenizer()
     model = hf_longattn.extend(AutoModelForCausalLM.from_pretrained(files / "model"), 2048, "self_extend", group=4, window=256)
