@@ -181,6 +181,9 @@ def trained_length(method: LongAttnConfig | None, config: Any) -> Iterator[Findi
     text = language_config(config)
     known = trained.recorded(text, None if method is None else method.to_dict())
     yield Finding("trained", trained_line(known), NOTE if known.assumed or known.length is None else "ok")
+    reads = None if method is None else method.extended_to
+    if known.length and reads and (doubt := beyond_shown(known.length, reads)):
+        yield Finding("beyond", f"the checkpoint is extended so far: {doubt}", NOTE)
     told = None if known.length == trained.trained(text).length else known.length
     try:
         reaches = outlook(text, told)

@@ -125,6 +125,14 @@ def test_a_model_that_takes_no_method_is_a_problem(tmp_path: Path) -> None:
     assert text.endswith("1 problem found.")
 
 
+def test_a_checkpoint_that_was_extended_too_far_is_noted(tmp_path: Path, sound: Path) -> None:
+    with pytest.warns(UserWarning, match="never shown to read well"):
+        hf_longattn.extend(AutoModelForCausalLM.from_pretrained(sound), to="8k").save_pretrained(tmp_path)
+    code, text = told(tmp_path, "--no-weights")
+    assert code == 0, text
+    assert "note beyond the checkpoint is extended so far: 8,192 tokens are 16 times the trained length of 512" in text
+
+
 def test_a_sound_checkpoint_of_ours(tmp_path: Path, sound: Path) -> None:
     model = hf_longattn.extend(AutoModelForCausalLM.from_pretrained(sound), to="2k")
     hf_longattn.save(model, tmp_path)
