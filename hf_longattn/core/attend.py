@@ -89,7 +89,7 @@ def attend(call: Call) -> Tensor:
     if backend == "reference":
         return dense_attention(call)[0]
     prepared = Prepared.of(call, KERNELS[backend])
-    return prepared(query, key, value, learned, call.sink_logits, call.pages)
+    return prepared(query, key, value, learned, call.sink_logits, call.pages, call.keep)
 
 
 def choose_backend(call: Call) -> str:

@@ -14,6 +14,7 @@ from ..slots.method import Method
 from .geometry import Rows
 from .rotary import Rotation
 from .tables import SHARED, TableCache
+from .turned import Keep
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,7 @@ class Call:
         pages: int32 (batch, n), the pages in which a request's keys lie, key j in pages[:, j // page]; key and value are then
             (pages, kv_heads, page, head_dim), a whole cache, of which nothing is copied, and rows are intervals with key_start
             0. None: keys are a batch's own.
+        keep: finds what was made of the keys before (see `turned`), for a kernel that makes it; None: nothing is kept.
         output: (batch, heads, q_len, head_dim), what the call gave, for whoever observes it.
     """
 
@@ -57,6 +59,7 @@ class Call:
     strength: Tensor | None = None
     kind: Hashable = None
     pages: Tensor | None = None
+    keep: Keep | None = None
     output: Tensor = field(default=None, repr=False)  # type: ignore[assignment]
 
     @property

@@ -17,6 +17,7 @@ from .segments import BySegment, Segment
 from .stages import finish, joint_sinks, learned_part
 from .tables import SHARED, TableCache
 from .tracing import keepable, readable
+from .turned import Keep
 
 #: Ways to attend that are kept prepared for a call's rows: tables by head are as large as a layer's logits.
 PREPARED = 4
@@ -97,11 +98,12 @@ class Prepared:
         learned: Learned,
         sink_logits: Tensor | None,
         pages: Tensor | None = None,
+        keep: Keep | None = None,
     ) -> Tensor:
         """The output, (batch, heads, q_len, head_dim) like query; arguments as of `Call`."""
         factor = self.factor_of(learned) if self.learns_factor else self.factor
         sinks = self.sinks_of(query, learned, sink_logits) if self.learns_sinks else self.sinks
-        out = self.compute(query, key, value, factor, sinks, pages)
+        out = self.compute(query, key, value, factor, sinks, pages, keep)
         return finish(self.config, out, learned).to(query.dtype)
 
     def factor_of(self, learned: Learned) -> Any:

@@ -68,12 +68,14 @@ class Turn(NamedTuple):
         rotation: the model's; needed as soon as anything is turned.
         remap, spectrum: the positions shown, and the frequencies that they are shown at; None: the model's.
         name: identifies remap and spectrum in tables, where angles are kept.
+        band: the first of its method's bands that is turned so.
     """
 
     rotation: Rotation | None
     remap: Remap
     spectrum: Spectrum | None = None
     name: Hashable = None
+    band: int = 0
 
     @property
     def by(self) -> Rotation:

@@ -6,18 +6,22 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..slots.base import Band, EntropyTemperature, Score
+from ..slots.base import Band, EntropyTemperature, KeyBands, Score
 from .call import Call
 from .geometry import Rows
 from .kernels import sdpa, tiled
 from .kernels.kernel import MASK_VALUE, Kernel, KernelCall, LogitSpec, Pages, Result
 from .rotary import Angles, Turn
 from .tracing import keepable, readable
+from .turned import Keep
+
+#: A band, by its method and its number there.
+NamedBand: TypeAlias = tuple[tuple[KeyBands, int], Band]
 
 
 class Segment(NamedTuple):
@@ -30,7 +34,7 @@ class Segment(NamedTuple):
     """
 
     whole: Rows
-    bands: tuple[tuple[Hashable, Band], ...]
+    bands: tuple[NamedBand, ...]
     query: Turn | None = None
     key: Turn | None = None
 
@@ -39,15 +43,17 @@ class Segment(NamedTuple):
         """All that a call's config makes of its rows, those that see nothing too."""
         i = call.rows.query_positions() if call.config.key_bands else None
         named = [[((m, n), band) for n, band in enumerate(m.bands(i))] for m in call.config.key_bands]  # type: ignore[arg-type]
-        return [cls._turned(call, bands) for bands in itertools.product(*named)]
+        alike: dict[Hashable, int] = {}  # the first of a method's bands that is turned as another one is
+        return [cls._turned(call, bands, alike) for bands in itertools.product(*named)]
 
     @classmethod
-    def _turned(cls, call: Call, bands: tuple[tuple[Hashable, Band], ...]) -> Segment:
+    def _turned(cls, call: Call, bands: tuple[NamedBand, ...], alike: dict[Hashable, int]) -> Segment:
         turns: dict[str, Turn] = {}
-        for name, band in bands:
+        for (m, n), band in bands:
             for side, remap in (("query", band.query), ("key", band.key)):
                 if remap is not None:
-                    turns[side] = Turn(call.rotation, remap, band.spectrum, (name, side))
+                    first = alike.setdefault((m, side, remap, band.spectrum), n)
+                    turns[side] = Turn(call.rotation, remap, band.spectrum, (m, first, side), first)
         return cls(call.rows, bands, **turns)
 
     @property
@@ -134,7 +140,14 @@ class BySegment:
         return by_head
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, factor: Tensor | None, sinks: Tensor | None, pages: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        factor: Tensor | None,
+        sinks: Tensor | None,
+        pages: Tensor | None,
+        keep: Keep | None = None,
     ) -> Tensor:
         calls, kernel = self.calls(query, key, value, factor, pages), self.kernel
         joins = len(calls) > 1 or sinks is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..core.call import Call
 from ..core.geometry import Rows
 from ..core.prepared import named, prepared
 from ..core.reference import dense_attention
+from ..core.turned import Keep
 from ..slots.learned import learned_parts
 from .caches import is_paged
 from .engines import ulysses
@@ -23,6 +25,7 @@ from .engines.paged import ARGUMENTS, paged_attention
 from .masks import BOTH_WAYS, Sight, attention_function, base_implementation, is_carrier, read_mask, sight_of
 from .passes import Asked, find
 from .positions import rows_under
+from .turned import beside
 
 #: Arguments that reach an attention function and say nothing about which logits it should compute.
 _HARMLESS = frozenset(
@@ -145,7 +148,7 @@ def _attend(
     if made and kind is not None and not (asked.dropout or plan.observer or torch.is_grad_enabled()):
         decoding = made.get(named("dense", kind, query, key, scaling, asked.softcap, learned, sinks))
         if decoding is not None:
-            return decoding(query, key, value, learned, sinks).transpose(1, 2).contiguous(), None
+            return decoding(query, key, value, learned, sinks, None, _keep(asked, query)).transpose(1, 2).contiguous(), None
     call = Call(
         query,
         key,
@@ -162,11 +165,20 @@ def _attend(
         # a graph reads the strength when it runs; it would be compiled anew for each number
         strength=plan.state.strength if traced and not torch.compiler.is_exporting() else None,
         kind=kind,
+        keep=None if kind is None else _keep(asked, query),
     )
     out, weights = dense_attention(call) if with_weights else (attend(call), None)
     if plan.observer is not None:
         plan.observer(dataclasses.replace(call, output=out))
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _keep(asked: Asked, query: Tensor) -> Keep | None:
+    """What finds all that is kept of a layer's keys; None without a KV cache."""
+    now = asked.now
+    if now is None or now.cache is None or now.plans is None:
+        return None
+    return functools.partial(beside, now, getattr(asked.module, "layer_idx", None), query.shape[2])
 
 
 def _over_rows(asked: Asked, query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:

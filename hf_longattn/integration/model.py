@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import transformers
 from torch import nn
 
@@ -271,7 +272,17 @@ def _how(plan: LayerPlan) -> str:
         parts.append(f"not remapped: {plan.reason}")
     elif plan.rotary is not None and not plan.rotary.verified:
         parts.append("rotation verified at the first call")
+    elif plan.config is not None and plan.config.backend in ("auto", "tiled") and _turns_keys(plan.config):
+        parts.append("keys in a DynamicCache turned once")
     return ", ".join(parts)
+
+
+def _turns_keys(config: LongAttnConfig) -> bool:
+    """Whether decoding makes something of keys that it keeps beside a cache."""
+    if config.positions is None:
+        return config.score is not None
+    bands = config.positions.bands(torch.zeros(1, 1, dtype=torch.int64, device="cpu"))
+    return config.score is not None or any(band.key is not None for band in bands)
 
 
 def _runs(config: Any) -> str:

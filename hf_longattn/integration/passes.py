@@ -238,6 +238,8 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
     cache = cache_in((*args, *kwargs.values()))
     if pictured := remapped and _pictured(positions, cache):
         _check_pictures(plans, positions, cache)
+    if cache is not None and (kept := state.beside.get(cache)) is not None:
+        kept.begin(cache)
     _PASS.set(Pass(outer, plans, positions, weights, cache, sys._getframe(2), pictured))
 
 

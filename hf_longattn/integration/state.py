@@ -15,6 +15,8 @@ model goes with that:
     mask.longattn_sight                       of a pass's mask: its `Sight`, which leads to the pass
     mask.longattn_both_ways                   of one that transformers made for reading in both directions
     cache.longattn_numbering, longattn_long   how the keys in a KV cache were numbered, and turned (longrope)
+
+What a model made of the keys in a cache lies beside the cache and goes with it: `AttentionState.beside`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from ..config import LongAttnConfig
 from ..core.call import Call
@@ -44,6 +46,7 @@ from .names import described, is_ours
 from .rope import Tables, build, exchange
 from .rotation import RotarySource
 from .trained import hides
+from .turned import Beside
 
 #: What a model's tables may take: those of 32 layers with 32 heads each, for 128k tokens.
 TABLE_BYTES = 2 << 30
@@ -89,6 +92,7 @@ class AttentionState:
     remaps: tuple[RemovableHandle, ...] = ()  # hooks that refuse calls which a remap would compute wrongly
     disabled: tuple[list[tuple[Any, str]], Tables | None, int | None] | None = None  # what `enable` puts back, in that order
     kinds: dict[Hashable, object] = field(default_factory=dict)  # see `LayerPlan.kind`
+    beside: WeakKeyDictionary[Cache, Beside] = field(default_factory=WeakKeyDictionary)  # of caches; copies have none
 
     def set_strength(self, config: LongAttnConfig) -> None:
         """Let compiled graphs run under this config's strength."""
@@ -106,7 +110,10 @@ class AttentionState:
         return self.plans
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"plans": None, "group": None}
+        return vars(self) | {"plans": None, "group": None, "beside": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, beside=WeakKeyDictionary())
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,6 +30,7 @@ from hf_longattn.core import call as attention_call
 from hf_longattn.core import geometry
 from hf_longattn.core.attend import attend
 from hf_longattn.core.prepared import distance_tables
+from hf_longattn.core.turned import Turned
 from hf_longattn.evaluation import rows as store
 from hf_longattn.evaluation.rows import versions_line
 
@@ -101,7 +102,9 @@ def attention_calls(shape: Shape, mode: str, dtype: torch.dtype, device: str, ch
         if backend == "eager":
             return eager()
         if mode == "decode":
-            return lambda: attend(attention_call.Call(q, k, v, METHODS[method], rows, backend=backend, **model))
+            made = Turned()  # as behind a model's cache, from the third token on
+            kept: dict[str, Any] = {"kind": method, "keep": lambda by, key: made}
+            return lambda: attend(attention_call.Call(q, k, v, METHODS[method], rows, backend=backend, **model, **kept))
         return lambda: hf_longattn.attention(q, k, v, METHODS[method], backend=backend, rotation=rotation)
 
     def step(forward: Callable[[], Tensor]) -> Call:

@@ -1,13 +1,15 @@
 """Few queries against many keys on a CPU, as in decoding: dense over the keys of all segments together.
 
 What depends on positions alone (which keys are seen, how they are turned, gain and bias of each) is prepared once; a layer is
-then a few products. Keys are turned, and divided by their norms, as they are read, so that no second KV cache is kept.
+then a few products. Keys are turned, and divided by their norms, as they are read, unless whoever calls keeps what was made of
+them for the token before (see `turned`).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..tracing import keepable
-from .kernel import FEW_QUERIES, MASK_VALUE, Kernel, LogitSpec, entropy
+from ..turned import AHEAD, WORTH, Keep, Turned
+from .kernel import FEW_QUERIES, FUSED, MASK_VALUE, Kernel, LogitSpec, entropy
 
 if TYPE_CHECKING:  # they know methods and configs
     from ..call import Call
@@ -46,6 +49,8 @@ class SeenSegment(NamedTuple):
         turn: (batch or 1, key heads or 1, q_len, head_dim, head_dim), what queries are multiplied by; None: they stay.
         half: likewise, for the sine part of turned keys.
         angles: of keys, by feature (see `Turn.by_feature`), (batch or 1, key heads or 1, keys, head_dim); None: they stay.
+        beyond: the same, of keys behind them too.
+        band: those of segments with the same number are turned alike.
     """
 
     columns: slice
@@ -53,6 +58,8 @@ class SeenSegment(NamedTuple):
     turn: Tensor | None
     half: Tensor | None
     angles: tuple[Tensor, Tensor] | None
+    beyond: tuple[Tensor, Tensor] | None
+    band: int
 
     @property
     def size(self) -> int:
@@ -107,16 +114,19 @@ def _hidden(seen: tuple[SeenSegment, ...], query: Tensor, width: int) -> Tensor:
 def _seen(call: Call, segment: Segment, columns: slice, own: Tensor | None, first: int) -> SeenSegment:
     query, width = call.query, call.query.shape[3]
     eye = torch.eye(width, dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
-    turn = half = angles = None
+    turn = half = angles = beyond = None
     if segment.query is not None:
         turn = _matrices(segment.query.by, eye, *segment.query.angles(call.rows.query_positions()))
     if segment.key is not None:
-        j = call.rows.key_positions(call.kv_len)[:, columns]
+        j = call.rows.key_positions(call.kv_len)[:, columns.start : columns.stop + AHEAD]
         cos, sin = segment.key.by_feature(j, width, call.cache)
-        angles = cos.transpose(1, 2).to(eye.dtype), sin.transpose(1, 2).to(eye.dtype)
+        beyond = cos.transpose(1, 2).to(eye.dtype), sin.transpose(1, 2).to(eye.dtype)
+        size = columns.stop - columns.start
+        angles = beyond[0][:, :, :size], beyond[1][:, :, :size]
         turn = eye[None, None, None] if turn is None else turn
         half = segment.key.by.rotate_half(turn)
-    return SeenSegment(slice(columns.start - first, columns.stop - first), own, turn, half, angles)
+    band = 0 if segment.key is None else segment.key.band
+    return SeenSegment(slice(columns.start - first, columns.stop - first), own, turn, half, angles, beyond, band)
 
 
 def _matrices(rotation: Rotation, eye: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -139,6 +149,8 @@ class Dense:
         shown: Shown = rows.once(alike, functools.partial(Shown.of, call, segments))
         self.count, self.segments, self.blind = shown.count, shown.segments, shown.blind
         self.columns = None if shown.columns == slice(0, kv_len) else shown.columns
+        self.first, self.rotation = shown.columns.start, call.rotation
+        self.by = self._turned_by(call)
         self.scaling, self.softcap, self.score = call.scaling, call.softcap, config.score
         self.q_len, self.kv_heads, self.group = query.shape[2], call.key.shape[1], query.shape[1] // call.key.shape[1]
         self.wide = torch.promote_types(query.dtype, torch.float32)
@@ -170,7 +182,9 @@ class Dense:
         factor: float | Tensor | None,
         sinks: Tensor | None,
         pages: Tensor | None,
+        keep: Keep | None = None,
     ) -> Tensor:
+        made = None if keep is None or self.by is None else keep(self.by, key)
         if self.columns is not None:
             key, value = key[:, :, self.columns], value[:, :, self.columns]
         if not self.segments:  # nothing is visible
@@ -178,8 +192,20 @@ class Dense:
         elif self.fuses:
             out = self._fused(query, key, value, factor)
         else:
-            out = self._dense(query, key, value, factor, sinks)
+            run = self._streamed if self.streams and (made is not None or not self.makes) else self._dense
+            out = run(query, key, value, factor, sinks, made)
         return out if self.blind is None else out.masked_fill(self.blind, 0.0)
+
+    def _turned_by(self, call: Call) -> Hashable:
+        """What identifies all that can be made of keys once for every later token; None: nothing, or it is not worth it."""
+        worth = max((s.size for s in self.segments if s.angles is not None or call.config.score is not None), default=0)
+        rows, rounds = call.rows, call.key.dtype.itemsize == 2
+        if worth < WORTH or call.kind is None or rows.key_ids is not None or rows.index.shape[1] == call.kv_len:
+            return None
+        if rounds and call.asked != "auto":  # which computes in float32 throughout
+            return None
+        places = rows.index[:, 0, 1:3].flatten().tolist()  # where keys and texts begin
+        return call.kind, call.rotation, call.key.dtype, tuple(places)
 
     def _grouped(self, x: Tensor) -> Tensor:
         """(batch or 1, heads or 1, q_len, m) so that it fits (batch, kv_heads, group * q_len, m)."""
@@ -212,6 +238,13 @@ class Dense:
         self.hidden = None if hidden is None or not hidden.any() else self._grouped(hidden)
         self.own = [None if self.apart or segment.own is None else self._grouped(segment.own) for segment in self.segments]
         self._prepare_turns(call.query.shape[3])
+        acting = call.config.logit_map, call.softcap, self.temper, self.hidden, shown.blind
+        alike = self.apart and all(segment.own is None for segment in self.segments) and acting == (None,) * 5
+        alike &= self.score is None or self.score.over_norms(call.query) is not None
+        #: in half precision, which the fused kernel reads as it is
+        self.streams = alike and call.query.dtype.itemsize == 2 and call.asked == "auto"
+        self.streams &= call.query.shape[3] == call.value.shape[3] and hasattr(torch.ops.aten, FUSED)
+        self.makes = self.score is not None or any(segment.angles is not None for segment in self.segments)
         self.map = None if spec.gain is None else self._map(call, spec, shown.columns, columns)
 
     def _prepare_turns(self, width: int) -> None:
@@ -236,9 +269,17 @@ class Dense:
         gain, bias = self._grouped(gain), self._grouped(bias)
         return gain, bias if self.hidden is None else bias.masked_fill(self.hidden, MASK_VALUE)
 
-    def _dense(self, query: Tensor, key: Tensor, value: Tensor, factor: float | Tensor | None, sinks: Tensor | None) -> Tensor:
+    def _dense(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        factor: float | Tensor | None,
+        sinks: Tensor | None,
+        made: Turned | None,
+    ) -> Tensor:
         batch, heads, n, width = query.shape
-        logits = self._logits(query.reshape(batch, self.kv_heads, -1, width).to(self.wide), key, factor)
+        logits = self._logits(query.reshape(batch, self.kv_heads, -1, width).to(self.wide), key, factor, made)
         if self.map is not None:
             logits = torch.addcmul(self.map[1], logits, self.map[0], out=logits)
         elif self.hidden is not None:
@@ -249,7 +290,36 @@ class Dense:
         out = self._averaged(torch.softmax(logits, -1), value.to(self.wide))
         return (out if share is None else out.mul_(share)).view(batch, heads, n, -1)
 
-    def _logits(self, rows: Tensor, key: Tensor, factor: float | Tensor | None) -> Tensor:
+    def _streamed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        factor: float | Tensor | None,
+        sinks: Tensor | None,
+        made: Turned | None,
+    ) -> Tensor:
+        """By the fused kernel, a segment after another, joined by their logsumexps."""
+        batch, heads, n, width = query.shape
+        rows, scaling = query.reshape(batch, self.kv_heads, -1, width).to(self.wide), self.scaling
+        if self.score is not None:
+            rows, scaling = self.score.over_norms(rows)  # type: ignore[misc]
+        if isinstance(factor, Tensor):
+            rows = rows * self._grouped(factor)
+        elif factor is not None:
+            scaling *= factor
+        turned = rows if self.turns is None else self._turned(rows)
+        outs, lses = [], [] if sinks is None else [sinks.expand(*rows.shape[:3], 1)]
+        for i, segment in enumerate(self.segments):
+            own, keys = self._own(i, rows, turned).to(query.dtype), self._keys(i, key, made, self.score is not None)
+            out, lse = getattr(torch.ops.aten, FUSED)(own, keys, value[:, :, segment.columns], scale=scaling)
+            outs.append(out)
+            lses.append(lse[..., None])
+        shares = torch.softmax(torch.cat(lses, -1), -1)[..., -len(outs) :].unbind(-1)
+        joined = functools.reduce(torch.add, (share[..., None] * out for share, out in zip(shares, outs, strict=True)))
+        return joined.view(batch, heads, n, -1)
+
+    def _logits(self, rows: Tensor, key: Tensor, factor: float | Tensor | None, made: Turned | None) -> Tensor:
         """(batch, kv_heads, group * q_len, keys) from score to temperature by length."""
         scaling, normed, score = self.scaling, False, self.score
         factor = self._grouped(factor) if isinstance(factor, Tensor) else factor
@@ -258,17 +328,21 @@ class Dense:
             if normed := own is not None:
                 rows, scaling = own
             else:
-                rows, key, scaling = score.fold(rows, key.to(self.wide))
-        logits = self._products(rows * (scaling if factor is None or self.softcap else scaling * factor), key, normed)
+                made, (rows, key, scaling) = None, score.fold(rows, key.to(self.wide))
+        logits = self._products(rows * (scaling if factor is None or self.softcap else scaling * factor), key, normed, made)
         if self.softcap:
             logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
             logits = logits if factor is None else logits.mul_(factor)
         return logits
 
-    def _products(self, rows: Tensor, key: Tensor, normed: bool) -> Tensor:
+    def _products(self, rows: Tensor, key: Tensor, normed: bool, made: Turned | None) -> Tensor:
         """q . k of all segments, (batch, kv_heads, group * q_len, keys), divided by |k| if `normed`; 0 outside of them."""
-        turned, scores = rows if self.turns is None else self._turned(rows), []
-        for segment, place in zip(self.segments, self.places, strict=True):
+        turned = rows if self.turns is None else self._turned(rows)
+        scores: list[Tensor] = []
+        for n, (segment, place) in enumerate(zip(self.segments, self.places, strict=True)):
+            if made is not None:
+                scores.append(self._once(n, rows, turned, key, normed, made))
+                continue
             own = rows if segment.turn is None else turned[..., place]
             scores.append(_scores(own, key if len(self.segments) == 1 else key[:, :, segment.columns], segment.angles, normed))
         if self.apart:
@@ -278,6 +352,48 @@ class Dense:
             into = logits[..., segment.columns]
             into.copy_(own if visible is None else torch.where(visible, own, into))
         return logits
+
+    def _once(self, n: int, rows: Tensor, turned: Tensor, key: Tensor, normed: bool, made: Turned) -> Tensor:
+        """q . k of a segment, whose keys are turned once, and their norms taken once."""
+        scores = _scores(self._own(n, rows, turned), self._keys(n, key, made, False), None, False)
+        if not normed:
+            return scores
+
+        def inverse(c: slice) -> Tensor:
+            return _norms(self._at(key, c).to(self.wide)).reciprocal_()
+
+        return scores.mul_(made.get(("norms", n), *self._place(n, key), inverse).mT)
+
+    def _own(self, n: int, rows: Tensor, turned: Tensor) -> Tensor:
+        """Rows as a segment turns them whose keys are turned."""
+        place = self.places[n]
+        return rows if self.segments[n].turn is None else turned[..., place.start : place.start + rows.shape[-1]]
+
+    def _keys(self, n: int, key: Tensor, made: Turned | None, normed: bool) -> Tensor:
+        """The keys of a segment, turned, and divided by their norms if `normed`."""
+        segment, rotation = self.segments[n], self.rotation
+        if segment.beyond is None and not normed:
+            return key[:, :, segment.columns]
+        columns, until = self._place(n, key)
+
+        def turn(c: slice) -> Tensor:
+            k = own = self._at(key, c).to(self.wide)
+            if segment.beyond is not None and rotation is not None:
+                cos, sin = (x[:, :, c.start - columns.start : c.stop - columns.start] for x in segment.beyond)
+                k = cos * k - rotation.rotate_half(sin * k)
+            return (k / _norms(own) if normed else k).to(key.dtype)
+
+        assert made is not None
+        return made.get((segment.band if segment.beyond is not None else ("own", n), normed), columns, until, turn)
+
+    def _place(self, n: int, key: Tensor) -> tuple[slice, int]:
+        """A segment's columns of all keys in the cache, and where these end."""
+        columns, first = self.segments[n].columns, self.first
+        return slice(columns.start + first, columns.stop + first), key.shape[2] + first
+
+    def _at(self, key: Tensor, columns: slice) -> Tensor:
+        """Some columns of all keys in the cache, from those that are seen."""
+        return key[:, :, columns.start - self.first : columns.stop - self.first]
 
     def _turned(self, rows: Tensor) -> Tensor:
         """Rows times all `turns`, side by side."""
@@ -300,6 +416,10 @@ class Dense:
             return weights @ value
         own = zip(weights.split([segment.size for segment in self.segments], -1), self.segments, strict=True)
         return functools.reduce(torch.add, (share @ value[:, :, segment.columns] for share, segment in own))
+
+
+def _norms(key: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(key, dim=-1, keepdim=True).clamp_(min=1e-30)
 
 
 def _scores(rows: Tensor, key: Tensor, angles: tuple[Tensor, Tensor] | None, normed: bool) -> Tensor:
@@ -333,7 +453,7 @@ def _read(rows: Tensor, key: Tensor, angles: tuple[Tensor, Tensor] | None, norme
         out = (angles[0] * query).addcmul_(angles[1], half).mul_(key).sum(-1)[:, :, None]
     else:
         out = rows @ torch.cat([angles[0] * key, angles[1] * key], -1).mT
-    return out.div_(torch.linalg.vector_norm(key, dim=-1).clamp_(min=1e-30)[:, :, None]) if normed else out
+    return out.div_(_norms(key).mT) if normed else out
 
 
 def _pieces(length: int, step: int) -> list[slice]:

@@ -14,18 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kernel import MASK_VALUE, KernelCall
+from .kernel import FUSED, MASK_VALUE, KernelCall
 
 #: Rows of a block, and of one whose ends come under a mask: of what is masked more than half is computed for nothing.
 ROWS, MASKED_ROWS = 1024, 256
-_FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def serves(call: KernelCall) -> bool:
     """Whether a call without gradients is computed here."""
     spec, query, value = call.spec, call.query, call.key if call.value is None else call.value
     plain = (spec.softcap, spec.gain, spec.row_scale, call.rows.allowed) == (None,) * 4 and not call.dropout
-    fits = query.device.type == "cpu" and query.shape[-1] == value.shape[-1] and hasattr(torch.ops.aten, _FUSED)
+    fits = query.device.type == "cpu" and query.shape[-1] == value.shape[-1] and hasattr(torch.ops.aten, FUSED)
     return plain and fits and not (call.with_entropy and call.value is not None)
 
 
@@ -150,7 +149,7 @@ def _blocks(call: KernelCall) -> Iterator[_Block]:
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, shape: _Shape | Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """Output and logsumexp; of query heads that share a key head, one after another."""
-    kernel, groups, backwards = getattr(torch.ops.aten, _FUSED), query.shape[1] // key.shape[1], shape is _Shape.FALLING
+    kernel, groups, backwards = getattr(torch.ops.aten, FUSED), query.shape[1] // key.shape[1], shape is _Shape.FALLING
     if backwards:
         query, key, value = (x.flip(2) for x in (query, key, value))
     options = {"attn_mask": shape if isinstance(shape, Tensor) else None, "scale": scaling}

@@ -14,11 +14,14 @@ from ..geometry import Rows
 if TYPE_CHECKING:  # they know methods and configs
     from ..call import Call
     from ..segments import Segment
+    from ..turned import Keep
 
 #: The logit of a masked pair: its probability is exactly 0, and no arithmetic on it gives NaN.
 MASK_VALUE = -1e30
 #: Up to this many queries a call is decoding: what is done to keys is done as they are read, and no second cache is kept.
 FEW_QUERIES = 16
+#: torch's fused kernel for the CPU, which gives the logsumexp too.
+FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 #: By how much tables should be longer than the largest distance: the Triton kernel reads so far beyond it.
 MARGIN = 256
 
@@ -133,8 +136,17 @@ class Computation(Protocol):
     def sinks(self, by_head: Tensor) -> Any:
         """The logarithm of what joins the denominators, (heads,), likewise."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, factor: Any, sinks: Any, pages: Tensor | None) -> Tensor:
-        """The weighted sum of values, (batch, heads, q_len, head_dim); tensors as of `Call`, None where there is none."""
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        factor: Any,
+        sinks: Any,
+        pages: Tensor | None,
+        keep: Keep | None = None,
+    ) -> Tensor:
+        """The weighted sum of values, (batch, heads, q_len, head_dim); all but factor and sinks as of `Call`."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,69 @@
+"""What is made of the keys in a KV cache, once for each: keys that are turned already, and their norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+#: Keys by which a buffer grows.
+ROOM = 256
+#: Keys behind those that are asked for which are made with them: most decoded tokens then make none.
+AHEAD = 64
+#: Keys that are made at a time.
+STEP = 2048
+#: Fewer keys than these are turned as they are read.
+WORTH = 1024
+
+
+class Turned:
+    """What was made of the keys in one layer's cache, by column; whoever keeps it knows that these are still the same keys."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, tuple[Tensor, int, int]] = {}  # a buffer, the column that it begins with, and the next one
+
+    def get(self, name: Hashable, columns: slice, until: int, make: Callable[[slice], Tensor]) -> Tensor:
+        """What belongs to some columns, (batch, kv_heads, columns, width).
+
+        Args:
+            name: of what is made.
+            until: the end of the columns that it can be made of.
+            make: makes it of some columns.
+        """
+        buffer, first, end = self._made.get(name, (None, 0, -1))
+        if not first <= columns.start <= end:
+            buffer, first, end = None, columns.start, columns.start
+        if end < columns.stop:
+            buffer = self._extended(buffer, first, end, stop := min(columns.stop + AHEAD, until), make)
+            self._made[name] = buffer, first, stop
+        assert buffer is not None
+        return buffer[:, :, columns.start - first : columns.stop - first]
+
+    @staticmethod
+    def _extended(buffer: Tensor | None, first: int, end: int, stop: int, make: Callable[[slice], Tensor]) -> Tensor:
+        with torch.no_grad():
+            for start in range(end, stop, STEP):
+                piece = slice(start, min(start + STEP, stop))
+                made = make(piece)
+                if buffer is None or buffer.shape[2] < stop - first:
+                    larger = made.new_empty(*made.shape[:2], stop - first + ROOM, made.shape[3])
+                    if buffer is not None:
+                        larger[:, :, : end - first] = buffer[:, :, : end - first]
+                    buffer = larger
+                buffer[:, :, piece.start - first : piece.stop - first] = made
+        assert buffer is not None
+        return buffer
+
+    def crop(self, length: int) -> None:
+        """Forget what was made of columns from `length` on: other keys are to take their place."""
+        self._made = {name: (buffer, first, min(end, length)) for name, (buffer, first, end) in self._made.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer, _, _ in self._made.values())
+
+
+#: From what a call's keys are turned by, and these keys, to what was made of them before; None: nothing is kept of them.
+Keep: TypeAlias = Callable[[Hashable, Tensor], Turned | None]

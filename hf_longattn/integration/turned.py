@@ -1,0 +1,101 @@
+"""Beside a KV cache: its keys as decoding turns them, so that each is turned once and not at every token.
+
+The cache is its user's. It holds what the model wrote, and whoever reads, crops, reorders, copies or saves it finds that and
+nothing else: what is kept here is made of it and can be made again. It serves a pass that begins with the very keys which the
+last one left (their storage, written to by nobody), or with the first of them, where a draft was rolled back. Anything else
+drops it, and it is made again at the second of two steps that follow one another: beams, which reorder the cache at each step,
+never pay for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from ..core.turned import Turned
+
+#: What it may take for a model, in all caches together.
+TURNED_BYTES = 2 << 30
+
+
+class _Layer:
+    """Of one layer of a cache: what was made of its keys, and which keys these were."""
+
+    def __init__(self, by: Hashable, key: Tensor) -> None:
+        self.by, self.turned = by, Turned()
+        self.serves = False  # whether the pass that runs may use it
+        self.note(key)
+
+    def note(self, key: Tensor) -> None:
+        """The keys that the cache holds now."""
+        self.storage, self.version = StorageWeakRef(key.untyped_storage()), key._version
+        self.shape, self.length, self.stride = key.shape[:2], key.shape[2], key.stride()
+        self.follows = False
+
+    def begin(self, key: Any) -> bool:
+        """Whether a pass begins with the keys that were noted, or the first of them, which it is then made of."""
+        same = (
+            type(key) is Tensor
+            and not key.is_inference()  # which do not count who writes to them
+            and key.untyped_storage()._cdata == self.storage.cdata
+            and (key._version, key.shape[:2], key.stride(), key.storage_offset()) == (self.version, self.shape, self.stride, 0)
+            and key.shape[2] <= self.length
+        )
+        if same and key.shape[2] < self.length:
+            self.length = key.shape[2]
+            self.turned.crop(self.length)
+        self.follows = same
+        return same
+
+
+class Beside:
+    """What is kept beside one cache, by the number of the layer."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, _Layer] = {}
+
+    def begin(self, cache: Cache) -> None:
+        """A forward pass begins."""
+        held = len(cache.layers)
+        for n, own in list(self.layers.items()):
+            if n >= held or not own.begin(getattr(cache.layers[n], "keys", None)):
+                del self.layers[n]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(own.turned.nbytes for own in list(self.layers.values()))
+
+
+def beside(now: Any, number: int | None, q_len: int, by: Hashable, key: Tensor) -> Turned | None:
+    """What is kept of a layer's keys, or None: of keys that are not a plain dynamic cache's, or met for the first time.
+
+    Args:
+        now: the layer's `Pass`.
+        number: the layer's in the cache.
+        q_len: how many keys the pass wrote.
+        by: what the keys are turned by.
+    """
+    cache = now.cache
+    if type(cache) is not DynamicCache or cache.offloading or number is None or number >= len(cache.layers):
+        return None
+    layer = cache.layers[number]
+    if type(layer) is not DynamicLayer or layer.keys is not key or type(key) is not Tensor or key.is_inference():
+        return None
+    caches = now.plans.state.beside
+    if (kept := caches.get(cache)) is None:
+        kept = caches[cache] = Beside()
+    own = kept.layers.get(number)
+    if own is None or own.by != by:
+        kept.layers[number] = _Layer(by, key)
+        return None
+    if own.follows or key.untyped_storage()._cdata != own.storage.cdata:
+        own.serves = own.follows and key.shape[2] == own.length + q_len
+        if own.serves and not own.turned.nbytes:
+            own.serves = sum(other.nbytes for other in list(caches.data.values())) + key.nbytes <= TURNED_BYTES
+        own.note(key)
+    return own.turned if own.serves else None
