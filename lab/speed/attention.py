@@ -1,8 +1,9 @@
 """Speed and memory beside torch's own attention, on the CPU: attention alone, and a whole model's step.
 
 The parts that `make bench` runs take about eight minutes; lengths beyond 8k are in parts called "long", which run where
-`--only` names them. Memory is the peak of a fresh process. Writes results/attention-cpu.json (see timing.py) after every
-part; `python -m lab.pages` then rewrites docs/speed.md and its pictures.
+`--only` names them; "decode turned" is measured with `--threads 1`. Memory is the peak of a fresh process. Writes
+results/attention-cpu.json (see timing.py) after every part; `python -m lab.pages` then rewrites docs/speed.md and its
+pictures.
 """
 
 import subprocess
@@ -12,9 +13,11 @@ import torch
 
 from lab.speed.model_step import model_rows
 from lab.speed.timing import (
+    EACH_TIME,
     METHODS,
     PEER,
     RESULTS,
+    TURNED,
     Parts,
     Rows,
     Shape,
@@ -22,6 +25,7 @@ from lab.speed.timing import (
     arguments,
     attention_calls,
     attention_rows,
+    compare,
     peak_of_this_process,
     run_parts,
 )
@@ -32,6 +36,7 @@ FAMILY = [
     (name, "auto") for name in METHODS if name not in ("none", "scale_invariant+adaptive_temperature") and "," not in name
 ]
 BANDED = [(name, "auto") for name in METHODS if "window" in name]
+ONCE = [(name, backend) for name in TURNED for backend in ("auto", EACH_TIME) if backend == "auto" or "string" not in name]
 WITHOUT = ("none", "tiled")  # what the tiled kernel costs where no method needs it
 
 
@@ -55,6 +60,10 @@ def parts() -> Parts:
     for length in (1024, 4096, 8192, 16384, 65536):
         add("decode", length, [*FAMILY, ("rerope, window 4096", "auto")], 15 if length < 65536 else 5)
         add("decode, grouped", length, [MAP, FAMILY[2]], 15 if length < 65536 else 5, kv_heads=2)
+    for dtype in (torch.float32, torch.bfloat16):
+        for length in (8192, 16384, 65536):
+            name = f"long decode turned {str(dtype).removeprefix('torch.')} {length}"
+            result[name] = lambda a=(length, dtype): turned_rows(*a)
     for name in (PEER, MAP, EAGER):
         for mode in ("forward", "forward+backward"):
             for length in (2048, 4096) if name == EAGER else (4096, 8192, 16384):
@@ -71,6 +80,14 @@ def parts() -> Parts:
         for name in (PEER, MAP):
             result[f"long memory {' '.join(name)} {mode} {length}"] = lambda a=(name, mode, length): memory_row(*a)
     return result
+
+
+def turned_rows(length: int, dtype: torch.dtype) -> Rows:
+    """A decoded token in SmolLM2's shape, whose keys were turned once, and are turned at each token."""
+    its = Shape(heads=9, kv_heads=3, length=length, head_dim=64)
+    about = about_call(its, "decode", dtype, "cpu")
+    about["mode"] += f" turned {about['dtype']}"
+    return compare(attention_calls(its, "decode", dtype, "cpu", [PEER, *ONCE]), 9, about, PEER, repeat=2)
 
 
 def memory_row(name: tuple[str, str], mode: str, length: int) -> Rows:

@@ -50,6 +50,17 @@ METHODS = {
     "scale_invariant+adaptive_temperature": preset("scale_invariant+adaptive_temperature"),
     **{f"{name}, window 4096": preset(name, window=4096) for name in ("rerope", "windowed", "streaming", "lm_infinite")},
 }
+#: Those under which decoding makes something of keys once, or turns queries alone.
+TURNED = {
+    "rerope, window 4096": METHODS["rerope, window 4096"],
+    "leaky_rerope, window 4096": preset("leaky_rerope", window=4096),
+    "self_extend, window 1024": preset("self_extend", window=1024),
+    "dual_chunk, chunk 6144": preset("dual_chunk", chunk=6144, local=512),
+    "string, shift 2730": preset("string", shift=2730, window=128),
+    "cosscale": METHODS["cosscale"],
+}
+#: In the place of a backend: "auto" behind a cache beside which nothing is kept.
+EACH_TIME = "at each token"
 #: The row that ratios are to.
 PEER = ("none", "torch sdpa")
 Call = Callable[[], Any]
@@ -102,9 +113,10 @@ def attention_calls(shape: Shape, mode: str, dtype: torch.dtype, device: str, ch
         if backend == "eager":
             return eager()
         if mode == "decode":
-            made = Turned()  # as behind a model's cache, from the third token on
-            kept: dict[str, Any] = {"kind": method, "keep": lambda by, key: made}
-            return lambda: attend(attention_call.Call(q, k, v, METHODS[method], rows, backend=backend, **model, **kept))
+            made, config = Turned(), (METHODS | TURNED)[method]
+            kept: dict[str, Any] = {"keep": lambda by, key: made, "backend": backend}  # as behind a model's cache
+            kept = {} if backend == EACH_TIME else kept
+            return lambda: attend(attention_call.Call(q, k, v, config, rows, kind=(method, backend), **model, **kept))
         return lambda: hf_longattn.attention(q, k, v, METHODS[method], backend=backend, rotation=rotation)
 
     def step(forward: Callable[[], Tensor]) -> Call:
