@@ -48,29 +48,33 @@ def test_each_column_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "name", ["rerope", "string", "rerope+infoscale", "rerope+attention_sink", "cosscale", "rerope+cosscale"]
-)
+@pytest.mark.parametrize("rows", ["one", "several", "padded"])
+@pytest.mark.parametrize("name", FUSED)
 def test_half_precision_reads_turned_keys_by_the_fused_kernel(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, rows: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As near to the definition in float64 as the rounding of one more number for each query and key allows."""
     monkeypatch.setattr(dense, "WORTH", 2)
     own = {"string": {"shift": 9, "window": 4}, "rerope+infoscale": {"window": 9, "train_length": 20}}
     parameters = own.get(name, {"window": 9} if "rerope" in name else {}) | ({"scale": 4.0} if "cosscale" in name else {})
     config, generator = preset(name, **parameters), torch.Generator().manual_seed(0)
-    sizes = ((4, 1), (2, 60), (2, 60))
+    q_len = 1 if rows == "one" else 5
+    sizes = ((4, q_len), (2, 60), (2, 60))
     query, key, value = (torch.randn(2, heads, n, 16, generator=generator).to(dtype) for heads, n in sizes)
-    rows = Rows.causal(1, 60, None, 0, torch.device("cpu"))
+    seen = Rows.causal(q_len, 60, None, 0, torch.device("cpu"))
+    if rows == "padded":  # in the second entry the first of these tokens sees nothing
+        index = seen.index.repeat(2, 1, 1)
+        index[1, :, 2:4] = 56
+        seen = Rows(index)
     model: dict[str, Any] = {"rotation": Rotation(100.0 ** (-torch.arange(0, 16, 2).float() / 16)), "kind": name}
-    prepared = Prepared(Call(query, key, value, config, rows, 0.25, **model), dense.KERNEL)
+    prepared = Prepared(Call(query, key, value, config, seen, 0.25, **model), dense.KERNEL)
     assert prepared.compute.streams  # type: ignore[attr-defined]
     kept = Turned()
     got = prepared(query, key, value, None, None, None, lambda by, k: kept)
     assert bool(kept.nbytes) == (name != "string")
     wide = (x.double() for x in (query, key, value))
-    want, _ = dense_attention(Call(*wide, config, rows, 0.25, **model))
+    want, _ = dense_attention(Call(*wide, config, seen, 0.25, **model))
     close(got.double(), want, 0.02)
     if name != "string":
-        tiled = Prepared(Call(query, key, value, config, rows, 0.25, backend="tiled", **model), dense.KERNEL)
+        tiled = Prepared(Call(query, key, value, config, seen, 0.25, backend="tiled", **model), dense.KERNEL)
         assert tiled.compute.by is None  # type: ignore[attr-defined]

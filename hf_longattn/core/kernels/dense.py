@@ -238,14 +238,18 @@ class Dense:
         self.hidden = None if hidden is None or not hidden.any() else self._grouped(hidden)
         self.own = [None if self.apart or segment.own is None else self._grouped(segment.own) for segment in self.segments]
         self._prepare_turns(call.query.shape[3])
-        acting = call.config.logit_map, call.softcap, self.temper, self.hidden, shown.blind
-        alike = self.apart and all(segment.own is None for segment in self.segments) and acting == (None,) * 5
-        alike &= self.score is None or self.score.over_norms(call.query) is not None
         #: in half precision, which the fused kernel reads as it is
-        self.streams = alike and call.query.dtype.itemsize == 2 and call.asked == "auto"
-        self.streams &= call.query.shape[3] == call.value.shape[3] and hasattr(torch.ops.aten, FUSED)
+        self.streams = call.query.dtype.itemsize == 2 and call.asked == "auto" and hasattr(torch.ops.aten, FUSED)
+        self.streams &= (call.config.logit_map, call.softcap, self.temper) == (None,) * 3
+        self.streams &= self.score is None or self.score.over_norms(call.query) is not None
+        self.streams &= call.query.shape[3] == call.value.shape[3]
+        self.masks = [None if one.own is None or not self.streams else self._added(one.own) for one in self.segments]
         self.makes = self.score is not None or any(segment.angles is not None for segment in self.segments)
         self.map = None if spec.gain is None else self._map(call, spec, shown.columns, columns)
+
+    def _added(self, own: Tensor) -> Tensor:
+        """What the fused kernel adds to logits, MASK_VALUE for keys that are not the row's."""
+        return self._grouped(torch.zeros(own.shape, dtype=self.wide, device=own.device).masked_fill_(~own, MASK_VALUE))
 
     def _prepare_turns(self, width: int) -> None:
         """All matrices that queries are multiplied by, side by side, and which columns of the product are each segment's."""
@@ -310,9 +314,10 @@ class Dense:
             scaling *= factor
         turned = rows if self.turns is None else self._turned(rows)
         outs, lses = [], [] if sinks is None else [sinks.expand(*rows.shape[:3], 1)]
-        for i, segment in enumerate(self.segments):
+        for i, (segment, mask) in enumerate(zip(self.segments, self.masks, strict=True)):
             own, keys = self._own(i, rows, turned).to(query.dtype), self._keys(i, key, made, self.score is not None)
-            out, lse = getattr(torch.ops.aten, FUSED)(own, keys, value[:, :, segment.columns], scale=scaling)
+            seen = keys, value[:, :, segment.columns]
+            out, lse = getattr(torch.ops.aten, FUSED)(own, *seen, attn_mask=mask, scale=scaling)
             outs.append(out)
             lses.append(lse[..., None])
         shares = torch.softmax(torch.cat(lses, -1), -1)[..., -len(outs) :].unbind(-1)
