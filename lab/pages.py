@@ -18,7 +18,17 @@ from hf_longattn.evaluation.statistics import mean_interval
 from lab.markdown import Contents, fill_pages, filled
 from lab.papers import coverage
 from lab.papers import tables as papers
-from lab.pretrained import copies, headline, longer_on_model, methods_on_model, needles_on_model, reading_far, regret, trained
+from lab.pretrained import (
+    copies,
+    headline,
+    longer_on_model,
+    methods_on_model,
+    needles_on_model,
+    quantised_cache,
+    reading_far,
+    regret,
+    trained,
+)
 from lab.pretrained.runner import STEP
 from lab.speed import speed, vllm_speed
 
@@ -161,7 +171,17 @@ def contents() -> Contents:
         "extend": extended,
         "probe": probed,
     }
-    pretrained = (copies, headline, longer_on_model, methods_on_model, needles_on_model, reading_far, regret, trained)
+    pretrained = (
+        copies,
+        headline,
+        longer_on_model,
+        methods_on_model,
+        needles_on_model,
+        quantised_cache,
+        reading_far,
+        regret,
+        trained,
+    )
     for measured in (papers, coverage, *pretrained, speed, vllm_speed):
         own |= measured.contents()
     return own
