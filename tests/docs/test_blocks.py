@@ -210,6 +210,8 @@ SMALL = {
     r"(?<=window=)\d+": "128",
     r"(?<=--lengths )\S+": "128,512,1k --targets 64",
     r"(?<=--tasks )(loss,)?long_ppl(?= )": r"\g<0> --near 256",
+    r"--tasks ruler (--kinds \S+ )?--lengths \S+": "--tasks ruler --kinds fwe --lengths 1k",
+    r"(?<=--samples )\d+": "1",
     r"(?<=--length )\S+": "128",
     r"(?<=--to )\S+": "4k",
     r"(?<=--layers )\S+": "0,1",
