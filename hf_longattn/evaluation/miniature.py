@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..integration.layers import language_config
 
@@ -32,6 +33,8 @@ SIZES: tuple[tuple[str, int], ...] = (
 def miniature(config: PreTrainedConfig) -> Any:
     """The causal language model of a config (of a composite one the text part), seeded, in float32 and evaluation mode.
 
+    A text part that has no class of its own with a head (Qwen3-VL) comes without one.
+
     Raises:
         whatever building it raises, where a config does not fit together with other sizes.
     """
@@ -47,7 +50,8 @@ def miniature(config: PreTrainedConfig) -> Any:
     small.num_attention_heads = HEADS
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
+        kind = AutoModelForCausalLM if type(small) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
+        return kind.from_config(small, dtype=torch.float32).eval()
 
 
 def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:

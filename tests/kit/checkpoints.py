@@ -56,6 +56,8 @@ def tiny_config(checkpoint: dict[str, Any]) -> Any:
     for key in ("short_factor", "long_factor"):
         if isinstance(rope.get(key), str):
             rope[key] = [{"ones": 1.0, "fours": 4.0}[rope[key]]] * int(share * TINY["head_dim"] / 2)
+    if "mrope_section" in rope:
+        rope["mrope_section"] = [2, 1, 1]
     heads = {"num_key_value_heads": 4} if "kv_lora_rank" in known else {}
     settings = {own.get(k, k): v for k, v in TINY.items() if own.get(k, k) in known} | heads | checkpoint["config"]
     lengths = {"max_position_embeddings": checkpoint["max_position_embeddings"], "rope_parameters": rope}

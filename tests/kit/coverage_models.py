@@ -1,10 +1,11 @@
-"""Every causal language model that transformers knows, tiny and random, under our methods: exact, refused, or a bug.
+"""Every language model that transformers knows, tiny and random, under our methods: exact, refused, or a bug.
 
     python tests/kit/coverage_models.py                    all of them; rewrites docs/models.json and docs/models.md
     python tests/kit/coverage_models.py --shard 1/2        every second one; the rows of the others stay as they are
     python tests/kit/coverage_models.py --only llama mpt   prints those rows; the others stay as they are
 
-A model is exact if a method of strength 0 gives its own logits however it is fed, if a method gives the same logits with a
+Models that read images are given text alone. A model is exact if a method of strength 0 gives its own logits however it is
+fed, if a method gives the same logits with a
 cache, in chunks, beside padding on the left, on the right and inside a text, and packed (where the model itself does), if the
 same holds under methods of the other slots and under a remap, which must not tell jumps of positions apart that lie beyond
 its window, if loading with the method equals applying it, and if removing it restores the logits. It is refused if `apply`
@@ -34,10 +35,10 @@ from typing import Any
 import checkpoints
 import torch
 import transformers
-from tiny_configs import VOCAB, families, tiny
+from tiny_configs import VOCAB, class_of, families, multimodal, tiny
 from torch import Tensor
 from transformers import StaticCache
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
@@ -46,7 +47,7 @@ from hf_longattn.integration.jumps import masks_of_jumps
 
 DOCS = Path(__file__).parents[2] / "docs"
 RESULTS, PAGE = DOCS / "models.json", DOCS / "models.md"
-LENGTH, PAD, LARGEST, SECONDS = 24, 5, 5_000_000, 180
+LENGTH, PAD, LARGEST, SECONDS = 24, 5, 50_000_000, 180
 #: Largest difference of logits in float32, relative to the largest logit. Rounding alone reaches 5.5e-5, without AVX.
 TOLERANCE = 1e-4
 METHOD = LongAttnConfig.preset("scale_invariant", tau=2.0)
@@ -177,8 +178,8 @@ def expected(full: Tensor, way: str) -> Tensor:
 
 def build(name: str) -> Any:
     """The tiny model; its weights follow from torch's seed."""
-    config = tiny(families()[name])
-    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config = tiny((families() | multimodal())[name])
+    cls = class_of(config)
     # a composite config of which the language model takes a part
     config = next((v for v in vars(config).values() if isinstance(v, cls.config_class)), config)
     with torch.device("meta"):
@@ -379,7 +380,7 @@ def page(results: dict[str, Any]) -> str:
         "# Models",
         "",
         *checkpoints.section(results["checkpoints"]),
-        "## Every causal language model of transformers",
+        "## Every language model of transformers",
         "",
         *__doc__.split("\n\n")[-1].strip().split("\n"),
         "",
@@ -413,6 +414,19 @@ def page(results: dict[str, Any]) -> str:
     lines += ["", *NOTES]
     for status, title in (("refused", "Refused"), ("not built", "Not built")):
         lines += ["", f"### {title}", "", *_by_reason((r["model_type"], r["reason"]) for r in rows[status])]
+    for names, what in (
+        (results["unexamined"], "read images and text, and were not examined yet"),
+        (results["others"], "have neither a causal language model nor one that reads images and text among its auto classes"),
+    ):
+        if names:
+            lines += [
+                "",
+                f"### {len(names)} others",
+                "",
+                f"These model types of transformers {what}:",
+                "",
+                ", ".join(names) + ".",
+            ]
     return "\n".join([*lines, ""])
 
 
@@ -434,7 +448,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     which, of = map(int, args.shard.split("/"))
-    names = args.only or sorted(families())[which - 1 :: of]
+    names = args.only or sorted(families() | multimodal())[which - 1 :: of]
     began, rows = time.perf_counter(), []
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), _one_thread) as pool:
         for row in pool.map(examine, names):
@@ -459,6 +473,8 @@ def main() -> int:
 def rewrite(**changes: Any) -> None:
     """Both files, with changed parts of the results."""
     results = json.loads(RESULTS.read_text(encoding="utf-8")) | changes
+    results["unexamined"] = sorted(multimodal().keys() - {r["model_type"] for r in results["rows"]})
+    results["others"] = sorted(CONFIG_MAPPING_NAMES.keys() - families().keys() - multimodal().keys())
     lists = {key: ",\n".join(json.dumps(r) for r in results.pop(key)) for key in ("checkpoints", "rows")}
     text = json.dumps(results)[:-1] + "".join(f', "{key}": [\n{lines}\n]' for key, lines in lists.items()) + "}\n"
     RESULTS.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A tiny config for any causal language model that transformers knows, by shrinking the fields of its default config."""
+"""A tiny config for any language model that transformers knows, by shrinking the fields of its default config."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB, WINDOW = 4, 4, 2, 8, 97, 8
 WIDTH = HEADS * HEAD_DIM
@@ -58,8 +58,22 @@ KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "
 #: What shrinking alone does not get right, by model_type.
 _GLOBAL = {"num_hidden_layers": 2, "num_attention_heads": HEADS, "hidden_size": WIDTH, "intermediate_size": 48}
 _BYTES = _GLOBAL | {"vocab_size": VOCAB}
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_local_experts": 4},
+    "chameleon": {"vocabulary_map": {"<image>": 5}},
+    "cosmos3_edge_text": {"rope_parameters": _SECTIONS},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"] * 2},
+    "ernie4_5_vl_moe_text": {"rope_parameters": _SECTIONS | {"mrope_section": [1, 1, 2]}},
+    "exaone4_5": {"text_config": _BYTES | {"model_type": "exaone4", "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}},
+    "glm5_next_text": {"qk_rope_head_dim": 0},
+    "granite_docling_vision": {"out_hidden_size": WIDTH},
+    "hy_v4_vl_text": {"rope_parameters": _SECTIONS},
+    "inkling2_vision": {"text_hidden_size": WIDTH},
+    "molmo2_adapter": {"vision_feature_layer": [3, 2]},
+    "muse_spark_audio": {"out_hidden_size": WIDTH},
+    "muse_spark_vision": {"out_hidden_size": WIDTH},
+    "wavtokenizer": {"codebook_dim": WIDTH},
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {
         "encoder_hash_byte_group_vocab": 50,
@@ -123,6 +137,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 def families() -> dict[str, type[PreTrainedConfig]]:
     """The config class of every model type in the mapping of causal language models."""
     return {c.model_type: c for c in MODEL_FOR_CAUSAL_LM_MAPPING}
+
+
+def multimodal() -> dict[str, type[PreTrainedConfig]]:
+    """Those of models that read images and text, and are in no other mapping of language models."""
+    return {c.model_type: c for c in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if c.model_type not in families()}
+
+
+def class_of(config: PreTrainedConfig) -> Any:
+    """The class of a language model."""
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    return next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
 
 
 def tiny(cls: type[PreTrainedConfig]) -> PreTrainedConfig:
