@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .integration import update as update
     from .integration.jumps import masks_of_jumps as masks_of_jumps
     from .methods.adaptive_temperature import fit_adaptive_temperature as fit_adaptive_temperature
+    from .sharing.hub import merge as merge
     from .sharing.hub import push as push
     from .sharing.hub import save as save
     from .slots.registry import register as register
@@ -53,7 +54,7 @@ _NAMES = {
     "evaluation.measures.diagnostics": ("Diagnostics",),
     "evaluation.plan": ("evaluate",),
     "extension": ("extend",),
-    "sharing.hub": ("push", "save"),
+    "sharing.hub": ("merge", "push", "save"),
     "integration": ("Description", "UntrainedWarning", "apply", "config_of", "describe", "remove", "rope", "update"),
     "integration.jumps": ("masks_of_jumps",),
     "methods.adaptive_temperature": ("fit_adaptive_temperature",),

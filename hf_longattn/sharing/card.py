@@ -14,11 +14,13 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
+from transformers import AutoConfig
 
 from ..config import LongAttnConfig
 from ..integration.classes import loaders, task
-from ..integration.names import TRIPWIRE
+from ..integration.names import PREFIX, TRIPWIRE
 from ..integration.record import ADAPTER, method_in, saved_in, type_of
+from ..integration.trained import recorded
 from ..slots.method import Method
 
 
@@ -42,7 +44,9 @@ class Facts:
     Args:
         training_lengths: the lengths of the texts it was trained on, in tokens.
         metrics: {metric: {length in tokens: number}}, or a JSON file of that form.
+        base_metrics: the same of the model before training, or of its base.
         evaluated_on: the text that the metrics were measured on; required with them.
+        reach: how far it reads, in words of Markdown.
         license: as the Hub names it ("apache-2.0").
 
     Raises:
@@ -51,17 +55,27 @@ class Facts:
 
     training_lengths: Sequence[int] = ()
     metrics: Mapping[str, Mapping[int, float]] | str | Path | None = None
+    base_metrics: Mapping[str, Mapping[int, float]] | str | Path | None = None
     evaluated_on: str | None = None
+    reach: str | None = None
     license: str | None = None
 
     def __post_init__(self) -> None:
-        if self.numbers and not self.evaluated_on:
+        if (self.numbers or self.base_numbers) and not self.evaluated_on:
             raise ValueError("metrics need evaluated_on=...: the text that they were measured on")
 
     @cached_property
     def numbers(self) -> dict[str, dict[int, float]]:
         """The metrics, sorted by length."""
-        source = self.metrics
+        return self._sorted(self.metrics)
+
+    @cached_property
+    def base_numbers(self) -> dict[str, dict[int, float]]:
+        """Those of the base."""
+        return self._sorted(self.base_metrics)
+
+    @staticmethod
+    def _sorted(source: Any) -> dict[str, dict[int, float]]:
         data: Any = json.loads(Path(source).read_text(encoding="utf-8")) if isinstance(source, str | Path) else source or {}
         try:
             out = {str(metric): {int(n): float(x) for n, x in by_length.items()} for metric, by_length in data.items()}
@@ -88,6 +102,7 @@ def model_card(
     *,
     base_model: str | None = None,
     remote_code: bool = False,
+    trained: int | None = None,
 ) -> ModelCard:
     """The card of a saved folder.
 
@@ -96,6 +111,7 @@ def model_card(
         name: the repository that the card is for, as it stands in the loading example.
         base_model: the model this was made from; an adapter's is known.
         remote_code: the folder holds the file that makes trust_remote_code=True work.
+        trained: the length that the base was trained at, in tokens; None: as a whole model's config tells it.
 
     Raises:
         ValueError: the folder records no method.
@@ -103,7 +119,7 @@ def model_card(
     saved, config = contents(directory)
     adapter = type_of(saved) if "peft_type" in saved else None
     loader, by_peft = _loaders(saved, adapter is not None)
-    kind = task(loader)
+    kind, title = task(loader), name.rpartition("/")[2]
     more = [adapter.lower()] if adapter else []
     more += ["sentence-transformers"] * (directory / "modules.json").is_file()
     base_model = base_model or hub_id(saved.get("base_model_name_or_path"))
@@ -112,7 +128,7 @@ def model_card(
         license=facts.license,
         library_name="peft" if adapter else "transformers",
         pipeline_tag=kind,
-        model_name=name.rpartition("/")[2],
+        model_name=title,
         tags=["hf_longattn", "long-context", *(m.name for m in config.methods), *more],
         eval_results=[
             EvalResult(
@@ -128,17 +144,31 @@ def model_card(
         ]
         or None,
     )
-    attention = [*map(_method, config.methods), *_rope(saved), f"- layers: {config.layers}", *_length(config)]
-    parts = [
-        f"# {name.rpartition('/')[2]}",
-        _opening(config, adapter, base_model),
-        "## Attention\n\n" + "\n".join(attention),
-        _training(facts.training_lengths),
-        _evaluation(facts),
-        _loading(name, loader, by_peft, remote_code),
-        "## Papers\n\n" + "\n".join(dict.fromkeys(f"- {linked(m.paper)}" for m in config.methods)),
-    ]
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(p for p in parts if p) + "\n")
+    install, address = source()
+    columns = {}
+    for metric, by_length in facts.numbers.items():
+        columns[metric] = by_length
+        if metric in facts.base_numbers:
+            columns[f"{metric} before training"] = facts.base_numbers[metric]
+    known: dict[str, Any] = {"name": name, "title": title, "adapter": adapter, "base": base_model, "config": config}
+    known |= {"facts": facts, "address": address, "install": install, "remote_code": remote_code}
+    return ModelCard.from_template(
+        data,
+        template_path=str(Path(__file__).with_name("card.md.jinja")),
+        **known,
+        attention=[
+            *map(_method, config.methods),
+            *_rope(saved),
+            f"layers: {config.layers}",
+            *_length(directory, config, adapter is None, trained),
+        ],
+        columns=columns,
+        lengths=sorted({length for by_length in columns.values() for length in by_length}),
+        library="peft" if by_peft else "transformers",  # transformers loads some adapters alone
+        loader=by_peft or loader,
+        implementation=PREFIX + config.name,
+        papers=dict.fromkeys(linked(m.paper) for m in config.methods),
+    )
 
 
 def _loaders(saved: Mapping[str, Any], adapter: bool) -> tuple[str, str | None]:
@@ -155,9 +185,14 @@ def _loaders(saved: Mapping[str, Any], adapter: bool) -> tuple[str, str | None]:
     return loaders(base or "AutoModelForCausalLM")[0], "AutoPeftModel" if base else None
 
 
-def _length(config: LongAttnConfig) -> list[str]:
-    reads = config.extended_to
-    return [f"- length: {reads:,} tokens; the base was trained at {config.train_length:,}"] if reads else []
+def _length(directory: Path, config: LongAttnConfig, whole: bool, trained: int | None) -> list[str]:
+    """The length that it reads, and the one that it was trained at, where they are known."""
+    if trained is None and whole:
+        text = AutoConfig.from_pretrained(directory).get_text_config()
+        trained = recorded(text, text.longattn).length
+    if config.extended_to:
+        return [f"length: {config.extended_to:,} tokens; the base was trained at {trained or config.train_length:,}"]
+    return [f"length: as trained, {trained:,} tokens"] if trained else []
 
 
 def linked(paper: str) -> str:
@@ -180,48 +215,13 @@ def source() -> tuple[str, str | None]:
     return f"pip install hf_longattn=={package.version}", stated
 
 
-def _opening(config: LongAttnConfig, adapter: str | None, base_model: str | None) -> str:
-    what = f"An adapter ({adapter})" if adapter else "A model"
-    _, address = source()
-    package = f"[`hf_longattn`]({address})" if address else "`hf_longattn`"
-    of = f" of [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
-    return (
-        f"{what}{of} whose attention is changed inside the softmax ({config.name}), by the package {package}. Without "
-        "the package, loading fails with an error that names it. Runtimes other than Transformers ignore the change, or "
-        "refuse the model."
-    )
-
-
 def _method(method: Method) -> str:
     parameters = {k: v for k, v in method.to_dict().items() if k != "name" and v is not None}
     listed = (f"{k} = {f'{len(v)} values, in the config' if isinstance(v, list) else v}" for k, v in parameters.items())
-    return f"- `{method.name}` ({method.slot}): {', '.join(listed) or 'no parameters'}"
+    return f"`{method.name}` ({method.slot}): {', '.join(listed) or 'no parameters'}"
 
 
 def _rope(saved: dict[str, Any]) -> list[str]:
     settings = saved.get("rope_parameters") or saved.get("text_config", {}).get("rope_parameters") or {}
     settings = settings.get("full_attention") or settings
-    return [] if settings.get("rope_type", "default") == "default" else [f"- rotary encoding: {settings}"]
-
-
-def _training(lengths: Sequence[int]) -> str:
-    return f"## Training\n\nTrained on texts of {', '.join(f'{n:,}' for n in lengths)} tokens." if lengths else ""
-
-
-def _evaluation(facts: Facts) -> str:
-    metrics = facts.numbers
-    if not metrics:
-        return ""
-    rows = sorted({length for by_length in metrics.values() for length in by_length})
-    table = ["| tokens | " + " | ".join(metrics) + " |", "|---" * (len(metrics) + 1) + "|"]
-    table += [f"| {n:,} | " + " | ".join(f"{x[n]:.4g}" if n in x else "" for x in metrics.values()) + " |" for n in rows]
-    return f"## Evaluation\n\nOn {facts.evaluated_on}, by length:\n\n" + "\n".join(table)
-
-
-def _loading(name: str, loader: str, by_peft: str | None, remote_code: bool) -> str:
-    library, kind = ("peft", by_peft) if by_peft else ("transformers", loader)  # transformers loads some adapters alone
-    plain = (
-        f"## Loading\n\n```bash\n{source()[0]}\n```\n\n```python\nimport hf_longattn  # registers the attention\n"
-        f'from {library} import {kind}\n\nmodel = {kind}.from_pretrained("{name}")\n```'
-    )
-    return plain + ("\n\nWith `trust_remote_code=True` it loads without the import, too." if remote_code else "")
+    return [] if settings.get("rope_type", "default") == "default" else [f"rotary encoding: {settings}"]

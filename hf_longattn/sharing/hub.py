@@ -6,6 +6,7 @@ import json
 import re
 import tempfile
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..checks import written_aside
-from ..integration import config_of
+from ..evaluation.loading import carry, load_setting, load_tokenizer, own_precision
+from ..evaluation.settings import Setting
+from ..integration import config_of, describe
 from ..integration.classes import loaders
 from ..integration.names import TRIPWIRE
 from ..integration.offload import refuse_to_save
@@ -61,7 +64,7 @@ def save(
             never read what attention it needs (vLLM, SGLang), refuse it. transformers with this package loads it as usual.
         state_dict: the weights, where the model's own are sharded (torch's get_model_state_dict gathers them).
         overwrite: into a directory that holds something: weights, configs and a card of ours are replaced, all else stays.
-        card: training_lengths, metrics, evaluated_on, license; see `hf_longattn.sharing.card.Facts`.
+        card: training_lengths, metrics, base_metrics, evaluated_on, reach, license; see `hf_longattn.sharing.card.Facts`.
 
     Returns:
         The directory.
@@ -99,9 +102,39 @@ def save(
             warn(f"{readme} was not written by hf_longattn and is kept: no model card is written")
             return directory
         base = base_model or hub_id(getattr(model, "name_or_path", None))
-        text = model_card(aside, name or directory.name, facts, base_model=base, remote_code=remote_code)
+        known = describe(model).trained
+        how: dict[str, Any] = {"remote_code": remote_code, "trained": known and known.length}
+        text = model_card(aside, name or directory.name, facts, base_model=base, **how)
         text.save(aside / readme.name)
     return directory
+
+
+def merge(adapter: str | Path, directory: str | Path, **options: Any) -> Path:
+    """Save the model that an adapter makes, merged and under the attention that it records: PEFT is not needed then.
+
+    Args:
+        adapter: a folder; its base is found by the name that it gives.
+        directory: where to; must not hold anything yet.
+        options: of `save`: base_model, strict, training_lengths, metrics, ...
+
+    Returns:
+        The directory.
+
+    Raises:
+        ValueError: the folder holds no adapter, or one that records no method, whose `merge_and_unload` is enough.
+        FileExistsError: as `save`.
+    """
+    folder = Path(adapter)
+    saved, _ = contents(folder)
+    if "peft_type" not in saved:
+        raise ValueError(f"{folder} holds a whole model: there is nothing to merge")
+    base = str(saved["base_model_name_or_path"])
+    model = load_setting(Setting(folder.name, adapter=str(folder)), base, own_precision(base))
+    there = any(folder.glob("tokenizer*"))
+    made: dict[str, Any] = {"tokenizer": load_tokenizer(str(folder) if there else base), "base_model": hub_id(base)}
+    save(model, directory, **made | options)
+    carry(base, Path(directory), type(model))
+    return Path(directory)
 
 
 def push(
@@ -184,7 +217,7 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
     readme = directory / "README.md"
     if readme.exists() and TEMPLATE not in (text := readme.read_text(encoding="utf-8")):
         fills = {"license": facts.license} if _ours(text) else {}
-        if given := sorted(k for k, v in vars(facts).items() if v and k != "numbers" and k not in fills):
+        if given := sorted(f.name for f in fields(facts) if getattr(facts, f.name) and f.name not in fills):
             raise ValueError(f"{readme} is kept as it is; write {', '.join(given)} into it, or remove it")
         if _ours(text):  # it was written for a folder, from which nobody else can load
             card = ModelCard(LOADING.sub(rf'\g<1>"{repo_id}")', text, count=1))

@@ -14,7 +14,16 @@ from cases import CASES, VOCAB
 from fake_hub import FakeHub
 from helpers import close, logits, python, stock, tokens
 from huggingface_hub import ModelCard, constants
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from typer.testing import CliRunner
 
 import hf_longattn
@@ -86,10 +95,71 @@ def test_a_saved_model_and_its_card(tmp_path: Path) -> None:
         "| 512 | 2.75 | 0.9 |",
         "| 4,096 | 2.5 |  |",
         "Trained on texts of 512, 4,096 tokens.",
+        "- length: as trained, 512 tokens",
+        "Transformers and vLLM run it with that package installed.",
+        'Without the import it fails: ``Specified `attn_implementation="hf_longattn.scale_invariant"` is not supported``',
+        "`trust_remote_code` does not take the place of the import.",
         "import hf_longattn",
         "- Anson, Wang & Aitchison 2025, Scale-invariant attention, [arXiv:2505.17083](https://arxiv.org/abs/2505.17083)",
     ):
         assert line in card.text, line
+
+
+def test_a_card_has_the_base_beside_the_model_and_how_far_it_reads(tmp_path: Path) -> None:
+    base = {"loss": {512: 2.875, 8192: 3.5}}
+    facts = FACTS | {"base_metrics": base, "reach": "Reads copies from 12,000 tokens back at 0.90, before 3.10."}
+    hf_longattn.save(hf_longattn.extend(stock("llama"), 2048), tmp_path / "m", **facts)
+    card = ModelCard.load(tmp_path / "m" / "README.md").text
+    for line in (
+        "| tokens | loss | loss before training | accuracy |",
+        "| 512 | 2.75 | 2.875 | 0.9 |",
+        "| 4,096 | 2.5 |  |  |",
+        "| 8,192 |  | 3.5 |  |",
+        "- length: 2,048 tokens; the base was trained at 512",
+        facts["reach"],
+    ):
+        assert line in card, line
+    assert "\n\n\n" not in card
+    with pytest.raises(ValueError, match="evaluated_on"):
+        hf_longattn.save(changed(), tmp_path / "none", base_metrics=base)
+    hf_longattn.save(changed(), tmp_path / "bare")
+    bare = ModelCard.load(tmp_path / "bare" / "README.md").text
+    assert "## Evaluation" not in bare
+    assert "## Training" not in bare
+    assert "\n\n\n" not in bare
+
+
+def test_what_a_card_says_of_loading_without_the_package_is_so(tmp_path: Path) -> None:
+    hf_longattn.save(changed(), tmp_path / "m")
+    code = "import sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path / "m")], capture_output=True, text=True, check=False)
+    said = (tmp_path / "m" / "README.md").read_text().partition("it fails: ``")[2].partition("``")[0]
+    assert said in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("case", ["sinks", "logn"])
+def test_an_adapter_is_merged_and_saved(base: Path, tmp_path: Path, case: str) -> None:
+    """Learned parameters too; the model needs no PEFT, and answers as model and adapter do."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    method = CONFIG if case == "sinks" else {"temperature": {"name": "logn", "learned": True, "clamp": False}}
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    m = peft.get_peft_model(hf_longattn.apply(model, hf_longattn.LongAttnConfig.parse(method)), config)
+    for name, p in m.named_parameters():
+        if ".longattn." in name:
+            torch.nn.init.uniform_(p, 0.5, 1.5)
+    hf_longattn.save(m, tmp_path / "adapter", tokenizer=letters())
+    assert hf_longattn.merge(tmp_path / "adapter", tmp_path / "whole", **FACTS) == tmp_path / "whole"
+    whole = LlamaForCausalLM.from_pretrained(tmp_path / "whole")
+    close(logits(whole), logits(m), 1e-5)
+    assert not (tmp_path / "whole" / "adapter_config.json").exists()
+    assert (tmp_path / "whole" / "tokenizer.json").exists()
+    assert "| 512 | 2.75 | 0.9 |" in (tmp_path / "whole" / "README.md").read_text()
+    with pytest.raises(FileExistsError, match="is not empty"):
+        hf_longattn.merge(tmp_path / "adapter", tmp_path / "whole")
+    with pytest.raises(ValueError, match="holds a whole model: there is nothing to merge"):
+        hf_longattn.merge(tmp_path / "whole", tmp_path / "again")
+    with pytest.raises(ValueError, match=r"neither config\.json nor"):
+        hf_longattn.merge(tmp_path, tmp_path / "again")
 
 
 @pytest.mark.parametrize(
@@ -349,12 +419,13 @@ def test_command(server: FakeHub, tmp_path: Path) -> None:
     assert "evaluated_on" in wrong.output
 
 
-def test_a_tokenizer_goes_along(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
+def letters() -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel({str(i): i for i in range(VOCAB)}, unk_token="0"))
-    hf_longattn.save(changed(), tmp_path, tokenizer=PreTrainedTokenizerFast(tokenizer_object=words))
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
+def test_a_tokenizer_goes_along(tmp_path: Path) -> None:
+    hf_longattn.save(changed(), tmp_path, tokenizer=letters())
     assert "tokenizer.json" in hub.files(tmp_path, REPO, Facts())
 
 
