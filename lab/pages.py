@@ -23,6 +23,7 @@ from lab.pretrained import (
     headline,
     longer_on_model,
     methods_on_model,
+    methods_trained,
     needles_on_model,
     quantised_cache,
     reading_far,
@@ -171,17 +172,8 @@ def contents() -> Contents:
         "extend": extended,
         "probe": probed,
     }
-    pretrained = (
-        copies,
-        headline,
-        longer_on_model,
-        methods_on_model,
-        needles_on_model,
-        quantised_cache,
-        reading_far,
-        regret,
-        trained,
-    )
+    pretrained = (copies, headline, longer_on_model, methods_on_model, methods_trained)
+    pretrained += (needles_on_model, quantised_cache, reading_far, regret, trained)
     for measured in (papers, coverage, *pretrained, speed, vllm_speed):
         own |= measured.contents()
     return own

@@ -1,4 +1,4 @@
-"""`hf-longattn train`: adapt a model to a method, or train one from scratch, by a recipe."""
+"""`hf-longattn train`: adapt a model to a method by a recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .common import console
 def train(
     recipe: Annotated[
         str,
-        typer.Argument(help="continue_lora, convert_distill, needle_lora, pretrain_small, pretrain_304m, or a YAML file."),
+        typer.Argument(help="continue_lora, convert_distill, method_lora, needle_lora, or a YAML file."),
     ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe; dots for nested keys.")
@@ -31,7 +31,8 @@ def train(
     For example: hf-longattn train continue_lora model=HuggingFaceTB/SmolLM2-135M data=book.txt output=runs/book
 
     The output directory gets the adapter or model, the tokenizer, recipe.yaml (all settings as they were used) and
-    metrics.json (loss by length of the trained model, of the base, and of the base with YaRN). Any of transformers'
+    metrics.json (losses of the trained model and of its base). At the end both are asked how far back they retrieve, which
+    is told, drawn (reach.png) and put on the card; evaluation.far=0 leaves that out. Any of transformers'
     TrainingArguments can be set: trainer.learning_rate=3e-4, trainer.bf16=true, trainer.report_to=wandb. Several GPUs:
     accelerate launch -m hf_longattn.cli train ... Exit status 2 if something is refused before the start.
     """
@@ -66,6 +67,8 @@ def train(
             for length, m in by_length.items():
                 result = f", accuracy {m['accuracy']:.3f}" if "accuracy" in m else ""
                 console.print(f"{name} at {length}: loss {m['loss']:.3f}{result}", markup=False, highlight=False)
+        if told := metrics["reach"]["text"]:
+            console.print(told, markup=False, highlight=False, soft_wrap=True)
         way = f"import hf_longattn; {loaders(class_of(prepared.config).__name__)[0]}.from_pretrained({str(prepared.output)!r})"
         console.print(f"Written: {prepared.output}; load it with: {way}", markup=False, highlight=False, soft_wrap=True)
 

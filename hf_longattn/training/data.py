@@ -22,7 +22,6 @@ from ..evaluation.tasks import Encoder, NeedleTask
 from ..evaluation.tasks.sample import IGNORE
 from . import chats
 from .recipe import Hub, Recipe, Skip
-from .skip import skipped
 
 #: Kinds of local files, by ending, that the datasets library reads.
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -179,6 +178,36 @@ class Finish:
         return {"input_ids": ids, "labels": labels, "position_ids": positions.long()}
 
 
+def skipped(input_ids: Tensor, skip: Skip, rng: random.Random) -> tuple[Tensor, Tensor]:
+    """One window, (length,), with its position_ids, both int64: it shows the distances of a long text.
+
+    Zhu et al., "PoSE: Efficient Context Window Extension of LLMs via Positional Skip-wise Training" (2024).
+
+    Chunks have random borders, each at least length / (2 chunks) tokens. Positions rise by one inside a chunk and jump by a
+    random amount between chunks, so that the last is below target_length. A repeating window's last chunk is overwritten by a
+    random piece of the first, as far as that goes.
+    """
+    assert skip.target_length is not None  # `run.prepare` saw to it
+    length = len(input_ids)
+    positions = torch.arange(length)
+    if rng.random() < skip.unskipped:
+        return input_ids, positions
+    least = length // (2 * skip.chunks)
+    free = length - least * skip.chunks
+    cuts = sorted(rng.randint(0, free) for _ in range(skip.chunks - 1))
+    starts = [0, *(cut + least * (i + 1) for i, cut in enumerate(cuts))]
+    jumps = sorted(rng.randint(0, skip.target_length - length) for _ in starts[1:])
+    for start, jump in zip(starts[1:], jumps, strict=True):
+        positions[start:] = torch.arange(start, length) + jump
+    if rng.random() < skip.repeat:
+        first, last = starts[1], length - starts[-1]
+        size = min(first, last)
+        source = rng.randint(0, first - size)
+        input_ids = input_ids.clone()
+        input_ids[starts[-1] : starts[-1] + size] = input_ids[source : source + size]
+    return input_ids, positions
+
+
 def _jumping(ids: Tensor, skip: Skip, seed: int, index: int) -> Example:
     """A window whose positions jump; without a mask transformers would read the jumps as borders between documents."""
     ids, positions = skipped(ids, skip, random.Random(f"{seed}:{index}"))
@@ -258,11 +287,14 @@ class Data:
     """All data of a run: `train` for the Trainer, `held_out` tokens (1-D), the token that a text starts with (`start`, none or
     one), and for needles the two tasks.
 
+    Args:
+        far: a longer text to hold out, in tokens, as far as there is one; of the data that is trained on at most a tenth.
+
     Raises:
         ValueError: a file is missing, or a text is too short for the lengths asked for.
     """
 
-    def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: Any, far: int = 0) -> None:
         sources, longest = find(recipe.data), max(*recipe.lengths, *recipe.final_lengths)
         kept_out = None if recipe.heldout is None else find(recipe.heldout)
         limit = recipe.needle.haystack_tokens if recipe.needle is not None and recipe.hub.streaming else None
@@ -273,7 +305,7 @@ class Data:
         self.test_task: NeedleTask | None = None
         self.train: Dataset[Example]
         if kept_out is not None:
-            self.held_out = flat(kept_out, recipe.hub, tokenizer, limit or kept)
+            self.held_out = flat(kept_out, recipe.hub, tokenizer, limit or max(kept, far))
         skip = recipe.skip if recipe.positions == "skip" else None
         if recipe.needle is not None:
             haystack = flat(sources, recipe.hub, tokenizer, limit)
@@ -294,6 +326,7 @@ class Data:
             self.train = Windows(pack(documents(sources, recipe.hub, tokenizer), recipe.length, self.start), finish)
         else:
             tokens = list(documents(sources, recipe.hub, tokenizer))
+            kept = max(kept, min(far, sum(map(len, tokens)) // 10))
             tokens, self.held_out = _split(tokens, kept)
             self.train = Windows(pack(tokens, recipe.length, self.start), finish)
         answered = " with an answer in it" if recipe.hub.answers else ""

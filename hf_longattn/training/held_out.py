@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,17 @@ from ..evaluation.tasks import NeedleTask
 from .data import Data
 from .recipe import Recipe
 
+#: Told how many tokens were read.
+Tick = Callable[[int], Any]
+
 
 def held_out_sums(
-    model: Any, recipe: Recipe, data: Data, lengths: list[int], share: tuple[int, int] = (0, 1)
+    model: Any,
+    recipe: Recipe,
+    data: Data,
+    lengths: list[int],
+    share: tuple[int, int] = (0, 1),
+    tick: Tick = lambda tokens: None,
 ) -> dict[int, Tensor]:
     """Sums per length, float64, so that processes can add theirs up; `share` is (this process, processes).
 
@@ -29,8 +37,11 @@ def held_out_sums(
     for length in lengths:
         if data.test_task is not None:
             count = recipe.evaluation.samples
-            rows = [(i < count) * _needle(model, data.test_task, i % count, length) for i in range(*_mine(count, share))]
-            out[length] = torch.stack(rows).sum(0)
+            found = torch.zeros(2, 2, dtype=torch.float64)
+            for i in range(*_mine(count, share)):
+                found += (i < count) * _needle(model, data.test_task, i % count, length)
+                tick(length)
+            out[length] = found
             continue
         windows = windows_of(data.held_out, length, recipe.evaluation.tokens, data.start)
         total = torch.zeros(len(edges(length)) - 1, 2, dtype=torch.float64)
@@ -39,6 +50,7 @@ def held_out_sums(
             counts = torch.tensor([b - a for a, b in zip(edges(length), edges(length)[1:], strict=False)])
             sums = torch.stack([torch.tensor(loss_by_position(losses, edges(length))) * counts, counts], 1)
             total += (i < len(windows)) * sums.double()
+            tick(length)
         out[length] = total
     return out
 
@@ -67,6 +79,13 @@ def windows_of(held_out: Tensor, length: int, budget: int, start: Sequence[int] 
     count = min(max(budget // length, 1), available)
     starts = [i * available // count * length for i in range(count)]
     return torch.stack([torch.cat([held_out.new_tensor(start), held_out[s : s + length - len(start)]]) for s in starts])
+
+
+def tokens_read(recipe: Recipe, data: Data, lengths: Sequence[int]) -> int:
+    """How many tokens `held_out_sums` reads."""
+    if data.test_task is not None:
+        return recipe.evaluation.samples * sum(lengths)
+    return sum(min(max(recipe.evaluation.tokens // n, 1), len(data.held_out) // n) * n for n in lengths)
 
 
 def _needle(model: Any, task: NeedleTask, index: int, length: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The model of a recipe: loaded or built, its position encoding, its method, its adapter."""
+"""The model of a recipe: loaded, its position encoding, its method, its adapter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer, NanoChatConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from ..config import LongAttnConfig
@@ -20,20 +20,15 @@ from ..integration import apply, config_of, rope, update
 from ..integration.classes import kinds_of
 from ..integration.model import knowing
 from ..slots.registry import did_you_mean
-from .recipe import Architecture, Lora, Recipe
+from .recipe import Lora, Recipe
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
-    if recipe.tokenizer == "bytes":
-        return ByT5Tokenizer(extra_ids=0)
     return tokenizer_of(recipe.tokenizer or str(recipe.model))
 
 
-def load_config(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
+def load_config(recipe: Recipe) -> tuple[Any, Any]:
     """The config of the model to train, and that of the unmodified one; they differ by their rotary encoding."""
-    if recipe.architecture is not None:
-        config = from_scratch(recipe.architecture, recipe.length, len(tokenizer))
-        return config, config
     original = AutoConfig.from_pretrained(recipe.model)
     check_reads(original, str(recipe.model))
     config = copy.deepcopy(original)
@@ -47,8 +42,6 @@ def load_model(recipe: Recipe, config: Any, *, weights: bool = True) -> Any:
     dtype = getattr(torch, recipe.dtype)
     if not weights:
         return build(copy.deepcopy(config), dtype=dtype)  # a method is put into that copy
-    if recipe.architecture is not None:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
     return load_weights(str(recipe.model), config, dtype=dtype)
 
 
@@ -123,24 +116,3 @@ def unadapted(wrapped: Any, original: Any) -> Iterator[None]:
             yield
         finally:
             rope.exchange(model, tables)
-
-
-def from_scratch(architecture: Architecture, length: int, vocabulary: int) -> NanoChatConfig:
-    """modded-nanogpt's shape through transformers' NanoChat: RMSNorm without weights (also on the embedding), squared ReLU,
-    QK-norm, untied head, no biases, no softcap."""
-    if architecture.width % architecture.heads:
-        raise ValueError(f"width {architecture.width} does not divide into {architecture.heads} heads")
-    config = NanoChatConfig(
-        vocab_size=vocabulary,
-        hidden_size=architecture.width,
-        intermediate_size=architecture.mlp * architecture.width,
-        num_hidden_layers=architecture.layers,
-        num_attention_heads=architecture.heads,
-        num_key_value_heads=architecture.heads,
-        max_position_embeddings=length,
-        final_logit_softcapping=None,
-        rope_parameters={"rope_type": "default", "rope_theta": architecture.rope_theta},
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    return config if (encoding := architecture.setting.rope) is None else edit_rope(config, encoding)

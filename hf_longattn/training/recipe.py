@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from ..checks import read_text
-from ..evaluation.settings import UNMODIFIED, Setting
-from ..integration.rope import theta_of
+from ..evaluation.settings import Setting
 from ..slots.method import require_in
 from ..slots.registry import did_you_mean
 
@@ -19,7 +18,7 @@ from ..slots.registry import did_you_mean
 NOT_NEGATIVE = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"}
 #: What people call keys of TrainingArguments.
 CALLED = {"lr": "learning_rate", "batch_size": "per_device_train_batch_size", "steps": "max_steps"}
-RECIPES = ("continue_lora", "convert_distill", "needle_lora", "pretrain_small", "pretrain_304m")
+RECIPES = ("continue_lora", "convert_distill", "method_lora", "needle_lora")
 
 
 @dataclass
@@ -73,63 +72,6 @@ class Needles:
     haystack_tokens: int = 1_000_000  # how much of a streamed corpus is kept
 
 
-_LOGN, _PROPE = "logn:learned=true:clamp=false", "@prope:{prope_fraction}:{prope_theta}"  # LogN as published
-#: Every position method of the scale-invariant-attention paper's Table 1 and App. I.3, as a setting. NTK at a factor of 1 is
-#: θ (n / L)^{d/(d-2)} beyond the training length L, plain RoPE within.
-POSITIONS: dict[str, str] = {
-    "rope": UNMODIFIED,
-    "prope": _PROPE,
-    "nope": "@nope",
-    "rope_ntk": "@ntk:1",
-    "logn_rope": _LOGN,
-    "logn_prope": _LOGN + _PROPE,
-    "logn_ntk": _LOGN + "@ntk:1",
-    "alibi": "alibi@nope",
-    "scale_invariant_prope": "scale_invariant" + _PROPE,
-    "scale_invariant_rope": "scale_invariant",
-    "scale_invariant_nope": "scale_invariant@nope",
-}
-
-
-@dataclass
-class Architecture:
-    """A model to train from scratch: GPT-2-like, of the scale-invariant-attention paper's App. G."""
-
-    layers: int = 12
-    width: int = 768
-    heads: int = 6
-    mlp: int = 4  # hidden width of the feed-forward blocks, in widths
-    position: str = "scale_invariant_prope"  # one of POSITIONS, with parameters of its method behind it (":tau=100")
-    rope_theta: float = 10_000.0  # RoPE's base
-    prope_fraction: float = 0.5
-    prope_effective_base: float = 1024.0  # p-RoPE's lowest frequency is 1 over it
-    prope_theta: float | None = None  # or p-RoPE's base itself
-
-    @property
-    def setting(self) -> Setting:
-        """Of `position`; ValueError if there is none of that name."""
-        name, colon, parameters = self.position.partition(":")
-        if name not in POSITIONS:
-            raise ValueError(f"unknown architecture.position {name!r}; choose one of {', '.join(POSITIONS)}")
-        method, at, rope = POSITIONS[name].partition("@")
-        theta = self.prope_theta
-        if theta is None and "prope_theta" in rope:
-            theta = theta_of(self.prope_effective_base, self.prope_fraction, self.width // self.heads)
-        return Setting.parse(method + colon + parameters + at + rope.format(**vars(self) | {"prope_theta": theta}))
-
-
-@dataclass
-class Muon:
-    """Muon for matrices, Adam for the rest; learning rates of the paper's 162M model. trainer.learning_rate is not used."""
-
-    matrix_lr: float = 0.02
-    momentum: float = 0.95
-    embedding_lr: float = 0.3
-    other_lr: float = 0.002
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    weight_decay: float = 0.0
-
-
 @dataclass
 class Schedule:
     """Learning rate: linear up over the first share of the steps, constant, linear down to zero over the last share."""
@@ -141,9 +83,12 @@ class Schedule:
 @dataclass
 class Evaluation:
     lengths: list[int] = field(default_factory=list)  # during training; none: the training length
-    final_lengths: list[int] = field(default_factory=list)  # for the metrics file; none: the same
+    final_lengths: list[int] = field(default_factory=list)  # for the metrics file; none: the same, and a long text (see far)
     tokens: int = 8192  # held-out tokens read per length (at least one window)
     samples: int = 50  # needle texts per length
+    far: int = (
+        16384  # tokens of a long held-out text, as far as the method reaches, read at the end beside a probe; 0: neither
+    )
     compare: bool = True  # the metrics file holds the unadapted base, and base + YaRN, beside the trained model
 
 
@@ -154,8 +99,7 @@ class Recipe:
     name: str = "custom"
     output: str | None = None
     model: str | None = None  # a model on the Hub or a directory
-    architecture: Architecture | None = None  # or one to build
-    tokenizer: str | None = None  # default: the model's; "bytes" needs no files
+    tokenizer: str | None = None  # default: the model's
     dtype: str = "float32"  # of the weights; "auto": what the device multiplies fast
 
     data: Any = None  # text files, a Hub data set, or a list of them
@@ -174,7 +118,6 @@ class Recipe:
     freeze: bool = False  # train nothing but the method's learned parameters
     distill: Distill | None = None
 
-    optimizer: Muon | None = None
     schedule: Schedule | None = None
     sequence_parallel: int = 1  # processes that hold a part of each window and attend together (docs/engines.md)
     evaluation: Evaluation = field(default_factory=Evaluation)
@@ -182,12 +125,12 @@ class Recipe:
 
     @property
     def setting(self) -> Setting:
-        """Method and position encoding of the model that is trained; an architecture brings its own.
+        """Method and position encoding of the model that is trained.
 
         Raises:
             ValueError: unknown method, parameter or position, or parameters without a method.
         """
-        return Setting.entry(self.name, {"method": self.method}) if self.architecture is None else self.architecture.setting
+        return Setting.entry(self.name, {"method": self.method})
 
     @property
     def lengths(self) -> list[int]:
@@ -216,8 +159,8 @@ def recipe_file(source: str) -> Path:
     raise ValueError(f"this installation lacks the file of the recipe {source!r}: reinstall hf_longattn")
 
 
-def load_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe from a YAML file (or a name) and "key=value" overrides, with dots for nested keys; checked.
+def load_recipe(source: str | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe from a YAML file, a name or a mapping, and "key=value" overrides, with dots for nested keys; checked.
 
     Raises:
         ValueError: no such recipe, an unknown key (the close match is named), a value of the wrong type, or a contradiction.
@@ -231,9 +174,11 @@ def load_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
     for entry in overrides:
         if "=" not in entry:
             raise ValueError(f"{entry!r} is not an override; write key=value")
-    path = recipe_file(source)
+    path = recipe_file(source) if isinstance(source, str) else None
+    name = "the recipe" if path is None else path.name
     try:
-        file = OmegaConf.create(read_text(path))
+        content: Any = source if path is None else read_text(path)
+        file = OmegaConf.create(content)
         if not isinstance(file, DictConfig):
             raise ValueError(f"{path} is not a recipe: a recipe maps keys to values")
         given = OmegaConf.merge(file, OmegaConf.from_dotlist(list(overrides)))
@@ -242,12 +187,12 @@ def load_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
             OmegaConf.update(given, "lora.targets", targets.split(","))
         recipe: Recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), given))  # type: ignore[assignment]
     except yaml.YAMLError as error:
-        raise ValueError(f"{path.name} or an override is not valid YAML: {error}") from None
+        raise ValueError(f"{name} or an override is not valid YAML: {error}") from None
     except (OmegaConfBaseException, TypeError) as error:  # the latter where a list stands for a mapping
         where = getattr(error, "full_key", None)
         said = str(error).splitlines()[0]
         said = f"this must be a list, for example {where}=[...]" if "is not a ListConfig" in said else said
-        raise ValueError(f"{path.name}: {f'{where}: ' if where else ''}{said}") from None
+        raise ValueError(f"{name}: {f'{where}: ' if where else ''}{said}") from None
     for key, value in recipe.trainer.items():
         if key.endswith("_strategy") and value is False:
             recipe.trainer[key] = "no"  # what YAML makes of no
@@ -271,13 +216,8 @@ def check(recipe: Recipe) -> None:
 
 
 def _check_inputs(recipe: Recipe) -> None:
-    if (recipe.model is None) == (recipe.architecture is None):
-        raise ValueError("give a model (model=NAME or a directory) to adapt, or an architecture to train from scratch")
-    if recipe.architecture is not None and (recipe.tokenizer is None or recipe.lora or recipe.method):
-        raise ValueError(
-            "an architecture needs a tokenizer (tokenizer=bytes needs no files), and takes its method and rotary encoding "
-            "from architecture.position; lora and method are for pretrained models"
-        )
+    if recipe.model is None:
+        raise ValueError("give a model to train: model=NAME or a directory")
     if recipe.data is None:
         raise ValueError("data is missing: give text files or a data set, data=FILE or data=OWNER/NAME:SPLIT")
     for name, value in (("data", recipe.data), ("heldout", recipe.heldout)):
@@ -286,6 +226,8 @@ def _check_inputs(recipe: Recipe) -> None:
             raise ValueError(f"{name} must be a file, a data set or a list of them, got {value!r}")
     if recipe.length < 2 or any(n < 2 for n in (*recipe.lengths, *recipe.final_lengths)):
         raise ValueError("length and evaluation lengths must be at least 2 tokens")
+    if recipe.evaluation.far < 0:
+        raise ValueError(f"evaluation.far is a number of tokens, or 0, got {recipe.evaluation.far}")
     if recipe.hub.answers and recipe.needle is not None:
         raise ValueError("hub.answers and needle exclude each other: needles have answers of their own")
     if recipe.hub.streaming and recipe.heldout is None and recipe.needle is None:
@@ -300,10 +242,8 @@ def _check_method(recipe: Recipe) -> None:
         _require_shares("strength", recipe.strength, "start", "end", "share")
     if recipe.calibrate and attention is None:
         raise ValueError("calibrate measures attention for a method, and none is given")
-    if recipe.freeze and (attention is None or recipe.lora is not None or recipe.optimizer is not None):
-        raise ValueError(
-            "freeze leaves the method's learned parameters to train: give a method, and neither lora nor optimizer"
-        )
+    if recipe.freeze and (attention is None or recipe.lora is not None):
+        raise ValueError("freeze leaves the method's learned parameters to train: give a method, and lora=null")
 
 
 def _check_distill(recipe: Recipe) -> None:
@@ -358,8 +298,6 @@ def _check_trainer(recipe: Recipe) -> None:
         require_in(f"trainer.{key}", recipe.trainer[key], 0.0, math.inf)
     if recipe.trainer.get("max_steps", -1) <= 0:
         raise ValueError("trainer.max_steps must say how many steps to train")
-    if recipe.trainer.get("fsdp") and recipe.optimizer is not None:
-        raise ValueError("trainer.fsdp works with the optimisers of transformers' Trainer: optimizer=null")
     if recipe.trainer.get("label_smoothing_factor"):
         raise ValueError("trainer.label_smoothing_factor does not reach the recipes' own loss: leave it out")
     logs, saves = (recipe.trainer.get(k, 500) for k in ("logging_steps", "save_steps"))

@@ -9,12 +9,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 from transformers import TrainingArguments, set_seed
 
 from ..checks import check_dtype, check_model, check_output
@@ -22,14 +23,19 @@ from ..config import LongAttnConfig
 from ..core.kernels.precision import fast_dtype, multiplies_fast
 from ..evaluation.calibrate import calibrate
 from ..evaluation.loading import carry
-from ..evaluation.rows import alone, versions, write_whole
+from ..evaluation.measures.probe import TOKENS
+from ..evaluation.rows import Row, alone, versions, write_whole
 from ..integration import describe, rope
 from ..integration.lengths import trained_at
+from ..integration.planning import bound_config
 from ..integration.trained import recorded
 from ..sharing.hub import save
+from . import estimate
 from .data import Data
-from .loss import CHUNK, CausalLoss, trained_by
+from .held_out import tokens_read
+from .loss import CausalLoss, trained_by
 from .models import load_config, load_model, load_tokenizer, put_adapter, put_method, unadapted
+from .reach import AFTER, BEFORE, PASSAGES, PICTURE_FILE, PROBED, distances, picture, sentence
 from .recipe import Recipe, dump
 from .trainer import RecipeTrainer, arguments, check_processes, interruptible
 
@@ -42,6 +48,9 @@ class Prepared:
 
     Args:
         reads: the longest text that the model sees in training, jumps of positions counted.
+        unchanged: up to this many tokens the method changes nothing.
+        back: from how far back copies are probed at the end.
+        text: the length of the long text that is read at the end, or None.
     """
 
     recipe: Recipe
@@ -54,7 +63,15 @@ class Prepared:
     original: Any
     args: TrainingArguments
     reads: int
+    unchanged: float
+    back: tuple[int, ...]
+    text: int | None
     resume: bool
+
+    @property
+    def final_lengths(self) -> list[int]:
+        """Lengths at which the trained model and its base are measured at the end."""
+        return self.recipe.final_lengths + ([] if self.text is None else [self.text])
 
 
 def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
@@ -75,21 +92,24 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
             pass
     checkpoint = _checkpoint(recipe, output, resume)
     check_output(output)
-    if recipe.model is not None:
-        check_model(recipe.model)
+    check_model(str(recipe.model))
     attention = recipe.setting.config
     tokenizer = load_tokenizer(recipe)
-    config, original = load_config(recipe, tokenizer)
+    config, original = load_config(recipe)
     skip = _with_target_length(recipe, original)
-    data = Data(skip, tokenizer)
+    reads = (skip.skip.target_length if recipe.positions == "skip" else None) or recipe.length
+    reaches, unchanged = _reach(recipe, config, attention, reads)
+    far = min(reaches, recipe.evaluation.far)
+    data = Data(skip, tokenizer, max(far, PROBED) if far else 0)
+    back = distances(reaches, len(data.held_out)) if far else ()
     if recipe.distill is not None and recipe.length > (trained := _trained_length(original)):
         raise ValueError(
             f"the teacher was trained at {trained} tokens; windows of {recipe.length} are beyond it: lower length"
         )
     check_processes(recipe, args, config.get_text_config())
-    reads = skip.skip.target_length if recipe.positions == "skip" else recipe.length
-    longest = reads or recipe.length
-    return Prepared(recipe, output, checkpoint, tokenizer, data, attention, config, original, args, longest, resume)
+    text = _long_text(recipe, data, far)
+    where = (recipe, output, checkpoint, tokenizer, data)
+    return Prepared(*where, attention, config, original, args, reads, unchanged, back, text, resume)
 
 
 def plan(run: Prepared) -> str:
@@ -108,23 +128,33 @@ def plan(run: Prepared) -> str:
     tokens = rows * recipe.length * args.max_steps
     have = "streamed" if recipe.hub.streaming else f"{len(run.data.train)} windows"  # type: ignore[arg-type]
     text = run.config.get_text_config()
-    memory = _memory(recipe, args, parameters, trained, text)
+    sizes = (recipe, args, parameters, trained, text)
+    needed, there = estimate.memory(*sizes), estimate.machine(args.device)
+    memory = f"about {needed / 2**30:.1f} GiB per process (weights, gradients, optimiser, activations: an estimate)"
+    if needed > there:
+        memory += f", more than the {there / 2**30:.1f} GiB here: {estimate.way_out(*sizes, there)}"
     lines = [
         ("recipe", f"{recipe.name} -> {run.output}" + (f", resumed from {run.checkpoint}" if run.checkpoint else "")),
-        ("model", f"{recipe.model or recipe.architecture}: {_count(parameters)} parameters, {_count(trained)} trained"),
+        ("model", f"{recipe.model}: {_count(parameters)} parameters, {_count(trained)} trained"),
         ("attention", f"{changed[0][1]}, in {layers}" if changed else f"unchanged, in all {len(described.rows)} layers"),
         ("rotary", str(text.rope_parameters) if getattr(text, "rope_parameters", None) else "none"),
         ("data", f"{have} of {recipe.length} tokens, positions {recipe.positions}; {len(run.data.held_out)} tokens held out"),
         ("steps", f"{args.max_steps}, windows per step: {rows}, processes: {args.world_size}; {_count(tokens)} tokens in all"),
         ("precision", _precision(recipe, args)),
-        ("evaluation", f"at {recipe.lengths}, at the end at {recipe.final_lengths}"),
-        ("memory", f"about {memory / 2**30:.1f} GiB per process (weights, gradients, optimiser, activations: an estimate)"),
+        ("evaluation", f"at {recipe.lengths}, at the end at {run.final_lengths}{_reading(run)}"),
+        ("memory", memory),
+        ("time", _time(run, parameters, rows, text)),
     ]
+    if run.reads <= run.unchanged:
+        lines.append(("note", _without_effect(run)))
     return "\n".join(f"{name:<11}{value}" for name, value in lines)
 
 
-def run(prepared: Prepared) -> dict[str, Any]:
+def run(prepared: Prepared, optimizer: Callable[[Any], torch.optim.Optimizer] | None = None) -> dict[str, Any]:
     """Train, measure, and leave everything in the output directory; returns the metrics that are written there.
+
+    Args:
+        optimizer: makes one for the model, in place of Trainer's own.
 
     Raises:
         KeyboardInterrupt: of SIGINT. While it trains, the step is finished and a checkpoint saved first; a second one stops
@@ -136,7 +166,7 @@ def run(prepared: Prepared) -> dict[str, Any]:
         if _first():
             _checkpoint(prepared.recipe, prepared.output, prepared.resume)
         try:
-            return _run(prepared)
+            return _run(prepared, optimizer)
         except BaseException:
             _discard(prepared)
             raise
@@ -156,12 +186,13 @@ def _discard(prepared: Prepared) -> None:
         (output / RECIPE_FILE).unlink(missing_ok=True)
 
 
-def _run(prepared: Prepared) -> dict[str, Any]:
+def _run(prepared: Prepared, optimizer: Callable[[Any], torch.optim.Optimizer] | None) -> dict[str, Any]:
     recipe, output, args = prepared.recipe, prepared.output, prepared.args
     started, cpu = time.monotonic(), time.process_time()
     set_seed(args.seed)
     model, wrapped = _model(prepared)
-    trainer = RecipeTrainer(recipe, prepared.data, wrapped, model, args, prepared.tokenizer)
+    own = None if optimizer is None else optimizer(model)
+    trainer = RecipeTrainer(recipe, prepared.data, wrapped, model, args, prepared.tokenizer, own)
     first = trainer.is_world_process_zero()
     if first:
         write_whole(output / RECIPE_FILE, dump(recipe))
@@ -170,11 +201,13 @@ def _run(prepared: Prepared) -> dict[str, Any]:
     loss = CausalLoss(model, recipe.distill, base, jumps, trainer.part)
     with trained_by(model, loss), interruptible(trainer):
         result = trainer.train(resume_from_checkpoint=prepared.checkpoint)
-    measured = {"trained": trainer.held_out_metrics(recipe.final_lengths), **_compared(prepared, trainer, base)}
-    _save(prepared, trainer, wrapped, measured["trained"])
+    measured, reach = _measured(prepared, trainer, base)
+    told = sentence(reach, measured, prepared.text)
+    _save(prepared, trainer, wrapped, measured, reach, told)
     metrics = {
         "recipe": recipe.name,
         "measured": measured,
+        "reach": {"text": told, "probe": reach},
         "train_loss": result.training_loss,
         "steps": trainer.state.global_step,
         "tokens": trainer.state.global_step * _windows(recipe, args) * recipe.length,
@@ -204,42 +237,80 @@ def _model(prepared: Prepared) -> tuple[Any, Any]:
     return model, model if recipe.lora is None else put_adapter(model, recipe.lora, prepared.args.seed)
 
 
-def _compared(prepared: Prepared, trainer: RecipeTrainer, base: Callable[[], AbstractContextManager[None]]) -> dict[str, Any]:
-    """Measurements of the unadapted base, and of it with YaRN for the longest length, if that is beyond its trained one."""
+def _measured(
+    prepared: Prepared, trainer: RecipeTrainer, base: Callable[[], AbstractContextManager[None]]
+) -> tuple[dict[str, dict[int, dict[str, Any]]], dict[str, list[Row]]]:
+    """Held-out losses by model and length, and the rows of a probe by model: of the trained model; to compare, of the
+    unadapted base; and losses of the base with YaRN for the recipe's longest length, if that is beyond its trained one."""
     recipe, original = prepared.recipe, prepared.original
-    if not recipe.evaluation.compare or recipe.architecture is not None:
-        return {}
-    if recipe.lora is None:
-        out = {"base": _another(prepared, trainer, original)}
-    else:
-        with base():
-            out = {"base": trainer.held_out_metrics(recipe.final_lengths)}
-    factor = max(recipe.final_lengths) / _trained_length(original)
-    if factor > 1 and getattr(original.get_text_config(), "rope_parameters", None):
-        config = rope.yarn(copy.deepcopy(original), factor)
-        out[f"base + YaRN x{factor:g}"] = _another(prepared, trainer, config)
-    return out
+    beyond = max(recipe.final_lengths) / _trained_length(original) if recipe.evaluation.compare else 0.0
+    rotates = getattr(original.get_text_config(), "rope_parameters", None)
+    yarn = f"{BEFORE} + YaRN x{beyond:g}" if beyond > 1 and rotates else None
+    each = tokens_read(recipe, prepared.data, prepared.final_lengths) + len(prepared.back) * PASSAGES * TOKENS
+    total = each * (2 if recipe.evaluation.compare else 1) + (
+        tokens_read(recipe, prepared.data, recipe.final_lengths) if yarn else 0
+    )
+    measured: dict[str, dict[int, dict[str, Any]]] = {}
+    reach: dict[str, list[Row]] = {}
+    quiet = trainer.args.disable_tqdm or not trainer.is_world_process_zero()
+    with tqdm(total=total, desc="Measuring", unit=" tokens", disable=quiet) as bar:
+
+        def all_of(name: str) -> None:
+            bar.set_postfix_str(name)
+            measured[name] = trainer.held_out_metrics(prepared.final_lengths, bar.update)
+            if prepared.back:
+                reach[name] = trainer.probed(prepared.back, bar.update)
+
+        all_of(AFTER)
+        if recipe.evaluation.compare:
+            with base() if recipe.lora is not None else _another(prepared, trainer, original):
+                all_of(BEFORE)
+        if yarn is not None:
+            bar.set_postfix_str(yarn)
+            with _another(prepared, trainer, rope.yarn(copy.deepcopy(original), beyond)):
+                measured[yarn] = trainer.held_out_metrics(recipe.final_lengths, bar.update)
+    return measured, reach
 
 
-def _save(prepared: Prepared, trainer: RecipeTrainer, wrapped: Any, measured: dict[int, dict[str, Any]]) -> None:
+def _save(
+    prepared: Prepared,
+    trainer: RecipeTrainer,
+    wrapped: Any,
+    measured: dict[str, dict[int, dict[str, Any]]],
+    reach: dict[str, list[Row]],
+    told: str,
+) -> None:
     """The trained weights; with a method, as `hf_longattn.save` does, with a card."""
     recipe, output, weights = prepared.recipe, prepared.output, trainer.whole()
+    first, drawn = trainer.is_world_process_zero(), None
+    if first and reach:
+        trained = _trained_length(prepared.original)
+        drawn = picture(reach, None if trained == sys.maxsize else trained)
     if prepared.attention is None:
         if (recipe.lora is None or recipe.setting.rope is not None) and prepared.reads > _trained_length(prepared.original):
             trained_at(trainer.causal, prepared.reads)
         trainer.save_model(str(output))
-        if trainer.is_world_process_zero() and recipe.setting.rope is not None:
+        if first and recipe.setting.rope is not None:
             trainer.causal.config.save_pretrained(output)  # a plain adapter does not record the rotary encoding
-    elif trainer.is_world_process_zero():
-        names = [name for name in ("loss", "accuracy") if name in measured[recipe.length]]
+    elif first:
+        names = [name for name in ("loss", "accuracy") if name in measured[AFTER][recipe.length]]
+        by_model = {
+            model: {name: {n: x[name] for n, x in measured[model].items()} for name in names}
+            for model in (AFTER, BEFORE)
+            if model in measured
+        }
         card: dict[str, Any] = {
             "training_lengths": [recipe.length],
-            "metrics": {name: {n: x[name] for n, x in measured.items()} for name in names},
+            "metrics": by_model[AFTER],
+            "base_metrics": by_model.get(BEFORE),
+            "reach": told + (f"\n\n![Losses by distance]({PICTURE_FILE})" if drawn else ""),
             "evaluated_on": _names(recipe.heldout or recipe.data),
         }
         save(wrapped, output, tokenizer=prepared.tokenizer, overwrite=True, state_dict=weights, **card)
-    if trainer.is_world_process_zero() and recipe.lora is None and recipe.model is not None:
-        carry(recipe.model, output, type(trainer.causal))
+    if first and drawn:
+        write_whole(output / PICTURE_FILE, drawn)
+    if first and recipe.lora is None:
+        carry(str(recipe.model), output, type(trainer.causal))
 
 
 def _first() -> bool:
@@ -278,6 +349,40 @@ def _precision(recipe: Recipe, args: TrainingArguments) -> str:
     return message + (f", which this {args.device.type.upper()} does slowly: float32 is faster" if slow else "")
 
 
+def _reading(run: Prepared) -> str:
+    if not run.back:
+        return ""
+    models = "the trained model and its base" if run.recipe.evaluation.compare else "the trained model"
+    return f"; copies from up to {run.back[-1]:,} tokens back, of {models} (evaluation.far=0: none of this)"
+
+
+def _time(run: Prepared, parameters: int, rows: int, text: Any) -> str:
+    recipe, args = run.recipe, run.args
+    texts = [n for n in run.final_lengths for _ in range(tokens_read(recipe, run.data, [n]) // n)]
+    texts += [TOKENS] * (len(run.back) * PASSAGES)
+    windows = rows * args.max_steps // args.world_size
+    training, measuring = estimate.duration(recipe, args, parameters, text, windows, texts * (1 + recipe.evaluation.compare))
+    return (
+        f"about {estimate.shown(training)} of training and {estimate.shown(measuring)} of measuring at the end (an estimate "
+        f"from how fast this {args.device.type.upper()} multiplies)"
+    )
+
+
+def _without_effect(run: Prepared) -> str:
+    """Of a method that training does not reach."""
+    recipe, name = run.recipe, run.attention.name if run.attention else ""
+    longer = f"length={2 * int(run.unchanged)}" if run.unchanged < sys.maxsize else "a longer length"
+    return (
+        f"{name} changes nothing in texts of up to {run.unchanged:,.0f} tokens, and training shows {run.reads:,}: nothing is "
+        f"learned of it. Take {longer}, "
+        + (
+            "a larger skip.target_length"
+            if recipe.positions == "skip"
+            else "or positions=skip, which shows far distances in short windows"
+        )
+    )
+
+
 def _count(number: int) -> str:
     return f"{number / 1e6:.1f}M" if number >= 1e6 else f"{number / 1e3:.1f}k"
 
@@ -297,31 +402,32 @@ def _trained_length(config: Any) -> int:
     return recorded(text, text.longattn).length or sys.maxsize
 
 
-def _another(prepared: Prepared, trainer: RecipeTrainer, config: Any) -> dict[int, dict[str, Any]]:
-    """Measurements of the checkpoint that training started from, loaded anew under a config."""
+@contextmanager
+def _another(prepared: Prepared, trainer: RecipeTrainer, config: Any) -> Iterator[None]:
+    """While open, what is measured is the checkpoint that training started from, loaded anew under a config."""
     trained, trainer.causal = trainer.causal, load_model(prepared.recipe, config).to(trainer.accelerator.device)
     try:
-        return trainer.held_out_metrics(prepared.recipe.final_lengths)
+        yield
     finally:
         trainer.causal = trained
 
 
-def _memory(recipe: Recipe, args: TrainingArguments, parameters: int, trained: int, text: Any) -> float:
-    """Bytes: weights, gradients and optimiser states of what is trained, activations kept for the backward pass, logits."""
-    width = torch.finfo(getattr(torch, recipe.dtype)).bits // 8
-    activation = 2 if args.bf16 or args.fp16 else width
-    tokens = args.per_device_train_batch_size * recipe.length // recipe.sequence_parallel
-    if args.fsdp:
-        parameters, trained = parameters // args.world_size, trained // args.world_size
-    hidden, inner = text.hidden_size, text.intermediate_size
-    per_layer = hidden if args.gradient_checkpointing else 12 * hidden + 4 * inner
-    logits = 3 * min(CHUNK, recipe.length) * args.per_device_train_batch_size * text.vocab_size * 4
-    return (
-        parameters * width
-        + trained * (width + 8)
-        + tokens * text.num_hidden_layers * per_layer * activation
-        + logits * (2 if recipe.distill else 1)
-    )
+def _reach(recipe: Recipe, config: Any, attention: LongAttnConfig | None, reads: int) -> tuple[int, float]:
+    """How long a text the model reads after training, and up to what length the method changes nothing."""
+    model = load_model(recipe, config, weights=False)
+    bound, facts = bound_config(model, attention or LongAttnConfig())
+    reaches = max(int(min(reads, bound.reach)) if attention else reads, facts.train_length or 0)
+    text = config.get_text_config()
+    if not getattr(text, "rope_parameters", None) and not getattr(text, "alibi", False):  # its positions are learned
+        reaches = min(reaches, text.max_position_embeddings)
+    return reaches, bound.identity_below if attention else 0
+
+
+def _long_text(recipe: Recipe, data: Data, most: int) -> int | None:
+    """How much of the held-out text is read in one piece at the end, where the recipe does not say what to read."""
+    length = min(most, len(data.held_out))
+    asked = recipe.evaluation.final_lengths or data.test_task is not None
+    return length if length > max(recipe.final_lengths) and not asked else None
 
 
 def _names(sources: Any) -> str:

@@ -6,22 +6,25 @@ import dataclasses
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 
+from ..evaluation.rows import Row
 from ..integration import update
 from ..integration.engines.ulysses import check_heads, split_sequence, unsplit
 from .data import Data, PartCollator
-from .held_out import held_out_sums, metrics
+from .held_out import Tick, held_out_sums, metrics
 from .loss import PARTS
-from .optim import MuonWithAdam
+from .reach import probed
 from .recipe import Recipe, Strength
+
+T = TypeVar("T")
 
 
 def arguments(recipe: Recipe) -> TrainingArguments:
@@ -66,10 +69,19 @@ class RecipeTrainer(Trainer):
 
     Args:
         causal: the causal language model inside `model`.
+        optimizer: in place of the Trainer's own.
     """
 
-    def __init__(self, recipe: Recipe, data: Data, model: Any, causal: Any, args: TrainingArguments, tokenizer: Any) -> None:
-        optimizer = None if recipe.optimizer is None else MuonWithAdam(causal, recipe.optimizer)
+    def __init__(
+        self,
+        recipe: Recipe,
+        data: Data,
+        model: Any,
+        causal: Any,
+        args: TrainingArguments,
+        tokenizer: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
         self.part = part_of(recipe, args)
         super().__init__(
             model,
@@ -133,24 +145,28 @@ class RecipeTrainer(Trainer):
         self.model.train()
         return out
 
-    def held_out_metrics(self, lengths: list[int]) -> dict[int, dict[str, Any]]:
+    def held_out_metrics(self, lengths: list[int], tick: Tick = lambda tokens: None) -> dict[int, dict[str, Any]]:
         share = (self.accelerator.process_index, self.accelerator.num_processes)
-        with unsplit(self.causal):
-            sums = self._held_out_sums(self.causal, self.recipe, self.data, lengths, share)
+        sums = self._on_whole(held_out_sums, self.causal, self.recipe, self.data, lengths, share, tick)
         device = self.accelerator.device
         wide = torch.float32 if device.type == "mps" else torch.float64
         sums = {n: self.accelerator.reduce(s.to(device, wide), "sum").cpu() for n, s in sums.items()}
         return metrics(sums, self.data.test_task is not None)
 
-    def _held_out_sums(self, *arguments: Any) -> dict[int, torch.Tensor]:
+    def probed(self, back: Sequence[int], tick: Tick) -> list[Row]:
+        """See `reach.probed`; every process does all of it."""
+        return self._on_whole(probed, self.causal, self.data, back, tick)
+
+    def _on_whole(self, function: Callable[..., T], *arguments: Any) -> T:
         """Where weights are sharded (trainer.fsdp), as one call of the model, which gathers them for it."""
-        if not isinstance(self.model, FSDPModule):
-            return held_out_sums(*arguments)
-        model: Any = self.model
-        model.longattn_held_out = held_out_sums
-        register_fsdp_forward_method(model, "longattn_held_out")
-        result: dict[int, torch.Tensor] = model.longattn_held_out(*arguments)
-        return result
+        with unsplit(self.causal):
+            if not isinstance(self.model, FSDPModule):
+                return function(*arguments)
+            model: Any = self.model
+            model.longattn_held_out = function
+            register_fsdp_forward_method(model, "longattn_held_out")
+            result: T = model.longattn_held_out(*arguments)
+            return result
 
     def whole(self) -> dict[str, Any] | None:
         """The weights to save in the first process, where the model's own are sharded (trainer.fsdp); all processes ask."""

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_longattn
-from hf_longattn.training.optim import MuonWithAdam
-from hf_longattn.training.recipe import Muon
 from lab.papers.conversion import Way, adapted
 from lab.papers.experiment import Run, Settings, experiment
 from lab.papers.loop import fit, small_llama
+from lab.scratch.optim import Muon, MuonWithAdam
 from recipes.models import DOWNLOADED, SMOLLM2, obtain, random_model
 
 

@@ -28,11 +28,11 @@ from hf_longattn import LongAttnConfig
 from hf_longattn.evaluation import token_losses
 from hf_longattn.evaluation.loading import edit_rope
 from hf_longattn.evaluation.settings import Setting
-from hf_longattn.training.optim import MuonWithAdam
-from hf_longattn.training.recipe import Muon, Skip
-from hf_longattn.training.skip import skipped
+from hf_longattn.training.data import skipped
+from hf_longattn.training.recipe import Skip
 from lab.papers.experiment import Run, Settings, experiment, require
 from lab.papers.loop import fit
+from lab.scratch.optim import Muon, MuonWithAdam
 
 LETTERS = string.ascii_letters + string.digits
 #: Bytes of a repeated passage, and its first ones, which do not count: a model must notice the repetition.

@@ -1,4 +1,4 @@
-"""Length generalisation from scratch: every position method of Anson et al., Table 1, through the recipe `pretrain_small`.
+"""Length generalisation from scratch: every position method of Anson et al., Table 1, through `lab.scratch`, `pretrain_small`.
 
 A byte-level model in place of their 162M one. Its training length is 256 in place of 4,096 tokens, so RoPE's base and p-RoPE's
 are divided by 16 (p-RoPE's θ, the square of the paper's "effective base", by 256): wavelengths about keep their share of the
@@ -11,16 +11,17 @@ training length. At that θ p-RoPE's lowest frequency is a step of the spacing a
 from __future__ import annotations
 
 import re
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_longattn
-from hf_longattn.training import POSITIONS, load_recipe, prepare
-from hf_longattn.training import run as train
 from lab.papers import conversion
 from lab.papers.experiment import Run, experiment, require
+from lab.scratch.train import POSITIONS, train
 
 TAUS = (0.01, 0.1, 1.0, 100.0)  # the default is 10
 #: A position method of `pretrain_small` with its parameters, by variant.
@@ -51,7 +52,8 @@ def run_length(run: Run) -> dict[str, Any]:
     }
     if run.variant.endswith(ENDPOINT):  # at a share of 1/2 θ is the square of the effective base
         overrides |= {"architecture.prope_theta": "null", "architecture.prope_effective_base": settings.prope_theta**0.5}
-    metrics = train(prepare(load_recipe("pretrain_small", [f"{k}={v}" for k, v in overrides.items()])))
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = train("pretrain_small", [f"{k}={v}" for k, v in overrides.items()], Path(folder) / "initial")
     result = metrics["measured"]["trained"]
     return {
         "lengths": list(settings.lengths),

@@ -19,9 +19,9 @@ from transformers import ByT5Tokenizer
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
+from hf_longattn.training.data import skipped
 from hf_longattn.training.held_out import windows_of
 from hf_longattn.training.recipe import Skip
-from hf_longattn.training.skip import skipped
 from lab.papers.experiment import Run, Settings, experiment
 from lab.papers.loop import fit, small_llama
 

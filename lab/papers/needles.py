@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,15 @@ from transformers import AutoModelForCausalLM
 
 from hf_longattn.evaluation import answer_scores
 from hf_longattn.evaluation.tasks import NeedleTask
-from hf_longattn.training import POSITIONS, load_recipe, prepare
+from hf_longattn.training import load_recipe, prepare
 from hf_longattn.training import run as train
 from lab.papers import conversion
 from lab.papers.conversion import CONVERSION, QK, TRAINED, Way
 from lab.papers.experiment import Run, Settings, experiment, require
 from lab.papers.length import LENGTH, training
 from lab.papers.loop import fit
+from lab.scratch.optim import Muon, MuonWithAdam
+from lab.scratch.train import POSITIONS
 from recipes.models import DOWNLOADED, SMOLLM2, obtain, random_model
 
 #: A method and its parameters, by variant: LogN acts below the training length too, as in the paper, where s is learned.
@@ -47,8 +50,9 @@ def run_needles(run: Run) -> dict[str, Any]:
     settings = run.settings
     model = run.models / LENGTH.name / f"{run.variant}-seed{run.seed}"
     require(model, f"{LENGTH.name} --only '^{run.variant}$' --seeds {run.seed}")
-    own = {"method": "null", "lora": "null", "optimizer.matrix_lr": settings.matrix_lr, "schedule.warmup": settings.warmup}
-    return on_needles(run, model, own)
+    muon = Muon(matrix_lr=settings.matrix_lr)
+    own = {"method": "null", "lora": "null", "schedule.warmup": settings.warmup}
+    return on_needles(run, model, own, lambda m: MuonWithAdam(m, muon))
 
 
 def run_pretrained(run: Run) -> dict[str, Any]:
@@ -56,7 +60,9 @@ def run_pretrained(run: Run) -> dict[str, Any]:
     return on_needles(run, model, {"dtype": run.dtype, "method": METHODS[run.variant]})
 
 
-def on_needles(run: Run, model: Path, own: dict[str, Any]) -> dict[str, Any]:
+def on_needles(
+    run: Run, model: Path, own: dict[str, Any], optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+) -> dict[str, Any]:
     """What the recipe measures at its end, with settings of this run's and its `own`."""
     settings = run.settings
     overrides = own | {
@@ -69,9 +75,11 @@ def on_needles(run: Run, model: Path, own: dict[str, Any]) -> dict[str, Any]:
         "evaluation.final_lengths": list(settings.lengths),
         "evaluation.samples": settings.samples,
         "evaluation.compare": False,
+        "evaluation.far": 0,
+        "positions": "plain",
         **training(settings.steps, settings.batch, run.seed, run.dtype),
     }
-    metrics = train(prepare(load_recipe("needle_lora", [f"{k}={v}" for k, v in overrides.items()])))
+    metrics = train(prepare(load_recipe("needle_lora", [f"{k}={v}" for k, v in overrides.items()])), optimizer)
     trained = metrics["measured"]["trained"]
     return {
         "lengths": list(settings.lengths),

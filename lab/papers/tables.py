@@ -14,7 +14,6 @@ from hf_longattn.evaluation.report import markdown
 from hf_longattn.evaluation.report.figures import curves
 from hf_longattn.evaluation.rows import Row, RowFile
 from hf_longattn.evaluation.statistics import mean_interval
-from hf_longattn.training import POSITIONS
 from lab.markdown import Contents
 from lab.papers import paper
 from lab.papers.algorithms import TASKS
@@ -38,6 +37,7 @@ from lab.papers.experiment import LISTED
 from lab.papers.length import ATTENTION, ENDPOINT, LENGTH, TAUS
 from lab.papers.masked import SCORED, TEMPERATURES, WARM
 from lab.papers.needles import BEYOND, METHODS
+from lab.scratch.train import POSITIONS
 
 #: Of one variant: its values by seed, one for each column.
 Series = dict[int, list[float]]

@@ -203,10 +203,16 @@ class Program:
             "length": text.length,
             "only": f"'^{re.escape(choice.name)}$'",
         }
-        said = vars(args) | names | {"result": None}
-        told = {k: v.name if isinstance(v, Path) else v for k, v in said.items() if v not in (None, False)}
-        words = [f"--{k}" if v is True else f"--{k} {v}" for k, v in told.items()]
+        said = {k: v for k, v in (vars(args) | names).items() if k != "result" and v not in (None, False)}
+        words = [f"--{k}" if v is True else f"--{k} {_named(v)}" for k, v in said.items()]
         return " ".join([f"python lab/pretrained/{self.file}.py", *words])
+
+
+def _named(value: Any) -> str:
+    """For a command; files by their names."""
+    if isinstance(value, list):
+        return " ".join(map(_named, value))
+    return value.name if isinstance(value, Path) else str(value)
 
 
 def told(row: Row, new: bool) -> str:

@@ -37,22 +37,26 @@ def main() -> None:
     )
     args = parser.parse_args()
     for name in args.only:
-        file, run = file_of(name), RUNS[name]
-        if file.exists():
+        if file_of(name).exists():
             continue
         with tempfile.TemporaryDirectory() as folder:
-            output = (args.keep or Path(folder)) / name
-            # bfloat16 where the CPU multiplies it fast; each result's settings say which
-            own = [
-                f"model={run.get('model', args.model)}",
-                f"data={args.text}",
-                f"heldout={args.held_out}",
-                f"output={output}",
-            ]
-            command = [sys.executable, "-m", "hf_longattn.cli", "train", *run["train"], f"dtype={fast_dtype()}", *own]
-            subprocess.run(command, check=True)
-            metrics = json.loads((output / "metrics.json").read_text())
-        file.write_text(json.dumps(metrics, indent=1) + "\n")
+            train(name, (args.keep or Path(folder)) / name, args.model, args.text, args.held_out)
+
+
+def train(name: str, output: Path, model: str, text: str, held_out: str, *more: str) -> None:
+    """Make a run, its result in `output`, and keep its metrics.
+
+    Args:
+        more: overrides, of a run whose metrics then stay in `output` alone.
+    """
+    run = RUNS[name]
+    # bfloat16 where the CPU multiplies it fast; each result's settings say which
+    own = [f"model={run.get('model', model)}", f"data={text}", f"heldout={held_out}", f"output={output}", *more]
+    command = [sys.executable, "-m", "hf_longattn.cli", "train", *run["train"], f"dtype={fast_dtype()}", *own]
+    subprocess.run(command, check=True)
+    if not more:
+        metrics = json.loads((output / "metrics.json").read_text())
+        file_of(name).write_text(json.dumps(metrics, indent=1) + "\n")
 
 
 def file_of(name: str) -> Path:

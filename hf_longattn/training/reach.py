@@ -1,0 +1,87 @@
+"""How far a model retrieves and reads, before and after training: what the losses in short windows do not show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..evaluation.measures.copies import PASSAGE
+from ..evaluation.measures.probe import LEAST, distances_to, passages, probe
+from ..evaluation.rows import Row
+from ..evaluation.tasks.probe import PARTS
+from .data import Data
+from .held_out import Tick
+
+#: Passages that are read at each distance, and how many distances.
+PASSAGES, POINTS = 2, 5
+#: Tokens of held-out text that they are taken from, at least.
+PROBED = PASSAGES * LEAST
+#: What the measured models are called, in the order of training.
+BEFORE, AFTER = "base", "trained"
+PICTURE_FILE = "reach.png"
+
+#: By model, its rows of a probe.
+Reach = Mapping[str, Sequence[Row]]
+
+
+def distances(to: int, held_out: int) -> tuple[int, ...]:
+    """From how far back passages are repeated, in a model that reads `to` tokens; none where text or model are too short."""
+    if to - PASSAGE < LEAST or held_out < PROBED:
+        return ()
+    return distances_to(to - PASSAGE, POINTS)
+
+
+def probed(model: Any, data: Data, back: Sequence[int], tick: Tick) -> list[Row]:
+    """Losses on other text and on a copy at each distance, on passages from all over the held-out text."""
+    model.eval()
+    ids = torch.cat([data.held_out.new_tensor(data.start), data.held_out])[None]
+    rows: list[Row] = []
+    for distance in back:
+        rows += probe(model, passages(ids, PASSAGES), [distance]).rows()
+        tick(PASSAGES * (LEAST + PASSAGE))
+    return rows
+
+
+def sentence(reach: Reach, measured: Mapping[str, Mapping[int, Mapping[str, Any]]], text: int | None) -> str:
+    """What came of the training, in words: the farthest copy, and the second half of the long text.
+
+    Args:
+        measured: by model and length, see `held_out.metrics`.
+        text: the length of the long text; None for none.
+    """
+    parts = []
+    if far := {name: rows[-1] for name, rows in reach.items()}:
+        parts.append(
+            _compared(f"copies from {far[AFTER]['distance']:,} tokens back", {n: r["copy"][0] for n, r in far.items()})
+        )
+    if text is not None:
+        last = {
+            name: next(reversed(by_length[text]["by_position"].items()))
+            for name, by_length in measured.items()
+            if text in by_length
+        }
+        where = last[AFTER][0].replace("-", " to ")
+        parts.append(_compared(f"a text at its tokens {where}", {name: loss for name, (_, loss) in last.items()}))
+    return f"Reads {' and '.join(parts)} (nats per token)." if parts else ""
+
+
+def _compared(what: str, losses: Mapping[str, float]) -> str:
+    before = f", before {losses[BEFORE]:.2f}" if BEFORE in losses else ""
+    return f"{what} at {losses[AFTER]:.2f}{before}"
+
+
+def picture(reach: Reach, trained: int | None) -> bytes | None:
+    """A PNG of both losses by distance; None without matplotlib, which the extra `cli` brings."""
+    try:
+        from ..evaluation.report.figures import curves, tokens_shown
+    except ImportError:
+        return None
+    lines = {
+        f"{name}, {'copies' if part == 'copy' else 'other text'}": [(r["distance"], r[part][0]) for r in rows]
+        for part in reversed(PARTS)
+        for name, rows in reach.items()
+    }
+    mark = {f"trained: {tokens_shown(trained)}": float(trained)} if trained else {}
+    return curves(lines, "tokens back", "loss (nats per token)", "By how far back the first reading is", mark)
