@@ -16,8 +16,8 @@ from transformers import TrainingArguments
 from .loss import CHUNK
 from .recipe import Recipe
 
-#: The share of its speed in one matrix product that a device reaches in training: measured with SmolLM2-135M on a CPU.
-EFFICIENCY = 0.5
+#: The share of its speed in one matrix product that a device reaches in a run: measured with SmolLM2-135M on one CPU core.
+EFFICIENCY = 0.8
 
 
 def memory(recipe: Recipe, args: TrainingArguments, parameters: int, trained: int, text: Any) -> float:

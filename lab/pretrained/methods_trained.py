@@ -60,7 +60,7 @@ def load(choice: Choice, text: Text, args: argparse.Namespace) -> Any:
         if not (adapter := args.keep / run).exists():
             given = f"[{','.join(map(str, args.train))}]"
             more = [f"trainer.max_steps={args.steps}"] * bool(args.steps)
-            train(run, adapter, str(args.model), given, str(args.text[0]), *more)
+            train(run, adapter, str(args.model), given, str(args.text[0]), args.dtype, *more)
         choice = replace(choice, setting=replace(choice.setting, adapter=str(adapter)))
     return runner.load(choice, args.model, args.dtype, text.calibration)
 
@@ -85,7 +85,16 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 PROGRAM = Program(
-    "methods_trained", RESULTS / "methods-trained.json", PROTOCOL, settings, measure, key, load, options, lengths=(LENGTH,)
+    "methods_trained",
+    RESULTS / "methods-trained.json",
+    PROTOCOL,
+    settings,
+    measure,
+    key,
+    load,
+    options,
+    lengths=(LENGTH,),
+    dtype="float32",
 )
 
 

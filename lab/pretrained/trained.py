@@ -40,19 +40,19 @@ def main() -> None:
         if file_of(name).exists():
             continue
         with tempfile.TemporaryDirectory() as folder:
-            train(name, (args.keep or Path(folder)) / name, args.model, args.text, args.held_out)
+            train(name, (args.keep or Path(folder)) / name, args.model, args.text, args.held_out, fast_dtype())
 
 
-def train(name: str, output: Path, model: str, text: str, held_out: str, *more: str) -> None:
+def train(name: str, output: Path, model: str, text: str, held_out: str, dtype: str, *more: str) -> None:
     """Make a run, its result in `output`, and keep its metrics.
 
     Args:
+        dtype: of the weights; each result's settings say which.
         more: overrides, of a run whose metrics then stay in `output` alone.
     """
     run = RUNS[name]
-    # bfloat16 where the CPU multiplies it fast; each result's settings say which
     own = [f"model={run.get('model', model)}", f"data={text}", f"heldout={held_out}", f"output={output}", *more]
-    command = [sys.executable, "-m", "hf_longattn.cli", "train", *run["train"], f"dtype={fast_dtype()}", *own]
+    command = [sys.executable, "-m", "hf_longattn.cli", "train", *run["train"], f"dtype={dtype}", *own]
     subprocess.run(command, check=True)
     if not more:
         metrics = json.loads((output / "metrics.json").read_text())
