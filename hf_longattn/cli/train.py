@@ -60,7 +60,12 @@ def train(
             raise
         if first:
             why = "Interrupted" if interrupted else f"The disk is full ({error})"
-            console.print(_standing(why, last_checkpoint(prepared.output)), markup=False, highlight=False, soft_wrap=True)
+            console.print(
+                _standing(why, prepared.output, last_checkpoint(prepared.output)),
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
         raise typer.Exit(130 if interrupted else 1) from None
     if first:
         for name, by_length in metrics["measured"].items():
@@ -73,9 +78,13 @@ def train(
         console.print(f"Written: {prepared.output}; load it with: {way}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _standing(why: str, checkpoint: Path | None) -> str:
+def _standing(why: str, output: Path, checkpoint: Path | None) -> str:
     """Where a run that stopped stands, and what continues it."""
-    if checkpoint is None:
+    if any(output.glob("*.safetensors")):
+        why += f" after training. The weights are in {output}; what is missing is how they compare with the base"
+        if checkpoint is None:
+            return f"{why}."
+    elif checkpoint is None:
         return f"{why} before the first checkpoint: nothing is kept; the same command starts again."
     again = shlex.join(["hf-longattn", *sys.argv[1:], *["--resume"] * ("--resume" not in sys.argv)])
     return f"{why}. {checkpoint} is kept. To continue: {again}"

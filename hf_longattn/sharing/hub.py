@@ -101,12 +101,18 @@ def save(
             (aside / readme.name).unlink(missing_ok=True)  # PEFT's
             warn(f"{readme} was not written by hf_longattn and is kept: no model card is written")
             return directory
-        base = base_model or hub_id(getattr(model, "name_or_path", None))
-        known = describe(model).trained
-        how: dict[str, Any] = {"remote_code": remote_code, "trained": known and known.length}
-        text = model_card(aside, name or directory.name, facts, base_model=base, **how)
-        text.save(aside / readme.name)
+        write_card(model, aside, name or directory.name, facts, base_model, remote_code)
     return directory
+
+
+def write_card(
+    model: nn.Module, directory: Path, name: str, facts: Facts, base_model: str | None = None, remote_code: bool = False
+) -> None:
+    """The README.md of a folder that a model was saved in, in place of what is there."""
+    known = describe(model).trained
+    base = base_model or hub_id(getattr(model, "name_or_path", None))
+    how: dict[str, Any] = {"remote_code": remote_code, "trained": known and known.length}
+    model_card(directory, name, facts, base_model=base, **how).save(directory / "README.md")
 
 
 def merge(adapter: str | Path, directory: str | Path, **options: Any) -> Path:

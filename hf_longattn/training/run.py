@@ -29,7 +29,8 @@ from ..integration import describe, rope
 from ..integration.lengths import trained_at
 from ..integration.planning import bound_config
 from ..integration.trained import recorded
-from ..sharing.hub import save
+from ..sharing.card import Facts
+from ..sharing.hub import save, write_card
 from . import estimate
 from .data import Data
 from .held_out import tokens_read
@@ -201,9 +202,11 @@ def _run(prepared: Prepared, optimizer: Callable[[Any], torch.optim.Optimizer] |
     loss = CausalLoss(model, recipe.distill, base, jumps, trainer.part)
     with trained_by(model, loss), interruptible(trainer):
         result = trainer.train(resume_from_checkpoint=prepared.checkpoint)
+    _save(prepared, trainer, wrapped)  # before what takes long, and may fail
     measured, reach = _measured(prepared, trainer, base)
     told = sentence(reach, measured, prepared.text)
-    _save(prepared, trainer, wrapped, measured, reach, told)
+    if first:
+        _tell(prepared, wrapped, measured, reach, told)
     metrics = {
         "recipe": recipe.name,
         "measured": measured,
@@ -247,9 +250,8 @@ def _measured(
     rotates = getattr(original.get_text_config(), "rope_parameters", None)
     yarn = f"{BEFORE} + YaRN x{beyond:g}" if beyond > 1 and rotates else None
     each = tokens_read(recipe, prepared.data, prepared.final_lengths) + len(prepared.back) * PASSAGES * TOKENS
-    total = each * (2 if recipe.evaluation.compare else 1) + (
-        tokens_read(recipe, prepared.data, recipe.final_lengths) if yarn else 0
-    )
+    total = each * (1 + recipe.evaluation.compare)
+    total += tokens_read(recipe, prepared.data, recipe.final_lengths) if yarn else 0
     measured: dict[str, dict[int, dict[str, Any]]] = {}
     reach: dict[str, list[Row]] = {}
     quiet = trainer.args.disable_tqdm or not trainer.is_world_process_zero()
@@ -272,20 +274,10 @@ def _measured(
     return measured, reach
 
 
-def _save(
-    prepared: Prepared,
-    trainer: RecipeTrainer,
-    wrapped: Any,
-    measured: dict[str, dict[int, dict[str, Any]]],
-    reach: dict[str, list[Row]],
-    told: str,
-) -> None:
-    """The trained weights; with a method, as `hf_longattn.save` does, with a card."""
+def _save(prepared: Prepared, trainer: RecipeTrainer, wrapped: Any) -> None:
+    """The trained weights; with a method, as `hf_longattn.save` does."""
     recipe, output, weights = prepared.recipe, prepared.output, trainer.whole()
-    first, drawn = trainer.is_world_process_zero(), None
-    if first and reach:
-        trained = _trained_length(prepared.original)
-        drawn = picture(reach, None if trained == sys.maxsize else trained)
+    first = trainer.is_world_process_zero()
     if prepared.attention is None:
         if (recipe.lora is None or recipe.setting.rope is not None) and prepared.reads > _trained_length(prepared.original):
             trained_at(trainer.causal, prepared.reads)
@@ -293,24 +285,41 @@ def _save(
         if first and recipe.setting.rope is not None:
             trainer.causal.config.save_pretrained(output)  # a plain adapter does not record the rotary encoding
     elif first:
-        names = [name for name in ("loss", "accuracy") if name in measured[AFTER][recipe.length]]
-        by_model = {
-            model: {name: {n: x[name] for n, x in measured[model].items()} for name in names}
-            for model in (AFTER, BEFORE)
-            if model in measured
-        }
-        card: dict[str, Any] = {
-            "training_lengths": [recipe.length],
-            "metrics": by_model[AFTER],
-            "base_metrics": by_model.get(BEFORE),
-            "reach": told + (f"\n\n![Losses by distance]({PICTURE_FILE})" if drawn else ""),
-            "evaluated_on": _names(recipe.heldout or recipe.data),
-        }
-        save(wrapped, output, tokenizer=prepared.tokenizer, overwrite=True, state_dict=weights, **card)
-    if first and drawn:
-        write_whole(output / PICTURE_FILE, drawn)
+        save(wrapped, output, tokenizer=prepared.tokenizer, overwrite=True, state_dict=weights)
     if first and recipe.lora is None:
         carry(str(recipe.model), output, type(trainer.causal))
+
+
+def _tell(
+    prepared: Prepared,
+    wrapped: Any,
+    measured: dict[str, dict[int, dict[str, Any]]],
+    reach: dict[str, list[Row]],
+    told: str,
+) -> None:
+    """What was measured, as a picture and, with a method, on the card."""
+    recipe, output, drawn = prepared.recipe, prepared.output, None
+    if reach:
+        trained = _trained_length(prepared.original)
+        drawn = picture(reach, None if trained == sys.maxsize else trained)
+    if drawn:
+        write_whole(output / PICTURE_FILE, drawn)
+    if prepared.attention is None:
+        return
+    names = [name for name in ("loss", "accuracy") if name in measured[AFTER][recipe.length]]
+    by_model: dict[str, dict[str, dict[int, float]]] = {
+        model: {name: {n: x[name] for n, x in measured[model].items()} for name in names}
+        for model in (AFTER, BEFORE)
+        if model in measured
+    }
+    facts = Facts(
+        training_lengths=[recipe.length],
+        metrics=by_model[AFTER],
+        base_metrics=by_model.get(BEFORE),
+        evaluated_on=_names(recipe.heldout or recipe.data),
+        reach=told + (f"\n\n![Losses by distance]({PICTURE_FILE})" if drawn else ""),
+    )
+    write_card(wrapped, output, output.name, facts)
 
 
 def _first() -> bool:

@@ -369,10 +369,26 @@ def test_a_run_killed_after_its_last_step_trains_no_more(
         patch.setattr(RecipeTrainer, "held_out_metrics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             trained("continue_lora", overrides)
+    assert (tmp_path / "cut/adapter_model.safetensors").exists()  # what takes long comes after saving
     metrics = trained("continue_lora", overrides, resume=True)
     assert (metrics["steps"], metrics["tokens"]) == (2, whole["tokens"])
     assert metrics["measured"] == whole["measured"]
     assert losses(metrics) == losses(whole)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_interrupted_while_it_measures_a_run_says_that_its_weights_are_there(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    monkeypatch.setattr(RecipeTrainer, "held_out_metrics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    quick = {"trainer__max_steps": 2, "trainer__eval_strategy": "no", "trainer__save_strategy": "steps" if kept else "no"}
+    result = command("continue_lora", *settings(tiny, tmp_path / "out", **quick))
+    assert result.exit_code == 130
+    said = " ".join(result.output.split())
+    assert f"Interrupted after training. The weights are in {tmp_path / 'out'}; what is missing" in said
+    assert ("To continue: " in said) is kept
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert "Trained on" not in (tmp_path / "out/README.md").read_text()
 
 
 @pytest.mark.slow
