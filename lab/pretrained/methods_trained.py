@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_longattn.evaluation import PASSAGE, Copy
-from hf_longattn.evaluation.measures.probe import passages, probe
+from hf_longattn.evaluation.measures.probe import LEAST, passages, probe
 from hf_longattn.evaluation.rows import Row
 from hf_longattn.evaluation.settings import UNMODIFIED, Setting
 from lab.markdown import Contents
@@ -70,7 +70,7 @@ def measure(model: Any, text: Text, choice: Choice, args: argparse.Namespace) ->
     positions = [half + place for place in drawn(rng, COPIES, half)]
     places = [Copy(p - rng.randrange(half - PASSAGE), p) for p in positions]  # from where nothing is overwritten
     copies = measured(model, text.ids, places, None)
-    found = probe(model, passages(text.ids, PROBES, seed=0), [text.trained // 2, 2 * text.trained])
+    found = probe(model, passages(text.ids, PROBES, seed=0), [max(LEAST, text.trained // 2), 2 * text.trained])
     return copies | {"probe": found.rows()} | described(choice, text.trained)
 
 

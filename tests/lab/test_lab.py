@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longattn import LongAttnConfig
-from lab.pretrained import needles_on_model, reading_far, regret
+from hf_longattn.training import load_recipe
+from lab.pretrained import methods_trained, needles_on_model, reading_far, regret, trained
 from lab.pretrained.copies import COPIES
 from lab.pretrained.longer_on_model import LONGER
 from lab.pretrained.methods_on_model import METHODS
@@ -152,3 +153,36 @@ def test_every_list_of_settings_can_be_read() -> None:
     for file in sorted((RESULTS.parent / "pretrained" / "settings").glob("*.yaml")):
         if not file.stem.startswith(("report", "trained")):
             assert [c.name for c in choices(file.stem, **symbols)]
+
+
+def test_every_method_that_is_trained_has_a_run_and_all_of_them_a_control(monkeypatch: pytest.MonkeyPatch) -> None:
+    methods = list(methods_trained.METHODS)
+    assert methods[0] == "null"
+    names = [c.name for c in methods_trained.settings(None)]  # type: ignore[arg-type]
+    assert names[:2] == ["unmodified", "control, trained"]
+    assert names[2:] == [name for method in methods[1:] for name in (method, f"{method}, trained")]
+    for run in methods_trained.METHODS.values():
+        recipe, *overrides = trained.RUNS[run]["train"]
+        assert load_recipe(recipe, [*overrides, "model=x", "data=x"]).seed == 42
+    table = methods_trained.contents()["trained methods"]
+    monkeypatch.setattr("lab.pretrained.runner.rows_of", lambda pattern: [])
+    assert table("control, trained") == "*Not run yet.*"
+    row = {"text": "t", "trained": 64, "copies": [[9, 50], [8, 60]]}
+    rows = [
+        row | {"name": "control, trained", "copying": [1.0, 1.0], "prose": [2.0, 2.0]},
+        row | {"name": "logn, trained", "copying": [0.5, 0.75], "prose": [2.5, 2.25]},
+    ]
+    monkeypatch.setattr("lab.pretrained.runner.rows_of", lambda pattern: rows)
+    assert "| `logn, trained` | -0.375 ± " in table("control, trained")
+
+
+@pytest.mark.slow
+def test_methods_are_trained_where_they_are_not_yet_and_measured(model: Path, text: Path, tmp_path: Path) -> None:
+    own = ["--train", str(text), "--keep", str(tmp_path / "kept"), "--steps", "1", "--only", "^infoscale|^control"]
+    rows = run(methods_trained.PROGRAM, tmp_path / "rows.json", model, text, *own)
+    assert [r["name"] for r in rows] == ["control, trained", "infoscale:clamp=false", "infoscale:clamp=false, trained"]
+    assert [len(r["copying"]) for r in rows] == [24] * 3
+    assert {p.name for p in (tmp_path / "kept").iterdir()} == {"method-control", "method-infoscale"}
+    for row in rows:
+        assert f"--train {text.name} --keep kept" in row["command"]
+        assert str(tmp_path) not in row["command"]
