@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,6 @@ from fake_hub import FakeHub
 from helpers import close, logits, python, stock, tokens
 from huggingface_hub import ModelCard, constants
 from tokenizers import Tokenizer, models
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModel,
