@@ -62,7 +62,7 @@ vllm: $(VLLM)/.train  ## every method in the real vLLM (CPU), in an environment 
 conformance: $(VENV)/.conformance  ## transformers' own tests with our names as the default attention; rewrites docs/conformance.md
 	$(BIN)/python tests/conformance/run.py $(ARGS)
 
-coverage-models: $(VENV)/.dev  ## every causal language model of transformers, tiny: exact, refused or a bug; rewrites docs/models.md
+coverage-models: $(VENV)/.dev  ## every language model of transformers, tiny: exact, refused or a bug; rewrites docs/models.md
 	$(BIN)/python tests/kit/coverage_models.py $(ARGS)
 
 test-oldest: $(OLDEST)/.dev  ## exactness and persistence on the oldest supported transformers
