@@ -15,6 +15,7 @@ model goes with that:
     mask.longattn_sight                       of a pass's mask: its `Sight`, which leads to the pass
     mask.longattn_both_ways                   of one that transformers made for reading in both directions
     cache.longattn_numbering, longattn_long   how the keys in a KV cache were numbered, and turned (longrope)
+    cache.longattn_pictured                   that some of them are at several positions each (M-RoPE)
 
 What a model made of the keys in a cache lies beside the cache and goes with it: `AttentionState.beside`.
 """
