@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..config import LongAttnConfig
 from ..core.attend import attend
 from ..core.call import Call
 from ..core.geometry import Rows
+from ..core.kernels.sdpa import one_query
 from ..core.prepared import named, prepared
 from ..core.reference import dense_attention
 from ..core.turned import Keep
@@ -236,8 +238,17 @@ def _base(asked: Asked, query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
 def _run(function: Any, asked: Asked, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
     """One of transformers' attention functions, under the mask that it takes."""
     more = asked.more
+    if function is sdpa_attention_forward and _is_one_query(asked, query, key, mask):
+        return one_query(query, key, value, mask, asked.scaling), None
     if asked.softcap is not None:
         more = more | {"softcap": asked.softcap}
     if asked.sliding_window is not None:
         more = more | {"sliding_window": asked.sliding_window}
     return function(asked.module, query, key, value, mask, dropout=asked.dropout, scaling=asked.scaling, **more)  # type: ignore[no-any-return]
+
+
+def _is_one_query(asked: Asked, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    """Whether `one_query` computes what transformers' sdpa does: nothing is asked for that only the latter knows."""
+    small = query.shape[2] == 1 and query.shape[1] > key.shape[1] and query.device.type == "cpu"
+    plain = not asked.traced and not asked.dropout and asked.softcap is None and "position_bias" not in asked.more
+    return small and plain and (mask is None or mask.shape[1] == 1)

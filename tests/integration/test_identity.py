@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +21,12 @@ import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import Rows
+from hf_longattn.core.kernels.sdpa import one_query
 from hf_longattn.core.prepared import Prepared
 from hf_longattn.integration import dispatch
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.observe import observe
+from hf_longattn.integration.passes import Asked
 
 preset = LongAttnConfig.preset
 #: With a range in which nothing changes that lies between a few tokens and 24.
@@ -43,6 +46,8 @@ WIDE = (
     preset("streaming", window=60),
     preset(DEFAULT, strength=0),
 )
+#: Ends of scenarios with calls of one query, whose heads are computed together: older releases do so under no mask.
+OF_ONE_QUERY = ("token_by_token", "chunks")
 #: Nothing of theirs is ever the identity.
 NEVER = ("paper_form", "alibi", "ssmax", "logn_learned", "log_length", "cosscale", "adaptive_temperature", "attention_sink")
 NEVER += ("output_standardise", "output_layer_norm", "rerope+infoscale+cosscale", "sink+rerope+adaptive")
@@ -112,7 +117,8 @@ def test_within_the_range_the_model_runs_its_own_attention(family: str, scenario
     for config in WIDE:
         run, m = SCENARIOS[scenario], hf_longattn.apply(stock(family), config)
         calls.clear()
-        close(run(m, tokens()), run(stock(family), tokens()), 0 if family == "llama" and not own_mask else 2e-5, config.name)
+        same = family == "llama" and not own_mask and not scenario.endswith(OF_ONE_QUERY)
+        close(run(m, tokens()), run(stock(family), tokens()), 0 if same else 2e-5, config.name)
         assert bool(calls) == own_mask
 
 
@@ -191,6 +197,56 @@ def test_it_is_the_attention_that_the_model_ran_before(calls: list[int], monkeyp
     close(m(tokens()).logits, stock("llama")(tokens()).logits, 0)
     assert masks == [None] * m.config.num_hidden_layers
     assert not calls
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [None, [1]], ids=["no layer acts", "one layer acts"])
+def test_one_query_reads_a_key_once_for_all_heads_that_share_it(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads that share a key head are so many queries of it, where sdpa alone is what transformers' function calls."""
+    sdpa, seen = torch.nn.functional.scaled_dot_product_attention, []
+
+    def counting(query: Tensor, key: Tensor, *others: Any, **options: Any) -> Tensor:
+        seen.append((query.shape[1] == key.shape[1], query.shape[2]))
+        return sdpa(query, key, *others, **options)
+
+    plain = stock("llama")
+    group = plain.config.num_attention_heads // plain.config.num_key_value_heads
+    method = preset("rerope", window=60) if layers is None else preset("scale_invariant", layers=layers)
+    m = hf_longattn.apply(stock("llama"), method)
+    padded = torch.ones(2, 10, dtype=torch.int64)
+    padded[0, :3] = 0
+    for mask in (torch.ones_like(padded), padded):
+        at = (mask.cumsum(-1) - 1).clamp(min=0)
+        caches = [x(tokens(2, 9), attention_mask=mask[:, :9], position_ids=at[:, :9])[CACHE] for x in (plain, m)]
+        inputs = {"attention_mask": mask, "position_ids": at[:, 9:]}
+        want = plain(tokens(2, 1, seed=3), **{CACHE: caches[0]}, **inputs).logits
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counting)
+        monkeypatch.setattr(dispatch, "_SDPA", counting)
+        seen.clear()
+        got = m(tokens(2, 1, seed=3), **{CACHE: caches[1]}, **inputs).logits
+        monkeypatch.undo()
+        assert seen == [(True, group)] * (m.config.num_hidden_layers - len(layers or ()))
+        if layers is None:
+            close(got, want, 2e-6)
+
+
+def test_one_query_is_left_to_transformers_where_it_knows_more() -> None:
+    """Dropout draws what it would draw; a mask by head keeps its heads; gradients flow either way."""
+    query, key, value = torch.randn(2, 4, 1, 8, requires_grad=True), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+    out = one_query(query, key, value, scaling=0.3)
+    want = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=0.3, enable_gqa=True).transpose(1, 2)
+    close(out, want, 2e-6)
+    close(*(torch.autograd.grad(x.sin().sum(), query)[0] for x in (out, want)), 2e-6)
+    asked = Asked(None, None, None, None, False, 0.0, None, None, None, {})  # type: ignore[arg-type]
+    alone = functools.partial(dispatch._is_one_query, query=query, key=key, mask=None)
+    assert alone(asked)
+    assert not alone(asked._replace(dropout=0.1))
+    assert not alone(asked._replace(softcap=30.0))
+    assert not alone(asked._replace(traced=True))
+    assert not alone(asked._replace(more={"position_bias": torch.zeros(1)}))
+    assert not alone(asked, mask=torch.zeros(2, 4, 1, 9))
+    assert not alone(asked, key=torch.randn(2, 4, 9, 8))
+    assert not alone(asked, query=torch.randn(2, 4, 3, 8))
 
 
 @torch.no_grad()

@@ -25,6 +25,23 @@ def run(call: KernelCall) -> Result:
     return out, out.new_empty(0), out.new_empty(0)
 
 
+def one_query(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scaling: float | None = None) -> Tensor:
+    """sdpa of one query: heads that share a key head are so many queries of it, so that a CPU reads a key once for all.
+
+    Args:
+        query: (batch, heads, 1, head_dim).
+        key, value: (batch, kv_heads, kv_len, ...).
+        mask: the same for all heads, (batch or 1, 1, 1, kv_len), as sdpa takes it.
+
+    Returns:
+        (batch, 1, heads, value_dim).
+    """
+    batch, heads, _, width = query.shape
+    together = query.reshape(batch, key.shape[1], -1, width)
+    out = torch.nn.functional.scaled_dot_product_attention(together, key, value, mask, scale=scaling)
+    return out.reshape(out.shape[0], 1, heads, -1)
+
+
 def visible(x: Tensor, rows: Rows) -> Tensor:
     """The keys (or values) that plain rows see."""
     assert rows.plain is not None
