@@ -1,4 +1,7 @@
-"""What can be wrong outside a model: texts, devices, precisions, weights, folders. Cheap, and ValueError says which."""
+"""What can be wrong outside a model: texts, devices, precisions, weights, folders. Cheap, and ValueError says which.
+
+torch, which takes a second or two to import, is imported by what needs it: commands refuse most mistakes without.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from .slots.registry import did_you_mean
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class Refused(ValueError):
@@ -39,6 +42,8 @@ def read_text(path: Path) -> str:
 
 def device_of(name: str) -> str:
     """The device that a name means here; "auto" is a GPU where there is one."""
+    import torch
+
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -90,7 +95,7 @@ def check_model(model: str | Path, adapter: bool = False) -> None:
 
     for file in sorted(folder.glob("*.safetensors")):
         try:
-            with safe_open(file, "pt"):  # reads the header, and compares it with the file's size
+            with safe_open(file, "np"):  # reads the header, and compares it with the file's size
                 pass
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged ({error}): save or download it again") from None
@@ -117,6 +122,8 @@ def _check_name(name: str) -> None:
 
 def check_finite(model: nn.Module, name: str | Path) -> None:
     """Raise `Refused`, naming the first, if weights are NaN or infinite: every result would be, or look as if it were none."""
+    import torch
+
     for key, weight in model.named_parameters():
         measurable = weight.is_floating_point() and weight.dtype.itemsize > 1 and not weight.is_meta
         if measurable and not (finite := torch.isfinite(weight)).all():
@@ -162,3 +169,13 @@ def check_output(folder: Path) -> None:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         raise ValueError(f"{there} cannot be written to ({error.strerror}): choose another folder") from None
+
+
+def check_folder(folder: Path, ours: set[str], *marks: str) -> None:
+    """Raise ValueError if a folder holds anything but these files of ours, unless one of them marks it as ours."""
+    there = {p.name for p in folder.iterdir()} if folder.exists() else set()
+    if there - ours and not there & set(marks):
+        raise ValueError(
+            f"{folder} is not empty and holds something else ({sorted(there - ours)[0]}); nothing is overwritten: choose "
+            "another folder"
+        )

@@ -86,7 +86,7 @@ def test_an_error_of_a_late_registration_is_an_error_of_the_import():
 
 
 def test_public_names_are_there_for_people_and_for_type_checkers():
-    for package in (hf_longattn, hf_longattn.methods, hf_longattn.evaluation):
+    for package in (hf_longattn, hf_longattn.methods, hf_longattn.evaluation, hf_longattn.training):
         tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
         block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
         assert sorted(a.asname for n in block.body for a in n.names) == sorted(package.__all__)
@@ -109,6 +109,45 @@ def test_help_costs_no_torch_and_less_than_a_second(arguments):
         "from hf_longattn.cli import app\n"
         "try:\n    app()\nexcept SystemExit as done:\n    assert not done.code\n"
         "assert time.process_time() < 1.0, time.process_time()"  # measured: 0.3; seven to ten before
+    )
+    assert not modules_after(code) & {"torch", "transformers", "numpy"}
+
+
+MISTAKES = {
+    "a model that is none": ["eval", "no/such/model", "--text", "{text}", "--out", "{out}"],
+    "a folder without one": ["extend", "{folder}", "--to", "32k", "--text", "{text}"],
+    "an adapter for a model": ["probe", "{adapter}", "--text", "{text}"],
+    "a damaged checkpoint": ["doctor", "{damaged}"],
+    "a text that is none": ["inspect", "{model}", "--text", "{folder}/none"],
+    "a method's name": ["eval", "{model}", "--text", "{text}", "--out", "{out}", "--method", "rerop"],
+    "a precision": ["memory", "{model}", "--dtype", "float8"],
+    "lengths": ["eval", "{model}", "--text", "{text}", "--out", "{out}", "--lengths", "4x"],
+    "a folder in use": ["extend", "{model}", "--to", "32k", "--text", "{text}", "--out", "{used}"],
+    "a repository's name": ["push", "{model}", "a/b/c"],
+    "a recipe": ["train", "continue_lorra"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_command_is_refused_without_torch(mistake, tmp_path):
+    """Importing torch alone takes longer than all else that such a command does, and transformers thrice as long."""
+    for name, content in {
+        "model/config.json": "{}",
+        "adapter/adapter_config.json": '{"base_model_name_or_path": "x"}',
+        "damaged/config.json": "{}",
+        "damaged/model.safetensors": "x",
+        "used/notes.txt": "mine",
+        "folder/text.txt": "a text",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    there = {name: tmp_path / name for name in ("model", "adapter", "damaged", "used", "folder", "out")}
+    given = [word.format(**there, text=tmp_path / "folder/text.txt") for word in MISTAKES[mistake]]
+    code = (
+        f"import sys; sys.argv = ['hf-longattn', *{given!r}]\n"
+        "from hf_longattn.cli import app\n"
+        "try:\n    app()\nexcept SystemExit as done:\n    assert done.code == 2, done.code"
     )
     assert not modules_after(code) & {"torch", "transformers", "numpy"}
 

@@ -1,6 +1,7 @@
 """The command `hf-longattn`: one module per command.
 
-What `--help` needs is imported here and at the top of those modules; torch, transformers and what measures, inside functions.
+What `--help` needs is imported here and at the top of those modules; torch, transformers and what measures, inside functions,
+behind the checks that need none of them.
 """
 
 import functools

@@ -95,26 +95,32 @@ def measure(
     Args:
         given: of SETTINGS and EvalOptions.
     """
-    from ..checks import check_model, check_output, device_of
-    from ..evaluation.plan import Plan
-    from ..evaluation.processes import own_device
+    from ..checks import check_dtype, check_model, check_output, device_of
     from ..evaluation.settings import parse_settings
 
     with refusing("--out"):
         if out is not None:
             check_output(out)
     texts = read_texts(text)
-    with refusing("--device"):
-        device = device_of(given.pop("device"))
     chosen = {name: given.pop(name) for name in SETTINGS}
     length = told(chosen["train_length"])
+    with refusing("--dtype"):
+        check_dtype(given["dtype"], "auto")
     with refusing():
         check_model(model)
         settings = parse_settings(
             chosen["method"] or [], chosen["rope"] or [], chosen["settings"], chosen["adapter"] or [], train_length=length
         )
-        given["dtype"] = precision(model, given["dtype"], device)
-        plan = Plan(EvalOptions(model, texts, settings, device=own_device(device), **given))
+        options = EvalOptions(model, texts, settings, **given)
+    with refusing("--device"):
+        device = device_of(options.device)
+
+    from ..evaluation.plan import Plan
+    from ..evaluation.processes import own_device
+
+    with refusing():
+        options.dtype, options.device = precision(model, options.dtype, device), own_device(device)
+        plan = Plan(options)
     with refusing("--out"):
         experiment = plan.open(out, {"command": command_line(context)})
     interrupted = not page_only and run(experiment, out, plan.told)

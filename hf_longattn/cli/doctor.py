@@ -25,21 +25,24 @@ def doctor(
     it; a recorded method that does not run; and weights with NaN or infinity. Where `extend` is refused it says which methods
     MODEL takes. Exit status 1 if there is a problem, or if MODEL takes no method; 2 if it cannot be read.
     """
+    from ..checks import check_dtype, check_model, device_of
+
+    with refusing("--dtype"):
+        check_dtype(dtype, "auto")
+    with refusing("MODEL"):
+        if model is not None:
+            check_model(model, adapter=True)
+    with refusing("--device"):
+        device = device_of(device)
+
     from transformers.utils import logging
 
-    from ..checks import check_dtype, check_model, device_of
     from ..evaluation.doctor import LIMIT, PROBLEM, examine
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # what it has to say is looked for here
-    with refusing("--device"):
-        device = device_of(device)
-    with refusing("--dtype"):
-        check_dtype(dtype, "auto")
     problems = limits = 0
     with refusing("MODEL"):
-        if model is not None:
-            check_model(model, adapter=True)
         for result in examine(model, dtype, device, weights):
             problems += result.level == PROBLEM
             limits += result.level == LIMIT

@@ -68,21 +68,30 @@ def extend(
     copies. Exit status 1 if nothing stays within the tolerance, or nothing is better than the unmodified model by more than
     chance.
     """
+    from ..checks import check_dtype, check_model, device_of, read_text
+
+    length, given = tokens(to), told(train_length)
+    _check(out, tolerance)
+    with refusing("--dtype"):
+        check_dtype(dtype, "auto")
+    with refusing("MODEL"):
+        check_model(model)
+    with refusing("--text"):
+        read_text(text)
+    with refusing("--device"):
+        device = device_of(device)
+
     from transformers import AutoConfig
 
-    from ..checks import device_of
     from ..evaluation.loading import OneModel, check_setting, load_tokenizer, own_precision, speaks
     from ..evaluation.rows import versions_line
     from ..evaluation.search import SEED, Search, by_head, plan_copies
     from ..evaluation.settings import UNMODIFIED, Setting
-    from ..extension import beyond_shown, temperature
+    from ..extension import beyond_shown, check_purpose, temperature
 
-    length = tokens(to)
-    _check(out, purpose, tolerance)
-    with refusing("--device"):
-        device = device_of(device)
+    with refusing("--for"):
+        check_purpose(purpose)
     with refusing("MODEL"):
-        given = told(train_length)
         facts = check_setting(Setting(UNMODIFIED, train_length=given), model, head=False)
         tokenizer = load_tokenizer(model)
         config = AutoConfig.from_pretrained(model)
@@ -119,16 +128,12 @@ def extend(
         _save(search, choice, model, saved_in, tokenizer, out)
 
 
-def _check(out: Path | None, purpose: str, tolerance: float) -> None:
+def _check(out: Path | None, tolerance: float) -> None:
     """What can be wrong with these options alone."""
-    from ..checks import check_output
-    from ..evaluation.plan import check_folder
-    from ..extension import check_purpose
+    from ..checks import check_folder, check_output
 
     if not tolerance >= 0:
         raise typer.BadParameter(f"a cost in nats is 0 or more, not {tolerance:g}", param_hint="--tolerance")
-    with refusing("--for"):
-        check_purpose(purpose)
     if out is not None:
         with refusing("--out"):
             check_output(out)

@@ -23,17 +23,20 @@ def memory(
     Weights and cache are exact, with sliding windows and shared or compressed keys as the config has them. Activations are
     an estimate for reading the text in one pass; generate(prefill_chunk_size=1024) reduces them.
     """
-    import torch
-    from transformers import AutoConfig
-
     from ..checks import check_dtype, check_model
-    from ..evaluation.loading import build, check_reads
 
     length = tokens(to)
     with refusing("--dtype"):
         check_dtype(dtype)
     with refusing("MODEL"):
         check_model(model)
+
+    import torch
+    from transformers import AutoConfig
+
+    from ..evaluation.loading import build, check_reads
+
+    with refusing("MODEL"):
         config = AutoConfig.from_pretrained(model)
         check_reads(config, model, head=False)
     built = build(config, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval()

@@ -35,9 +35,6 @@ def push(
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-    from ..sharing import hub
-    from ..sharing.card import Facts
-
     card: dict[str, Any] = {
         "training_lengths": [tokens(n) for n in training_length or ()],
         "metrics": metrics,
@@ -46,6 +43,10 @@ def push(
     }
     with refusing("REPO_ID"):
         validate_repo_id(repo_id)
+
+    from ..sharing import hub
+    from ..sharing.card import Facts
+
     with refusing():
         result = hub.files(directory, repo_id, Facts(**card), base_model)
     for name, content in result.items():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -36,17 +38,19 @@ def train(
     TrainingArguments can be set: trainer.learning_rate=3e-4, trainer.bf16=true, trainer.report_to=wandb. Several GPUs:
     accelerate launch -m hf_longattn.cli train ... Exit status 2 if something is refused before the start.
     """
+    from ..training import load_recipe
+
+    with _refusing():
+        chosen = load_recipe(recipe, overrides or [])
+
     from ..checks import disk_full
     from ..evaluation.loading import class_of
     from ..integration.classes import loaders
-    from ..training import last_checkpoint, load_recipe, plan, prepare, run
+    from ..training import last_checkpoint, plan, prepare, run
 
-    try:
-        prepared = prepare(load_recipe(recipe, overrides or []), resume=resume)
+    with _refusing():
+        prepared = prepare(chosen, resume=resume)
         lines = plan(prepared)
-    except (ValueError, OSError, ImportError) as error:
-        console.print(f"Error: {error}", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
     first = int(os.environ.get("RANK", "0")) == 0
     if first:
         console.print(lines, markup=False, highlight=False, soft_wrap=True)
@@ -76,6 +80,16 @@ def train(
             console.print(told, markup=False, highlight=False, soft_wrap=True)
         way = f"import hf_longattn; {loaders(class_of(prepared.config).__name__)[0]}.from_pretrained({str(prepared.output)!r})"
         console.print(f"Written: {prepared.output}; load it with: {way}", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What is refused before the start, in one line: most of it names files and keys, not options."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        console.print(f"Error: {error}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
 
 
 def _standing(why: str, output: Path, checkpoint: Path | None) -> str:

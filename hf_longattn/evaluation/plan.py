@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_model, device_of
+from ..checks import check_folder, check_model, device_of
 from .experiment import Cell, Experiment, fingerprint, of_text
 from .loading import OneModel, check_lengths, check_setting, load_setting, load_tokenizer, own_method, precision_of
 from .options import EvalOptions
@@ -264,16 +264,6 @@ class Plan:
             "Threads": str(torch.get_num_threads()),
             "Seconds": f"{sum(r['seconds'] for r in rows):.0f} for all rows together",
         }
-
-
-def check_folder(folder: Path, ours: set[str], *marks: str) -> None:
-    """Raise ValueError if a folder holds anything but these files of ours, unless one of them marks it as ours."""
-    there = {p.name for p in folder.iterdir()} if folder.exists() else set()
-    if there - ours and not there & set(marks):
-        raise ValueError(
-            f"{folder} is not empty and holds something else ({sorted(there - ours)[0]}); nothing is overwritten: choose "
-            "another folder"
-        )
 
 
 def portable(path: str) -> str:

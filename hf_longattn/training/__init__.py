@@ -1,6 +1,32 @@
-"""Training recipes: continued training under a method, distillation, needles."""
+"""Training recipes: continued training under a method, distillation, needles.
 
-from .recipe import RECIPES, Recipe, dump, load_recipe
-from .run import Prepared, last_checkpoint, plan, prepare, run
+Names are imported when they are first used.
+"""
 
-__all__ = ["RECIPES", "Prepared", "Recipe", "dump", "last_checkpoint", "load_recipe", "plan", "prepare", "run"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .recipe import RECIPES as RECIPES
+    from .recipe import Recipe as Recipe
+    from .recipe import dump as dump
+    from .recipe import load_recipe as load_recipe
+    from .running import Prepared as Prepared
+    from .running import last_checkpoint as last_checkpoint
+    from .running import plan as plan
+    from .running import prepare as prepare
+    from .running import run as run
+
+_HOME = {
+    "recipe": ("RECIPES", "Recipe", "dump", "load_recipe"),
+    "running": ("Prepared", "last_checkpoint", "plan", "prepare", "run"),
+}
+
+__all__ = sorted(name for names in _HOME.values() for name in names)
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

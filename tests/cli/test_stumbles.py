@@ -138,7 +138,7 @@ def test_extend_keeps_its_rows_when_the_disk_is_full(files: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_train_says_what_is_kept_when_the_disk_is_full(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("hf_longattn.training.run"), "save", lambda model, output, **_: full(None, output))
+    monkeypatch.setattr(import_module("hf_longattn.training.running"), "save", lambda model, output, **_: full(None, output))
     code, said = run(TRAIN, files, tmp_path / "out")
     assert code == 1
     assert "Thediskisfull" in said
