@@ -124,10 +124,12 @@ class BySegment:
             self.segments.append(ReadySegment(own, by_query, by_key))
         if self.temper is not None:
             alone = len(self.segments) == 1
-            self.at_once = alone and kernel.tempered is not None and not call.trains and keepable(call.query)
             #: tempered, logits are scaling q . k over plain rows
-            self.plain = alone and not self.at_once and call.asked == "auto" and spec.gain is None and not spec.softcap
-            self.plain = self.plain and rows.plain is not None
+            self.plain = alone and call.asked == "auto" and spec.gain is None and not spec.softcap
+            self.plain = self.plain and self.segments[0].rows.plain is not None
+            # a CPU's fused kernel runs twice, for the entropies and for the output, in less time than a row is gone over again
+            twice = self.plain and call.query.device.type == "cpu"
+            self.at_once = alone and kernel.tempered is not None and not (twice or call.trains) and keepable(call.query)
 
     @property
     def count(self) -> Tensor:

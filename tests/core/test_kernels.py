@@ -697,3 +697,24 @@ def test_what_is_no_attention_is_refused() -> None:
         hf_longattn.attention(x.long(), x.long(), x.long(), CASES["alibi"])
     with pytest.raises(TypeError, match=r"takes a LongAttnConfig, got 'rerope'.*LongAttnConfig\.preset"):
         hf_longattn.attention(x, x, x, "rerope")  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["auto", "tiled"])
+@pytest.mark.parametrize("case", ["adaptive_temperature", "mapped+adaptive"])
+def test_a_temperature_by_entropy_over_many_rows(case: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By two fused passes where logits are products over plain rows, else by whole rows in blocks."""
+    monkeypatch.setattr(tiles, "ROW_ELEMENTS", 1 << 12)
+    calls: set[str] = set()
+    for place, name in ((intervals, "attend"), (tiles.Tile, "tempered")):
+        before = getattr(place, name)
+
+        def noting(*arguments: Any, own: Any = before, name: str = name) -> Any:
+            calls.add(name)
+            return own(*arguments)
+
+        monkeypatch.setattr(place, name, noting)
+    q, k, v = torch.randn(1, 4, 300, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16)
+    want = reference_attention(q.double(), k.double(), v.double(), CASES[case])
+    close(hf_longattn.attention(q, k, v, CASES[case], backend=backend), want.float(), 2e-5)
+    assert calls == {"attend" if (case, backend) == ("adaptive_temperature", "auto") else "tempered"}

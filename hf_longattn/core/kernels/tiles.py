@@ -24,6 +24,8 @@ BLOCK_ELEMENTS = 1 << 21
 TILE_COLUMNS, WHOLE_COLUMNS = 1 << 11, 1 << 13
 #: Logits of whole rows that are held at a time where they are gone over several times: what a core's cache takes.
 ROW_ELEMENTS = 1 << 19
+#: Rows of a block of them at least, of all heads that share a key head: products of fewer are slow.
+TEMPERED_ROWS = 64
 #: Columns whose products in half precision are summed at a time.
 HALF_COLUMNS = 1 << 11
 
@@ -80,15 +82,16 @@ class Blocks:
 
     def sizes(self) -> tuple[int, int, int]:
         """Heads, rows and columns of a tile."""
-        if self.kv_heads * self.group * self.q_len * self.kv_len <= (BLOCK_ELEMENTS if self.temper is None else ROW_ELEMENTS):
+        held, least = (BLOCK_ELEMENTS, 16) if self.temper is None else (ROW_ELEMENTS, max(TEMPERED_ROWS // self.group, 16))
+        if self.kv_heads * self.group * self.q_len * self.kv_len <= held:
             return self.kv_heads, self.q_len, self.kv_len
         bounds = Columns(*self.bounds.unbind(-1))
         width = max(min(int((bounds.high - bounds.low).max()) + 1, self.kv_len), 1)
         columns = TILE_COLUMNS if width > WHOLE_COLUMNS and self.temper is None else self.kv_len
         width = min(width, columns)
-        heads = min(self.kv_heads, 2 if self.group == 1 else 1)
-        rows = (BLOCK_ELEMENTS if self.temper is None else ROW_ELEMENTS) // (heads * self.group * width)
-        return heads, min(max(rows, 16), 256, self.q_len), columns
+        heads = min(self.kv_heads, 2 if self.group == 1 and self.temper is None else 1)
+        rows = held // (heads * self.group * width)
+        return heads, min(max(rows, least), 256, self.q_len), columns
 
     def grouped(self, x: Tensor) -> Tensor:
         """(batch, heads, q_len, d) as (batch, kv_heads, group, q_len, d)."""
