@@ -108,7 +108,7 @@ def _peak(coefficients: tuple[float, ...], threshold: float) -> float:
 
 
 def _polynomial(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
-    value = torch.zeros_like(x)
-    for coefficient in coefficients:
+    value = torch.full_like(x, coefficients[0])
+    for coefficient in coefficients[1:]:
         value = value * x + coefficient
     return value

@@ -23,7 +23,7 @@ ACTING = {
     "scale_invariant": (preset("scale_invariant"), 18),
     "alibi": (preset("alibi"), 18),
     "cosscale": (preset("cosscale"), 27),
-    "adaptive_temperature": (preset("adaptive_temperature"), 42),
+    "adaptive_temperature": (preset("adaptive_temperature"), 40),
     "attention_sink": (preset("attention_sink"), 21),
     "windowed": (preset("windowed", window=6), 5),
     "streaming": (preset("streaming", window=6), 42),
