@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .slots.method import SLOTS, Heads, Method, ModelFacts, freeze, thaw
-from .slots.registry import did_you_mean, fixed_by, method, method_class, parameters_of
+from .slots.registry import did_you_mean, fixed_by, from_elsewhere, method, method_class, method_names, parameters_of
 
 if TYPE_CHECKING:
     from .slots.base import KeyBands, LogitMap, OutputNorm, Positions, Score, Sink, Temperature, Visibility
@@ -152,7 +152,9 @@ class LongAttnConfig:
             ValueError: unknown name or parameter, two methods for one slot, or a parameter that two of
                 the methods share (then write the slots out).
         """
-        name, said = read_name(name)
+        text = name
+        name, said = read_name(text)
+        refuse_twice(text, said, parameters)
         parameters = said | parameters
         common: dict[str, Any] = {k: parameters.pop(k) for k in ("layers", "backend", "extended_to") if k in parameters}
         by_slot: dict[str, str] = {}
@@ -205,6 +207,10 @@ class LongAttnConfig:
         if isinstance(what, Mapping):
             return cls._of_slots(what)
         name, parameters = read_name(what)
+        if isinstance(section, Mapping) and "name" in section:
+            if section["name"] != name:
+                raise ValueError(f"{what!r} is named, and its parameters are for {section['name']!r}: leave one of them out")
+            section = {key: value for key, value in section.items() if key != "name"}
         if isinstance(section, LongAttnConfig):
             config = section
         elif not section:
@@ -215,9 +221,9 @@ class LongAttnConfig:
             config = cls._of_slots(section)
         else:
             return cls.preset(what, **section)
-        stated = {} if name == CUSTOM else {method_class(part): fixed_by(part) for part in name.split("+")}
-        other = bool(stated) and stated.keys() != {type(m) for m in config.methods}
-        other |= any(getattr(m, key) != value for m in config.methods for key, value in stated.get(type(m), {}).items())
+        stated = {} if name == CUSTOM else {method_class(part).name: fixed_by(part) for part in name.split("+")}
+        other = bool(stated) and stated.keys() != {m.name for m in config.methods}
+        other |= any(getattr(m, key) != value for m in config.methods for key, value in stated.get(m.name, {}).items())
         if other or (parameters and config.replace(**parameters) != config):
             raise ValueError(
                 f"attn_implementation names {what!r} but the longattn section describes {config.name!r}: use "
@@ -337,7 +343,10 @@ class Parts(LongAttnConfig):
         if twice := sorted({i for i in named if named.count(i) > 1}):
             raise ValueError(f"layers {twice} are in more than one part: write into one what they run")
         if len(others := [x.name for x in parts if isinstance(x.layers, str)]) > 1:
-            raise ValueError(f"{' and '.join(others)} would each take all layers that no part names: give one of them layers=")
+            raise ValueError(
+                f"{' and '.join(others)} would each take all layers that no part names: give one of them layers=, or write "
+                f"{'+'.join(others)!r} for all of them in every layer"
+            )
         backends, lengths = {x.backend for x in parts}, [(x.train_length, x.trained) for x in parts if x.train_length]
         if len({length for length, _ in lengths}) > 1:
             raise ValueError("train_length is one for the model, and the parts differ in it")
@@ -406,7 +415,8 @@ def split_text(text: str) -> tuple[str, dict[str, Any], str]:
         ValueError: a parameter is no key=value.
     """
     what, _, rope = text.strip().partition("@")
-    name, *pairs = what.split(":")
+    name, *pairs = (part.strip() for part in what.split(":"))
+    name = "+".join(part.strip() for part in name.split("+"))
     parameters = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -427,11 +437,21 @@ def read_name(text: Any) -> tuple[str, dict[str, Any]]:
         TypeError: it is no text.
     """
     if not isinstance(text, str):
-        raise TypeError(f'a method is given by its name ("scale_invariant") or as a LongAttnConfig, got {text!r}')
+        got = repr(text) if text is None or isinstance(text, (int, float)) else f"an object of type {type(text).__name__}"
+        out = "; hf_longattn.remove(model) takes a method out" * (text is None)
+        raise TypeError(f'a method is given by its name ("scale_invariant") or as a LongAttnConfig, got {got}{out}')
     name, parameters, rope = split_text(text)
     if rope:
         raise ValueError(f"{text!r} changes the position encoding: leave out @{rope}, and see hf_longattn.rope")
     return name, parameters
+
+
+def refuse_twice(text: str, said: Mapping[str, Any], beside: Mapping[str, Any]) -> None:
+    """ValueError: a text and what stands beside it give a parameter different values."""
+    for key in (key for key in said if key in beside and freeze(said[key]) != freeze(beside[key])):
+        raise ValueError(
+            f"{key} is given twice: {said[key]!r} in {text!r} and {beside[key]!r} beside it: leave one of them out"
+        )
 
 
 def _method_in(slot: str, value: Any) -> Method | None:
@@ -439,6 +459,8 @@ def _method_in(slot: str, value: Any) -> Method | None:
     if isinstance(value, Mapping):
         if not isinstance(value.get("name"), str):
             raise ValueError(f"{slot} is given as a dict without a 'name', which is a word")
+        if value["name"] not in method_names():
+            raise ValueError(from_elsewhere(value["name"]))
         value = method(**value)
     if value is not None and not isinstance(value, Method):
         raise ValueError(f"{slot} must be a method, its dict form or None, got {value!r}")

@@ -102,7 +102,8 @@ class Layer:
 def pretrained(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside PEFT, DDP or compile wrappers."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"this takes a model, got {model!r}")
+        got = repr(model) if isinstance(model, str) else f"an object of type {type(model).__name__}"
+        raise TypeError(f"this takes a loaded model first, got {got}")
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module

@@ -51,6 +51,8 @@ def apply(model: Model, method: Method | list[Method] | tuple[Method, ...], **pa
         ValueError: unknown method or parameter; the method would change no layer; or the model runs another method in
             layers that this one leaves out. The model is then unchanged.
     """
+    if isinstance(method, nn.Module):
+        raise TypeError(f"the model comes first, then the method, and the method given is a {type(method).__name__}")
     config = LongAttnConfig.parse(method, parameters)
     with change(model) as view:
         _put(view, config, set() if isinstance(config.layers, str) else _changed(view))

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..config import CUSTOM, LongAttnConfig
-from ..slots.registry import LISTENERS, did_you_mean, method_names
+from ..slots.registry import LISTENERS, STOCK, did_you_mean, from_elsewhere, meant, method_names
 
 PREFIX = "hf_longattn."
 #: Before the class names in a strict checkpoint's config, which every other engine dispatches on and then refuses.
@@ -32,6 +32,11 @@ def register_names(attention: Callable[..., Any], mask: Callable[..., Any]) -> N
 
 def _register(alias: str) -> None:
     attention, mask = _FUNCTIONS
+    for known, own in ((AttentionInterface(), attention), (AttentionMaskInterface(), mask)):
+        if known.get(alias) not in (None, own):
+            raise ValueError(
+                f"{alias!r} is the name of an attention that transformers has already: choose another for the method"
+            )
     for name in (alias, PREFIX + alias):
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, mask)
@@ -48,13 +53,17 @@ def hint(name: Any) -> str:
     parts = methods_in(name).split("+") if isinstance(name, str) else []
     if len(parts) > 1:
         unknown = [x for x in parts if x not in method_names()]
-        meant = "".join(did_you_mean(x.replace("-", "_"), method_names()) for x in unknown)
-        return f"{', '.join(map(repr, unknown))} is no method; {meant}" if len(unknown) < len(parts) else ""
-    names = (CUSTOM, *method_names())
-    meant = did_you_mean(parts[0].replace("-", "_"), names) if parts else ""
+        if name.startswith(PREFIX) and unknown:
+            return from_elsewhere(unknown[0])
+        return (
+            f"{', '.join(map(repr, unknown))} is no method; {''.join(map(meant, unknown))}"
+            if len(unknown) < len(parts)
+            else ""
+        )
     if isinstance(name, str) and name.startswith(PREFIX):
-        meant += f"{short(name)} may be a method that lives elsewhere: hf_longattn.register(...) it before you load; "
-    return f"{meant}methods of hf_longattn: {', '.join(sorted(names))}" if meant else ""
+        return from_elsewhere(parts[0])
+    likely = (meant(parts[0]) or did_you_mean(parts[0], (CUSTOM,))) if parts and parts[0] not in STOCK else ""
+    return f"{likely}methods of hf_longattn: {', '.join(sorted((CUSTOM, *method_names())))}" if likely else ""
 
 
 def is_ours(implementation: str | None) -> bool:
@@ -71,7 +80,8 @@ def short(implementation: str) -> str:
 
 def methods_in(implementation: str) -> str:
     """A short name without the parameters behind it."""
-    return short(implementation).partition(":")[0].partition("@")[0]
+    name = short(implementation).partition(":")[0].partition("@")[0]
+    return "+".join(part.strip() for part in name.split("+"))
 
 
 def name_for(config_name: str) -> str:

@@ -13,13 +13,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config import CUSTOM, LongAttnConfig, read_name
+from ..config import CUSTOM, LongAttnConfig, read_name, refuse_twice
 from ..slots.method import SLOTS
-from ..slots.registry import parameters_of
+from ..slots.registry import method_class, parameters_of
 from ..telling import warn
 from .layers import View, language_config
 from .lengths import announce, announce_beside
-from .model import change, warn_of_lost_softcap, warn_untrained
+from .model import apply, change, running, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, described, hint, is_ours, methods_in, register_combination, short
 from .offload import refuse_to_save
 from .passes import implementation_in_pass
@@ -134,6 +134,7 @@ def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config
     if isinstance(config, PreTrainedConfig):
         config = _with_section(config, kwargs)
     _refuse_parameters(config, kwargs)
+    asked = kwargs.get("attn_implementation", getattr(config, "_attn_implementation_internal", None))
     token = _LOADED.set(True)
     try:
         with _no_unknown_name(cls):
@@ -144,6 +145,11 @@ def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config
     view = View(model)
     keep_parts(view)
     _announce(view)
+    if (adapted := view.running) is not None and view.adapters and isinstance(asked, str) and not is_ours(asked):
+        warn(
+            f"the adapter was trained under {adapted.name}, and runs under it: attn_implementation={asked!r} is for the "
+            "layers that the method leaves alone. To run without it: hf_longattn.remove(model)"
+        )
     if not model.config.__dict__.get("_longattn_saved"):
         warn_untrained(view, view.running)
     return out
@@ -175,9 +181,10 @@ def _put_parameters(config: PreTrainedConfig, implementation: str) -> str:
     section = config.longattn or {}
     if {"version", "parts", *SLOTS} & section.keys():
         raise ValueError(
-            f"attn_implementation={implementation!r} stands beside a longattn section that has all parameters: "
-            "hf_longattn.update(model, ...) changes them, hf_longattn.apply(model, ...) takes another method"
+            f"the checkpoint (or the config) describes its method with all parameters, and attn_implementation="
+            f"{implementation!r} asks for others: load it as it is, and then hf_longattn.apply(model, {implementation!r})"
         )
+    refuse_twice(implementation, parameters, section)
     config.longattn = section | parameters
     return name
 
@@ -240,8 +247,8 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     if (section := self.config.longattn) and not ours:
         if not {"version", *SLOTS} & section.keys():  # parameters as they are typed, not what a checkpoint saved
             raise ValueError(
-                f'longattn={section} needs the name of its method beside it: attn_implementation="scale_invariant", '
-                "or whichever it is"
+                f"longattn={section} needs the name of its method beside it: attn_implementation="
+                f"{section.get('name', 'scale_invariant')!r}" + ("" if "name" in section else ", or whichever it is")
             )
         warn(
             f"config.longattn is set, but the model runs {self.config._attn_implementation!r}, without the "
@@ -267,9 +274,25 @@ def _new(original: Callable[..., PreTrainedModel], cls: type[PreTrainedModel], *
     return original(cls)
 
 
+def _replaces(model: PreTrainedModel, implementation: Any) -> bool:
+    """Whether a name asks a model that runs a method for another one, or for other parameters."""
+    config = running(model)
+    if config is None or not isinstance(implementation, str) or not is_ours(implementation):
+        return False
+    if not isinstance(described(language_config(model.config)), LongAttnConfig):  # somebody wrote there what is to run
+        return False
+    name = methods_in(implementation)
+    return name != CUSTOM and (
+        name != short(implementation) or {method_class(x).name for x in name.split("+")} != {m.name for m in config.methods}
+    )
+
+
 def _set_attn_implementation(
     original: Callable[..., None], self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any
 ) -> None:
+    if _replaces(self, attn_implementation):
+        apply(self, short(attn_implementation))
+        return
     with change(self) as view:
         before = [(c, c._attn_implementation_internal) for c in view.configs]
         attn_implementation = _by_part(self.config, attn_implementation)

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
 #: The group of entry points by which other packages bring methods: each a method's name and its class.
 GROUP = "hf_longattn.methods"
+#: What transformers computes attention with by itself.
+STOCK = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+#: Names that mean something where a method's name may stand.
+RESERVED = (*STOCK, "longattn", "unmodified")
+#: Names of position encodings that are no methods, as `hf_longattn.rope` has them.
+ROPES = ("cope", "linear", "nope", "ntk", "prope", "yarn")
 #: The model that a method is tried on as it is registered.
 TRIAL = ModelFacts(
     num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, value_dim=8, train_length=16, trained="a trial", rope_type="default"
@@ -68,7 +74,7 @@ PRESETS = {
 }
 _loaded: dict[str, type[Method]] = {}
 _elsewhere: dict[str, EntryPoint] | None = None
-#: Called with the name of every method that comes later.
+#: Called with the name of every method that comes later, before it is there; ValueError: the name is taken.
 LISTENERS: list[Callable[[str], object]] = []
 M = TypeVar("M", bound=type[Method])
 
@@ -84,6 +90,9 @@ def register(method: M) -> M:
         class Mine(LengthTemperature):
             ...
 
+    A class of the same module and name takes the place of the one before, so that a cell of a notebook may run twice; a model
+    that runs the one before keeps it until the method is applied again.
+
     An installed package brings one by an entry point of the group "hf_longattn.methods", and is imported when the name is
     first used. A command takes a module that registers one by `--import MODULE`.
 
@@ -95,15 +104,15 @@ def register(method: M) -> M:
         The same class.
 
     Raises:
-        ValueError: it is not a method or no dataclass, its name is taken or not a word, its slot is unknown, or a function
+        ValueError: it is not a method or no dataclass, its name is taken (by a method, or by an attention of transformers) or
+            not a word, its slot is unknown, or a function
             that its slot asks for raises on tiny tensors, or gives other shapes or dtypes than the slot says. The class is
             named.
     """
     _check(method)
-    new = method.name not in method_names()
-    _loaded[method.name] = method
-    for hear in LISTENERS if new else ():
+    for hear in LISTENERS if method.name not in method_names() else ():
         hear(method.name)
+    _loaded[method.name] = method
     return method
 
 
@@ -112,12 +121,22 @@ def _check(method: Any) -> None:
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise ValueError(f"{method!r} is no method: a frozen dataclass on one of the classes of hf_longattn.slots.base")
     what = f"{method.__module__}.{method.__qualname__}"
-    if not isinstance(name := getattr(method, "name", None), str) or not name.isidentifier():
+    if getattr(method, "name", None) is None:
+        raise ValueError(f'{what} has no name: give the class one, name: ClassVar[str] = "my_method"')
+    if not isinstance(name := method.name, str) or not name.isidentifier():
         raise ValueError(f"{what}.name is {name!r}: letters, digits and underscores make a method's name")
+    if name in RESERVED:
+        whose = "transformers' own attention" if name in STOCK else "something else where a method's name may stand"
+        raise ValueError(f"{what} is called {name!r}, which names {whose}: choose another name")
     if (slot := getattr(method, "slot", None)) not in SLOTS:
         raise ValueError(f"{what}.slot is {slot!r}; the slots are {', '.join(SLOTS)}")
-    if name in method_names() and (name not in elsewhere() or name in _loaded) and method_class(name) is not method:
-        raise ValueError(f"two methods are called {name!r}: {what}, and one that was there before")
+    if name in method_names() and (name not in elsewhere() or name in _loaded):
+        there = method_class(name)
+        if name in PRESETS or (there.__module__, there.__qualname__) != (method.__module__, method.__qualname__):
+            raise ValueError(
+                f"two methods are called {name!r}: {what}, and {there.__module__}.{there.__qualname__}, which was there "
+                "before: choose another name"
+            )
     if missing := getattr(method, "__abstractmethods__", None):
         raise ValueError(f"{what} lacks {', '.join(sorted(missing))}, which its slot asks for")
     written = {k for k, kind in inspect.get_annotations(method).items() if "ClassVar" not in str(kind)}
@@ -182,8 +201,7 @@ def method_class(name: str) -> type[Method]:
             raise ValueError(f"{entry.value}.name is {found.name!r}, and its package calls it {name!r}")
         return found
     if name not in METHODS:
-        known = sorted(method_names())
-        raise ValueError(f"unknown method {name!r}; {did_you_mean(name, known)}known methods: {', '.join(known)}")
+        raise ValueError(f"unknown method {name!r}; {meant(name)}known methods: {', '.join(sorted(method_names()))}")
     file, _, cls = METHODS[name].partition(".")
     _loaded[name] = getattr(import_module(f"..methods.{file}", __package__), cls)
     return _loaded[name]
@@ -213,7 +231,31 @@ def method(name: str, **parameters: Any) -> Method:
     return method_class(name)(**{**preset.defaults, **preset.fixed, **parameters})
 
 
+def meant(name: str) -> str:
+    """What was meant by the name of no method, as far as one can know."""
+    if name in STOCK:
+        return (
+            f"it is transformers' own attention: hf_longattn.remove(model) takes a method out, and "
+            f"model.set_attn_implementation({name!r}) asks for this one; "
+        )
+    if name.lower() in ROPES:
+        beyond = ", and the method yarn_beyond is YaRN beyond the trained length alone" * (name.lower() == "yarn")
+        return (
+            f"{name.lower()} is a position encoding: hf_longattn.rope.{name.lower()}(config, ...) before the model is loaded, "
+            f"@{name.lower()} in a setting (rope= in a recipe){beyond}; "
+        )
+    return did_you_mean(name, method_names())
+
+
+def from_elsewhere(name: str) -> str:
+    """What to say of the name of no method in what was saved: it was a method where that was made."""
+    return (
+        f"{name!r} is no method here. If it is one of your own, import the module that registers it first (in a command: "
+        f"--import MODULE); {did_you_mean(name, method_names())}known methods: {', '.join(sorted(method_names()))}"
+    )
+
+
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A hint that names the closest known name, if one is close."""
-    near = difflib.get_close_matches(str(name), list(known), 1)
+    """A hint that names the closest known name, if one is close; large letters and hyphens do not count."""
+    near = difflib.get_close_matches(str(name).lower().replace("-", "_"), list(known), 1)
     return f"did you mean {near[0]!r}? " if near else ""

@@ -108,8 +108,12 @@ def test_a_name_may_have_its_parameters_behind_it(way: str, base: Path, tmp_path
     close(logits(m), expected("llama", CONFIG, tokens()))
     m.save_pretrained(tmp_path)
     assert hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(tmp_path)) == hf_longattn.config_of(m)
-    with pytest.raises(ValueError, match="update"):
-        m.set_attn_implementation("scale_invariant:tau=3")
+    m.set_attn_implementation("scale_invariant:tau=3")
+    close(logits(m), expected("llama", LongAttnConfig.preset("scale_invariant", tau=3), tokens()))
+    m.set_attn_implementation("cosscale + infoscale")
+    assert hf_longattn.config_of(m).name == "cosscale+infoscale"
+    with pytest.raises(ValueError, match=r"load it as it is, and then hf_longattn\.apply"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="scale_invariant:tau=3")
 
 
 @pytest.mark.parametrize(
