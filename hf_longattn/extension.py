@@ -67,19 +67,22 @@ def extend(
         raise ValueError(f"purpose chooses a method and {method!r} is one: leave out purpose={purpose!r}, or the method")
     view = View(model)
     if view.model.config.is_encoder_decoder:
+        first = next((f"{why}, which no method computes; and " for x in view.candidates if (why := x.refusal)), "")
         raise ValueError(
-            f"{view.name} reads its text with an encoder, and methods go into causal attention alone: "
-            "it would read no more than before"
+            f"{view.name} cannot be extended: {first}it reads its text with an encoder, and methods go into causal attention "
+            "alone"
         )
-    length, replaced = length_of(to), view.running
+    length, replaced, known = length_of(to), view.running, ""
     if train_length is not None:
         parameters["train_length"] = length_of(train_length)
     elif replaced is not None and replaced.train_length is not None:  # as it was told or read when that method came
-        parameters["train_length"] = replaced.train_length
+        parameters["train_length"], known = replaced.train_length, replaced.trained
     asked = None if method is None else LongAttnConfig.parse(method, parameters)
     told = parameters.get("train_length") if asked is None else asked.train_length
     facts = bound_in(view, LongAttnConfig(train_length=told))[1]
     config = default(facts, length, purpose, parameters) if asked is None else asked
+    if known and told == parameters.get("train_length"):
+        facts, config = dataclasses.replace(facts, trained=known), dataclasses.replace(config, trained=known)
     _check(view, config, facts, length)
     apply(model, dataclasses.replace(config, extended_to=length))
     _report(view, config, replaced, length)

@@ -357,7 +357,7 @@ def test_the_command_takes_the_trained_length_that_it_is_told(
     names = [s.name for s in candidates(2048, 4096, plain=False)]
     assert not [name for name in names if "yarn" in name.lower()]
     refused = CliRunner().invoke(app, [*arguments[:-4], "--tolerance", "10"])
-    assert "put in for inference" in " ".join(refused.output.replace("│", " ").split())
+    assert "added after training, for inference" in " ".join(refused.output.replace("│", " ").split())
 
 
 @pytest.mark.usefixtures("every_candidate_improves")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -85,7 +86,7 @@ def extend(
 
     from ..evaluation.loading import OneModel, check_setting, load_tokenizer, own_precision, speaks
     from ..evaluation.rows import versions_line
-    from ..evaluation.search import SEED, Search, by_head, plan_copies
+    from ..evaluation.search import SEED, Search, by_head
     from ..evaluation.settings import UNMODIFIED, Setting
     from ..extension import beyond_shown, check_purpose, temperature
 
@@ -105,8 +106,7 @@ def extend(
         return _unmeasured(model, length, purpose, given, saved_in, tokenizer, out)
     if doubt := beyond_shown(trained, length):
         console.print(f"Warning: {doubt}.", highlight=False, markup=False, soft_wrap=True)
-    with refusing("--to"):
-        plan_copies(trained if length > trained else trained // 2, length)
+    _check_room(trained, length)
     with refusing("--text"):
         ids = read_tokens(text, tokenizer, length)
     rows, load = _rows(model, text, length, trained, chosen, out), OneModel(model, chosen, device)
@@ -137,7 +137,23 @@ def _check(out: Path | None, tolerance: float) -> None:
     if out is not None:
         with refusing("--out"):
             check_output(out)
-            check_folder(out, {RESULT, f"{RESULT}.lock"})
+            check_folder(out, set(), RESULT, f"{RESULT}.lock")
+
+
+def _check_room(trained: int, length: int) -> None:
+    """Raise for lengths between which the passages that are repeated have no room."""
+    from ..evaluation.search import LEAST_TRAINED, plan_copies
+
+    edge = trained if length > trained else trained // 2
+    if edge < LEAST_TRAINED:
+        raise typer.BadParameter(
+            f"it was trained at {trained:,} tokens, and to choose by measurement takes {LEAST_TRAINED:,} (twice that where "
+            "--to is the trained length): the five passages by which candidates are compared have no room in less. "
+            f'hf_longattn.extend(model, "{length}") takes the default without measuring',
+            param_hint="MODEL",
+        )
+    with refusing("--to"):
+        plan_copies(edge, length)
 
 
 def _trained(facts: ModelFacts, length: int) -> int:
@@ -217,7 +233,16 @@ def _rows(model: str, text: Path, length: int, trained: int, dtype: str, out: Pa
         "seed": SEED,
     }
     with refusing("--out"):
-        return RowFile(None if out is None else out / RESULT, protocol=protocol)
+        file = None if out is None else out / RESULT
+        return RowFile(file, **_finished(file), protocol=protocol)
+
+
+def _finished(file: Path | None) -> dict[str, Any]:
+    """What a run that came to its end has written beside its rows; empty: there was none."""
+    from ..checks import read_text
+
+    data = json.loads(read_text(file)) if file is not None and file.is_file() else {}
+    return {k: v for k, v in data.items() if k not in ("rows", "protocol")} if isinstance(data, dict) else {}
 
 
 def _leave_out(search: Search, model: str) -> None:
@@ -275,13 +300,23 @@ def _save(search: Search, choice: str, model: str, dtype: str, tokenizer: Any, o
     """The winner, the rows and a picture."""
     from ..evaluation.loading import load_setting
     from ..integration import update
+    from ..integration.layers import View
+    from ..integration.lengths import announce
 
-    winner = load_setting(search.settings[choice], model, dtype)
-    if search.settings[choice].config is not None:
-        update(winner, extended_to=search.to)
     rows = search.rows
+    before = rows.head.get("choice") if (out / "config.json").is_file() else None
     rows.head |= {"choice": choice, "for": search.purpose, "tolerance": search.tolerance, "probed": search.probed()}
     rows.head |= {"edge": search.edge, "copies": [[c.distance, c.position] for c in search.copies]}
+    if before == choice:
+        console.print(f"{out} is finished: it holds {choice} already.", highlight=False, markup=False, soft_wrap=True)
+        return rows.put()
+    if before is not None:
+        console.print(f"{out} holds {before}, which gives way to {choice}.", highlight=False, markup=False, soft_wrap=True)
+    winner = load_setting(search.settings[choice], model, dtype)
+    if search.settings[choice].config is None:
+        announce(View(winner), search.to)
+    else:
+        update(winner, extended_to=search.to)
     _write(winner, model, tokenizer, out)
     rows.put()
     plot(search, out / "extend.png")
@@ -293,16 +328,19 @@ def _write(winner: Any, model: str, tokenizer: Any, out: Path | None) -> None:
     from ..evaluation.loading import carry
     from ..integration import describe
     from ..integration.classes import loaders
+    from ..integration.model import running
 
     console.print(str(describe(winner)).splitlines()[0], highlight=False)
     if out is None:
         return
-    with written_aside(out) as aside:
+    with written_aside(out, ("*.safetensors", "*.safetensors.index.json")) as aside:
         winner.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         carry(model, aside, type(winner))
-    way = f"import hf_longattn; {loaders(type(winner).__name__)[0]}.from_pretrained({str(out)!r})"
-    console.print(f"Saved to {out}; load it with: {way}")
+    way = f"{loaders(type(winner).__name__)[0]}.from_pretrained({str(out)!r})"
+    way = way if running(winner) is None else f"import hf_longattn; {way}"
+    alone = ". It needs no plugin, and any tool uploads it" * (running(winner) is None)
+    console.print(f"Saved to {out}; load it with: {way}{alone}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _told(row: Row, new: bool) -> str:

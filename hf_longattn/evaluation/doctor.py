@@ -192,11 +192,18 @@ def trained_length(method: LongAttnConfig | None, config: Any) -> Iterator[Findi
         return
     for reach in reaches:
         doubt = None if known.length is None else beyond_shown(known.length, reach.to)
-        yield Finding("extend", str(reach), LIMIT if reach.refused else NOTE if doubt else "ok")
+        yield Finding("extend", without_reason(str(reach), known), LIMIT if reach.refused else NOTE if doubt else "ok")
         if doubt and not reach.refused:
             yield Finding("beyond", doubt, NOTE)
     if any(reach.refused for reach in reaches):
-        yield what_is_taken(text, told)
+        found = what_is_taken(text, told)
+        yield Finding(found.topic, without_reason(found.text, known), found.level)
+
+
+def without_reason(text: str, known: trained.Trained) -> str:
+    """A text without the reason of the trained length, which stands in a line of its own."""
+    said = known.reason if known.assumed is None else f"{known.reason} ({known.assumed})"
+    return text.replace(f" ({said})", "").replace(f" ({trained.GIVEN})", "")
 
 
 def what_is_taken(config: Any, told: int | None) -> Finding:

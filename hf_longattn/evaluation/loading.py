@@ -353,7 +353,10 @@ def check_setting(setting: Setting, model: Any, head: bool = True) -> ModelFacts
             apply(empty, beside_own(empty, method))
         known = method or running(empty)
         told = setting.train_length or (None if known is None else known.train_length)
-        return bound_config(empty, LongAttnConfig(train_length=told))[1]
+        facts = bound_config(empty, LongAttnConfig(train_length=told))[1]
+        if told is None or setting.train_length or known is None or not known.trained:
+            return facts
+        return dataclasses.replace(facts, trained=known.trained)  # as it was told or read when that method came
     except (ValueError, RuntimeError, KeyError) as error:  # the latter two of PEFT: other shapes, no such kind of adapter
         raise ValueError(f"setting {setting.name!r}: {error}") from None
 

@@ -31,6 +31,8 @@ FINALISTS = 2
 WINDOWS = 2
 #: Of the places of the passages that are probed.
 SEED = 0
+#: The trained length in which the passages that are repeated have room.
+LEAST_TRAINED = 7 * PASSAGE
 #: What two losses are compared by, in pairs: so many stretches of prose, and blocks of so many tokens of a copy.
 STRETCHES, BLOCK = 16, 16
 
@@ -140,7 +142,7 @@ def plan_copies(train_length: int, to: int) -> list[Copy]:
         ValueError: they do not fit between the two lengths.
     """
     least = train_length + 4 * max(PASSAGE * 3 // 2, math.ceil(2 * PASSAGE - 0.1 * train_length))
-    if train_length < 7 * PASSAGE:
+    if train_length < LEAST_TRAINED:
         raise ValueError(f"five passages of {PASSAGE} tokens have no room in a trained length of {train_length} tokens")
     if to < least:
         raise ValueError(

@@ -13,7 +13,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .layers import View, language_config
-from .trained import KEPT, UNSCALED, said
+from .trained import KEPT, ORIGINAL, UNSCALED, rope_settings, said
 
 #: What a config keeps, beside its own lengths, of the length at which generation ended.
 GENERATION = "generation_config.max_length"
@@ -22,12 +22,14 @@ FILES = {"tokenizer_config.json": "model_max_length", "sentence_bert_config.json
 
 
 def announce(view: View, length: int | None) -> None:
-    """Let a model's configs say that it reads `length` tokens, if they say less; None: what they said before.
+    """Let a model's configs say that it reads `length` tokens, if they say less; None: what they said before, or what a
+    scaling of their rotation reaches that said so.
 
     Where a rotation depends on what they say (dynamic NTK, longrope without a factor), they go on saying it. Generation ends
     there too, if it ended where a config said.
     """
     configs, generation = _configs(view), getattr(view.model, "generation_config", None)
+    length = _scaled_to(configs[0]) if length is None else length
     ends: int | None = None if generation is None else generation.max_length
     for c in configs:
         kept = vars(c).pop(KEPT, {})
@@ -49,6 +51,15 @@ def trained_at(model: Any, length: int) -> None:
     announce(view := View(model), length)
     for c in _configs(view):
         vars(c).pop(KEPT, None)
+
+
+def _scaled_to(config: Any) -> int | None:
+    """The length that a text config says because YaRN, put in after training, reaches it."""
+    settings, kept = rope_settings(config), vars(config).get(KEPT)
+    if not kept or settings.get("rope_type") != "yarn" or not settings.get(ORIGINAL):
+        return None
+    reach = round(settings["factor"] * settings[ORIGINAL])
+    return reach if reach in said(config).values() else None
 
 
 def _configs(view: View) -> list[Any]:
@@ -97,8 +108,9 @@ def announce_beside(folder: Path) -> None:
 
 
 def _extended(saved: Any) -> Iterator[int]:
-    """The lengths that a saved config's methods extend its model to."""
+    """The lengths that a saved config's model was extended to."""
     if isinstance(saved, Mapping):
+        yield from (saved[name] for name in saved.get(KEPT) or () if isinstance(saved.get(name), int))
         if isinstance(n := saved.get("extended_to"), int):
             yield n
         for value in saved.values():

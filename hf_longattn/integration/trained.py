@@ -139,19 +139,16 @@ def _scaled(config: Any, kind: str, rope: Mapping[str, Any], most: int, told: in
     reach = factor * original
     if told is not None or "finetuned" in rope:  # the latter is how YaRN's authors tell theirs apart
         own = told > original if told is not None else bool(rope["finetuned"])
-        why = f"factor x {ORIGINAL}; {kind} is trained in, as `finetuned` says" if own else _put_in(kind, most, reach)
+        why = f"factor x {ORIGINAL}: the model was trained with its {kind} scaling, as `finetuned` says"
+        why = why if own else f"{ORIGINAL}; {kind} scaling was added after training, for inference, as `finetuned` says"
         return Trained(int(reach) if own else original, why, None, own)
     if abs(math.log(most / reach)) > abs(math.log(most / original)) or most == original:
-        return Trained(original, _put_in(kind, most, reach), rotation_is_own=False)
+        why = f"max_position_embeddings is {most:,} and not factor x original, {reach:,.0f}"
+        why = f"{KEPT} keeps {most:,}" if KEPT in vars(config) else why
+        why = f"{ORIGINAL}; {kind} scaling was added after training, for inference, as {why}"
+        return Trained(original, why, rotation_is_own=False)
     why = f"max_position_embeddings, factor {factor:g} x {original:,}: {kind} is trained in"
     exact = abs(most / reach - 1) <= ABOUT
     if exact and (whole or set(rope) - BARE):
         return Trained(most, why)
     return Trained(most, why, f"{kind} is taken for trained in, because max_position_embeddings is {most:,}")
-
-
-def _put_in(kind: str, most: int, reach: float) -> str:
-    return (
-        f"{ORIGINAL}; {kind} is taken for put in for inference, because max_position_embeddings is {most:,} and not factor x "
-        f"original, {reach:,.0f}"
-    )

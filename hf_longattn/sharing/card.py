@@ -31,9 +31,17 @@ def contents(directory: Path) -> tuple[dict[str, Any], LongAttnConfig]:
         ValueError: there is neither, or it records no attention.
     """
     if not (saved := saved_in(path := directory / ADAPTER) or saved_in(path := directory / "config.json")):
+        if any(directory.glob("checkpoint-*")):
+            raise ValueError(
+                f"the training in {directory} is unfinished: it holds checkpoints, and neither config.json nor {ADAPTER}. "
+                "Finish it by the same command with --resume"
+            )
         raise ValueError(f"{directory} holds neither config.json nor {ADAPTER}: save a model or an adapter there first")
     if (config := method_in(saved)) is None:
-        raise ValueError(f"{path} records no hf_longattn method: apply one, then save the model or the adapter")
+        raise ValueError(
+            f"{path} records no hf_longattn method, so that it needs nothing of this package: huggingface_hub uploads it "
+            f"(hf upload REPO_ID {directory}). If it was to run a method, apply one, then save the model or the adapter"
+        )
     return saved, config
 
 

@@ -384,7 +384,7 @@ def test_a_card_of_ours_is_filled_in(server: FakeHub, base: Path, tmp_path: Path
 def test_folders_that_cannot_be_pushed(server: FakeHub, base: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"neither config\.json nor"):
         hf_longattn.push(tmp_path, REPO)
-    with pytest.raises(ValueError, match="records no hf_longattn method: apply one"):
+    with pytest.raises(ValueError, match="records no hf_longattn method, so that it needs nothing of this package: hugg"):
         hf_longattn.push(base, REPO)
     changed().config.save_pretrained(tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
