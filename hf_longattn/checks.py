@@ -73,7 +73,7 @@ def check_model(model: str | Path, adapter: bool = False) -> None:
     """
     folder = Path(model)
     if folder.is_file():
-        return  # from_pretrained says what it makes of it
+        raise ValueError(f"{folder} is a file: give its folder, {folder.parent}")
     if not folder.is_dir():
         return _check_name(str(model))
     names = ("config.json", "adapter_config.json")

@@ -16,29 +16,33 @@ def memory(
     model: Annotated[str, typer.Argument(help="A model on the Hub or a directory; its config is read, no weights.")],
     to: Annotated[str, typer.Option(help="Tokens of text; 32k is 32,768.")] = "32k",
     batch: Annotated[int, typer.Option(help="Texts at a time.", min=1)] = 1,
-    dtype: Annotated[str, typer.Option(help="Precision of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="Precision of weights and cache: bfloat16, float16 or float32; auto: the checkpoint's own.")
+    ] = "auto",
 ) -> None:
     """Print the memory that MODEL needs to generate after a text of --to tokens: weights, KV cache, activations.
 
     Weights and cache are exact, with sliding windows and shared or compressed keys as the config has them. Activations are
     an estimate for reading the text in one pass; generate(prefill_chunk_size=1024) reduces them.
     """
-    from ..checks import check_dtype, check_model
+    from ..checks import DTYPES, check_dtype, check_model
 
     length = tokens(to)
     with refusing("--dtype"):
-        check_dtype(dtype)
+        check_dtype(dtype, "auto")
     with refusing("MODEL"):
         check_model(model)
 
     import torch
     from transformers import AutoConfig
 
-    from ..evaluation.loading import build, check_reads
+    from ..evaluation.loading import build, check_reads, own_precision
 
     with refusing("MODEL"):
         config = AutoConfig.from_pretrained(model)
         check_reads(config, model, head=False)
+        if dtype == "auto":  # quantised ones say other things
+            dtype = own if (own := own_precision(model)) in DTYPES else "bfloat16"
     built = build(config, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval()
     weights = sum(p.numel() * p.element_size() for p in built.parameters())
     text, width = config.get_text_config(), getattr(torch, dtype).itemsize

@@ -151,8 +151,17 @@ def _standing(norm: OutputStandardise, result: Measurements) -> OutputStandardis
 
 
 def _batches(given: Batches) -> list[Mapping[str, Any] | Tensor]:
-    """One batch is a list of one."""
-    return [given] if isinstance(given, (Tensor, Mapping)) else list(given)
+    """One batch is a list of one. TypeError: one is no tokens."""
+    if isinstance(given, nn.Module):
+        raise TypeError("the model comes first, then the batches")
+    batches: list[Any] = [given] if isinstance(given, (Tensor, Mapping, str)) else list(given)
+    for batch in batches:
+        if not isinstance(batch, (Tensor, Mapping)):
+            raise TypeError(
+                f"a batch is token ids, (batch, length), or what a tokenizer gives, not a {type(batch).__name__}: "
+                'tokenizer(text, return_tensors="pt")'
+            )
+    return batches
 
 
 def _output_sums(out: Tensor, real: Tensor) -> dict[str, Tensor]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..config import length_of
 
 BOS = ("auto", "always", "never")
+#: Endings of files that hold texts.
+SUFFIXES = (".txt", ".md", ".text", ".jsonl", ".json", ".parquet", ".csv")
 
 
 def option(default: Any, help: str) -> Any:
@@ -96,8 +99,20 @@ class EvalOptions:
     shortest_first: bool = option(False, "All settings at the shortest length first; loads models more often.")
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, (list, tuple, Mapping)):
+            raise TypeError(f"the model comes first, then the texts: the first argument is a {type(self.model).__name__}")
         texts: Any = [self.texts] if isinstance(self.texts, str) else self.texts
         self.texts = dict(texts if isinstance(texts, Mapping) else {f"text {n}": t for n, t in enumerate(texts, 1)})
+        if paths := [name for name, text in self.texts.items() if _is_path(text)]:
+            raise ValueError(
+                f"{paths[0]} is {str(self.texts[paths[0]])!r}, which looks like a file: texts are contents, as "
+                "Path(...).read_text() gives them"
+            )
+        if isinstance(self.settings, Mapping):
+            raise ValueError(
+                'settings are a list of texts ("rerope:window=512") or of hf_longattn.evaluation.Setting(name, method=...), '
+                "not a mapping"
+            )
         self.settings = _listed(self.settings)
         self.tasks = list(dict.fromkeys(_listed(self.tasks)))
         self.lengths = sorted({length_of(n) for n in _listed(self.lengths)})
@@ -114,6 +129,13 @@ class EvalOptions:
             raise ValueError(f"bos must be one of {', '.join(BOS)}, got {self.bos!r}")
         if not 0 < self.keep <= 1:
             raise ValueError(f"keep: a share lies in (0, 1], not at {self.keep:g}")
+
+
+def _is_path(text: Any) -> bool:
+    """Whether what is given for a text's content is the name of a file."""
+    if isinstance(text, Path):
+        return True
+    return isinstance(text, str) and len(text) < 256 and not text.split()[1:] and Path(text).suffix in SUFFIXES
 
 
 def _listed(value: Any) -> list[Any]:

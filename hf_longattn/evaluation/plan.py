@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_folder, check_model, device_of
+from ..slots.registry import did_you_mean
 from .experiment import Cell, Experiment, fingerprint, of_text
 from .loading import OneModel, check_lengths, check_setting, load_setting, load_tokenizer, own_method, precision_of
 from .options import EvalOptions
@@ -52,7 +53,12 @@ def evaluate(
 
     Raises:
         ValueError: anything that would go wrong later, named, before weights are read.
+        TypeError: an option that there is not.
     """
+    known = {f.name for f in fields(EvalOptions)} - {"model", "texts", "settings"}
+    if unknown := sorted(options.keys() - known):
+        hint = did_you_mean(unknown[0], known)
+        raise TypeError(f"evaluate has no option {unknown[0]!r}; {hint}it has: {', '.join(sorted({*known, 'out'}))}")
     plan = Plan(EvalOptions(model, texts, settings, **options))  # type: ignore[arg-type]  # it takes a list of texts, too
     experiment = plan.open(None if out is None else Path(out))
     with plan.put_back():

@@ -88,11 +88,11 @@ def summary(results: Readings) -> str:
         return "No losses were measured; what each setting costs on short text is not known from this page."
     longest, others = results.lengths[-1], [s for s in results.settings if s != UNMODIFIED]
     result = {s: d for s in others if (d := results.difference(s, longest))}
+    same = [s for s in result if equal(results, s)]
     sentences = []
     if not result:
         sentences.append(f"Only the unmodified model has been measured at {longest:,} tokens yet.")
     else:
-        same = [s for s in result if equal(results, s)]
         changed = [s for s in result if s not in same]
         if changed:
             best = min(changed, key=lambda s: result[s][0])
@@ -106,7 +106,8 @@ def summary(results: Readings) -> str:
                 f"Equal to the unmodified model in every loss: {', '.join(same)}. Clamped temperatures, windows and "
                 "position remaps change nothing at the lengths that they leave alone."
             )
-    costs = {s: (d, n) for s in others for n in results.within if (d := results.difference(s, n))}  # the longest there is
+    changed = [s for s in others if s not in same]
+    costs = {s: (d, n) for s in changed for n in results.within if (d := results.difference(s, n))}  # the longest there is
     if costs:
         message = "; ".join(f"{s} {signed(d)} at {n:,}" for s, (d, n) in costs.items())
         sentences.append(f"Within the trained length the loss changes by: {message} tokens.")

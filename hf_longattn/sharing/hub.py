@@ -23,6 +23,7 @@ from ..integration.classes import loaders
 from ..integration.names import TRIPWIRE
 from ..integration.offload import refuse_to_save
 from ..integration.record import ADAPTER, saved_in
+from ..slots.registry import did_you_mean
 from ..telling import warn
 from .card import Facts, contents, hub_id, model_card, source
 
@@ -73,8 +74,8 @@ def save(
         ValueError: the model runs no method.
         FileExistsError: the directory is not empty, without overwrite; or it is a file.
     """
-    directory, facts = Path(directory), Facts(**card)
     config_of(model)  # raises if there is none
+    directory, facts = Path(directory), _facts(card)
     adapter = bool(getattr(model, "peft_config", None))
     if (remote_code or strict) and adapter:
         raise ValueError(f"{'remote_code' if remote_code else 'strict'} works for whole models only: merge_and_unload() first")
@@ -185,7 +186,7 @@ def push(
     if tokenizer is not None or remote_code:
         raise ValueError("tokenizer and remote_code belong to a model; a folder has what hf_longattn.save put there")
     operations = [
-        CommitOperationAdd(path, content) for path, content in files(Path(model), repo_id, Facts(**card), base_model).items()
+        CommitOperationAdd(path, content) for path, content in files(Path(model), repo_id, _facts(card), base_model).items()
     ]
     api = HfApi(endpoint=endpoint, token=token)
     try:
@@ -235,6 +236,15 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
     return result | {
         "README.md": str(model_card(directory, repo_id, facts, base_model=base_model, remote_code=remote_code)).encode()
     }
+
+
+def _facts(card: dict[str, Any]) -> Facts:
+    """What a card is told; TypeError for a name that there is not."""
+    known = [f.name for f in fields(Facts)]
+    if unknown := sorted(card.keys() - set(known)):
+        hint = did_you_mean(unknown[0], [*known, "tokenizer", "base_model"])
+        raise TypeError(f"there is no argument {unknown[0]!r}; {hint}for the card: {', '.join(known)}")
+    return Facts(**card)
 
 
 def _ours(card: str) -> bool:

@@ -39,7 +39,9 @@ def find(sources: Any) -> list[str]:
     for source in sources if isinstance(sources, list) else [sources]:
         files = sorted(glob.glob(str(Path(source).expanduser()), recursive=True))
         if not files and (Path(source).suffix in {".txt", *BUILDERS} or source.startswith((".", "/", "~")) or "*" in source):
-            raise ValueError(f"there is no file {source!r}")
+            parts = [part.strip() for part in source.split(",")]
+            listed = f": several are written as a list, data=[{','.join(parts)}]" if len(parts) > 1 else ""
+            raise ValueError(f"there is no file {source!r}{listed}")
         result += files or [source]
     return result
 
@@ -56,7 +58,8 @@ def texts(sources: list[str], hub: Hub) -> Iterator[str | list[chats.Message]]:
             if column not in row:
                 raise ValueError(f"{source} has no column {column!r}; it has {', '.join(row)}: set hub.column")
             value = row[column]
-            if (document := value if isinstance(value, str) else chats.messages_of(value)) is None:
+            text = isinstance(value, str) and column != "messages"
+            if (document := value if text else chats.messages_of(value)) is None:
                 raise ValueError(
                     f"{source}, row {number}: {column!r} is {reprlib.repr(value)}, neither a text nor a list of messages with "
                     "role and content: leave such rows out"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import itertools
 import json
 import shutil
 import sys
+import warnings
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import tiny
@@ -19,14 +22,28 @@ from filelock import FileLock
 from helpers import stock, tokens
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, T5Config
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from typer.testing import CliRunner
 
 import hf_longattn
-from hf_longattn import LongAttnConfig
+from hf_longattn import LongAttnConfig, apply
 from hf_longattn.cli import app
 from hf_longattn.cli.common import table
 from hf_longattn.evaluation import doctor
+from hf_longattn.evaluation.rows import RowFile
+from hf_longattn.evaluation.settings import Setting
+from hf_longattn.slots import registry
+from hf_longattn.slots.base import LengthTemperature
+from hf_longattn.slots.method import Method
+
+T5 = T5Config(vocab_size=97, d_model=16, num_layers=1, num_heads=2, d_kv=8, d_ff=16)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +57,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(weights, path / "nan" / "model.safetensors", metadata={"format": "pt"})
     shutil.copytree(path / "model", path / "mute", ignore=shutil.ignore_patterns("tokenizer*"))
     shutil.copytree(path / "model", path / "t5")
-    T5Config(vocab_size=97, d_model=16, num_layers=1, num_heads=2, d_kv=8, d_ff=16).save_pretrained(path / "t5")
+    T5.save_pretrained(path / "t5")
+    (path / "chats.jsonl").write_text('{"messages": "hello"}\n')
+    (path / "training" / "checkpoint-2").mkdir(parents=True)
     peft = pytest.importorskip("peft")
     adapted = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     base = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(path / "model").train(), "logn")
@@ -87,6 +106,10 @@ def test_doctor_finds_weights_that_are_no_numbers(files: Path, tmp_path: Path) -
         EVAL.replace("F/model", "F/t5"): "t5 is not a causal language model",
         EVAL.replace("F/model", "F/adapter"): "holds an adapter, not a model: give the model that it was made from",
         TRAIN.replace("F/model", "F/mute"): "holds no tokenizer",
+        "doctor F/model/config.json": "config.json is a file: give its folder",
+        TRAIN.replace("data=F/book.txt", "data=F/a.txt,F/b.jsonl"): "several are written as a list, data=[",
+        TRAIN.replace("book.txt", "chats.jsonl"): "row 1: 'messages' is 'hello', neither a text nor a list of messages",
+        "push F/training someone/model --dry-run": "is unfinished: it holds checkpoints",
         EXTEND + " --tolerance -1": "a cost in nats is 0 or more, not -1",
         EVAL + " --method rerope+rerope": "rerope and rerope clash",
     }.items(),
@@ -252,6 +275,98 @@ def test_doctor_finds_an_announced_length_that_nothing_reaches(files: Path, tmp_
     assert any("announces 8192 tokens and keeps 1024" in f.text for f in found)
 
 
+# a second time ------------------------------------------------------------------------------------------------------------
+
+
+def test_yarn_makes_a_longer_model_that_needs_no_plugin(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And saving again says that it is finished, or puts another choice in its place."""
+    module, out = import_module("hf_longattn.cli.extend"), tmp_path / "out"
+    monkeypatch.setattr(module, "plot", lambda search, path: path.write_bytes(b"picture"))
+    settings = {"YaRN": Setting("YaRN", rope="yarn:4.0"), "rerope": Setting.parse("rerope:window=512")}
+
+    def save(choice: str, purpose: str) -> str:
+        """What is said; the folder is taken for one of the command's own."""
+        module._check(out, purpose, 0.02)
+        rows = RowFile(out / "extend.json", **module._finished(out / "extend.json"), protocol={"to": 4096})
+        found = {"to": 4096, "purpose": purpose, "tolerance": 0.02, "edge": 1024, "copies": [], "probed": dict}
+        search = SimpleNamespace(settings=settings, rows=rows, **found)
+        module._save(search, choice, str(files / "model"), "float32", tiny.tokenizer(), out)
+        return "".join(capsys.readouterr().out.split())
+
+    assert "importhf_longattn" not in save("YaRN", "both")
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert (model.config.max_position_embeddings, model.config.rope_parameters["factor"]) == (4096, 4)
+    known = hf_longattn.describe(model).trained
+    assert known is not None
+    assert (known.length, known.assumed, known.rotation_is_own) == (1024, None, False)
+    assert hf_longattn.apply(model, "attention_sink").config.max_position_embeddings == 4096
+    assert hf_longattn.remove(model).config.max_position_embeddings == 4096
+    with pytest.raises(ValueError, match="needs nothing of this package: huggingface_hub uploads it"):
+        hf_longattn.push(out, "someone/longer")
+    written = (out / "model.safetensors").stat().st_mtime_ns
+    assert "isfinished:itholdsYaRNalready" in save("YaRN", "reading")
+    assert (out / "model.safetensors").stat().st_mtime_ns == written
+    assert json.loads((out / "extend.json").read_text())["for"] == "reading"
+    assert "holdsYaRN,whichgiveswaytorerope" in save("rerope", "both")
+    assert hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(out)).name == "rerope"
+    assert json.loads((out / "extend.json").read_text())["choice"] == "rerope"
+
+
+def test_extend_needs_room_in_the_trained_length(files: Path, tmp_path: Path) -> None:
+    model = tiny.save(tmp_path / "short", trained=256)
+    code, said = run(f"extend {model} --to 4k --text F/book.txt", files, tmp_path)
+    assert code == 2
+    assert "itwastrainedat256tokens,andtochoosebymeasurementtakes896" in said
+    assert 'hf_longattn.extend(model,"4096")' in said
+
+
+def test_the_reason_of_a_trained_length_stays() -> None:
+    model = hf_longattn.extend(hf_longattn.extend(stock("llama"), "1k"), "2k")
+    assert str(hf_longattn.describe(model).trained).endswith(": max_position_embeddings")
+    with pytest.raises(ValueError, match=r"trained at \d+ tokens \(max_position_embeddings\)"):
+        hf_longattn.extend(model, 8)
+
+
+def test_a_cell_that_defines_a_method_runs_twice() -> None:
+    def cell() -> type[LengthTemperature]:
+        @hf_longattn.register
+        @dataclasses.dataclass(frozen=True, kw_only=True)
+        class Twice(LengthTemperature):
+            name: ClassVar[str] = "defined_twice"
+            paper: ClassVar[str] = "none"
+
+            def formula(self, n: torch.Tensor, head_dim: int, train_length: int) -> torch.Tensor:
+                return n.log()
+
+        return Twice
+
+    try:
+        first = cell()
+        model = hf_longattn.apply(stock("llama"), "defined_twice")
+        second = cell()
+        hf_longattn.update(model, clamp=False)  # the model goes on
+        assert type(hf_longattn.config_of(model).temperature) is first
+        assert type(hf_longattn.config_of(hf_longattn.apply(model, "defined_twice")).temperature) is second
+    finally:
+        registry._loaded.pop("defined_twice")
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2", "longattn", "unmodified"])
+def test_a_name_that_means_something_else_is_no_methods(name: str) -> None:
+    stock_function = AttentionInterface().get(name)
+    named = type("Mine", (hf_longattn.methods.LogN,), {"name": name})
+    with pytest.raises(ValueError, match=f"Mine is called '{name}', which names .*: choose another name"):
+        hf_longattn.register(named)
+    assert AttentionInterface().get(name) is stock_function
+    AttentionInterface.register("attention_of_others", lambda *_, **__: None)
+    with pytest.raises(ValueError, match="an attention that transformers has already"):
+        hf_longattn.register(type("Mine", (hf_longattn.methods.LogN,), {"name": "attention_of_others"}))
+    with pytest.raises(ValueError, match="has no name: give the class one"):
+        hf_longattn.register(type("Mine", (Method,), {}))
+
+
 # the interface ------------------------------------------------------------------------------------------------------------
 
 
@@ -277,6 +392,66 @@ def test_describe_says_what_is_alike_once() -> None:
     lines = str(described).splitlines()
     assert len(lines) == 2
     assert f"({len(described.rows)} modules)" in lines[1]
+
+
+ADDRESSED: dict[str, Any] = {
+    "hf_longattn.remove(model) takes a method out, and model.set_attn_implementation('sdpa')": lambda m: apply(m, "sdpa"),
+    "hf_longattn.remove(model) takes a method out": lambda m: apply(m, None),
+    "did you mean 'rerope'?": lambda m: apply(m, "ReRoPE"),
+    "the method yarn_beyond": lambda m: apply(m, "yarn"),
+    "'rerope+infoscale' for all of them": lambda m: apply(m, ["rerope", "infoscale"]),
+    "window is given twice: 3 in 'rerope:window=3' and 4 beside it": lambda m: apply(m, "rerope:window=3", window=4),
+    "the method given is a LlamaForCausalLM": lambda m: apply("rerope", m),
+    "a loaded model first, got '32k'": lambda m: hf_longattn.extend("32k", m),  # type: ignore[type-var]
+    "'root_logn' is no method here. If it is one of your own, import the module that registers it first": (
+        lambda m: LongAttnConfig.parse({"temperature": {"name": "root_logn"}})
+    ),
+    "evaluate has no option 'length'; did you mean 'lengths'?": lambda m: hf_longattn.evaluate(m, ["a b"], length=[8]),
+    "settings are a list": lambda m: hf_longattn.evaluate(m, ["a b"], settings={"a": "rerope"}),  # type: ignore[arg-type]
+    "text 1 is 'e40.txt', which looks like a file": lambda m: hf_longattn.evaluate(m, ["e40.txt"]),
+    "the model comes first, then the texts": lambda m: hf_longattn.evaluate(["a b"], m),
+    "a batch is token ids, (batch, length), or what a tokenizer gives, not a str": (
+        lambda m: hf_longattn.calibrate(m, ["text"])  # type: ignore[list-item]
+    ),
+    "there is no argument 'tokeniser'; did you mean 'tokenizer'?": lambda m: hf_longattn.save(
+        apply(m, "logn"), "x", tokeniser=1
+    ),
+    "a learned bias (position_bias) joins their logits": lambda m: hf_longattn.extend(T5ForConditionalGeneration(T5), "4k"),
+}
+
+
+@pytest.mark.parametrize("says", ADDRESSED)
+def test_a_mistaken_call_is_told_what_was_meant(says: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as error:
+        ADDRESSED[says](stock("llama"))
+    assert says in str(error.value)
+
+
+def test_what_a_method_is_given_by_name_and_beside_it_must_agree(files: Path) -> None:
+    def load(**how: Any) -> Any:
+        return AutoModelForCausalLM.from_pretrained(files / "model", **how)
+
+    with pytest.raises(ValueError, match="window is given twice"):
+        load(attn_implementation="rerope:window=3", longattn={"window": 4})
+    with pytest.raises(ValueError, match=r"attn_implementation='rerope'$"):
+        load(longattn={"window": 5, "name": "rerope"})
+    model = load(attn_implementation="rerope + infoscale", longattn={"window": 5})
+    assert hf_longattn.config_of(model).positions == hf_longattn.methods.ReRope(window=5)
+
+
+def test_an_adapter_says_that_it_runs_its_method(files: Path) -> None:
+    with pytest.warns(UserWarning, match=r"the adapter was trained under logn, and runs under it: attn_implementation='sdpa'"):
+        AutoModelForCausalLM.from_pretrained(files / "adapter", attn_implementation="sdpa")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AutoModelForCausalLM.from_pretrained(files / "adapter")
+
+
+def test_methods_lists_the_parameters_of_one(files: Path, tmp_path: Path) -> None:
+    code, said = run("methods self_extend", files, tmp_path)
+    assert code == 0, said
+    assert all(name in said for name in ("window", "group", "default", "Paper:"))
+    assert run("methods rerop", files, tmp_path)[0] == 2
 
 
 @pytest.mark.parametrize("module", [hf_longattn, hf_longattn.methods])
