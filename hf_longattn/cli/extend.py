@@ -311,7 +311,11 @@ def _save(search: Search, choice: str, model: str, dtype: str, tokenizer: Any, o
         console.print(f"{out} is finished: it holds {choice} already.", highlight=False, markup=False, soft_wrap=True)
         return rows.put()
     if before is not None:
-        console.print(f"{out} holds {before}, which gives way to {choice}.", highlight=False, markup=False, soft_wrap=True)
+        raise typer.BadParameter(
+            f"{out} holds a model under {before}, and {choice} is what is chosen now. Nothing is overwritten: remove that "
+            f"model (its config.json and *.safetensors) and run the same command, which goes on with the rows of {RESULT}",
+            param_hint="--out",
+        )
     winner = load_setting(search.settings[choice], model, dtype)
     if search.settings[choice].config is None:
         announce(View(winner), search.to)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import pytest
 import tiny
 import torch
+import typer
 from filelock import FileLock
 from helpers import stock, tokens
 from rich.console import Console
@@ -309,7 +310,12 @@ def test_yarn_makes_a_longer_model_that_needs_no_plugin(
     assert "isfinished:itholdsYaRNalready" in save("YaRN", "reading")
     assert (out / "model.safetensors").stat().st_mtime_ns == written
     assert json.loads((out / "extend.json").read_text())["for"] == "reading"
-    assert "holdsYaRN,whichgiveswaytorerope" in save("rerope", "both")
+    with pytest.raises(typer.BadParameter, match="holds a model under YaRN, and rerope is what is chosen now"):
+        save("rerope", "both")
+    assert (out / "model.safetensors").stat().st_mtime_ns == written
+    for path in (out / "config.json", out / "model.safetensors"):
+        path.unlink()
+    save("rerope", "both")
     assert hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(out)).name == "rerope"
     assert json.loads((out / "extend.json").read_text())["choice"] == "rerope"
 
