@@ -77,7 +77,7 @@ TRAIN = "train continue_lora model=F/model data=F/book.txt output=OUT length=64 
 
 #: Command line, and what its one message says.
 REFUSED = {
-    EXTEND.replace("4k", "1100"): "takes 1640 tokens or more, not 1100",
+    EXTEND.replace("4k", "1100"): "takes 1792 tokens or more, not 1100",
     EXTEND.replace("4k", "-5"): "is not a length",
     EXTEND.replace("4k", "512"): "nothing to extend",
     EXTEND.replace("book", "latin"): "latin.txt is not UTF-8 (byte 0)",
