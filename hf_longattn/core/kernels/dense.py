@@ -19,6 +19,7 @@ from torch import Tensor
 from ..tracing import keepable
 from ..turned import AHEAD, WORTH, Keep, Turned
 from .kernel import FEW_QUERIES, FUSED, MASK_VALUE, Kernel, LogitSpec, entropy
+from .sdpa import one_query
 
 if TYPE_CHECKING:  # they know methods and configs
     from ..call import Call
@@ -161,7 +162,6 @@ class Dense:
         if not self.fuses:
             self._prepare(call, spec, shown)
             return
-        # query heads that share a key head are so many queries of it, where there is one query
         self.together = self.q_len == 1 and self.group > 1
         own = shown.hidden if shown.hidden is None or not self.together else self._grouped(shown.hidden)
         self.allowed = None if own is None else ~own
@@ -215,17 +215,15 @@ class Dense:
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, factor: float | Tensor | None) -> Tensor:
         """By sdpa: nothing but a factor on queries acts between them and the softmax."""
-        shape, scaling = query.shape, self.scaling
+        scaling = self.scaling
         if isinstance(factor, Tensor):
             query = (query * factor).to(query.dtype)
         elif factor is not None:
             scaling *= factor
         if self.together:
-            query = query.reshape(shape[0], self.kv_heads, self.group, shape[3])
-        grouped = self.group > 1 and not self.together
+            return one_query(query, key, value, self.allowed, scaling).transpose(1, 2)
         sdpa = torch.nn.functional.scaled_dot_product_attention
-        out = sdpa(query, key, value, self.allowed, scale=scaling, enable_gqa=grouped)
-        return out.view(*shape[:3], -1) if self.together else out
+        return sdpa(query, key, value, self.allowed, scale=scaling, enable_gqa=self.group > 1)
 
     def _prepare(self, call: Call, spec: LogitSpec, shown: Shown) -> None:
         ends = [(one.columns.stop, other.columns.start) for one, other in itertools.pairwise(self.segments)]

@@ -31,7 +31,7 @@ def one_query(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = N
     Args:
         query: (batch, heads, 1, head_dim).
         key, value: (batch, kv_heads, kv_len, ...).
-        mask: the same for all heads, (batch or 1, 1, 1, kv_len), as sdpa takes it.
+        mask: as sdpa takes it, (batch or 1, 1, 1, kv_len), or by head (batch or 1, kv_heads, heads that share one, kv_len).
 
     Returns:
         (batch, 1, heads, value_dim).
