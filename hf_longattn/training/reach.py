@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..evaluation.measures.copies import PASSAGE
-from ..evaluation.measures.probe import LEAST, distances_to, passages, probe
+from ..evaluation.measures.probe import LEAST, TOKENS, distances_to, passages, probe
 from ..evaluation.rows import Row
 from ..evaluation.tasks.probe import PARTS
 from .data import Data
@@ -40,7 +40,7 @@ def probed(model: Any, data: Data, back: Sequence[int], tick: Tick) -> list[Row]
     rows: list[Row] = []
     for distance in back:
         rows += probe(model, passages(ids, PASSAGES), [distance]).rows()
-        tick(PASSAGES * (LEAST + PASSAGE))
+        tick(PASSAGES * TOKENS)
     return rows
 
 
@@ -62,13 +62,13 @@ def sentence(reach: Reach, measured: Mapping[str, Mapping[int, Mapping[str, Any]
             for name, by_length in measured.items()
             if text in by_length
         }
-        where = last[AFTER][0].replace("-", " to ")
-        parts.append(_compared(f"a text at its tokens {where}", {name: loss for name, (_, loss) in last.items()}))
-    return f"Reads {' and '.join(parts)} (nats per token)." if parts else ""
+        first, end = map(int, last[AFTER][0].split("-"))
+        parts.append(_compared(f"a text at its tokens {first:,} to {end:,}", {name: loss for name, (_, loss) in last.items()}))
+    return f"Reads {', and '.join(parts)}, in nats per token." if parts else ""
 
 
 def _compared(what: str, losses: Mapping[str, float]) -> str:
-    before = f", before {losses[BEFORE]:.2f}" if BEFORE in losses else ""
+    before = f" (before: {losses[BEFORE]:.2f})" if BEFORE in losses else ""
     return f"{what} at {losses[AFTER]:.2f}{before}"
 
 

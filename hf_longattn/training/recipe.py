@@ -86,9 +86,7 @@ class Evaluation:
     final_lengths: list[int] = field(default_factory=list)  # for the metrics file; none: the same, and a long text (see far)
     tokens: int = 8192  # held-out tokens read per length (at least one window)
     samples: int = 50  # needle texts per length
-    far: int = (
-        16384  # tokens of a long held-out text, as far as the method reaches, read at the end beside a probe; 0: neither
-    )
+    far: int = 16384  # at the end: tokens of a long held-out text, up to the method's reach, beside a probe; 0: neither
     compare: bool = True  # the metrics file holds the unadapted base, and base + YaRN, beside the trained model
 
 

@@ -217,7 +217,7 @@ def _run(prepared: Prepared, optimizer: Callable[[Any], torch.optim.Optimizer] |
         "seed": args.seed,
         "processes": args.world_size,
         "resumed_from": prepared.checkpoint and Path(prepared.checkpoint).name,
-        "command": " ".join(["hf-longattn", *sys.argv[1:]]),
+        "command": " ".join([Path(sys.argv[0]).name.replace("__main__.py", "hf-longattn"), *sys.argv[1:]]),
         "versions": versions(),
         "seconds": round(time.monotonic() - started, 1),
         "cpu_seconds": round(time.process_time() - cpu, 1),
@@ -422,9 +422,14 @@ def _another(prepared: Prepared, trainer: RecipeTrainer, config: Any) -> Iterato
 
 
 def _reach(recipe: Recipe, config: Any, attention: LongAttnConfig | None, reads: int) -> tuple[int, float]:
-    """How long a text the model reads after training, and up to what length the method changes nothing."""
+    """How long a text the model reads after training (0: not asked), and up to what length the method changes nothing."""
     model = load_model(recipe, config, weights=False)
-    bound, facts = bound_config(model, attention or LongAttnConfig())
+    try:
+        bound, facts = bound_config(model, attention or LongAttnConfig())
+    except ValueError:
+        if attention is not None:
+            raise
+        return 0, 0  # no method goes into it, and no probe, which jumps over positions
     reaches = max(int(min(reads, bound.reach)) if attention else reads, facts.train_length or 0)
     text = config.get_text_config()
     if not getattr(text, "rope_parameters", None) and not getattr(text, "alibi", False):  # its positions are learned

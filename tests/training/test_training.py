@@ -28,6 +28,8 @@ from tokenizers.pre_tokenizers import Whitespace, WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
     ByT5Tokenizer,
     LlamaConfig,
     LlamaForCausalLM,
@@ -210,7 +212,7 @@ def test_a_run_ends_with_how_far_the_model_reads(tiny: Path, tmp_path: Path, cap
         assert [r["distance"] for r in rows] == [1280, 1428, 1576, 1724, 1872]
     assert {name: list(m) for name, m in metrics["measured"].items()} == {n: ["32", "700"] for n in ("trained", "base")}
     last = {name: rows[-1]["copy"][0] for name, rows in probes.items()}
-    assert f"copies from 1,872 tokens back at {last['trained']:.2f}, before {last['base']:.2f}" in told
+    assert f"copies from 1,872 tokens back at {last['trained']:.2f} (before: {last['base']:.2f}), and" in told
     assert "a text at its tokens 350 to 700 at " in told
     assert told in " ".join(result.output.split())
     card = (out / "README.md").read_text()
@@ -226,6 +228,18 @@ def test_a_run_ends_with_how_far_the_model_reads(tiny: Path, tmp_path: Path, cap
     data = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "other", **changes))).data
     row = reach.probed(again, data, [1872], lambda tokens: None)[0]
     assert row["copy"][0] == pytest.approx(last["trained"], abs=1e-4)
+
+
+def test_a_model_that_no_method_goes_into_is_trained_without_one(tiny: Path, tmp_path: Path) -> None:
+    """It is not asked how far it reads: a probe jumps over positions, which this one does not take."""
+    BloomForCausalLM(BloomConfig(vocab_size=260, hidden_size=16, n_layer=1, n_head=2)).save_pretrained(tmp_path / "model")
+    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path / "model")
+    given = {"model": tmp_path / "model", "evaluation__far": 700, "positions": "plain", "lora": None, "trainer__max_steps": 1}
+    metrics = trained("continue_lora", settings(tiny, tmp_path / "out", method=None, **given))
+    assert metrics["reach"] == {"text": "", "probe": {}}
+    assert list(metrics["measured"]["trained"]) == [32]
+    with pytest.raises(ValueError, match="applies to 0 layers"):
+        prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "other", method="infoscale", **given)))
 
 
 def test_how_far_goes_no_farther_than_the_method_or_the_text(tiny: Path, tmp_path: Path) -> None:
