@@ -246,7 +246,8 @@ class Search:
     def work(self) -> int:
         """Tokens that will have been read in the end, or more where the best kinds have fewer settings: for progress."""
         probes = sum(not tempered(name) for name in self.settings) * len(self.distances)
-        readers = 1 + FINALISTS - 1 + WINDOWS + (self.temperature is not None)
+        # the unmodified model, the best kind with its windows, the other kinds
+        readers = FINALISTS + WINDOWS + (self.temperature is not None)
         return probes * min(2, self.to // LEAST) * TOKENS + readers * self.to
 
     def probed(self) -> dict[str, float]:

@@ -11,7 +11,6 @@ from lab.pretrained.runner import STEP, lines
 
 Pair = tuple[Row, Row]
 
-
 #: Copies by distance, end and the trained length; those from up to that length back stand within it ("known") or beyond it.
 COPIES: dict[str, Callable[[int, int, int], bool]] = {
     "all": lambda distance, end, trained: True,

@@ -14,9 +14,9 @@ from transformers import DynamicCache, QuantizedCache
 
 from hf_longattn.evaluation.rows import Row, RowFile
 from hf_longattn.evaluation.settings import Setting
-from hf_longattn.evaluation.statistics import mean_interval
 from hf_longattn.integration.caches import CACHE
 from lab.markdown import Contents
+from lab.pretrained.paired import interval
 from lab.pretrained.runner import RESULTS, Choice, Program, Text, described
 
 RESULT = RESULTS / "quantised-cache.json"
@@ -63,8 +63,7 @@ def cost(what: str) -> str:
     (row,) = RowFile(RESULT)
     edge = row["trained"] // STEP
     chosen = slice(edge) if what == "within" else slice(edge, None)
-    differences = [q - p for p, q in zip(row["plain"][chosen], row["quantised"][chosen], strict=True)]
-    return "{:+.3f} ± {:.3f}".format(*mean_interval(differences))
+    return interval([q - p for p, q in zip(row["plain"][chosen], row["quantised"][chosen], strict=True)])
 
 
 def contents() -> Contents:
