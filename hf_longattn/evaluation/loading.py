@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, modeling_utils
 
 from ..checks import Refused, check_dtype, check_finite, check_model, read_text
-from ..config import LongAttnConfig
+from ..config import LongAttnConfig, Parts
 from ..core.kernels.precision import multiplies_fast
 from ..integration import apply, config_of, rope
 from ..integration.classes import kinds_of, own_class
@@ -131,13 +131,9 @@ def class_of(config: Any) -> Any:
     return kind
 
 
-def speaks(config: Any, kind: Any = None) -> bool:
-    """Whether a checkpoint's model predicts the text that it reads: all that is measured in losses or answers needs that.
-
-    Args:
-        kind: its class; None for the one that it was saved from.
-    """
-    return bool((kind or class_of(config)).can_generate()) and not config.is_encoder_decoder
+def speaks(config: Any) -> bool:
+    """Whether a checkpoint's model predicts the text that it reads: all that is measured in losses or answers needs that."""
+    return bool(class_of(config).can_generate()) and not config.is_encoder_decoder
 
 
 def check_reads(config: Any, source: str, head: bool = True) -> None:
@@ -383,7 +379,9 @@ def beside_own(model: Any, asked: LongAttnConfig) -> LongAttnConfig:
 
 
 def filled(asked: LongAttnConfig, own: LongAttnConfig) -> LongAttnConfig:
-    """What is asked for and, in the slots that this leaves free, another config's methods."""
+    """What is asked for and, in the slots that this leaves free, another config's methods; `Parts` leave none."""
+    if isinstance(asked, Parts):
+        return asked if asked.train_length or not own.train_length else asked.replace(train_length=own.train_length)
     free = ("train_length", *SLOTS) if asked.train_length is None else SLOTS
     kept = {key: getattr(own, key) for key in free if getattr(asked, key) is None}
     return dataclasses.replace(asked, **kept, trained=own.trained if "train_length" in kept else asked.trained)

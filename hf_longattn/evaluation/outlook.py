@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +57,8 @@ def trained_line(known: Trained) -> str:
     return f"{known}; {known.assumed}: pass train_length= if that is not so" if known.assumed else str(known)
 
 
-def outlook(config: PreTrainedConfig, told: int | None = None, times: Sequence[int] = TIMES) -> list[Reach]:
-    """What `extend` makes of a config's model at so many times its trained length.
+def outlook(config: PreTrainedConfig, told: int | None = None) -> list[Reach]:
+    """What `extend` makes of a config's model at `TIMES` its trained length.
 
     Args:
         told: the trained length, where it is not the one that the config tells.
@@ -69,7 +68,7 @@ def outlook(config: PreTrainedConfig, told: int | None = None, times: Sequence[i
     """
     model = miniature(config)
     length = trained(language_config(config), told=told).length or 1024  # where there is none extend says so
-    return [_reach(model, n * length, told) for n in times]
+    return [_reach(model, n * length, told) for n in TIMES]
 
 
 def taken(config: PreTrainedConfig, told: int | None = None) -> dict[str, str | None]:

@@ -380,6 +380,9 @@ def test_a_checkpoints_own_method_stays_beside_what_is_asked_for(folder: Path, t
     assert found.name == "rerope+infoscale"
     assert found.positions.window == 100
     assert hf_longattn.config_of(load_setting(Setting.parse("self_extend"), str(tmp_path / "own"))).name == "self_extend"
+    parts = LongAttnConfig.parse([LongAttnConfig.preset("alibi", layers=[0]), "logn"])
+    asked = Setting("by layer", parts.to_dict())  # leaves no slot free
+    assert hf_longattn.config_of(load_setting(asked, str(tmp_path / "own"))).name == "alibi|logn"
     arguments = ["eval", str(tmp_path / "own"), "--text", str(folder / "a.txt"), "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, [*arguments, "--lengths", "128", "--targets", "64"])
     assert result.exit_code == 0, result.output
