@@ -136,7 +136,7 @@ def merge(adapter: str | Path, directory: str | Path, **options: Any) -> Path:
     if "peft_type" not in saved:
         raise ValueError(f"{folder} holds a whole model: there is nothing to merge")
     base = str(saved["base_model_name_or_path"])
-    model = load_setting(Setting(folder.name, adapter=str(folder)), base, own_precision(base))
+    model = load_setting(Setting("adapter", adapter=str(folder)), base, own_precision(base))
     there = any(folder.glob("tokenizer*"))
     made: dict[str, Any] = {"tokenizer": load_tokenizer(str(folder) if there else base), "base_model": hub_id(base)}
     save(model, directory, **made | options)
