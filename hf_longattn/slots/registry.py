@@ -105,9 +105,8 @@ def register(method: M) -> M:
 
     Raises:
         ValueError: it is not a method or no dataclass, its name is taken (by a method, or by an attention of transformers) or
-            not a word, its slot is unknown, or a function
-            that its slot asks for raises on tiny tensors, or gives other shapes or dtypes than the slot says. The class is
-            named.
+            not a word, its slot is unknown, or a function that its slot asks for raises on tiny tensors, or gives other shapes
+            or dtypes than the slot says. The class is named.
     """
     _check(method)
     for hear in LISTENERS if method.name not in method_names() else ():
