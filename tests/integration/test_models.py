@@ -366,7 +366,7 @@ def test_pictures_are_read_as_before_where_a_remap_changes_nothing(kind: str) ->
     read = m(**with_picture, use_cache=True)
     close(read.logits, plain, 0.0)
     close(m(**longer).logits, want, 0.0)
-    close(torch.stack(m.generate(**with_picture, **greedy).logits), generated, 0.0)
+    close(torch.stack(m.generate(**with_picture, **greedy).logits), generated)
     close(m(**with_picture, output_attentions=True).attentions[0], weights, 1e-6)
     m(**with_picture)  # its outer model counts on from here
     close(m(text[:, :4], **{CACHE: copy.deepcopy(read[CACHE])}).logits, want[:, -4:])
