@@ -121,17 +121,20 @@ def merge(adapter: str | Path, directory: str | Path, **options: Any) -> Path:
 
     Args:
         adapter: a folder; its base is found by the name that it gives.
-        directory: where to; must not hold anything yet.
-        options: of `save`: base_model, strict, training_lengths, metrics, ...
+        directory: where to, not the adapter's folder; must not hold anything yet, without overwrite=True.
+        options: of `save`: base_model, strict, training_lengths, metrics, overwrite, ...
 
     Returns:
         The directory.
 
     Raises:
-        ValueError: the folder holds no adapter, or one that records no method, whose `merge_and_unload` is enough.
+        ValueError: the folder holds no adapter, or one that records no method, whose `merge_and_unload` is enough; or the
+            model would be written into it, where the adapter would be lost.
         FileExistsError: as `save`.
     """
     folder = Path(adapter)
+    if Path(directory).resolve() == folder.resolve():
+        raise ValueError(f"{folder} holds the adapter, which the merged model would replace: give another folder")
     saved, _ = contents(folder)
     if "peft_type" not in saved:
         raise ValueError(f"{folder} holds a whole model: there is nothing to merge")

@@ -68,8 +68,10 @@ def sentence(reach: Reach, measured: Mapping[str, Mapping[int, Mapping[str, Any]
 
 
 def _compared(what: str, losses: Mapping[str, float]) -> str:
-    before = f" (before: {losses[BEFORE]:.2f})" if BEFORE in losses else ""
-    return f"{what} at {losses[AFTER]:.2f}{before}"
+    if BEFORE not in losses:
+        return f"{what} at {losses[AFTER]:.2f}"
+    same = ", no different" if f"{losses[BEFORE]:.2f}" == f"{losses[AFTER]:.2f}" else ""
+    return f"{what} at {losses[AFTER]:.2f} (before: {losses[BEFORE]:.2f}{same})"
 
 
 def picture(reach: Reach, trained: int | None) -> bytes | None:

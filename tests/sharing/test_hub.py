@@ -159,6 +159,8 @@ def test_an_adapter_is_merged_and_saved(base: Path, tmp_path: Path, case: str) -
     assert "| 512 | 2.75 | 0.9 |" in (tmp_path / "whole" / "README.md").read_text()
     with pytest.raises(FileExistsError, match="is not empty"):
         hf_longattn.merge(tmp_path / "adapter", tmp_path / "whole")
+    with pytest.raises(ValueError, match="holds the adapter, which the merged model would replace"):
+        hf_longattn.merge(tmp_path / "adapter", tmp_path / "whole" / ".." / "adapter", overwrite=True)
     with pytest.raises(ValueError, match="holds a whole model: there is nothing to merge"):
         hf_longattn.merge(tmp_path / "whole", tmp_path / "again")
     with pytest.raises(ValueError, match=r"neither config\.json nor"):

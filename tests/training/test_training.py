@@ -212,7 +212,7 @@ def test_a_run_ends_with_how_far_the_model_reads(tiny: Path, tmp_path: Path, cap
         assert [r["distance"] for r in rows] == [1280, 1428, 1576, 1724, 1872]
     assert {name: list(m) for name, m in metrics["measured"].items()} == {n: ["32", "700"] for n in ("trained", "base")}
     last = {name: rows[-1]["copy"][0] for name, rows in probes.items()}
-    assert f"copies from 1,872 tokens back at {last['trained']:.2f} (before: {last['base']:.2f}), and" in told
+    assert f"copies from 1,872 tokens back at {last['trained']:.2f} (before: {last['base']:.2f}" in told
     assert "a text at its tokens 350 to 700 at " in told
     assert told in " ".join(result.output.split())
     card = (out / "README.md").read_text()

@@ -70,7 +70,9 @@ class Ruler(Task):
 
         new = KINDS[kind].new_tokens
         if (found := largest(built, lambda it: len(it[1]), KINDS[kind].least, length - new)) is None:
-            raise ValueError(f"there is no room for a question and an answer of {new} tokens")
+            raise ValueError(
+                f"no room for a question and an answer of {new} tokens: give greater lengths, or other kinds (--kinds)"
+            )
         return found
 
     def tokens(self, question: Question) -> list[int]:
