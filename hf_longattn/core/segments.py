@@ -43,16 +43,17 @@ class Segment(NamedTuple):
         """All that a call's config makes of its rows, those that see nothing too."""
         i = call.rows.query_positions() if call.config.key_bands else None
         named = [[((m, n), band) for n, band in enumerate(m.bands(i))] for m in call.config.key_bands]  # type: ignore[arg-type]
-        alike: dict[Hashable, int] = {}  # the first of a method's bands that is turned as another one is
+        # the first of a method's bands that is turned as another one is; Dynamo cannot compare functions, and keeps nothing
+        alike: dict[Hashable, int] | None = None if torch.compiler.is_compiling() else {}
         return [cls._turned(call, bands, alike) for bands in itertools.product(*named)]
 
     @classmethod
-    def _turned(cls, call: Call, bands: tuple[NamedBand, ...], alike: dict[Hashable, int]) -> Segment:
+    def _turned(cls, call: Call, bands: tuple[NamedBand, ...], alike: dict[Hashable, int] | None) -> Segment:
         turns: dict[str, Turn] = {}
         for (m, n), band in bands:
             for side, remap in (("query", band.query), ("key", band.key)):
                 if remap is not None:
-                    first = alike.setdefault((m, side, remap, band.spectrum), n)
+                    first = n if alike is None else alike.setdefault((m, side, remap, band.spectrum), n)
                     turns[side] = Turn(call.rotation, remap, band.spectrum, (m, first, side), first)
         return cls(call.rows, bands, **turns)
 
