@@ -46,9 +46,9 @@ class Layer:
 
     @property
     def index(self) -> int:
-        """Its number; of modules that do not know theirs (Zamba) the one in the name."""
+        """Its number; of modules that do not know theirs (Zamba, Zamba 2) the one in the name."""
         own = self.module.layer_idx
-        return int(own) if own is not None else next(int(part) for part in self.name.split(".") if part.isdigit())
+        return own if own is not None and own >= 0 else next(int(part) for part in self.name.split(".") if part.isdigit())
 
     @property
     def why_never(self) -> str | None:
