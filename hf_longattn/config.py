@@ -276,14 +276,13 @@ class LongAttnConfig:
         if not isinstance(self.layers, str) and self.layers[-1] >= facts.num_layers:
             raise ValueError(f"layers names layer {self.layers[-1]}, but the model has layers 0 to {facts.num_layers - 1}")
         own = next((m.own_temperature for m in self.key_bands if m.own_temperature), None)
+        both = dataclasses.replace(facts, own_temperature=own or facts.own_temperature)
+        bound: dict[str, Any] = {m.slot: m.bind(both) for m in self.methods}
         if own and facts.own_temperature:
             raise ValueError(
                 f"the model has a temperature of its own ({facts.own_temperature}); {own} on top of it sharpens twice: give "
                 "attention_factor=1.0"
             )
-        own = own or facts.own_temperature
-        facts = dataclasses.replace(facts, own_temperature=own)
-        bound: dict[str, Any] = {m.slot: m.bind(facts) for m in self.methods}
         if self.uses_train_length:
             bound |= {"train_length": facts.train_length, "trained": self.trained or facts.trained}
         return dataclasses.replace(self, **bound)._extended(self.extended_to)
