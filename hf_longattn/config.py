@@ -294,10 +294,18 @@ class LongAttnConfig:
         if length is not None and length > self.reach:
             raise ValueError(
                 f"{self.name} with these parameters reaches {self.reach:.0f} tokens, not {length}: beyond that it shows "
-                "distances that the model does not know. Raise stretch, group or factor, lower window, or use rerope, which "
-                "has no limit"
+                f"distances that the model does not know. {self._farther()}, or use rerope, which has no limit"
             )
         return dataclasses.replace(self, extended_to=length)
+
+    def _farther(self) -> str:
+        """What takes the methods that limit the reach farther, of the parameters that they have."""
+        limiting = [m for m in self.key_bands if m.remaps and m.reach(self.train_length or 0) == self.reach]
+        names = {f.name for m in limiting for f in dataclasses.fields(m)}
+        ways = [f"raise {name}" for name in ("stretch", "group", "factor", "shift") if name in names]
+        ways += ["lower window"] * ("window" in names)
+        said = " or ".join(ways) or "change its parameters"
+        return said[0].upper() + said[1:]
 
     @property
     def reach(self) -> float:
