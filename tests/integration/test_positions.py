@@ -483,3 +483,13 @@ def test_behind_a_picture_tokens_are_counted_or_a_remap_refuses() -> None:
     for given in ({"position_ids": picture}, {"position_ids": picture[:1, :, 9:], CACHE: first[CACHE]}):
         with pytest.raises(ValueError, match=r"several positions each|do not continue where the KV cache ends"):
             m(ids if CACHE not in given else ids[:, 9:], **given)
+
+
+@torch.no_grad()
+def test_a_cache_that_holds_more_than_the_prompt_is_named_as_such() -> None:
+    m, ids = hf_longattn.apply(stock("llama"), REMAP), tokens(1, 20)
+    cache = m(ids, use_cache=True)[CACHE]
+    with pytest.raises(ValueError, match=r"the cache holds more tokens than the prompt: crop it"):
+        m(ids[:, 15:18], position_ids=torch.arange(15, 18)[None], **{CACHE: copy.deepcopy(cache)})  # it is written to
+    cache.crop(15 - cache.get_seq_length())  # as the how-to does, in all releases
+    close(m(ids[:, 15:], **{CACHE: cache}).logits, m(ids).logits[:, 15:])
