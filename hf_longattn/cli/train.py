@@ -78,6 +78,8 @@ def train(
                 console.print(f"{name} at {length}: loss {m['loss']:.3f}{result}", markup=False, highlight=False)
         if told := metrics["reach"]["text"]:
             console.print(told, markup=False, highlight=False, soft_wrap=True)
+        if why := prepared.unprobed:
+            console.print(f"{why[0].upper()}{why[1:]}.", markup=False, highlight=False, soft_wrap=True)
         way = f"import hf_longattn; {loaders(class_of(prepared.config).__name__)[0]}.from_pretrained({str(prepared.output)!r})"
         console.print(f"Written: {prepared.output}; load it with: {way}", markup=False, highlight=False, soft_wrap=True)
 
@@ -94,11 +96,13 @@ def _refusing() -> Iterator[None]:
 
 def _standing(why: str, output: Path, checkpoint: Path | None) -> str:
     """Where a run that stopped stands, and what continues it."""
+    again = shlex.join(["hf-longattn", *sys.argv[1:], *["--resume"] * ("--resume" not in sys.argv)])
     if any(output.glob("*.safetensors")):
         why += f" after training. The weights are in {output}; what is missing is how they compare with the base"
         if checkpoint is None:
             return f"{why}."
+    elif checkpoint is None and any(output.glob("checkpoint-*")):
+        return f"{why} while it saved the first checkpoint, which is unfinished. To start from the beginning: {again}"
     elif checkpoint is None:
         return f"{why} before the first checkpoint: nothing is kept; the same command starts again."
-    again = shlex.join(["hf-longattn", *sys.argv[1:], *["--resume"] * ("--resume" not in sys.argv)])
     return f"{why}. {checkpoint} is kept. To continue: {again}"

@@ -33,6 +33,15 @@ def distances(to: int, held_out: int) -> tuple[int, ...]:
     return distances_to(to - PASSAGE, POINTS)
 
 
+def unprobed(to: int, held_out: int) -> str:
+    """Why no copies are probed, where `distances` has none."""
+    if not to:
+        return "no copies are probed: their positions jump, and no method goes into this model, which would take them"
+    if to - PASSAGE < LEAST:
+        return f"no copies are probed: the model reads {to:,} tokens, {LEAST + PASSAGE:,} are needed"
+    return f"no copies are probed: {held_out:,} tokens are held out, {PROBED:,} are needed"
+
+
 def probed(model: Any, data: Data, back: Sequence[int], tick: Tick) -> list[Row]:
     """Losses on other text and on a copy at each distance, on passages from all over the held-out text."""
     model.eval()

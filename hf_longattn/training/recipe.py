@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -60,7 +60,7 @@ class Distill:
 class Skip:
     """PoSE: windows in chunks, with jumps of position between them, so that distances up to target_length are seen."""
 
-    target_length: int | None = None  # none: four times the model's trained length
+    target_length: int | None = None  # none: four times the trained length, or the windows where these are longer
     chunks: int = 2
     unskipped: float = 0.1  # share of the windows that stay as they are
     repeat: float = 0.0  # share of the windows whose last chunk repeats a piece of the first
@@ -205,6 +205,24 @@ def dump(recipe: Recipe) -> str:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(recipe)))
+
+
+def differences(before: str, recipe: Recipe) -> list[str]:
+    """The keys in which a recipe is not the one that `dump` wrote before: "trainer.max_steps (6, now 8)"."""
+    import yaml
+
+    old, new = (dict(_flat(yaml.safe_load(text))) for text in (before, dump(recipe)))
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return [f"{key} ({old.get(key, 'not set')}, now {new.get(key, 'not set')})" for key in keys] or ["how it is written"]
+
+
+def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """By dotted key, each value as YAML says it."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + str(key), "null" if value is None else str(value)
 
 
 def check(recipe: Recipe) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,8 +37,8 @@ from .data import Data
 from .held_out import tokens_read
 from .loss import CausalLoss, trained_by
 from .models import load_config, load_model, load_tokenizer, put_adapter, put_method, unadapted
-from .reach import AFTER, BEFORE, PASSAGES, PICTURE_FILE, PROBED, distances, picture, sentence
-from .recipe import Recipe, dump
+from .reach import AFTER, BEFORE, PASSAGES, PICTURE_FILE, PROBED, distances, picture, sentence, unprobed
+from .recipe import Recipe, differences, dump
 from .trainer import RecipeTrainer, arguments, check_processes, interruptible
 
 RECIPE_FILE, METRICS_FILE, LOCK_FILE = "recipe.yaml", "metrics.json", "training.lock"
@@ -51,6 +52,7 @@ class Prepared:
         reads: the longest text that the model sees in training, jumps of positions counted.
         unchanged: up to this many tokens the method changes nothing.
         back: from how far back copies are probed at the end.
+        unprobed: why none are, where the recipe asks for it; else empty.
         text: the length of the long text that is read at the end, or None.
     """
 
@@ -66,6 +68,7 @@ class Prepared:
     reads: int
     unchanged: float
     back: tuple[int, ...]
+    unprobed: str
     text: int | None
     resume: bool
 
@@ -103,6 +106,7 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
     far = min(reaches, recipe.evaluation.far)
     data = Data(skip, tokenizer, max(far, PROBED) if far else 0)
     back = distances(reaches, len(data.held_out)) if far else ()
+    why_not = unprobed(reaches, len(data.held_out)) if recipe.evaluation.far and not back else ""
     if recipe.distill is not None and recipe.length > (trained := _trained_length(original)):
         raise ValueError(
             f"the teacher was trained at {trained} tokens; windows of {recipe.length} are beyond it: lower length"
@@ -110,7 +114,7 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
     check_processes(recipe, args, config.get_text_config())
     text = _long_text(recipe, data, far)
     where = (recipe, output, checkpoint, tokenizer, data)
-    return Prepared(*where, attention, config, original, args, reads, unchanged, back, text, resume)
+    return Prepared(*where, attention, config, original, args, reads, unchanged, back, why_not, text, resume)
 
 
 def plan(run: Prepared) -> str:
@@ -130,6 +134,7 @@ def plan(run: Prepared) -> str:
     have = "streamed" if recipe.hub.streaming else f"{len(run.data.train)} windows"  # type: ignore[arg-type]
     text = run.config.get_text_config()
     sizes = (recipe, args, parameters, trained, text)
+    positions = f"skip, up to {run.reads:,}" if recipe.positions == "skip" else recipe.positions
     needed, there = estimate.memory(*sizes), estimate.machine(args.device)
     memory = f"about {needed / 2**30:.1f} GiB per process (weights, gradients, optimiser, activations: an estimate)"
     if needed > there:
@@ -139,7 +144,7 @@ def plan(run: Prepared) -> str:
         ("model", f"{recipe.model}: {_count(parameters)} parameters, {_count(trained)} trained"),
         ("attention", f"{changed[0][1]}, in {layers}" if changed else f"unchanged, in all {len(described.rows)} layers"),
         ("rotary", str(text.rope_parameters) if getattr(text, "rope_parameters", None) else "none"),
-        ("data", f"{have} of {recipe.length} tokens, positions {recipe.positions}; {len(run.data.held_out)} tokens held out"),
+        ("data", f"{have} of {recipe.length} tokens, positions {positions}; {len(run.data.held_out)} tokens held out"),
         ("steps", f"{args.max_steps}, windows per step: {rows}, processes: {args.world_size}; {_count(tokens)} tokens in all"),
         ("precision", _precision(recipe, args)),
         ("evaluation", f"at {recipe.lengths}, at the end at {run.final_lengths}{_reading(run)}"),
@@ -148,6 +153,8 @@ def plan(run: Prepared) -> str:
     ]
     if run.reads <= run.unchanged:
         lines.append(("note", _without_effect(run)))
+    if recipe.positions == "skip" and recipe.length > (known := _trained_length(run.original)):
+        lines.append(("note", _longer_windows(recipe, known)))
     return "\n".join(f"{name:<11}{value}" for name, value in lines)
 
 
@@ -183,8 +190,19 @@ def last_checkpoint(output: Path) -> Path | None:
 def _discard(prepared: Prepared) -> None:
     """Of a run that failed before it had anything to lose, leave nothing that stands in the way of the next."""
     output = prepared.output
-    if prepared.checkpoint is None and output.is_dir() and {p.name for p in output.iterdir()} <= {RECIPE_FILE, LOCK_FILE}:
+    if prepared.checkpoint is not None or not output.is_dir() or not _first():
+        return
+    begun = [path for path in output.glob("checkpoint-*") if _holds_nothing(path)]
+    if {p.name for p in output.iterdir()} <= {RECIPE_FILE, LOCK_FILE, *(p.name for p in begun)}:
+        for folder in begun:
+            shutil.rmtree(folder)
         (output / RECIPE_FILE).unlink(missing_ok=True)
+
+
+def _holds_nothing(checkpoint: Path) -> bool:
+    """Whether a checkpoint was cut short before its weights: of settings alone, and without the Trainer's state."""
+    files = [path for path in checkpoint.rglob("*") if not path.is_dir()]
+    return all(path.suffix in {".json", ".md", ".jinja", ".txt"} and path.name != "trainer_state.json" for path in files)
 
 
 def _run(prepared: Prepared, optimizer: Callable[[Any], torch.optim.Optimizer] | None) -> dict[str, Any]:
@@ -344,8 +362,11 @@ def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
         raise ValueError(f"{output} holds no run to resume")
     if (output / METRICS_FILE).exists():
         raise ValueError(f"the run in {output} is finished: there is nothing to resume")
-    if (output / RECIPE_FILE).read_text(encoding="utf-8") != dump(recipe):
-        raise ValueError(f"{output / RECIPE_FILE} differs from this recipe: resume with the settings that it was started with")
+    if (before := (output / RECIPE_FILE).read_text(encoding="utf-8")) != dump(recipe):
+        raise ValueError(
+            f"{output / RECIPE_FILE} differs from this recipe in {', '.join(differences(before, recipe))}: resume with the "
+            "settings that it was started with"
+        )
     checkpoint = last_checkpoint(output)  # none: from the start
     return None if checkpoint is None else str(checkpoint)
 
@@ -360,7 +381,7 @@ def _precision(recipe: Recipe, args: TrainingArguments) -> str:
 
 def _reading(run: Prepared) -> str:
     if not run.back:
-        return ""
+        return f"; {run.unprobed}" if run.unprobed else ""
     models = "the trained model and its base" if run.recipe.evaluation.compare else "the trained model"
     return f"; copies from up to {run.back[-1]:,} tokens back, of {models} (evaluation.far=0: none of this)"
 
@@ -389,6 +410,15 @@ def _without_effect(run: Prepared) -> str:
             if recipe.positions == "skip"
             else "or positions=skip, which shows far distances in short windows"
         )
+    )
+
+
+def _longer_windows(recipe: Recipe, trained: int) -> str:
+    """Of windows beyond the trained length, whose positions skip even farther."""
+    target = "" if recipe.skip.target_length else ", and so is what their positions skip to (four times the window)"
+    return (
+        f"windows of {recipe.length:,} tokens are longer than the {trained:,} that the model was trained at{target}: "
+        f"length={trained} trains in windows that it knows"
     )
 
 

@@ -198,7 +198,10 @@ def interruptible(trainer: Trainer) -> Iterator[None]:
     def first(number: int, frame: Any) -> None:
         stop.requested = True
         signal.signal(number, before)
-        print("\nInterrupted: this step is finished and a checkpoint saved. Once more stops at once.", file=sys.stderr)
+        print(
+            "\nInterrupted: first this step ends, then a checkpoint is saved. Once more stops at once, without.",
+            file=sys.stderr,
+        )
 
     before = signal.signal(signal.SIGINT, first)
     try:

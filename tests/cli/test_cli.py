@@ -241,6 +241,32 @@ def test_a_run_that_fails_before_its_first_checkpoint_is_not_in_the_way(
     assert (tmp_path / "mine" / "notes").read_text() == "kept"
 
 
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+def test_stopped_within_its_first_checkpoint_a_run_says_what_goes_on(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """An unfinished checkpoint without weights goes; one with weights stays, and is in nothing's way."""
+    from hf_longattn.training.trainer import RecipeTrainer
+
+    def cut(self: Any, folder: str, **kwargs: Any) -> None:
+        Path(folder).mkdir(parents=True)
+        (Path(folder) / file).write_text("{}")
+        raise KeyboardInterrupt
+
+    words = ["train", *small(files, tmp_path / "out")]
+    with monkeypatch.context() as patch:
+        patch.setattr(RecipeTrainer, "save_model", cut)
+        stopped = CliRunner().invoke(app, words)
+    assert stopped.exit_code == 130, (stopped.output, stopped.exception)
+    weights = file.endswith("safetensors")
+    said = "while it saved the first checkpoint, which is unfinished" if weights else "nothing is kept; the same command"
+    assert said in stopped.output
+    assert "is kept" not in stopped.output.replace("nothing is kept", "")
+    assert (tmp_path / "out").exists() is weights or not any((tmp_path / "out").iterdir())
+    again = CliRunner().invoke(app, [*words, *["--resume"] * weights, "--dry-run"])
+    assert again.exit_code == 0, again.output
+
+
 # checks under anything ------------------------------------------------------------------------------------------------
 
 SCALARS = st.one_of(

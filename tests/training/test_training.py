@@ -246,7 +246,9 @@ def test_how_far_goes_no_farther_than_the_method_or_the_text(tiny: Path, tmp_pat
     def prepared(**changes: Any) -> Any:
         return prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", evaluation__far=16384, **changes)))
 
-    assert (prepared().text, prepared().back) == (1024, ())  # four times the trained length: too near for a probe
+    near = prepared()
+    assert (near.text, near.back) == (1024, ())  # four times the trained length: too near for a probe
+    assert "no copies are probed: the model reads 1,024 tokens, 1,408 are needed" in plan(near)
     near = prepared(method="self_extend:group=2:window=64")
     assert near.text == 448
     assert prepared(skip__target_length=9000).text == len(prepared(skip__target_length=9000).data.held_out)
@@ -254,7 +256,7 @@ def test_how_far_goes_no_farther_than_the_method_or_the_text(tiny: Path, tmp_pat
     split = prepared(heldout=None, skip__target_length=9000)
     assert split.text == len(split.data.held_out) == pytest.approx((len(split.data.train) * 32 + split.text) / 10, abs=32)
     off = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out")))
-    assert (off.text, off.back) == (None, ())
+    assert (off.text, off.back, off.unprobed) == (None, (), "")
 
 
 def test_a_plan_says_what_is_too_much_for_the_machine(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,6 +434,8 @@ def test_recipes_for_pretrained_models_ship_what_was_measured_best(
         assert 900 < max(far) < 4 * 256
     longer = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", length=512)))
     assert 512 < max(int(longer.data.train[i]["position_ids"][-1]) for i in range(20)) < 4 * 512
+    assert "positions skip, up to 2,048;" in plan(longer)
+    assert "windows of 512 tokens are longer than the 256 that the model was trained at, and so is what" in plan(longer)
     monkeypatch.setitem(prepare.__globals__, "_trained_length", lambda config: sys.maxsize)  # of a model that does not say
     with pytest.raises(ValueError, match=r"give skip\.target_length"):
         prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out")))
@@ -587,7 +591,7 @@ def test_nothing_is_overwritten(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "out/recipe.yaml").write_text(dump(recipe))
     prepare(recipe, resume=True)
     recipe.trainer["learning_rate"] = 1.0
-    with pytest.raises(ValueError, match="differs from this recipe"):
+    with pytest.raises(ValueError, match=r"differs from this recipe in trainer\.learning_rate \(0\.001, now 1\.0\): resume"):
         prepare(recipe, resume=True)
 
 
