@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from hf_longattn.evaluation.loading import edit_rope
 from hf_longattn.evaluation.rows import write_whole
 from hf_longattn.evaluation.settings import UNMODIFIED, Setting
 from hf_longattn.integration.rope import theta_of
+from hf_longattn.slots.registry import did_you_mean
 from lab.scratch.optim import Muon, MuonWithAdam
 
 _LOGN, _PROPE = "logn:learned=true:clamp=false", "@prope:{prope_fraction}:{prope_theta}"  # LogN as published
@@ -66,7 +68,8 @@ class Architecture:
         """Of `position`; ValueError if there is none of that name."""
         name, colon, parameters = self.position.partition(":")
         if name not in POSITIONS:
-            raise ValueError(f"unknown architecture.position {name!r}; choose one of {', '.join(POSITIONS)}")
+            hint = did_you_mean(name, POSITIONS)
+            raise ValueError(f"unknown architecture.position {name!r}; {hint}choose one of {', '.join(POSITIONS)}")
         method, at, rope = POSITIONS[name].partition("@")
         theta = self.prope_theta
         if theta is None and "prope_theta" in rope:
@@ -135,8 +138,10 @@ def build(scratch: Scratch, recipe: training.Recipe, initial: Path) -> None:
     write_whole(note, said)
 
 
-def train(source: str, overrides: Sequence[str], initial: Path, *, resume: bool = False) -> dict[str, Any]:
-    """The metrics of a run, which are also in its output."""
+def prepare(
+    source: str, overrides: Sequence[str], initial: Path, *, resume: bool = False
+) -> tuple[Scratch, training.Prepared]:
+    """What a run needs, checked, its model built and its plan printed."""
     from accelerate import PartialState
 
     scratch, recipe = load(source, overrides, initial)
@@ -144,6 +149,12 @@ def train(source: str, overrides: Sequence[str], initial: Path, *, resume: bool 
         build(scratch, recipe, initial)
     prepared = training.prepare(recipe, resume=resume)
     print(training.plan(prepared), flush=True)
+    return scratch, prepared
+
+
+def train(source: str, overrides: Sequence[str], initial: Path, *, resume: bool = False) -> dict[str, Any]:
+    """The metrics of a run, which are also in its output."""
+    scratch, prepared = prepare(source, overrides, initial, resume=resume)
     return training.run(prepared, lambda model: MuonWithAdam(model, scratch.optimizer))
 
 
@@ -154,9 +165,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output")
     args = parser.parse_args(arguments)
     output = dict(word.partition("=")[::2] for word in args.overrides).get("output") or f"runs/{Path(args.recipe).stem}"
-    metrics = train(args.recipe, args.overrides, Path(f"{output}-initial"), resume=args.resume)
+    initial = Path(f"{output}-initial")
+    try:
+        scratch, prepared = prepare(args.recipe, args.overrides, initial, resume=args.resume)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    metrics = training.run(prepared, lambda model: MuonWithAdam(model, scratch.optimizer))
     for length, measured in metrics["measured"]["trained"].items():
         print(f"at {length}: loss {measured['loss']:.3f}")
+    way = f"import hf_longattn; AutoModelForCausalLM.from_pretrained({str(prepared.output)!r})"
+    print(f"Written: {prepared.output}, and the model before training in {initial}; load it with: {way}")
 
 
 if __name__ == "__main__":

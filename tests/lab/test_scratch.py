@@ -137,8 +137,20 @@ def test_a_killed_run_goes_on(texts: Path, tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_program(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scratch.main(["pretrain_small", *small(texts, tmp_path / "out", trainer__max_steps=1, trainer__save_strategy="no")])
-    assert "at 32: loss " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "at 32: loss " in said
+    assert f"Written: {tmp_path / 'out'}, and the model before training in {tmp_path / 'out-initial'}; load it with: " in said
     assert json.loads((tmp_path / "out/metrics.json").read_text())["settings"]["model"] == str(tmp_path / "out-initial")
+
+
+def test_the_program_refuses_in_one_line(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        scratch.main(["pretrain_small", *small(texts, tmp_path / "out", architecture__position="rop")])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("Error: unknown architecture.position 'rop'; did you mean 'rope'?")
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out-initial").exists()
 
 
 # optimiser ------------------------------------------------------------------------------------------------------------
