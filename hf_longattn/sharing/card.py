@@ -127,6 +127,8 @@ def model_card(
     saved, config = contents(directory)
     adapter = type_of(saved) if "peft_type" in saved else None
     loader, by_peft = _loaders(saved, adapter is not None)
+    if (adapter, loader) == ("LORA", "AutoModelForCausalLM"):
+        by_peft = None  # transformers loads it with its base, as training and the how-to say
     kind, title = task(loader), name.rpartition("/")[2]
     more = [adapter.lower()] if adapter else []
     more += ["sentence-transformers"] * (directory / "modules.json").is_file()

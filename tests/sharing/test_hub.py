@@ -202,6 +202,7 @@ def test_a_saved_adapter_and_its_card(base: Path, tmp_path: Path) -> None:
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.library_name == "peft"
     assert card.data.base_model is None  # it is a local folder
+    assert "from transformers import AutoModelForCausalLM\n" in card.text  # as training and the how-to say
     assert "lora" in card.data.tags
     assert "More Information Needed" not in card.text
     prope = hf_longattn.rope.prope(stock("llama").config, 0.5)
