@@ -43,8 +43,8 @@ _RESET = (
 _UNKNOWN = (
     "position_ids do not continue where the KV cache ends: the positions of cached keys are unknown. They are known where "
     "they count as cache indices do or, as generate() makes them, as attention_mask.cumsum(-1) - 1; otherwise pass all tokens "
-    "in one call. Or the cache holds more tokens than the prompt: crop it (cache.crop) before the call, or give the whole text; "
-    "this call has added to it, so fill it anew"
+    "in one call. Or the cache holds more tokens than the prompt: crop it (cache.crop) before the call, or give the whole "
+    "text; this call has added to it, so fill it anew"
 )
 _SHARD = (
     "position_ids start at {off} although nothing comes before, and several processes run: this looks like one process's part "
