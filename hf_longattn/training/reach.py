@@ -36,7 +36,7 @@ def distances(to: int, held_out: int) -> tuple[int, ...]:
 def unprobed(to: int, held_out: int) -> str:
     """Why no copies are probed, where `distances` has none."""
     if not to:
-        return "no copies are probed: their positions jump, and no method goes into this model, which would take them"
+        return "no copies are probed: their positions jump, which this model does not take"
     if to - PASSAGE < LEAST:
         return f"no copies are probed: the model reads {to:,} tokens, {LEAST + PASSAGE:,} are needed"
     return f"no copies are probed: {held_out:,} tokens are held out, {PROBED:,} are needed"
