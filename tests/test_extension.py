@@ -297,13 +297,15 @@ def test_command_tries_saves_and_reloads(saved: tuple[Path, Path], tmp_path: Pat
     assert (out / "extend.png").stat().st_size > 10_000
     reloaded = AutoModelForCausalLM.from_pretrained(out).eval()
     assert (record["choice"] == "YaRN") == (reloaded.config._attn_implementation == "sdpa")
-    assert reloaded.config.max_position_embeddings == (2048 if record["choice"] == "YaRN" else 4096)
+    assert reloaded.config.max_position_embeddings == 4096
     ids = PreTrainedTokenizerFast.from_pretrained(out)(text.read_text(), return_tensors="pt").input_ids[:, :4096]
     again = score(reloaded, ids, 2048, plan_copies(2048, 4096))
     assert again.beyond == pytest.approx(read[record["choice"]]["beyond"], abs=1e-4)
+    written = (out / "model.safetensors").stat().st_mtime_ns
     result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2
-    assert "nothing is overwritten" in " ".join(result.output.replace("│", " ").split())
+    assert result.exit_code == 0, result.output
+    assert f"is finished: it holds {record['choice']} already" in " ".join(result.output.split())
+    assert (out / "model.safetensors").stat().st_mtime_ns == written
 
 
 @pytest.mark.usefixtures("every_candidate_improves")
