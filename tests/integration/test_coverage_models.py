@@ -27,6 +27,7 @@ NAMES = (
     "gpt_oss",
     "bloom",
     "zamba",
+    "zamba2",
     "deepseek_v32",
     "gemma4_unified",
 )
