@@ -1,4 +1,4 @@
-"""Doing something as soon as a package is imported, and nothing before.
+"""Doing something as soon as a package is imported, and nothing before; importing names when they are first used.
 
 Methods must be registered with transformers, and our adapters with PEFT, before anyone uses either. Importing those for it
 costs seconds, which nobody should pay who asks for `--help` or reads a config: registration waits until they are imported.
@@ -7,10 +7,12 @@ costs seconds, which nobody should pay who asks for `--help` or reads a config: 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 
 def when_imported(package: str, action: Callable[[], object]) -> None:
@@ -51,3 +53,19 @@ class _Watch(MetaPathFinder):
 
         loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def names_of(package: str, home: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package whose names are imported when they are first used.
+
+    Args:
+        home: the names by the module in the package that has them.
+    """
+
+    def getattr_(name: str) -> Any:
+        for module, names in home.items():
+            if name in names:
+                return getattr(import_module(f".{module}", package), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return getattr_

@@ -3,8 +3,9 @@
 Names are imported when they are first used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..deferred import names_of
 
 if TYPE_CHECKING:
     from .recipe import RECIPES as RECIPES
@@ -23,10 +24,4 @@ _HOME = {
 }
 
 __all__ = sorted(name for names in _HOME.values() for name in names)
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _HOME.items():
-        if name in names:
-            return getattr(import_module(f".{module}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = names_of(__name__, _HOME)

@@ -33,10 +33,10 @@ def prefix_of(model: Any, input_ids: Tensor, chunk: int = 2048) -> Prefix:
     return cache
 
 
-def _check_reads_on(model: Any, input_ids: Tensor, length: int = 16) -> None:
+def _check_reads_on(model: Any, input_ids: Tensor) -> None:
     """Raise ValueError where a text read in two parts is not the text read whole: some models keep no cache, or a state
     that only single tokens go on from."""
-    ids = input_ids[:1, :length]
+    ids = input_ids[:1, :16]
     if ids.shape[1] < 2:
         return
     try:

@@ -250,18 +250,22 @@ def key_value(rng: random.Random, size: int, length: int, source: Source) -> Que
     return _asked(prompts.KEY_VALUE, [held[asked]], context=context, query=asked)
 
 
-def graphwalks(rng: random.Random, size: int, length: int, source: Source, depth: int = 2) -> Question:
-    """A graph of `size` nodes with two edges from each; the nodes at exactly that depth from one are asked for."""
+#: From the node of a question of `graphwalks` to those that it asks for.
+STEPS = 2
+
+
+def graphwalks(rng: random.Random, size: int, length: int, source: Source) -> Question:
+    """A graph of `size` nodes with two edges from each; the nodes at exactly two steps from one are asked for."""
     nodes = [f"{n:06x}" for n in rng.sample(range(16**6), size)]
     edges = {a: rng.sample([b for b in rng.sample(nodes, 3) if b != a], 2) for a in nodes}
     start = rng.choice(nodes)
     seen, found = {start}, {start}
-    for _ in range(depth):
+    for _ in range(STEPS):
         found = {b for a in found for b in edges[a]} - seen
         seen |= found
     lines = [f"{a} -> {b}" for a, bs in edges.items() for b in bs]
     rng.shuffle(lines)
-    return _asked(prompts.GRAPHWALKS, sorted(found), context="\n".join(lines), query=start, depth=str(depth))
+    return _asked(prompts.GRAPHWALKS, sorted(found), context="\n".join(lines), query=start, depth=str(STEPS))
 
 
 def _asked(prompt: tuple[str, str], answers: Sequence[str], **fields: str) -> Question:
