@@ -22,9 +22,9 @@ from lab.speed.timing import RESULTS, Call, Calls, Parts, Rows, arguments, compa
 
 logging.disable_progress_bar()
 TRAINED = SHAPE["max_position_embeddings"]
-NEW, REQUESTS, SHORTEST, LONGEST = 8, 24, 32, 1024
+NEW, REQUESTS, SHORTEST, LONGEST = 32, 24, 32, 1024
 SIZES = [
-    (batch, context) for context in (128, 2048, 16384) for batch in (1, 8, 32) if batch * context <= 1 << 16
+    (batch, context) for context in (128, 2048, 16384, 65536) for batch in (1, 8) if batch * context <= 1 << 16
 ]  # 3 GiB of cache
 PEER = ("unmodified", "sdpa")
 
