@@ -127,6 +127,8 @@ class EvalOptions:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.bos not in BOS:
             raise ValueError(f"bos must be one of {', '.join(BOS)}, got {self.bos!r}")
+        if self.kinds and "ruler" not in self.tasks:
+            raise ValueError("kinds are of the task ruler, which is not among the tasks: add it, or leave out kinds")
         if not 0 < self.keep <= 1:
             raise ValueError(f"keep: a share lies in (0, 1], not at {self.keep:g}")
 

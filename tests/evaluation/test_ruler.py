@@ -331,6 +331,7 @@ def test_effective_lengths() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"tasks": "loss", "kinds": "vt"}, "kinds are of the task ruler, which is not among the tasks"),
         ({"tasks": "ruler", "kinds": "niah_singel_1"}, "unknown kind 'niah_singel_1'; did you mean 'niah_single_1'"),
         ({"tasks": "key_value", "lengths": [200]}, "task key_value, key_value at 200 tokens: no room for a question"),
         ({"tasks": "ruler", "kinds": "qa_1", "lengths": [4096, 90_000]}, "qa_1 at 90000 tokens: the text gives .* too few"),
