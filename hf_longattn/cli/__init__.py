@@ -1,11 +1,10 @@
-"""The command `hf-longattn`: one module per command.
+"""The command `hf-longattn`: one module per command; those that measure share one.
 
 What `--help` needs is imported here and at the top of those modules; torch, transformers and what measures, inside functions,
 behind the checks that need none of them.
 """
 
 import functools
-import inspect as inspection
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -15,15 +14,13 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from .common import Commands, help_of
+from .common import Commands, help_of, parameter, with_options
 from .doctor import doctor
-from .eval import evaluate
+from .eval import evaluate, inspect, probe
 from .extend import extend
-from .inspect import inspect
 from .lm_eval import lm_eval
 from .memory import memory
 from .methods import methods
-from .probe import probe
 from .push import push
 from .run import run
 from .train import train
@@ -61,11 +58,7 @@ def importing(command: Callable[..., None]) -> Callable[..., None]:
                 raise typer.BadParameter(f"{name}: {error}", param_hint="--import") from None
         command(*args, **given)
 
-    own = inspection.signature(command, eval_str=True)
-    added = inspection.Parameter("modules", inspection.Parameter.KEYWORD_ONLY, annotation=Annotated[list[str] | None, option])
-    parameters = [*own.parameters.values(), added.replace(default=None)]
-    with_modules.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return with_modules
+    return with_options(with_modules, command, [parameter("modules", None, Annotated[list[str] | None, option])])
 
 
 for command in (extend, train, probe, inspect, memory, methods, push, doctor):

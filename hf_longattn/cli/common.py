@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 console = Console()
 
+
+def say(text: str) -> None:
+    """A line as it is, which the terminal alone breaks."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 Model = Annotated[str, typer.Argument(help="A model on the Hub or a directory.")]
 Texts = Annotated[list[str], typer.Option(help="Texts, plain UTF-8; several with commas or by repeating the option.")]
 TrainLength = Annotated[
@@ -60,25 +66,47 @@ Device = Annotated[str, typer.Option(help=OPTIONS["device"].metadata["help"])]
 def measuring(*options: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command SETTINGS and these of EvalOptions, in place of its `**given`."""
 
-    def parameter(name: str) -> inspect.Parameter:
+    def of(name: str) -> inspect.Parameter:
         known = OPTIONS[name]
         kind: Any = str | None if known.default is None else type(known.default)
         names = [f"--{name.replace('_', '-')}"] * (kind is bool)  # and none to say no
-        return of(name, known.default, Annotated[kind, typer.Option(*names, help=known.metadata["help"])])
+        return parameter(name, known.default, Annotated[kind, typer.Option(*names, help=known.metadata["help"])])
 
-    def of(name: str, default: Any, annotation: Any) -> inspect.Parameter:
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    added = [*(parameter(name, None, kind) for name, kind in SETTINGS.items()), *map(of, options)]
+    return lambda command: with_options(command, command, added)
 
-    def given(command: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(command, eval_str=True)
-        before = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        behind = [p for p in before if p.kind is inspect.Parameter.KEYWORD_ONLY]
-        added = [*(of(name, None, kind) for name, kind in SETTINGS.items()), *map(parameter, options)]
-        parameters = [*before[: len(before) - len(behind)], *added, *behind]
-        command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-        return command
 
-    return given
+def parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def with_options(
+    command: Callable[..., None], like: Callable[..., None], added: list[inspect.Parameter]
+) -> Callable[..., None]:
+    """A command that takes the parameters of another (itself, say) and these, in place of a `**given`."""
+    own = inspect.signature(like, eval_str=True)
+    before = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    command.__signature__ = own.replace(parameters=[*before, *added])  # type: ignore[attr-defined]
+    return command
+
+
+def check(model: str | None, dtype: str, adapter: bool = False) -> None:
+    """Refuse a precision that there is not, and what is no model, or no adapter if that will do as well."""
+    from ..checks import check_dtype, check_model
+
+    with refusing("--dtype"):
+        check_dtype(dtype, "auto")
+    with refusing("MODEL"):
+        if model is not None:
+            check_model(model, adapter)
+
+
+def device_here(name: str) -> str:
+    """The device that is meant. It takes torch, and so comes behind what does not."""
+    from ..checks import device_of
+
+    with refusing("--device"):
+        return device_of(name)
 
 
 def measure(
@@ -95,7 +123,7 @@ def measure(
     Args:
         given: of SETTINGS and EvalOptions.
     """
-    from ..checks import check_dtype, check_model, check_output, device_of
+    from ..checks import check_output
     from ..evaluation.settings import parse_settings
 
     with refusing("--out"):
@@ -104,16 +132,13 @@ def measure(
     texts = read_texts(text)
     chosen = {name: given.pop(name) for name in SETTINGS}
     length = told(chosen["train_length"])
-    with refusing("--dtype"):
-        check_dtype(given["dtype"], "auto")
+    check(model, given["dtype"])
     with refusing():
-        check_model(model)
         settings = parse_settings(
             chosen["method"] or [], chosen["rope"] or [], chosen["settings"], chosen["adapter"] or [], train_length=length
         )
         options = EvalOptions(model, texts, settings, **given)
-    with refusing("--device"):
-        device = device_of(options.device)
+    device = device_here(options.device)
 
     from ..evaluation.plan import Plan
     from ..evaluation.processes import own_device
@@ -129,7 +154,7 @@ def measure(
         results.write(out, title or plan.title)
     show(results)
     if out is not None:
-        console.print(f"The report: {out / 'index.html'}", highlight=False)
+        say(f"The report: {out / 'index.html'}")
     if interrupted:
         stop(experiment, out)
 
@@ -163,12 +188,7 @@ class Commands(TyperGroup):
                 raise typer.BadParameter(str(error)) from None
             if not disk_full(error):
                 raise
-            console.print(
-                f"The disk is full: {error}. What was finished before is kept: make room, and the same command continues.",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+            say(f"The disk is full: {error}. What was finished before is kept: make room, and the same command continues.")
             raise typer.Exit(1) from None
 
 
@@ -179,7 +199,7 @@ def run(experiment: Experiment, out: Path | None, tell: Callable[[Row, bool], st
     with together() as rank:
         console.quiet = rank > 0
         if kept := sum(cell.name in experiment.rows for cell in experiment.cells):
-            console.print(f"{kept} of {len(experiment.cells)} rows are in {out} already.", highlight=False)
+            say(f"{kept} of {len(experiment.cells)} rows are in {out} already.")
         try:
             experiment.run(tell, **how)
             interrupted = False
@@ -194,7 +214,7 @@ def stop(experiment: Experiment, out: Path | None) -> NoReturn:
     """End after an interruption, and say what is kept."""
     n = len(experiment.rows)
     kept = "nothing is kept without --out" if out is None else f"{n} rows are kept, and the same command continues"
-    console.print(f"Interrupted; {kept}.")
+    say(f"Interrupted; {kept}.")
     raise typer.Exit(130)
 
 
@@ -229,7 +249,7 @@ def precision(model: str, dtype: str, device: str) -> str:
     with refusing("--dtype"):
         chosen = precision_of(model, dtype, device)
     if chosen != dtype:
-        console.print(f"Read in {chosen}: this device is slow in the checkpoint's own precision. --dtype overrides this.")
+        say(f"Read in {chosen}: this device is slow in the checkpoint's own precision. --dtype overrides this.")
     return chosen
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .common import Device, Dtype, console, refusing
+from .common import Device, Dtype, check, device_here, refusing, say
 
 
 def doctor(
@@ -25,15 +25,8 @@ def doctor(
     it; a recorded method that does not run; and weights with NaN or infinity. Where `extend` is refused it says which methods
     MODEL takes. Exit status 1 if there is a problem, or if MODEL takes no method; 2 if it cannot be read.
     """
-    from ..checks import check_dtype, check_model, device_of
-
-    with refusing("--dtype"):
-        check_dtype(dtype, "auto")
-    with refusing("MODEL"):
-        if model is not None:
-            check_model(model, adapter=True)
-    with refusing("--device"):
-        device = device_of(device)
+    check(model, dtype, adapter=True)
+    device = device_here(device)
 
     from transformers.utils import logging
 
@@ -46,13 +39,13 @@ def doctor(
         for result in examine(model, dtype, device, weights):
             problems += result.level == PROBLEM
             limits += result.level == LIMIT
-            console.print(f"{result.level:<8}{result.topic:<10} {result.text}", markup=False, highlight=False, soft_wrap=True)
+            say(f"{result.level:<8}{result.topic:<10} {result.text}")
     if problems:
         said = f"{problems} problem{'s' * (problems != 1)} found."
     elif limits:
         said = "Nothing is broken, but this model cannot do everything: see the lines that begin with limit."
     else:
         said = "No problem found."
-    console.print(said, highlight=False, soft_wrap=True)
+    say(said)
     if problems:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""`hf-longattn eval`: what methods do to a model, as a page."""
+"""`hf-longattn eval`, what methods do to a model, as a page; `probe` and `inspect`, one task of it each."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from .common import Model, Texts, measure, measuring
+
+Out = Annotated[Path | None, typer.Option(help="A folder for rows and report; an interrupted run continues where it stopped.")]
 
 
 @measuring(
@@ -35,3 +37,35 @@ def evaluate(
     torchrun --nproc-per-node 8 -m hf_longattn.cli eval ...
     """
     measure(context, model, text, out, given, title, page_only)
+
+
+@measuring("distances", "passages", "dtype", "device", "seed")
+def probe(context: typer.Context, model: Model, text: Texts, out: Out = None, **given: Any) -> None:
+    """Probe how far back MODEL reads, unmodified and under methods, without reading long texts.
+
+    The model reads a passage, then, after a jump in positions, other text and the passage again. The loss on the other text
+    shows whether the model works at that position, the loss on the copy whether it retrieves from that distance. Intervals
+    are over passages. In a long text many keys in between compete for attention; a probe does not measure that. The same as
+    a task of eval: --tasks probe.
+    """
+    measure(context, model, text, out, given | {"tasks": "probe", "lengths": ()})
+
+
+@measuring("layers", "what", "rows", "delta", "dtype", "device")
+def inspect(
+    context: typer.Context,
+    model: Model,
+    text: Texts,
+    length: Annotated[str, typer.Option(help="Tokens to read; 16k is 16,384.")] = "4k",
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for rows and report; the report of another command gets sections.")
+    ] = None,
+    **given: Any,
+) -> None:
+    """Look into MODEL's attention on your text: entropy, attention by distance, logits, outputs, per layer and head.
+
+    One forward pass per setting over the first --length tokens; memory grows linearly with it. With --method the
+    unmodified model is measured too, for comparison. --out gets rows.jsonl (every number by layer, head and length),
+    figures/*.png and index.html, a self-contained page. The same as a task of eval: --tasks attention.
+    """
+    measure(context, model, text, out, given | {"tasks": "attention", "lengths": length})

@@ -16,12 +16,15 @@ from .common import (
     Dtype,
     Model,
     TrainLength,
+    check,
     command_line,
     console,
+    device_here,
     precision,
     read_tokens,
     refusing,
     run,
+    say,
     stop,
     table,
     tokens,
@@ -69,18 +72,14 @@ def extend(
     copies. Exit status 1 if nothing stays within the tolerance, or nothing is better than the unmodified model by more than
     chance.
     """
-    from ..checks import check_dtype, check_model, device_of, read_text
+    from ..checks import read_text
 
     length, given = tokens(to), told(train_length)
     _check(out, tolerance)
-    with refusing("--dtype"):
-        check_dtype(dtype, "auto")
-    with refusing("MODEL"):
-        check_model(model)
+    check(model, dtype)
     with refusing("--text"):
         read_text(text)
-    with refusing("--device"):
-        device = device_of(device)
+    device = device_here(device)
 
     from transformers import AutoConfig
 
@@ -105,7 +104,7 @@ def extend(
     if not speaks(config):
         return _unmeasured(model, length, purpose, given, saved_in, tokenizer, out)
     if doubt := beyond_shown(trained, length):
-        console.print(f"Warning: {doubt}.", highlight=False, markup=False, soft_wrap=True)
+        say(f"Warning: {doubt}.")
     _check_room(trained, length)
     with refusing("--text"):
         ids = read_tokens(text, tokenizer, length)
@@ -162,7 +161,7 @@ def _trained(facts: ModelFacts, length: int) -> int:
     if trained is None or length < trained:
         message = f"the model was trained at {trained} tokens ({facts.trained}); nothing to extend"
         raise typer.BadParameter(message, param_hint="--to")
-    console.print(f"Trained at {trained:,} tokens: {facts.trained}.", highlight=False)
+    say(f"Trained at {trained:,} tokens: {facts.trained}.")
     return trained
 
 
@@ -187,12 +186,9 @@ def _tell_of_own(config: Any, model: str) -> None:
     if own is None:
         return
     reads = "" if own.extended_to is None else f", extended to {own.extended_to:,} tokens"
-    console.print(
+    say(
         f"{model} runs {own.name} already{reads}: unmodified is the model with that, and a candidate replaces it where both "
-        "fill one slot. To take it out: hf_longattn.remove(model), then hf_longattn.save(model, folder).",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+        "fill one slot. To take it out: hf_longattn.remove(model), then hf_longattn.save(model, folder)."
     )
 
 
@@ -206,12 +202,9 @@ def _unmeasured(
 
     loaded = load_setting(Setting(UNMODIFIED), model, dtype)
     kind = type(loaded).__name__
-    console.print(
+    say(
         f"{model} is a {kind}, which has no language-model head: there is no loss to choose by. The text is not read, and the "
-        "default of hf_longattn.extend is taken. To choose by measurement, extend the language model that it was made from.",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+        "default of hf_longattn.extend is taken. To choose by measurement, extend the language model that it was made from."
     )
     with refusing("--to"):
         extend(loaded, length, purpose=purpose, train_length=given)
@@ -254,7 +247,7 @@ def _leave_out(search: Search, model: str) -> None:
             check_setting(setting, model)
         except ValueError as error:
             del search.settings[name]
-            console.print(f"{name} is left out: {error}", highlight=False, markup=False, soft_wrap=True)
+            say(f"{name} is left out: {error}")
 
 
 def _run(search: Search, out: Path | None) -> str:
@@ -262,14 +255,14 @@ def _run(search: Search, out: Path | None) -> str:
     from ..evaluation.search import tempered
 
     probes = sum(not tempered(name) for name in search.settings)
-    console.print(f"Probing {probes} candidates, then reading {search.to} tokens with the best.", highlight=False)
+    say(f"Probing {probes} candidates, then reading {search.to} tokens with the best.")
     if run(search.experiment, out, _told, cells=search.cells(), total=search.work):
         stop(search.experiment, out)
     try:
         return search.choice()
     except ValueError as error:
         _show(search)
-        console.print(f"{str(error)[0].upper()}{str(error)[1:]}.", highlight=False, soft_wrap=True)
+        say(f"{str(error)[0].upper()}{str(error)[1:]}.")
         raise typer.Exit(1) from None
 
 
@@ -282,18 +275,14 @@ def _conclude(search: Search, choice: str) -> None:
     scores, purpose = search.scores(), search.purpose
     spent = [sum(row["seconds"] for row in search.rows if ("distance" in row) is by_probe) for by_probe in (True, False)]
     gain = signed(scores[choice].against(scores[UNMODIFIED], purpose))
-    console.print(
+    say(
         f"Best for {_said(purpose)}: {choice}, {gain} nats per token against the unmodified model. "
-        f"Probed in {spent[0]:.0f} s, read in {spent[1]:.0f} s.",
-        highlight=False,
-        soft_wrap=True,
+        f"Probed in {spent[0]:.0f} s, read in {spent[1]:.0f} s."
     )
     lowest = min(tolerated(scores, search.tolerance), key=lambda name: scores[name].total(purpose))
     if choice == YARN != lowest:
         less = signed(scores[lowest].against(scores[YARN], purpose))
-        console.print(
-            f"{lowest} differs from it by {less}, which may be chance, and plain YaRN needs no plugin.", highlight=False
-        )
+        say(f"{lowest} differs from it by {less}, which may be chance, and plain YaRN needs no plugin.")
 
 
 def _save(search: Search, choice: str, model: str, dtype: str, tokenizer: Any, out: Path) -> None:
@@ -308,7 +297,7 @@ def _save(search: Search, choice: str, model: str, dtype: str, tokenizer: Any, o
     rows.head |= {"choice": choice, "for": search.purpose, "tolerance": search.tolerance, "probed": search.probed()}
     rows.head |= {"edge": search.edge, "copies": [[c.distance, c.position] for c in search.copies]}
     if before == choice:
-        console.print(f"{out} is finished: it holds {choice} already.", highlight=False, markup=False, soft_wrap=True)
+        say(f"{out} is finished: it holds {choice} already.")
         return rows.put()
     if before is not None:
         raise typer.BadParameter(
@@ -334,7 +323,7 @@ def _write(winner: Any, model: str, tokenizer: Any, out: Path | None) -> None:
     from ..integration.classes import loaders
     from ..integration.model import running
 
-    console.print(str(describe(winner)).splitlines()[0], highlight=False)
+    say(str(describe(winner)).splitlines()[0])
     if out is None:
         return
     with written_aside(out, ("*.safetensors", "*.safetensors.index.json")) as aside:
@@ -344,7 +333,7 @@ def _write(winner: Any, model: str, tokenizer: Any, out: Path | None) -> None:
     way = f"{loaders(type(winner).__name__)[0]}.from_pretrained({str(out)!r})"
     way = way if running(winner) is None else f"import hf_longattn; {way}"
     alone = ". It needs no plugin, and any tool uploads it" * (running(winner) is None)
-    console.print(f"Saved to {out}; load it with: {way}{alone}", highlight=False, markup=False, soft_wrap=True)
+    say(f"Saved to {out}; load it with: {way}{alone}")
 
 
 def _told(row: Row, new: bool) -> str:

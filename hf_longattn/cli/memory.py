@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import console, refusing, table, tokens
+from .common import check, console, refusing, table, tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,13 +25,10 @@ def memory(
     Weights and cache are exact, with sliding windows and shared or compressed keys as the config has them. Activations are
     an estimate for reading the text in one pass; generate(prefill_chunk_size=1024) reduces them.
     """
-    from ..checks import DTYPES, check_dtype, check_model
+    from ..checks import DTYPES
 
     length = tokens(to)
-    with refusing("--dtype"):
-        check_dtype(dtype, "auto")
-    with refusing("MODEL"):
-        check_model(model)
+    check(model, dtype)
 
     import torch
     from transformers import AutoConfig

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from .common import console, refusing
+from .common import refusing, say
 
 
 def methods(
@@ -38,7 +38,7 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]) - 1)]
     for row in rows:
         line = "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
-        console.print(line.rstrip(), markup=False, highlight=False, soft_wrap=True)
+        say(line.rstrip())
 
 
 def _one(name: str) -> None:
@@ -48,7 +48,7 @@ def _one(name: str) -> None:
 
     made, kind = method(name), method_class(name)
     trained = ", needs training" * made.needs_training
-    console.print(f"{name} ({made.slot}{trained}): {summary_of(name)}", markup=False, highlight=False, soft_wrap=True)
+    say(f"{name} ({made.slot}{trained}): {summary_of(name)}")
     said = _said(kind)
     rows = [("parameter", "default", "")]
     rows += [(p, str(thaw(getattr(made, p))), said.get(p, "")) for p in vars(made) if p in parameters_of(name)]
@@ -56,7 +56,7 @@ def _one(name: str) -> None:
     fixed = [f"{key} = {value}" for key, value in fixed_by(name).items()]
     for line in [f"It is {kind.name} with {', '.join(fixed)}." * bool(fixed), f"Paper: {kind.paper}"]:
         if line:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            say(line)
 
 
 def _said(kind: type) -> dict[str, str]:

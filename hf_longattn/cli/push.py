@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import console, refusing, tokens
+from .common import refusing, say, tokens
 
 
 def push(
@@ -51,10 +51,10 @@ def push(
         result = hub.files(directory, repo_id, Facts(**card), base_model)
     for name, content in result.items():
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
-        console.print(f"{size:>14,}  {name}", highlight=False)
+        say(f"{size:>14,}  {name}")
     if dry_run:
         card_text = content.decode() if isinstance(content := result["README.md"], bytes) else content.read_text("utf-8")
-        console.print(f"\n{card_text}\nNothing was uploaded.", markup=False, highlight=False, soft_wrap=True)
+        say(f"\n{card_text}\nNothing was uploaded.")
         return
     failed: Any = HfHubHTTPError.__bases__[0]  # what its HTTP client raises, whichever that is
     try:
@@ -63,6 +63,6 @@ def push(
             typer.confirm(f"{repo_id} exists already. Add a commit to it?", abort=True)
         url = hub.push(directory, repo_id, base_model=base_model, private=private or None, exist_ok=exists, **card)
     except (OSError, failed) as error:
-        console.print(f"Nothing was uploaded. The Hub cannot be reached, or refused: {error}", markup=False, highlight=False)
+        say(f"Nothing was uploaded. The Hub cannot be reached, or refused: {error}")
         raise typer.Exit(1) from None
-    console.print(url)
+    say(url)

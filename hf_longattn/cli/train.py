@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from .common import console
+from .common import say
 
 
 def train(
@@ -53,7 +53,7 @@ def train(
         lines = plan(prepared)
     first = int(os.environ.get("RANK", "0")) == 0
     if first:
-        console.print(lines, markup=False, highlight=False, soft_wrap=True)
+        say(lines)
     if dry_run:
         return
     try:
@@ -64,24 +64,19 @@ def train(
             raise
         if first:
             why = "Interrupted" if interrupted else f"The disk is full ({error})"
-            console.print(
-                _standing(why, prepared.output, last_checkpoint(prepared.output)),
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+            say(_standing(why, prepared.output, last_checkpoint(prepared.output)))
         raise typer.Exit(130 if interrupted else 1) from None
     if first:
         for name, by_length in metrics["measured"].items():
             for length, m in by_length.items():
                 result = f", accuracy {m['accuracy']:.3f}" if "accuracy" in m else ""
-                console.print(f"{name} at {length}: loss {m['loss']:.3f}{result}", markup=False, highlight=False)
+                say(f"{name} at {length}: loss {m['loss']:.3f}{result}")
         if told := metrics["reach"]["text"]:
-            console.print(told, markup=False, highlight=False, soft_wrap=True)
+            say(told)
         if why := prepared.unprobed:
-            console.print(f"{why[0].upper()}{why[1:]}.", markup=False, highlight=False, soft_wrap=True)
+            say(f"{why[0].upper()}{why[1:]}.")
         way = f"import hf_longattn; {loaders(class_of(prepared.config).__name__)[0]}.from_pretrained({str(prepared.output)!r})"
-        console.print(f"Written: {prepared.output}; load it with: {way}", markup=False, highlight=False, soft_wrap=True)
+        say(f"Written: {prepared.output}; load it with: {way}")
 
 
 @contextmanager
@@ -90,7 +85,7 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
-        console.print(f"Error: {error}", markup=False, highlight=False, soft_wrap=True)
+        say(f"Error: {error}")
         raise typer.Exit(2) from None
 
 
