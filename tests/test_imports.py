@@ -98,7 +98,7 @@ def test_public_names_are_there_for_people_and_for_type_checkers():
         hf_longattn.scale  # noqa: B018
 
 
-COMMANDS = ([], ["extend"], ["eval"], ["inspect"], ["train"], ["push"], ["doctor"], ["lm-eval"])
+COMMANDS = ([], ["extend"], ["eval"], ["inspect"], ["train"], ["push"], ["doctor"])
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from .common import Commands, help_of, parameter, with_options
 from .doctor import doctor
 from .eval import evaluate, inspect, probe
 from .extend import extend
-from .lm_eval import lm_eval
 from .memory import memory
 from .methods import methods
 from .push import push
@@ -65,7 +64,4 @@ for command in (extend, train, probe, inspect, memory, methods, push, doctor):
     app.command(help=help_of(command))(importing(command))
 app.command("eval", help=help_of(evaluate))(importing(evaluate))
 passed_on = {"allow_extra_args": True, "ignore_unknown_options": True}
-app.command("lm-eval", help=help_of(lm_eval), options_metavar="-- OPTIONS OF THE HARNESS...", context_settings=passed_on)(
-    importing(lm_eval)
-)
 app.command("run", help=help_of(run), options_metavar="-- COMMAND...", context_settings=passed_on)(run)

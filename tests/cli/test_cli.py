@@ -141,8 +141,6 @@ REFUSED = {
     TRAIN.replace("continue_lora", "F/broken.yaml"): "not valid YAML",
     "push F/model not/a/name": "Repo id must be",
     "push F/nomodel someone/model": "nomodel holds neither config.json nor",
-    "lm-eval -- --tasks no_such_task --model_args pretrained=F/model": "no_such_task",
-    "lm-eval -- --tasks arc_easy --model_args pretrained=F/model,setting=infscale": "did you mean 'infoscale'?",
 }
 
 
@@ -436,7 +434,6 @@ MEASURED = {
     "probe": "probe MODEL --text BOOK --out OUT --passages 2",
     "train": "train continue_lora model=MODEL data=BOOK output=OUT length=64 trainer.max_steps=1 trainer.use_cpu=true "
     "evaluation.tokens=64 evaluation.compare=false trainer.eval_strategy=no",
-    "lm-eval": "lm-eval -- --tasks arc_easy --model_args pretrained=MODEL",
 }
 
 

@@ -473,9 +473,7 @@ def test_help_names_every_recipe_and_how_to_run_a_command() -> None:
     assert "--COMMAND" in "".join(CliRunner().invoke(app, ["run", "--help"]).output.partition("\n")[2].split("\n")[0].split())
 
 
-@pytest.mark.parametrize(
-    "command", ["extend", "train", "probe", "inspect", "memory", "push", "doctor", "eval", "lm-eval", "run"]
-)
+@pytest.mark.parametrize("command", ["extend", "train", "probe", "inspect", "memory", "push", "doctor", "eval", "run"])
 def test_help_is_broken_where_the_terminal_ends_alone(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line that is followed by another of its paragraph has no room for the first word of that."""
     monkeypatch.setenv("COLUMNS", "80")

@@ -159,9 +159,6 @@ def check_ours(words: list[str]) -> None:
     if name == "train":
         keys = {o.split("=")[0] for o in given["overrides"]}
         load_recipe(given["recipe"], [*given["overrides"], *(f"{k}=x" for k in ("model", "data") if k not in keys)])
-    if name == "lm-eval":
-        arguments = dict(a.split("=", 1) for a in rest[rest.index("--model_args") + 1].split(","))
-        parse_settings([arguments["setting"]], [], None, [])
     if name in ("eval", "inspect", "probe"):
         parse_settings(given["method"] or [], given.get("rope") or [], None, [])
 
@@ -218,8 +215,8 @@ SMALL = {
     r"(?<=--rows )\S+": "16",
     r"(?<=--out )\S+": "OUT",
 }
-#: Commands that want more than a model and a text: the Hub, the harness's tasks, or an answer.
-NOT_RUN = ("push", "lm-eval", "--help", "--version", "env")
+#: Commands that want more than a model and a text: the Hub, or an answer.
+NOT_RUN = ("push", "--help", "--version", "env")
 
 
 def runnable() -> list[str]:

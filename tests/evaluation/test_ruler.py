@@ -17,10 +17,8 @@ import pytest
 import tiny
 import torch
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import hf_longattn
-from hf_longattn.cli import app
 from hf_longattn.evaluation import EvalOptions, Plan
 from hf_longattn.evaluation.results import Results
 from hf_longattn.evaluation.tasks import ruler_prompts as prompts
@@ -345,13 +343,16 @@ def test_what_cannot_be_asked_is_refused(model: Path, options: dict[str, Any], m
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_the_harness_runs_without_a_network_and_scores_alike(
-    model: Path, tmp_path: Path, harness: Callable[[str], Any]
+    model: Path, tmp_path: Path, harness: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its frequent words, which need neither text nor list."""
-    arguments = ["lm-eval", "--", "--model_args", f"pretrained={model},setting=logn,max_length=4200", "--tasks", "ruler_fwe"]
-    arguments += ["--metadata", '{"max_seq_lengths": [4096]}', "--limit", "2", "--log_samples", "--device", "cpu"]
-    result = CliRunner().invoke(app, [*arguments, "--output_path", str(tmp_path)])
-    assert result.exit_code == 0, (result.output, result.exception)
+    from lm_eval.__main__ import cli_evaluate
+
+    own = f"pretrained={model},attn_implementation=logn,max_length=4200"
+    arguments = ["lm_eval", "run", "--model", "hf", "--model_args", own, "--tasks", "ruler_fwe", "--device", "cpu"]
+    arguments += ["--metadata", '{"max_seq_lengths": [4096]}', "--limit", "2", "--log_samples", "--output_path", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    cli_evaluate()
     (samples,) = tmp_path.rglob("samples_ruler_fwe*.jsonl")
     rows = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
     assert len(rows) == 2
