@@ -146,10 +146,3 @@ def test_wrong_input_is_refused_before_weights_are_read(
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", never)
     model, text = saved
     assert message in run(model, "--text", text, *([] if "--length" in arguments else ["--length", "64"]), *arguments, code=2)
-
-
-def test_a_folder_of_something_else_is_left_alone(saved: tuple[str, str], tmp_path: Path) -> None:
-    model, text = saved
-    (tmp_path / "mine.txt").write_text("mine")
-    assert "holds something else (mine.txt)" in run(model, "--text", text, "--length", "64", "--out", str(tmp_path), code=2)
-    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 import hf_longattn
 from hf_longattn.cli import app
 from hf_longattn.evaluation import token_losses
-from hf_longattn.evaluation.measures import probe as probing
 from hf_longattn.evaluation.measures.copies import PASSAGE, SKIP
 from hf_longattn.evaluation.measures.probe import AFTER, BEFORE, distances_to, passages, probe
 
@@ -119,42 +118,6 @@ def test_the_command_probes_every_setting_and_keeps_its_rows(folder: Path, tmp_p
     assert [t["rows"][0][0] for s in json.loads((out / "report.json").read_text())["sections"] for t in s["tables"]] == [
         "unmodified"
     ] * 2
-
-
-@pytest.mark.slow
-def test_an_interrupted_probe_goes_on_and_mixes_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    given = ("--method", "rerope", "--distances", "1280,3000")
-    assert run(folder, *given, "--out", str(whole)).exit_code == 0
-    real, calls = probing.probe, []
-
-    def stops(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return real(*args)
-
-    monkeypatch.setattr(probing, "probe", stops)
-    stopped = run(folder, *given, "--out", str(out))
-    assert stopped.exit_code == 130, stopped.output
-    assert "2 rows are kept, and the same command continues" in " ".join(stopped.output.split())
-    assert run(folder, *given, "--out", str(out)).exit_code == 0
-    assert len(calls) == 5
-    first, second = (rows_of(p) for p in (whole, out))
-    measured = ("setting", "length", "text", "copy", "what", "digest")
-    assert [[r[k] for k in measured] for r in first] == [[r[k] for k in measured] for r in second]
-    before = rows_of(out)
-    for more, message in (
-        (("--seed", "1"), "rows of another protocol (seed: 0 there, 1 now)"),
-        (("--dtype", "bfloat16"), "rows of another protocol (dtype:"),
-    ):
-        refused = run(folder, *given, "--out", str(out), *more)
-        assert refused.exit_code == 2
-        assert message in " ".join(refused.output.replace("│", " ").split())
-    (tmp_path / "settings.yaml").write_text("rerope: rerope:window=600")
-    other = run(folder, "--settings", str(tmp_path / "settings.yaml"), "--distances", "1280", "--out", str(out))
-    assert "a row 'rerope | probe | 1280 | 4 passages' of another setting" in " ".join(other.output.replace("│", " ").split())
-    assert rows_of(out) == before
 
 
 def test_two_texts_of_one_name_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -18,12 +18,6 @@ from lab.papers.samples import dictionary_lookup, max_retrieval
 HAYSTACK = "it is a truth universally acknowledged. " * 300
 
 
-def test_a_grid_has_the_same_depths_at_every_length() -> None:
-    task = make_task("needle", tiny.tokenizer(), HAYSTACK, depths=9)
-    found = {round(task.sample(i, n).depths[0], 4) for n in (503, 1024, 1999, 3000) for i in range(18)}
-    assert found == {i / 8 for i in range(9)}
-
-
 def solve_passkey(text: str) -> list[str]:
     (key, again) = re.search(r"The pass key is (\d+)\. Remember it\. (\d+) is", text).groups()  # type: ignore[union-attr]
     assert key == again
@@ -93,8 +87,8 @@ def test_samples_and_seeds_differ() -> None:
 
 def test_the_needle_grid_covers_its_depths() -> None:
     task = make_task("needle", tiny.tokenizer(), HAYSTACK, depths=3)
-    samples = [task.sample(i, 1000) for i in range(6)]
-    assert [s.depths[0] for s in samples] == pytest.approx([0, 0.5, 1] * 2, abs=2e-3)
+    samples = [task.sample(i, length) for length in (503, 1000, 1999) for i in range(6)]
+    assert [s.depths[0] for s in samples] == [0, 0.5, 1] * 6  # the same at every length
     for sample in samples:
         text = decoded(sample.input_ids.tolist())
         city, number = re.search(r"The special magic (\w+) number is (\d{7})\.", text).groups()  # type: ignore[union-attr]
