@@ -3,7 +3,7 @@
     make reproduce                                         # the list
     make reproduce ARGS="max-retrieval argmax-retrieval"   # run what is missing of these
     make reproduce ARGS="all --text A.txt B.txt --heldout C.txt"
-    make reproduce ARGS="--show conversion"                # print one table; the pages have the shorter ones
+    make reproduce ARGS="--show conversion --seeds 1"      # print one table; the pages have the shorter ones
 
 A run is one training, of one variant under one seed. Finished runs are rows of lab/results/reproductions; what is
 there is not run again, so an interrupted command goes on when it is given again.
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.models = args.models or (QUICK / "models" if args.quick else MODELS)
     results = args.results or (QUICK if args.quick else RESULTS)
     if args.show or not args.names:
-        print(tables.SECTIONS[args.show](tables.load(args.results or RESULTS)).text if args.show else listed(results))
+        print(table(args) if args.show else listed(results))
         return 0
     texts = Texts(tuple(args.text), args.heldout)
     try:
@@ -63,6 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"Error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def table(args: argparse.Namespace) -> str:
+    """A table of the rows of these variants and seeds."""
+    data = tables.load(args.results or RESULTS)
+    for name, rows in data.items():
+        data[name] = [r for r in rows if re.search(args.only, r["variant"]) and r["seed"] in (args.seeds or [r["seed"]])]
+    return tables.SECTIONS[args.show](data).text
 
 
 def options() -> argparse.ArgumentParser:

@@ -17,26 +17,14 @@ from hf_longattn.evaluation.statistics import mean_interval
 from lab.markdown import Contents
 from lab.papers import paper
 from lab.papers.algorithms import TASKS
-from lab.papers.conversion import (
-    BASE,
-    LORA_RATE,
-    OTHERWISE,
-    QK,
-    QK_NORMED,
-    SCRATCH,
-    SHARES,
-    SWEEP,
-    TRAINED,
-    UNTRAINED,
-    UNTRAINED_QK,
-)
+from lab.papers.conversion import QK
 from lab.papers.conversion import TASKS as COPIES
 from lab.papers.encodings import BASE as PLAIN
 from lab.papers.encodings import SCORES
 from lab.papers.experiment import LISTED
 from lab.papers.length import ATTENTION, ENDPOINT, LENGTH, TAUS
 from lab.papers.masked import SCORED, TEMPERATURES, WARM
-from lab.papers.needles import BEYOND, METHODS
+from lab.papers.needles import METHODS
 from lab.scratch.train import POSITIONS
 
 #: Of one variant: its values by seed, one for each column.
@@ -218,6 +206,44 @@ def lengths_of(rows: Sequence[Row]) -> list[int]:
     return list(rows[0]["measured"]["lengths"])
 
 
+# all of an experiment -------------------------------------------------------------------------------------------------
+
+
+def everything(name: str) -> None:
+    """Register: all that every variant measured at every length or size, a mean over its seeds with the interval."""
+
+    @section(name, name)
+    def shown(rows: list[Row]) -> Parts:
+        (at,) = (key for key in ("lengths", "sizes") if key in rows[0]["measured"])
+        lengths, body = rows[0]["measured"][at], []
+        for variant in dict.fromkeys(r["variant"] for r in rows):
+            measured = next(r["measured"] for r in rows if r["variant"] == variant)
+            for path in lists(measured, len(lengths)):
+                if path != (at,):
+                    values = series(rows, variant, *path)
+                    intervals = [mean_interval(column) for column in zip(*values.values(), strict=True)]
+                    body.append([named(variant), " ".join(path), *spans(intervals, 3, ""), str(len(values))])
+        yield markdown(["", "", *(f"at {size(n)}" for n in lengths), "seeds"], body)
+        yield about(rows)
+
+
+def lists(measured: Mapping[str, Any], length: int, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Where numbers of this length stand."""
+    for key, value in measured.items():
+        if isinstance(value, dict):
+            yield from lists(value, length, (*above, key))
+        elif isinstance(value, list) and len(value) == length and not isinstance(value[0], list):
+            yield (*above, key)
+
+
+def named(way: str) -> str:
+    return way if way in ("control", "plain") else f"`{way}`"
+
+
+for listed in ("argmax-retrieval-l2", "argmax-retrieval-l2-100k", "conversion", "needles-beyond"):
+    everything(listed)
+
+
 # sets -----------------------------------------------------------------------------------------------------------------
 
 TEMPERED = {"plain": "", "adaptive": " + adaptive θ"}
@@ -323,11 +349,10 @@ def norm_gains(
             yield [f"gain of {NORMED[variant]}, ours", *spans(gained, 1, times=100)]
 
 
-def largest(rows: list[Row], variants: Mapping[str, str], seeds: bool = False) -> Iterator[list[str]]:
+def largest(rows: list[Row], variants: Mapping[str, str]) -> Iterator[list[str]]:
     for variant, label in variants.items():
         if found := series(rows, variant, "attention", "largest"):
-            counted = [str(len(found))] if seeds else []
-            yield [f"the largest item holds the largest logit, {label}", *percent(means(found)), *counted]
+            yield [f"the largest item holds the largest logit, {label}", *percent(means(found))]
 
 
 normed("argmax-retrieval", ("max-retrieval", "argmax-retrieval"), paper.ARGMAX, paper.ARGMAX_GAIN, "argmax_retrieval")
@@ -336,49 +361,6 @@ normed("argmax-retrieval-256", ["argmax-retrieval-256"], paper.ARGMAX_256)
 normed("dictionary-lookup", ["dictionary-lookup"], paper.DICTIONARY, paper.DICTIONARY_GAIN, "dictionary_lookup")
 normed("dictionary-lookup-10k", ["dictionary-lookup-10k"], paper.DICTIONARY, paper.DICTIONARY_GAIN)
 normed("dictionary-lookup-256", ["dictionary-lookup-256"], paper.DICTIONARY_256)
-
-
-@section("decayed", "argmax-retrieval-l2", "max-retrieval")
-def decayed(rows: list[Row], others: list[Row]) -> Parts:
-    """Accuracy with the L2 term and the start of the paper's code, over the seeds of each; gains over the same seeds."""
-    names = {v: LISTS["decayed"][v] for v in there(rows, LISTS["decayed"])}
-    plain = {v: series(rows, v, "plain", "accuracy") for v in LISTS["decayed"]}
-    body = []
-    for variant, label in names.items():
-        for kind, suffix in TEMPERED.items():
-            values = series(rows, variant, kind, "accuracy")
-            body.append([f"{label}{suffix}", *percent(means(values)), str(len(values))])
-    for label, first, second in (
-        ("baseline less that of the table above", plain["baseline"], series(others, "baseline", "plain", "accuracy")),
-        ("baseline less baseline, no L2", plain["baseline"], plain["baseline-no_l2"]),
-        ("gain of LayerNorm", plain["layer_norm"], plain["baseline"]),
-        ("gain of standardise", plain["standardise"], plain["baseline"]),
-        ("gain of adaptive θ", series(rows, "baseline", "adaptive", "accuracy"), plain["baseline"]),
-    ):
-        if gained := gains(first, second):
-            body.append([label, *spans(gained, 1, times=100), str(len(first.keys() & second.keys()))])
-    yield markdown([*ITEMS, "seeds"], [*body, *largest(rows, names, seeds=True)])
-    yield about(rows)
-
-
-@section("decayed-100k", "argmax-retrieval-l2-100k", "argmax-retrieval-100k")
-def decayed_longer(rows: list[Row], others: list[Row]) -> Parts:
-    """The baseline after the papers' steps with the L2 term, beside that without it and both papers'."""
-    there(rows, ["baseline"])
-    theirs = paper.MAX_RETRIEVAL
-    body = [
-        ["baseline, Veličković et al.", *fixed(theirs["baseline"], 1)],
-        ["baseline, Li et al.", *fixed(paper.ARGMAX["baseline", "plain"], 1)],
-    ]
-    gained = [
-        ["gain of adaptive θ, paper", *(f"{a - b:+.1f}" for a, b in zip(theirs["adaptive"], theirs["baseline"], strict=True))]
-    ]
-    for name, found in {"weight decay": others, "L2 term": rows}.items():
-        plain, adaptive = (series(found, "baseline", kind, "accuracy") for kind in TEMPERED)
-        body.append([f"baseline, {name}", *percent(means(plain))])
-        gained.append([f"gain of adaptive θ, {name}", *spans(gains(adaptive, plain), 1, times=100)])
-    yield markdown(ITEMS, [*body, *gained, *largest(rows, {"baseline": "L2 term"})])
-    yield about(rows)
 
 
 @section("sharpening", "argmax-retrieval-l2")
@@ -454,30 +436,6 @@ def needles_pretrained(rows: list[Row]) -> Parts:
     lengths = [f"{n:,}" for n in lengths_of(rows)]
     yield markdown(["", *(f"accuracy at {n}" for n in lengths), *(f"loss of the answer at {n}" for n in lengths)], body)
     yield about(rows)
-
-
-STAGES = {"window": "at the window", "beyond": "then at 4 times the window"}
-
-
-@section("needles-beyond", "needles-beyond")
-def needles_beyond(rows: list[Row]) -> Parts:
-    """Accuracy and loss after each stage, over the seeds that all variants have; paired differences of the loss."""
-    sizes, variants = [size(n) for n in lengths_of(rows)], there(rows, BEYOND)
-    seeds = of_all([series(rows, v, "window", "loss") for v in variants])
-    for stage, when in STAGES.items():
-        body = [
-            [named(v), *fixed([x for key in ("accuracy", "loss") for x in means(series(rows, v, stage, key), seeds)], 2)]
-            for v in variants
-        ]
-        yield markdown([f"trained {when}", *(f"accuracy at {n}" for n in sizes), *(f"loss at {n}" for n in sizes)], body)
-    yield f"Seeds {', '.join(map(str, sorted(seeds)))}. {about(rows)}"
-    body = []
-    for stage, when in STAGES.items():
-        for first, second in LISTS["beyond"]:
-            a, b = (series(rows, variant, stage, "loss") for variant in (first, second))
-            if found := gains(a, b):
-                body.append([f"{named(first)} less {named(second)}, {when}", *spans(found, 2), str(len(a.keys() & b.keys()))])
-    yield markdown(["difference of loss", *(f"at {n}" for n in sizes), "seeds"], body)
 
 
 @section("attention-by-length", "attention-by-length")
@@ -640,96 +598,16 @@ algorithms("algorithms-pretrained")
 # conversion -----------------------------------------------------------------------------------------------------------
 
 
-def named(way: str) -> str:
-    return way if way in ("control", "plain") else f"`{way}`"
-
-
-def ways(name: str, last: int = 0, only: str = "") -> Callable[[Callable[[list[Row]], Mapping[str, str]]], Any]:
-    """Register: loss on prose, passages and strings at every length (the last ones only, if said), over the seeds that all
-    have, of the variants by label that the function gives."""
-
-    def register(variants: Callable[[list[Row]], Mapping[str, str]]) -> Any:
-        @section(name, "conversion", only=only)
-        def shown(rows: list[Row]) -> Parts:
-            found = {label: [series(rows, v, task) for task in COPIES] for label, v in variants(rows).items()}
-            if not (found := {label: values for label, values in found.items() if values[0]}):
-                raise NotRun
-            seeds = of_all([values[0] for values in found.values()])
-            body = [
-                [label, *fixed([x for v in values for x in means(v, seeds)[-last:]], 2)] for label, values in found.items()
-            ]
-            yield markdown(["", *(f"{task} at {size(n)}" for task in COPIES for n in lengths_of(rows)[-last:])], body)
-            yield f"Seeds {', '.join(map(str, sorted(seeds)))}. {about(rows)}"
-
-        return shown
-
-    return register
-
-
-@ways("conversion-untrained")
-def conversion_untrained(rows: list[Row]) -> Mapping[str, str]:
-    return {"unmodified": BASE} | {named(w): f"{w}-untrained" for w in UNTRAINED}
-
-
-@ways("conversion")
-def conversion(rows: list[Row]) -> Mapping[str, str]:
-    """After the first share of the steps, between what needs no training and what is trained under the method."""
-    variants = {"unmodified": BASE, "`windowed`, untrained": "windowed-untrained"}
-    variants |= {named(way): f"{way}-{SHARES[0]}%" for way in TRAINED}
-    return variants | {f"{named(way)}, from scratch": f"{way}-scratch" for way in SCRATCH if QK not in way}
-
-
-@ways("conversion-otherwise")
-def conversion_otherwise(rows: list[Row]) -> Mapping[str, str]:
-    """The same ways trained by an adapter, under a teacher or with a rising strength, each below the way itself."""
-    variants: dict[str, str] = {}
-    run = {row["variant"] for row in rows}
-    for way in TRAINED:
-        others = [n for n in OTHERWISE if n.rpartition("-")[0] == way and f"{n}-{SHARES[0]}%" in run]
-        labels = {way: named(way)} | {name: f"{named(way)}, {told_apart(name.rpartition('-')[2])}" for name in others}
-        variants |= {label: f"{name}-{SHARES[0]}%" for name, label in labels.items()} if others else {}
-    return variants
-
-
-def told_apart(how: str) -> str:
-    rate = how.removeprefix("lora") if how != "lora" else f"{LORA_RATE:g}"
-    return f"LoRA, rate {float(rate):g}" if how.startswith("lora") else {"strength": "strength rising"}.get(how, how)
-
-
-@ways("conversion-recipes", last=2)
-def conversion_recipes(rows: list[Row]) -> Mapping[str, str]:
-    """LoRA as the recipes have it, at 16 and 64 times the window."""
-    return dict(LISTS["recipes"])
-
-
-@ways("conversion-taus")
-def conversion_taus(rows: list[Row]) -> Mapping[str, str]:
-    """Scale-invariant p-RoPE by τ, uncalibrated and calibrated."""
-    variants = {"p-RoPE alone": f"prope-{SHARES[0]}%"}
-    for way, kind in {"prope+scale_invariant": "uncalibrated", "prope+map": "calibrated"}.items():
-        variants |= {f"{kind}, τ {tau:g}": f"{way}{'' if tau == 10 else f'-tau{tau:g}'}-{SHARES[0]}%" for tau in SWEEP}
-    return variants
-
-
-@ways("conversion-normed", only=" --only '^qk' --seeds 1")
-def conversion_normed(rows: list[Row]) -> Mapping[str, str]:
-    """On a base with QK-norm: untrained, converted and from scratch."""
-    label = {way: named(way.removeprefix(QK)) for way in UNTRAINED_QK | QK_NORMED | SCRATCH}
-    variants = {"unmodified": f"{QK}{BASE}"} | {f"{label[way]}, untrained": f"{way}-untrained" for way in UNTRAINED_QK}
-    variants |= {label[way]: f"{way}-{SHARES[0]}%" for way in QK_NORMED}
-    return variants | {f"{label[way]}, from scratch": f"{way}-scratch" for way in SCRATCH if QK in way}
-
-
-@ways("conversion-steps")
-def conversion_steps(rows: list[Row]) -> Mapping[str, str]:
-    """The ways of which more than one share was run, by share."""
-    run, variants = {row["variant"] for row in rows}, {}
-    for way in TRAINED:
-        shares = {0: BASE if way == "control" else f"{way}-untrained"} | {s: f"{way}-{s}%" for s in sorted(SHARES)}
-        found = {s: variant for s, variant in shares.items() if variant in run}
-        if len(found.keys() - {0}) > 1:
-            variants |= {f"{named(way)}, {s} %": variant for s, variant in found.items()}
-    return variants
+@section("conversion-recipes", "conversion")
+def conversion_recipes(rows: list[Row]) -> Parts:
+    """LoRA as the recipes have it, at 16 and 64 times the window: losses over the seeds that all variants have."""
+    found = {label: [series(rows, v, task) for task in COPIES] for label, v in LISTS["recipes"].items()}
+    if not (found := {label: values for label, values in found.items() if values[0]}):
+        raise NotRun
+    seeds = of_all([values[0] for values in found.values()])
+    body = [[label, *fixed([x for v in values for x in means(v, seeds)[-2:]], 2)] for label, values in found.items()]
+    yield markdown(["", *(f"{task} at {size(n)}" for task in COPIES for n in lengths_of(rows)[-2:])], body)
+    yield f"Seeds {', '.join(map(str, sorted(seeds)))}. {about(rows)}"
 
 
 def orders(name: str, normed: bool) -> None:

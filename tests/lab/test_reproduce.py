@@ -268,11 +268,8 @@ def test_needles_beyond(
         assert least_apart(trained[stage::2]) > 0.5
     assert all(0 <= a <= 1 for m in found.values() for stage in ("window", "beyond") for a in m[stage]["accuracy"])
     assert all(m["window"]["loss"] != m["beyond"]["loss"] for m in found.values())
-    text = tables.needles_beyond(tables.load(tmp_path)).text
-    lines = {x[0]: x[1:] for x in cells(text)}
-    assert lines["`rerope`"][2:] == [f"{x:.2f}" for x in found["rerope"]["beyond"]["loss"]]
-    less = [a - b for a, b in zip(found["rerope+logn"]["window"]["loss"], found["rerope"]["window"]["loss"], strict=True)]
-    assert lines["`rerope+logn` less `rerope`, at the window"] == [*(f"{x:+.2f}" for x in less), "1"]
+    lines = {tuple(x[:2]): x[2:] for x in cells(tables.SECTIONS["needles-beyond"](tables.load(tmp_path)).text)}
+    assert lines["`rerope`", "beyond loss"] == [*(f"{x:.3f}" for x in found["rerope"]["beyond"]["loss"]), "1"]
 
 
 @pytest.mark.slow
@@ -523,12 +520,11 @@ def test_conversion(tmp_path: Path, texts: list[str], capsys: pytest.CaptureFixt
         else:
             assert apart(x, y) > 0.2, (a, b)
     assert {name for name, m in found.items() if "train_loss" not in m} == set(variants[:4])
-    data = tables.load(tmp_path)
-    line = next(x for x in cells(tables.conversion(data).text) if x[0] == "`rerope+logn`")
-    assert line[1:] == [f"{x:.2f}" for task in conversion.TASKS for x in found["rerope+logn-15%"][task]]
-    assert [x[0] for x in cells(tables.conversion_untrained(data).text)[2:]] == [
-        "unmodified", "`windowed`", "`infoscale`", "`rerope+map`",
-    ]  # fmt: skip
+    assert front.main(["--show", "conversion", "--results", str(tmp_path), "--only", "^rerope", "--seeds", "1"]) == 0
+    shown = [x for x in cells(capsys.readouterr().out) if x[0].startswith("`")]
+    assert {x[0] for x in shown} == {"`rerope+map-untrained`", "`rerope+logn-15%`", "`rerope+logn-lora-15%`"}
+    values = {x[1]: x[2:] for x in shown if x[0] == "`rerope+logn-15%`"}
+    assert values == {task: [*(f"{x:.3f}" for x in found["rerope+logn-15%"][task]), "1"] for task in conversion.TASKS}
 
 
 # the pieces -----------------------------------------------------------------------------------------------------------
