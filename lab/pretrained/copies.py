@@ -16,7 +16,7 @@ from hf_longattn.evaluation.rows import Row, RowFile
 from lab.markdown import Contents
 from lab.pretrained import paired
 from lab.pretrained.longer_on_model import measured
-from lab.pretrained.runner import RESULTS, Choice, Program, Text, choices, described, drawn, having, lines, parts
+from lab.pretrained.runner import RESULTS, Choice, Program, Text, choices, described, drawn, lines
 
 RESULT = RESULTS / "copies.json"
 #: Texts on which settings were chosen; tables show them apart.
@@ -49,16 +49,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--copies", type=int, default=24)
 
 
-def key(text: Text, args: argparse.Namespace) -> dict[str, Any]:
-    return {"model": args.model.name, "text": text.name, "length": text.length, "dtype": args.dtype}
-
-
 def measure(model: Any, text: Text, choice: Choice, args: argparse.Namespace) -> Row:
     copies = places(text.name, text.length, text.trained, args.copies)
     return measured(model, text.ids, copies, 2048) | described(choice, text.trained)
 
 
-COPIES = Program("copies", RESULT, PROTOCOL, settings, measure, key, options=options, spare=0)
+COPIES = Program("copies", RESULT, PROTOCOL, settings, measure, options=options, spare=0)
 
 
 # tables ---------------------------------------------------------------------------------------------------------------
@@ -88,33 +84,12 @@ def probed(rows: list[Row]) -> str:
 def contents() -> Contents:
     """What stands below these marks.
 
-    `<!-- places: model length dtype | other -->`: every setting less the other, on the texts that chose nothing.
-    `<!-- choosing: ... -->`: likewise, on those that did.
+    `copied less`, `copied better`, `copied worse`: model length dtype, see `paired.marks`.
     `<!-- probe and copies: model length dtype -->`: mean losses on copies, beside those of a probe.
-    `<!-- copied better: model length dtype | one | other | what -->`: a number of a sentence, see `paired.told`.
     """
-    rows = list(RowFile(RESULT))
-
-    def read(what: str, choosing: bool = False) -> tuple[list[Row], list[str]]:
-        words, labels = parts(what)
-        found = having(rows, words, ("model", "length", "dtype"))
-        return [r for r in found if (r["text"] in CHOOSING) == choosing], labels
-
-    def places(what: str, choosing: bool = False) -> str:
-        found, (other,) = read(what, choosing)
-        return paired.less(found, other, paired.halves, "prose within / beyond, by text")
-
-    def told(what: str) -> str:
-        head, _, number = what.rpartition(" | ")
-        found, (one, other) = read(head)
-        return paired.told(found, one, other, number, -1)
-
-    return {
-        "copied better": told,
-        "places": places,
-        "choosing": lambda what: places(what, True),
-        "probe and copies": lambda what: probed(read(what)[0]),
-    }
+    select = paired.by_words(list(RowFile(RESULT)), ("model", "length", "dtype"), CHOOSING)
+    marks = paired.marks("copied", select, paired.halves, "prose within / beyond, by text")
+    return {**marks, "probe and copies": lambda what: probed(select(what.split()))}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from hf_longattn.evaluation.rows import Row, RowFile
 from lab.markdown import Contents
 from lab.pretrained import paired
 from lab.pretrained.longer_on_model import summary
-from lab.pretrained.runner import RESULTS, parts
+from lab.pretrained.runner import RESULTS
 
 PROTOCOL: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 RESULT = RESULTS / "headline.json"
@@ -42,25 +42,12 @@ def contents() -> Contents:
     """What stands below these marks. KIND is all, or a kind of text.
 
     `<!-- headline: KIND -->`: perplexities.
-    `<!-- headline less: KIND | other -->`: the settings less another, on copies and on prose by text.
-    `<!-- headline better: KIND | one | other | what -->`, `headline worse`: a number of a sentence, see `paired.told`.
+    `headline less`, `headline better`, `headline worse`: KIND, see `paired.marks`.
     """
 
-    def asked(what: str) -> tuple[list[Row], list[str]]:
-        (kind,), names = parts(what)
-        return rows_of(kind="" if kind == "all" else kind), names
+    def of_kind(words: list[str]) -> list[Row]:
+        (kind,) = words
+        return rows_of(kind="" if kind == "all" else kind)
 
-    def less(what: str) -> str:
-        rows, (other,) = asked(what)
-        return paired.less(rows, other, paired.halves, "prose within / beyond, by text")
-
-    def told(what: str, sign: int) -> str:
-        rows, (one, other, number) = asked(what)
-        return paired.told(rows, one, other, number, sign)
-
-    return {
-        "headline": lambda what: perplexities("" if what == "all" else what),
-        "headline less": less,
-        "headline better": lambda what: told(what, -1),
-        "headline worse": lambda what: told(what, 1),
-    }
+    marks = paired.marks("headline", of_kind, paired.halves, "prose within / beyond, by text")
+    return {**marks, "headline": lambda what: perplexities("" if what == "all" else what)}

@@ -74,10 +74,6 @@ def measure(model: Any, text: Text, choice: Choice, args: argparse.Namespace) ->
     return copies | {"probe": found.rows()} | described(choice, text.trained)
 
 
-def key(text: Text, args: argparse.Namespace) -> dict[str, Any]:
-    return {"model": args.model.name, "text": text.name, "length": text.length, "dtype": args.dtype}
-
-
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train", type=Path, nargs="+", required=True, help="plain texts to train on")
     parser.add_argument("--keep", type=Path, required=True, help="a folder for the adapters, each in one of its run's name")
@@ -90,22 +86,16 @@ PROGRAM = Program(
     PROTOCOL,
     settings,
     measure,
-    key,
-    load,
-    options,
+    load=load,
+    options=options,
     lengths=(LENGTH,),
     dtype="float32",
 )
 
 
 def contents() -> Contents:
-    """What stands below `<!-- trained methods: OTHER -->`: all settings less another, over all texts that both have read."""
-
-    def content(other: str) -> str:
-        rows = runner.rows_of("methods-trained*.json")
-        return paired.less(rows, other, paired.pieces, "prose") if rows else "*Not run yet.*"
-
-    return {"trained methods": content}
+    """See `paired.marks`: all settings less another, over all texts that both have read."""
+    return paired.marks("trained methods", lambda words: runner.rows_of("methods-trained*.json"))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from hf_longattn.evaluation import PASSAGE
 from hf_longattn.evaluation.rows import Row
 from hf_longattn.evaluation.statistics import mean_interval
-from lab.pretrained.runner import STEP, lines
+from lab.markdown import Contents
+from lab.pretrained.runner import STEP, having, lines, parts
 
 Pair = tuple[Row, Row]
 
@@ -88,3 +90,39 @@ def told(rows: list[Row], one: str, other: str, what: str, sign: int) -> str:
         return f"{sum(d < 0 for d in found)} of {len(found)}"
     digits = next((int(x) for x in form if x.isdigit()), 2)
     return f"{abs(mean):.{digits}f}" + ("" if "mean" in form else f" ± {half:.{digits}f}")
+
+
+def marks(
+    name: str,
+    select: Callable[[list[str]], list[Row]],
+    prose: Callable[[list[Pair]], str] = pieces,
+    head: str = "prose",
+) -> Contents:
+    """What stands below marks of rows that words select.
+
+    `<!-- NAME less: WORDS | other -->`: every setting without an adapter less another; of `| label | ...` behind it, these.
+    `<!-- NAME better: WORDS | one | other | what -->`, `NAME worse`: a number of a sentence, see `told`.
+    """
+
+    def table(what: str) -> str:
+        words, (other, *only) = parts(what)
+        rows = [r for r in select(words) if (r["name"] in (other, *only) if only else "adapter" not in r)]
+        return less(rows, other, prose, head) if rows else "*Not run yet.*"
+
+    def number(what: str, sign: int) -> str:
+        words, (one, other, asked) = parts(what)
+        return told(select(words), one, other, asked, sign)
+
+    signs = {"better": -1, "worse": 1}
+    return {f"{name} less": table} | {f"{name} {word}": functools.partial(number, sign=sign) for word, sign in signs.items()}
+
+
+def by_words(rows: Iterable[Row], columns: Sequence[str], choosing: Sequence[str]) -> Callable[[list[str]], list[Row]]:
+    """From words, one of each column, to rows: of texts that chose nothing, or with "choosing" behind of those that did."""
+
+    def select(words: list[str]) -> list[Row]:
+        chose = words[-1] == "choosing"
+        found = having(rows, words[:-1] if chose else words, columns)
+        return [r for r in found if (r["text"] in choosing) == chose]
+
+    return select

@@ -51,11 +51,7 @@ def measure(model: Any, text: Text, choice: Choice, args: argparse.Namespace) ->
     return {"plain": plain, "quantised": quantised} | described(choice, text.trained)
 
 
-def key(text: Text, args: argparse.Namespace) -> dict[str, Any]:
-    return {"model": args.model.name, "text": text.name, "length": text.length, "dtype": args.dtype}
-
-
-QUANTISED = Program("quantised_cache", RESULT, PROTOCOL, settings, measure, key, lengths=(10240,), spare=0)
+QUANTISED = Program("quantised_cache", RESULT, PROTOCOL, settings, measure, lengths=(10240,), spare=0)
 
 
 def cost(what: str) -> str:

@@ -18,7 +18,7 @@ import argparse
 import contextlib
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,55 +174,31 @@ FAR = "copies from farther back"
 GROUPS = ("prose", "near", "far")
 
 
-def longer_segments(rows: Iterable[Row], words: Sequence[str], choosing: bool = False) -> list[Row]:
-    """Rows of segments longer than SEGMENT by model and length, on texts that chose nothing or on those that did, named by
-    their label."""
-    wanted = [r for r in runner.having(rows, words, ("model", "length")) if r["segment"] != SEGMENT]
-    return [r | {"name": r["label"]} for r in wanted if (r["text"] in CHOOSING) == choosing]
-
-
 def contents() -> Contents:
     """What stands below these marks.
 
     `<!-- reading: [model] text length [whole] -->`: means; with `| label | ...` behind it of these rows alone.
     `<!-- reading-less: [model] text length -->`: with `| label | label | ...` the further ones less the first.
-    `<!-- far copies: model length | other -->`: rows of longer segments, of texts that chose nothing, less the other; without
-    adapters, or with `| label | ...` behind it these alone.
-    `<!-- far choosing: ... -->`: likewise, on those that did.
-    `<!-- better: MODEL length [choosing] | one | other | what -->`, `worse`: a number of a sentence, see `paired.told`.
-    `<!-- better on: [model] text length [whole] | one | other | what -->`, `worse on`: likewise, on one text alone.
+    `far less`, `far better`, `far worse`: model length, of longer segments; `text better`, `text worse`: [model] text length
+    [whole], on one text alone; see `paired.marks`.
     """
-    rows = runner.rows_of("reading-*.json")
+    rows = [r | {"name": r["label"]} for r in runner.rows_of("reading-*.json")]
 
-    def asked(what: str) -> tuple[dict[str, Row], list[str]]:
-        words, labels = parts(what)
+    def on_text(words: list[str]) -> list[Row]:
         whole = words[-1] == "whole"
         *model, text, length = words[:-1] if whole else words
         wanted = [*(model or ["SmolLM2-135M-Instruct"]), text, length, str(whole), str(SEGMENT)]
-        here = {r["label"]: r for r in runner.having(rows, wanted, ("model", "text", "length", "whole", "segment"))}
+        return runner.having(rows, wanted, ("model", "text", "length", "whole", "segment"))
+
+    def asked(what: str) -> tuple[dict[str, Row], list[str]]:
+        words, labels = parts(what)
+        here = {r["label"]: r for r in on_text(words)}
         return here, labels or [label for label, r in here.items() if "adapter" not in r]
 
-    def far(what: str, choosing: bool = False) -> str:
-        words, (other, *only) = parts(what)
-        wanted = longer_segments(rows, words, choosing)
-        named = [r for r in wanted if (r["name"] in (other, *only) if only else "adapter" not in r)]
-        return paired.less(named, other, paired.pieces, "prose")
-
-    def told(what: str, sign: int) -> str:
-        (model, length, *choosing), (one, other, number) = parts(what)
-        return paired.told(longer_segments(rows, (model, length), bool(choosing)), one, other, number, sign)
-
-    def told_on(what: str, sign: int) -> str:
-        here, (one, other, number) = asked(what)
-        return paired.told([r | {"name": label} for label, r in here.items()], one, other, number, sign)
-
+    far = paired.by_words([r for r in rows if r["segment"] != SEGMENT], ("model", "length"), CHOOSING)
     return {
-        "better": lambda what: told(what, -1),
-        "worse": lambda what: told(what, 1),
-        "better on": lambda what: told_on(what, -1),
-        "worse on": lambda what: told_on(what, 1),
-        "far copies": far,
-        "far choosing": lambda what: far(what, True),
+        **paired.marks("far", far),
+        **paired.marks("text", on_text),
         "reading": lambda what: shown(*asked(what)),
         "reading-less": lambda what: lines(["", "Δ prose", "Δ all copies", f"Δ {FAR}"], less(*asked(what), "|" in what)),
     }

@@ -121,6 +121,10 @@ class Text:
         return self.tokens[:, -CALIBRATION:]
 
 
+def key(text: Text, args: argparse.Namespace) -> dict[str, Any]:
+    return {"model": args.model.name, "text": text.name, "length": text.length, "dtype": args.dtype}
+
+
 @dataclass(frozen=True)
 class Program:
     """
@@ -140,7 +144,7 @@ class Program:
     protocol: str
     settings: Callable[[Text], Sequence[Choice]]
     measure: Callable[[Any, Text, Choice, argparse.Namespace], Row]
-    key: Callable[[Text, argparse.Namespace], dict[str, Any]]
+    key: Callable[[Text, argparse.Namespace], dict[str, Any]] = key
     load: Callable[[Choice, Text, argparse.Namespace], Any] | None = None
     options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     lengths: tuple[int, ...] = (16384,)
