@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -226,16 +225,7 @@ def _rows(model: str, text: Path, length: int, trained: int, dtype: str, out: Pa
         "seed": SEED,
     }
     with refusing("--out"):
-        file = None if out is None else out / RESULT
-        return RowFile(file, **_finished(file), protocol=protocol)
-
-
-def _finished(file: Path | None) -> dict[str, Any]:
-    """What a run that came to its end has written beside its rows; empty: there was none."""
-    from ..checks import read_text
-
-    data = json.loads(read_text(file)) if file is not None and file.is_file() else {}
-    return {k: v for k, v in data.items() if k not in ("rows", "protocol")} if isinstance(data, dict) else {}
+        return RowFile(None if out is None else out / RESULT, protocol=protocol)
 
 
 def _leave_out(search: Search, model: str) -> None:

@@ -53,8 +53,8 @@ class RowFile:
 
     Args:
         path: None keeps them in memory alone.
-        head: a mapping `protocol` among it must be the file's, whose further keys it gets; that of JSON lines is kept beside
-            them, in protocol.json.
+        head: what a .json file says beside is added, where it is not said here. A mapping `protocol` among it must be the
+            file's, whose further keys it gets; that of JSON lines is kept beside them, in protocol.json.
 
     Raises:
         ValueError: the file holds no rows, rows of another protocol, or a line that is no row. A last line that was cut off
@@ -119,6 +119,7 @@ class RowFile:
             if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
                 raise ValueError(f"{self.path} holds no rows; nothing is overwritten: choose another folder")
             self._agree(data.get("protocol", {}))
+            self.head = {k: v for k, v in data.items() if k not in ("rows", "protocol")} | self.head
             return list(data["rows"])
         self._agree(self._protocol())
         lines, rows = text.split("\n"), []

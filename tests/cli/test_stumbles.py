@@ -286,7 +286,7 @@ def test_yarn_makes_a_longer_model_that_needs_no_plugin(
     def save(choice: str, purpose: str) -> str:
         """What is said; the folder is taken for one of the command's own."""
         module._check(out, 0.02)
-        rows = RowFile(out / "extend.json", **module._finished(out / "extend.json"), protocol={"to": 4096})
+        rows = RowFile(out / "extend.json", protocol={"to": 4096})
         found = {"to": 4096, "purpose": purpose, "tolerance": 0.02, "edge": 1024, "copies": [], "probed": dict}
         search = SimpleNamespace(settings=settings, rows=rows, **found)
         module._save(search, choice, str(files / "model"), "float32", tiny.tokenizer(), out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -127,29 +127,31 @@ def effective(results: Readings) -> list[Section]:
 
 def _maps(results: Readings, name: str, lengths: Sequence[int]) -> list[Figure]:
     """Of each setting accuracy and log-likelihood by length and depth."""
+    answers = [a for r in results.rows if r["task"] == name for a in r["answers"]]
     bands = [f"{20 * i}–{20 * i + 20} %" for i in range(5)] if name == "needles" else None
-    depths = sorted({round(a["depth"], 2) for r in results.rows if r["task"] == name for a in r["answers"]})
+    depths = sorted({round(a["depth"], 2) for a in answers})
     labels = bands or [f"{100 * d:.0f} %" for d in depths]
 
     def row_of(depth: float) -> int:
         return min(int(depth * 5), 4) if bands else depths.index(round(depth, 2))
 
-    grids = _grids(results, name, lengths, row_of)
-    figures = []
-    worst = min((a["log_likelihood"] / a["tokens"] for g in grids.values() for c in g.values() for a in c), default=-1.0)
+    worst = min((a["log_likelihood"] / a["tokens"] for a in answers), default=-1.0)
     scale = math.floor(worst) if worst < 0 else -1.0
-    right = any(a["exact"] for g in grids.values() for c in g.values() for a in c)
-    for i, (s, cells) in enumerate(grids.items()):
-        shapes = (range(len(labels)), range(len(lengths)))
+    right = any(a["exact"] for a in answers)
+    figures = []
+    for i, s in enumerate(s for s in results.settings if any(results.of(s, name))):
         for kind, value, limits, unit in (
             ("accuracy", lambda a: float(a["exact"]), (0.0, 1.0), "share of answers right"),
             ("log-likelihood", lambda a: a["log_likelihood"] / a["tokens"], (float(scale), 0.0), "nats per answer token"),
         ):
             if kind == "accuracy" and not right:
                 continue  # a map of zeros says no more than the table
-            grid = [[mean_of([value(a) for a in cells.get((y, x), [])]) for x in shapes[1]] for y in shapes[0]]
+            cells: list[list[list[float]]] = [[[] for _ in lengths] for _ in labels]
+            for r in results.of(s, name):
+                for a in r["answers"]:
+                    cells[row_of(a["depth"])][lengths.index(r["length"])].append(value(a))
             png = heat_map(
-                grid,
+                [[mean_of(cell) for cell in row] for row in cells],
                 labels,
                 [tokens_shown(n) for n in lengths],
                 "length (tokens)",
@@ -161,20 +163,6 @@ def _maps(results: Readings, name: str, lengths: Sequence[int]) -> list[Figure]:
             alt = f"Heat map of {kind} by length and depth of the needle under {s}"
             figures.append(Figure(f"{name}-{i:02d}-{kind}", png, alt, f"{s}: {kind}; all maps of a kind share one scale."))
     return figures
-
-
-#: Answers by (row, column) of a map.
-Grid = dict[tuple[int, int], list[Mapping[str, float]]]
-
-
-def _grids(results: Readings, name: str, lengths: Sequence[int], row_of: Callable[[float], int]) -> dict[str, Grid]:
-    """By setting, of those that have answers."""
-    grids: dict[str, Grid] = {s: {} for s in results.settings}
-    for s, cells in grids.items():
-        for r in results.of(s, name):
-            for a in r["answers"]:
-                cells.setdefault((row_of(a["depth"]), lengths.index(r["length"])), []).append(a)
-    return {s: cells for s, cells in grids.items() if cells}
 
 
 def _share(hits: Sequence[bool]) -> str | None:
