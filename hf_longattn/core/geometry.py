@@ -7,6 +7,7 @@ under padding, packing and any cache) indices serve; elsewhere rows carry explic
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -47,12 +48,17 @@ class Rows:
         query_ids, key_ids: where positions do not count as cache indices do, those of queries, int64 (batch or 1, q_len), and
             of keys, (batch or 1, kv_len), from the start of each one's sequence. They never fall along it if no key is
             hidden by `allowed`, or `hides_tokens`.
+        query_axes, key_axes: where tokens are rotated that have a position on each of several axes (M-RoPE), int64 (axes,
+            batch or 1, q_len) and (axes, batch or 1, kv_len), from the start of each one's sequence. Bands of keys begin and
+            end on the first axis, time; all else goes by indices and ids.
     """
 
     index: Tensor
     allowed: Tensor | None = None
     query_ids: Tensor | None = None
     key_ids: Tensor | None = None
+    query_axes: Tensor | None = None
+    key_axes: Tensor | None = None
     _known: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -110,11 +116,21 @@ class Rows:
     def at(self, query_ids: Tensor, key_ids: Tensor) -> Rows:
         """The same rows with explicit positions, int64 (batch or 1, q_len) and (batch or 1, kv_len)."""
         batch = max(self.index.shape[0], query_ids.shape[0], key_ids.shape[0])
-        return Rows(self.index.expand(batch, -1, -1), self.allowed, query_ids, key_ids)
+        return Rows(self.index.expand(batch, -1, -1), self.allowed, query_ids, key_ids, self.query_axes, self.key_axes)
+
+    def by_axis(self, query_axes: Tensor, key_axes: Tensor) -> Rows:
+        """The same rows of tokens that have several positions each; reads the device."""
+        batch, kv_len = max(self.index.shape[0], query_axes.shape[1], key_axes.shape[1]), key_axes.shape[2]
+        rows = Rows(self.index.expand(batch, -1, -1), self.allowed, self.query_ids, self.key_ids, query_axes, key_axes)
+        index, first, time = rows.key_indices(kv_len)[:, 0], rows.key_starts(kv_len).expand(-1, kv_len), key_axes[0]
+        inside = (index >= first) & (index <= rows.columns.high.amax(-1, keepdim=True))
+        falls = (time.diff() < 0) & inside[:, 1:] & inside[:, :-1] & (first.diff() == 0)
+        return rows.masked(rows.visible(kv_len)) if bool(falls.any()) else rows  # bands are no intervals of keys then
 
     def masked(self, allowed: Tensor) -> Rows:
         """The same rows under one more mask, bool, broadcastable to (batch, heads, q_len, kv_len)."""
-        return Rows(self.index, allowed if self.allowed is None else self.allowed & allowed, self.query_ids, self.key_ids)
+        allowed = allowed if self.allowed is None else self.allowed & allowed
+        return dataclasses.replace(self, allowed=allowed, _known={})
 
     @functools.cached_property
     def span(self) -> int:
@@ -149,14 +165,26 @@ class Rows:
             return None
         return (first, last) if q_len in (1, last - first + 1) and first <= last else None
 
+    def query_places(self) -> Tensor:
+        """Where queries are rotated: `query_axes`, or `query_positions` where each has one."""
+        return self.query_positions() if self.query_axes is None else self.query_axes
+
+    def key_places(self, kv_len: int) -> Tensor:
+        """Where keys are rotated: `key_axes`, or `key_positions` where each has one."""
+        return self.key_positions(kv_len) if self.key_axes is None else self.key_axes
+
     def query_positions(self) -> Tensor:
-        """Query positions counted from the start of each row's sequence, int64 (batch or 1, q_len), >= 0."""
+        """Query positions counted from the start of each row's sequence, int64 (batch or 1, q_len), >= 0; of several, time."""
+        if self.query_axes is not None:
+            return self.query_axes[0]
         if self.query_ids is not None:
             return self.query_ids
         return (self.columns.query - self.columns.start).clamp(min=0)
 
     def key_positions(self, kv_len: int) -> Tensor:
         """Key positions counted likewise, int64 (batch or 1, kv_len)."""
+        if self.key_axes is not None:
+            return self.key_axes[0]
         if self.key_ids is not None:
             return self.key_ids
         return (self.key_indices(kv_len)[:, 0] - self.key_starts(kv_len)).clamp(min=0)
@@ -173,8 +201,9 @@ class Rows:
         """Only the keys at positions first .. last of each row's sequence, both (batch or 1, q_len) or no limit."""
         if first is None and last is None:
             return self
-        if self.key_ids is not None and self.allowed is not None and not self.hides_tokens:  # they may fall: no interval
-            own = self.key_ids[:, None, None]
+        ids = self._ids
+        if ids is not None and self.allowed is not None and not self.hides_tokens:  # they may fall: no interval
+            own = ids[:, None, None]
             inside = [own >= first[:, None, :, None]] if first is not None else []
             inside += [own <= last[:, None, :, None]] if last is not None else []
             return self.masked(functools.reduce(torch.logical_and, inside))
@@ -183,17 +212,22 @@ class Rows:
             columns = columns._replace(low=torch.maximum(columns.low, self._index_of(first)))
         if last is not None:
             columns = columns._replace(high=torch.minimum(columns.high, self._index_of(last + 1) - 1))
-        return Rows(columns.stacked(), self.allowed, self.query_ids, self.key_ids)
+        return dataclasses.replace(self, index=columns.stacked(), _known={})
+
+    @property
+    def _ids(self) -> Tensor | None:
+        """The keys' explicit positions by which bands begin and end."""
+        return self.key_ids if self.key_axes is None else self.key_axes[0]
 
     def _index_of(self, position: Tensor) -> Tensor:
         """The first cache index in each row's sequence whose position is at least `position`, both (batch or 1, q_len)."""
         start, high = self.columns.start, self.columns.high
-        if self.key_ids is None:
+        if (ids := self._ids) is None:
             return start + position
-        kv_len = self.key_ids.shape[1]
+        kv_len = ids.shape[1]
         index, first = self.key_indices(kv_len)[:, 0], self.key_starts(kv_len)
         high = high if self.index.shape[1] == kv_len else high[:, -1:]
-        own = torch.where(index < first, -1, torch.where(index > high, FAR - 1, self.key_ids))
+        own = torch.where(index < first, -1, torch.where(index > high, FAR - 1, ids))
         own, sought = first * FAR + own, start * FAR + position
         batch = max(own.shape[0], sought.shape[0])
         own, sought = (x.expand(batch, -1).contiguous() for x in (own, sought))
@@ -229,7 +263,8 @@ class Rows:
     def take(self, rows: Tensor) -> Rows:
         """Some of the rows by their numbers, int64 (n,)."""
         allowed = self.allowed if self.allowed is None or self.allowed.shape[-2] == 1 else self.allowed[:, :, rows]
-        return Rows(self.index[:, rows], allowed, None if self.query_ids is None else self.query_ids[:, rows], self.key_ids)
+        ids, axes = (None if x is None else x[..., rows] for x in (self.query_ids, self.query_axes))
+        return Rows(self.index[:, rows], allowed, ids, self.key_ids, axes, self.key_axes)
 
     def sinks(self, kv_len: int, count: int) -> Tensor:
         """bool (batch or 1, q_len, kv_len), True for the keys at the first `count` positions of the row's sequence."""

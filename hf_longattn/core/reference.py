@@ -5,11 +5,13 @@ Every fast path is tested against this file, which shares no stage with them: it
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..config import LongAttnConfig
-from ..slots.base import EntropyTemperature, KeyBands, LengthTemperature
+from ..slots.base import EntropyTemperature, KeyBands, LengthTemperature, Spectrum
 from .call import Call
 from .geometry import Rows
 from .rotary import Rotation
@@ -34,16 +36,15 @@ def dense_attention(call: Call) -> tuple[Tensor, Tensor]:
         value.to(compute).repeat_interleave(group, 1),
     )
 
-    i, j = rows.query_positions()[:, :, None], rows.key_positions(kv_len)[:, None]
-    rows, excess = _banded(config, rows, i, j)
+    rows, shown = _banded(config, rows, kv_len)
     if config.score is not None:
         query, key, scaling = config.score.fold(query, key)
-    if excess is None:
+    if shown is None:
         logits = scaling * (query @ key.transpose(-1, -2))
     else:
         if call.rotation is None:
             raise ValueError("a remap of rotary distances needs rotation=, the model's frequencies")
-        logits = scaling * remapped_scores(query, key, excess, call.rotation, config.remap, i, j)
+        logits = scaling * remapped_scores(query, key, call.rotation, shown)
     if call.softcap:
         logits = call.softcap * torch.tanh(logits / call.softcap)
     learned = dict(call.learned or {})
@@ -75,44 +76,81 @@ def dense_attention(call: Call) -> tuple[Tensor, Tensor]:
     return output.to(dtype), weights
 
 
-def _banded(config: LongAttnConfig, rows: Rows, i: Tensor, j: Tensor) -> tuple[Rows, Tensor | None]:
-    """Rows that see what the config shows, and by how much the distance shown exceeds the true one, None: not at all.
+class Shown(NamedTuple):
+    """How far apart a remap shows queries and keys, on each axis of their positions (text has one).
 
-    The excess is (batch or 1, kv_heads or 1, q_len, kv_len).
+    Args:
+        distance: float64 (axes, batch or 1, kv_heads or 1, q_len, kv_len).
+        true: how far apart they are, int64 (axes, batch or 1, q_len, kv_len).
+        rescaled: bool (batch or 1, q_len, kv_len), the pairs that are turned by the remap's spectrum; None: there are none.
+        spectrum: from the model's frequencies to that, and a factor on what is turned by it.
     """
+
+    distance: Tensor
+    true: Tensor
+    rescaled: Tensor | None
+    spectrum: Spectrum
+
+
+def _banded(config: LongAttnConfig, rows: Rows, kv_len: int) -> tuple[Rows, Shown | None]:
+    """Rows that see what the config shows, and how far away; None: as far as they are."""
+    i, j = rows.query_positions()[:, :, None], rows.key_positions(kv_len)[:, None]
     if config.visibility is not None:
         rows = rows.masked(config.visibility.visible(i, j)[:, None])
-    if config.remap is None:
+    remap = config.remap
+    if remap is None:
         return rows, None
-    distance = config.remap.distance(i, j)
-    distance = distance[..., None] if distance.ndim == 3 else distance
-    return rows, (distance - (i - j)[..., None]).movedim(-1, 1)
+    if rows.query_axes is None or rows.key_axes is None:
+        distance, true = remap.distance(i, j), i - j
+        distance, true = (distance[..., None] if distance.ndim == 3 else distance)[None], true[None]
+    else:
+        distance, true = _by_axis(remap, rows.query_axes, rows.key_axes)
+    return rows, Shown(distance.movedim(-1, 2), true, remap.rescaled(i, j), remap.spectrum)
 
 
-def remapped_scores(
-    query: Tensor, key: Tensor, excess: Tensor, rotation: Rotation, remap: KeyBands | None, i: Tensor, j: Tensor
-) -> Tensor:
-    """q . k for vectors whose distance is to appear as `excess` more than it is: q^T R k, pair of features by pair.
+def _by_axis(remap: KeyBands, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+    """The distances shown on several axes, (axes, batch or 1, q_len, kv_len, kv_heads or 1), and the true ones.
 
-    Where `remap` rescales them, pairs are turned by its spectrum, and scaled.
+    The first axis decides in which band of a query a key lies; f(i) - g(j) is its distance there, on each axis.
     """
-    excess = excess.repeat_interleave(query.shape[1] // excess.shape[1], 1)
+    true = i[..., None] - j[:, :, None]
+    distance = true.double()[..., None]
+    for band in remap.bands(i[0]):
+        inside = torch.ones_like(true[0], dtype=torch.bool)
+        if band.first is not None:
+            inside = inside & (j[0][:, None] >= band.first[..., None])
+        if band.last is not None:
+            inside = inside & (j[0][:, None] <= band.last[..., None])
+        f, g = (x.double() if to is None else to(x) for to, x in ((band.query, i), (band.key, j)))
+        f, g = (x if x.ndim == 4 else x[..., None] for x in (f, g))  # heads
+        distance = torch.where(inside[..., None], f[:, :, :, None] - g[:, :, None], distance)
+    return distance, true
+
+
+def remapped_scores(query: Tensor, key: Tensor, rotation: Rotation, shown: Shown) -> Tensor:
+    """q . k for vectors whose distances are to appear as those shown: q^T R k, pair of features by pair.
+
+    Where a remap rescales them, pairs are turned by its spectrum, and scaled.
+    """
+    distance = shown.distance.repeat_interleave(query.shape[1] // shown.distance.shape[2], 2)
     q1, q2, q_rest = rotation.split(query)
     k1, k2, k_rest = rotation.split(key)
     scores = q_rest @ k_rest.transpose(-1, -2)
     frequencies = rotation.inv_freq.double()
-    late = None if remap is None else remap.rescaled(i, j)
-    shown, factor = (frequencies, 1.0) if remap is None else remap.spectrum(frequencies)
+    rescaled, factor = frequencies, 1.0
+    if shown.rescaled is not None:
+        rescaled, factor = shown.spectrum(frequencies)
     for f, frequency in enumerate(frequencies):
-        angle = excess * frequency
-        if late is not None:
-            angle = angle + late[:, None] * (excess + (i - j)[:, None]) * (shown[f] - frequency)
+        a = 0 if len(distance) == 1 else rotation.axes[f]
+        angle = (distance[a] - shown.true[a, :, None]) * frequency
+        if shown.rescaled is not None:
+            angle = angle + shown.rescaled[:, None] * distance[a] * (rescaled[f] - frequency)
         cos, sin = angle.cos().to(query.dtype), angle.sin().to(query.dtype)
-        if late is not None:
-            cos, sin = (torch.where(late[:, None], factor**2 * x, x) for x in (cos, sin))
-        (a, b), (c, d) = ((x[..., f, None] for x in pair) for pair in ((q1, q2), (k1, k2)))
-        c, d = c.transpose(-1, -2), d.transpose(-1, -2)
-        scores = scores + cos * (a * c + b * d) + sin * (a * d - b * c)
+        if shown.rescaled is not None:
+            cos, sin = (torch.where(shown.rescaled[:, None], factor**2 * x, x) for x in (cos, sin))
+        (u, v), (x, y) = ((z[..., f, None] for z in pair) for pair in ((q1, q2), (k1, k2)))
+        x, y = x.transpose(-1, -2), y.transpose(-1, -2)
+        scores = scores + cos * (u * x + v * y) + sin * (u * y - v * x)
     return scores
 
 

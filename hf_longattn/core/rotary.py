@@ -26,11 +26,13 @@ class Rotation:
         interleaved: pairs are features (2f, 2f + 1) instead of (f, f + pairs), counted from `first` on.
         first: the first rotated feature; those before it, and from first + 2 * pairs on, are not rotated (partial rotary,
             latent attention).
+        axis: of tokens that have several positions each (M-RoPE), the axis whose position turns each pair; None: not known.
     """
 
     inv_freq: Tensor
     interleaved: bool = False
     first: int = 0
+    axis: tuple[int, ...] | None = None
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x (batch, heads, n, head_dim) rotated by angles (batch or 1, n, key heads or 1, pairs), in float32 at least."""
@@ -43,6 +45,13 @@ class Rotation:
         """Every pair (a, b) as (-b, a); what is not rotated as 0."""
         first, second, rest = self.split(x)
         return self.join(-second, first, torch.zeros_like(rest))
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """`axis`; ValueError where it is not known."""
+        if self.axis is None:
+            raise ValueError("tokens with several positions each need Rotation(axis=), the axis that turns each pair")
+        return self.axis
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The first and second features of all pairs, (..., pairs) each, and the features that are not rotated."""
@@ -87,7 +96,10 @@ class Turn(NamedTuple):
         return self.rotation
 
     def kept_angles(self, position: Tensor, tables: TableCache) -> Angles:
-        """`angles` of position, int64 (batch or 1, n), >= 0, kept in tables: both (batch or 1, n, key heads or 1, pairs)."""
+        """`angles` of position, int64 (batch or 1, n) or (axes, batch or 1, n), >= 0, kept in tables.
+
+        Both (batch or 1, n, key heads or 1, pairs).
+        """
         return self._look_up(position, self.name, self.angles, tables)
 
     def by_feature(self, position: Tensor, head_dim: int, tables: TableCache) -> Angles:
@@ -96,12 +108,13 @@ class Turn(NamedTuple):
         Both (batch or 1, n, key heads or 1, head_dim).
         """
 
-        def widened(p: Tensor) -> Angles:
-            cos, sin = self.angles(p)
+        def widened(cos: Tensor, sin: Tensor) -> Angles:
             rest = cos.new_zeros(*cos.shape[:-1], head_dim - 2 * cos.shape[-1])
             return self.by.join(cos, cos, rest + 1), self.by.join(-sin, -sin, rest)
 
-        return self._look_up(position, (self.name, head_dim), widened, tables)
+        if position.ndim > 2:
+            return widened(*self.kept_angles(position, tables))
+        return self._look_up(position, (self.name, head_dim), lambda p: widened(*self.angles(p)), tables)
 
     def _look_up(self, position: Tensor, name: Hashable, build: Callable[[Tensor], Angles], tables: TableCache) -> Angles:
         if not keepable(position):
@@ -113,6 +126,9 @@ class Turn(NamedTuple):
                 return build(torch.arange(length, device=position.device))
 
         cos, sin = tables.get((self.by, name, length, position.device, version(self.by.inv_freq)), build_all)
+        if position.ndim > 2:
+            which = torch.tensor(self.by.axes, device=position.device).expand(1, *position.shape[1:], *cos.shape[1:])
+            return cos[position].gather(0, which)[0], sin[position].gather(0, which)[0]
         first, n = int(position[0, 0]), position.shape[1]
         if bool((position == torch.arange(first, first + n, device=position.device)).all()):
             return cos[None, first : first + n], sin[None, first : first + n]
@@ -121,18 +137,22 @@ class Turn(NamedTuple):
     def angles(self, position: Tensor) -> Angles:
         """cos and sin of the angle from position to remap(position): (..., key heads or 1, pairs), in inv_freq's dtype.
 
-        With a spectrum the latter is at its frequencies, and both are multiplied by its factor.
+        Positions (axes, batch or 1, n) have one for each pair. With a spectrum the latter is at its frequencies, and both are
+        multiplied by its factor.
         """
         # The old angle is rounded as the model rounded it, so that undoing it is exact; then nothing more is lost.
         # Models take frequencies that are in half precision (model.half()) to float32 before they multiply
         inv_freq = self.by.inv_freq
         frequency = inv_freq.to(position.device, torch.promote_types(inv_freq.dtype, torch.float32))
-        old = (position[..., None].to(frequency.dtype) * frequency).double()
+        if several := position.ndim > 2:
+            position = position[list(self.by.axes)].movedim(0, -1)
+        old = ((position if several else position[..., None]).to(frequency.dtype) * frequency).double()
         new = self.remap(position).double()
         new = new[..., None] if new.ndim == position.ndim else new
+        new = new.transpose(-1, -2) if several else new[..., None]
         wide = torch.float64 if frequency.dtype == torch.float64 else torch.float32
         shown, factor = (frequency.double(), None) if self.spectrum is None else self.spectrum(frequency.double())
-        angle = new[..., None] * shown - old[..., None, :]
+        angle = new * shown - old[..., None, :]
         cos, sin = angle.cos(), angle.sin()
         if factor is not None:
             cos, sin = factor * cos, factor * sin

@@ -70,7 +70,7 @@ class Segment(NamedTuple):
 
     def _narrowed(self) -> Rows:
         whole = self.whole
-        rows = Rows(whole.index, whole.allowed, whole.query_ids, whole.key_ids)  # kept with the whole ones, and keeps them not
+        rows = dataclasses.replace(whole, _known={})  # kept with the whole ones, and keeps them not
         for _, band in self.bands:
             rows = rows.narrowed(band.first, band.last)
         return rows
@@ -78,7 +78,7 @@ class Segment(NamedTuple):
     def seen(self, kv_len: int) -> tuple[slice | None, Tensor | None]:
         """The columns of these keys that some row sees, None: no row any; and which of them each row sees, None: all."""
         rows = self.whole
-        if rows.allowed is None and rows.key_ids is None and rows.index.shape[:2] == (1, 1):
+        if rows.allowed is None and rows.key_ids is None and rows.key_axes is None and rows.index.shape[:2] == (1, 1):
             _, key_start, start, low, high = rows.index[0, 0].tolist()
             for _, band in self.bands:
                 low = low if band.first is None else max(low, start + int(band.first))
@@ -116,10 +116,10 @@ class BySegment:
             own, query, key = segment.rows, segment.query, segment.key
             if self.segments and own.once("nothing", functools.partial(_sees_nothing, own)):
                 continue
-            by_query = None if query is None else query.kept_angles(rows.query_positions(), call.cache)
+            by_query = None if query is None else query.kept_angles(rows.query_places(), call.cache)
             by_key = None
             if key is not None:
-                j = rows.key_positions(self.kv_len)
+                j = rows.key_places(self.kv_len)
                 paged = call.pages is not None
                 by_key = key.by_feature(j, call.key.shape[3], call.cache) if paged else key.kept_angles(j, call.cache)
             self.segments.append(ReadySegment(own, by_query, by_key))

@@ -24,7 +24,7 @@ from .caches import is_paged
 from .engines import ulysses
 from .engines.heads import of_these_heads
 from .engines.paged import ARGUMENTS, paged_attention
-from .masks import BOTH_WAYS, Sight, attention_function, base_implementation, is_carrier, read_mask, sight_of
+from .masks import BOTH_WAYS, Sight, attention_function, base_implementation, is_carrier, read_mask
 from .passes import Asked, find
 from .positions import rows_under
 from .turned import beside
@@ -57,6 +57,10 @@ _HARMLESS = frozenset(
 _IN_PAGES = _HARMLESS | ARGUMENTS
 #: As it was before torch's context_parallel may have put another in its place.
 _SDPA = torch.nn.functional.scaled_dot_product_attention
+_IN_PARTS = (
+    "tokens at several positions each, as those of pictures are in a model with M-RoPE, are read by a remap of rotary "
+    "distances in whole sequences: not in paged caches, and not split over processes"
+)
 #: What a layer that is left alone computes where no other function knows its rows.
 _LEFT_ALONE = LongAttnConfig()
 
@@ -85,6 +89,8 @@ def attention_forward(
     paged = is_paged(kwargs)
     exchanged = attention_mask is None and not paged and ulysses.is_exchanged(asked, query, key)
     split = exchanged or plan.state.group is not None
+    if now is not None and now.axes is not None and (split or paged):
+        raise NotImplementedError(_IN_PARTS)
     if plan.config is not None or split:
         _refuse(asked, _IN_PAGES if paged else _HARMLESS)
     if split:
@@ -93,7 +99,7 @@ def attention_forward(
         out = paged_attention(asked, query, key, value, _over_rows if plan.config is not None else _left_alone), None
     elif plan.config is None:
         out = _base(asked, query, key, value, attention_mask)
-    elif now is not None and now.pictured:
+    elif now is not None and now.axes is not None and now.unchanged(plan):
         out = _before_method(asked, query, key, value, attention_mask)
     else:
         out = _seen(asked, query, key, value, rows_under(attention_mask, asked, query.shape[2], key.shape[2]))
@@ -103,21 +109,21 @@ def attention_forward(
 def _before_method(
     asked: Asked, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """What a layer with a method did before, in a pass in which that changes nothing."""
-    if mask is None or asked.weights or not is_carrier(mask):
+    """What a layer with a method did before, in a pass with pictures in which that changes nothing."""
+    stock = None
+    if mask is not None and is_carrier(mask):
+        stock = rows_under(mask, asked, query.shape[2], key.shape[2]).stock  # the pass notes where its tokens stand
+    if stock is None or asked.weights:
         return _base(asked, query, key, value, mask)
-    sight = sight_of(mask)
-    sight.now = asked.now
-    if sight.stock is None:
-        return _base(asked, query, key, value, mask)
-    return _run(sight.stock.function(asked.module), asked, query, key, value, sight.stock.mask)
+    return _run(stock.function(asked.module), asked, query, key, value, stock.mask)
 
 
 def _seen(asked: Asked, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> tuple[Tensor, Tensor | None]:
     """A layer's method, or the model's own attention where the method changes nothing in the longest text of the pass."""
     weights, stock, rows = asked.weights, sight.stock, sight.rows
     assert rows is not None
-    if stock is not None and not weights and sight.changes_nothing(asked.plan.identity_below):
+    several = asked.now is not None and asked.now.axes is not None
+    if stock is not None and not weights and not several and sight.changes_nothing(asked.plan.identity_below):
         return _run(stock.function(asked.module), asked, query, key, value, stock.mask)
     if sight.prepared is None and not asked.traced:
         sight.prepared = prepared(rows)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
@@ -21,14 +21,18 @@ from .layers import View
 from .names import described
 from .state import AttentionState, LayerPlan, Plans, model_of, plan_of, turn
 
-_AXES = (
-    "this call's tokens are at several positions each, as those of pictures are in a model with M-RoPE, and a remap of rotary "
-    "distances knows one: give it text alone, or take a method that leaves the positions as they are"
+_AXES = "this call's tokens are at several positions each, as those of pictures are in a model with M-RoPE, and "
+COMPILED = _AXES + "a remap of rotary distances reads them where nothing is compiled: call without torch.compile"
+_UNDEFINED = (
+    _AXES + "{name} is not defined for them: {why}. Texts with pictures are read as before where it changes nothing, here "
+    "below position {near:.0f}, and this call reaches {position}; take rerope or leaky_rerope beyond"
 )
-_PICTURES = (
-    "{axes}. Texts with pictures are read as before where the method changes nothing: here below position {near:.0f}{few}, "
-    "and this call reaches {position} with {tokens} tokens"
+_UNKNOWN = (
+    _AXES + "a remap of rotary distances needs those of all {held} keys in the KV cache, of which {known} were read under it: "
+    "fill the cache anew"
 )
+_ENDS = _AXES + "this one's position_ids do not continue where the KV cache ends: the positions of cached keys are unknown"
+_SAY = _AXES + "this one, behind pictures in the KV cache, has no position_ids: pass them"
 _OTHERWISE = (
     "position_ids are counted differently from those of the keys in the KV cache: some calls skip padding, as generate() does "
     "(attention_mask.cumsum(-1) - 1), others count it, as calls without position_ids do, or start elsewhere. Every call on "
@@ -44,8 +48,8 @@ Numbering: TypeAlias = tuple[bool, bool, bool]
 _ANY: Numbering = (True, True, True)
 #: The entry of a cache's __dict__ that says it of its keys.
 NOTE = "longattn_numbering"
-#: That which says that some of them are at several positions each.
-PICTURED = "longattn_pictured"
+#: That which holds their positions, if some of them are at several each: int64 (axes, batch, keys), as the model got them.
+AXES = "longattn_axes"
 
 
 @dataclass(eq=False)
@@ -59,8 +63,10 @@ class Pass:
         weights: whether that was asked for attention weights.
         cache: the KV cache that its model was given.
         frame: what runs it and ends with it; None after its end.
-        pictured: tokens of it, or keys that it finds in its cache, are at several positions each, in a model with a remap;
-            that changes nothing in it.
+        axes: in a model with a remap, where the call's tokens stand if some of them, or keys in its cache, are at several
+            positions each: int64 (axes, batch or 1, q_len); None: each token is at one.
+        whole: the same of the keys in its cache, from the first on, and then of all.
+        longest: the largest of the first axis, and the number of tokens.
     """
 
     outer: Pass | None
@@ -69,7 +75,9 @@ class Pass:
     weights: bool = False
     cache: Cache | None = None
     frame: FrameType | None = None
-    pictured: bool = False
+    axes: Tensor | None = None
+    whole: Tensor | None = None
+    longest: tuple[int, int] = (0, 0)
     after: Numbering | None = None  # how the keys are numbered in the cache that it leaves
     kept: dict[Any, Any] = field(default_factory=dict)  # what `engines` found out for its layers
 
@@ -82,6 +90,16 @@ class Pass:
         except RuntimeError:
             return True
         return False
+
+    @property
+    def numbers_text(self) -> bool:
+        """Whether its position_ids have an axis of the text's own, before those that turn."""
+        return self.positions is not None and self.positions.ndim > 2 and len(self.positions) > 3
+
+    def unchanged(self, plan: LayerPlan) -> bool:
+        """Of a pass with `axes`, whether a layer computes what it did before its method."""
+        (near, few), (position, tokens) = plan.limits, self.longest
+        return position < near and tokens <= few
 
     def note(self, behind: Numbering, tokens: Numbering, sees_cache: bool) -> None:
         """What one of its masks showed.
@@ -220,7 +238,7 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
     weights = bool(kwargs.get("output_attentions"))
     if torch.compiler.is_compiling():
         if remapped and positions is not None and positions.ndim > 2:
-            torch._assert_async((positions == positions[:1]).all(), _AXES)
+            torch._assert_async((positions == positions[:1]).all(), COMPILED)
         state.traced = Pass(None, None, positions, weights)
         return
     outer = current_pass()
@@ -236,11 +254,13 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
                 if not plans.hold:
                     raise ValueError(_REPLACED)
     cache = cache_in((*args, *kwargs.values()))
-    if pictured := remapped and _pictured(positions, cache):
-        _check_pictures(plans, positions, cache)
+    now = Pass(outer, plans, positions, weights, cache, sys._getframe(2))
+    _several(now, remapped)
+    if now.axes is not None:
+        _check_several(now, state, model)
     if cache is not None and (kept := state.beside.get(cache)) is not None:
         kept.begin(cache)
-    _PASS.set(Pass(outer, plans, positions, weights, cache, sys._getframe(2), pictured))
+    _PASS.set(now)
 
 
 def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
@@ -254,8 +274,8 @@ def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
     cache = cache_in(values_of(output))  # None where the pass failed
     if cache is not None and now.after is not None:
         cache.__dict__[NOTE] = now.after
-    if cache is not None and now.pictured:
-        cache.__dict__[PICTURED] = True
+    if cache is not None and now.axes is not None and now.whole is not None:
+        cache.__dict__[AXES] = now.whole
     now.frame = now.cache = now.outer = None  # masks know the pass, and may outlive it
 
 
@@ -279,24 +299,64 @@ def is_under(plans: Plans) -> bool:
     return (now := _PASS.get()) is not None and now.plans is plans
 
 
-def _pictured(positions: Tensor | None, cache: Cache | None) -> bool:
-    """See `Pass.pictured`."""
-    if cache is not None and PICTURED in cache.__dict__:
-        return True
-    if positions is None or positions.ndim == 2 or not readable(positions):
-        return False
-    return not bool((positions == positions[:1]).all())
+def _several(now: Pass, remapped: bool) -> None:
+    """Find out whether tokens of a pass, or keys in its cache, are at several positions each.
+
+    Raises:
+        ValueError: keys in the cache are, and the positions of some are not known.
+    """
+    positions, cache = now.positions, now.cache
+    known: Tensor | None = None if cache is None else cache.__dict__.get(AXES)
+    differ = False
+    if remapped and positions is not None and positions.ndim > 2 and readable(positions):
+        differ = bool((positions != positions[:1]).any())
+    if known is None and not differ:
+        return
+    held = 0 if cache is None else int(cache.get_seq_length())
+    if cache is not None and known is not None and known.shape[-1] > held:  # cropped since
+        known = cache.__dict__[AXES] = known[..., :held]
+    if not remapped:  # the keys that it writes are not known then
+        return
+    if known is not None and known.shape[-1] != held:
+        raise ValueError(_UNKNOWN.format(held=held, known=known.shape[-1]))
+    if positions is None:
+        raise ValueError(_SAY)
+    own = (positions if positions.ndim > 2 else positions[None])[-3:]  # of four the first numbers the text
+    now.axes, now.whole = own.expand(3, -1, -1), known
+    now.longest = int(own[0].max()), held + own.shape[-1]
+    if known is not None and held:
+        if bool((own[0, :, 0] > known.amax((0, 2)).to(own.device) + 1).any()):  # keys were thrown away
+            raise ValueError(_ENDS)
+        now.longest = max(now.longest[0], int(known[0].max())), now.longest[1]
 
 
-def _check_pictures(plans: Plans, positions: Tensor | None, cache: Cache | None) -> None:
-    """ValueError where a method would change something: remaps and windows go by positions, all else by tokens."""
-    near = few = math.inf
-    for plan in plans.of.values():
-        for m in () if plan.config is None else plan.config.methods:
-            limit = m.identity_below if plan.identity_below else 0  # where every call is to be seen
-            near, few = (min(near, limit), few) if m.slot in ("positions", "visibility") else (near, min(few, limit))
-    position = math.inf if positions is None else int(positions[-3:].max())  # of four axes the first numbers the text
-    tokens = (0 if positions is None else positions.shape[-1]) + (0 if cache is None else int(cache.get_seq_length()))
-    if position >= near or tokens > few:
-        also = "" if few == math.inf else f" and up to {few:.0f} tokens"
-        raise ValueError(_PICTURES.format(axes=_AXES, near=near, few=also, position=position, tokens=tokens))
+def _check_several(now: Pass, state: AttentionState, model: Any) -> None:
+    """Before a pass whose tokens are at several positions each: whether what a method changes in it is defined, and known.
+
+    Raises:
+        ValueError: a remap is not defined for such tokens, or how the model turns them is not understood.
+        NotImplementedError: some of its layers are compiled, which see one position.
+    """
+    changed = [] if now.plans is None else [p for p in now.plans.of.values() if p.rotary is not None and not now.unchanged(p)]
+    for plan in changed:
+        remap = None if plan.config is None else plan.config.remap
+        if remap is not None and remap.one_axis is not None:
+            near, position = plan.limits[0], now.longest[0]
+            raise ValueError(_UNDEFINED.format(name=remap.name, why=remap.one_axis, near=near, position=position))
+    if changed and any(m._compiled_call_impl is not None for m in model.modules()):
+        raise NotImplementedError(COMPILED)
+    sources = [plan.rotary for plan in changed if plan.rotary is not None]
+    if state.by_axis is not None and any(source.axis is None and not source.still for source in sources):
+        state.by_axis(state, model, 4 if now.numbers_text else 3)
+
+
+def carried(original: Callable[..., Any], self: Cache, *args: Any, **kwargs: Any) -> Any:
+    """Let the positions of a cache's keys go where these go, when its rows are reordered, repeated or selected."""
+    out = original(self, *args, **kwargs)
+    if (axes := self.__dict__.get(AXES)) is not None:
+        given = args[0] if args else next(iter(kwargs.values()))
+        if isinstance(given, int):
+            self.__dict__[AXES] = axes.repeat_interleave(given, 1)
+        else:
+            self.__dict__[AXES] = axes[:, given.to(axes.device)]
+    return out

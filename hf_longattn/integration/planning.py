@@ -25,7 +25,7 @@ from .rope import check_built
 from .rotation import find_rotary
 from .state import AttentionState, LayerPlan, enrol, plan_of, set_plan
 from .trained import ORIGINAL, Trained, rope_settings, trained
-from .verify import rotation_of, verify_at_first_call, verify_rotations
+from .verify import rotation_of, verify_at_first_call, verify_axes, verify_rotations
 
 #: What models call the norm of their queries, inside an attention module.
 QUERY_NORMS = ("q_norm", "q_layernorm", "q_layer_norm", "query_layernorm", "qk_norm")
@@ -80,7 +80,7 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
     _guard_positions(view, state)
     _guard_cached_turns(view, state)
     unverified = any(plan.rotary is not None and not plan.rotary.verified for plan in plans.values())
-    state.unverified = verify_at_first_call if unverified else None
+    state.unverified, state.by_axis = verify_at_first_call if unverified else None, verify_axes
     watch(view, state)
     enrol(view.model)
     return bound

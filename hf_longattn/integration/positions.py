@@ -18,7 +18,7 @@ from ..config import LongAttnConfig
 from ..core.geometry import Columns, Rows
 from ..core.tracing import readable
 from .masks import BOTH_WAYS, Seen, Sight, is_carrier, read_mask, seen_through, shows_the_future, sight_of
-from .passes import Asked, Numbering, Pass
+from .passes import COMPILED, Asked, Numbering, Pass
 
 _NO_MASK = "no attention mask arrived, so what each token sees and where it stands is unknown. "
 _PARALLEL = "Context parallelism takes the mask away and sets is_causal; it is not supported"
@@ -45,6 +45,13 @@ _UNKNOWN = (
     "they count as cache indices do or, as generate() makes them, as attention_mask.cumsum(-1) - 1; otherwise pass all tokens "
     "in one call. Or the cache holds more tokens than the prompt: crop it (cache.crop) before the call, or give the whole "
     "text; this call has added to it, so fill it anew"
+)
+_OWN_MASK = (
+    "a 4-D mask over a KV cache does not show where a text starts, from which positions in and behind pictures are counted: "
+    "pass a 2-D mask"
+)
+_BEFORE = (
+    "position_ids in a picture lie before those of the token with which its text starts: a remap does not know such pictures"
 )
 _SHARD = (
     "position_ids start at {off} although nothing comes before, and several processes run: this looks like one process's part "
@@ -86,6 +93,10 @@ def rows_under(mask: Tensor | None, asked: Asked, q_len: int, kv_len: int) -> Si
         if not asked.traced:
             mask.__dict__["longattn_sight"] = Sight(now=now)
         seen = seen_through(mask, q_len, kv_len)
+        if now is not None and now.axes is not None:
+            if seen.counted is not None:
+                raise ValueError(_OWN_MASK)
+            return Sight().place(_by_axis(seen, seen.rows, now, kv_len), positions, kv_len)
         rows = _placed(seen, positions, kv_len, remapped, None)
         if seen.counted is not None and plan.config is not None:
             refuse_unknown_start(plan.config, rows, positions)
@@ -105,29 +116,77 @@ def _placed(seen: Seen, position_ids: Tensor | None, kv_len: int, remapped: bool
         remapped: whether some layer remaps rotary distances, for which pictures cannot be counted as tokens.
         now: the pass that takes note of how its tokens are numbered.
     """
+    several = None if now is None or now.axes is None else now
+    if several is not None and not several.numbers_text:
+        return _by_axis(seen, seen.rows, several, kv_len)
     if position_ids is None:
         return seen.rows
-    position_ids = _one_axis(seen, position_ids, kv_len, remapped)
+    position_ids = _one_axis(seen, position_ids, kv_len, remapped, alone=now is None)
     if not readable(seen.rows.index):
         return _traced(seen, position_ids, kv_len)
     rows, found = _resolve(seen, position_ids, kv_len)
     if now is not None:
         now.note(*found)
-    return rows
+    return rows if several is None else _by_axis(seen, rows, several, kv_len)
 
 
-def _one_axis(seen: Seen, position_ids: Tensor, kv_len: int, remapped: bool) -> Tensor:
+def _by_axis(seen: Seen, rows: Rows, now: Pass, kv_len: int) -> Rows:
+    """The rows of a text with pictures, whose tokens are at several positions each; those of cached keys the pass knows."""
+    assert now.axes is not None
+    held = now.longest[1] - now.axes.shape[2]
+    if now.whole is None or now.whole.shape[2] == held:
+        known = _of_text(seen, now, kv_len, held) if now.whole is None else now.whole
+        batch = max(known.shape[1], now.axes.shape[1])
+        now.whole = torch.cat([x.expand(3, batch, -1).to(now.axes.device) for x in (known, now.axes)], -1)
+    whole, index = now.whole.to(rows.index.device), rows.columns
+    batch = max(whole.shape[1], len(rows.index))
+
+    def at(which: Tensor) -> Tensor:  # (batch or 1, n)
+        which = which.clamp(0, whole.shape[2] - 1).expand(batch, -1)
+        return whole.expand(-1, batch, -1).gather(2, which.expand(len(whole), -1, -1))
+
+    query = at(index.query) - at(index.start)[:1]
+    key = at(rows.key_indices(kv_len)[:, 0]) - at(rows.key_starts(kv_len))[:1]
+    if bool(((query < 0).any(0) & rows.tokens(kv_len)).any()):
+        raise ValueError(_BEFORE)
+    return rows.by_axis(query.clamp(min=0), key.clamp(min=0))
+
+
+def _of_text(seen: Seen, now: Pass, kv_len: int, held: int) -> Tensor:
+    """Where the cached keys of a text stand before its first picture, (1, batch, keys)."""
+    assert now.axes is not None
+    call = _Numbered(seen, now.axes[0], kv_len)
+    if bool((seen.first != held).any()):
+        raise ValueError(_UNKNOWN)
+    if not held:
+        return call.keys[None, :, :0]
+    if not bool(call.known.all()) or bool((call.keys[:, 0] != 0).any()):
+        raise ValueError(_UNKNOWN)
+    now.note(cast("Numbering", tuple(torch.stack(call.behind).tolist())), (True, True, True), True)
+    return call.cached[None, :, :held].clamp(min=0)
+
+
+def _one_axis(seen: Seen, position_ids: Tensor, kv_len: int, remapped: bool, alone: bool) -> Tensor:
     """The position_ids (batch or 1, tokens) of a model that may have several axes of them (M-RoPE).
 
-    Four axes are those of text and three that turn. Of fewer the first counts where all agree and it continues the cache; in
-    and behind pictures, whose tokens are at several positions each, tokens are counted.
+    Four axes are those of text and three that turn. Of fewer the first counts where all agree and it continues the cache, on
+    which a remap insists; in and behind pictures, whose tokens are at several positions each, tokens are counted.
+
+    Args:
+        alone: whether a layer is called by itself.
     """
     if position_ids.ndim == 2:
         return position_ids
     first = position_ids[0]
-    if position_ids.shape[0] > 3 or remapped:  # which gets no pictures: see `passes`
+    if position_ids.shape[0] > 3:
         return first
-    agree = (position_ids == first).all() & _Numbered(seen, first, kv_len).known.all()
+    agree = (position_ids == first).all()
+    if remapped and not readable(position_ids):
+        torch._assert_async(agree, COMPILED)
+    elif remapped and alone and not bool(agree):
+        raise ValueError(_UNSEEN)
+    if not remapped:
+        agree = agree & _Numbered(seen, first, kv_len).known.all()
     counted = torch.arange(first.shape[-1], device=first.device) + seen.first.to(first.device)
     return torch.where(agree, first, counted)
 
@@ -214,14 +273,18 @@ class _Numbered:
         inside = (self.start - self.first).clamp(0, self.tokens.shape[1] - 1)
         return torch.where(self.start >= self.first, self.tokens.gather(1, inside), cached)
 
+    @property
+    def cached(self) -> Tensor:
+        """The positions of keys that are in the cache, (batch, kv_len)."""
+        counted = self.keys if self.counted is None else self.counted
+        return torch.where(self.by_index, self.keys, torch.where(self.by_start, self.keys - self.lead, counted))
+
     def explicit(self) -> Rows:
         """The rows with positions written out, counted from the start of each sequence."""
-        counted = self.keys if self.counted is None else self.counted
-        cached = torch.where(self.by_index, self.keys, torch.where(self.by_start, self.keys - self.lead, counted))
         tokens = self.tokens.shape[1]
         own = (self.keys >= self.first) & (self.keys < self.first + tokens)
         column = (self.keys - self.first).clamp(0, tokens - 1)
-        keys = torch.where(own, self.tokens.gather(1, column), cached)
+        keys = torch.where(own, self.tokens.gather(1, column), self.cached)
         if tokens == self.p.shape[1]:
             row = torch.where(own, column, 0)
         else:  # of the rows that are left, the last one whose sequence starts no later

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +14,8 @@ from ..core.rotary import Rotation, Turn
 from ..core.tracing import keepable, only_a_shape, version
 
 PROBE = 8
+#: Positions at which the slowest pairs have turned, one axis after another (M-RoPE): float32 holds them all.
+FAR_APART = tuple(tuple(0 if n == 0 else step * 16 ** (n - 1) for n in range(PROBE)) for step in (1, 3, 7))
 
 
 class Convention(NamedTuple):
@@ -30,12 +32,14 @@ class RotarySource:
 
     Which features form a pair, and which way they turn, are conventions of its code: see `verify_rotations`.
     still: layers that get this encoding and do not use it; their queries and keys are not rotated.
+    axis: see `Rotation`; found out when a text with pictures comes.
     """
 
     module: nn.Module
     buffer: str
     convention: Convention | None = None  # once it is verified
     still: bool = False
+    axis: tuple[int, ...] | None = None
     _seen: tuple[Tensor, Hashable, Rotation] | None = None
 
     @property
@@ -66,7 +70,12 @@ class RotarySource:
         """The rotation that a convention makes of the frequencies."""
         inv_freq: Tensor = getattr(self.module, self.buffer).detach()
         inv_freq = inv_freq[:0] if self.still else inv_freq
-        return Rotation(-inv_freq if convention.backwards else inv_freq, convention.interleaved, convention.first)
+        inv_freq = -inv_freq if convention.backwards else inv_freq
+        return Rotation(inv_freq, convention.interleaved, convention.first, self.axis)
+
+    def turns_by(self, axis: tuple[int, ...]) -> None:
+        """From now on rotations know by which axis each pair turns."""
+        self.axis, self._seen = axis, None
 
 
 def find_rotary(modules: Iterable[nn.Module], config: Any, layer_type: str | None) -> RotarySource | None:
@@ -113,6 +122,42 @@ def settle(source: RotarySource, computed: Iterable[tuple[str, Tensor, Tensor]])
     return (left[0] if left else None), still
 
 
+def settle_axes(source: RotarySource, computed: Iterable[tuple[str, Tensor, Tensor]]) -> tuple[int, ...]:
+    """The axis of positions that turns each pair, by what layers really computed.
+
+    Args:
+        computed: layers by name, each with rotated queries and keys of one and the same token at the positions `FAR_APART` on
+            its axes: (1, heads, PROBE, head_dim).
+
+    Raises:
+        ValueError: no axis gives what a layer computed of a pair, or several do.
+    """
+    rotation, names = source.under(source.convention or Convention()), []
+    fits = torch.ones(len(FAR_APART), len(rotation.inv_freq), dtype=torch.bool)
+    farthest = torch.tensor(FAR_APART).amax(0)[:, None]
+    rounded = farthest * rotation.inv_freq.abs().cpu() > 512  # angles that models may have rounded in another way
+    for name, *vectors in computed:
+        names.append(name)
+        for x in vectors:
+            first, second, _ = rotation.split(x[:, :, :1])
+            near = _tolerance(torch.hypot(first, second), by_pair=True) + 1e-2 * _tolerance(x)
+            for a, positions in enumerate(FAR_APART):
+                off = torch.stack(rotation.split(_turned(rotation, x, positions) - x)[:2]).abs().amax(0)
+                fits[a] &= ((off <= near).cpu() | rounded).all((0, 1, 2))
+    turning = rotation.inv_freq.cpu() != 0
+    if not fits.any(0)[turning].all():
+        raise ValueError(
+            f"cannot tell by which of several positions {names[0]} turns its queries and keys (M-RoPE): not each pair of "
+            "features by one of three. A remap of rotary distances reads text alone here"
+        )
+    if (fits.sum(0) > 1)[turning].any():
+        raise ValueError(
+            f"cannot tell by which of several positions {names[0]} turns its queries and keys (M-RoPE): they are too small to "
+            "show it (all zeros?). A remap of rotary distances reads text alone here"
+        )
+    return tuple(fits.int().argmax(0).tolist())
+
+
 def _conventions(source: RotarySource, vectors: list[Tensor]) -> list[Convention]:
     """Those under which all features that change from one position to the next are rotated."""
     rotated, width = 2 * source.under(Convention()).inv_freq.shape[0], vectors[0].shape[-1]
@@ -125,15 +170,20 @@ def _conventions(source: RotarySource, vectors: list[Tensor]) -> list[Convention
 
 def _gives(rotation: Rotation, vectors: Tensor) -> bool:
     """Whether turning the first vector by each distance gives the others."""
-    n = vectors.shape[2]
-    zeros = torch.zeros(1, n, dtype=torch.int64, device=vectors.device)
-    cos, sin = Turn(rotation, lambda p: torch.arange(n, device=p.device).expand_as(p)).angles(zeros)
-    turned = rotation.rotate(vectors[:, :, :1].expand(-1, -1, n, -1), cos, sin)
+    turned = _turned(rotation, vectors, range(vectors.shape[2]))
     return bool((turned - vectors).abs().max() <= _tolerance(vectors))
 
 
-def _tolerance(vectors: Tensor) -> Tensor:
-    return (1e-3 if vectors.dtype in (torch.float32, torch.float64) else 0.05) * vectors.abs().max()
+def _turned(rotation: Rotation, vectors: Tensor, positions: Sequence[int]) -> Tensor:
+    """The first of some vectors, which is at position 0, turned to each of as many positions."""
+    to = torch.tensor(positions, device=vectors.device)[None]
+    # from there to 0, the other way round: angles are rounded as the model rounds them
+    cos, sin = Turn(rotation, torch.zeros_like).angles(to)
+    return rotation.rotate(vectors[:, :, :1].expand(-1, -1, len(positions), -1), cos, -sin)
+
+
+def _tolerance(vectors: Tensor, by_pair: bool = False) -> Tensor:
+    return (1e-3 if vectors.dtype in (torch.float32, torch.float64) else 0.05) * (vectors if by_pair else vectors.abs().max())
 
 
 def _differ(one: Rotation, other: Rotation) -> bool:

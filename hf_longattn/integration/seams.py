@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import CUSTOM, LongAttnConfig, read_name, refuse_twice
 from ..slots.method import SLOTS
@@ -22,7 +22,7 @@ from .lengths import announce, announce_beside
 from .model import apply, change, running, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, described, hint, is_ours, methods_in, register_combination, short
 from .offload import refuse_to_save
-from .passes import implementation_in_pass
+from .passes import carried, implementation_in_pass
 from .planning import keep_parts, prepare, refuse_name
 from .resume import load_checkpoint
 from .seam import Seam
@@ -361,6 +361,9 @@ SEAMS = (
         "a tokenizer beside a longer model would go on cutting texts; of offloaded weights the error names no way out",
     ),
     Seam(PreTrainedTokenizerBase, "save_pretrained", _save_pretrained, "the same, where it is saved after its model"),
+    Seam(Cache, "reorder_cache", carried, "where pictures stand (M-RoPE) is kept beside a cache, and goes with its rows"),
+    Seam(Cache, "batch_repeat_interleave", carried, "the same"),
+    Seam(Cache, "batch_select_indices", carried, "the same"),
     Seam(
         "transformers.trainer:Trainer",
         "_load_from_checkpoint",

@@ -15,7 +15,7 @@ model goes with that:
     mask.longattn_sight                       of a pass's mask: its `Sight`, which leads to the pass
     mask.longattn_both_ways                   of one that transformers made for reading in both directions
     cache.longattn_numbering, longattn_long   how the keys in a KV cache were numbered, and turned (longrope)
-    cache.longattn_pictured                   that some of them are at several positions each (M-RoPE)
+    cache.longattn_axes                       where each of them stands, if some are at several positions (M-RoPE)
 
 What a model made of the keys in a cache lies beside the cache and goes with it: `AttentionState.beside`.
 """
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterator
@@ -89,6 +90,7 @@ class AttentionState:
     group: Any = None  # of the processes that share each of its sequences: see `engines.ulysses`; copies have none
     remapped: bool = False  # whether a remap of rotary distances acts in some layer
     unverified: Callable[..., None] | None = None  # what verifies rotations at the first pass, if there are any to verify
+    by_axis: Callable[..., None] | None = None  # what finds out by which of several positions it turns, when a picture comes
     guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse positions beyond a learned table
     remaps: tuple[RemovableHandle, ...] = ()  # hooks that refuse calls which a remap would compute wrongly
     disabled: tuple[list[tuple[Any, str]], Tables | None, int | None] | None = None  # what `enable` puts back, in that order
@@ -133,8 +135,19 @@ class LayerPlan:
     @functools.cached_property
     def identity_below(self) -> float:
         """How many tokens a text may have for the layer to compute what it did before the method; 0: never that."""
-        watched = self.observer is not None or self.config is None or self.config.backend != "auto"
-        return 0 if watched else self.config.identity_below  # type: ignore[union-attr]
+        return min(self.limits)
+
+    @functools.cached_property
+    def limits(self) -> tuple[float, float]:
+        """The same of texts with pictures: below which position, and up to how many tokens.
+
+        Remaps and windows go by positions, all else by tokens.
+        """
+        if self.observer is not None or self.config is None or self.config.backend != "auto":
+            return 0, 0
+        bands = self.config.key_bands
+        others = [m.identity_below for m in self.config.methods if m not in bands]
+        return min((m.identity_below for m in bands), default=math.inf), min(others, default=math.inf)
 
     @functools.cached_property
     def kind(self) -> object:

@@ -20,7 +20,7 @@ from ..telling import warn
 from .layers import Layer, View
 from .names import is_ours
 from .passes import Probing, is_under
-from .rotation import PROBE, Convention, RotarySource, find_rotary, settle
+from .rotation import FAR_APART, PROBE, Convention, RotarySource, find_rotary, settle, settle_axes
 from .state import AttentionState, LayerPlan, Plans, plan_of, set_plan, turn
 
 #: Why a layer is not remapped, or left alone where nothing else changes it.
@@ -62,29 +62,7 @@ def verify_rotations(view: View, plans: Mapping[nn.Module, LayerPlan], names: di
     sources = {x: plan.rotary for x, plan in rotated if plan.rotary is not None and not plan.rotary.verified}
     if not sources or not _computes(view):
         return {}
-    computed: dict[str, Call] = {}
-    probed = dict(plans)
-    for x in sources:
-        observer = functools.partial(computed.__setitem__, x.name)
-        probed[x.module] = dataclasses.replace(plans[x.module], config=LongAttnConfig(), rotary=None, observer=observer)
-    probing = Plans(rotated[0][1].state, probed, tuple(view.configs), {**names})
-    hook = functools.partial(_with_equal_tokens, probing)
-    equal = [x.module.register_forward_pre_hook(hook, with_kwargs=True) for x in view.layers if not x.why_never]
-    # configs with a property of their own (HRM) do not ask what a pass runs
-    deaf = [c for c in view.configs if type(c)._attn_implementation is not PreTrainedConfig._attn_implementation]
-    before = [(c, c._attn_implementation_internal) for c in deaf if id(c) in names]
-    try:
-        for c, _ in before:
-            c._attn_implementation_internal = names[id(c)]
-        device = view.model.get_input_embeddings().weight.device
-        ids = torch.ones(1, PROBE, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
-        with evaluating(view.model), Probing(probing):
-            type(view.model).forward(view.model, input_ids=ids, use_cache=False)  # the instance's may be a trainer's
-    finally:
-        for handle in equal:
-            handle.remove()
-        for c, name in before:
-            c._attn_implementation_internal = name
+    computed = _probed(view, plans, list(sources), names, view.model)
     settled: list[tuple[RotarySource, Convention | None, list[Layer]]] = []
     for source in dict.fromkeys(sources.values()):
         own = [x for x, other in sources.items() if other is source]
@@ -98,6 +76,41 @@ def verify_rotations(view: View, plans: Mapping[nn.Module, LayerPlan], names: di
         source.convention = convention
         changed |= unrotated(source, {x.module: plans[x.module] for x in alone})
     return changed
+
+
+def _probed(
+    view: View, plans: Mapping[nn.Module, LayerPlan], layers: list[Layer], names: dict[int, str], called: Any, **given: Any
+) -> dict[str, Call]:
+    """What layers compute, by name, of one and the same token at PROBE positions.
+
+    Args:
+        called: the model, or the innermost one, that is called.
+        given: arguments of the call.
+    """
+    computed: dict[str, Call] = {}
+    probed = dict(plans)
+    for x in layers:
+        observer = functools.partial(computed.__setitem__, x.name)
+        probed[x.module] = dataclasses.replace(plans[x.module], config=LongAttnConfig(), rotary=None, observer=observer)
+    probing = Plans(plans[layers[0].module].state, probed, tuple(view.configs), {**names})
+    hook = functools.partial(_with_equal_tokens, probing)
+    equal = [x.module.register_forward_pre_hook(hook, with_kwargs=True) for x in view.layers if not x.why_never]
+    # configs with a property of their own (HRM) do not ask what a pass runs
+    deaf = [c for c in view.configs if type(c)._attn_implementation is not PreTrainedConfig._attn_implementation]
+    before = [(c, c._attn_implementation_internal) for c in deaf if id(c) in names]
+    try:
+        for c, _ in before:
+            c._attn_implementation_internal = names[id(c)]
+        device = view.model.get_input_embeddings().weight.device
+        ids = torch.ones(1, PROBE, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
+        with evaluating(view.model), Probing(probing):
+            type(called).forward(called, input_ids=ids, use_cache=False, **given)  # the instance's may be a trainer's
+    finally:
+        for handle in equal:
+            handle.remove()
+        for c, name in before:
+            c._attn_implementation_internal = name
+    return computed
 
 
 def _unscaled(queries: Tensor) -> Tensor:
@@ -160,6 +173,45 @@ def verify_at_first_call(state: AttentionState, model: Any) -> None:
                 set_plan(module, plan)
             state.publish(view)
             state.unverified = None
+
+
+@torch.no_grad()
+def verify_axes(state: AttentionState, model: Any, axes: int) -> None:
+    """Before the first text with pictures is read: find out by which axis of its positions a model turns each pair.
+
+    Args:
+        axes: how many it is given: three that turn, behind the text's own where there are four.
+
+    Raises:
+        ValueError: that is not understood.
+    """
+    with turn(state):
+        view = View(model)
+        plans = {x.module: plan for x in view.layers if (plan := plan_of(x.module)) is not None}
+        rotary = {x: plan.rotary for x in view.layers if (plan := plans.get(x.module)) is not None and plan.rotary is not None}
+        new = {x: source for x, source in rotary.items() if not source.still and source.axis is None}
+        if not new:
+            return
+        kinds = {str(getattr(source.module, "rope_type", "")) for source in new.values()}
+        if kinds & {"dynamic", "longrope"}:
+            raise ValueError(
+                f"this model's frequencies change with the length of a text (rope_type {', '.join(sorted(kinds))}), and of "
+                "those a remap of rotary distances reads no pictures (M-RoPE), text alone"
+            )
+        device = view.model.get_input_embeddings().weight.device
+        positions = torch.tensor(FAR_APART, device="cpu" if device.type == "meta" else device)[:, None]
+        if axes > len(FAR_APART):
+            positions = torch.cat(
+                [torch.arange(PROBE, device=positions.device).expand(axes - len(FAR_APART), 1, -1), positions]
+            )
+        computed = _probed(view, plans, list(new), {}, view.inner, position_ids=positions)
+        settled = {}
+        for source in dict.fromkeys(new.values()):
+            own = [computed[x.name] for x, other in new.items() if other is source]
+            names = [x.name for x, other in new.items() if other is source]
+            settled[source] = settle_axes(source, [(n, _unscaled(c.query), c.key) for n, c in zip(names, own, strict=True)])
+        for source, axis in settled.items():
+            source.turns_by(axis)
 
 
 def _with_equal_tokens(

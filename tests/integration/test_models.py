@@ -18,7 +18,6 @@ import hf_longattn
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.layers import layers_of
 from hf_longattn.integration.names import is_ours
-from hf_longattn.integration.state import disable, enable
 
 CONFIG = CASES[DEFAULT]
 _SMALL = FAMILIES["llama"][1] | {"num_hidden_layers": 2}
@@ -296,101 +295,3 @@ def test_tables_end_where_they_end(name: str) -> None:
         for call in (lambda x=x: x(tokens(length=25)), lambda x=x, c=cache: x(tokens(length=1), **{CACHE: c})):
             with pytest.raises(ValueError, match=r"position 24 lies beyond .* table of 24 entries"):
                 call()
-
-
-def several_positions(kind: str) -> tuple[Any, dict[str, Any]]:
-    """A model with M-RoPE, and a text with a picture of 4 x 4 tokens, which are at the positions 6 to 9 in three axes."""
-    sections = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 2]}
-    text = {k: v for k, v in FAMILIES["llama"][1].items() if k != "head_dim"} | {"rope_parameters": sections}
-    sizes = {"depth": 1, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 1}
-    sizes |= {"embed_dim": 16} if kind == "Qwen2VL" else {"intermediate_size": 16, "out_hidden_size": 32}
-    special = {"image_token_id": 90, "vision_start_token_id": 91, "vision_end_token_id": 92, "video_token_id": 93}
-    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=sizes, **special)
-    torch.manual_seed(0)
-    m = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
-    words = tokens(1, 19).clamp(max=89)
-    ids = torch.cat([words[:, :5], torch.tensor([[91, *[90] * 16, 92]]), words[:, 5:]], 1)
-    grid = {"image_grid_thw": torch.tensor([[1, 8, 8]]), "mm_token_type_ids": (ids == 90).int()}
-    return m, {"input_ids": ids, "pixel_values": torch.randn(64, 48), **grid}
-
-
-@pytest.mark.parametrize("kind", ["Qwen2VL", "Qwen2_5_VL"])
-@torch.no_grad()
-def test_several_positions_a_token_are_no_place_for_a_remap(kind: str, tmp_path: Path) -> None:
-    """A remap would turn each key by the number of tokens before it, and show some in the future."""
-    m, with_picture = several_positions(kind)
-    m.save_pretrained(tmp_path)
-    plain, ids = m(**with_picture).logits, tokens(2, 24).clamp(max=89)
-    loaded = type(m).from_pretrained(tmp_path, attn_implementation="rerope", longattn={"window": 7}).eval()
-    hf_longattn.apply(m, "rerope", window=7)
-    want = hf_longattn.update(copy.deepcopy(m), backend="reference")(ids).logits
-    for x in (m, loaded, copy.deepcopy(m)):
-        close(x(ids).logits, want)
-        with pytest.raises(ValueError, match=r"several positions each.*M-RoPE.*text alone"):
-            x(**with_picture)
-    disable(m)
-    close(m(**with_picture).logits, plain, 0.0)
-    enable(m)
-    hf_longattn.apply(m, "scale_invariant")
-    full = m(**with_picture).logits
-    assert (full - plain).abs().max() > 1e-2
-    close(full, hf_longattn.update(m, backend="reference")(**with_picture).logits)
-    hf_longattn.update(m, strength=0.0)
-    close(m(**with_picture).logits, plain)
-    assert not hf_longattn.remove(m).model.language_model.rotary_emb._forward_pre_hooks
-
-
-@pytest.mark.parametrize("kind", ["Qwen2VL", "Qwen2_5_VL"])
-@torch.no_grad()
-def test_pictures_are_read_as_before_where_a_remap_changes_nothing(kind: str) -> None:
-    """The picture and what stands around it lie below the window, which a long text behind them does not."""
-    m, with_picture = several_positions(kind)
-    ids, kinds = with_picture["input_ids"], with_picture["mm_token_type_ids"]
-    last = int(m.model.get_rope_index(ids, kinds, with_picture["image_grid_thw"])[0].max())
-    n, near, text = ids.shape[1], last + 5, tokens(1, 40).clamp(max=89)
-    assert near < n  # 16 tokens at four positions
-    longer = with_picture | {
-        "input_ids": torch.cat([ids, text[:, :4]], 1),
-        "mm_token_type_ids": torch.nn.functional.pad(kinds, (0, 4)),
-    }
-    greedy = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    plain, want, generated = (
-        m(**with_picture).logits,
-        m(**longer).logits,
-        torch.stack(m.generate(**with_picture, **greedy).logits),
-    )
-    eager = copy.deepcopy(m)
-    eager.set_attn_implementation("eager")
-    weights = eager(**with_picture, output_attentions=True).attentions[0]
-    hf_longattn.apply(m, "rerope", window=near)
-    read = m(**with_picture, use_cache=True)
-    close(read.logits, plain, 0.0)
-    close(m(**longer).logits, want, 0.0)
-    close(torch.stack(m.generate(**with_picture, **greedy).logits), generated)
-    close(m(**with_picture, output_attentions=True).attentions[0], weights, 1e-6)
-    m(**with_picture)  # its outer model counts on from here
-    close(m(text[:, :4], **{CACHE: copy.deepcopy(read[CACHE])}).logits, want[:, -4:])
-    with pytest.raises(ValueError, match=rf"read as before .* below position {near}, and this call reaches"):
-        m(text, **{CACHE: read[CACHE]})
-    close(m(text).logits, hf_longattn.update(copy.deepcopy(m), backend="reference")(text).logits)
-    for changes in ({"backend": "tiled"}, {"window": last}):  # every call is to be seen; too near
-        with pytest.raises(ValueError, match=r"several positions each.*M-RoPE.*text alone"):
-            hf_longattn.update(copy.deepcopy(m), **changes)(**with_picture)
-    few = hf_longattn.apply(copy.deepcopy(m), "rerope+infoscale", window=near, train_length=n - 1)
-    with pytest.raises(ValueError, match=rf"and up to {n - 1} tokens, and this call reaches {last} with {n} tokens"):
-        few(**with_picture)
-    close(hf_longattn.apply(m, "rerope+infoscale", window=near, train_length=n)(**with_picture).logits, plain, 0.0)
-
-
-def test_pictures_within_the_window_train_as_before() -> None:
-    """Checkpointing computes layers anew, outside any pass."""
-    m, with_picture = several_positions("Qwen2VL")
-    gradients = []
-    for method in (None, "rerope"):
-        model = copy.deepcopy(m).train()
-        if method is not None:
-            hf_longattn.apply(model, method, window=60)
-            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": True})
-        model(**with_picture, labels=with_picture["input_ids"]).loss.backward()
-        gradients.append(model.model.language_model.layers[0].self_attn.q_proj.weight.grad)
-    close(gradients[1], gradients[0], 1e-6)

@@ -117,9 +117,9 @@ def _seen(call: Call, segment: Segment, columns: slice, own: Tensor | None, firs
     eye = torch.eye(width, dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
     turn = half = angles = beyond = None
     if segment.query is not None:
-        turn = _matrices(segment.query.by, eye, *segment.query.angles(call.rows.query_positions()))
+        turn = _matrices(segment.query.by, eye, *segment.query.angles(call.rows.query_places()))
     if segment.key is not None:
-        j = call.rows.key_positions(call.kv_len)[:, columns.start : columns.stop + AHEAD]
+        j = call.rows.key_places(call.kv_len)[..., columns.start : columns.stop + AHEAD]
         cos, sin = segment.key.by_feature(j, width, call.cache)
         beyond = cos.transpose(1, 2).to(eye.dtype), sin.transpose(1, 2).to(eye.dtype)
         size = columns.stop - columns.start
