@@ -38,6 +38,10 @@ _OTHERWISE = (
     "(attention_mask.cumsum(-1) - 1), others count it, as calls without position_ids do, or start elsewhere. Every call on "
     "one cache must count in the same way: pass position_ids to all of them"
 )
+_BROKEN_OFF = (
+    "an earlier call on this KV cache was refused, or broke off, when some layers had written their keys to it and others had "
+    "not, and cropping does not bring them together: give the whole text and a new cache, or this one emptied"
+)
 _REPLACED = (
     "config.longattn was changed after the method was put into the model; use hf_longattn.apply(model, ...) or "
     "hf_longattn.update(model, ...)"
@@ -50,6 +54,8 @@ _ANY: Numbering = (True, True, True)
 NOTE = "longattn_numbering"
 #: That which holds their positions, if some of them are at several each: int64 (axes, batch, keys), as the model got them.
 AXES = "longattn_axes"
+#: That which says that some of its layers hold tokens that others do not.
+UNEVEN = "longattn_uneven"
 
 
 @dataclass(eq=False)
@@ -62,6 +68,7 @@ class Pass:
         positions: the position_ids that its innermost model was given: int64 (batch or 1, q_len), or (axes, batch, q_len).
         weights: whether that was asked for attention weights.
         cache: the KV cache that its model was given.
+        held: how many tokens that held as it began.
         frame: what runs it and ends with it; None after its end.
         axes: in a model with a remap, where the call's tokens stand if some of them, or keys in its cache, are at several
             positions each: int64 (axes, batch or 1, q_len); None: each token is at one.
@@ -74,6 +81,7 @@ class Pass:
     positions: Tensor | None = None
     weights: bool = False
     cache: Cache | None = None
+    held: int | Tensor = 0
     frame: FrameType | None = None
     axes: Tensor | None = None
     whole: Tensor | None = None
@@ -254,7 +262,11 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
                 if not plans.hold:
                     raise ValueError(_REPLACED)
     cache = cache_in((*args, *kwargs.values()))
-    now = Pass(outer, plans, positions, weights, cache, sys._getframe(2))
+    held = 0 if cache is None else cache.get_seq_length() + 0  # a new tensor where it is one, which counts on
+    if cache is not None and cache.__dict__.pop(UNEVEN, False) and held:
+        cache.__dict__[UNEVEN] = True
+        raise ValueError(_BROKEN_OFF)
+    now = Pass(outer, plans, positions, weights, cache, held, sys._getframe(2))
     _several(now, remapped)
     if now.axes is not None:
         _check_several(now, state, model)
@@ -271,6 +283,8 @@ def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
     if now is None or now.frame not in (sys._getframe(1), sys._getframe(2)):
         return  # it raised before it began, or the hook came in its midst
     _PASS.set(now.outer)
+    if output is None and now.cache is not None and bool(now.cache.get_seq_length() != now.held):
+        now.cache.__dict__[UNEVEN] = True  # it failed, and layers behind the one that did have written nothing
     cache = cache_in(values_of(output))  # None where the pass failed
     if cache is not None and now.after is not None:
         cache.__dict__[NOTE] = now.after

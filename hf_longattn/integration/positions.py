@@ -44,7 +44,7 @@ _UNKNOWN = (
     "position_ids do not continue where the KV cache ends: the positions of cached keys are unknown. They are known where "
     "they count as cache indices do or, as generate() makes them, as attention_mask.cumsum(-1) - 1; otherwise pass all tokens "
     "in one call. Or the cache holds more tokens than the prompt: crop it (cache.crop) before the call, or give the whole "
-    "text; this call has added to it, so fill it anew"
+    "text; this call has added to it, so fill a new one"
 )
 _OWN_MASK = (
     "a 4-D mask over a KV cache does not show where a text starts, from which positions in and behind pictures are counted: "

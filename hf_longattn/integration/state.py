@@ -16,6 +16,7 @@ model goes with that:
     mask.longattn_both_ways                   of one that transformers made for reading in both directions
     cache.longattn_numbering, longattn_long   how the keys in a KV cache were numbered, and turned (longrope)
     cache.longattn_axes                       where each of them stands, if some are at several positions (M-RoPE)
+    cache.longattn_uneven                     that a call broke off, after which not all layers hold the same tokens
 
 What a model made of the keys in a cache lies beside the cache and goes with it: `AttentionState.beside`.
 """

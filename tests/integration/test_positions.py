@@ -21,7 +21,7 @@ from tiny_configs import families as tiny_families
 from tiny_configs import tiny
 from torch import Tensor
 from torch.distributed.tensor.experimental import context_parallel
-from transformers import AutoModelForCausalLM, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, attention, reference_attention
@@ -494,3 +494,29 @@ def test_a_cache_that_holds_more_than_the_prompt_is_named_as_such() -> None:
         m(ids[:, 15:18], position_ids=torch.arange(15, 18)[None], **{CACHE: copy.deepcopy(cache)})  # it is written to
     cache.crop(15 - cache.get_seq_length())  # as the how-to does, in all releases
     close(m(ids[:, 15:], **{CACHE: cache}).logits, m(ids).logits[:, 15:])
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@torch.no_grad()
+def test_a_cache_that_a_refused_call_has_written_to_is_not_continued(kind: str) -> None:
+    """The call is refused in the first layer, and the second one does not have its keys."""
+    m, ids = hf_longattn.apply(stock("llama"), REMAP), tokens(1, 20)
+    want = m(ids).logits
+    cache = DynamicCache(config=m.config) if kind == "dynamic" else StaticCache(config=m.config, max_cache_len=32)
+    m(ids[:, :12], **{CACHE: cache})
+    with pytest.raises(IndexError):
+        m(ids[:, 12:15] + 10**6, **{CACHE: cache})  # before any layer: the cache is what it was
+    m(ids[:, 12:15], **{CACHE: cache})
+    with pytest.raises(ValueError, match="do not continue where the KV cache ends"):
+        m(ids[:, 15:17], position_ids=torch.tensor([[70, 71]]), **{CACHE: cache})
+    copied = copy.deepcopy(cache)
+    for held in (cache, copied):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="refused, or broke off"):
+                m(ids[:, 17:], **{CACHE: held})
+            if kind == "dynamic":
+                held.crop(-1)
+    cache.reset()
+    if int(cache.get_seq_length()) == 0:  # older releases write zeros over a dynamic cache, and it stays as long
+        close(m(ids, **{CACHE: cache}).logits, want)
+    close(m(ids, **{CACHE: DynamicCache(config=m.config)}).logits, want)
