@@ -129,15 +129,12 @@ class View:
         #: The layers that a method may go into: the causal self-attention of the language model, which all share one config
         #: object. Other causal parts (speech codecs, talkers) are left alone. Empty where none of several parts is it.
         self.candidates = [x for x in causal if x.module.config is text] or (causal if one else [])
+        #: The config of these; None: there are none.
+        self.target: Any = self.candidates[0].module.config if self.candidates else None
 
     @property
     def name(self) -> str:
         return type(self.model).__name__
-
-    @property
-    def target(self) -> Any:
-        """The config of the layers that a method may go into; None: there are none."""
-        return self.candidates[0].module.config if self.candidates else None
 
     @property
     def of_target(self) -> list[Layer]:
