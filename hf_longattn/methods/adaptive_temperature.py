@@ -56,7 +56,7 @@ class AdaptiveTemperature(EntropyTemperature):
         held = entropy
         if self.beyond == "saturate":
             held = entropy.clamp(max=peak(self.coefficients, self.threshold))
-        return torch.where(entropy > self.threshold, _polynomial(self.coefficients, held).clamp(min=1), 1.0)
+        return _polynomial(self.coefficients, held).clamp(min=1).masked_fill(entropy <= self.threshold, 1.0)
 
 
 def fit_adaptive_temperature(
@@ -108,7 +108,7 @@ def _peak(coefficients: tuple[float, ...], threshold: float) -> float:
 
 
 def _polynomial(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
-    value = torch.full_like(x, coefficients[0])
+    value: Any = coefficients[0]
     for coefficient in coefficients[1:]:
         value = value * x + coefficient
-    return value
+    return value if len(coefficients) > 1 else torch.full_like(x, value)

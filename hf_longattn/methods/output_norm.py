@@ -56,20 +56,24 @@ class OutputStandardise(OutputNorm):
         return out
 
     def normalise(self, output: Tensor, affine: nn.Module | None = None) -> Tensor:
-        x = output.to(torch.promote_types(output.dtype, torch.float32))
-        over = (-1,) if self.per_head else (1, -1)
-        variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
-        if self._over_processes is not None:
-            own, mean = mean, self._over_processes(mean)
+        by_head = output.to(torch.promote_types(output.dtype, torch.float32)).transpose(1, 2)
+        x = by_head if self.per_head else by_head.flatten(2)
+        if self._over_processes is None:
+            x = torch.nn.functional.layer_norm(x, x.shape[-1:], eps=self.epsilon)
+        else:
+            variance, own = torch.var_mean(x, -1, correction=0, keepdim=True)
+            mean = self._over_processes(own)
             variance = self._over_processes(variance + (own - mean).square())
-        x = (x - mean) * torch.rsqrt(variance + self.epsilon)
+            x = (x - mean) * torch.rsqrt(variance + self.epsilon)
         if affine is not None:
-            tokens = x.transpose(1, 2)
-            x = affine(tokens.flatten(2)).view_as(tokens).transpose(1, 2)
-        deviation, shift = (
-            torch.as_tensor(v, dtype=x.dtype, device=x.device).reshape(-1, 1, 1) for v in (self.deviation, self.mean)
-        )
-        return (deviation * x + shift).to(output.dtype)
+            x = affine(x.flatten(2))
+        x = x.view(by_head.shape).transpose(1, 2)
+        if (self.deviation, self.mean) != (1.0, 0.0):
+            deviation, shift = (
+                torch.as_tensor(v, dtype=x.dtype, device=x.device).reshape(-1, 1, 1) for v in (self.deviation, self.mean)
+            )
+            x = deviation * x + shift
+        return x.to(output.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,8 @@ def learned_parts(attention: Any) -> dict[str, nn.Module]:
     container = attention._modules.get("longattn")  # by attribute an absent one would cost as much as a product
     if container is None:
         return {}
-    parts = {slot: getattr(container, slot, None) for slot in SLOTS}
+    plain = type(container) is LearnedParts
+    parts = container._modules if plain else {slot: getattr(container, slot, None) for slot in SLOTS}
     return {slot: part for slot, part in parts.items() if part is not None}
 
 
@@ -74,4 +75,4 @@ class FeatureAffineLayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(features))
 
     def forward(self, x: Tensor, own: Callable[[Tensor], Tensor] = _all) -> Tensor:
-        return x * own(self.weight).to(x.dtype) + own(self.bias).to(x.dtype)
+        return torch.addcmul(own(self.bias).to(x.dtype), x, own(self.weight).to(x.dtype))
