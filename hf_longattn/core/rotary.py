@@ -62,6 +62,12 @@ class Rotation:
             return rotated[..., 0::2], rotated[..., 1::2], rest
         return rotated[..., :pairs], rotated[..., pairs:], rest
 
+    def basis(self, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Matrices (head_dim, 2, head_dim) that make of x, side by side, x and rotate_half(x), and -rotate_half(x) and x."""
+        eye = torch.eye(head_dim, dtype=like.dtype, device=like.device)
+        half = self.rotate_half(eye)
+        return torch.stack([eye, half], 1), torch.stack([-half, eye], 1)
+
     def join(self, first: Tensor, second: Tensor, rest: Tensor) -> Tensor:
         """The inverse of `split`."""
         pair = torch.stack([first, second], -1).flatten(-2) if self.interleaved else torch.cat([first, second], -1)
@@ -102,8 +108,8 @@ class Turn(NamedTuple):
         """
         return self._look_up(position, self.name, self.angles, tables)
 
-    def by_feature(self, position: Tensor, head_dim: int, tables: TableCache) -> Angles:
-        """c and s by feature with q . turned(k) = q . (c k) + rotate_half(q) . (s k).
+    def by_feature(self, position: Tensor, head_dim: int, tables: TableCache | None = None) -> Angles:
+        """c and s by feature with q . turned(k) = q . (c k) + rotate_half(q) . (s k); kept in tables, if given.
 
         Both (batch or 1, n, key heads or 1, head_dim).
         """
@@ -112,6 +118,8 @@ class Turn(NamedTuple):
             rest = cos.new_zeros(*cos.shape[:-1], head_dim - 2 * cos.shape[-1])
             return self.by.join(cos, cos, rest + 1), self.by.join(-sin, -sin, rest)
 
+        if tables is None:
+            return widened(*self.angles(position))
         if position.ndim > 2:
             return widened(*self.kept_angles(position, tables))
         return self._look_up(position, (self.name, head_dim), lambda p: widened(*self.angles(p)), tables)

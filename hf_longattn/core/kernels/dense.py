@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +23,6 @@ from .sdpa import one_query
 
 if TYPE_CHECKING:  # they know methods and configs
     from ..call import Call
-    from ..rotary import Rotation
     from ..segments import Segment
 
 #: Elements of keys that are worked on at a time where more than a product is to be done with them: what a core's cache holds.
@@ -47,8 +46,8 @@ class SeenSegment(NamedTuple):
     Args:
         columns: of all keys that a call computes.
         own: bool (batch or 1, heads or 1, q_len, keys), those of them that are the row's; None: all.
-        turn: (batch or 1, key heads or 1, q_len, head_dim, head_dim), what queries are multiplied by; None: they stay.
-        half: likewise, for the sine part of turned keys.
+        turn: (batch or 1, key heads or 1, q_len, head_dim, head_dim), what queries are multiplied by; None: they stay. Under
+            `angles` beside it what gives the sine part, (..., 2 head_dim).
         angles: of keys, by feature (see `Turn.by_feature`), (batch or 1, key heads or 1, keys, head_dim); None: they stay.
         beyond: the same, of keys behind them too.
         band: those of segments with the same number are turned alike.
@@ -57,7 +56,6 @@ class SeenSegment(NamedTuple):
     columns: slice
     own: Tensor | None
     turn: Tensor | None
-    half: Tensor | None
     angles: tuple[Tensor, Tensor] | None
     beyond: tuple[Tensor, Tensor] | None
     band: int
@@ -113,35 +111,31 @@ def _hidden(seen: tuple[SeenSegment, ...], query: Tensor, width: int) -> Tensor:
 
 
 def _seen(call: Call, segment: Segment, columns: slice, own: Tensor | None, first: int) -> SeenSegment:
-    query, width = call.query, call.query.shape[3]
-    eye = torch.eye(width, dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
-    turn = half = angles = beyond = None
-    if segment.query is not None:
-        turn = _matrices(segment.query.by, eye, *segment.query.angles(call.rows.query_places()))
+    width, wide = call.query.shape[3], torch.promote_types(call.query.dtype, torch.float32)
+    turn = angles = beyond = None
     if segment.key is not None:
         j = call.rows.key_places(call.kv_len)[..., columns.start : columns.stop + AHEAD]
         cos, sin = segment.key.by_feature(j, width, call.cache)
-        beyond = cos.transpose(1, 2).to(eye.dtype), sin.transpose(1, 2).to(eye.dtype)
+        beyond = cos.transpose(1, 2).to(wide), sin.transpose(1, 2).to(wide)
         size = columns.stop - columns.start
         angles = beyond[0][:, :, :size], beyond[1][:, :, :size]
-        turn = eye[None, None, None] if turn is None else turn
-        half = segment.key.by.rotate_half(turn)
+    if (side := segment.query or segment.key) is not None:
+        like, parts = call.query.new_empty(0, dtype=wide), 1 if angles is None else 2
+        basis = call.cache.get(("basis", side.by, width, wide), lambda: side.by.basis(width, like))
+        turn, other = (x[None, None, None, :, :parts] for x in basis)
+        if segment.query is not None:
+            by_feature = segment.query.by_feature(call.rows.query_places(), width)
+            cos, sin = (x.transpose(1, 2)[..., None, None, :].to(wide) for x in by_feature)
+            turn = torch.addcmul(turn * cos, other, sin)
+        turn = turn.flatten(-2)
     band = 0 if segment.key is None else segment.key.band
-    return SeenSegment(slice(columns.start - first, columns.stop - first), own, turn, half, angles, beyond, band)
-
-
-def _matrices(rotation: Rotation, eye: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotations by angles (batch or 1, n, key heads or 1, pairs) as matrices, (batch or 1, key heads or 1, n, d, d)."""
-    batch, n, heads, pairs = cos.shape
-    cos, sin = (x.transpose(1, 2).reshape(batch * heads * n, 1, 1, pairs).expand(-1, len(eye), -1, -1) for x in (cos, sin))
-    turned = rotation.rotate(eye.expand(len(cos), 1, -1, -1), cos, sin)
-    return turned.view(batch, heads, n, *eye.shape)
+    return SeenSegment(slice(columns.start - first, columns.stop - first), own, turn, angles, beyond, band)
 
 
 class Dense:
     """A `Computation` of few queries.
 
-    Inside, the queries that share a key head are rows of it: (batch, kv_heads, group * q_len, head_dim).
+    Inside, the queries that share a key head are rows of it: (batch * kv_heads, group * q_len, head_dim).
     """
 
     def __init__(self, call: Call, segments: list[Segment], spec: LogitSpec) -> None:
@@ -154,6 +148,7 @@ class Dense:
         self.by = self._turned_by(call)
         self.scaling, self.softcap, self.score = call.scaling, call.softcap, config.score
         self.q_len, self.kv_heads, self.group = query.shape[2], call.key.shape[1], query.shape[1] // call.key.shape[1]
+        self.rows = self.group * self.q_len, query.shape[3]
         self.wide = torch.promote_types(query.dtype, torch.float32)
         self.temper: Any = config.temperature.factor if call.by_entropy else None  # type: ignore[union-attr]
         turned = any(segment.turn is not None for segment in shown.segments)
@@ -228,21 +223,29 @@ class Dense:
     def _prepare(self, call: Call, spec: LogitSpec, shown: Shown) -> None:
         ends = [(one.columns.stop, other.columns.start) for one, other in itertools.pairwise(self.segments)]
         #: no key lies among the columns of two segments; some keys lie among those of none, and are not computed
-        self.apart, self.gaps = all(a <= b for a, b in ends), any(a < b for a, b in ends)
-        self.gaps &= self.apart
-        where = [torch.arange(segment.columns.start, segment.columns.stop) for segment in self.segments]
-        columns = torch.cat(where) if self.gaps else slice(None)
+        self.apart = all(a <= b for a, b in ends)
+        self.gaps = self.apart and any(a < b for a, b in ends)
+        self.sizes = [segment.size for segment in self.segments]
+        if self.gaps:  # beside the size of each segment that of the gap behind it
+            self.sizes = list(itertools.chain(*zip(self.sizes, [b - a for a, b in ends] + [0], strict=True)))
+        columns: Tensor | slice = slice(None)
+        if self.gaps:
+            columns = torch.cat([torch.arange(segment.columns.start, segment.columns.stop) for segment in self.segments])
         hidden = None if shown.hidden is None else shown.hidden[..., columns]
         self.hidden = None if hidden is None or not hidden.any() else self._grouped(hidden)
         self.own = [None if self.apart or segment.own is None else self._grouped(segment.own) for segment in self.segments]
-        self._prepare_turns(call.query.shape[3])
-        #: in half precision, which the fused kernel reads as it is
-        self.streams = call.query.dtype.itemsize == 2 and call.asked == "auto" and hasattr(torch.ops.aten, FUSED)
+        self.makes = self.score is not None or any(segment.angles is not None for segment in self.segments)
+        #: in half precision, which the fused kernel reads as it is; or where it takes fewer steps
+        self.streams = call.query.dtype.itemsize == 2 or (len(self.segments) == 1 and not self.makes)
+        self.streams &= call.asked == "auto" and hasattr(torch.ops.aten, FUSED)
         self.streams &= (call.config.logit_map, call.softcap, self.temper) == (None,) * 3
         self.streams &= self.score is None or self.score.over_norms(call.query) is not None
         self.streams &= call.query.shape[3] == call.value.shape[3]
         self.masks = [None if one.own is None or not self.streams else self._added(one.own) for one in self.segments]
-        self.makes = self.score is not None or any(segment.angles is not None for segment in self.segments)
+        #: whether scaling is part of what rows are turned by, or of the gain; where rows are rounded they keep their length
+        self.scaled = not self.streams and self.score is None and not self.softcap
+        self._prepare_turns(call.query.shape[3])
+        self.scaled &= spec.gain is not None or self.turns is not None
         self.map = None if spec.gain is None else self._map(call, spec, shown.columns, columns)
 
     def _added(self, own: Tensor) -> Tensor:
@@ -250,16 +253,22 @@ class Dense:
         return self._grouped(torch.zeros(own.shape, dtype=self.wide, device=own.device).masked_fill_(~own, MASK_VALUE))
 
     def _prepare_turns(self, width: int) -> None:
-        """All matrices that queries are multiplied by, side by side, and which columns of the product are each segment's."""
-        turns = [[x for x in (segment.turn, segment.half) if x is not None] for segment in self.segments]
-        ends = [0, *itertools.accumulate(width * len(x) for x in turns)]
-        self.places = [slice(*ends) for ends in itertools.pairwise(ends)]
+        """All matrices that queries are multiplied by, side by side, and how many columns of each segment's there are."""
+        turns = [segment.turn for segment in self.segments]
         self.turns: Tensor | None = None
-        if several := list(itertools.chain(*turns)):
-            # torch's own way to broadcast shapes takes as long as ten of these
-            shape = tuple(max(sizes) for sizes in zip(*(x.shape for x in several), strict=True))
-            joined = torch.cat([x.expand(shape) for x in several], -1)
-            self.turns = joined[0, 0, 0] if shape[:3] == (1, 1, 1) else joined
+        self.widths: list[int] = []
+        if all(turn is None for turn in turns):
+            return
+        if self.scaled:
+            eye = torch.eye(width, dtype=self.wide)[None, None, None]
+            turns = [eye if turn is None else turn for turn in turns]
+        self.widths = [0 if turn is None else turn.shape[-1] for turn in turns]
+        several = [turn for turn in turns if turn is not None]
+        # torch's own way to broadcast shapes takes as long as ten of these
+        shape = tuple(max(sizes) for sizes in zip(*(x.shape[:4] for x in several), strict=True))
+        joined = torch.cat([x.expand(*shape, -1) for x in several], -1)
+        joined = joined * self.scaling if self.scaled else joined
+        self.turns = joined[0, 0, 0] if shape[:3] == (1, 1, 1) else joined
 
     def _map(self, call: Call, spec: LogitSpec, shown: slice, columns: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Gain and bias of each key, MASK_VALUE of hidden ones."""
@@ -268,7 +277,7 @@ class Dense:
         if spec.sinks:
             which = call.rows.sinks(call.kv_len, spec.sinks)[:, None, :, shown][..., columns]
             gain, bias = gain.masked_fill(which, 1.0), bias.masked_fill(which, 0.0)
-        gain, bias = self._grouped(gain), self._grouped(bias)
+        gain, bias = self._grouped(gain * self.scaling if self.scaled and self.turns is None else gain), self._grouped(bias)
         return gain, bias if self.hidden is None else bias.masked_fill(self.hidden, MASK_VALUE)
 
     def _dense(
@@ -280,17 +289,19 @@ class Dense:
         sinks: Tensor | None,
         made: Turned | None,
     ) -> Tensor:
-        batch, heads, n, width = query.shape
-        logits = self._logits(query.reshape(batch, self.kv_heads, -1, width).to(self.wide), key, factor, made)
+        logits = self._logits(query, key, factor, made)
         if self.map is not None:
-            logits = torch.addcmul(self.map[1], logits, self.map[0], out=logits)
+            own = logits.view(-1, self.kv_heads, *logits.shape[1:])
+            torch.addcmul(self.map[1], own, self.map[0], out=own)
         elif self.hidden is not None:
-            logits = logits.masked_fill_(self.hidden, MASK_VALUE)
+            logits.view(-1, self.kv_heads, *logits.shape[1:]).masked_fill_(self.hidden, MASK_VALUE)
         if self.temper is not None:
-            logits = self._by_entropy(logits, (batch, heads, n), sinks is not None)
-        share = None if sinks is None else torch.sigmoid(logits.logsumexp(-1, keepdim=True) - sinks)
-        out = self._averaged(torch.softmax(logits, -1), value.to(self.wide))
-        return (out if share is None else out.mul_(share)).view(batch, heads, n, -1)
+            logits = self._by_entropy(logits, query.shape, sinks is not None)
+        out = self._averaged(torch.softmax(logits, -1), value.to(self.wide)).view(*query.shape[:3], -1)
+        if sinks is None:
+            return out
+        lse = logits.logsumexp(-1).view(-1, *sinks.shape[1:])
+        return out.mul_(torch.sigmoid(lse - sinks).view(*query.shape[:3], 1))
 
     def _streamed(
         self,
@@ -302,75 +313,97 @@ class Dense:
         made: Turned | None,
     ) -> Tensor:
         """By the fused kernel, a segment after another, joined by their logsumexps."""
-        batch, heads, n, width = query.shape
-        rows, scaling = query.reshape(batch, self.kv_heads, -1, width).to(self.wide), self.scaling
+        rows, scaling = query.to(self.wide), self.scaling
         if self.score is not None:
             rows, scaling = self.score.over_norms(rows)  # type: ignore[misc]
         if isinstance(factor, Tensor):
-            rows = rows * self._grouped(factor)
+            rows = rows * factor
         elif factor is not None:
             scaling *= factor
-        turned = rows if self.turns is None else self._turned(rows)
-        outs, lses = [], [] if sinks is None else [sinks.expand(*rows.shape[:3], 1)]
-        for i, (segment, mask) in enumerate(zip(self.segments, self.masks, strict=True)):
-            own, keys = self._own(i, rows, turned).to(query.dtype), self._keys(i, key, made, self.score is not None)
-            seen = keys, value[:, :, segment.columns]
-            out, lse = getattr(torch.ops.aten, FUSED)(own, *seen, attn_mask=mask, scale=scaling)
+        each = self._turned(rows.reshape(-1, *self.rows))
+        outs, lses = [], [] if sinks is None else [sinks.expand(len(query), -1, -1, -1)]
+        for i, (own, seen, mask) in enumerate(zip(each, self._cut(value), self.masks, strict=True)):
+            own = own[..., : self.rows[1]].to(query.dtype).unflatten(0, key.shape[:2])
+            keys = self._keys(i, key, made, self.score is not None)
+            out, lse = getattr(torch.ops.aten, FUSED)(own, keys, seen, attn_mask=mask, scale=scaling)
             outs.append(out)
             lses.append(lse[..., None])
-        shares = torch.softmax(torch.cat(lses, -1), -1)[..., -len(outs) :].unbind(-1)
-        joined = functools.reduce(torch.add, (share[..., None] * out for share, out in zip(shares, outs, strict=True)))
-        return joined.view(batch, heads, n, -1)
+        if len(outs) == 1:
+            joined = outs[0] if sinks is None else outs[0] * torch.sigmoid(lses[1] - sinks)
+        else:
+            shares = torch.softmax(torch.cat(lses, -1), -1)[..., -len(outs) :].unbind(-1)
+            joined = functools.reduce(torch.add, (share[..., None] * out for share, out in zip(shares, outs, strict=True)))
+        return joined.view(*query.shape[:3], -1)
 
-    def _logits(self, rows: Tensor, key: Tensor, factor: float | Tensor | None, made: Turned | None) -> Tensor:
-        """(batch, kv_heads, group * q_len, keys) from score to temperature by length."""
-        scaling, normed, score = self.scaling, False, self.score
-        factor = self._grouped(factor) if isinstance(factor, Tensor) else factor
+    def _logits(self, query: Tensor, key: Tensor, factor: float | Tensor | None, made: Turned | None) -> Tensor:
+        """(batch * kv_heads, group * q_len, keys) from score to temperature by length."""
+        rows, normed, score = query.to(self.wide), False, self.score
+        scaling: Any = None if self.scaled else self.scaling
         if score is not None:
             own = score.over_norms(rows)
             if normed := own is not None:
                 rows, scaling = own
             else:
                 made, (rows, key, scaling) = None, score.fold(rows, key.to(self.wide))
-        logits = self._products(rows * (scaling if factor is None or self.softcap else scaling * factor), key, normed, made)
         if self.softcap:
-            logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
-            logits = logits if factor is None else logits.mul_(factor)
+            scaling /= self.softcap
+        elif factor is not None:
+            scaling = factor if scaling is None else scaling * factor
+        rows = rows if scaling is None else rows * scaling
+        logits = self._products(rows.reshape(-1, *self.rows), key, normed, made)
+        if self.softcap:
+            logits.tanh_().mul_(self.softcap)
+            if factor is not None:
+                logits.view(*query.shape[:3], -1).mul_(factor)
         return logits
 
     def _products(self, rows: Tensor, key: Tensor, normed: bool, made: Turned | None) -> Tensor:
-        """q . k of all segments, (batch, kv_heads, group * q_len, keys), divided by |k| if `normed`; 0 outside of them."""
-        turned = rows if self.turns is None else self._turned(rows)
-        scores: list[Tensor] = []
-        for n, (segment, place) in enumerate(zip(self.segments, self.places, strict=True)):
-            if made is not None:
-                scores.append(self._once(n, rows, turned, key, normed, made))
-                continue
-            own = rows if segment.turn is None else turned[..., place]
-            scores.append(_scores(own, key if len(self.segments) == 1 else key[:, :, segment.columns], segment.angles, normed))
+        """q . k of all segments, (batch * kv_heads, group * q_len, keys), divided by |k| if `normed`; 0 outside of them."""
+        each = self._turned(rows)
+        if made is not None:
+            scores = [self._once(n, own, key, normed, made) for n, own in enumerate(each)]
+        else:
+            several = zip(each, self._cut(key), self.segments, strict=True)
+            scores = [_scores(own, keys, segment.angles, normed) for own, keys, segment in several]
         if self.apart:
             return scores[0] if len(scores) == 1 else torch.cat(scores, -1)
-        logits = rows.new_zeros(*rows.shape[:3], key.shape[2])
+        logits = rows.new_zeros(*key.shape[:2], rows.shape[1], key.shape[2])
         for segment, visible, own in zip(self.segments, self.own, scores, strict=True):
             into = logits[..., segment.columns]
+            own = own.view_as(into)
             into.copy_(own if visible is None else torch.where(visible, own, into))
-        return logits
+        return logits.flatten(0, 1)
 
-    def _once(self, n: int, rows: Tensor, turned: Tensor, key: Tensor, normed: bool, made: Turned) -> Tensor:
+    def _once(self, n: int, rows: Tensor, key: Tensor, normed: bool, made: Turned) -> Tensor:
         """q . k of a segment, whose keys are turned once, and their norms taken once."""
-        scores = _scores(self._own(n, rows, turned), self._keys(n, key, made, False), None, False)
+        scores = _scores(rows[..., : self.rows[1]], self._keys(n, key, made, False), None, False)
         if not normed:
             return scores
 
         def inverse(c: slice) -> Tensor:
             return _norms(self._at(key, c).to(self.wide)).reciprocal_()
 
-        return scores.mul_(made.get(("norms", n), *self._place(n, key), inverse).mT)
+        return scores.mul_(made.get(("norms", n), *self._place(n, key), inverse).flatten(0, 1).mT)
 
-    def _own(self, n: int, rows: Tensor, turned: Tensor) -> Tensor:
-        """Rows as a segment turns them whose keys are turned."""
-        place = self.places[n]
-        return rows if self.segments[n].turn is None else turned[..., place.start : place.start + rows.shape[-1]]
+    def _turned(self, rows: Tensor) -> Sequence[Tensor]:
+        """Rows as each segment turns them; where its keys are turned, beside them what the sine part is multiplied by."""
+        if self.turns is None:
+            return [rows] * len(self.segments)
+        if self.turns.ndim == 2:
+            turned = rows @ self.turns
+        else:
+            by_query = rows.view(-1, self.kv_heads, self.group, self.q_len, rows.shape[-1])
+            turned = (by_query[..., None, :] @ self.turns[:, :, None]).flatten(0, 1).flatten(1, 3)
+        parts = turned.split_with_sizes(self.widths, -1)
+        return [own if width else rows for own, width in zip(parts, self.widths, strict=True)]
+
+    def _cut(self, x: Tensor) -> Sequence[Tensor]:
+        """Of keys or values (batch, kv_heads, keys, width) those of each segment."""
+        if len(self.segments) == 1:
+            return [x]
+        if not self.apart:
+            return [x[:, :, segment.columns] for segment in self.segments]
+        return x.split_with_sizes(self.sizes, 2)[:: 2 if self.gaps else 1]
 
     def _keys(self, n: int, key: Tensor, made: Turned | None, normed: bool) -> Tensor:
         """The keys of a segment, turned, and divided by their norms if `normed`."""
@@ -398,27 +431,21 @@ class Dense:
         """Some columns of all keys in the cache, from those that are seen."""
         return key[:, :, columns.start - self.first : columns.stop - self.first]
 
-    def _turned(self, rows: Tensor) -> Tensor:
-        """Rows times all `turns`, side by side."""
-        turns = self.turns
-        assert turns is not None
-        if turns.ndim == 2:
-            return rows @ turns
-        by_query = rows.unflatten(2, (self.group, -1))
-        return (by_query[..., None, :] @ turns[:, :, None]).flatten(2, 4)
-
-    def _by_entropy(self, logits: Tensor, shape: tuple[int, int, int], sinks: bool) -> Tensor:
+    def _by_entropy(self, logits: Tensor, shape: torch.Size, sinks: bool) -> Tensor:
         """Logits times the temperature, up to a constant for each row unless there are sinks."""
         log_p = torch.log_softmax(logits, -1)
-        factor = self.temper(entropy(log_p).view(shape)).view(*logits.shape[:-1], 1)
+        factor = self.temper(entropy(log_p).view(shape[:3])).view(*logits.shape[:-1], 1)
         logits = (logits if sinks else log_p).mul_(factor)
-        return logits if self.hidden is None else logits.masked_fill_(self.hidden, MASK_VALUE)
+        if self.hidden is not None:
+            logits.view(-1, self.kv_heads, *logits.shape[1:]).masked_fill_(self.hidden, MASK_VALUE)
+        return logits
 
     def _averaged(self, weights: Tensor, value: Tensor) -> Tensor:
         if not self.gaps:
-            return weights @ value
-        own = zip(weights.split([segment.size for segment in self.segments], -1), self.segments, strict=True)
-        return functools.reduce(torch.add, (share @ value[:, :, segment.columns] for share, segment in own))
+            return torch.bmm(weights, value.flatten(0, 1))
+        shares = weights.split_with_sizes(self.sizes[::2], -1)
+        pairs = zip(shares, self._cut(value), strict=True)
+        return functools.reduce(torch.add, (torch.bmm(share, own.flatten(0, 1)) for share, own in pairs))
 
 
 def _norms(key: Tensor) -> Tensor:
@@ -426,23 +453,26 @@ def _norms(key: Tensor) -> Tensor:
 
 
 def _scores(rows: Tensor, key: Tensor, angles: tuple[Tensor, Tensor] | None, normed: bool) -> Tensor:
-    """q . k of one segment, (batch, kv_heads, rows, keys).
+    """q . k of one segment, (batch * kv_heads, rows, keys).
 
     Args:
-        rows: under `angles` beside each query what their sine part is multiplied by, (..., 2 head_dim).
+        rows: (batch * kv_heads, rows, head_dim), under `angles` beside each query what their sine part is multiplied by.
+        key: (batch, kv_heads, keys, head_dim).
     """
     batch, heads, keys, width = key.shape
     if (angles is None and not normed and key.dtype == rows.dtype) or key.numel() <= KEY_ELEMENTS:
         return _read(rows, key, angles, normed)
-    out = rows.new_empty(*rows.shape[:3], keys)
+    out = rows.new_empty(*rows.shape[:2], keys)
+    own, into = (x.view(batch, heads, *x.shape[1:]) for x in (rows, out))
     step = max(KEY_ELEMENTS // (batch * heads * width), KEYS)
     at_once = max(KEY_ELEMENTS // (step * width), 1)
     everything = [(slice(None), slice(None))]
     groups = everything if batch * heads <= at_once else list(itertools.product(_pieces(batch, 1), _pieces(heads, at_once)))
     for c in _pieces(keys, step):
         for b, h in groups:
-            own = None if angles is None else (_of(angles[0], b, h)[:, :, c], _of(angles[1], b, h)[:, :, c])
-            out[b, h, :, c] = _read(rows[b, h], key[b, h, c], own, normed)
+            turns = None if angles is None else (_of(angles[0], b, h)[:, :, c], _of(angles[1], b, h)[:, :, c])
+            part = into[b, h, :, c]
+            part.copy_(_read(own[b, h].flatten(0, 1), key[b, h, c], turns, normed).view_as(part))
     return out
 
 
@@ -450,13 +480,13 @@ def _read(rows: Tensor, key: Tensor, angles: tuple[Tensor, Tensor] | None, norme
     """`_scores` of keys that a core's cache holds."""
     key = key.to(rows.dtype)
     if angles is None:
-        out = rows @ key.mT
-    elif rows.shape[2] == 1:  # a query of its own for each key takes less than two products
-        query, half = rows.chunk(2, -1)
-        out = (angles[0] * query).addcmul_(angles[1], half).mul_(key).sum(-1)[:, :, None]
+        out = torch.bmm(rows, key.flatten(0, 1).mT)
+    elif rows.shape[1] == 1:  # a query of its own for each key takes less than two products
+        query, half = rows.view(*key.shape[:2], 1, -1).chunk(2, -1)
+        out = (angles[0] * query).addcmul_(angles[1], half).mul_(key).sum(-1).flatten(0, 1)[:, None]
     else:
-        out = rows @ torch.cat([angles[0] * key, angles[1] * key], -1).mT
-    return out.div_(_norms(key).mT) if normed else out
+        out = torch.bmm(rows, torch.cat([angles[0] * key, angles[1] * key], -1).flatten(0, 1).mT)
+    return out.div_(_norms(key).flatten(0, 1).mT) if normed else out
 
 
 def _pieces(length: int, step: int) -> list[slice]:
