@@ -331,12 +331,11 @@ def _resolve(seen: Seen, position_ids: Tensor, kv_len: int) -> tuple[Rows, _Foun
 
 def _decoding(rows: Rows, p: Tensor) -> list[bool]:
     """Of calls of one token, in few steps: whether it is numbered as may be, by cache index, from the start; and sees keys."""
-    cache_index, _, start, low, high = rows.columns
-    off = p - cache_index
-    padding = low > high
-    by_index, by_start, alone = (off == 0) | padding, (off == -start) | padding, (low == cache_index) | padding
-    read = [(by_index | by_start | alone).all(), by_index.all(), by_start.all(), (~alone).any()]
-    return cast("list[bool]", torch.stack(read).tolist())
+    batch = max(len(rows.index), len(p))
+    read = torch.cat([rows.index[:, 0].expand(batch, -1), p.expand(batch, -1)], -1).tolist()
+    real = [(at == own, at == own - start, low == own) for own, _, start, low, high, at in read if low <= high]
+    by_index, by_start, alone = (all(one[n] for one in real) for n in range(3))
+    return [all(map(any, real)), by_index, by_start, not alone]
 
 
 def _goes_back(call: _Numbered, out: Rows, kv_len: int) -> Tensor:
