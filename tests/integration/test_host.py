@@ -20,16 +20,16 @@ preset = LongAttnConfig.preset
 #: Tensor operations that a layer may take beyond sdpa's, where the method acts on one query.
 ACTING = {
     "infoscale": (preset("infoscale", train_length=4), 2),
-    "scale_invariant": (preset("scale_invariant"), 18),
-    "alibi": (preset("alibi"), 18),
-    "cosscale": (preset("cosscale"), 27),
-    "adaptive_temperature": (preset("adaptive_temperature"), 40),
-    "attention_sink": (preset("attention_sink"), 21),
+    "scale_invariant": (preset("scale_invariant"), 9),
+    "alibi": (preset("alibi"), 9),
+    "cosscale": (preset("cosscale"), 18),
+    "adaptive_temperature": (preset("adaptive_temperature"), 27),
+    "attention_sink": (preset("attention_sink"), 10),
     "windowed": (preset("windowed", window=6), 5),
-    "streaming": (preset("streaming", window=6), 42),
-    "rerope": (preset("rerope", window=6), 36),
-    "dual_chunk": (preset("dual_chunk", chunk=6, local=2), 49),
-    "rerope+infoscale": (preset("rerope+infoscale", window=6, train_length=7), 36),
+    "streaming": (preset("streaming", window=6), 21),
+    "rerope": (preset("rerope", window=6), 19),
+    "dual_chunk": (preset("dual_chunk", chunk=6, local=2), 25),
+    "rerope+infoscale": (preset("rerope+infoscale", window=6, train_length=7), 20),
 }
 WITHIN = {name: preset(name) for name in ("infoscale", "rerope", "rerope+infoscale", "streaming", "yarn_beyond")}
 
