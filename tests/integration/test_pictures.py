@@ -11,8 +11,9 @@ import torch
 import transformers
 from cases import FAMILIES
 from helpers import close, crossed, tokens
+from tiny_configs import class_of, families, multimodal, tiny
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, QuantizedCache, StaticCache
 
 import hf_longattn
 from hf_longattn.integration.caches import CACHE
@@ -220,6 +221,11 @@ def test_a_cache_knows_its_positions_however_it_was_filled() -> None:
             call = {"inputs_embeds": embedded[:, piece], "position_ids": positions[..., piece], CACHE: cache}
             got.append(m.lm_head(text(**call, use_cache=True)[0]))
         close(torch.cat(got, 1), want[:, :n], what=f"in pieces from {first}")
+    if hasattr(transformers.cache_utils, "Fp8QuantizedLayer"):
+        slow = hf_longattn.update(copy.deepcopy(m), backend="reference")
+        fp8 = [continued(x, inputs, more, QuantizedCache("fp8", m.config.get_text_config())) for x in (m, slow)]
+        close(*fp8, what="quantised")
+        assert (fp8[0] - want).abs().max() > 1e-3  # it rounds
     unread = DynamicCache()
     hf_longattn.remove(plain := copy.deepcopy(m))
     continued(plain, inputs, more, unread)
@@ -376,3 +382,60 @@ def test_an_extended_model_keeps_its_tower_and_reads_pictures_on_both_sides_of_t
     words = tokens(1, n + 20, seed=5).clamp(max=89)
     long = given(m, words, (5, n // 2 - 2, n + 3))
     close(loaded(**long).logits, by_definition(loaded, **long))
+
+
+def beside_text(n: int, first: int, side: int) -> Tensor:
+    """Positions (3, 1, n) of a text with one square picture in it."""
+    at = torch.arange(n).expand(3, 1, -1).clone()
+    patches = torch.arange(side * side)
+    at[:, 0, first : first + side * side] = first + torch.stack([0 * patches, patches // side, patches % side])
+    at[:, 0, first + side * side :] -= side * side - side
+    return at
+
+
+@pytest.mark.parametrize(("name", "axis"), [("glm4v", (0, 0, 1, 2)), ("ernie4_5_vl_moe", (1, 2, 0, 0))])
+@torch.no_grad()
+def test_models_that_turn_neighbours_or_begin_with_rows(name: str, axis: tuple[int, ...]) -> None:
+    kinds = families() | multimodal()
+    if name not in kinds:
+        pytest.skip(f"this transformers has no {name}")
+    torch.manual_seed(0)
+    config = tiny(kinds[name])
+    m = hf_longattn.apply(class_of(config)._from_config(config).eval(), "self_extend", window=NEAR, group=2)
+    ids, at = tokens(1, 40).clamp(max=89), beside_text(40, 6, 4)
+    got = m(ids, position_ids=at, use_cache=False).logits
+    assert plan(m).rotary.axis == axis
+    close(got, by_definition(m, input_ids=ids, position_ids=at))
+    first = m(ids[:, :30], position_ids=at[..., :30], use_cache=True)
+    rest = m(ids[:, 30:], position_ids=at[..., 30:], **{CACHE: first[CACHE]})
+    close(torch.cat([first.logits, rest.logits], 1), got)
+
+
+@torch.no_grad()
+def test_masks_of_the_users_own_and_compiled_calls() -> None:
+    m, _ = several_positions("Qwen2VL")
+    text, ids, at = m.model.language_model, tokens(1, 40).clamp(max=89), beside_text(40, 6, 4)
+    plain = text(input_ids=ids, position_ids=at)[0]
+    hf_longattn.apply(m, "rerope", window=NEAR)
+    want = text(input_ids=ids, position_ids=at)[0]
+    assert (want - plain).abs().max() > 1e-2
+    mask = torch.ones(1, 1, 40, 40).tril().bool()
+    close(text(input_ids=ids, position_ids=at, attention_mask=mask, use_cache=False)[0], want)
+    cache = text(input_ids=ids[:, :30], position_ids=at[..., :30], use_cache=True)[CACHE]
+    with pytest.raises(ValueError, match=r"a 4-D mask over a KV cache does not show where a text starts.*2-D mask"):
+        text(input_ids=ids[:, 30:], position_ids=at[..., 30:], attention_mask=mask[:, :, 30:], **{CACHE: cache})
+    with pytest.raises(Exception, match=r"several positions each.*call without torch.compile"):
+        torch.compile(text, backend="eager")(input_ids=ids, position_ids=at, use_cache=False)
+    text.layers[0].compile(backend="eager")
+    with pytest.raises(NotImplementedError, match=r"several positions each.*call without torch.compile"):
+        text(input_ids=ids, position_ids=at)
+
+
+@torch.no_grad()
+def test_a_picture_before_the_start_of_its_text_is_refused() -> None:
+    m, _ = several_positions("Qwen2VL")
+    hf_longattn.apply(m, "rerope", window=NEAR)
+    at = beside_text(40, 6, 4) + 3
+    at[1, 0, 6:10] = 1
+    with pytest.raises(ValueError, match=r"in a picture lie before those of the token with which its text starts"):
+        m.model.language_model(input_ids=tokens(1, 40).clamp(max=89), position_ids=at)
