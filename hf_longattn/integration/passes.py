@@ -326,7 +326,7 @@ def _several(now: Pass, remapped: bool) -> None:
         differ = bool((positions != positions[:1]).any())
     if known is None and not differ:
         return
-    held = 0 if cache is None else int(cache.get_seq_length())
+    held = int(now.held)
     if cache is not None and known is not None and known.shape[-1] > held:  # cropped since
         known = cache.__dict__[AXES] = known[..., :held]
     if not remapped:  # the keys that it writes are not known then
