@@ -223,14 +223,16 @@ def test_the_order_said_of_length_generalisation_is_that_of_its_rows() -> None:
     assert third[-1] < min(plain)
     assert max(plain) < at("nope")
     assert f"LogN {third[0]:.2f} to {third[-1]:.2f}, RoPE and p-RoPE " in page
-    # within the first group: ALiBi ahead at 16 times in every seed, behind before
-    ahead = [losses[ours, s][2] - losses["alibi", s][2] for s in seeds[ours]]
-    assert min(ahead) > 0
-    assert f"by {min(ahead):.3f} and {max(ahead):.3f}" in page
-    assert f"({at('alibi', 2, seeds[ours]):.3f} against {at(ours):.3f})" in page
+    # within the first group: ALiBi behind up to four times; at 16 times ahead in two seeds, behind in one, and so not told apart
+    *ahead, behind = sorted(losses["alibi", s][2] - losses[ours, s][2] for s in seeds[ours])
+    assert max(ahead) < 0 < behind
+    assert f"ahead of it by {-max(ahead):.3f} and {-min(ahead):.3f} in two seeds and {behind:.3f} behind in the third" in page
+    both = [mean_interval([losses[v, s][2] for s in seeds[v]]) for v in (ours, "alibi")]
+    assert "({:.3f} ± {:.3f} and {:.3f} ± {:.3f})".format(*both[0], *both[1]) in page
     assert all(losses[ours, s][c] < losses["alibi", s][c] for s in seeds[ours] for c in (0, 1))
     assert everywhere("logn_rope", logn, 1, 2)
-    assert all(losses["rope", s][c] < losses[prope, s][c] for s in seeds[prope] for c in (1, 2))
+    behind_rope = [[losses["rope", s][c] < losses[prope, s][c] for c in (1, 2)] for s in seeds[prope]]
+    assert sorted(behind_rope) == [[False, False], [True, True], [True, True]]
     # the end point left out
     assert everywhere("prope", "rope", 1, 2)
     gaps = [losses["alibi", s][2] - losses["scale_invariant_prope", s][2] for s in seeds["alibi"]]
