@@ -53,7 +53,7 @@ def attention(
         sink_logits: (heads,), the model's learned sinks: exp(sink) is one more term in the denominator of every softmax,
             beside that of a method; no method acts on it.
         backend: "auto" takes `config.backend`, and then sdpa where it is exact, FlexAttention on CUDA (not run there yet),
-            else the tiled kernel; any other name insists.
+            bands of sdpa's kernels on a CPU where they are exact, else the tiled kernel; any other name insists.
 
     Returns:
         (batch, heads, q_len, head_dim) in the dtype of query; fully masked rows are 0, before any output norm.
@@ -95,7 +95,7 @@ def attend(call: Call) -> Tensor:
 def choose_backend(call: Call) -> str:
     """The kernel that "auto" means for this call, or the one asked for; ValueError where that one cannot be exact.
 
-    Few queries are "dense" where "tiled" is asked for, too.
+    Few queries are "dense" where "bands" or "tiled" is asked for, too.
     """
     asked = call.asked
     if asked not in BACKENDS:
@@ -104,7 +104,7 @@ def choose_backend(call: Call) -> str:
         if (reason := why_not_pages(call.query, call.key, call.config, call.softcap)) is not None:
             raise ValueError(f"attention over pages cannot compute this call: {reason}")
         return "triton"
-    if asked == "tiled" and KERNELS["dense"].why_not(call) is None:
+    if asked in ("bands", "tiled") and KERNELS["dense"].why_not(call) is None:
         return "dense"
     if asked == "auto":
         if torch.onnx.is_in_onnx_export():

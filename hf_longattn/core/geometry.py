@@ -243,6 +243,18 @@ class Rows:
         inside = (index >= self.columns.low[..., None]) & (index <= self.columns.high[..., None])
         return inside[:, None] if self.allowed is None else inside[:, None] & self.allowed[..., :kv_len]
 
+    def seen(self, kv_len: int) -> tuple[slice, slice] | None:
+        """From the first to the last row that sees a key by its interval, and the columns between all ends; reads the device.
+
+        None: no row sees any.
+        """
+        _, first, _, low, high = self.columns
+        low, high = (low - first).clamp(min=0), (high - first).clamp(max=kv_len - 1)
+        if not bool((seeing := low <= high).any()):
+            return None
+        rows = seeing.any(0).nonzero()
+        return slice(int(rows[0]), int(rows[-1]) + 1), slice(int(low[seeing].min()), int(high[seeing].max()) + 1)
+
     def distance(self, kv_len: int, which: Tensor | slice = slice(None)) -> Tensor:
         """|query position - key position| of the rows `which`; int64 (batch or 1, rows, kv_len)."""
         if self.query_ids is not None and self.key_ids is not None:

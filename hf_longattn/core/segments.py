@@ -94,12 +94,23 @@ class Segment(NamedTuple):
         return columns, None if own.all() else own
 
 
+class Side(NamedTuple):
+    """What is turned of a segment's queries or keys: their angles (see `Turn`), and which they are; None: all."""
+
+    angles: Angles
+    at: slice | None
+
+
 class ReadySegment(NamedTuple):
-    """A segment of which some row may see a key: its rows, and the angles of what is turned in it (see `Turn`)."""
+    """A segment of which some row may see a key: its rows, and what is turned in it."""
 
     rows: Rows
-    query: Angles | None
-    key: Angles | None
+    query: Side | None
+    key: Side | None
+
+
+#: All rows, and all keys.
+ALL: tuple[slice | None, slice | None] = (None, None)
 
 
 class BySegment:
@@ -114,14 +125,19 @@ class BySegment:
         self.segments: list[ReadySegment] = []
         for segment in segments:
             own, query, key = segment.rows, segment.query, segment.key
-            if self.segments and own.once("nothing", functools.partial(_sees_nothing, own)):
+            seen = own.once(("seen", self.kv_len), functools.partial(own.seen, self.kv_len)) if readable(own.index) else ALL
+            if self.segments and seen is None:
                 continue
-            by_query = None if query is None else query.kept_angles(rows.query_places(), call.cache)
-            by_key = None
+            by_query: Side | None = None
+            by_key: Side | None = None
+            rows_at, keys_at = ALL if seen is None or call.pages is not None else seen
+            if query is not None:
+                by_query = Side(query.kept_angles(_at(rows.query_places(), rows_at), call.cache), rows_at)
             if key is not None:
-                j = rows.key_places(self.kv_len)
+                j = _at(rows.key_places(self.kv_len), keys_at)
                 paged = call.pages is not None
-                by_key = key.by_feature(j, call.key.shape[3], call.cache) if paged else key.kept_angles(j, call.cache)
+                angles = key.by_feature(j, call.key.shape[3], call.cache) if paged else key.kept_angles(j, call.cache)
+                by_key = Side(angles, keys_at)
             self.segments.append(ReadySegment(own, by_query, by_key))
         if self.temper is not None:
             alone = len(self.segments) == 1
@@ -160,6 +176,8 @@ class BySegment:
             by_entropy = self.temper(self._entropies(calls))
             calls = [_tempered(call, by_entropy) for call in calls]
             kernel = sdpa.KERNEL if self.plain and sinks is None else kernel
+        if kernel.joined is not None and readable(query):
+            return kernel.joined(calls, sinks)
         return merge_outputs([self._run(kernel, call._replace(with_lse=joins), value.dtype) for call in calls], sinks)
 
     def calls(
@@ -176,11 +194,11 @@ class BySegment:
     def _turned(self, segment: ReadySegment, query: Tensor, key: Tensor, value: Tensor, pages: Tensor | None) -> KernelCall:
         paged = Pages(pages)
         if segment.query is not None:
-            query = self.rotation.rotate(query, *segment.query)  # type: ignore[union-attr]
+            query = self.rotation.rotate(query, *segment.query.angles, segment.query.at)  # type: ignore[union-attr]
         if segment.key is not None and pages is None:
-            key = self.rotation.rotate(key, *segment.key)  # type: ignore[union-attr]
+            key = self.rotation.rotate(key, *segment.key.angles, segment.key.at)  # type: ignore[union-attr]
         elif segment.key is not None:
-            paged = Pages(pages, None, *(x.float() for x in segment.key))
+            paged = Pages(pages, None, *(x.float() for x in segment.key.angles))
         return KernelCall(query, key, value, segment.rows, self.spec, self.dropout, pages=paged)
 
     def _entropies(self, calls: list[KernelCall]) -> Tensor:
@@ -199,10 +217,8 @@ class BySegment:
         return kernel.run(call._replace(query=call.query.to(half), key=call.key.to(half), pages=pages))
 
 
-def _sees_nothing(rows: Rows) -> bool:
-    """Whether no row sees a key by its interval; False where that may not be read."""
-    low, high = rows.columns.low, rows.columns.high
-    return readable(rows.index) and not bool((low <= high).any())
+def _at(position: Tensor, at: slice | None) -> Tensor:
+    return position if at is None else position[..., at]
 
 
 def _folded(call: KernelCall, score: Score) -> KernelCall:

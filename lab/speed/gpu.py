@@ -38,7 +38,7 @@ CASES = {
     "rerope": preset("rerope", window=300),
     "streaming": preset("streaming", window=300),
 }
-BACKENDS = ("sdpa", "flash", "triton", "tiled")
+BACKENDS = ("sdpa", "flash", "triton", "bands", "tiled")
 
 
 def errors(call: Callable[..., Tensor], tensors: list[Tensor], want: list[Tensor]) -> dict[str, float]:
@@ -122,6 +122,7 @@ def parts(device: str, quick: bool) -> Parts:
 
     methods = ("scale_invariant", "infoscale", "cosscale", "adaptive_temperature", "rerope, window 4096")
     family = [(name, backend) for name in methods for backend in ("auto", "triton")]
+    family.append((methods[-1], "bands"))
     short, flex = [(methods[0], "auto"), (methods[0], "triton")], [(methods[0], "torch flex")]
     exact(torch.bfloat16)
     attention("forward", 16384, [*family, *flex, ("none", "triton")])

@@ -18,9 +18,9 @@ from calls import (
     OPTIONS,
     ROTATION,
     SINKS,
-    Kernel,
     arguments,
     by_options,
+    check,
     dense,
     inputs,
     mask_of,
@@ -40,7 +40,7 @@ from hf_longattn.core import attend as attend_module
 from hf_longattn.core.attend import attend
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import Rows
-from hf_longattn.core.kernels import flex, intervals, operators, precision, tiled, tiles
+from hf_longattn.core.kernels import bands, flex, operators, precision, tiled, tiles
 from hf_longattn.core.kernels import kernel as kernels
 from hf_longattn.core.kernels.kernel import KernelCall, LogitSpec, Result
 from hf_longattn.core.prepared import prepared
@@ -49,31 +49,6 @@ from hf_longattn.core.segments import merge_entropies
 from hf_longattn.core.tables import SHARED, TableCache
 
 tiled_attention, flex_attention = by_options(tiled.run), by_options(flex.run)
-
-
-def check(kernel: Kernel, geometry: str, options: str, outputs: int, backward: bool = True) -> None:
-    """Outputs and, weighting all outputs at random, the gradients of every differentiable input."""
-    q_len, kv_len, rows = GEOMETRIES[geometry]
-    tensors = inputs(q=q_len, k=kv_len)
-    fixed = arguments(OPTIONS[options], tensors[0])
-    leaves = {"query": tensors[0], "key": tensors[1], "value": tensors[2]}
-    leaves |= {name: fixed.pop(name) for name in ("row_scale", "bias_scale") if name in fixed}
-
-    def run(function: Kernel) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        taped = {name: x.clone().requires_grad_(backward) for name, x in leaves.items()}
-        out = function(**taped, rows=rows, **fixed)[:outputs]
-        if not backward:
-            return [], out
-        seen = [torch.where(x.isfinite(), x, 0.0) for x in out]
-        weights = [torch.randn(x.shape, generator=torch.Generator().manual_seed(5), dtype=x.dtype) for x in out]
-        loss = sum((x * w).sum() for x, w in zip(seen, weights, strict=True))
-        return list(torch.autograd.grad(loss, list(taped.values()))), out
-
-    (want, want_out), (got, got_out) = run(dense), run(kernel)
-    for name, a, b in zip(("output", "logsumexp", "entropy"), got_out, want_out, strict=False):
-        close(a, b, 1e-11, name)
-    for name, a, b in zip(leaves, got, want, strict=False):
-        close(a, b, 1e-11, f"gradient of {name}")
 
 
 @pytest.mark.parametrize("blocks", BLOCKS)
@@ -103,25 +78,6 @@ def test_tiles_of_columns(geometry: str, options: str, monkeypatch: pytest.Monke
     check(lambda **kw: tiled_attention(**kw, with_lse=True, with_entropy=True), geometry, options, 3)
     check(tiled_attention, geometry, options, 1)
     assert max(counts) > 1 or geometry == "keys ahead of queries"  # of whose rows one sees one key
-
-
-@pytest.mark.parametrize("sizes", [(1024, 256), (8, 3), (4, 1)])
-@pytest.mark.parametrize("geometry", [name for name, (_, _, rows) in GEOMETRIES.items() if rows.allowed is None])
-def test_intervals(geometry: str, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By parts of PyTorch's fused kernel: triangles, rectangles and masks, in blocks of every size."""
-    monkeypatch.setattr(intervals, "ROWS", sizes[0])
-    monkeypatch.setattr(intervals, "MASKED_ROWS", sizes[1])
-    asked = []
-    monkeypatch.setattr(intervals, "serves", lambda call, serves=intervals.serves: asked.append(serves(call)) or asked[-1])
-
-    def without_value(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, ...]:
-        out, *others = tiled_attention(query, key, None, with_lse=True, with_entropy=True, **options)
-        assert out.numel() == 0
-        return dense(query, key, value, **options)[0], *others
-
-    check(lambda **kw: tiled_attention(**kw, with_lse=True), geometry, "plain", 2, backward=False)
-    check(without_value, geometry, "plain", 3, backward=False)
-    assert asked == [True] * 2
 
 
 FLEX = [(g, "everything") for g in GEOMETRIES] + [("packed", o) for o in OPTIONS if o != "everything"]
@@ -706,7 +662,7 @@ def test_a_temperature_by_entropy_over_many_rows(case: str, backend: str, monkey
     """By two fused passes where logits are products over plain rows, else by whole rows in blocks."""
     monkeypatch.setattr(tiles, "ROW_ELEMENTS", 1 << 12)
     calls: set[str] = set()
-    for place, name in ((intervals, "attend"), (tiles.Tile, "tempered")):
+    for place, name in ((bands, "_attend"), (tiles.Tile, "tempered")):
         before = getattr(place, name)
 
         def noting(*arguments: Any, own: Any = before, name: str = name) -> Any:
@@ -717,4 +673,4 @@ def test_a_temperature_by_entropy_over_many_rows(case: str, backend: str, monkey
     q, k, v = torch.randn(1, 4, 300, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16)
     want = reference_attention(q.double(), k.double(), v.double(), CASES[case])
     close(hf_longattn.attention(q, k, v, CASES[case], backend=backend), want.float(), 2e-5)
-    assert calls == {"attend" if (case, backend) == ("adaptive_temperature", "auto") else "tempered"}
+    assert calls == {"_attend" if (case, backend) == ("adaptive_temperature", "auto") else "tempered"}

@@ -122,9 +122,9 @@ def test_gradients_of_the_function() -> None:
 def test_second_derivatives_are_refused_by_the_kernel_and_given_by_the_reference() -> None:
     query, key, value = inputs(q=9, k=9, d=8, seed=3)
 
-    def second(backend: str, transform: bool) -> Tensor:
+    def second(backend: str, transform: bool, case: str = "sinks") -> Tensor:
         def loss(k: Tensor) -> Tensor:
-            return attention(query, k, value, CASES["sinks"], backend=backend).sin().sum()
+            return attention(query, k, value, CASES[case], backend=backend).sin().sum()
 
         if transform:
             return torch.func.grad(lambda k: torch.func.grad(loss)(k).square().sum())(key)
@@ -135,19 +135,21 @@ def test_second_derivatives_are_refused_by_the_kernel_and_given_by_the_reference
     for transform in (False, True):
         with pytest.raises(NotImplementedError, match="no second derivatives: use backend='reference'"):
             second("tiled", transform)
+        with pytest.raises(NotImplementedError, match="the bands kernel has no second derivatives"):
+            second("bands", transform, "infoscale")
     close(second("reference", True), second("reference", False), 1e-12)
 
 
 def test_vmap_is_refused_by_the_kernel_and_goes_through_the_reference() -> None:
     query, key, value = inputs(q=9, k=9, d=8, seed=3)
 
-    def each(backend: str) -> Tensor:
-        return torch.func.vmap(lambda *x: attention(*(y[None] for y in x), CASES["sinks"], backend=backend)[0])(
-            query, key, value
-        )
+    def each(backend: str, case: str = "sinks") -> Tensor:
+        return torch.func.vmap(lambda *x: attention(*(y[None] for y in x), CASES[case], backend=backend)[0])(query, key, value)
 
     with pytest.raises(NotImplementedError, match=r"does not go through vmap: .* use backend='reference'"):
         each("tiled")
+    with pytest.raises(NotImplementedError, match="the bands kernel does not go through vmap"):
+        each("bands", "infoscale")
     close(each("reference"), attention(query, key, value, CASES["sinks"]), 1e-12)
 
 

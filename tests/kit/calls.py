@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from helpers import close
 from torch import Tensor
 
 from hf_longattn.core.geometry import Rows
@@ -177,3 +178,28 @@ def by_options(kernel: Kernel) -> Kernel:
         return kernel(KernelCall(query, key, value, rows, LogitSpec(**own), **options))
 
     return call
+
+
+def check(kernel: Kernel, geometry: str, options: str, outputs: int, backward: bool = True) -> None:
+    """Outputs and, weighting all outputs at random, the gradients of every differentiable input."""
+    q_len, kv_len, rows = GEOMETRIES[geometry]
+    tensors = inputs(q=q_len, k=kv_len)
+    fixed = arguments(OPTIONS[options], tensors[0])
+    leaves = {"query": tensors[0], "key": tensors[1], "value": tensors[2]}
+    leaves |= {name: fixed.pop(name) for name in ("row_scale", "bias_scale") if name in fixed}
+
+    def run(function: Kernel) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        taped = {name: x.clone().requires_grad_(backward) for name, x in leaves.items()}
+        out = function(**taped, rows=rows, **fixed)[:outputs]
+        if not backward:
+            return [], out
+        seen = [torch.where(x.isfinite(), x, 0.0) for x in out]
+        weights = [torch.randn(x.shape, generator=torch.Generator().manual_seed(5), dtype=x.dtype) for x in out]
+        loss = sum((x * w).sum() for x, w in zip(seen, weights, strict=True))
+        return list(torch.autograd.grad(loss, list(taped.values()))), out
+
+    (want, want_out), (got, got_out) = run(dense), run(kernel)
+    for name, a, b in zip(("output", "logsumexp", "entropy"), got_out, want_out, strict=False):
+        close(a, b, 1e-11, name)
+    for name, a, b in zip(leaves, got, want, strict=False):
+        close(a, b, 1e-11, f"gradient of {name}")

@@ -23,7 +23,7 @@ from hf_longattn import LongAttnConfig, Rotation, reference_attention
 from hf_longattn.core.attend import attend
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import Rows
-from hf_longattn.core.kernels import dense, intervals, tiled, tiles
+from hf_longattn.core.kernels import bands, dense, fused, tiled, tiles
 from hf_longattn.core.kernels.kernel import LogitSpec
 from hf_longattn.core.segments import BySegment, Segment
 from hf_longattn.integration.caches import CACHE
@@ -222,10 +222,10 @@ def test_keys_may_arrive_turned(name: str, together: bool) -> None:
 # cost -----------------------------------------------------------------------------------------------------------------
 
 
-def pairs_touched(n: int, config: LongAttnConfig, backward: bool) -> int:
-    """Pairs of query and key whose product is computed, by the tiles or the parts of intervals that are worked off."""
+def pairs_touched(n: int, config: LongAttnConfig, backend: str, backward: bool) -> int:
+    """Pairs of query and key whose product is computed, by tiles or by parts of bands."""
     touched = 0
-    scores, fused = tiles.Tile.scores, intervals._fused
+    scores, forward = tiles.Tile.scores, fused.forward
 
     def counting(self: Any, *args: Any) -> Tensor:
         nonlocal touched
@@ -236,29 +236,29 @@ def pairs_touched(n: int, config: LongAttnConfig, backward: bool) -> int:
     def counting_parts(query: Tensor, key: Tensor, *args: Any) -> Any:
         nonlocal touched
         touched += query.shape[1] * query.shape[2] * key.shape[2]
-        return fused(query, key, *args)
+        return forward(query, key, *args)
 
     leaves = [x.float().requires_grad_(backward) for x in raw(q=n, k=n, h=2, b=1)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles.Tile, "scores", counting)
-        patch.setattr(intervals, "_fused", counting_parts)
-        out = hf_longattn.attention(*leaves, config, rotation=rotation(), backend="tiled")
+        patch.setattr(fused, "forward", counting_parts)
+        out = hf_longattn.attention(*leaves, config, rotation=rotation(), backend=backend)
         if backward:
             out.sum().backward()
     return touched
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("backend", "backward"), [("bands", False), ("tiled", False), ("tiled", True)])
 @pytest.mark.parametrize("name", ["windowed", "streaming", "lm_infinite"])
-def test_windows_touch_visible_tiles_only(name: str, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_touch_visible_pairs_only(name: str, backend: str, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the length, twice the work; and less than a third of full attention's."""
     monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", 1 << 13)
-    monkeypatch.setattr(intervals, "ROWS", 32)
+    monkeypatch.setattr(bands, "SHORT", 16)
     config = LongAttnConfig.preset(name, window=32)
 
-    half, whole = (pairs_touched(n, config, backward) for n in (512, 1024))
+    half, whole = (pairs_touched(n, config, backend, backward) for n in (512, 1024))
     assert 1.8 < whole / half < 2.2
-    assert whole < pairs_touched(1024, LongAttnConfig(), backward) / 3
+    assert whole < pairs_touched(1024, LongAttnConfig(), backend, backward) / 3
 
 
 # whole models ---------------------------------------------------------------------------------------------------------

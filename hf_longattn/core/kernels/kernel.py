@@ -161,6 +161,7 @@ class Kernel:
         entropies: it gives each row's entropy.
         tempered: the output of a call without gradients whose finished logits are multiplied by a factor of each row's
             entropy: from the entropies of some heads and rows, (heads, group, rows), to it; None: that takes two runs.
+        joined: where rows may be read, the output over all segments and sinks, (heads,); None: their runs are merged.
         together: computes all segments of a call together, in place of run.
     """
 
@@ -171,6 +172,7 @@ class Kernel:
     wide: bool = False
     entropies: bool = False
     tempered: Callable[[KernelCall, Callable[[Tensor], Tensor]], Tensor] | None = None
+    joined: Callable[[list[KernelCall], Tensor | None], Tensor] | None = None
     together: Callable[[Call, list[Segment], LogitSpec], Computation] | None = None
 
 

@@ -9,9 +9,14 @@ from typing import Any, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
+from ..tracing import keepable
+
 T = TypeVar("T")
 #: What the gradients of a call are of.
 DIFFERENTIABLE = ("query", "key", "value", "row_scale", "bias_scale")
+#: What kernels say of transforms that they do not go through.
+NO_SECOND = "the {} kernel has no second derivatives: use backend='reference', as in hf_longattn.update(model, backend=...)"
+NO_VMAP = "the {} kernel does not go through vmap: give it the batch dimension itself, or use backend='reference'"
 _TYPES: dict[Any, str] = {
     **{Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", float: "float", float | None: "float?", bool: "bool"}
 }
@@ -94,6 +99,53 @@ def attention_operator(
 
     operator.register_autograd(lambda ctx, *d: differentiate(ctx, kind, backward, *d), setup_context=save)
     return operator
+
+
+def attention_function(
+    name: str,
+    kind: type,
+    forward: Callable[[Any], tuple[Tensor, Tensor, Tensor]],
+    gradients: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]],
+) -> Any:
+    """The same outside of graphs, where the transforms of torch.func take gradients of a Function, but not of an operator."""
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(*arguments):  # type: ignore[no-untyped-def]
+            outputs, flat = arguments[:6], arguments[6:]
+            return gradients(rebuild(kind, iter(flat)), *outputs)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+            pass
+
+        @staticmethod
+        def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+            raise NotImplementedError(NO_SECOND.format(name))
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(*flat):  # type: ignore[no-untyped-def]
+            return forward(rebuild(kind, iter(flat)))
+
+        @staticmethod
+        def vmap(*arguments):  # type: ignore[no-untyped-def]
+            raise NotImplementedError(NO_VMAP.format(name))
+
+        @staticmethod
+        def backward(ctx, *d):  # type: ignore[no-untyped-def]
+            return differentiate(ctx, kind, Backward.apply, *d)
+
+        setup_context = staticmethod(save)
+
+    return Attention
+
+
+def taped(call: Any) -> bool:
+    """Whether autograd or a transform of torch.func is to see what is computed from a call."""
+    tensors = (call.query, call.key, call.value, call.spec.row_scale, call.spec.bias_scale)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return needs_grad or not keepable(call.query)
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

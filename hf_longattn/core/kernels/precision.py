@@ -6,6 +6,7 @@ import functools
 import platform
 
 import torch
+from torch import Tensor
 
 
 @functools.cache
@@ -17,6 +18,13 @@ def cpu_multiplies_bfloat16() -> bool:
     """
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     return _onednn_takes_bfloat16() and (not x86 or _has_avx512_bf16())
+
+
+def halves_are_fast(value: Tensor | None) -> bool:
+    """Whether products of half-precision factors, summed in float32, beat those in float32."""
+    if value is None or value.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return value.device.type != "cpu" or (value.dtype == torch.bfloat16 and cpu_multiplies_bfloat16())
 
 
 def multiplies_fast(dtype: str, device: str | torch.device = "cpu") -> bool:

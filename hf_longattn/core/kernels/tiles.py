@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..geometry import Columns
-from . import precision
 from .kernel import MASK_VALUE, KernelCall
 
 #: Logits held at a time (elements, 4 bytes each): about what the caches of a small machine take.
@@ -480,13 +479,6 @@ class _Sums(NamedTuple):
         if self.out is not None and other.out is not None:
             out = other.out.mul_(near.neg_().exp_()).addcmul_(self.out, far.neg_().exp_())
         return _Sums(out, lse, entropy)
-
-
-def halves_are_fast(value: Tensor | None) -> bool:
-    """Whether products of half-precision factors, summed in float32, beat those in float32."""
-    if value is None or value.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return value.device.type != "cpu" or (value.dtype == torch.bfloat16 and precision.cpu_multiplies_bfloat16())
 
 
 def dropout_seed(dropout: float) -> Tensor | None:

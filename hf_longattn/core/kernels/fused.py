@@ -1,0 +1,122 @@
+"""PyTorch's fused kernels with the logsumexp, which `scaled_dot_product_attention` keeps to itself, and their gradients.
+
+Two operators for each device and dtype. Given the output and the logsumexp over more keys than theirs, those for gradients
+compute what their keys contribute, as in ring attention.
+
+The operators for CUDA have not run there yet: only a GPU can show what they compute and how fast.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .kernel import MASK_VALUE
+from .precision import halves_are_fast
+
+HALF = (torch.float16, torch.bfloat16)
+#: The memory-efficient kernel takes a bias whose rows begin at multiples of so many elements, and logsumexps of so many rows.
+BIAS_COLUMNS, LSE_ROWS = 16, 32
+
+
+def why_not(query: Tensor, value: Tensor) -> str | None:
+    """The reason why a device has no fused kernel for such tensors, or None."""
+    kind, width = device(query), query.shape[-1]
+    if width != value.shape[-1]:
+        return f"the fused kernels need values of as many features as keys have: {value.shape[-1]} are not {width}"
+    if kind not in ("cpu", "cuda"):
+        return f"PyTorch has no fused kernel that gives the logsumexp on {kind!r}"
+    if kind == "cuda" and query.dtype == torch.float64:
+        return "PyTorch has no fused kernel for float64 on CUDA"
+    if kind == "cuda" and (width % 8 or width > 256):
+        return f"the fused kernels on CUDA need a head_dim of at most 256 that 8 divides, got {width}"
+    return None
+
+
+def computed_in(query: Tensor, value: Tensor | None) -> torch.dtype:
+    """The dtype that the kernels take: that of the values where halves are fast, else float32 at least."""
+    if value is not None and (device(query) == "cuda" or halves_are_fast(value)):
+        return value.dtype
+    return torch.promote_types(query.dtype, torch.float32)
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, hidden: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """softmax(scaling q . k) v, and the logsumexp, (batch, heads, q_len), in float32 at least.
+
+    Args:
+        query: (batch, heads, q_len, head_dim).
+        key, value: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads; all of one dtype.
+        causal: the first row sees the first key alone, each row one more; there are as many keys as rows.
+        hidden: bool (q_len, kv_len), hidden pairs, of `hidden_logit`; not with causal.
+    """
+    aten, bias = torch.ops.aten, _bias(hidden, query)
+    if device(query) == "cpu":
+        options = {"attn_mask": bias, "scale": scaling}
+        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, **options)
+    if bias is None and query.dtype in HALF:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scaling)
+        return out, lse
+    key, value = (_by_head(x, query) for x in (key, value))
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, causal, scale=scaling)
+    return out, lse[..., : query.shape[2]]
+
+
+def backward(
+    d_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    hidden: Tensor | None,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value through probabilities P = exp(logit - lse) over these keys.
+
+    Args:
+        d_out, out: like query; the gradient of a logit is P (d_out . v - d_out . out).
+        lse: (batch, heads, q_len), finite.
+    """
+    aten, bias, sides = torch.ops.aten, _bias(hidden, query), (query, key, value)
+    if device(query) == "cpu":
+        options = {"attn_mask": bias, "scale": scaling}
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(d_out, *sides, out, lse, 0.0, causal, **options)
+    state = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)  # dropout's, which is not read
+    if bias is None and query.dtype in HALF:
+        lengths = None, None, query.shape[2], key.shape[2]
+        of_rows = out, lse.contiguous(), *lengths, 0.0, causal, *state
+        return aten._scaled_dot_product_flash_attention_backward(d_out, *sides, *of_rows, scale=scaling)
+    whole = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=float("inf"))
+    sides = query, _by_head(key, query), _by_head(value, query)
+    d_query, d_key, d_value, _ = aten._scaled_dot_product_efficient_attention_backward(
+        d_out, *sides, bias, out, whole, *state, 0.0, [True, True, True, False], causal, scale=scaling
+    )
+    return d_query, *(x.unflatten(1, (key.shape[1], -1)).sum(2) for x in (d_key, d_value))
+
+
+def device(x: Tensor) -> str:
+    return x.device.type
+
+
+def hidden_logit(dtype: torch.dtype) -> float:
+    """The logit of a pair that a mask hides."""
+    return max(MASK_VALUE, torch.finfo(dtype).min)
+
+
+def _bias(hidden: Tensor | None, query: Tensor) -> Tensor | None:
+    """What is added to logits, in the query's dtype."""
+    if hidden is None:
+        return None
+    rows, columns = hidden.shape
+    pad = 0 if device(query) == "cpu" else -columns % BIAS_COLUMNS
+    bias = query.new_zeros(rows, columns + pad)[:, :columns]
+    bias.masked_fill_(hidden, hidden_logit(query.dtype))
+    return bias if device(query) == "cpu" else bias.expand(*query.shape[:2], -1, -1)
+
+
+def _by_head(x: Tensor, query: Tensor) -> Tensor:
+    """A key head's features once for each query head that shares it: without a copy if the batch is one."""
+    return x[:, :, None].expand(-1, -1, query.shape[1] // x.shape[1], -1, -1).reshape(*query.shape[:2], *x.shape[2:])
