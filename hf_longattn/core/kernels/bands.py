@@ -336,7 +336,6 @@ class _Joined(torch.autograd.Function):
     def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
         ctx.parts, ctx.scalings, *tensors = inputs
         ctx.save_for_backward(*output, *tensors)
-        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
