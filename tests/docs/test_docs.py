@@ -223,7 +223,7 @@ def test_the_order_said_of_length_generalisation_is_that_of_its_rows() -> None:
     assert third[-1] < min(plain)
     assert max(plain) < at("nope")
     assert f"LogN {third[0]:.2f} to {third[-1]:.2f}, RoPE and p-RoPE " in page
-    # within the first group: ALiBi behind up to four times; at 16 times ahead in two seeds, behind in one, and so not told apart
+    # within the first group: ALiBi behind up to four times; at 16 times ahead in two seeds and behind in one
     *ahead, behind = sorted(losses["alibi", s][2] - losses[ours, s][2] for s in seeds[ours])
     assert max(ahead) < 0 < behind
     assert f"ahead of it by {-max(ahead):.3f} and {-min(ahead):.3f} in two seeds and {behind:.3f} behind in the third" in page
