@@ -243,7 +243,8 @@ def test_an_output_that_no_gradient_comes_to_has_gradients_of_zero() -> None:
     query, key, value = (torch.randn(1, 2, 150, 8, requires_grad=True) for _ in range(3))
     out = hf_longattn.attention(query, key, value, METHODS["rerope"], rotation=hf_longattn.Rotation(torch.ones(4)), **BANDS)
     (Stops.apply(out).sum() + query.sum()).backward()  # type: ignore[no-untyped-call]
-    assert query.grad is not None and bool((query.grad == 1).all())
+    assert query.grad is not None
+    assert bool((query.grad == 1).all())
 
 
 def test_gradient_checkpointing() -> None:
