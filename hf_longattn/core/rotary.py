@@ -98,11 +98,7 @@ class _Rotated(torch.autograd.Function):
         pairs = slice(rotation.first, rotation.first + 2 * rotation.inv_freq.shape[0])
         for rest in (slice(0, pairs.start), slice(pairs.stop, x.shape[3])):
             into[..., rest] = own[..., rest]
-        own, into = own[..., pairs], into[..., pairs]
-        cut = (slice(0, None, 2), slice(1, None, 2)) if rotation.interleaved else own.shape[-1] // 2
-        (first, second), (a, b) = (
-            [y[..., c] for c in cut] if isinstance(cut, tuple) else [y[..., :cut], y[..., cut:]] for y in (own, into)
-        )
+        (first, second, _), (a, b, _) = rotation.split(own), rotation.split(into)
         torch.mul(first, cos, out=a).addcmul_(second, sin, value=-1.0)
         torch.mul(second, cos, out=b).addcmul_(first, sin)
         return out

@@ -263,9 +263,10 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
                     raise ValueError(_REPLACED)
     cache = cache_in((*args, *kwargs.values()))
     held = 0 if cache is None else cache.get_seq_length() + 0  # a new tensor where it is one, which counts on
-    if cache is not None and cache.__dict__.pop(UNEVEN, False) and held:
-        cache.__dict__[UNEVEN] = True
-        raise ValueError(_BROKEN_OFF)
+    if cache is not None and UNEVEN in cache.__dict__:
+        if held:
+            raise ValueError(_BROKEN_OFF)
+        del cache.__dict__[UNEVEN]
     now = Pass(outer, plans, positions, weights, cache, held, sys._getframe(2))
     _several(now, remapped)
     if now.axes is not None:
