@@ -15,7 +15,8 @@ from ..config import LongAttnConfig
 from ..core.attend import attend
 from ..core.call import Call
 from ..core.geometry import Rows
-from ..core.kernels.sdpa import one_query
+from ..core.kernels.kernel import FEW_QUERIES
+from ..core.kernels.sdpa import few_queries
 from ..core.prepared import named, prepared
 from ..core.reference import dense_attention
 from ..core.turned import Keep
@@ -244,8 +245,10 @@ def _base(asked: Asked, query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
 def _run(function: Any, asked: Asked, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
     """One of transformers' attention functions, under the mask that it takes."""
     more = asked.more
-    if function is sdpa_attention_forward and _is_one_query(asked, query, key, mask):
-        return one_query(query, key, value, mask, asked.scaling), None
+    if function is sdpa_attention_forward and _are_few(asked, query, key, mask):
+        if mask is not None and mask.shape[2] > 1:
+            mask = mask.repeat(1, 1, query.shape[1] // key.shape[1], 1)
+        return few_queries(query, key, value, mask, asked.scaling), None
     if asked.softcap is not None:
         more = more | {"softcap": asked.softcap}
     if asked.sliding_window is not None:
@@ -253,8 +256,8 @@ def _run(function: Any, asked: Asked, query: Tensor, key: Tensor, value: Tensor,
     return function(asked.module, query, key, value, mask, dropout=asked.dropout, scaling=asked.scaling, **more)  # type: ignore[no-any-return]
 
 
-def _is_one_query(asked: Asked, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
-    """Whether `one_query` computes what transformers' sdpa does: nothing is asked for that only the latter knows."""
-    small = query.shape[2] == 1 and query.shape[1] > key.shape[1] and query.device.type == "cpu"
+def _are_few(asked: Asked, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    """Whether `few_queries` computes what transformers' sdpa does: nothing is asked for that only the latter knows."""
+    small = query.shape[2] <= FEW_QUERIES and query.shape[1] > key.shape[1] and query.device.type == "cpu"
     plain = not asked.traced and not asked.dropout and asked.softcap is None and "position_bias" not in asked.more
-    return small and plain and (mask is None or mask.shape[1] == 1)
+    return small and plain and (query.shape[2] == 1 if mask is None else mask.shape[1] == 1)

@@ -6,6 +6,7 @@ results/attention-cpu.json (see timing.py) after every part; `python -m lab.page
 pictures.
 """
 
+import itertools
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import torch
 
 from lab.speed.model_step import model_rows
 from lab.speed.timing import (
+    DECODED,
     EACH_TIME,
     METHODS,
     PEER,
@@ -60,10 +62,9 @@ def parts() -> Parts:
     for length in (1024, 4096, 8192, 16384, 65536):
         add("decode", length, [*FAMILY, ("rerope, window 4096", "auto")], 15 if length < 65536 else 5)
         add("decode, grouped", length, [MAP, FAMILY[2]], 15 if length < 65536 else 5, kv_heads=2)
-    for dtype in (torch.float32, torch.bfloat16):
-        for length in (8192, 16384, 65536):
-            name = f"long decode turned {str(dtype).removeprefix('torch.')} {length}"
-            result[name] = lambda a=(length, dtype): turned_rows(*a)
+    for mode, dtype, length in itertools.product(DECODED, (torch.float32, torch.bfloat16), (8192, 16384, 65536)):
+        name = f"long {mode} turned {str(dtype).removeprefix('torch.')} {length}"
+        result[name] = lambda a=(mode, length, dtype): turned_rows(*a)
     for name in (PEER, MAP, EAGER):
         for mode in ("forward", "forward+backward"):
             for length in (2048, 4096) if name == EAGER else (4096, 8192, 16384):
@@ -82,13 +83,14 @@ def parts() -> Parts:
     return result
 
 
-def turned_rows(length: int, dtype: torch.dtype) -> Rows:
-    """A decoded token in SmolLM2's shape, whose keys were turned once, and are turned at each token."""
+def turned_rows(mode: str, length: int, dtype: torch.dtype) -> Rows:
+    """A decoded token, or eight, in SmolLM2's shape, whose keys were turned once; of one also, turned at each token."""
     its = Shape(heads=9, kv_heads=3, length=length, head_dim=64)
-    about = about_call(its, "decode", dtype, "cpu")
+    about = about_call(its, mode, dtype, "cpu")
     about["mode"] += f" turned {about['dtype']}"
     rounds, repeat = (9, 2) if length < 65536 else (5, 1)
-    return compare(attention_calls(its, "decode", dtype, "cpu", [PEER, *ONCE]), rounds, about, PEER, repeat)
+    chosen = ONCE if mode == "decode" else [*((name, "auto") for name in TURNED), MAP, ("adaptive_temperature", "auto")]
+    return compare(attention_calls(its, mode, dtype, "cpu", [PEER, *chosen]), rounds, about, PEER, repeat)
 
 
 def memory_row(name: tuple[str, str], mode: str, length: int) -> Rows:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import repeat_kv
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation
@@ -62,6 +63,8 @@ TURNED = {
 }
 #: In the place of a backend: "auto" behind a cache beside which nothing is kept.
 EACH_TIME = "at each token"
+#: Modes in which a cache holds the keys, and how many queries there are.
+DECODED = {"decode": 1, "decode of 8": 8}
 #: The row that ratios are to.
 PEER = ("none", "torch sdpa")
 Call = Callable[[], Any]
@@ -77,9 +80,9 @@ class Shape:
     batch: int = 1
 
     def tensors(self, mode: str, dtype: torch.dtype, device: str) -> list[Tensor]:
-        """Query, key and value; in decoding the last query alone against a full cache."""
+        """Query, key and value; in decoding the last query alone, or the last eight, against a full cache."""
         torch.manual_seed(0)
-        sizes = ((self.heads, 1 if mode == "decode" else self.length), *[(self.kv_heads, self.length)] * 2)
+        sizes = ((self.heads, DECODED.get(mode, self.length)), *[(self.kv_heads, self.length)] * 2)
         grad = mode == "forward+backward"
         return [torch.randn(self.batch, h, n, self.head_dim, device=device, dtype=dtype, requires_grad=grad) for h, n in sizes]
 
@@ -106,6 +109,11 @@ def attention_calls(shape: Shape, mode: str, dtype: torch.dtype, device: str, ch
     model: dict[str, Any] = {"scaling": shape.head_dim**-0.5, "rotation": rotation}
 
     def call(method: str, backend: str) -> Callable[[], Tensor]:
+        if backend == "torch sdpa" and 1 < q.shape[2] < k.shape[2]:  # as transformers calls it
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=device).tril(k.shape[2] - q.shape[2])[
+                None, None
+            ]
+            return lambda: scaled_dot_product_attention(q, repeat_kv(k, group), repeat_kv(v, group), attn_mask=mask)
         if backend == "torch sdpa":
             return lambda: scaled_dot_product_attention(q, k, v, is_causal=mode != "decode", enable_gqa=group > 1)
         if backend == "torch flex":
@@ -113,7 +121,7 @@ def attention_calls(shape: Shape, mode: str, dtype: torch.dtype, device: str, ch
             return lambda: compiled(q, k, v)
         if backend == "eager":
             return eager()
-        if mode == "decode":
+        if mode in DECODED:
             made, config = Turned(), (METHODS | TURNED)[method]
             kept: dict[str, Any] = {"keep": lambda by, key: made, "backend": backend}  # as behind a model's cache
             kept = {} if backend == EACH_TIME else kept
@@ -154,7 +162,7 @@ def attention_rows(
 ) -> Rows:
     """Times of attention alone, as ratios to sdpa."""
     calls = attention_calls(shape, mode, dtype, device, [PEER, *chosen])
-    return compare(calls, rounds, about_call(shape, mode, dtype, device), PEER, repeat=10 if mode == "decode" else 1)
+    return compare(calls, rounds, about_call(shape, mode, dtype, device), PEER, repeat=10 if mode in DECODED else 1)
 
 
 def about_call(shape: Shape, mode: str, dtype: torch.dtype, device: str) -> dict[str, Any]:

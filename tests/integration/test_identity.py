@@ -21,7 +21,7 @@ import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import Rows
-from hf_longattn.core.kernels.sdpa import one_query
+from hf_longattn.core.kernels.sdpa import few_queries
 from hf_longattn.core.prepared import Prepared
 from hf_longattn.integration import dispatch
 from hf_longattn.integration.caches import CACHE
@@ -46,8 +46,8 @@ WIDE = (
     preset("streaming", window=60),
     preset(DEFAULT, strength=0),
 )
-#: Ends of scenarios with calls of one query, whose heads are computed together: older releases do so under no mask.
-OF_ONE_QUERY = ("token_by_token", "chunks")
+#: Ends of scenarios with calls of few queries, whose heads are computed together.
+OF_FEW_QUERIES = ("token_by_token", "chunks", "second_turn", "second_turn_static")
 #: Nothing of theirs is ever the identity.
 NEVER = ("paper_form", "alibi", "ssmax", "logn_learned", "log_length", "cosscale", "adaptive_temperature", "attention_sink")
 NEVER += ("output_standardise", "output_layer_norm", "rerope+infoscale+cosscale", "sink+rerope+adaptive")
@@ -117,7 +117,7 @@ def test_within_the_range_the_model_runs_its_own_attention(family: str, scenario
     for config in WIDE:
         run, m = SCENARIOS[scenario], hf_longattn.apply(stock(family), config)
         calls.clear()
-        same = family == "llama" and not own_mask and not scenario.endswith(OF_ONE_QUERY)
+        same = family == "llama" and not own_mask and not scenario.endswith(OF_FEW_QUERIES)
         close(run(m, tokens()), run(stock(family), tokens()), 0 if same else 2e-5, config.name)
         assert bool(calls) == own_mask
 
@@ -201,7 +201,10 @@ def test_it_is_the_attention_that_the_model_ran_before(calls: list[int], monkeyp
 
 @torch.no_grad()
 @pytest.mark.parametrize("layers", [None, [1]], ids=["no layer acts", "one layer acts"])
-def test_one_query_reads_a_key_once_for_all_heads_that_share_it(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("new", [1, 3])
+def test_few_queries_read_a_key_once_for_all_heads_that_share_it(
+    new: int, layers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Heads that share a key head are so many queries of it, where sdpa alone is what transformers' function calls."""
     sdpa, seen = torch.nn.functional.scaled_dot_product_attention, []
 
@@ -213,40 +216,45 @@ def test_one_query_reads_a_key_once_for_all_heads_that_share_it(layers: Any, mon
     group = plain.config.num_attention_heads // plain.config.num_key_value_heads
     method = preset("rerope", window=60) if layers is None else preset("scale_invariant", layers=layers)
     m = hf_longattn.apply(stock("llama"), method)
-    padded = torch.ones(2, 10, dtype=torch.int64)
+    padded = torch.ones(2, 9 + new, dtype=torch.int64)
     padded[0, :3] = 0
     for mask in (torch.ones_like(padded), padded):
         at = (mask.cumsum(-1) - 1).clamp(min=0)
         caches = [x(tokens(2, 9), attention_mask=mask[:, :9], position_ids=at[:, :9])[CACHE] for x in (plain, m)]
         inputs = {"attention_mask": mask, "position_ids": at[:, 9:]}
-        want = plain(tokens(2, 1, seed=3), **{CACHE: caches[0]}, **inputs).logits
+        want = plain(tokens(2, new, seed=3), **{CACHE: caches[0]}, **inputs).logits
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counting)
         monkeypatch.setattr(dispatch, "_SDPA", counting)
         seen.clear()
-        got = m(tokens(2, 1, seed=3), **{CACHE: caches[1]}, **inputs).logits
+        got = m(tokens(2, new, seed=3), **{CACHE: caches[1]}, **inputs).logits
         monkeypatch.undo()
-        assert seen == [(True, group)] * (m.config.num_hidden_layers - len(layers or ()))
+        assert seen == [(True, group * new)] * (m.config.num_hidden_layers - len(layers or ()))
         if layers is None:
             close(got, want, 2e-6)
 
 
-def test_one_query_is_left_to_transformers_where_it_knows_more() -> None:
+def test_few_queries_are_left_to_transformers_where_it_knows_more() -> None:
     """Dropout draws what it would draw; a mask by head keeps its heads; gradients flow either way."""
-    query, key, value = torch.randn(2, 4, 1, 8, requires_grad=True), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
-    out = one_query(query, key, value, scaling=0.3)
-    want = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=0.3, enable_gqa=True).transpose(1, 2)
+    query, key, value = torch.randn(2, 4, 3, 8, requires_grad=True), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+    mask = torch.ones(2, 1, 3, 9, dtype=torch.bool).tril(6)
+    out = few_queries(query, key, value, mask.repeat(1, 1, 2, 1), scaling=0.3)
+    want = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=0.3, enable_gqa=True).transpose(
+        1, 2
+    )
     close(out, want, 2e-6)
     close(*(torch.autograd.grad(x.sin().sum(), query)[0] for x in (out, want)), 2e-6)
     asked = Asked(None, None, None, None, False, 0.0, None, None, None, {})  # type: ignore[arg-type]
-    alone = functools.partial(dispatch._is_one_query, query=query, key=key, mask=None)
+    alone = functools.partial(dispatch._are_few, query=query, key=key, mask=mask)
     assert alone(asked)
+    assert alone(asked, query=query[:, :, :1], mask=None)
     assert not alone(asked._replace(dropout=0.1))
     assert not alone(asked._replace(softcap=30.0))
     assert not alone(asked._replace(traced=True))
     assert not alone(asked._replace(more={"position_bias": torch.zeros(1)}))
-    assert not alone(asked, mask=torch.zeros(2, 4, 1, 9))
+    assert not alone(asked, mask=torch.zeros(2, 4, 3, 9))
+    assert not alone(asked, mask=None)  # which is causal, or not, as the module says
     assert not alone(asked, key=torch.randn(2, 4, 9, 8))
-    assert not alone(asked, query=torch.randn(2, 4, 3, 8))
+    assert not alone(asked, query=torch.randn(2, 4, 17, 8))
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..tracing import keepable
 from ..turned import AHEAD, WORTH, Keep, Turned
 from .kernel import FEW_QUERIES, FUSED, MASK_VALUE, Kernel, LogitSpec, entropy
-from .sdpa import one_query
+from .sdpa import few_queries
 
 if TYPE_CHECKING:  # they know methods and configs
     from ..call import Call
@@ -157,7 +157,7 @@ class Dense:
         if not self.fuses:
             self._prepare(call, spec, shown)
             return
-        self.together = self.q_len == 1 and self.group > 1
+        self.together = self.group > 1
         own = shown.hidden if shown.hidden is None or not self.together else self._grouped(shown.hidden)
         self.allowed = None if own is None else ~own
 
@@ -216,9 +216,8 @@ class Dense:
         elif factor is not None:
             scaling *= factor
         if self.together:
-            return one_query(query, key, value, self.allowed, scaling).transpose(1, 2)
-        sdpa = torch.nn.functional.scaled_dot_product_attention
-        return sdpa(query, key, value, self.allowed, scale=scaling, enable_gqa=self.group > 1)
+            return few_queries(query, key, value, self.allowed, scaling).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, self.allowed, scale=scaling)
 
     def _prepare(self, call: Call, spec: LogitSpec, shown: Shown) -> None:
         ends = [(one.columns.stop, other.columns.start) for one, other in itertools.pairwise(self.segments)]

@@ -25,21 +25,24 @@ def run(call: KernelCall) -> Result:
     return out, out.new_empty(0), out.new_empty(0)
 
 
-def one_query(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scaling: float | None = None) -> Tensor:
-    """sdpa of one query: heads that share a key head are so many queries of it, so that a CPU reads a key once for all.
+def few_queries(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scaling: float | None = None) -> Tensor:
+    """sdpa of few queries: heads that share a key head are so many queries of it, so that a CPU reads a key once for all.
 
     Args:
-        query: (batch, heads, 1, head_dim).
+        query: (batch, heads, q_len, head_dim).
         key, value: (batch, kv_heads, kv_len, ...).
-        mask: as sdpa takes it, (batch or 1, 1, 1, kv_len), or by head (batch or 1, kv_heads, heads that share one, kv_len).
+        mask: as sdpa takes it, (batch or 1, kv_heads or 1, rows or 1, kv_len), the rows those queries of each head in turn
+            that share a key head. None: each query sees each key.
 
     Returns:
-        (batch, 1, heads, value_dim).
+        (batch, q_len, heads, value_dim).
     """
-    batch, heads, _, width = query.shape
+    batch, heads, q_len, width = query.shape
     together = query.reshape(batch, key.shape[1], -1, width)
     out = torch.nn.functional.scaled_dot_product_attention(together, key, value, mask, scale=scaling)
-    return out.reshape(out.shape[0], 1, heads, -1)
+    if q_len == 1:  # in one step, of which a decoded token takes one in each layer
+        return out.reshape(batch, 1, heads, -1)
+    return out.reshape(batch, heads, q_len, -1).transpose(1, 2).contiguous()
 
 
 def visible(x: Tensor, rows: Rows) -> Tensor:
