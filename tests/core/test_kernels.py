@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 import weakref
 from collections.abc import Callable
@@ -40,9 +41,10 @@ from hf_longattn.core import attend as attend_module
 from hf_longattn.core.attend import attend
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import Rows
-from hf_longattn.core.kernels import bands, flex, operators, precision, tiled, tiles
+from hf_longattn.core.kernels import bands, flex, fused, operators, precision, tiled, tiles
 from hf_longattn.core.kernels import kernel as kernels
 from hf_longattn.core.kernels.kernel import KernelCall, LogitSpec, Result
+from hf_longattn.core.kernels.sdpa import few_queries
 from hf_longattn.core.prepared import prepared
 from hf_longattn.core.rotary import Rotation
 from hf_longattn.core.segments import merge_entropies
@@ -674,3 +676,32 @@ def test_a_temperature_by_entropy_over_many_rows(case: str, backend: str, monkey
     want = reference_attention(q.double(), k.double(), v.double(), CASES[case])
     close(hf_longattn.attention(q, k, v, CASES[case], backend=backend), want.float(), 2e-5)
     assert calls == {"_attend" if (case, backend) == ("adaptive_temperature", "auto") else "tempered"}
+
+
+@pytest.mark.parametrize("heads", [(4, 1), (6, 3), (6, 6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@torch.no_grad()
+def test_keys_are_cut_for_threads(
+    heads: tuple[int, int], dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One query and three, whatever is left over: output and logsumexp of all keys, from a slice of a cache too."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(fused, "SHARED", 0)
+    monkeypatch.setattr(fused, "PART", 8)
+    torch.manual_seed(0)
+    (own, shared), tolerance = heads, 2e-2 if dtype == torch.bfloat16 else 1e-6
+    cut = set()
+    for length, new in itertools.product((1, 15, 40, 43), (1, 3)):
+        query = torch.randn(1, own, new, 16, dtype=dtype)
+        key, value = (torch.randn(1, shared, length + 5, 16, dtype=dtype)[:, :, 2:-3] for _ in range(2))
+        cut.add(fused.parts(key))
+        every = [x.double().repeat_interleave(own // shared, 1) for x in (key, value)]
+        logits = query.double() @ every[0].mT * 0.3
+        want = torch.softmax(logits, -1) @ every[1]
+        close(few_queries(query, key, value, scaling=0.3).transpose(1, 2).double(), want, tolerance)
+        out, lse = fused.few(query.reshape(1, shared, -1, 16), key, value, None, 0.3)
+        assert out.dtype == dtype
+        close(out.reshape(query.shape).double(), want, tolerance)
+        close(lse.reshape(logits.shape[:3]).double(), logits.logsumexp(-1), tolerance)
+    assert (max(cut) > 1) == (threads // math.gcd(shared, threads) > 1)

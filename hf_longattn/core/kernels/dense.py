@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..tracing import keepable
 from ..turned import AHEAD, WORTH, Keep, Turned
+from .fused import few
 from .kernel import FEW_QUERIES, FUSED, MASK_VALUE, Kernel, LogitSpec, entropy
 from .sdpa import few_queries
 
@@ -324,7 +325,7 @@ class Dense:
         for i, (own, seen, mask) in enumerate(zip(each, self._cut(value), self.masks, strict=True)):
             own = own[..., : self.rows[1]].to(query.dtype).unflatten(0, key.shape[:2])
             keys = self._keys(i, key, made, self.score is not None)
-            out, lse = getattr(torch.ops.aten, FUSED)(own, keys, seen, attn_mask=mask, scale=scaling)
+            out, lse = few(own, keys, seen, mask, scaling)
             outs.append(out)
             lses.append(lse[..., None])
         if len(outs) == 1:

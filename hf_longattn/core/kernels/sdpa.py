@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import Rows
+from .fused import few, parts
 from .kernel import Kernel, KernelCall, Result
 
 
@@ -39,7 +40,10 @@ def few_queries(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None =
     """
     batch, heads, q_len, width = query.shape
     together = query.reshape(batch, key.shape[1], -1, width)
-    out = torch.nn.functional.scaled_dot_product_attention(together, key, value, mask, scale=scaling)
+    if mask is None and not torch.is_grad_enabled() and width == value.shape[3] and parts(key) > 1:
+        out, _ = few(together, key, value, None, width**-0.5 if scaling is None else scaling)
+    else:
+        out = torch.nn.functional.scaled_dot_product_attention(together, key, value, mask, scale=scaling)
     if q_len == 1:  # in one step, of which a decoded token takes one in each layer
         return out.reshape(batch, 1, heads, -1)
     return out.reshape(batch, heads, q_len, -1).transpose(1, 2).contiguous()
