@@ -11,7 +11,9 @@ import subprocess
 import sys
 
 import torch
+from torch import Tensor
 
+from hf_longattn.core.kernels.sdpa import few_queries
 from lab.speed.model_step import model_rows
 from lab.speed.timing import (
     DECODED,
@@ -20,11 +22,15 @@ from lab.speed.timing import (
     PEER,
     RESULTS,
     TURNED,
+    Call,
+    Calls,
     Parts,
     Rows,
     Shape,
     about_call,
+    among_the_last,
     arguments,
+    as_transformers,
     attention_calls,
     attention_rows,
     compare,
@@ -39,6 +45,8 @@ FAMILY = [
 ]
 BANDED = [(name, "auto") for name in METHODS if "window" in name]
 ONCE = [(name, backend) for name in TURNED for backend in ("auto", EACH_TIME) if backend == "auto" or "string" not in name]
+#: Query heads, key heads, head_dim of SmolLM2 135M, Llama 3 8B, Gemma 3 270M; bytes of keys and values that no cache holds.
+OWN, COLD = ((9, 3, 64), (32, 8, 128), (4, 1, 256)), 150_000_000
 WITHOUT = ("none", "tiled")  # what the tiled kernel costs where no method needs it
 
 
@@ -65,6 +73,9 @@ def parts() -> Parts:
     for mode, dtype, length in itertools.product(DECODED, (torch.float32, torch.bfloat16), (8192, 16384, 65536)):
         name = f"long {mode} turned {str(dtype).removeprefix('torch.')} {length}"
         result[name] = lambda a=(mode, length, dtype): turned_rows(*a)
+    for mode, dtype in itertools.product(DECODED, (torch.float32, torch.bfloat16)):
+        name = f"long unchanged, {mode} {str(dtype).removeprefix('torch.')}"
+        result[name] = lambda a=(mode, dtype): torch.no_grad()(own_rows)(*a)
     for name in (PEER, MAP, EAGER):
         for mode in ("forward", "forward+backward"):
             for length in (2048, 4096) if name == EAGER else (4096, 8192, 16384):
@@ -91,6 +102,32 @@ def turned_rows(mode: str, length: int, dtype: torch.dtype) -> Rows:
     rounds, repeat = (9, 2) if length < 65536 else (5, 1)
     chosen = ONCE if mode == "decode" else [*((name, "auto") for name in TURNED), MAP, ("adaptive_temperature", "auto")]
     return compare(attention_calls(its, mode, dtype, "cpu", [PEER, *chosen]), rounds, about, PEER, repeat)
+
+
+def own_rows(mode: str, dtype: torch.dtype) -> Rows:
+    """An unchanged layer behind a cache, as transformers' sdpa computes it and as ours: by shape, each with cold caches."""
+    rows = []
+    for (heads, kv_heads, head_dim), length in itertools.product(OWN, (2048, 8192, 32768)):
+        its = Shape(heads, kv_heads, length, head_dim)
+        layers = 1 + COLD // (2 * kv_heads * length * head_dim * dtype.itemsize)
+        query, *_ = its.tensors(mode, dtype, "cpu")
+        caches = [its.tensors(mode, dtype, "cpu")[1:] for _ in range(layers)]
+        calls: Calls = {
+            PEER: lambda q=query, kv=caches: [as_transformers(q, *x) for x in kv],  # type: ignore[misc]
+            (f"{heads} / {kv_heads}, {head_dim}", str(dtype).removeprefix("torch.")): own_of(query, caches),
+        }
+        about = about_call(its, mode, dtype, "cpu")
+        about["mode"] = f"unchanged, {mode}"
+        rows += compare(calls, 7, about, PEER)
+    return rows
+
+
+def own_of(query: Tensor, caches: list[list[Tensor]]) -> Call:
+    """The layers as `few_queries` computes them."""
+    mask = among_the_last(query, caches[0][0])
+    if mask is not None:
+        mask = mask.repeat(1, 1, query.shape[1] // caches[0][0].shape[1], 1)
+    return lambda: [few_queries(query, key, value, mask) for key, value in caches]
 
 
 def memory_row(name: tuple[str, str], mode: str, length: int) -> Rows:

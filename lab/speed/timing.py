@@ -7,6 +7,7 @@ benchmark that measured them; a part measured again replaces its rows.
 """
 
 import argparse
+import functools
 import platform
 import re
 import statistics
@@ -109,13 +110,8 @@ def attention_calls(shape: Shape, mode: str, dtype: torch.dtype, device: str, ch
     model: dict[str, Any] = {"scaling": shape.head_dim**-0.5, "rotation": rotation}
 
     def call(method: str, backend: str) -> Callable[[], Tensor]:
-        if backend == "torch sdpa" and 1 < q.shape[2] < k.shape[2]:  # as transformers calls it
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=device).tril(k.shape[2] - q.shape[2])[
-                None, None
-            ]
-            return lambda: scaled_dot_product_attention(q, repeat_kv(k, group), repeat_kv(v, group), attn_mask=mask)
         if backend == "torch sdpa":
-            return lambda: scaled_dot_product_attention(q, k, v, is_causal=mode != "decode", enable_gqa=group > 1)
+            return lambda: as_transformers(q, k, v)
         if backend == "torch flex":
             compiled = torch_flex(METHODS[method], shape, q)
             return lambda: compiled(q, k, v)
@@ -138,6 +134,26 @@ def attention_calls(shape: Shape, mode: str, dtype: torch.dtype, device: str, ch
         return lambda: (out := forward()).backward(torch.ones_like(out))
 
     return {(method, backend): step(call(method, backend)) for method, backend in chosen}
+
+
+def as_transformers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """sdpa as transformers calls it: a mask for a few queries behind a cache, and each key for each head under it."""
+    group, mask = query.shape[1] // key.shape[1], among_the_last(query, key)
+    if mask is not None:
+        key, value = repeat_kv(key, group), repeat_kv(value, group)
+    causal = query.shape[2] == key.shape[2]
+    return scaled_dot_product_attention(query, key, value, mask, 0.0, causal, enable_gqa=mask is None and group > 1)
+
+
+@functools.cache
+def _among_the_last(queries: int, keys: int, device: torch.device) -> Tensor:
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None, None]
+
+
+def among_the_last(query: Tensor, key: Tensor) -> Tensor | None:
+    """Which keys the last few queries of a cache see; None where no mask says so."""
+    queries, keys = query.shape[2], key.shape[2]
+    return _among_the_last(queries, keys, key.device) if 1 < queries < keys else None
 
 
 def torch_flex(config: LongAttnConfig, shape: Shape, query: Tensor) -> Callable[..., Tensor]:

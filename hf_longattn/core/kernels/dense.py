@@ -235,8 +235,8 @@ class Dense:
         self.hidden = None if hidden is None or not hidden.any() else self._grouped(hidden)
         self.own = [None if self.apart or segment.own is None else self._grouped(segment.own) for segment in self.segments]
         self.makes = self.score is not None or any(segment.angles is not None for segment in self.segments)
-        #: in half precision, which the fused kernel reads as it is; or where it takes fewer steps
-        self.streams = call.query.dtype.itemsize == 2 or (len(self.segments) == 1 and not self.makes)
+        #: in half precision, which the fused kernel reads as it is; of several queries; or where it takes fewer steps
+        self.streams = call.query.dtype.itemsize == 2 or self.q_len > 1 or (len(self.segments) == 1 and not self.makes)
         self.streams &= call.asked == "auto" and hasattr(torch.ops.aten, FUSED)
         self.streams &= (call.config.logit_map, call.softcap, self.temper) == (None,) * 3
         self.streams &= self.score is None or self.score.over_norms(call.query) is not None
