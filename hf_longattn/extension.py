@@ -11,8 +11,9 @@ from torch import nn
 
 from .config import LongAttnConfig, length_of
 from .integration import apply, rope
+from .integration.guards import position_tables
 from .integration.layers import View
-from .integration.planning import bound_in, position_tables
+from .integration.planning import bound_in
 from .methods.yarn_beyond import YarnBeyond
 from .slots.method import ModelFacts
 from .slots.registry import did_you_mean

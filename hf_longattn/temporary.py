@@ -11,9 +11,9 @@ from torch import nn
 
 from .integration.layers import View
 from .integration.model import Method, Model, apply, change, knowing, take_out
-from .integration.names import is_ours, name_for
-from .integration.planning import attach, put
-from .integration.state import remember
+from .integration.names import name_for
+from .integration.parameters import attach
+from .integration.planning import put
 
 
 @contextmanager
@@ -65,12 +65,9 @@ class AsItWas:
                     attach(view.model, layer, {})
                     if kept is not None:
                         layer.module.longattn = kept
-            target = view.target
-            if self.config is None or target is None:
+            if self.config is None or view.target is None:
                 take_out(view)
             elif view.running is not self.config:  # equal ones may reach differently far
-                if not is_ours(target._attn_implementation_internal):
-                    remember(view, target, target._attn_implementation_internal)
                 put(view, self.config, name_for(self.config.name))
         if self.config is None and view.model.config._attn_implementation_internal != self.name:
             view.model.set_attn_implementation(self.name)

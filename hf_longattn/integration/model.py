@@ -17,14 +17,16 @@ from torch import nn
 from ..config import LongAttnConfig
 from ..slots.learned import LearnedParts
 from ..telling import warn
+from .facts import own_temperature
 from .layers import Layer, View
 from .lengths import announce
 from .masks import base_implementation, before
 from .names import described, is_ours, name_for
 from .offload import is_empty
-from .planning import attach, no_layer, own_temperature, put, show
+from .parameters import attach
+from .planning import put
 from .record import follow
-from .state import LayerPlan, plan_of, release, remember, set_plan, transaction, without_method
+from .state import LayerPlan, plan_of, release, set_plan, transaction, without_method
 from .trained import Trained, published, recorded
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -70,13 +72,9 @@ def _put(view: View, config: LongAttnConfig, keep: Set[int] = frozenset()) -> No
     """Put a config into a model, which reads as far as it did if that config reaches so far, or a warning says that it does
     not. ValueError: the config leaves alone one of the layers `keep`.
     """
-    if (target := view.target) is None:
-        raise ValueError(no_layer(view, config))
     known = view.running
     longer = None if known is None or config.extended_to not in (None, known.extended_to) else known.extended_to
     warn_of_lost_softcap(view.candidates)
-    if not is_ours(target._attn_implementation_internal):
-        remember(view, target, target._attn_implementation_internal)
     now = put(view, config, name_for(config.name), longer)
     if known and (taken := sorted(keep - _changed(view))):
         raise ValueError(
@@ -85,7 +83,7 @@ def _put(view: View, config: LongAttnConfig, keep: Set[int] = frozenset()) -> No
             "layers: hf_longattn.update(model, layers=...). To start anew: hf_longattn.remove(model)"
         )
     if known and longer and now.extended_to is None:
-        _warn_of_less(known, now, published(target)[0])
+        _warn_of_less(known, now, published(view.target)[0])
 
 
 def _warn_of_less(known: LongAttnConfig, now: LongAttnConfig, says: int) -> None:
@@ -135,8 +133,7 @@ def update(model: Model, **parameters: Any) -> Model:
         if not fits or parameters.keys() != {"strength"} or config.logit_map is None or not config.logit_map.blends:
             _put(view, config)
             return model
-        show(view, config)
-        view.state.set_strength(config)
+        view.state.runs(view, config)
         for module, plan in plans.items():
             own = plan.config and plan.config.replace(**parameters)
             set_plan(module, dataclasses.replace(plan, whole=config, config=own))

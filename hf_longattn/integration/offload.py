@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..slots.learned import START
+from .layers import View
+
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
     """accelerate's hooks of one module that place parameters."""
@@ -56,8 +59,16 @@ def held(model: nn.Module, name: str) -> Tensor | None:
     return next((kept[own] for kept, own in maps if own in kept), None)
 
 
-def keep(model: nn.Module, name: str, value: float) -> None:
-    """Let a parameter that came after its model was offloaded, or that no checkpoint holds, be kept as the others are.
+def keep_learned(view: View) -> None:
+    """Let accelerate know learned parts, which came after it offloaded the model or which no checkpoint holds."""
+    for layer in view.layers:
+        if (parts := layer.module._modules.get("longattn")) is not None:
+            for name, _ in parts.named_parameters():
+                _keep(view.model, f"{layer.name}.longattn.{name}", START[name.rpartition(".")[2]])
+
+
+def _keep(model: nn.Module, name: str, value: float) -> None:
+    """Let it keep a parameter as it keeps the others.
 
     Args:
         value: what it holds if it has no value yet.

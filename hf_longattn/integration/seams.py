@@ -21,9 +21,9 @@ from .layers import View, language_config
 from .lengths import announce, announce_beside
 from .model import apply, change, running, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, described, hint, is_ours, methods_in, register_combination, short
-from .offload import refuse_to_save
+from .offload import keep_learned, refuse_to_save
 from .passes import carried, implementation_in_pass
-from .planning import keep_parts, prepare, refuse_name
+from .planning import prepare, refuse_name
 from .resume import load_checkpoint
 from .seam import Seam
 from .state import Section, own_configs, remember
@@ -143,7 +143,7 @@ def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config
         _LOADED.reset(token)
     model = out[0] if isinstance(out, tuple) else out
     view = View(model)
-    keep_parts(view)
+    keep_learned(view)
     _announce(view)
     if (adapted := view.running) is not None and view.adapters and isinstance(asked, str) and not is_ours(asked):
         warn(

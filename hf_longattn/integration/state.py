@@ -92,14 +92,15 @@ class AttentionState:
     remapped: bool = False  # whether a remap of rotary distances acts in some layer
     unverified: Callable[..., None] | None = None  # what verifies rotations at the first pass, if there are any to verify
     by_axis: Callable[..., None] | None = None  # what finds out by which of several positions it turns, when a picture comes
-    guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse positions beyond a learned table
-    remaps: tuple[RemovableHandle, ...] = ()  # hooks that refuse calls which a remap would compute wrongly
+    guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse calls: see `guards`
     disabled: tuple[list[tuple[Any, str]], Tables | None, int | None] | None = None  # what `enable` puts back, in that order
     kinds: dict[Hashable, object] = field(default_factory=dict)  # see `LayerPlan.kind`
     beside: WeakKeyDictionary[Cache, Beside] = field(default_factory=WeakKeyDictionary)  # of caches; copies have none
 
-    def set_strength(self, config: LongAttnConfig) -> None:
-        """Let compiled graphs run under this config's strength."""
+    def runs(self, view: View, config: LongAttnConfig) -> None:
+        """Let the configs of a model and its language model hold what it runs, and compiled graphs its strength."""
+        for c in (view.target, view.model.config):
+            vars(c)["_longattn"] = config
         value = config.strength
         if value is None:
             self.strength = None
@@ -315,7 +316,7 @@ def release(view: View) -> None:
         if not is_ours(layer.module.config._attn_implementation_internal):
             set_plan(layer.module, None)
     if state is not None and view.state is None:
-        for handle in (*state.guards, *state.remaps, *state.passes):
+        for handle in (*state.guards, *state.passes):
             handle.remove()
         with _MODELS_LOCK:
             _MODELS.discard(view.model)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ def _probed(
     probed = dict(plans)
     for x in layers:
         observer = functools.partial(computed.__setitem__, x.name)
-        probed[x.module] = dataclasses.replace(plans[x.module], config=LongAttnConfig(), rotary=None, observer=observer)
+        probed[x.module] = replace(plans[x.module], config=LongAttnConfig(), rotary=None, observer=observer)
     probing = Plans(plans[layers[0].module].state, probed, tuple(view.configs), {**names})
     hook = functools.partial(_with_equal_tokens, probing)
     equal = [x.module.register_forward_pre_hook(hook, with_kwargs=True) for x in view.layers if not x.why_never]
@@ -139,13 +139,13 @@ def _tell_of_nothing(view: View, plans: Mapping[nn.Module, LayerPlan], alone: li
 
 def unrotated(source: RotarySource, plans: Mapping[nn.Module, LayerPlan]) -> dict[nn.Module, LayerPlan]:
     """The plans of layers that do not rotate: no remap; windows and sinks show what they show, at no distances."""
-    still, changed = dataclasses.replace(source, still=True), {}
+    still, changed = replace(source, still=True), {}
     for module, plan in plans.items():
         assert plan.config is not None
-        config = dataclasses.replace(plan.config, positions=None)
+        config = replace(plan.config, positions=None)
         rotary = still if config.remap is not None else None
         own = config if config.methods else None
-        changed[module] = dataclasses.replace(plan, config=own, reason=NOT_ROTATED, rotary=rotary)
+        changed[module] = replace(plan, config=own, reason=NOT_ROTATED, rotary=rotary)
     return changed
 
 

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from .method import SLOTS
 
+#: What a learned parameter starts at, by its name.
+START = {"weight": 1.0, "bias": 0.0}
+
 
 class LearnedParts(nn.Module):
     """The learned parts of one attention module, each under the name of its slot.

@@ -21,7 +21,8 @@ class ModelFacts:
     """What a method may need to know about the model it is put into.
 
     Args:
-        train_length: the longest text of its training; trained: the source of that number, in words.
+        train_length: the longest text of its training; trained: the source of that number, in words; assumed: what was taken
+            for granted where its settings allow another reading, else None.
         rotation_is_own: it was trained with its rotation, including any scaling.
     """
 
@@ -32,6 +33,7 @@ class ModelFacts:
     value_dim: int
     train_length: int | None
     trained: str = ""
+    assumed: str | None = None
     rotation_is_own: bool = True
     own_temperature: str | None = None
     rope_type: str | None = None

@@ -1,12 +1,14 @@
-"""longrope turns long calls by other frequencies than short ones, and a remap turns cached keys anew by the present ones.
+"""Hooks that refuse calls which no method computes: beyond a learned position table, or across longrope's border.
 
-So a cache that was filled on one side of the border is refused on the other, as no method computes that: see `border_hooks`.
+longrope turns long calls by other frequencies than short ones, and a remap turns cached keys anew by the present ones. So a
+cache that was filled on one side of the border is refused on the other.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,9 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.tracing import readable
 from .caches import cache_in, is_paged, values_of
-from .layers import Layer
-from .rotation import RotarySource
-from .state import AttentionState
+from .layers import View
+from .state import AttentionState, plan_of
 from .trained import ORIGINAL, rope_settings
 
 _MIXED = (
@@ -29,13 +30,51 @@ _MIXED = (
 _LONG = "longattn_long"
 
 
-def border_hooks(inner: nn.Module, remapped: list[tuple[Layer, RotarySource]], state: AttentionState) -> list[RemovableHandle]:
-    """Hooks that refuse a cache across the border; none where no remapped layer has one.
+def guard(view: View, state: AttentionState) -> None:
+    """Let a model refuse what the method that it runs now cannot compute."""
+    for handle in state.guards:
+        handle.remove()
+    tables = [x.register_forward_pre_hook(_check_learned_positions, with_kwargs=True) for x in position_tables(view)]
+    state.guards = (*tables, *_border_hooks(view, state))
 
-    Args:
-        inner: the innermost model, which is given all positions.
-        remapped: the layers that a remap acts on, and how each rotates.
-    """
+
+def position_tables(view: View) -> Iterator[nn.Embedding]:
+    """The learned position tables of a model, which no method can extend."""
+    size = getattr(view.target, "max_position_embeddings", None)
+    for module in view.modules:
+        if isinstance(module, nn.Embedding) and _entries(module) == size and module is not view.model.get_input_embeddings():
+            yield module
+
+
+def _check_learned_positions(table: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    call = inspect.signature(type(table).forward).bind(table, *args, **kwargs).arguments
+    positions = call.get("position_ids", call.get("input"))
+    if positions is None and "attention_mask" in call:  # OPT and BioGPT count
+        positions = call["attention_mask"].cumsum(1) - 1
+    if isinstance(positions, Tensor) and not readable(positions):
+        return
+    if positions is not None:
+        last = int(positions.max())
+    else:  # others take tokens or their shape (batch, q_len), and how many came before
+        last = getattr(args[0], "shape", args[0])[1] + call.get("past_key_values_length", 0) - 1
+    size = _entries(table)
+    if last >= size:
+        raise ValueError(
+            f"position {last} lies beyond this model's position table of {size} entries. No attention method can extend a "
+            "table: shorten the text, or use a model with rotary positions"
+        )
+
+
+def _entries(table: Any) -> int:
+    """How many positions a table has; Bart's and its like keep a few rows before the first (`offset`)."""
+    return int(table.num_embeddings) - getattr(table, "offset", 0)
+
+
+def _border_hooks(view: View, state: AttentionState) -> list[RemovableHandle]:
+    """Those that refuse a cache across longrope's border; none where no remapped layer has one."""
+    remapped = [(x, plan.rotary) for x in view.layers if (plan := plan_of(x.module)) is not None and plan.rotary is not None]
     settings = [rope_settings(x.module.config, x.type) for x, _ in remapped]
     borders = {s[ORIGINAL] for s in settings if s.get("rope_type") == "longrope" and s["short_factor"] != s["long_factor"]}
     if not borders:
@@ -47,8 +86,8 @@ def border_hooks(inner: nn.Module, remapped: list[tuple[Layer, RotarySource]], s
     check, stamp = functools.partial(_check, state, min(borders)), functools.partial(_stamp, min(borders))
     return [
         *turns,
-        inner.register_forward_pre_hook(check, with_kwargs=True),
-        inner.register_forward_hook(stamp, with_kwargs=True),
+        view.inner.register_forward_pre_hook(check, with_kwargs=True),
+        view.inner.register_forward_hook(stamp, with_kwargs=True),
     ]
 
 

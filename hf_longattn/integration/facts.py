@@ -1,0 +1,82 @@
+"""What methods may ask about a model: its shape, the length that it was trained at, how it rotates and what it scales by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..slots.method import ModelFacts
+from .layers import Layer, View
+from .rope import check_built
+from .rotation import find_rotary
+from .trained import ORIGINAL, rope_settings, trained
+
+#: What models call the norm of their queries, inside an attention module.
+QUERY_NORMS = ("q_norm", "q_layernorm", "q_layer_norm", "query_layernorm", "qk_norm")
+
+
+def facts_of(view: View, layers: list[Layer], told: int | None = None) -> ModelFacts:
+    """What a method may ask about a model, of these layers of it; told: its trained length as the user knows it.
+
+    ValueError: its config has rotary settings that it does not rotate by.
+    """
+    check_built(view.model)
+    config = layers[0].module.config
+    read = {kind: trained(config, kind, told) for kind in dict.fromkeys(x.type for x in layers)}
+    # of several types the one under which remaps are refused, or the full one
+    kind, known = min(read.items(), key=lambda x: (x[1].rotation_is_own, x[0] != "full_attention"))
+    rope = rope_settings(config, kind)
+    head_dim = _head_dim(layers[0].module)
+    return ModelFacts(
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=head_dim,
+        value_dim=getattr(config, "v_head_dim", None) or head_dim,
+        train_length=known.length,
+        trained=known.reason if known.assumed is None else f"{known.reason} ({known.assumed})",
+        assumed=known.assumed,
+        rotation_is_own=known.rotation_is_own,
+        own_temperature=own_temperature(view, layers),
+        rope_type=rope.get("rope_type", "default") if find_rotary(view.modules, config, kind) else None,
+        qk_norm=any(_normalises(layer.module) for layer in layers),
+    )
+
+
+def _normalises(attention: nn.Module) -> bool:
+    """Whether an attention module has a norm over its queries (and keys), by the names that models give it."""
+    return any(
+        isinstance(part, nn.Module) and not isinstance(part, nn.Identity)
+        for part in (getattr(attention, name, None) for name in QUERY_NORMS)
+    )
+
+
+def own_temperature(view: View, layers: list[Layer]) -> str | None:
+    """What a model already multiplies the scores of these layers with, in words, or None.
+
+    It is in their queries and keys when attention gets them, so it goes by true positions p under every remap.
+    """
+    config, found = layers[0].module.config, list[str]()
+    for layer in {x.type: x for x in layers}.values():
+        rope, rotary, module = rope_settings(config, layer.type), find_rotary(view.modules, config, layer.type), layer.module
+        turned = 1.0 if rotary is None else getattr(rotary.module, rotary.buffer.replace("inv_freq", "attention_scaling"), 1.0)
+        # DeepSeek's models have it in their scaling
+        plain = not rope.get("mscale_all_dim") or module.scaling == getattr(module, "qk_head_dim", _head_dim(module)) ** -0.5
+        if turned != 1 or not plain:
+            found.append(f"{rope['rope_type']}'s attention factor")
+        if beta := rope.get("llama_4_scaling_beta"):
+            found.append(f"1 + {beta:g} ln(1 + floor(p / {rope[ORIGINAL]:,}))")
+    if getattr(config, "attn_temperature_tuning", False):
+        factor = f"1 + {config.attn_scale:g} ln(1 + floor((p + 1) / {config.floor_scale:,.0f}))"
+        found.append(f"{factor} in layers that do not rotate")
+    if floor := getattr(config, "log_scaling_n_floor", None):
+        found.append(f"1 + {config.log_scaling_alpha:g} ln(max((p + 1) / {floor:,}, 1))")
+    if any(hasattr(x.module, "softmax_scaling") for x in layers):
+        found.append("s ln(p + 1) + b, learned for each head")
+    return " and ".join(dict.fromkeys(found)) or None
+
+
+def _head_dim(attention: Any) -> int:
+    own, config = getattr(attention, "head_dim", None), attention.config
+    return int(own or config.hidden_size // config.num_attention_heads)
