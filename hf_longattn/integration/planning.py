@@ -82,8 +82,6 @@ def _plan(
     candidates, name = view.candidates, view.name
     by_part = [(part, [x for x in candidates if config.of_layer(x.index) is part and _takes(part, x)]) for part in config.each]
     chosen = [x for _, layers in by_part for x in layers]
-    for part, layers in by_part:
-        _refuse_part(name, part, candidates, layers)
     _refuse_layers(view, config, chosen)
     facts = facts_of(view, chosen or candidates, config.train_length)
     bound = config.bind(facts) if longer is None else config.replace(extended_to=None).bind(facts)
@@ -94,6 +92,8 @@ def _plan(
             f"{facts.assumed}: {config.name} takes {facts.train_length} for the length that the model was trained at. Pass "
             "train_length= to say so, or another",
         )
+    for part, layers in by_part:
+        _refuse_part(name, part, candidates, layers)
     remapped = [x for part, layers in by_part if part.remap is not None for x in layers]
     types = dict.fromkeys(x.type for x in remapped)
     rotary = {t: rotation_of(view, [x for x in remapped if x.type == t]) for t in types}
