@@ -355,9 +355,9 @@ def _check_several(now: Pass, state: AttentionState, model: Any) -> None:
     changed = [] if now.plans is None else [p for p in now.plans.of.values() if p.rotary is not None and not now.unchanged(p)]
     for plan in changed:
         remap = None if plan.config is None else plan.config.remap
-        if remap is not None and remap.one_axis is not None:
+        if remap is not None and remap.why_one_axis is not None:
             near, position = plan.limits[0], now.longest[0]
-            raise ValueError(_UNDEFINED.format(name=remap.name, why=remap.one_axis, near=near, position=position))
+            raise ValueError(_UNDEFINED.format(name=remap.name, why=remap.why_one_axis, near=near, position=position))
     if changed and any(m._compiled_call_impl is not None for m in model.modules()):
         raise NotImplementedError(COMPILED)
     sources = [plan.rotary for plan in changed if plan.rotary is not None]

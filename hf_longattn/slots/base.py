@@ -94,7 +94,7 @@ class KeyBands(Method, ABC):
         return inv_freq, 1.0
 
     #: Why distances are not defined for tokens at several positions each (M-RoPE), in words; None: they are, by the bands.
-    one_axis: ClassVar[str | None] = None
+    why_one_axis: ClassVar[str | None] = None
     #: Whether distances may be changed in a model that scales them already.
     stack: bool = False
 

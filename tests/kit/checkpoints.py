@@ -93,7 +93,9 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
         f"What [`extend`](how-to/extend.md) does to {len(rows)} checkpoints, found on tiny random models with the lengths, "
         "windows and rotary settings of their configs. `hf-longattn doctor MODEL` prints the same for any config. The gain "
         "was [measured](lab/longer.md) on few models. Layers are counted among all of the config, or among 4 where its source "
-        "does not give their number. `python tests/kit/checkpoints.py` rewrites this part alone.",
+        "does not give their number. Of models with pictures this is the language model, (text); their pictures are read "
+        "[axis by axis](reference/methods/position_remaps.md#pictures-m-rope). `python tests/kit/checkpoints.py` rewrites "
+        "this part alone.",
         "",
         *head,
         *table,

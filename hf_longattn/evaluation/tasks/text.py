@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from .ruler_prompts import NOISE
 from .sample import Encoder, Sample, largest
 
 _SYLLABLES = tuple(c + v for c in "bdfgklmnprstvz" for v in "aeiou")
-NOISE = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 
 @dataclass
@@ -86,7 +86,7 @@ def words(rng: random.Random, count: int) -> list[str]:
 def passkey(rng: random.Random, count: int) -> Draft:
     """One number in repeated filler."""
     key = rng.randrange(10_000, 100_000)
-    at, lines = rng.randint(0, count), [NOISE] * count
+    at, lines = rng.randint(0, count), [f" {NOISE}"] * count
     lines.insert(at, f" The pass key is {key}. Remember it. {key} is the pass key.")
     return Draft(lines, "\nWhat is the pass key? The pass key is", f" {key}", at)
 
