@@ -143,10 +143,24 @@ def generation() -> str:
     return markdown(["sequences × context", *names.values()], lines)
 
 
+def generate(batch: str, length: str) -> str:
+    """The time of `generate` by an extended model, as a ratio to the unmodified one's."""
+    rows = store.RowFile(ROOT / "lab" / "results" / GENERATION)
+    (row,) = (r for r in rows if (r["part"], r["backend"]) == (f"generate {batch} x {length}", "auto"))
+    return ratio(row)
+
+
 def contents() -> Contents:
-    """What stands below `<!-- speed: WHERE WHAT ... -->` (see `table`)."""
+    """What stands below `<!-- speed: WHERE WHAT ... -->` (see `table`), and within `<!-- speed: generate BATCH LENGTH -->`."""
     rows, apart = load_all(), {"host": host, "generation": generation}
-    return {"speed": lambda what: apart[what]() if what in apart else table(rows, what.split())}
+
+    def made(what: str) -> str:
+        first, *rest = what.split()
+        if first == "generate":
+            return generate(*rest)
+        return apart[what]() if what in apart else table(rows, [first, *rest])
+
+    return {"speed": made}
 
 
 def picture(rows: Rows, where: str) -> bytes:
