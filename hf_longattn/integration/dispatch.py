@@ -258,6 +258,6 @@ def _run(function: Any, asked: Asked, query: Tensor, key: Tensor, value: Tensor,
 
 def _are_few(asked: Asked, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
     """Whether `few_queries` computes what transformers' sdpa does: nothing is asked for that only the latter knows."""
-    small = query.shape[2] <= FEW_QUERIES and query.shape[1] > key.shape[1] and query.device.type == "cpu"
+    small = 0 < query.shape[2] <= FEW_QUERIES and query.shape[1] > key.shape[1] and query.device.type == "cpu"
     plain = not asked.traced and not asked.dropout and asked.softcap is None and "position_bias" not in asked.more
     return small and plain and (query.shape[2] == 1 if mask is None else mask.shape[1] == 1)
