@@ -133,7 +133,7 @@ def update(model: Model, **parameters: Any) -> Model:
         if not fits or parameters.keys() != {"strength"} or config.logit_map is None or not config.logit_map.blends:
             _put(view, config)
             return model
-        view.state.runs(view, config)
+        view.state.set_running(view, config)
         for module, plan in plans.items():
             own = plan.config and plan.config.replace(**parameters)
             set_plan(module, dataclasses.replace(plan, whole=config, config=own))

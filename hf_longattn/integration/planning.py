@@ -44,15 +44,15 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
         what the model runs now.
 
     Raises:
-        ValueError: the config does not fit; nothing is written.
+        ValueError: the config does not fit; all that is written then is what ran before, which a transaction takes back.
     """
     if (target := view.target) is None:
         raise ValueError(no_layer(view, config))
-    state, others = view.state or AttentionState(), [x for x in view.layers if x.module.config is not target]
-    left_alone = {
-        x.module: LayerPlan(state, described(x.module.config), None, x.why_never or "not the language model")
-        for x in others
-        if is_ours(x.module.config._attn_implementation_internal)  # vision towers, and other parts under the same name
+    state = view.state or AttentionState()
+    left_alone = {  # vision towers, and other parts under the same name
+        x.module: LayerPlan(state, described(c), None, x.why_never or "not the language model")
+        for x in view.layers
+        if (c := x.module.config) is not target and is_ours(c._attn_implementation_internal)
     }
     if not is_ours(target._attn_implementation_internal):
         remember(view, target, target._attn_implementation_internal)
@@ -63,7 +63,7 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
     if verify:
         plans |= verify_rotations(view, plans, {id(target): name})
     target._attn_implementation_internal = name  # not by the property, which would switch towers too
-    state.runs(view, bound)
+    state.set_running(view, bound)
     for layer in view.layers:
         set_plan(layer.module, plans.get(layer.module))
     unverified = any(plan.rotary is not None and not plan.rotary.verified for plan in plans.values())

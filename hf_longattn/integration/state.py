@@ -97,7 +97,7 @@ class AttentionState:
     kinds: dict[Hashable, object] = field(default_factory=dict)  # see `LayerPlan.kind`
     beside: WeakKeyDictionary[Cache, Beside] = field(default_factory=WeakKeyDictionary)  # of caches; copies have none
 
-    def runs(self, view: View, config: LongAttnConfig) -> None:
+    def set_running(self, view: View, config: LongAttnConfig) -> None:
         """Let the configs of a model and its language model hold what it runs, and compiled graphs its strength."""
         for c in (view.target, view.model.config):
             vars(c)["_longattn"] = config

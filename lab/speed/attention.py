@@ -28,7 +28,6 @@ from lab.speed.timing import (
     Rows,
     Shape,
     about_call,
-    among_the_last,
     arguments,
     as_transformers,
     attention_calls,
@@ -36,6 +35,7 @@ from lab.speed.timing import (
     compare,
     peak_of_this_process,
     run_parts,
+    seen_by_the_last,
 )
 
 DTYPE = torch.float32
@@ -124,9 +124,10 @@ def own_rows(mode: str, dtype: torch.dtype) -> Rows:
 
 def own_of(query: Tensor, caches: list[list[Tensor]]) -> Call:
     """The layers as `few_queries` computes them."""
-    mask = among_the_last(query, caches[0][0])
+    key = caches[0][0]
+    mask = seen_by_the_last(query.shape[2], key.shape[2], key.device)
     if mask is not None:
-        mask = mask.repeat(1, 1, query.shape[1] // caches[0][0].shape[1], 1)
+        mask = mask.repeat(1, 1, query.shape[1] // key.shape[1], 1)
     return lambda: [few_queries(query, key, value, mask) for key, value in caches]
 
 

@@ -138,7 +138,7 @@ def attention_calls(shape: Shape, mode: str, dtype: torch.dtype, device: str, ch
 
 def as_transformers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """sdpa as transformers calls it: a mask for a few queries behind a cache, and each key for each head under it."""
-    group, mask = query.shape[1] // key.shape[1], among_the_last(query, key)
+    group, mask = query.shape[1] // key.shape[1], seen_by_the_last(query.shape[2], key.shape[2], key.device)
     if mask is not None:
         key, value = repeat_kv(key, group), repeat_kv(value, group)
     causal = query.shape[2] == key.shape[2]
@@ -146,14 +146,11 @@ def as_transformers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 @functools.cache
-def _among_the_last(queries: int, keys: int, device: torch.device) -> Tensor:
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None, None]
-
-
-def among_the_last(query: Tensor, key: Tensor) -> Tensor | None:
+def seen_by_the_last(queries: int, keys: int, device: torch.device) -> Tensor | None:
     """Which keys the last few queries of a cache see; None where no mask says so."""
-    queries, keys = query.shape[2], key.shape[2]
-    return _among_the_last(queries, keys, key.device) if 1 < queries < keys else None
+    if not 1 < queries < keys:
+        return None
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None, None]
 
 
 def torch_flex(config: LongAttnConfig, shape: Shape, query: Tensor) -> Callable[..., Tensor]:

@@ -687,15 +687,15 @@ def test_keys_are_cut_for_threads(
 ) -> None:
     """One query and three, whatever is left over: output and logsumexp of all keys, from a slice of a cache too."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(fused, "SHARED", 0)
-    monkeypatch.setattr(fused, "PART", 8)
+    monkeypatch.setattr(fused, "CUT_FROM", 0)
+    monkeypatch.setattr(fused, "PIECE", 8)
     torch.manual_seed(0)
     (own, shared), tolerance = heads, 2e-2 if dtype == torch.bfloat16 else 1e-6
     cut = set()
     for length, new in itertools.product((1, 15, 40, 43), (1, 3)):
         query = torch.randn(1, own, new, 16, dtype=dtype)
         key, value = (torch.randn(1, shared, length + 5, 16, dtype=dtype)[:, :, 2:-3] for _ in range(2))
-        cut.add(fused.parts(key))
+        cut.add(fused.pieces(key))
         every = [x.double().repeat_interleave(own // shared, 1) for x in (key, value)]
         logits = query.double() @ every[0].mT * 0.3
         want = torch.softmax(logits, -1) @ every[1]

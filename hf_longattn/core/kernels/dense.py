@@ -158,9 +158,7 @@ class Dense:
         if not self.fuses:
             self._prepare(call, spec, shown)
             return
-        self.together = self.group > 1
-        own = shown.hidden if shown.hidden is None or not self.together else self._grouped(shown.hidden)
-        self.allowed = None if own is None else ~own
+        self.allowed = None if shown.hidden is None else ~self._grouped(shown.hidden)
 
     def factor(self, by_row: Tensor) -> float | Tensor:
         """A number, or (batch or 1, heads or 1, q_len, 1)."""
@@ -216,9 +214,7 @@ class Dense:
             query = (query * factor).to(query.dtype)
         elif factor is not None:
             scaling *= factor
-        if self.together:
-            return few_queries(query, key, value, self.allowed, scaling).transpose(1, 2)
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, self.allowed, scale=scaling)
+        return few_queries(query, key, value, self.allowed, scaling).transpose(1, 2)
 
     def _prepare(self, call: Call, spec: LogitSpec, shown: Shown) -> None:
         ends = [(one.columns.stop, other.columns.start) for one, other in itertools.pairwise(self.segments)]

@@ -19,8 +19,8 @@ from .precision import halves_are_fast
 HALF = (torch.float16, torch.bfloat16)
 #: The memory-efficient kernel takes a bias whose rows begin at multiples of so many elements, and logsumexps of so many rows.
 BIAS_COLUMNS, LSE_ROWS = 16, 32
-#: Bytes of keys from which on it pays to cut them for several threads, and the least that a part has.
-SHARED, PART = 2 << 20, 512
+#: Bytes of keys from which on it pays to cut them for several threads, and how many keys a piece has at least.
+CUT_FROM, PIECE = 2 << 20, 512
 
 
 def why_not(query: Tensor, value: Tensor) -> str | None:
@@ -68,38 +68,38 @@ def forward(
 
 
 def few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
-    """`forward` of few queries on a CPU, without gradients: keys in as many parts as its threads can share evenly.
+    """`forward` of few queries on a CPU, without gradients: keys in as many pieces as its threads can share evenly.
 
-    The kernel gives a thread whole heads: of one key head all others would wait.
+    The kernel gives whole heads to a thread, so that with one key head all other threads would wait.
 
     Args:
         bias: what is added to logits, broadcast over them, or None.
     """
-    operator, count = getattr(torch.ops.aten, FUSED), 1 if bias is not None else parts(key)
+    operator, count = getattr(torch.ops.aten, FUSED), 1 if bias is not None else pieces(key)
     if count == 1:
         return operator(query, key, value, attn_mask=bias, scale=scaling)  # type: ignore[no-any-return]
     step = key.shape[2] // count
     rest = key.shape[2] - step * count
-    if rest:  # parts of one length share so many keys with the next, which alone counts them
+    if rest:  # pieces are equally long: each holds so many keys of the next, which alone counts them
         bias = query.new_zeros(count, 1, 1, step + rest)
         bias[:-1, ..., step:] = hidden_logit(query.dtype)
-    each = (_windows(x, count, step, step + rest) for x in (key, value))
+    each = (_cut(x, count, step, step + rest) for x in (key, value))
     outs, lses = operator(query.expand(count, -1, -1, -1), *each, attn_mask=bias, scale=scaling)
     shares = torch.softmax(lses, 0)[..., None]
     return (shares * outs).sum(0, keepdim=True).to(query.dtype), lses.logsumexp(0, keepdim=True)
 
 
-def parts(key: Tensor) -> int:
-    """In how many parts a text's keys make tasks that the CPU's threads share evenly; 1: cutting them gains nothing."""
+def pieces(key: Tensor) -> int:
+    """How many pieces of a text's keys the CPU's threads share evenly; 1: cutting them gains nothing."""
     batch, heads, length, _ = key.shape
-    if batch > 1 or key.numel() * key.itemsize < SHARED:
+    if batch > 1 or key.numel() * key.itemsize < CUT_FROM:
         return 1
     threads = torch.get_num_threads()
-    return max(min(threads // math.gcd(heads, threads), length // PART), 1)
+    return max(min(threads // math.gcd(heads, threads), length // PIECE), 1)
 
 
-def _windows(x: Tensor, count: int, step: int, size: int) -> Tensor:
-    """Of (1, heads, length, width) a part after another, (count, heads, size, width), without a copy."""
+def _cut(x: Tensor, count: int, step: int, size: int) -> Tensor:
+    """Of (1, heads, length, width) a piece after another, (count, heads, size, width), without a copy."""
     _, by_head, by_key, by_feature = x.stride()
     shape, strides = (count, x.shape[1], size, x.shape[3]), (step * by_key, by_head, by_key, by_feature)
     return x.as_strided(shape, strides, x.storage_offset())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import Rows
-from .fused import few, parts
+from .fused import few, pieces
 from .kernel import Kernel, KernelCall, Result
 
 
@@ -40,7 +40,7 @@ def few_queries(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None =
     """
     batch, heads, q_len, width = query.shape
     together = query.reshape(batch, key.shape[1], -1, width)
-    if mask is None and not torch.is_grad_enabled() and width == value.shape[3] and parts(key) > 1:
+    if mask is None and not torch.is_grad_enabled() and width == value.shape[3] and pieces(key) > 1:
         out, _ = few(together, key, value, None, width**-0.5 if scaling is None else scaling)
     else:
         out = torch.nn.functional.scaled_dot_product_attention(together, key, value, mask, scale=scaling)
