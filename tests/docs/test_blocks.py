@@ -69,7 +69,7 @@ PYTHON, COMMANDS, SPANS = python_blocks(), command_lines(spans=False), command_l
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of twelve layers "trained" at 8,192 tokens, and one of two layers at 1,024; texts; a folder for results."""
+    """A model of twelve layers "trained" at 8,192 tokens, and one of two layers at 1,024; texts, and a file of settings."""
     path = tmp_path_factory.mktemp("blocks")
     tiny.save(path / "model", trained=1024)
     config = AutoConfig.from_pretrained(path / "model", num_hidden_layers=12, max_position_embeddings=8192)
@@ -77,6 +77,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     AutoModelForCausalLM.from_config(config).save_pretrained(path / "deep")
     tiny.tokenizer().save_pretrained(path / "deep")
     tiny.text(path / "book.txt", 6000)
+    (path / "settings.yaml").write_text("named: {method: 'rerope:window=128'}\n")
     return path
 
 
@@ -211,6 +212,7 @@ SMALL = {
     r"(?<=--samples )\d+": "1",
     r"(?<=--length )\S+": "128",
     r"(?<=--to )\S+": "4k",
+    r"(?<=--settings )\S+": "HOME/settings.yaml",
     r"(?<=--layers )\S+": "0,1",
     r"(?<=--rows )\S+": "16",
     r"(?<=--out )\S+": "OUT",
