@@ -22,7 +22,7 @@ import hf_longattn
 from hf_longattn.evaluation import EvalOptions, Plan
 from hf_longattn.evaluation.results import Results
 from hf_longattn.evaluation.tasks import ruler_prompts as prompts
-from hf_longattn.evaluation.tasks.ruler import THRESHOLD
+from hf_longattn.evaluation.tasks.ruler import PIECE, THRESHOLD
 from hf_longattn.evaluation.tasks.ruler_kinds import (
     DEPTHS,
     KINDS,
@@ -292,12 +292,17 @@ def test_questions_and_answers_fill_their_length(model: Path, chat: bool) -> Non
 
 
 @torch.no_grad()
-def test_what_is_written_is_what_the_model_says(model: Path) -> None:
-    """Greedily, from whole texts."""
+@pytest.mark.parametrize("windows", [False, True])
+def test_what_is_written_is_what_the_model_says(windows: bool, model: Path, tmp_path: Path) -> None:
+    """Greedily, from whole texts; with sliding windows, where questions are read in pieces, too."""
+    if windows:
+        types = ["sliding_attention", "full_attention"]
+        sizes = {"layer_types": types, "sliding_window": 64, "head_dim": 8, "num_key_value_heads": 1}
+        model = tiny.save(tmp_path / "model", trained=4096, kind="Gemma3Text", **sizes)
     (row,) = (r for r in evaluated(model, **GRAPH).rows if r["setting"] == "unmodified")
     plan = Plan(EvalOptions(str(model), prose(), **GRAPH))  # type: ignore[arg-type]  # it takes one text, too
     question, ids = plan.tasks[0].question("graphwalks", 1200, 0)  # type: ignore[attr-defined]
-    assert len(ids) == row["tokens"]
+    assert len(ids) == row["tokens"] > PIECE
     loaded, new = AutoModelForCausalLM.from_pretrained(model).eval(), [0]
     while len(new) <= KINDS["graphwalks"].new_tokens and tiny.CHARACTERS[new[-1]] not in ("</s>", "]"):
         new.append(int(loaded(torch.tensor([ids + new[1:]])).logits[0, -1].argmax()))

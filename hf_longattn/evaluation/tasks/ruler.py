@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...integration.layers import candidates_of
 from ...slots.registry import did_you_mean
 from ..experiment import Cell, of_text
 from ..readings import Readings
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 #: RULER's threshold, in percent: what Llama 2 7B has at 4,096 tokens.
 THRESHOLD = 85.6
+#: Tokens of a question that are read at a time by a model with sliding windows: it then computes no pairs beyond them.
+PIECE = 1024
 
 
 class Ruler(Task):
@@ -99,6 +102,8 @@ class Ruler(Task):
             return torch.tensor([kind.done(text(ids), answers)], device=ids.device)
 
         greedy: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "max_length": None}
+        if any(layer.kind == "window" for layer in candidates_of(model)):
+            greedy["prefill_chunk_size"] = PIECE
         return text(
             model.generate(
                 input_ids=input_ids,
