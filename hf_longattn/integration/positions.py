@@ -366,11 +366,9 @@ def refuse_unknown_start(config: LongAttnConfig, rows: Rows, position_ids: Tenso
     if not (sinks or config.remap is not None) or torch.compiler.is_compiling():
         return
     cache_index, start = rows.columns.query, rows.columns.start
-    from_cache = (
-        torch.ones_like(start, dtype=torch.bool)
-        if position_ids is None
-        else position_ids[:, -cache_index.shape[1] :] == cache_index
-    )
+    from_cache = torch.ones_like(start, dtype=torch.bool)
+    if position_ids is not None:  # of one axis or several
+        from_cache = (position_ids[..., -start.shape[1] :] == cache_index).reshape(-1, *start.shape).all(0)
     late = from_cache & (start > 0) & rows.tokens(int(cache_index.max()) + 1)
     moves = (start != start[:, -1:]) | (cache_index.shape[1] == 1)  # padding stays where it is, a window goes on
     if bool((late & moves).any()):

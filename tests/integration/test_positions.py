@@ -6,6 +6,7 @@ the mask cannot bear out is refused. Padding inside a text, second turns and tre
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -412,6 +413,21 @@ def test_positions_are_those_that_the_model_was_given(name: str, case: str) -> N
         close(with_skips(m, ids, positions[None].expand(4, -1, -1)), want)
     close(skipping_padding(m, ids), m(ids).logits)
     close(skipping_padding(torch.compile(m, backend="eager"), ids), m(ids).logits, what="compiled")
+
+
+@pytest.mark.parametrize("axes", [None, 3])
+@torch.no_grad()
+def test_a_mask_over_a_cache_shows_where_a_text_starts_or_is_refused(axes: int | None) -> None:
+    """Where the positions of a row count keys that are hidden from all of it, these may be padding or before a window."""
+    m, ids = hf_longattn.apply(several_axes(), CASES["rerope"]), tokens(2, 9).clamp(max=89)
+    mask = torch.ones(2, 1, 9, 9).tril()
+    mask[..., :3] = 0.0
+    for positions, refused in ((torch.tensor([[8], [5]]), True), (torch.tensor([[5], [5]]), False)):
+        cache = DynamicCache(config=m.config)
+        m(ids[:, :8], attention_mask=torch.ones(2, 8).index_fill(1, torch.arange(3), 0), **{CACHE: cache})
+        with pytest.raises(ValueError, match="does not show it") if refused else contextlib.nullcontext():
+            given = positions if axes is None else positions.expand(axes, -1, -1)
+            m(ids[:, 8:], attention_mask=mask[:, :, 8:].bool(), position_ids=given, **{CACHE: cache})
 
 
 def test_positions_are_there_when_layers_are_computed_again() -> None:
