@@ -17,7 +17,7 @@ from ..slots.method import ModelFacts, require_at_least
 class DualChunk(Positions):
     """With chunks of c = chunk - local tokens, the distance seen is
 
-        same chunk: t;   next chunk: min(i mod c + c, chunk) - j mod c;   older: min(2c - 1, chunk) - j mod c.
+        same chunk, and keys ahead: t;   next chunk: min(i mod c + c, chunk) - j mod c;   older: min(2c - 1, chunk) - j mod c.
 
     Args:
         chunk: s, below the trained length; default three quarters of it.
@@ -65,7 +65,7 @@ class DualChunk(Positions):
         c, s = self.step, known(self.chunk)
         apart = i // c - j // c
         older = min(2 * c - 1, s) - j % c
-        return torch.where(apart == 0, i - j, torch.where(apart == 1, (i % c + c).clamp(max=s) - j % c, older)).double()
+        return torch.where(apart <= 0, i - j, torch.where(apart == 1, (i % c + c).clamp(max=s) - j % c, older)).double()
 
     def bands(self, i: Tensor) -> list[Band]:
         c, s = self.step, known(self.chunk)

@@ -273,6 +273,16 @@ def test_inside_the_window_nothing_changes(name: str, family: str) -> None:
     assert (logits(m, longer) - logits(stock(family), longer)).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("name", METHODS)
+@torch.no_grad()
+def test_keys_ahead_stand_as_far_away_as_by_the_reference(name: str) -> None:
+    """A beginning that sees itself whole, as a picture does."""
+    at, ids = torch.arange(36), tokens(length=36)
+    mask = ((at[:, None] >= at) | (at < 20))[None, None]
+    own, by_reference = (model("llama", CONFIGS[name], backend) for backend in ("auto", "reference"))
+    close(*(m(ids, attention_mask=mask, use_cache=False).logits for m in (own, by_reference)))
+
+
 # YaRN by row -----------------------------------------------------------------------------------------------------------
 
 
