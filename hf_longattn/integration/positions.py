@@ -9,7 +9,8 @@ which the cache keeps a note.
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -58,6 +59,11 @@ _SHARD = (
     "of a sequence that context or sequence parallelism has split, and each part would attend to itself alone. hf_longattn "
     "does not support that; if the text is whole, let its position_ids start at 0, which changes no distance"
 )
+_PACKED = (
+    "cu_seq_lens or seq_idx tells packed documents apart, which flash attention reads, and the mask shows them as one text: "
+    "each would see those before it. Pass position_ids that count from 0 in each document, as DataCollatorWithFlattening "
+    "makes them, no attention mask, and use_cache=False"
+)
 _TRACED = (
     "position_ids jump, go back, or do not continue the KV cache, which a compiled call cannot follow: call without compile"
 )
@@ -97,7 +103,7 @@ def rows_under(mask: Tensor | None, asked: Asked, q_len: int, kv_len: int) -> Si
             if seen.counted is not None:
                 raise ValueError(_OWN_MASK)
             return Sight().place(_by_axis(seen, seen.rows, now, kv_len), positions, kv_len)
-        rows = _placed(seen, positions, kv_len, remapped, None)
+        rows = _placed(seen, positions, kv_len, remapped, now, own_mask=True)
         if seen.counted is not None and plan.config is not None:
             refuse_unknown_start(plan.config, rows, positions)
         return Sight().place(rows, positions, kv_len)
@@ -105,16 +111,34 @@ def rows_under(mask: Tensor | None, asked: Asked, q_len: int, kv_len: int) -> Si
     sight.now, sight.q_len = now, q_len
     known = sight.rows is not None and sight.positions is positions
     rows = sight.rows if known and sight.rows is not None else _placed(seen, positions, kv_len, remapped, now)
+    if not asked.traced:
+        _refuse_packed(rows, asked.more)
     return sight.place(rows, positions, kv_len)
 
 
-def _placed(seen: Seen, position_ids: Tensor | None, kv_len: int, remapped: bool, now: Pass | None) -> Rows:
+def _refuse_packed(rows: Rows, more: Mapping[str, Any]) -> None:
+    """ValueError: what an attention function is given tells documents apart that the mask does not."""
+    ends, numbers = more.get("cu_seq_lens_q"), more.get("seq_idx")
+    if numbers is not None:
+        told = sum(len(row.unique()) for row in numbers)
+    elif ends is not None:
+        told = int((ends.diff() > 0).sum())
+    else:
+        return
+    if told > sum(len(row.unique()) for row in rows.columns.start):
+        raise ValueError(_PACKED)
+
+
+def _placed(
+    seen: Seen, position_ids: Tensor | None, kv_len: int, remapped: bool, now: Pass | None, own_mask: bool = False
+) -> Rows:
     """The rows with the positions that position_ids say: the same ones where these count as cache indices do.
 
     Args:
         seen: what was read off the mask.
         remapped: whether some layer remaps rotary distances, for which pictures cannot be counted as tokens.
         now: the pass that takes note of how its tokens are numbered.
+        own_mask: whether the mask is the user's, who may draft a tree of tokens: the cache then keeps one path of it.
     """
     several = None if now is None or now.axes is None else now
     if several is not None and not several.numbers_text:
@@ -126,7 +150,7 @@ def _placed(seen: Seen, position_ids: Tensor | None, kv_len: int, remapped: bool
         return _traced(seen, position_ids, kv_len)
     rows, found = _resolve(seen, position_ids, kv_len)
     if now is not None:
-        now.note(*found)
+        now.note(*(found._replace(all=found.behind) if own_mask and not any(found.all) else found))
     return rows if several is None else _by_axis(seen, rows, several, kv_len)
 
 

@@ -341,9 +341,11 @@ def test_inference_mode_tables_serve_training() -> None:
     assert query.grad is not None
 
 
-def test_autocast_does_not_reach_the_logits() -> None:
+@pytest.mark.parametrize(("case", "rows"), [("scale_invariant", 0), ("mapped+adaptive", 3), ("cosscale", 3), ("alibi", 3)])
+def test_autocast_does_not_reach_the_logits(case: str, rows: int) -> None:
+    """Of a whole text, and of the few queries of decoding."""
     query, key, value = inputs(dtype=torch.float32)
-    config = CASES["scale_invariant"]
+    query, config = query[:, :, -rows:], CASES[case]
     want = hf_longattn.attention(query, key, value, config)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(hf_longattn.attention(query, key, value, config), want)

@@ -149,6 +149,15 @@ def test_packed_documents_that_would_see_each_other_are_refused(case: str, extra
         model("llama", CASES[case])(tokens(1, LENGTH), position_ids=PACKED, **extra)
 
 
+def test_packed_documents_that_flash_attention_alone_would_tell_apart_are_refused() -> None:
+    m, ids, ends = model("llama", CASES["logn"]), tokens(1, LENGTH), torch.tensor([0, 9, LENGTH], dtype=torch.int32)
+    numbers = torch.repeat_interleave(torch.arange(2), ends.diff())[None]
+    for told in ({"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 15, "max_length_k": 15}, {"seq_idx": numbers}):
+        with pytest.raises(ValueError, match=r"cu_seq_lens or seq_idx tells packed documents apart.*position_ids"):
+            m(ids, use_cache=False, **told)
+        close(m(ids, position_ids=PACKED, use_cache=False, **told).logits[:, 9:], m(ids[:, 9:]).logits)
+
+
 def test_what_positions_cannot_mean_is_refused() -> None:
     m, ids = model("llama", CASES["scale_invariant"]), tokens(2, LENGTH)
     back = jumping()
@@ -425,7 +434,7 @@ def test_a_mask_over_a_cache_shows_where_a_text_starts_or_is_refused(axes: int |
     for positions, refused in ((torch.tensor([[8], [5]]), True), (torch.tensor([[5], [5]]), False)):
         cache = DynamicCache(config=m.config)
         m(ids[:, :8], attention_mask=torch.ones(2, 8).index_fill(1, torch.arange(3), 0), **{CACHE: cache})
-        with pytest.raises(ValueError, match="does not show it") if refused else contextlib.nullcontext():
+        with pytest.raises(ValueError, match=r"does not show it|counted differently") if refused else contextlib.nullcontext():
             given = positions if axes is None else positions.expand(axes, -1, -1)
             m(ids[:, 8:], attention_mask=mask[:, :, 8:].bool(), position_ids=given, **{CACHE: cache})
 

@@ -7,6 +7,7 @@ them for the token before (see `turned`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Hashable, Sequence
@@ -187,7 +188,8 @@ class Dense:
             out = self._fused(query, key, value, factor)
         else:
             run = self._streamed if self.streams and (made is not None or not self.makes) else self._dense
-            out = run(query, key, value, factor, sinks, made)
+            with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext():
+                out = run(query, key, value, factor, sinks, made)  # its products are to be as wide as its logits
         return out if self.blind is None else out.masked_fill(self.blind, 0.0)
 
     def _turned_by(self, call: Call) -> Hashable:
