@@ -103,8 +103,8 @@ def summary(results: Readings) -> str:
             sentences.append(f"At {longest:,} tokens {said} {against}.")
         if same:
             sentences.append(
-                f"Equal to the unmodified model in every loss: {', '.join(same)}. Clamped temperatures, windows and "
-                "position remaps change nothing at the lengths that they leave alone."
+                f"Equal to the unmodified model in every loss, to three digits: {', '.join(same)}. By design, clamped "
+                "temperatures, windows and position remaps change nothing at the lengths that they leave alone."
             )
     changed = [s for s in others if s not in same]
     costs = {s: (d, n) for s in changed for n in results.within if (d := results.difference(s, n))}  # the longest there is

@@ -181,8 +181,8 @@ def _put_parameters(config: PreTrainedConfig, implementation: str) -> str:
     section = config.longattn or {}
     if {"version", "parts", *SLOTS} & section.keys():
         raise ValueError(
-            f"the checkpoint (or the config) describes its method with all parameters, and attn_implementation="
-            f"{implementation!r} asks for others: load it as it is, and then hf_longattn.apply(model, {implementation!r})"
+            f"the config describes a method with all its parameters (a checkpoint's, or that of an earlier apply, kept under "
+            f"another attention), and {implementation!r} asks for others: take hf_longattn.apply(model, {implementation!r})"
         )
     refuse_twice(implementation, parameters, section)
     config.longattn = section | parameters

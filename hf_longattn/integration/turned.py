@@ -2,9 +2,9 @@
 
 The cache is its user's. It holds what the model wrote, and whoever reads, crops, reorders, copies or saves it finds that and
 nothing else: what is kept here is made of it and can be made again. It serves a pass that begins with the very keys which the
-last one left (their storage, written to by nobody), or with the first of them, where a draft was rolled back. Anything else
-drops it, and it is made again at the second of two steps that follow one another: beams, which reorder the cache at each step,
-never pay for it.
+last one left (their storage, written to by nobody, as torch counts writes), or with the first of them, where a draft was
+rolled back. Anything else drops it, and it is made again at the second of two steps that follow one another: beams, which
+reorder the cache at each step, never pay for it.
 """
 
 from __future__ import annotations

@@ -285,10 +285,10 @@ def test_summary_says_what_helps_and_what_it_costs() -> None:
     same = [r | {"setting": "clamped"} for r in rows if r["setting"] == "unmodified"]
     told = summary(Results([*rows, *same], [*loss, "clamped"], 512))
     assert "lowest loss is that of good" in told
-    assert "Equal to the unmodified model in every loss: clamped." in told
+    assert "Equal to the unmodified model in every loss, to three digits: clamped." in told
     equal = Results([r for r in rows + same if r["setting"] in ("unmodified", "clamped")], ["unmodified", "clamped"], 512)
     assert "nearest" not in summary(equal)
-    assert "Equal to the unmodified model in every loss: clamped." in summary(equal)
+    assert "Equal to the unmodified model in every loss, to three digits: clamped." in summary(equal)
     partial = [r for r in rows if r["setting"] == "unmodified" or r["length"] == 512]
     told = summary(Results(partial, list(loss), 512))
     assert "Only the unmodified model has been measured at 1,024 tokens yet" in told
