@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,8 @@ def test_an_unmodified_model_is_measured_exactly(family: str) -> None:
     types = getattr(stock(family).config, "layer_types", None) or ["full_attention"] * 4
     assert found.layers == tuple(i for i, kind in enumerate(types) if kind == "full_attention")
     assert found.lengths == (1, 2, 4, 8, 16, 32)
+    assert re.match(r"Diagnostics of layers .* 122 rows .*entropy \(", repr(found))
+    assert len(repr(found)) < 1000
     assert found.ranges == ((0, 1), (1, 3), (3, 9), (9, 27), (27, 81))
     same(found["range_mass"].sum(-1) + found["sink_mass"], torch.ones(found["entropy"].shape))
     same(found["temperature"], torch.ones(found["entropy"].shape))

@@ -66,6 +66,10 @@ class Diagnostics:
     range_rows: Tensor
     values: dict[str, Tensor]
 
+    def __repr__(self) -> str:
+        measured = ", ".join(f"{name} {tuple(value.shape)}" for name, value in self.values.items())
+        return f"Diagnostics of layers {self.layers}, {int(self.rows.sum())} rows of lengths from {self.lengths}: {measured}"
+
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.values:
             known = QUANTITIES.get(name)
