@@ -19,7 +19,7 @@ from ..slots.registry import method_class, parameters_of
 from ..telling import warn
 from .layers import View, language_config
 from .lengths import announce, announce_beside
-from .model import apply, change, running, warn_of_lost_softcap, warn_untrained
+from .model import apply, change, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, described, hint, is_ours, methods_in, register_combination, short
 from .offload import keep_learned, refuse_to_save
 from .passes import carried, implementation_in_pass
@@ -181,8 +181,8 @@ def _put_parameters(config: PreTrainedConfig, implementation: str) -> str:
     section = config.longattn or {}
     if {"version", "parts", *SLOTS} & section.keys():
         raise ValueError(
-            f"the config describes a method with all its parameters (a checkpoint's, or that of an earlier apply, kept under "
-            f"another attention), and {implementation!r} asks for others: take hf_longattn.apply(model, {implementation!r})"
+            f"the checkpoint (or the config) describes its method with all parameters, and attn_implementation="
+            f"{implementation!r} asks for others: load it as it is, and then hf_longattn.apply(model, {implementation!r})"
         )
     refuse_twice(implementation, parameters, section)
     config.longattn = section | parameters
@@ -275,11 +275,12 @@ def _new(original: Callable[..., PreTrainedModel], cls: type[PreTrainedModel], *
 
 
 def _replaces(model: PreTrainedModel, implementation: Any) -> bool:
-    """Whether a name asks a model that runs a method for another one, or for other parameters."""
-    config = running(model)
-    if config is None or not isinstance(implementation, str) or not is_ours(implementation):
+    """Whether a name asks a model that runs a method, or ran it until its attention was switched, for another one, or for
+    other parameters."""
+    if not isinstance(implementation, str) or not is_ours(implementation):
         return False
-    if not isinstance(described(language_config(model.config)), LongAttnConfig):  # somebody wrote there what is to run
+    config = described(language_config(model.config))
+    if not isinstance(config, LongAttnConfig) or not config.methods:  # somebody wrote there what is to run
         return False
     name = methods_in(implementation)
     return name != CUSTOM and (

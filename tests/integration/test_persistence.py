@@ -112,6 +112,13 @@ def test_a_name_may_have_its_parameters_behind_it(way: str, base: Path, tmp_path
     close(logits(m), expected("llama", LongAttnConfig.preset("scale_invariant", tau=3), tokens()))
     m.set_attn_implementation("cosscale + infoscale")
     assert hf_longattn.config_of(m).name == "cosscale+infoscale"
+    m.set_attn_implementation("sdpa")
+    m.set_attn_implementation("cosscale + infoscale")  # the one that was there
+    assert hf_longattn.config_of(m).name == "cosscale+infoscale"
+    for text in ("scale_invariant:tau=5", "scale_invariant:tau=7", "alibi"):
+        m.set_attn_implementation("eager")
+        m.set_attn_implementation(text)
+        close(logits(m), expected("llama", LongAttnConfig.parse(text), tokens()), what=text)
     with pytest.raises(ValueError, match=r"load it as it is, and then hf_longattn\.apply"):
         AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="scale_invariant:tau=3")
 
