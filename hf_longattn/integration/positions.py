@@ -145,7 +145,7 @@ def _placed(
         return _by_axis(seen, seen.rows, several, kv_len)
     if position_ids is None:
         return seen.rows
-    position_ids = _one_axis(seen, position_ids, kv_len, remapped, alone=now is None)
+    position_ids = _one_axis(seen, position_ids, kv_len, remapped, alone=now is None or own_mask)
     if not readable(seen.rows.index):
         return _traced(seen, position_ids, kv_len)
     rows, found = _resolve(seen, position_ids, kv_len)
@@ -197,7 +197,7 @@ def _one_axis(seen: Seen, position_ids: Tensor, kv_len: int, remapped: bool, alo
     which a remap insists; in and behind pictures, whose tokens are at several positions each, tokens are counted.
 
     Args:
-        alone: whether a layer is called by itself.
+        alone: whether a layer is called by itself, or under a mask of the user's.
     """
     if position_ids.ndim == 2:
         return position_ids
