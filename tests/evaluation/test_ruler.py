@@ -22,7 +22,7 @@ import hf_longattn
 from hf_longattn.evaluation import EvalOptions, Plan
 from hf_longattn.evaluation.results import Results
 from hf_longattn.evaluation.tasks import ruler_prompts as prompts
-from hf_longattn.evaluation.tasks.ruler import PIECE, THRESHOLD
+from hf_longattn.evaluation.tasks.ruler import CHUNK, THRESHOLD
 from hf_longattn.evaluation.tasks.ruler_kinds import (
     DEPTHS,
     KINDS,
@@ -302,7 +302,7 @@ def test_what_is_written_is_what_the_model_says(windows: bool, model: Path, tmp_
     (row,) = (r for r in evaluated(model, **GRAPH).rows if r["setting"] == "unmodified")
     plan = Plan(EvalOptions(str(model), prose(), **GRAPH))  # type: ignore[arg-type]  # it takes one text, too
     question, ids = plan.tasks[0].question("graphwalks", 1200, 0)  # type: ignore[attr-defined]
-    assert len(ids) == row["tokens"] > PIECE
+    assert len(ids) == row["tokens"] > CHUNK
     loaded, new = AutoModelForCausalLM.from_pretrained(model).eval(), [0]
     while len(new) <= KINDS["graphwalks"].new_tokens and tiny.CHARACTERS[new[-1]] not in ("</s>", "]"):
         new.append(int(loaded(torch.tensor([ids + new[1:]])).logits[0, -1].argmax()))

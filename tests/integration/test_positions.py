@@ -439,6 +439,19 @@ def test_a_mask_over_a_cache_shows_where_a_text_starts_or_is_refused(axes: int |
             m(ids[:, 8:], attention_mask=mask[:, :, 8:].bool(), position_ids=given, **{CACHE: cache})
 
 
+@pytest.mark.parametrize("own", [(0,), (1,), (0, 1)], ids=["prompt", "token", "both"])
+@torch.no_grad()
+def test_every_call_on_a_cache_counts_alike_under_own_masks_too(own: tuple[int, ...]) -> None:
+    """A prompt skips its padding, and the token behind it, without position_ids, counts it."""
+    m, ids, padding = model("llama", CASES["alibi"]), tokens(1, 9), torch.ones(1, 9).long().index_fill(1, torch.arange(3), 0)
+    mask = (torch.ones(1, 1, 9, 9).tril() * padding).bool()
+    prompt, token = ((mask[:, :, a:b, :b] if n in own else padding[:, :b]) for n, (a, b) in enumerate(((0, 8), (8, 9))))
+    positions, cache = (padding.cumsum(-1) - 1).clamp(min=0), DynamicCache(config=m.config)
+    m(ids[:, :8], attention_mask=prompt, position_ids=positions[:, :8], **{CACHE: cache})
+    with pytest.raises(ValueError, match="counted differently"):
+        m(ids[:, 8:], attention_mask=token, **{CACHE: cache})
+
+
 def test_positions_are_there_when_layers_are_computed_again() -> None:
     """Gradient checkpointing calls layers outside any forward pass."""
     ids, positions, mask = tokens(2, LENGTH), jumping(), torch.ones(1, 1, LENGTH, LENGTH).tril().bool()

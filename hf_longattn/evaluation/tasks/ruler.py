@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 #: RULER's threshold, in percent: what Llama 2 7B has at 4,096 tokens.
 THRESHOLD = 85.6
-#: Tokens of a question that are read at a time by a model with sliding windows: it then computes no pairs beyond them.
-PIECE = 1024
+#: Tokens of a question that a model with sliding windows reads at a time, so that no layer computes pairs outside its window.
+CHUNK = 1024
 
 
 class Ruler(Task):
@@ -103,7 +103,7 @@ class Ruler(Task):
 
         greedy: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "max_length": None}
         if any(layer.kind == "window" for layer in candidates_of(model)):
-            greedy["prefill_chunk_size"] = PIECE
+            greedy["prefill_chunk_size"] = CHUNK
         return text(
             model.generate(
                 input_ids=input_ids,
