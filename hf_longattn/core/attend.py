@@ -11,7 +11,7 @@ from torch import Tensor
 from ..config import BACKENDS, LongAttnConfig, check_config
 from .call import Call
 from .geometry import Rows, check_mask, check_positions, check_shapes
-from .kernels import dense, triton
+from .kernels import dense
 from .kernels.kernel import Kernel
 from .prepared import Prepared
 from .reference import dense_attention
@@ -63,10 +63,12 @@ def attention(
     """
     check_config(config)
     check_shapes(query, key, value)
-    rows = Rows.causal(query.shape[2], key.shape[2], query_start, key_start, query.device)
-    rows = Rows(rows.index, check_mask(attention_mask, query, key), rows.query_ids, rows.key_ids)
+    mask = check_mask(attention_mask, query, key)
+    device = torch.device("cpu") if readable(query) and mask is None else query.device
+    rows = Rows.causal(query.shape[2], key.shape[2], query_start, key_start, device)
+    rows = rows if mask is None else rows.masked(mask)
     if position_ids is not None:
-        ids = check_positions(position_ids, query, key)
+        ids = check_positions(position_ids, query, key).to(device)
         rows = rows.at(ids, ids)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     model: dict[str, Any] = {"rotation": rotation, "sink_logits": sink_logits}
@@ -89,7 +91,7 @@ def attend(call: Call) -> Tensor:
     if backend == "reference":
         return dense_attention(call)[0]
     prepared = Prepared.of(call, KERNELS[backend])
-    return prepared(query, key, value, learned, call.sink_logits, call.pages, call.keep)
+    return prepared(query, key, value, learned, call.sink_logits, call.keep)
 
 
 def choose_backend(call: Call) -> str:
@@ -100,10 +102,6 @@ def choose_backend(call: Call) -> str:
     asked = call.asked
     if asked not in BACKENDS:
         raise ValueError(f"unknown backend {asked!r}; choose one of {', '.join(BACKENDS)}")
-    if call.pages is not None:
-        if (reason := why_not_pages(call.query, call.key, call.config, call.softcap)) is not None:
-            raise ValueError(f"attention over pages cannot compute this call: {reason}")
-        return "triton"
     if asked in ("bands", "tiled") and KERNELS["dense"].why_not(call) is None:
         return "dense"
     if asked == "auto":
@@ -115,15 +113,6 @@ def choose_backend(call: Call) -> str:
     if asked != "reference" and (reason := KERNELS[asked].why_not(call)) is not None:
         raise ValueError(f"backend {asked!r} cannot compute this call: {reason}; use backend='auto'")
     return asked
-
-
-def why_not_pages(query: Tensor, key: Tensor, config: LongAttnConfig, softcap: float | None = None) -> str | None:
-    """The reason why keys cannot be read where they lie in pages (see `Call.pages`), or None."""
-    if config.score is not None:
-        return f"{config.score.name} needs every key's norm, which the kernel does not take as it reads"
-    if key.dtype != query.dtype:
-        return f"the cache is in {key.dtype} and the queries are in {query.dtype}"
-    return triton.why_not_triton(query, None, softcap) if readable(query) else "the call is traced"
 
 
 def _nothing(call: Call) -> Tensor:

@@ -36,9 +36,6 @@ class Call:
         tables: where tables are kept for the next call, a model's own; default a cache that all calls without one share.
         strength: the logit map's, in place of the config's: a number that a compiled graph reads when it runs.
         kind: the same for calls of equal config and rotation, quicker to compare; None: these themselves are compared.
-        pages: int32 (batch, n), the pages in which a request's keys lie, key j in pages[:, j // page]; key and value are then
-            (pages, kv_heads, page, head_dim), a whole cache, of which nothing is copied, and rows are intervals with key_start
-            0. None: keys are a batch's own.
         keep: finds what was made of the keys before (see `turned`), for a kernel that makes it; None: nothing is kept.
         output: (batch, heads, q_len, head_dim), what the call gave, for whoever observes it.
     """
@@ -58,14 +55,13 @@ class Call:
     tables: TableCache | None = None
     strength: Tensor | None = None
     kind: Hashable = None
-    pages: Tensor | None = None
     keep: Keep | None = None
     output: Tensor = field(default=None, repr=False)  # type: ignore[assignment]
 
     @property
     def kv_len(self) -> int:
         """How many keys a row may see at most."""
-        return self.key.shape[2] * (1 if self.pages is None else self.pages.shape[1])
+        return self.key.shape[2]
 
     @property
     def asked(self) -> str:

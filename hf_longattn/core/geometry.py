@@ -3,12 +3,16 @@
 A *cache index* counts the tokens in a row of the batch, padding included; the key in column j has the index `key_start + j`.
 The distance of two tokens is the difference of their position_ids. Where these count as cache indices do (the usual case,
 under padding, packing and any cache) indices serve; elsewhere rows carry explicit positions of queries and keys.
+
+Rows are made on the host wherever it knows them: what follows from them is then found without waiting for a device, and
+kernels get them by `Rows.on`. They are on the device where nothing may be read, or under masks of any form.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .tracing import readable
+from .tracing import readable, sent
 
 
 class Columns(NamedTuple):
@@ -60,6 +64,22 @@ class Rows:
     query_axes: Tensor | None = None
     key_axes: Tensor | None = None
     _known: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    _host: weakref.ref[Rows] | None = field(default=None, repr=False, compare=False)  # which keeps these
+
+    def on(self, device: torch.device) -> Rows:
+        """The same rows on a device; one copy for all layers."""
+        rows: Rows = self if self.index.device == device else self.once(device, lambda: self._moved(device))
+        return rows
+
+    def _moved(self, device: torch.device) -> Rows:
+        names = ("index", "allowed", "query_ids", "key_ids", "query_axes", "key_axes")
+        moved: dict[str, Any] = {n: None if (x := getattr(self, n)) is None else sent(x, device) for n in names}
+        return Rows(**moved, _host=weakref.ref(self))
+
+    @property
+    def host(self) -> Rows:
+        """These rows where the host made them; themselves if it did not."""
+        return (None if self._host is None else self._host()) or self
 
     @property
     def columns(self) -> Columns:
@@ -130,7 +150,7 @@ class Rows:
     def masked(self, allowed: Tensor) -> Rows:
         """The same rows under one more mask, bool, broadcastable to (batch, heads, q_len, kv_len)."""
         allowed = allowed if self.allowed is None else self.allowed & allowed
-        return dataclasses.replace(self, allowed=allowed, _known={})
+        return dataclasses.replace(self, allowed=allowed, _known={}, _host=None)
 
     @functools.cached_property
     def span(self) -> int:
@@ -149,21 +169,23 @@ class Rows:
         return 1 + int((torch.maximum(query, high) - start).amax())
 
     @property
-    def plain(self) -> tuple[int, int] | None:
-        """The first and last cache index of the keys if the rows are the lower triangle over them (or one row that sees all).
+    def plain(self) -> slice | None:
+        """The columns of the keys if the rows are the lower triangle over them (or one row that sees all).
 
         None for anything else, and where nothing may be read.
         """
-        return self._plain if self.allowed is None and readable(self.index) else None
+        host = self.host
+        return host._plain if host.allowed is None and readable(host.index) else None
 
     @functools.cached_property  # which Dynamo cannot trace on Python 3.11
-    def _plain(self) -> tuple[int, int] | None:
-        position, _, _, low, high = self.index.to("cpu").unbind(-1)
+    def _plain(self) -> slice | None:
+        position, key_start, _, low, high = self.index.to("cpu").unbind(-1)
         first, last, q_len = int(low[0, 0]), int(high[0, -1]), low.shape[1]
         triangle = torch.arange(last - q_len + 1, last + 1)
         if not ((low == first).all() and (high == triangle).all() and (position == triangle).all()):
             return None
-        return (first, last) if q_len in (1, last - first + 1) and first <= last else None
+        begin = int(key_start[0, 0])
+        return slice(first - begin, last + 1 - begin) if q_len in (1, last - first + 1) and first <= last else None
 
     def query_places(self) -> Tensor:
         """Where queries are rotated: `query_axes`, or `query_positions` where each has one."""
@@ -212,7 +234,7 @@ class Rows:
             columns = columns._replace(low=torch.maximum(columns.low, self._index_of(first)))
         if last is not None:
             columns = columns._replace(high=torch.minimum(columns.high, self._index_of(last + 1) - 1))
-        return dataclasses.replace(self, index=columns.stacked(), _known={})
+        return dataclasses.replace(self, index=columns.stacked(), _known={}, _host=None)
 
     @property
     def _ids(self) -> Tensor | None:

@@ -16,7 +16,7 @@ from .kernels.kernel import MARGIN, Computation, Kernel, LogitSpec
 from .segments import BySegment, Segment
 from .stages import finish, joint_sinks, learned_part
 from .tables import SHARED, TableCache
-from .tracing import keepable, readable
+from .tracing import keepable, readable, sent
 from .turned import Keep
 
 #: Ways to attend that are kept prepared for a call's rows: tables by head are as large as a layer's logits.
@@ -32,7 +32,6 @@ def prepared(rows: Rows) -> dict[Hashable, Prepared]:
 
 
 def named(
-    kernel: str,
     kind: Hashable,
     query: Tensor,
     key: Tensor,
@@ -45,7 +44,7 @@ def named(
 ) -> Hashable:
     """A key: calls over the same rows with equal keys share one `Prepared`. kind stands for the config and the rotation."""
     shapes = query.shape, key.shape, query.dtype
-    return kernel, kind, shapes, scaling, softcap, tuple(learned or ()), sinks is None, dropout, trains
+    return kind, shapes, scaling, softcap, tuple(learned or ()), sinks is None, dropout, trains
 
 
 class Prepared:
@@ -67,11 +66,14 @@ class Prepared:
             self.compute = BySegment(call, segments, spec, kernel)
         else:
             self.compute = kernel.together(call, segments, spec)
-        self.by_length = None  # the temperature, float64 (batch or 1, heads or 1, q_len), before its learned part
+        #: the temperature, float64 (batch or 1, heads or 1, q_len), before its learned part
+        self.by_length: Tensor | None = None
         if isinstance(config.temperature, LengthTemperature):
             self.by_length = config.temperature.factor(self.compute.count.double(), call.query.shape[3])
         learned = set(call.learned or ())
         self.learns_factor = "temperature" in learned
+        if self.by_length is not None and (self.learns_factor or self.by_length.numel() > 1):
+            self.by_length = sent(self.by_length, call.query.device)
         self.learns_sinks = "sink" in learned or call.sink_logits is not None
         self.factor = None if self.learns_factor else self.factor_of(None)
         self.sinks = None if self.learns_sinks else self.sinks_of(call.query, None, None)
@@ -83,7 +85,7 @@ class Prepared:
             return cls(call, kernel)
         kind = (call.config, call.rotation, call.asked) if call.kind is None else call.kind
         asked = call.query, call.key, call.scaling, call.softcap, call.learned, call.sink_logits
-        made, name = prepared(call.rows), named(kernel.name, kind, *asked, call.dropout, call.trains)
+        made, name = prepared(call.rows), named(kind, *asked, call.dropout, call.trains)
         if (own := made.get(name)) is None:
             if len(made) >= PREPARED:
                 made.clear()
@@ -97,13 +99,12 @@ class Prepared:
         value: Tensor,
         learned: Learned,
         sink_logits: Tensor | None,
-        pages: Tensor | None = None,
         keep: Keep | None = None,
     ) -> Tensor:
         """The output, (batch, heads, q_len, head_dim) like query; arguments as of `Call`."""
         factor = self.factor_of(learned) if self.learns_factor else self.factor
         sinks = self.sinks_of(query, learned, sink_logits) if self.learns_sinks else self.sinks
-        out = self.compute(query, key, value, factor, sinks, pages, keep)
+        out = self.compute(query, key, value, factor, sinks, keep)
         return finish(self.config, out, learned).to(query.dtype)
 
     def factor_of(self, learned: Learned) -> Any:

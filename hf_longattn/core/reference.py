@@ -25,7 +25,8 @@ def dense_attention(call: Call) -> tuple[Tensor, Tensor]:
     temperature by entropy (of the keys alone), softmax with the model's learned sinks, dropout, output norm. Computes in
     float32 for half precisions.
     """
-    query, key, value, config, rows, scaling = call.query, call.key, call.value, call.config, call.rows, call.scaling
+    query, key, value, config, scaling = call.query, call.key, call.value, call.config, call.scaling
+    rows = call.rows.on(query.device)
     dtype = query.dtype
     compute = torch.promote_types(dtype, torch.float32)
     heads, kv_len = query.shape[1], key.shape[2]

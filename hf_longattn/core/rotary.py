@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..slots.base import Remap, Spectrum
 from .tables import TableCache
-from .tracing import keepable, version
+from .tracing import keepable, sent, version
 
 #: cos and sin.
 Angles: TypeAlias = tuple[Tensor, Tensor]
@@ -135,12 +135,12 @@ class Turn(NamedTuple):
             )
         return self.rotation
 
-    def kept_angles(self, position: Tensor, tables: TableCache) -> Angles:
-        """`angles` of position, int64 (batch or 1, n) or (axes, batch or 1, n), >= 0, kept in tables.
+    def kept_angles(self, position: Tensor, tables: TableCache, device: torch.device) -> Angles:
+        """`angles` of position, int64 (batch or 1, n) or (axes, batch or 1, n), >= 0, kept in tables on a device.
 
         Both (batch or 1, n, key heads or 1, pairs).
         """
-        return self._look_up(position, self.name, self.angles, tables)
+        return self._look_up(position, self.name, self.angles, tables, device)
 
     def by_feature(self, position: Tensor, head_dim: int, tables: TableCache | None = None) -> Angles:
         """c and s by feature with q . turned(k) = q . (c k) + rotate_half(q) . (s k); kept in tables, if given.
@@ -155,25 +155,35 @@ class Turn(NamedTuple):
         if tables is None:
             return widened(*self.angles(position))
         if position.ndim > 2:
-            return widened(*self.kept_angles(position, tables))
-        return self._look_up(position, (self.name, head_dim), lambda p: widened(*self.angles(p)), tables)
+            return widened(*self.kept_angles(position, tables, position.device))
+        build = lambda p: widened(*self.angles(p))  # noqa: E731
+        return self._look_up(position, (self.name, head_dim), build, tables, position.device)
 
-    def _look_up(self, position: Tensor, name: Hashable, build: Callable[[Tensor], Angles], tables: TableCache) -> Angles:
+    def _look_up(
+        self,
+        position: Tensor,
+        name: Hashable,
+        build: Callable[[Tensor], Angles],
+        tables: TableCache,
+        device: torch.device,
+    ) -> Angles:
         if not keepable(position):
-            return build(position)
+            return build(sent(position, device))
         length = 1 << max(10, int(position.max()).bit_length())
 
         def build_all() -> Angles:
             with torch.inference_mode(False), torch.no_grad():
-                return build(torch.arange(length, device=position.device))
+                return build(torch.arange(length, device=device))
 
-        cos, sin = tables.get((self.by, name, length, position.device, version(self.by.inv_freq)), build_all)
+        cos, sin = tables.get((self.by, name, length, device, version(self.by.inv_freq)), build_all)
         if position.ndim > 2:
-            which = torch.tensor(self.by.axes, device=position.device).expand(1, *position.shape[1:], *cos.shape[1:])
+            which = sent(torch.tensor(self.by.axes), device).expand(1, *position.shape[1:], *cos.shape[1:])
+            position = sent(position, device)
             return cos[position].gather(0, which)[0], sin[position].gather(0, which)[0]
         first, n = int(position[0, 0]), position.shape[1]
         if bool((position == torch.arange(first, first + n, device=position.device)).all()):
             return cos[None, first : first + n], sin[None, first : first + n]
+        position = sent(position, device)
         return cos[position], sin[position]
 
     def angles(self, position: Tensor) -> Angles:

@@ -15,7 +15,7 @@ from ..slots.base import Band, EntropyTemperature, KeyBands, Score
 from .call import Call
 from .geometry import Rows
 from .kernels import sdpa, tiled
-from .kernels.kernel import MASK_VALUE, Kernel, KernelCall, LogitSpec, Pages, Result
+from .kernels.kernel import MASK_VALUE, Kernel, KernelCall, LogitSpec, Result
 from .rotary import Angles, Turn
 from .tracing import keepable, readable
 from .turned import Keep
@@ -70,7 +70,7 @@ class Segment(NamedTuple):
 
     def _narrowed(self) -> Rows:
         whole = self.whole
-        rows = dataclasses.replace(whole, _known={})  # kept with the whole ones, and keeps them not
+        rows = dataclasses.replace(whole, _known={}, _host=None)  # kept with the whole ones, and keeps them not
         for _, band in self.bands:
             rows = rows.narrowed(band.first, band.last)
         return rows
@@ -117,7 +117,8 @@ class BySegment:
     """A `Computation` by one run of a kernel for each segment, joined by their logsumexps."""
 
     def __init__(self, call: Call, segments: list[Segment], spec: LogitSpec, kernel: Kernel) -> None:
-        config, rows, self.kv_len = call.config, call.rows, call.kv_len
+        config, rows, self.kv_len, device = call.config, call.rows, call.kv_len, call.query.device
+        self._all = segments
         self.kernel, self.spec, self.dropout, self.rotation = kernel, spec, call.dropout, call.rotation
         self.score, self.widens = config.score, kernel.wide and call.folds
         self.wide = torch.promote_types(call.query.dtype, torch.float32)
@@ -130,15 +131,13 @@ class BySegment:
                 continue
             by_query: Side | None = None
             by_key: Side | None = None
-            rows_at, keys_at = ALL if seen is None or call.pages is not None else seen
+            rows_at, keys_at = ALL if seen is None else seen
             if query is not None:
-                by_query = Side(query.kept_angles(_at(rows.query_places(), rows_at), call.cache), rows_at)
+                by_query = Side(query.kept_angles(_at(rows.query_places(), rows_at), call.cache, device), rows_at)
             if key is not None:
                 j = _at(rows.key_places(self.kv_len), keys_at)
-                paged = call.pages is not None
-                angles = key.by_feature(j, call.key.shape[3], call.cache) if paged else key.kept_angles(j, call.cache)
-                by_key = Side(angles, keys_at)
-            self.segments.append(ReadySegment(own, by_query, by_key))
+                by_key = Side(key.kept_angles(j, call.cache, device), keys_at)
+            self.segments.append(ReadySegment(own.on(device), by_query, by_key))
         if self.temper is not None:
             alone = len(self.segments) == 1
             #: tempered, logits are scaling q . k over plain rows
@@ -150,10 +149,12 @@ class BySegment:
 
     @property
     def count(self) -> Tensor:
-        return functools.reduce(torch.add, (segment.rows.count(self.kv_len) for segment in self.segments))
+        return functools.reduce(torch.add, (segment.rows.count(self.kv_len) for segment in self._all))
 
-    def factor(self, by_row: Tensor) -> Tensor:
-        return by_row.to(self.wide)
+    def factor(self, by_row: Tensor) -> float | Tensor:
+        """A number where all rows share it and the host knows it."""
+        shared = by_row.numel() == 1 and by_row.device.type == "cpu" and keepable(by_row) and not by_row.requires_grad
+        return float(by_row) if shared else by_row.to(self.wide)
 
     def sinks(self, by_head: Tensor) -> Tensor:
         return by_head
@@ -163,12 +164,11 @@ class BySegment:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        factor: Tensor | None,
+        factor: float | Tensor | None,
         sinks: Tensor | None,
-        pages: Tensor | None,
         keep: Keep | None = None,
     ) -> Tensor:
-        calls, kernel = self.calls(query, key, value, factor, pages), self.kernel
+        calls, kernel = self.calls(query, key, value, factor), self.kernel
         joins = len(calls) > 1 or sinks is not None
         if self.temper is not None:
             if kernel.tempered is not None and self.at_once and sinks is None:
@@ -180,26 +180,21 @@ class BySegment:
             return kernel.joined(calls, sinks)
         return merge_outputs([self._run(kernel, call._replace(with_lse=joins), value.dtype) for call in calls], sinks)
 
-    def calls(
-        self, query: Tensor, key: Tensor, value: Tensor, factor: Tensor | None, pages: Tensor | None = None
-    ) -> list[KernelCall]:
+    def calls(self, query: Tensor, key: Tensor, value: Tensor, factor: float | Tensor | None) -> list[KernelCall]:
         """What the kernel is to compute, but for a temperature by entropy: positions, score, temperature by length."""
         if self.widens:
             query, key = query.to(self.wide), key.to(self.wide)
-        calls = [self._turned(segment, query, key, value, pages) for segment in self.segments]
+        calls = [self._turned(segment, query, key, value) for segment in self.segments]
         if self.score is not None:
             calls = [_folded(call, self.score) for call in calls]
         return calls if factor is None else [_scored(call, factor) for call in calls]
 
-    def _turned(self, segment: ReadySegment, query: Tensor, key: Tensor, value: Tensor, pages: Tensor | None) -> KernelCall:
-        paged = Pages(pages)
+    def _turned(self, segment: ReadySegment, query: Tensor, key: Tensor, value: Tensor) -> KernelCall:
         if segment.query is not None:
             query = self.rotation.rotate(query, *segment.query.angles, segment.query.at)  # type: ignore[union-attr]
-        if segment.key is not None and pages is None:
+        if segment.key is not None:
             key = self.rotation.rotate(key, *segment.key.angles, segment.key.at)  # type: ignore[union-attr]
-        elif segment.key is not None:
-            paged = Pages(pages, None, *(x.float() for x in segment.key.angles))
-        return KernelCall(query, key, value, segment.rows, self.spec, self.dropout, pages=paged)
+        return KernelCall(query, key, value, segment.rows, self.spec, self.dropout)
 
     def _entropies(self, calls: list[KernelCall]) -> Tensor:
         """The entropy of every row over its keys; a sink is none."""
@@ -208,13 +203,8 @@ class BySegment:
         return merge_entropies([self._run(kernel, call, half) for call in calls])
 
     def _run(self, kernel: Kernel, call: KernelCall, half: torch.dtype) -> Result:
-        pages = call.pages
         assert kernel.run is not None
-        if pages.cos is not None:
-            pages = pages._replace(half=self.rotation.rotate_half(call.query).to(half))  # type: ignore[union-attr]
-        if kernel.wide:
-            return kernel.run(call)
-        return kernel.run(call._replace(query=call.query.to(half), key=call.key.to(half), pages=pages))
+        return kernel.run(call if kernel.wide else call._replace(query=call.query.to(half), key=call.key.to(half)))
 
 
 def _at(position: Tensor, at: slice | None) -> Tensor:
@@ -227,8 +217,12 @@ def _folded(call: KernelCall, score: Score) -> KernelCall:
     return call._replace(query=query, key=key, spec=dataclasses.replace(call.spec, scaling=float(scaling)))
 
 
-def _scored(call: KernelCall, factor: Tensor) -> KernelCall:
+def _scored(call: KernelCall, factor: float | Tensor) -> KernelCall:
     """The same with its scores times a factor for each row: on the query, or after the softcap where the model has one."""
+    if isinstance(factor, float):
+        if not call.spec.softcap:
+            return call._replace(spec=dataclasses.replace(call.spec, scaling=call.spec.scaling * factor))
+        factor = call.query.new_full((1, 1, 1), factor, dtype=torch.promote_types(call.query.dtype, torch.float32))
     if call.spec.softcap:
         return call._replace(spec=dataclasses.replace(call.spec, row_scale=factor.expand(call.query.shape[:3])))
     return call._replace(query=(call.query * factor[..., None]).to(call.query.dtype))

@@ -10,6 +10,9 @@ from torch import Tensor
 from torch._dynamo.eval_frame import skip_code
 from torch._subclasses.fake_tensor import is_fake
 
+#: Bytes that the driver copies to a device from any memory without waiting for what runs there.
+STAGED = 1 << 16
+
 F = TypeVar("F", bound=Callable[..., bool])
 
 
@@ -21,8 +24,10 @@ def _in_its_caller(function: F) -> F:
 
 @_in_its_caller
 def readable(x: Tensor) -> bool:
-    """Whether x has values now: not while a graph is traced, nor on the meta device or under FakeTensorMode."""
-    return not (torch.compiler.is_compiling() or torch._C._is_tracing() or x.is_meta or _is_fake(x))
+    """Whether x has values that the host may wait for: not while a graph is traced or captured, nor of fake tensors."""
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or x.is_meta or _is_fake(x):
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _is_fake(x: Tensor) -> bool:
@@ -42,6 +47,14 @@ def only_a_shape(x: Tensor) -> bool:
 def keepable(x: Tensor) -> bool:
     """Whether what is computed beside x may serve later calls: x is readable, and no transform of torch.func is at work."""
     return readable(x) and torch._C._functorch.peek_interpreter_stack() is None
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """x, made on the host, on a device; the host goes on."""
+    if x.device == device:
+        return x
+    large = device.type == "cuda" and x.numel() * x.itemsize > STAGED
+    return (x.pin_memory() if large else x).to(device, non_blocking=True)
 
 
 def version(x: Tensor) -> Hashable:

@@ -155,9 +155,9 @@ def _attend(
         sinks = own(sinks) if sinks is not None and sinks.shape[0] == plan.heads else sinks
     kind = None if traced or config is not plan.config else plan.kind
     if made and kind is not None and not (asked.dropout or plan.observer or torch.is_grad_enabled()):
-        decoding = made.get(named("dense", kind, query, key, scaling, asked.softcap, learned, sinks))
-        if decoding is not None:
-            return decoding(query, key, value, learned, sinks, None, _keep(asked, query)).transpose(1, 2).contiguous(), None
+        ready = made.get(named(kind, query, key, scaling, asked.softcap, learned, sinks))
+        if ready is not None:
+            return ready(query, key, value, learned, sinks, _keep(asked, query)).transpose(1, 2).contiguous(), None
     call = Call(
         query,
         key,
@@ -197,7 +197,7 @@ def _over_rows(asked: Asked, query: Tensor, key: Tensor, value: Tensor, rows: Ro
 
 def _left_alone(asked: Asked, query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
     """The same of a layer that keeps its attention."""
-    return _base(asked, query, key, value, rows.visible(key.shape[2]))[0]
+    return _base(asked, query, key, value, rows.on(key.device).visible(key.shape[2]))[0]
 
 
 def _refuse(asked: Asked, harmless: frozenset[str]) -> None:
@@ -234,7 +234,7 @@ def _base(asked: Asked, query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
     name = base_implementation(asked.module.config)
     if mask is not None and is_carrier(mask):
         rows = read_mask(mask, key.shape[2]).rows
-        mask = rows.once(("visible", key.shape[2]), lambda: rows.visible(key.shape[2]))
+        mask = rows.once(("visible", key.shape[2], key.device), lambda: rows.on(key.device).visible(key.shape[2]))
     if name == "eager" or asked.weights:
         name = "eager"
         if mask is not None and mask.dtype == torch.bool:

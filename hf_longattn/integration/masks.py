@@ -30,7 +30,7 @@ from transformers.utils.import_utils import is_tracing
 
 from ..config import LongAttnConfig
 from ..core.geometry import FAR, Rows
-from ..core.tracing import readable
+from ..core.tracing import readable, sent
 from .names import described
 
 INDEX_WIDTH = 6
@@ -82,11 +82,12 @@ class Sight:
 
     Args:
         stock: of a carrier, the call that made it.
+        host: the carrier as the host made it; None: it was made on the device.
         now: the forward pass in which its layers were called, to which they belong in a backward pass too.
     """
 
-    def __init__(self, stock: Stock | None = None, now: Any = None) -> None:
-        self.stock, self.now = stock, now
+    def __init__(self, stock: Stock | None = None, now: Any = None, host: Tensor | None = None) -> None:
+        self.stock, self.now, self.host = stock, now, host
         self.seen: Seen | None = None
         self.q_len = self.kv_len = -1  # of the last layer that read it
         self.rows: Rows | None = None  # those of `seen` with the positions that these position_ids say
@@ -197,21 +198,36 @@ def carrier_mask(
         kwargs |= {"allow_is_causal_skip": False}
         return base(**shared, **kwargs, config=config, local_size=local_size)
     # Never None for a causal layer: Gemma 4 slices queries under any name but "sdpa" and trusts the mask.
-    dense = functools.partial(
-        ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], **shared, **kwargs | {"allow_is_causal_skip": False}, config=config
-    )
     windowed = local_size is not None and local_size == getattr(config, "sliding_window", None)
-    carrier = _carrier(dense, windowed, bool(getattr(config, "num_kv_shared_layers", 0)), **shared)
+    sliced = bool(getattr(config, "num_kv_shared_layers", 0))
+    at_hand = _on_host(shared)
+    carrier = None if at_hand is None else _intervals(sliced, **at_hand)
+    host = carrier
+    if carrier is None:
+        dense = functools.partial(
+            ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], **shared, **kwargs | {"allow_is_causal_skip": False}, config=config
+        )
+        carrier = _intervals(sliced, **shared)
+        carrier = _pairs(dense, windowed, **shared) if carrier is None else carrier
+    else:
+        carrier = sent(carrier, torch.device(device))
     if readable(carrier):
         static = {k: x.clone() for k, x in shared.items() if k.endswith("offset") and isinstance(x, Tensor)}  # caches count on
         arguments = {**shared, **static, **kwargs, "config": config, "local_size": local_size}
-        carrier.__dict__["longattn_sight"] = Sight(Stock(own_implementation(config), arguments))
+        carrier.__dict__["longattn_sight"] = Sight(Stock(own_implementation(config), arguments), host=host)
     return carrier
 
 
-def _carrier(
-    dense: Callable[[], Tensor],
-    windowed: bool,
+def _on_host(shared: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a mask function on the host, at most a read of each; None where they are there, or cannot be read."""
+    device, mask = torch.device(shared["device"]), shared["attention_mask"]
+    if device.type in ("cpu", "meta") or not readable(torch.empty(0, device=device) if mask is None else mask):
+        return None
+    offsets = {k: int(shared[k]) for k in ("q_offset", "kv_offset")}
+    return shared | offsets | {"device": "cpu", "attention_mask": None if mask is None else mask.cpu()}
+
+
+def _intervals(
     sliced: bool,
     *,
     batch_size: int,
@@ -222,19 +238,18 @@ def _carrier(
     mask_function: Callable[..., Any],
     attention_mask: Tensor | None,
     device: torch.device | str,
-) -> Tensor:
-    """The mask in one of our forms.
+) -> Tensor | None:
+    """The mask in one of our compact forms; None where that cannot say it.
 
     Args:
-        dense: gives bool (batch, 1, q_len, kv_len), True = visible.
-        windowed: whether that is seen through a sliding window.
         sliced: whether some layers get a part of the rows.
     """
+    if (interval := recognise(mask_function)) is None:
+        return None
     row = torch.arange(q_length, device=device)
     position = row + q_offset
     first = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
-    high = position.expand(batch_size, -1)
-    interval, whole = recognise(mask_function), True
+    high, whole = position.expand(batch_size, -1), True
     if attention_mask is not None:
         padding = attention_mask.to(device=device, dtype=torch.bool)
         some = padding.any(-1, keepdim=True)
@@ -245,25 +260,50 @@ def _carrier(
         whole = not is_tracing(padding) and readable(padding) and bool((counted[:, -1:] == (last - first + 1) * some).all())
         empty_cache = not (isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor)) and q_offset == kv_offset == 0
         if not whole and not (empty_cache and q_length == kv_length == padding.shape[-1] and not sliced):
-            interval = None
+            return None
     start = first.expand(-1, q_length)
-    if interval is not None and interval.sequence_ids is not None:
-        start = _sequence_starts(interval.sequence_ids).expand(batch_size, -1)
+    if interval.sequence_ids is not None:
+        start = _sequence_starts(interval.sequence_ids.to(device)).expand(batch_size, -1)
     key_start = torch.zeros_like(start) + kv_offset
-    if interval is not None:
-        low = start if interval.window is None else torch.maximum(start, position - interval.window + 1)
-        columns = [position.expand_as(start), key_start, start, low, high, row.expand_as(start)]
-        return torch.stack(columns if whole else [*columns, padding * counted], dim=-1).int()[:, None]
+    low = start if interval.window is None else torch.maximum(start, position - interval.window + 1)
+    columns = [position.expand_as(start), key_start, start, low, high, row.expand_as(start)]
+    return torch.stack(columns if whole else [*columns, padding * counted], dim=-1).int()[:, None]
 
+
+def _pairs(
+    dense: Callable[[], Tensor],
+    windowed: bool,
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int | Tensor,
+    attention_mask: Tensor | None,
+    device: torch.device | str,
+    **_: Any,
+) -> Tensor:
+    """The mask in the form that says which pairs are visible.
+
+    Args:
+        dense: gives bool (batch, 1, q_len, kv_len), True = visible.
+        windowed: whether that is seen through a sliding window.
+    """
+    row = torch.arange(q_length, device=device)
+    position = row + q_offset
     visible = dense().expand(batch_size, -1, -1, -1)[:, 0]
     cache_index = torch.arange(kv_length, device=device) + kv_offset
     if attention_mask is None:
+        key_start = torch.zeros(batch_size, q_length, dtype=torch.int64, device=device) + kv_offset
         start = visible.int().argmax(-1) + key_start
         if windowed and not is_tracing(visible):
             start = _before_windows(start, q_offset)
         counted = cache_index.expand(batch_size, -1)
     else:
-        counted = (counted - 1)[:, cache_index.clamp(max=padding.shape[-1] - 1)]
+        padding = attention_mask.to(device=device, dtype=torch.bool)
+        start = padding.int().argmax(-1, keepdim=True).expand(-1, q_length)
+        key_start = torch.zeros_like(start) + kv_offset
+        counted = (padding.cumsum(-1) - 1)[:, cache_index.clamp(max=padding.shape[-1] - 1)]
     columns = [position.expand_as(start), key_start, start, key_start, key_start + kv_length - 1, row.expand_as(start)]
     index = torch.stack(columns, dim=-1)
     return torch.cat([index.int(), visible.int() * (1 + counted.int())[:, None]], dim=-1)[:, None]
@@ -302,7 +342,7 @@ def read_mask(mask: Tensor, kv_len: int) -> Seen:
         return _read(mask, kv_len)
     sight = sight_of(mask)
     if sight.seen is None:
-        sight.seen = _read(mask, kv_len)
+        sight.seen = _read(mask if sight.host is None else sight.host, kv_len)
     return sight.seen
 
 

@@ -261,6 +261,7 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
                 plans = state.plans or state.publish(View(model))
                 if not plans.hold:
                     raise ValueError(_REPLACED)
+    state.claims.settle()
     cache = cache_in((*args, *kwargs.values()))
     held = 0 if cache is None else cache.get_seq_length() + 0  # a new tensor where it is one, which counts on
     if cache is not None and UNEVEN in cache.__dict__:

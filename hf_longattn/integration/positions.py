@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ..config import LongAttnConfig
 from ..core.geometry import Columns, Rows
-from ..core.tracing import readable
+from ..core.kernels.kernel import FEW_QUERIES
+from ..core.tracing import readable, sent
 from .masks import BOTH_WAYS, Seen, Sight, is_carrier, read_mask, seen_through, shows_the_future, sight_of
-from .passes import COMPILED, Asked, Numbering, Pass
+from .passes import COMPILED, NOTE, Asked, Numbering, Pass
 
 _NO_MASK = "no attention mask arrived, so what each token sees and where it stands is unknown. "
 _PARALLEL = "Context parallelism takes the mask away and sets is_causal; it is not supported"
@@ -63,6 +64,10 @@ _PACKED = (
     "cu_seq_lens or seq_idx tells packed documents apart, which flash attention reads, and the mask shows them as one text: "
     "each would see those before it. Pass position_ids that count from 0 in each document, as DataCollatorWithFlattening "
     "makes them, no attention mask, and use_cache=False"
+)
+_LATE = (
+    "position_ids of an earlier call did not continue where its KV cache ended, and what was computed since is wrong: the "
+    "positions of cached keys were unknown. On a GPU this is noticed a call later, since decoding does not wait for it"
 )
 _TRACED = (
     "position_ids jump, go back, or do not continue the KV cache, which a compiled call cannot follow: call without compile"
@@ -145,6 +150,8 @@ def _placed(
         return _by_axis(seen, seen.rows, several, kv_len)
     if position_ids is None:
         return seen.rows
+    if position_ids.device != seen.rows.index.device and readable(position_ids):
+        position_ids = _on_host(seen, position_ids, now)
     position_ids = _one_axis(seen, position_ids, kv_len, remapped, alone=now is None or own_mask)
     if not readable(seen.rows.index):
         return _traced(seen, position_ids, kv_len)
@@ -152,6 +159,42 @@ def _placed(
     if now is not None:
         now.note(*(found._replace(all=found.behind) if own_mask and not any(found.all) else found))
     return rows if several is None else _by_axis(seen, rows, several, kv_len)
+
+
+def _on_host(seen: Seen, position_ids: Tensor, now: Pass | None) -> Tensor:
+    """position_ids where the rows are: read, but for few tokens behind a cache, which are what continues it.
+
+    That they are, the device confirms while the host goes on.
+    """
+    kept, rows = {} if now is None else now.kept, seen.rows
+    given, known = kept.get("position_ids", (None, None))
+    expected = _continued(rows, position_ids, now)
+    if given is position_ids and (expected is None or torch.equal(known, expected)):
+        return known
+    if expected is None:
+        known = position_ids.to(rows.index.device)
+    else:
+        assert now is not None
+        assert now.plans is not None
+        known, first = expected, int(expected[0, 0])
+        shared = bool((expected == first).all())
+        holds = (position_ids == (first if shared else sent(expected, position_ids.device))).all()
+        now.plans.state.claims.claim(holds, _LATE)
+    kept["position_ids"] = position_ids, known
+    return known
+
+
+def _continued(rows: Rows, position_ids: Tensor, now: Pass | None) -> Tensor | None:
+    """The position_ids of few tokens that continue a cache as it was numbered, (batch, q_len); None: they may be any."""
+    if now is None or now.plans is None or now.cache is None or now.axes is not None or _several_processes():
+        return None
+    numbering, q_len = now.cache.__dict__.get(NOTE), rows.index.shape[1]
+    if not numbering or not any(numbering) or q_len > FEW_QUERIES or position_ids.shape[1:] != (q_len,):
+        return None
+    query, _, start, low, high = rows.columns
+    if rows.allowed is not None or bool((low > high).any()):
+        return None
+    return query if numbering[0] else query - start
 
 
 def _by_axis(seen: Seen, rows: Rows, now: Pass, kv_len: int) -> Rows:

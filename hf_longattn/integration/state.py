@@ -42,6 +42,7 @@ from transformers import Cache, PreTrainedModel
 from ..config import LongAttnConfig
 from ..core.call import Call
 from ..core.tables import TableCache
+from .claims import Claims
 from .layers import View, pretrained
 from .lengths import announce
 from .masks import Before, before
@@ -94,6 +95,7 @@ class AttentionState:
     by_axis: Callable[..., None] | None = None  # what finds out by which of several positions it turns, when a picture comes
     guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse calls: see `guards`
     disabled: tuple[list[tuple[Any, str]], Tables | None, int | None] | None = None  # what `enable` puts back, in that order
+    claims: Claims = field(default_factory=Claims)
     kinds: dict[Hashable, object] = field(default_factory=dict)  # see `LayerPlan.kind`
     beside: WeakKeyDictionary[Cache, Beside] = field(default_factory=WeakKeyDictionary)  # of caches; copies have none
 

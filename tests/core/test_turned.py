@@ -70,7 +70,7 @@ def test_half_precision_reads_turned_keys_by_the_fused_kernel(
     prepared = Prepared(Call(query, key, value, config, seen, 0.25, **model), dense.KERNEL)
     assert prepared.compute.streams  # type: ignore[attr-defined]
     kept = Turned()
-    got = prepared(query, key, value, None, None, None, lambda by, k: kept)
+    got = prepared(query, key, value, None, None, lambda by, k: kept)
     assert bool(kept.nbytes) == (name != "string")
     wide = (x.double() for x in (query, key, value))
     want, _ = dense_attention(Call(*wide, config, seen, 0.25, **model))

@@ -41,7 +41,6 @@ FEW = [(family, case) for case in OTHERS for family in families(case)]
 EVERY = crossed([*INNER[: len(FAMILIES)], *FEW], INNER)
 #: FlexAttention, on the CPU a check alone, on one family a case.
 BACKENDS = [pytest.param(backend, *p.values, marks=p.marks) for backend in ("tiled", "reference") for p in EVERY]
-BACKENDS += crossed((("flex", *pair) for pair in INNER), 4)
 
 
 def holds_for(name: str, family: str) -> bool:

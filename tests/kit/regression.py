@@ -33,9 +33,6 @@ def results() -> dict[str, Tensor]:
     out = {}
     for case, config in CASES.items():
         for family in (f for f in FAMILIES if f in families(case)):
-            with torch.no_grad():
-                flex = fresh(family, config.replace(backend="flex"))
-                out[f"{case} {family} flex logits"] = flex(tokens(), use_cache=False).logits
             for backend in BACKENDS:
                 model, name = fresh(family, config.replace(backend=backend)), f"{case} {family} {backend}"
                 logits = model(tokens(), use_cache=False).logits

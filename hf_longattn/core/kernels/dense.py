@@ -176,7 +176,6 @@ class Dense:
         value: Tensor,
         factor: float | Tensor | None,
         sinks: Tensor | None,
-        pages: Tensor | None,
         keep: Keep | None = None,
     ) -> Tensor:
         made = None if keep is None or self.by is None else keep(self.by, key)

@@ -54,21 +54,6 @@ class LogitSpec:
             raise ValueError("gain and bias come together")
 
 
-class Pages(NamedTuple):
-    """Keys and values in pages, and keys that are re-rotated as they are read; a call without gradients.
-
-    Args:
-        table: int32 (batch, n): key j of a request lies in page table[:, j // page]; None: keys are a batch's own.
-        half, cos, sin: what is multiplied: q . (cos k) + half . (sin k); half like the query, cos and sin float32 (batch or 1,
-            kv_len, kv_heads or 1, head_dim), see `Turn.by_feature`. None: keys stay as they are.
-    """
-
-    table: Tensor | None = None
-    half: Tensor | None = None
-    cos: Tensor | None = None
-    sin: Tensor | None = None
-
-
 #: Output like query; logsumexp and entropy (nats) of every row before dropout, (batch, heads, q_len) in logits' dtype: empty
 #: unless asked for. Fully masked rows give 0, -inf and 0.
 Result: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -79,7 +64,7 @@ class KernelCall(NamedTuple):
 
     Args:
         query: (batch, heads, q_len, head_dim), any float dtype; logits are float32 (float64 for float64 inputs).
-        key, value: (batch, kv_heads, kv_len, head_dim), or with a table of pages (pages, kv_heads, page, head_dim).
+        key, value: (batch, kv_heads, kv_len, head_dim).
         value: None to leave the output empty, which saves its product.
         seed: dropout's.
         with_lse, with_entropy: whether these are asked for; differentiable.
@@ -94,11 +79,10 @@ class KernelCall(NamedTuple):
     seed: Tensor | None = None
     with_lse: bool = False
     with_entropy: bool = False
-    pages: Pages = Pages()
 
     @property
     def kv_len(self) -> int:
-        return self.key.shape[2] * (1 if self.pages.table is None else self.pages.table.shape[1])
+        return self.key.shape[2]
 
     def logits(self, which: Tensor, keys: int) -> tuple[Tensor, Tensor]:
         """Of some rows by their definition, (batch, heads, n, keys), and which pairs are visible, bool, broadcastable to that.
@@ -143,7 +127,6 @@ class Computation(Protocol):
         value: Tensor,
         factor: Any,
         sinks: Any,
-        pages: Tensor | None,
         keep: Keep | None = None,
     ) -> Tensor:
         """The weighted sum of values, (batch, heads, q_len, head_dim); all but factor and sinks as of `Call`."""

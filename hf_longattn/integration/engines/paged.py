@@ -112,7 +112,7 @@ def batches_of(starts: Tensor, total: Tensor, window: int | None, device: torch.
         columns = torch.arange(int(kv_len.max()))
         keys = first_k + torch.minimum(columns, kv_len - 1)
         queries = first_q + torch.arange(q_len)
-        batches.append(Batch(queries.to(device), keys.to(device), Rows(index.to(device)), tuple(requests)))
+        batches.append(Batch(queries.to(device), keys.to(device), Rows(index), tuple(requests)))
     return batches
 
 

@@ -1,8 +1,7 @@
 """An attention backend of vLLM that runs every method: keys and values by page, requests of a step in batches of `Rows`.
 
 vLLM asks for a builder, which turns block table and lengths into batches once a step and cache group, and for an
-implementation, one for each layer, which writes new keys and values to their slots. On CUDA a kernel reads them there; where
-that cannot be exact, and on a CPU, each request's are gathered for `attend`.
+implementation, one for each layer, which writes new keys and values to their slots and gathers each request's for `attend`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from ....config import LongAttnConfig
-from ....core.attend import attend, why_not_pages
+from ....core.attend import attend
 from ....core.call import Call
 from ..paged import Batch, batches_of
 from .plans import Part
@@ -137,17 +136,16 @@ class Implementation(AttentionImpl[Metadata]):
             return output.fill_(0)
         part: Part | None = self.part
         assert part is not None
-        read = why_not_pages(query, kv_cache, part.config, self.softcap) is None
         rotation = None if part.rotary is None else part.rotary.rotation(query)
         model: dict[str, Any] = {"scaling": self.scale, "softcap": self.softcap, "sink_logits": self.sinks}
         model |= {"learned": part.learned, "tables": part.tables}
-        for batch, at in attn_metadata.batches(self.window, by_page := read or self.window is None):
+        for batch, at in attn_metadata.batches(self.window, by_page := self.window is None):
             acts = attn_metadata.longest(batch) > part.config.identity_below
             config, turned = (part.config, rotation) if acts else (PLAIN, None)
-            gathered = kv_cache if read else _gathered(kv_cache, at, batch.keys.shape[1], by_page).to(query.dtype)
+            gathered = _gathered(kv_cache, at, batch.keys.shape[1], by_page).to(query.dtype)
             key, value = gathered.split(self.head_size, -1)
-            own, pages = query[batch.queries].transpose(1, 2), at if read else None
-            out = attend(Call(own, key, value, config, batch.rows, rotation=turned, pages=pages, **model))
+            own = query[batch.queries].transpose(1, 2)
+            out = attend(Call(own, key, value, config, batch.rows, rotation=turned, **model))
             output[batch.queries] = out.transpose(1, 2).to(output.dtype)
         return output
 

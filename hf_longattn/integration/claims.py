@@ -1,0 +1,47 @@
+"""Checks that a device makes while the host goes on: decoding waits for no value, and a mistake is named a call later."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: As many answers may be on their way.
+OPEN = 256
+
+
+class Claims:
+    """What was taken for granted in a model's passes and not confirmed yet."""
+
+    def __init__(self) -> None:
+        self._open: deque[tuple[Any, Tensor, str]] = deque()
+
+    def claim(self, holds: Tensor, message: str) -> None:
+        """Take for granted that `holds`, bool without a dimension, is true; ValueError at once where reading costs nothing."""
+        if holds.device.type != "cuda":
+            _check(holds, message)
+            return
+        answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+        with torch.cuda.device_of(holds):
+            answer.copy_(holds, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._open.append((event, answer, message))
+        if len(self._open) > OPEN:
+            self._open[0][0].synchronize()
+
+    def settle(self) -> None:
+        """Raise ValueError for what turned out to be false; what the device has not come to yet stays open."""
+        while self._open and self._open[0][0].query():
+            _, answer, message = self._open.popleft()
+            _check(answer, message)
+
+    def __reduce__(self) -> tuple[type[Claims], tuple[()]]:
+        return Claims, ()  # copies of a model begin anew
+
+
+def _check(holds: Tensor, message: str) -> None:
+    if not bool(holds):
+        raise ValueError(message)
