@@ -11,7 +11,7 @@ from torch import Tensor
 from ..config import BACKENDS, LongAttnConfig, check_config
 from .call import Call
 from .geometry import Rows, check_mask, check_positions, check_shapes
-from .kernels import dense
+from .kernels import dense, few
 from .kernels.kernel import Kernel
 from .prepared import Prepared
 from .reference import dense_attention
@@ -19,8 +19,8 @@ from .rotary import Rotation
 from .stages import finish
 from .tracing import readable
 
-#: Every kernel by its name, in the order in which "auto" asks them; the first is for few queries, and has no backend's name.
-KERNELS: dict[str, Kernel] = {"dense": dense.KERNEL}
+#: Every kernel by its name, in the order in which "auto" asks them; the first two are for few queries, and no backends.
+KERNELS: dict[str, Kernel] = {"dense": dense.KERNEL, "few": few.KERNEL}
 KERNELS |= {name: import_module(f".kernels.{name}", __package__).KERNEL for name in BACKENDS[1:-1]}
 
 
@@ -52,8 +52,8 @@ def attention(
         position_ids: int64 (batch or 1, length), growing: distances are then differences of positions (skip-wise training).
         sink_logits: (heads,), the model's learned sinks: exp(sink) is one more term in the denominator of every softmax,
             beside that of a method; no method acts on it.
-        backend: "auto" takes `config.backend`, and then sdpa where it is exact, FlexAttention on CUDA (not run there yet),
-            bands of sdpa's kernels on a CPU where they are exact, else the tiled kernel; any other name insists.
+        backend: "auto" takes `config.backend`, and then sdpa where it is exact, bands of fused
+            kernels where they are, Triton on CUDA, else the tiled kernel; any other name insists.
 
     Returns:
         (batch, heads, q_len, head_dim) in the dtype of query; fully masked rows are 0, before any output norm.

@@ -76,6 +76,11 @@ class Rows:
         moved: dict[str, Any] = {n: None if (x := getattr(self, n)) is None else sent(x, device) for n in names}
         return Rows(**moved, _host=weakref.ref(self))
 
+    def packed(self, device: torch.device) -> Tensor:
+        """`index` on a device as kernels read it: int32, in one piece."""
+        packed: Tensor = self.once((device, "int32"), lambda: sent(self.index.to(torch.int32).contiguous(), device))
+        return packed
+
     @property
     def host(self) -> Rows:
         """These rows where the host made them; themselves if it did not."""

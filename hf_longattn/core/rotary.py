@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..slots.base import Remap, Spectrum
+from .kernels import parts
 from .tables import TableCache
 from .tracing import keepable, sent, version
 
@@ -35,7 +36,9 @@ class Rotation:
     axis: tuple[int, ...] | None = None
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, at: slice | None = None) -> Tensor:
-        """x (batch, heads, n, head_dim) rotated by angles (batch or 1, n, key heads or 1, pairs), in float32 at least.
+        """x (batch, heads, n, head_dim) rotated by angles (batch or 1, n, key heads or 1, pairs).
+
+        In float32 at least; on CUDA, outside of graphs, rounded to the dtype of x.
 
         Args:
             at: which vectors the angles are for; the others become 0. None: all.
@@ -90,6 +93,9 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin, rotation, at):  # type: ignore[no-untyped-def]
         ctx.arguments, ctx.dtype = (cos, sin, rotation, at), x.dtype
+        if x.is_cuda and parts.why_not(x) is None:
+            layout = parts.Layout(rotation.first, rotation.inv_freq.shape[0], rotation.interleaved)
+            return parts.turned(x, cos, sin, layout, at)
         at = slice(0, x.shape[2]) if at is None else at
         out = x.new_empty(x.shape, dtype=cos.dtype)
         out[:, :, : at.start], out[:, :, at.stop :] = 0.0, 0.0

@@ -120,7 +120,7 @@ class BySegment:
         config, rows, self.kv_len, device = call.config, call.rows, call.kv_len, call.query.device
         self._all = segments
         self.kernel, self.spec, self.dropout, self.rotation = kernel, spec, call.dropout, call.rotation
-        self.score, self.widens = config.score, kernel.wide and call.folds
+        self.score, self.widens = config.score, kernel.wide and call.folds and device.type == "cpu"
         self.wide = torch.promote_types(call.query.dtype, torch.float32)
         self.temper = config.temperature.factor if isinstance(config.temperature, EntropyTemperature) else None
         self.segments: list[ReadySegment] = []

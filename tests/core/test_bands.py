@@ -313,6 +313,15 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         asked.append("flash backward")
         return backward(d, q, k, v, out, lse, 0.0, causal, scale=scale)
 
+    def cudnn(
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, _: bool, __: float = 0.0, causal: bool = False, *, scale: float
+    ) -> Any:
+        assert bias is None
+        asked.append("cudnn")
+        out, lse, *state = flash(q, k, v, 0.0, causal, scale=scale)
+        asked.remove("flash")
+        return out, lse[..., None], *state
+
     def efficient(
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, _: bool, __: float = 0.0, causal: bool = False, *, scale: float
     ) -> Any:
@@ -334,11 +343,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return *backward(d, q, k, v, out, own, 0.0, causal, attn_mask=bias, scale=scale), q.new_empty(0)
 
     library = torch.library.Library("aten", "IMPL")
-    for name, function in (("flash", flash), ("efficient", efficient)):
+    for name, function in (("flash", flash), ("cudnn", cudnn), ("efficient", efficient)):
         library.impl(f"_scaled_dot_product_{name}_attention", function, "CPU")
     for name, function in (("flash", flash_backward), ("efficient", efficient_backward)):
         library.impl(f"_scaled_dot_product_{name}_attention_backward", function, "CPU")
     monkeypatch.setattr(fused, "device", lambda x: "cuda")
+    monkeypatch.setattr(fused, "_has_cudnn", lambda device: True)
     yield asked
     library._destroy()
 

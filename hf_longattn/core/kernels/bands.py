@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..geometry import Rows
 from ..tracing import readable
-from . import fused, operators
-from .kernel import MASK_VALUE, Kernel, KernelCall, Result
+from . import fused, operators, triton
+from . import parts as programs
+from .kernel import MASK_VALUE, Kernel, KernelCall, LogitSpec, Result
 from .precision import halves_are_fast
 from .tiles import Blocks
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 #: Rows whose ends come under a mask together: of what is masked more than half is computed for nothing. Fewer rows than SHORT
 #: that go on alike come under a mask with their neighbours.
 MASKED_ROWS, SHORT = 256, 64
+#: As many parts a segment may have on a GPU, each of which is a launch or two.
+FEW_PARTS = 16
 #: How the first and the last column that rows see go on from row to row: both stay, or rise by one, FIRST + LAST if both do;
 #: otherwise MIXED. BLIND rows see nothing.
 STAY, LAST, FIRST, BLIND, MIXED = 0, 1, 2, 4, 5
@@ -45,7 +48,7 @@ def run(call: KernelCall) -> Result:
 
 def joined(calls: list[KernelCall], sinks: Tensor | None) -> Tensor:
     """See `Kernel.joined`."""
-    parts, scalings = [_parts(call) for call in calls], [call.spec.scaling for call in calls]
+    parts, scalings = [_easy_or_whole(call) for call in calls], [call.spec.scaling for call in calls]
     sides = [x for call in calls for x in (call.query, call.key)]
     return _Joined.apply(parts, scalings, sinks, calls[0].value, *sides)[0]  # type: ignore[no-untyped-call]
 
@@ -100,14 +103,27 @@ class _Part(NamedTuple):
         """As the fused kernels take rows and columns, which is causal attention at most; and back."""
         return x.flip(2) if self.shape is _Shape.FALLING else x
 
-    @property
-    def visible(self) -> tuple[bool, Tensor | None]:
-        """Whether attention is causal, and what a mask hides, as `fused` asks for."""
+    def visible(self, device: torch.device) -> tuple[bool, Tensor | None]:
+        """Whether attention is causal, and what a mask hides, as `fused` asks for; it is made when it is needed."""
         if isinstance(self.shape, _Shape):
             return self.shape is not _Shape.ALL, None
-        low, high = self.shape
+        low, high = (ends.to(device) for ends in self.shape)
         columns = torch.arange(self.columns.start, self.columns.stop, device=low.device)
         return False, (columns < low[:, None]) | (columns > high[:, None])
+
+
+class _Whole(NamedTuple):
+    """A segment in one part, for the Triton kernels, which take any intervals."""
+
+    rows: Rows
+    first: bool = True
+
+    def call(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> KernelCall:
+        return KernelCall(query, key, value, self.rows, LogitSpec(scaling), with_lse=True)
+
+
+#: What a segment is computed by.
+_Parts: TypeAlias = "list[_Part | _Whole]"
 
 
 def _simple(rows: Rows, kv_len: int) -> Rows:
@@ -115,9 +131,18 @@ def _simple(rows: Rows, kv_len: int) -> Rows:
     return simple
 
 
+def _easy_or_whole(call: KernelCall) -> _Parts:
+    """Few large triangles and rectangles, for which a GPU's fused kernels have their speed; else all at once."""
+    own: _Parts = [*_parts(call)]
+    if fused.device(call.query) == "cpu" or triton.why_not_triton(call.query, None) is not None:
+        return own
+    easy = all(part.shape in (_Shape.ALL, _Shape.CAUSAL) for part in own if isinstance(part, _Part))
+    return own if easy and len(own) <= FEW_PARTS else [_Whole(call.rows)]
+
+
 def _parts(call: KernelCall) -> list[_Part]:
     """A segment's, kept with its rows."""
-    rows, batch, kv_len = call.rows, call.query.shape[0], call.kv_len
+    rows, batch, kv_len = call.rows.host, call.query.shape[0], call.kv_len
     parts: list[_Part] = rows.once(("parts", batch, kv_len), lambda: list(_made(rows, batch, kv_len)))
     return parts
 
@@ -130,8 +155,6 @@ def _made(rows: Rows, batch: int, kv_len: int) -> Iterator[_Part]:
         for start, stop, kind in _blocks(low[b], high[b]):
             block = slice(start, stop)
             for n, (columns, shape) in enumerate(_shapes(low[b, block], high[b, block], kind)):
-                if not isinstance(shape, _Shape):  # masks are made when they are needed: all together are all pairs at worst
-                    shape = shape[0].to(rows.index.device), shape[1].to(rows.index.device)
                 yield _Part(entries, block, columns, shape, n == 0)
 
 
@@ -217,7 +240,7 @@ def _masked(low: Tensor, high: Tensor) -> Iterator[tuple[slice, _Shape | _Ends]]
 
 
 def _output(
-    parts: list[list[_Part]], scalings: list[float], sinks: Tensor | None, value: Tensor | None, sides: tuple[Tensor, ...]
+    parts: list[_Parts], scalings: list[float], sinks: Tensor | None, value: Tensor | None, sides: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor]:
     """The weighted sum of values, or of keys without any, and the logsumexp over all segments and sinks.
 
@@ -226,34 +249,58 @@ def _output(
     """
     query, key, value, wide = _computed(value, sides)
     shape = query[0].shape
-    out, lse = query[0].new_empty(shape, dtype=wide), query[0].new_full(shape[:3], float("-inf"), dtype=wide)
-    if not _begins(parts[0], shape):
-        out.zero_()
+    out, lse = query[0].new_empty(0), query[0].new_empty(0)
     for n, own in enumerate(parts):
         for part in own:
-            (own_query,), (own_key, own_value) = part.of_rows(query[n]), part.of_columns(key[n], value)
-            result = fused.forward(own_query, own_key, own_value, *part.visible, scalings[n])
-            new, new_lse = (part.ordered(x) for x in result)
-            place = part.batch, slice(None), part.rows
+            if isinstance(part, _Whole):
+                new, new_lse, _ = triton.run(part.call(query[n], key[n], value, scalings[n]))
+                if not lse.numel():
+                    out, lse = new, new_lse
+                    continue
+                place: Any = slice(None)
+            else:
+                (own_query,), (own_key, own_value) = part.of_rows(query[n]), part.of_columns(key[n], value)
+                visible = part.visible(own_query.device)
+                result = fused.forward(own_query, own_key, own_value, *visible, scalings[n])
+                new, new_lse = (part.ordered(x) for x in result)
+                place = part.batch, slice(None), part.rows
+            if not lse.numel():
+                out = query[0].new_empty(shape, dtype=wide)
+                lse = query[0].new_full(shape[:3], float("-inf"), dtype=torch.promote_types(wide, torch.float32))
+                if not _begins(parts[0], shape):
+                    out.zero_()
             if part.first and n == 0:
                 out[place], lse[place] = new, new_lse
-                continue
-            both = torch.logaddexp(lse[place], new_lse)
-            out[place].lerp_(new.to(wide), (new_lse - both).exp_()[..., None])
-            lse[place] = both
-    if any(not isinstance(part.shape, _Shape) for own in parts for part in own):
+            else:
+                _join(out[place], lse[place], new, new_lse)
+    if any(isinstance(part, _Part) and not isinstance(part.shape, _Shape) for own in parts for part in own):
         nothing = _blind(lse, query[0])
         out.masked_fill_(nothing[..., None], 0.0)
         lse.masked_fill_(nothing, float("-inf"))
     if sinks is not None:
-        both = torch.logaddexp(lse, _finite(sinks, wide))
+        both = torch.logaddexp(lse, _finite(sinks, lse.dtype))
         out.mul_((lse - both).exp_()[..., None])
         lse = both
     return out, lse
 
 
+def _in_place(x: Tensor) -> bool:
+    """Whether a program joins outputs where they lie."""
+    return fused.device(x) == "cuda" and programs.why_not(x) is None
+
+
+def _join(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
+    """Output and logsumexp over some keys, in place, with those over others."""
+    if _in_place(out):
+        programs.join(out, lse, new, new_lse)
+        return
+    both = torch.logaddexp(lse, new_lse)
+    out.lerp_(new.to(out.dtype), (new_lse - both).exp_()[..., None])
+    lse.copy_(both)
+
+
 def _input_gradients(
-    parts: list[list[_Part]],
+    parts: list[_Parts],
     scalings: list[float],
     given: tuple[Tensor, Tensor, Tensor],
     value: Tensor | None,
@@ -264,8 +311,9 @@ def _input_gradients(
     Args:
         given: the gradient of the output, the output and the logsumexp.
     """
-    query, key, value, wide = _computed(value, sides)
+    query, key, value, _ = _computed(value, sides)
     d_out, out, lse = given
+    wide = lse.dtype
     d_out, out = (_ready(x, query[0].dtype) for x in (d_out, out))
     lse = lse.masked_fill(_blind(lse, query[0]), 0.0)  # the probability of all that is hidden from it is 0
     d_value, d_sides = _room(value, wide).zero_(), []
@@ -274,17 +322,25 @@ def _input_gradients(
         if not _begins(own, into.shape):
             into.zero_()
         for part in own:
-            own_d, own_query, own_out, own_lse = part.of_rows(d_out, query[n], out, lse)
-            own_key, own_value = part.of_columns(key[n], value)
-            sees = own_d, own_query, own_key, own_value, own_out, own_lse
-            d_query, *d_columns = fused.backward(*sees, *part.visible, scalings[n])
-            place = part.batch, slice(None), part.rows
-            if part.first:
-                into[place] = part.ordered(d_query)
+            if isinstance(part, _Whole):
+                nothing = lse.new_empty(0)
+                call = part.call(query[n], key[n], value, scalings[n])
+                d_query, *d_columns, _, _ = triton._gradients(call, d_out, None, None, out, lse, nothing)
+                place: Any = slice(None)
+                columns: Any = slice(None)
             else:
-                into[place] += part.ordered(d_query)
+                own_d, own_query, own_out, own_lse = part.of_rows(d_out, query[n], out, lse)
+                own_key, own_value = part.of_columns(key[n], value)
+                sees = own_d, own_query, own_key, own_value, own_out, own_lse
+                visible = part.visible(own_query.device)
+                d_query, *d_columns = (part.ordered(d) for d in fused.backward(*sees, *visible, scalings[n]))
+                place, columns = (part.batch, slice(None), part.rows), (part.batch, slice(None), part.columns)
+            if part.first:
+                into[place] = d_query
+            else:
+                into[place] += d_query
             for total, d in zip((d_key, d_value), d_columns, strict=True):
-                total[part.batch, :, part.columns] += part.ordered(d)
+                total[columns] += d
         d_sides += [into, d_key]
     return d_value, d_sides
 
@@ -292,11 +348,11 @@ def _input_gradients(
 def _computed(
     value: Tensor | None, sides: tuple[Tensor, ...]
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor, torch.dtype]:
-    """Queries, keys and values as the kernels take them, and the dtype in which their results are joined."""
+    """Queries, keys and values as the kernels take them, and the dtype of joined outputs: a GPU's program joins in place."""
     dtype = fused.computed_in(sides[0], value)
     ready = tuple(_ready(x, dtype) for x in sides)
     value = ready[1] if value is None else _ready(value, dtype)
-    return ready[::2], ready[1::2], value, torch.promote_types(dtype, torch.float32)
+    return ready[::2], ready[1::2], value, dtype if _in_place(ready[0]) else torch.promote_types(dtype, torch.float32)
 
 
 def _blind(lse: Tensor, query: Tensor) -> Tensor:
@@ -319,8 +375,11 @@ def _room(like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(like.transpose(1, 2), dtype=dtype, memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def _begins(parts: list[_Part], shape: torch.Size) -> bool:
+def _begins(own: _Parts, shape: torch.Size) -> bool:
     """Whether the first parts of rows are all rows."""
+    if isinstance(own[0] if own else None, _Whole):
+        return True
+    parts = [part for part in own if isinstance(part, _Part)]
     return sum((p.batch.stop - p.batch.start) * (p.rows.stop - p.rows.start) for p in parts if p.first) == shape[0] * shape[2]
 
 
@@ -431,7 +490,9 @@ _function = operators.attention_function("bands", KernelCall, _attend, _gradient
 
 
 def _picked(call: Call) -> bool:
-    """On a CPU; a temperature by entropy of rows that are not plain takes whole rows, and a score of its own float32."""
+    """On a CPU, a temperature by entropy of rows that are not plain takes whole rows, and a score of its own float32."""
+    if fused.device(call.query) == "cuda":
+        return readable(call.query) and not call.by_entropy
     if call.by_entropy and call.rows.plain is None:
         return False
     return fused.device(call.query) == "cpu" and (call.config.score is None or not halves_are_fast(call.value))

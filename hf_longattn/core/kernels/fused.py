@@ -8,6 +8,7 @@ The operators for CUDA have not run there yet: only a GPU can show what they com
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -19,6 +20,8 @@ from .precision import halves_are_fast
 HALF = (torch.float16, torch.bfloat16)
 #: The memory-efficient kernel takes a bias whose rows begin at multiples of so many elements, and logsumexps of so many rows.
 BIAS_COLUMNS, LSE_ROWS = 16, 32
+#: Features that cuDNN's kernel takes at most.
+CUDNN_WIDTH = 128
 #: Bytes of keys from which on it pays to cut them for several threads, and how many keys a piece has at least.
 CUT_FROM, PIECE = 2 << 20, 512
 
@@ -59,6 +62,9 @@ def forward(
     if device(query) == "cpu":
         options = {"attn_mask": bias, "scale": scaling}
         return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, **options)
+    if bias is None and query.dtype in HALF and query.shape[-1] <= CUDNN_WIDTH and _has_cudnn(query.device):
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, causal, scale=scaling)
+        return out, lse.view(query.shape[:3])
     if bias is None and query.dtype in HALF:
         out, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scaling)
         return out, lse
@@ -137,6 +143,12 @@ def backward(
         d_out, *sides, bias, out, whole, *state, 0.0, [True, True, True, False], causal, scale=scaling
     )
     return d_query, *(x.unflatten(1, (key.shape[1], -1)).sum(2) for x in (d_key, d_value))
+
+
+@functools.cache
+def _has_cudnn(device: torch.device) -> bool:
+    """Whether cuDNN's attention is a GPU's fastest, as torch itself thinks from Hopper on."""
+    return torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def device(x: Tensor) -> str:

@@ -1,0 +1,176 @@
+"""The small Triton programs as functions of tensors; what they compute shows in `triton_parts`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..tracing import readable
+from .kernel import LogitSpec
+
+try:
+    import triton
+
+    from . import triton_parts as kernels
+except ImportError:  # it comes with torch's CUDA builds for Linux
+    triton = None
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+#: Keys of a head that are multiplied at a time, and rows.
+COLUMNS, ROWS = 64, 64
+
+
+def why_not(x: Tensor) -> str | None:
+    """The reason why these programs cannot compute with such tensors, or None."""
+    if triton is None:
+        return "triton is not installed"
+    if x.device.type != "cuda" and not INTERPRETED:
+        return f"Triton needs CUDA, the tensors are on {x.device.type}"
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"the Triton kernels compute float32, float16 and bfloat16, got {x.dtype}"
+    return None
+
+
+class Layout(NamedTuple):
+    """Which features are rotated together: see `Rotation`."""
+
+    first: int = 0
+    pairs: int = 0
+    interleaved: bool = False
+
+
+class Interval(NamedTuple):
+    """A segment's rows on the device, and the angles by which its queries and keys are turned; as `scores` takes them."""
+
+    index: Tensor
+    allowed: Tensor | None
+    query_ids: Tensor | None
+    key_ids: Tensor | None
+    query_angles: tuple[Tensor, Tensor] | None
+    key_angles: tuple[Tensor, Tensor] | None
+
+
+def scores(
+    query: Tensor,
+    key: Tensor,
+    intervals: Sequence[Interval],
+    spec: LogitSpec,
+    scaling: float,
+    row_scale: Tensor | None,
+    normed: bool,
+    layout: Layout | None,
+) -> Tensor:
+    """The finished logits of few queries with all keys, float32 (batch, heads, q_len, kv_len); MASK_VALUE for hidden pairs.
+
+    Args:
+        intervals: segments of keys; a pair is in one at most.
+        row_scale: float32, broadcastable to (batch, heads, q_len); None is 1.
+        normed: products are divided by the norms of keys.
+    """
+    angles = [x for i in intervals for pair in (i.query_angles, i.key_angles) for x in (pair or (None, None))]
+    each = [[getattr(i, name) for i in intervals] for name in ("index", "allowed", "query_ids", "key_ids")]
+    numbers = scaling, spec.softcap, spec.sinks, normed, *(layout or Layout())
+    arguments = query, key, *each, angles, spec.gain, spec.bias, row_scale, *numbers
+    return _scores(*arguments) if readable(query) else torch.ops.hf_longattn.scores(*arguments)
+
+
+def _scores(
+    query: Tensor,
+    key: Tensor,
+    index: list[Tensor],
+    allowed: list[Tensor | None],
+    query_ids: list[Tensor | None],
+    key_ids: list[Tensor | None],
+    angles: list[Tensor | None],
+    gain: Tensor | None,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: int,
+    normed: bool,
+    first: int,
+    pairs: int,
+    interleaved: bool,
+) -> Tensor:
+    query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
+    batch, heads, q_len, width = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    group = heads // kv_heads
+    out = query.new_empty(batch, heads, q_len, kv_len, dtype=torch.float32)
+    rows = min(max(16, triton.next_power_of_2(q_len * group)), ROWS)
+    grid = triton.cdiv(kv_len, COLUMNS), batch * kv_heads, triton.cdiv(q_len * group, rows)
+    x = None if row_scale is None else row_scale.expand(batch, heads, q_len)
+    for n, own in enumerate(index):
+        turns, mask, q_ids, k_ids = angles[4 * n : 4 * n + 4], allowed[n], query_ids[n], key_ids[n]
+        optional = mask, q_ids, k_ids, *turns, gain, bias, x
+        strides = [*query.stride()[:3], *key.stride()[:3], _stride(own, 0)]
+        strides += [0] * 4 if mask is None else [_stride(mask, d) for d in range(4)]
+        strides += [0 if ids is None else _stride(ids, 0) for ids in (q_ids, k_ids)]
+        strides += [0 if cos is None else _stride(cos, d) for cos in turns[::2] for d in range(3)]
+        strides += [0 if table is None else _stride(table, 0) for table in (gain, bias)]
+        strides += [0] * 3 if x is None else list(x.stride())
+        with torch.cuda.device_of(query):
+            kernels.scores_kernel[grid](
+                query, key, out, own, *(out if y is None else y for y in optional), *strides, q_len, kv_len, scaling,
+                softcap or 1.0, sinks, HEADS=heads, GROUP=group, ROWS=rows, COLUMNS=COLUMNS, D=width,
+                DP=max(16, triton.next_power_of_2(width)), FIRST=first, PAIRS=pairs, INTERLEAVED=interleaved,
+                TURN_Q=turns[0] is not None, TURN_K=turns[2] is not None, NORMED=normed, CAP=bool(softcap),
+                MAP=gain is not None, HAS_X=x is not None, MASK=mask is not None, IDS=q_ids is not None and k_ids is not None,
+                FILL=n == 0, PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=4, num_stages=1,
+            )  # fmt: skip
+    return out
+
+
+_operator = torch.library.custom_op(
+    "hf_longattn::scores",
+    _scores,
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor[] index, Tensor?[] allowed, Tensor?[] query_ids, Tensor?[] key_ids, "
+    "Tensor?[] angles, Tensor? gain, Tensor? bias, Tensor? row_scale, float scaling, float? softcap, int sinks, bool normed, "
+    "int first, int pairs, bool interleaved) -> Tensor",
+)
+
+
+@_operator.register_fake
+def _(query: Tensor, key: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(*query.shape[:3], key.shape[2], dtype=torch.float32)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, at: slice | None) -> Tensor:
+    """`Rotation.rotate` in the dtype of x, without gradients."""
+    own = x if at is None else x[:, :, at]
+    own = own if own.stride(-1) == 1 else own.contiguous()
+    batch, heads, length, width = own.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    into, block = (out if at is None else out[:, :, at]), 32
+    if at is not None:
+        out[:, :, : at.start], out[:, :, at.stop :] = 0.0, 0.0
+    with torch.cuda.device_of(x):
+        kernels.turn_kernel[triton.cdiv(length, block), batch * heads](
+            own, into, cos, sin, *own.stride()[:3], *into.stride()[:3], *(_stride(cos, d) for d in range(3)), length,
+            HEADS=heads, GROUP=heads // cos.shape[2], D=width, DP=max(16, triton.next_power_of_2(width)), BLOCK=block,
+            FIRST=layout.first, PAIRS=layout.pairs, INTERLEAVED=layout.interleaved, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def join(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
+    """Output (batch, heads, n, width) and logsumexp (batch, heads, n) over some keys, in place, with those over others."""
+    new = new if new.stride(-1) == 1 else new.contiguous()
+    (batch, heads, length, width), block = out.shape, 32
+    strides = [*out.stride()[:3], *lse.stride(), *new.stride()[:3], *new_lse.stride()]
+    with torch.cuda.device_of(out):
+        kernels.join_kernel[triton.cdiv(length, block), batch * heads](
+            out, lse, new, new_lse, *strides, length, HEADS=heads, D=width, DP=max(16, triton.next_power_of_2(width)),
+            BLOCK=block, num_warps=4,
+        )  # fmt: skip
+
+
+def _stride(x: Tensor, dimension: int) -> int:
+    """A dimension's stride; 0 where one stands for all."""
+    return x.stride(dimension) if x.shape[dimension] > 1 else 0

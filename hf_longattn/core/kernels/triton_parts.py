@@ -1,0 +1,150 @@
+"""Small Triton programs around the attention of `triton_kernels`: the scores of few queries, turning vectors, joining outputs.
+
+Sizes are in capitals, as Triton's are. The columns of `Index` are those of `geometry.Rows.index`, int32.
+"""
+# fmt: off
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from .triton_kernels import HIGH, KEY_START, LOW, QUERY, START, WIDTH
+
+
+@triton.jit
+def _turned(
+    x, X, at, there, Cos, Sin, angle, d, FIRST: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):
+    """Vectors x (n, features), float32, turned: their features begin at X + at, their pairs' angles at Cos + angle."""
+    local = d - FIRST
+    rotated = (local >= 0) & (local < 2 * PAIRS)
+    if INTERLEAVED:
+        second = local % 2 == 1
+        pair, other = local // 2, tl.where(second, d - 1, d + 1)
+    else:
+        second = local >= PAIRS
+        pair, other = tl.where(second, local - PAIRS, local), tl.where(second, d - PAIRS, d + PAIRS)
+    inside = there[:, None] & rotated[None, :]
+    y = tl.load(X + at[:, None] + other[None, :], mask=inside, other=0.0).to(tl.float32)
+    cos = tl.load(Cos + angle[:, None] + pair[None, :], mask=inside, other=1.0)
+    sin = tl.load(Sin + angle[:, None] + pair[None, :], mask=inside, other=0.0)
+    return x * cos + tl.where(second, 1.0, -1.0)[None, :] * (y * sin)
+
+@triton.jit
+def scores_kernel(
+    Q, K, S, Index, Allowed, QIds, KIds, QCos, QSin, KCos, KSin, Gain, Bias, X,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_ib,
+    stride_ab, stride_ah, stride_am, stride_an, stride_qi, stride_ki,
+    stride_qcb, stride_qcm, stride_qch, stride_kcb, stride_kcn, stride_kch,
+    stride_gain, stride_bias, stride_xb, stride_xh, stride_xm, M, N, scaling, softcap, sinks,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    FIRST: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, TURN_Q: tl.constexpr, TURN_K: tl.constexpr,
+    NORMED: tl.constexpr, CAP: tl.constexpr, MAP: tl.constexpr, HAS_X: tl.constexpr, MASK: tl.constexpr, IDS: tl.constexpr,
+    FILL: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """Finished logits of some queries of a key head with a block of keys, float32; -1e30 for pairs that are hidden.
+
+    FILL: hidden pairs are written too; else they keep what another segment's keys gave.
+    """
+    kv_heads = HEADS // GROUP
+    b, h = (tl.program_id(1) // kv_heads).to(tl.int64), (tl.program_id(1) % kv_heads).to(tl.int64)
+    r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    d = tl.arange(0, DP)
+    exists, within = r < M * GROUP, c < N
+    row, head = r % M, tl.where(exists, h * GROUP + r // M, 0)
+    at = Index + b * stride_ib + row * WIDTH
+    key_start = tl.load(Index + b * stride_ib + KEY_START)
+    low = tl.load(at + LOW, mask=exists, other=2147483647)
+    high = tl.load(at + HIGH, mask=exists, other=-1)
+    key_index = key_start + c
+    visible = within[None, :] & (key_index[None, :] >= low[:, None]) & (key_index[None, :] <= high[:, None])
+    if MASK:
+        hidden = Allowed + b * stride_ab + head[:, None] * stride_ah + row[:, None] * stride_am + c[None, :] * stride_an
+        visible = visible & (tl.load(hidden, mask=visible, other=0) != 0)
+    some = tl.max(tl.max(visible.to(tl.int32), 1), 0) > 0
+    into = S + (b * HEADS + head[:, None]) * M * N + row[:, None].to(tl.int64) * N + c[None, :]
+    if some:
+        q_at = b * stride_qb + head * stride_qh + row * stride_qm
+        q = tl.load(Q + q_at[:, None] + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0)
+        k_at = b * stride_kb + h * stride_kh + c * tl.cast(stride_kn, tl.int64)
+        k = tl.load(K + k_at[:, None] + d[None, :], mask=within[:, None] & (d < D)[None, :], other=0.0)
+        wide, norm = k.to(tl.float32), 1.0
+        if NORMED:
+            norm = 1.0 / tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), 1e-30)
+        if TURN_Q:
+            angle = b * stride_qcb + row * stride_qcm + h * stride_qch
+            q = _turned(q.to(tl.float32), Q, q_at, exists, QCos, QSin, angle, d, FIRST, PAIRS, INTERLEAVED).to(q.dtype)
+        if TURN_K:
+            angle = b * stride_kcb + c * tl.cast(stride_kcn, tl.int64) + h * stride_kch
+            k = _turned(wide, K, k_at, within, KCos, KSin, angle, d, FIRST, PAIRS, INTERLEAVED).to(k.dtype)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
+        if NORMED:
+            s = s * norm[None, :]
+        if CAP:
+            s = s / softcap
+            e = tl.exp(-2.0 * tl.abs(s))
+            s = softcap * tl.where(s < 0, e - 1.0, 1.0 - e) / (1.0 + e)
+        if HAS_X:
+            x = tl.load(X + b * stride_xb + head * stride_xh + row * stride_xm, mask=exists, other=1.0)
+            s = s * x[:, None]
+        if MAP:
+            start = tl.load(at + START, mask=exists, other=0)
+            if IDS:
+                own = tl.load(QIds + b * stride_qi + row, mask=exists, other=0)
+                ids = tl.load(KIds + b * stride_ki + c, mask=within, other=0)
+                t, offset = tl.abs(own[:, None] - ids[None, :]), ids[None, :] + 0 * start[:, None]
+            else:
+                own = tl.load(at + QUERY, mask=exists, other=0)
+                t, offset = tl.abs(own[:, None] - key_index[None, :]), key_index[None, :] - start[:, None]
+            gain = tl.load(Gain + head[:, None] * stride_gain + t, mask=visible, other=1.0)
+            bias = tl.load(Bias + head[:, None] * stride_bias + t, mask=visible, other=0.0)
+            first = (offset >= 0) & (offset < sinks)
+            s = tl.where(first, s, gain * s + bias)
+        s = tl.where(visible, s, -1e30)
+        tl.store(into, s, mask=exists[:, None] & (within[None, :] if FILL else visible))
+    elif FILL:
+        tl.store(into, tl.full((ROWS, COLUMNS), -1e30, tl.float32), mask=exists[:, None] & within[None, :])
+
+@triton.jit
+def turn_kernel(
+    X, Out, Cos, Sin, stride_xb, stride_xh, stride_xn, stride_ob, stride_oh, stride_on, stride_cb, stride_cn, stride_ch, N,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+    FIRST: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):
+    """Vectors turned by their angles, a block of one head at a time."""
+    b, h = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
+    n, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
+    there = n < N
+    at = b * stride_xb + h * stride_xh + n * tl.cast(stride_xn, tl.int64)
+    inside = there[:, None] & (d < D)[None, :]
+    x = tl.load(X + at[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    angle = b * stride_cb + n * tl.cast(stride_cn, tl.int64) + h // GROUP * stride_ch
+    x = _turned(x, X, at, there, Cos, Sin, angle, d, FIRST, PAIRS, INTERLEAVED)
+    into = b * stride_ob + h * stride_oh + n * tl.cast(stride_on, tl.int64)
+    tl.store(Out + into[:, None] + d[None, :], x.to(Out.dtype.element_ty), mask=inside)
+
+@triton.jit
+def join_kernel(
+    Out, Lse, New, NewLse, stride_ob, stride_oh, stride_on, stride_lb, stride_lh, stride_ln,
+    stride_nb, stride_nh, stride_nn, stride_mb, stride_mh, stride_mn, N,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Output and logsumexp over some keys, in place, joined with those over others."""
+    b, h = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
+    n, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
+    there = n < N
+    lse_at = Lse + b * stride_lb + h * stride_lh + n * stride_ln
+    old = tl.load(lse_at, mask=there, other=0.0)
+    new = tl.load(NewLse + b * stride_mb + h * stride_mh + n * stride_mn, mask=there, other=0.0)
+    top = tl.maximum(tl.maximum(old, new), -1e30)
+    one, other = tl.exp(old - top), tl.exp(new - top)
+    total = one + other
+    inside = there[:, None] & (d < D)[None, :]
+    out_at = Out + (b * stride_ob + h * stride_oh + n * tl.cast(stride_on, tl.int64))[:, None] + d[None, :]
+    new_at = New + (b * stride_nb + h * stride_nh + n * tl.cast(stride_nn, tl.int64))[:, None] + d[None, :]
+    x, y = tl.load(out_at, mask=inside, other=0.0).to(tl.float32), tl.load(new_at, mask=inside, other=0.0).to(tl.float32)
+    safe = tl.where(total > 0, total, 1.0)
+    x = x * (one / safe)[:, None] + y * (other / safe)[:, None]
+    tl.store(out_at, x.to(Out.dtype.element_ty), mask=inside)
+    tl.store(lse_at, tl.where(total > 0, top + tl.log(safe), float("-inf")), mask=there)

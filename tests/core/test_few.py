@@ -1,0 +1,100 @@
+"""Few queries as CUDA computes them, against the definition in float64, under Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES
+from helpers import close, crossed
+
+from hf_longattn import Rotation
+from hf_longattn.core.call import Call
+from hf_longattn.core.geometry import Rows
+from hf_longattn.core.kernels import few, parts
+from hf_longattn.core.prepared import Prepared
+from hf_longattn.core.reference import dense_attention
+
+pytestmark = pytest.mark.skipif(parts.triton is None, reason="triton is not installed")
+#: How the model rotates: halves, and pairs of neighbours behind features that are not rotated.
+ROTATIONS = {False: Rotation(torch.tensor([1.0, 0.3, 0.02])), True: Rotation(torch.tensor([1.0, 0.3, 0.02]), True, 2)}
+ROWS = ("one", "several", "padded", "masked", "blind", "ids", "static")
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "COLUMNS", 16)
+
+
+def rows_of(kind: str, q_len: int, kv_len: int) -> Rows:
+    start = kv_len - q_len - 12 if kind == "static" else None  # keys behind the last query are no token's yet
+    rows = Rows.causal(q_len, kv_len, start, 0, torch.device("cpu"))
+    if kind == "padded":
+        index = rows.index.repeat(2, 1, 1)
+        index[1, :, 2:4] = 40
+        rows = Rows(index)
+    if kind in ("masked", "blind"):
+        g = torch.Generator().manual_seed(1)
+        allowed = torch.rand(2, 1, q_len, kv_len, generator=g) > 0.3
+        allowed[0, :, 1:2] &= kind != "blind"
+        rows = rows.masked(allowed)
+    if kind == "ids":
+        ids = torch.arange(kv_len)[None] * 2
+        rows = rows.at(ids[:, -q_len:], ids)
+    return rows
+
+
+@pytest.mark.parametrize("kind", crossed(ROWS, ("one", "padded")))
+@pytest.mark.parametrize("case", CASES)
+def test_few_queries(case: str, kind: str) -> None:
+    config, g = CASES[case].for_layer(1), torch.Generator().manual_seed(0)
+    q_len, kv_len = (1 if kind == "one" else 5), 43
+    query, key, value = (torch.randn(2, h, n, 8, generator=g) for h, n in ((4, q_len), (2, kv_len), (2, kv_len)))
+    for (_, rotation), softcap in zip(ROTATIONS.items(), (None, 2.0), strict=True):
+        options: dict[str, Any] = {"softcap": softcap, "rotation": rotation}
+        call = Call(query, key, value, config, rows_of(kind, q_len, kv_len), 0.6, **options)
+        assert few.why_not(call) is None
+        exact = Call(*(x.double() for x in (query, key, value)), config, rows_of(kind, q_len, kv_len), 0.6, **options)
+        close(Prepared(call, few.KERNEL)(query, key, value, None, None).double(), dense_attention(exact)[0], 1e-5)
+
+
+def test_many_queries_of_one_key_head() -> None:
+    """More rows than a block holds."""
+    g = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(1, 16, 9, 8, generator=g), *(torch.randn(1, 1, 43, 8, generator=g) for _ in range(2))
+    rows = Rows.causal(9, 43, None, 0, torch.device("cpu"))
+    config = CASES["calibrated"].for_layer(1).replace(logit_map=CASES["sinks"].logit_map)
+    want, _ = dense_attention(Call(query.double(), key.double(), value.double(), config, rows, 0.6))
+    close(Prepared(Call(query, key, value, config, rows, 0.6), few.KERNEL)(query, key, value, None, None).double(), want, 1e-5)
+
+
+@pytest.mark.parametrize("interleaved", ROTATIONS)
+@pytest.mark.parametrize("at", [None, slice(3, 30)])
+def test_turned(interleaved: bool, at: slice | None) -> None:
+    rotation, g = ROTATIONS[interleaved], torch.Generator().manual_seed(0)
+    x, n = torch.randn(2, 4, 37, 8, generator=g), 37 if at is None else at.stop - at.start
+    cos, sin = (torch.randn(1, n, 2, 3, generator=g) for _ in range(2))
+    layout = parts.Layout(rotation.first, 3, interleaved)
+    close(
+        parts.turned(x.transpose(1, 2).contiguous().transpose(1, 2), cos, sin, layout, at),
+        rotation.rotate(x, cos, sin, at),
+        1e-6,
+    )
+
+
+def test_join() -> None:
+    """Also where one side, or none, sees anything."""
+    g = torch.Generator().manual_seed(0)
+    logits, value = torch.randn(2, 4, 37, 20, generator=g), torch.randn(2, 4, 20, 8, generator=g)
+    logits[:, :, 5:9, :12] = logits[:, :, 8:11, 12:] = float("-inf")
+    sides = [
+        (x.softmax(-1).nan_to_num() @ v, x.logsumexp(-1))
+        for x, v in zip(logits.split((12, 8), -1), value.split((12, 8), 2), strict=True)
+    ]
+    (out, lse), (new, new_lse) = sides
+    parts.join(out, lse, new, new_lse)
+    close(out, logits.softmax(-1).nan_to_num() @ value, 1e-6)
+    assert torch.equal(lse.isneginf(), logits.logsumexp(-1).isneginf())
+    seen = ~lse.isneginf()
+    close(lse[seen], logits.logsumexp(-1)[seen], 1e-6)
