@@ -16,7 +16,7 @@ from .kernels.kernel import MARGIN, Computation, Kernel, LogitSpec
 from .segments import BySegment, Segment
 from .stages import finish, joint_sinks, learned_part
 from .tables import SHARED, TableCache
-from .tracing import keepable, readable, sent
+from .tracing import keepable, readable, sent, shareable
 from .turned import Keep
 
 #: Ways to attend that are kept prepared for a call's rows: tables by head are as large as a layer's logits.
@@ -81,7 +81,7 @@ class Prepared:
     @classmethod
     def of(cls, call: Call, kernel: Kernel) -> Prepared:
         """The one of the call's rows; made anew where nothing may be kept."""
-        if not keepable(call.query) or call.strength is not None:
+        if not shareable(call.query) or call.strength is not None:
             return cls(call, kernel)
         kind = (call.config, call.rotation, call.asked) if call.kind is None else call.kind
         asked = call.query, call.key, call.scaling, call.softcap, call.learned, call.sink_logits

@@ -25,9 +25,11 @@ def _in_its_caller(function: F) -> F:
 @_in_its_caller
 def readable(x: Tensor) -> bool:
     """Whether x has values that the host may wait for: not while a graph is traced or captured, nor of fake tensors."""
-    if torch.compiler.is_compiling() or torch._C._is_tracing() or x.is_meta or _is_fake(x):
-        return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return _is_eager(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _is_eager(x: Tensor) -> bool:
+    return not (torch.compiler.is_compiling() or torch._C._is_tracing() or x.is_meta or _is_fake(x))
 
 
 def _is_fake(x: Tensor) -> bool:
@@ -47,6 +49,12 @@ def only_a_shape(x: Tensor) -> bool:
 def keepable(x: Tensor) -> bool:
     """Whether what is computed beside x may serve later calls: x is readable, and no transform of torch.func is at work."""
     return readable(x) and torch._C._functorch.peek_interpreter_stack() is None
+
+
+@_in_its_caller
+def shareable(x: Tensor) -> bool:
+    """Whether what is computed beside x may serve other layers of its pass: as `keepable`, and while a CUDA graph is captured."""
+    return _is_eager(x) and torch._C._functorch.peek_interpreter_stack() is None
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:

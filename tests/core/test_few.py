@@ -24,7 +24,7 @@ ROWS = ("one", "several", "padded", "masked", "blind", "ids", "static")
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "COLUMNS", 16)
+    monkeypatch.setattr(parts, "_tile", lambda *_: (16, 16))
 
 
 def rows_of(kind: str, q_len: int, kv_len: int) -> Rows:

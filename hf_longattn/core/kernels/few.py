@@ -114,6 +114,8 @@ class Few:
 
 def _picked(call: Call) -> bool:
     """Unless sdpa does it with what it is given: a score of its own would be made of all keys before."""
+    if call.query.device.type != "cuda":
+        return False
     return call.beyond_product is not None or call.rows.plain is None or call.config.score is not None
 
 

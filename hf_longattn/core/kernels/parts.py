@@ -20,8 +20,6 @@ except ImportError:  # it comes with torch's CUDA builds for Linux
     triton = None
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-#: Keys of a head that are multiplied at a time, and rows.
-COLUMNS, ROWS = 64, 64
 
 
 def why_not(x: Tensor) -> str | None:
@@ -33,6 +31,13 @@ def why_not(x: Tensor) -> str | None:
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the Triton kernels compute float32, float16 and bfloat16, got {x.dtype}"
     return None
+
+
+def _tile(width: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Rows and keys of a head that are multiplied at a time at most: what registers hold."""
+    if dtype == torch.float32:
+        return 16, 32 if width <= 128 else 16
+    return (64 if width <= 64 else 32), 64 if width <= 128 else 32
 
 
 class Layout(NamedTuple):
@@ -102,8 +107,9 @@ def _scores(
     kv_heads, kv_len = key.shape[1:3]
     group = heads // kv_heads
     out = query.new_empty(batch, heads, q_len, kv_len, dtype=torch.float32)
-    rows = min(max(16, triton.next_power_of_2(q_len * group)), ROWS)
-    grid = triton.cdiv(kv_len, COLUMNS), batch * kv_heads, triton.cdiv(q_len * group, rows)
+    most, columns = _tile(width, query.dtype)
+    rows = min(max(16, triton.next_power_of_2(q_len * group)), most)
+    grid = triton.cdiv(kv_len, columns), batch * kv_heads, triton.cdiv(q_len * group, rows)
     x = None if row_scale is None else row_scale.expand(batch, heads, q_len)
     for n, own in enumerate(index):
         turns, mask, q_ids, k_ids = angles[4 * n : 4 * n + 4], allowed[n], query_ids[n], key_ids[n]
@@ -117,7 +123,7 @@ def _scores(
         with torch.cuda.device_of(query):
             kernels.scores_kernel[grid](
                 query, key, out, own, *(out if y is None else y for y in optional), *strides, q_len, kv_len, scaling,
-                softcap or 1.0, sinks, HEADS=heads, GROUP=group, ROWS=rows, COLUMNS=COLUMNS, D=width,
+                softcap or 1.0, sinks, HEADS=heads, GROUP=group, ROWS=rows, COLUMNS=columns, D=width,
                 DP=max(16, triton.next_power_of_2(width)), FIRST=first, PAIRS=pairs, INTERLEAVED=interleaved,
                 TURN_Q=turns[0] is not None, TURN_K=turns[2] is not None, NORMED=normed, CAP=bool(softcap),
                 MAP=gain is not None, HAS_X=x is not None, MASK=mask is not None, IDS=q_ids is not None and k_ids is not None,
