@@ -28,6 +28,7 @@ def readable(x: Tensor) -> bool:
     return _is_eager(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+@_in_its_caller
 def _is_eager(x: Tensor) -> bool:
     return not (torch.compiler.is_compiling() or torch._C._is_tracing() or x.is_meta or _is_fake(x))
 
@@ -53,7 +54,7 @@ def keepable(x: Tensor) -> bool:
 
 @_in_its_caller
 def shareable(x: Tensor) -> bool:
-    """Whether what is computed beside x may serve other layers of its pass: as `keepable`, and while a CUDA graph is captured."""
+    """Whether layers of one pass may share what is computed beside x: as `keepable`, and while a CUDA graph is captured."""
     return _is_eager(x) and torch._C._functorch.peek_interpreter_stack() is None
 
 

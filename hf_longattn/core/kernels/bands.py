@@ -249,26 +249,23 @@ def _output(
     """
     query, key, value, wide = _computed(value, sides)
     shape = query[0].shape
-    out, lse = query[0].new_empty(0), query[0].new_empty(0)
+    if parts[0] and isinstance(part := parts[0][0], _Whole):
+        out, lse, _ = triton.run(part.call(query[0], key[0], value, scalings[0]))
+    else:
+        out, lse = query[0].new_empty(shape, dtype=wide), query[0].new_full(shape[:3], float("-inf"), dtype=_finer(wide))
+        if not _begins(parts[0], shape):
+            out.zero_()
     for n, own in enumerate(parts):
         for part in own:
             if isinstance(part, _Whole):
-                new, new_lse, _ = triton.run(part.call(query[n], key[n], value, scalings[n]))
-                if not lse.numel():
-                    out, lse = new, new_lse
-                    continue
-                place: Any = slice(None)
-            else:
-                (own_query,), (own_key, own_value) = part.of_rows(query[n]), part.of_columns(key[n], value)
-                visible = part.visible(own_query.device)
-                result = fused.forward(own_query, own_key, own_value, *visible, scalings[n])
-                new, new_lse = (part.ordered(x) for x in result)
-                place = part.batch, slice(None), part.rows
-            if not lse.numel():
-                out = query[0].new_empty(shape, dtype=wide)
-                lse = query[0].new_full(shape[:3], float("-inf"), dtype=torch.promote_types(wide, torch.float32))
-                if not _begins(parts[0], shape):
-                    out.zero_()
+                if n:
+                    new, new_lse, _ = triton.run(part.call(query[n], key[n], value, scalings[n]))
+                    _join(out, lse, new, new_lse)
+                continue
+            (own_query,), (own_key, own_value) = part.of_rows(query[n]), part.of_columns(key[n], value)
+            result = fused.forward(own_query, own_key, own_value, *part.visible(own_query.device), scalings[n])
+            new, new_lse = (part.ordered(x) for x in result)
+            place = part.batch, slice(None), part.rows
             if part.first and n == 0:
                 out[place], lse[place] = new, new_lse
             else:
@@ -282,6 +279,10 @@ def _output(
         out.mul_((lse - both).exp_()[..., None])
         lse = both
     return out, lse
+
+
+def _finer(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _in_place(x: Tensor) -> bool:
@@ -439,7 +440,7 @@ def _attend(call: KernelCall) -> Result:
     with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
         if not _fits(call):
             return Blocks(call).attend()
-        out, lse = _output([_parts(call)], [call.spec.scaling], None, call.value, (call.query, call.key))
+        out, lse = _output([[*_parts(call)]], [call.spec.scaling], None, call.value, (call.query, call.key))
         entropy = lse.new_zeros(0)
         if call.with_entropy:
             top = lse.masked_fill(lse == float("-inf"), 0.0)
@@ -466,7 +467,7 @@ def _gradients(
             delta = delta if d_lse is None else delta - d_lse
             d_out, out = _with_product(d_out, delta)
         sides = call.query, call.key
-        d_value, d_sides = _input_gradients([_parts(call)], [call.spec.scaling], (d_out, out, lse), call.value, sides)
+        d_value, d_sides = _input_gradients([[*_parts(call)]], [call.spec.scaling], (d_out, out, lse), call.value, sides)
         d_query, d_key = (d.to(x.dtype).contiguous() for d, x in zip(d_sides, sides, strict=True))
         d_value = lse.new_zeros(0) if call.value is None else d_value.to(call.value.dtype).contiguous()
         return d_query, d_key, d_value, lse.new_zeros(0), lse.new_zeros(0)

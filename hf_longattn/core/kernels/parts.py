@@ -51,7 +51,7 @@ class Layout(NamedTuple):
 class Interval(NamedTuple):
     """A segment's rows on the device, and the angles by which its queries and keys are turned; as `scores` takes them."""
 
-    index: Tensor
+    bounds: Tensor
     allowed: Tensor | None
     query_ids: Tensor | None
     key_ids: Tensor | None
@@ -77,16 +77,16 @@ def scores(
         normed: products are divided by the norms of keys.
     """
     angles = [x for i in intervals for pair in (i.query_angles, i.key_angles) for x in (pair or (None, None))]
-    each = [[getattr(i, name) for i in intervals] for name in ("index", "allowed", "query_ids", "key_ids")]
+    each = [[getattr(i, name) for i in intervals] for name in ("bounds", "allowed", "query_ids", "key_ids")]
     numbers = scaling, spec.softcap, spec.sinks, normed, *(layout or Layout())
-    arguments = query, key, *each, angles, spec.gain, spec.bias, row_scale, *numbers
+    arguments: tuple[Any, ...] = query, key, *each, angles, spec.gain, spec.bias, row_scale, *numbers
     return _scores(*arguments) if readable(query) else torch.ops.hf_longattn.scores(*arguments)
 
 
 def _scores(
     query: Tensor,
     key: Tensor,
-    index: list[Tensor],
+    bounds: list[Tensor],
     allowed: list[Tensor | None],
     query_ids: list[Tensor | None],
     key_ids: list[Tensor | None],
@@ -111,7 +111,7 @@ def _scores(
     rows = min(max(16, triton.next_power_of_2(q_len * group)), most)
     grid = triton.cdiv(kv_len, columns), batch * kv_heads, triton.cdiv(q_len * group, rows)
     x = None if row_scale is None else row_scale.expand(batch, heads, q_len)
-    for n, own in enumerate(index):
+    for n, own in enumerate(bounds):
         turns, mask, q_ids, k_ids = angles[4 * n : 4 * n + 4], allowed[n], query_ids[n], key_ids[n]
         optional = mask, q_ids, k_ids, *turns, gain, bias, x
         strides = [*query.stride()[:3], *key.stride()[:3], _stride(own, 0)]
@@ -136,7 +136,7 @@ _operator = torch.library.custom_op(
     "hf_longattn::scores",
     _scores,
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor[] index, Tensor?[] allowed, Tensor?[] query_ids, Tensor?[] key_ids, "
+    schema="(Tensor query, Tensor key, Tensor[] bounds, Tensor?[] allowed, Tensor?[] query_ids, Tensor?[] key_ids, "
     "Tensor?[] angles, Tensor? gain, Tensor? bias, Tensor? row_scale, float scaling, float? softcap, int sinks, bool normed, "
     "int first, int pairs, bool interleaved) -> Tensor",
 )
