@@ -12,8 +12,8 @@ from ..config import BACKENDS, LongAttnConfig, check_config
 from .call import Call
 from .geometry import Rows, check_mask, check_positions, check_shapes
 from .kernels import dense, few
-from .kernels.kernel import Kernel
-from .prepared import Prepared
+from .kernels.kernel import Kernel, KernelFailure
+from .prepared import Prepared, prepared
 from .reference import dense_attention
 from .rotary import Rotation
 from .stages import finish
@@ -90,8 +90,13 @@ def attend(call: Call) -> Tensor:
     backend = choose_backend(call)
     if backend == "reference":
         return dense_attention(call)[0]
-    prepared = Prepared.of(call, KERNELS[backend])
-    return prepared(query, key, value, learned, call.sink_logits, call.keep)
+    try:
+        return Prepared.of(call, KERNELS[backend])(query, key, value, learned, call.sink_logits, call.keep)
+    except KernelFailure:  # which said so, and is not chosen again
+        if backend == call.asked:
+            raise
+        prepared(call.rows).clear()
+        return attend(call)
 
 
 def choose_backend(call: Call) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ..slots.base import Remap, Spectrum
 from .kernels import parts
+from .kernels.kernel import KernelFailure
 from .tables import TableCache
 from .tracing import keepable, sent, version
 
@@ -95,7 +97,8 @@ class _Rotated(torch.autograd.Function):
         ctx.arguments, ctx.dtype = (cos, sin, rotation, at), x.dtype
         if x.is_cuda and parts.why_not(x) is None:
             layout = parts.Layout(rotation.first, rotation.inv_freq.shape[0], rotation.interleaved)
-            return parts.turned(x, cos, sin, layout, at)
+            with contextlib.suppress(KernelFailure):
+                return parts.turned(x, cos, sin, layout, at)
         at = slice(0, x.shape[2]) if at is None else at
         out = x.new_empty(x.shape, dtype=cos.dtype)
         out[:, :, : at.start], out[:, :, at.stop :] = 0.0, 0.0

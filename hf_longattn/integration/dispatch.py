@@ -156,7 +156,7 @@ def _attend(
     kind = None if traced or config is not plan.config else plan.kind
     if made and kind is not None and not (asked.dropout or plan.observer or torch.is_grad_enabled()):
         ready = made.get(named(kind, query, key, scaling, asked.softcap, learned, sinks))
-        if ready is not None:
+        if ready is not None:  # a kernel's failure was met as it was prepared
             return ready(query, key, value, learned, sinks, _keep(asked, query)).transpose(1, 2).contiguous(), None
     call = Call(
         query,

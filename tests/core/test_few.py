@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from cases import CASES
 from helpers import close, crossed
 
+import hf_longattn
 from hf_longattn import Rotation
+from hf_longattn.core import attend as attend_module
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import Rows
 from hf_longattn.core.kernels import few, parts
@@ -98,3 +101,28 @@ def test_join() -> None:
     assert torch.equal(lse.isneginf(), logits.logsumexp(-1).isneginf())
     seen = ~lse.isneginf()
     close(lse[seen], logits.logsumexp(-1)[seen], 1e-6)
+
+
+def test_a_failure_of_the_compiler_is_told_once_and_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of resource: shared memory")
+
+    class Broken:
+        def __getitem__(self, grid: Any) -> Any:
+            return fail
+
+    monkeypatch.setattr(parts, "_BROKEN", {})
+    monkeypatch.setattr(parts.kernels, "scores_kernel", Broken())
+    always = dataclasses.replace(few.KERNEL, picked=lambda _: True)
+    monkeypatch.setattr(
+        attend_module,
+        "KERNELS",
+        {"few": always, **{n: k for n, k in attend_module.KERNELS.items() if n not in ("few", "dense")}},
+    )
+    query, key, value = (torch.randn(1, 2, n, 8) for n in (1, 20, 20))
+    config = CASES["scale_invariant"]
+    with pytest.warns(UserWarning, match="Triton failed at scores_kernel: RuntimeError: out of resource") as told:
+        got = [hf_longattn.attention(query, key, value, config) for _ in range(2)]
+    assert len(told) == 1
+    for out in got:
+        close(out, hf_longattn.reference_attention(query, key, value, config))

@@ -8,6 +8,7 @@ joint logsumexp, and so computes its share of the joint gradient.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -19,7 +20,7 @@ from ..geometry import Rows
 from ..tracing import readable
 from . import fused, operators, triton
 from . import parts as programs
-from .kernel import MASK_VALUE, Kernel, KernelCall, LogitSpec, Result
+from .kernel import MASK_VALUE, Kernel, KernelCall, KernelFailure, LogitSpec, Result
 from .precision import halves_are_fast
 from .tiles import Blocks
 
@@ -293,10 +294,11 @@ def _in_place(x: Tensor) -> bool:
 def _join(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
     """Output and logsumexp over some keys, in place, with those over others."""
     if _in_place(out):
-        programs.join(out, lse, new, new_lse)
-        return
+        with contextlib.suppress(KernelFailure):
+            programs.join(out, lse, new, new_lse)
+            return
     both = torch.logaddexp(lse, new_lse)
-    out.lerp_(new.to(out.dtype), (new_lse - both).exp_()[..., None])
+    out.lerp_(new.to(out.dtype), (new_lse - both).exp_()[..., None].to(out.dtype))
     lse.copy_(both)
 
 

@@ -107,6 +107,10 @@ class KernelCall(NamedTuple):
         return logits, rows.visible(keys)
 
 
+class KernelFailure(RuntimeError):
+    """A kernel could not be compiled or loaded on this machine; nothing was computed."""
+
+
 class Computation(Protocol):
     """How the segments of a call are computed, for every layer that shares them (see `prepared.Prepared`)."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..tracing import readable
-from .kernel import LogitSpec
+from .kernel import KernelFailure, LogitSpec
 
 try:
     import triton
@@ -26,11 +27,34 @@ def why_not(x: Tensor) -> str | None:
     """The reason why these programs cannot compute with such tensors, or None."""
     if triton is None:
         return "triton is not installed"
+    if _BROKEN:
+        return next(iter(_BROKEN.values()))
     if x.device.type != "cuda" and not INTERPRETED:
         return f"Triton needs CUDA, the tensors are on {x.device.type}"
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the Triton kernels compute float32, float16 and bfloat16, got {x.dtype}"
     return None
+
+
+#: What the compiler said of programs that it failed at, which are not tried again.
+_BROKEN: dict[str, str] = {}
+
+
+def _launch(name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Run a program.
+
+    Raises:
+        KernelFailure: it cannot be compiled or loaded; the first time with a warning.
+    """
+    try:
+        with torch.cuda.device_of(arguments[0]):
+            getattr(kernels, name)[grid](*arguments, **constants)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        _BROKEN[name] = f"Triton failed at {name}: {type(error).__name__}: {str(error)[:500]}"
+        warnings.warn(f"{_BROKEN[name]}; slower kernels take its place in this process", stacklevel=2)
+        raise KernelFailure(_BROKEN[name]) from error
 
 
 def _tile(width: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -114,21 +138,21 @@ def _scores(
     for n, own in enumerate(bounds):
         turns, mask, q_ids, k_ids = angles[4 * n : 4 * n + 4], allowed[n], query_ids[n], key_ids[n]
         optional = mask, q_ids, k_ids, *turns, gain, bias, x
-        strides = [*query.stride()[:3], *key.stride()[:3], _stride(own, 0)]
+        strides = [_stride(own, 0)]
         strides += [0] * 4 if mask is None else [_stride(mask, d) for d in range(4)]
         strides += [0 if ids is None else _stride(ids, 0) for ids in (q_ids, k_ids)]
         strides += [0 if cos is None else _stride(cos, d) for cos in turns[::2] for d in range(3)]
         strides += [0 if table is None else _stride(table, 0) for table in (gain, bias)]
         strides += [0] * 3 if x is None else list(x.stride())
-        with torch.cuda.device_of(query):
-            kernels.scores_kernel[grid](
-                query, key, out, own, *(out if y is None else y for y in optional), *strides, q_len, kv_len, scaling,
-                softcap or 1.0, sinks, HEADS=heads, GROUP=group, ROWS=rows, COLUMNS=columns, D=width,
-                DP=max(16, triton.next_power_of_2(width)), FIRST=first, PAIRS=pairs, INTERLEAVED=interleaved,
-                TURN_Q=turns[0] is not None, TURN_K=turns[2] is not None, NORMED=normed, CAP=bool(softcap),
-                MAP=gain is not None, HAS_X=x is not None, MASK=mask is not None, IDS=q_ids is not None and k_ids is not None,
-                FILL=n == 0, PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=4, num_stages=1,
-            )  # fmt: skip
+        own_strides = [*query.stride()[:3], *key.stride()[:3], *strides]
+        _launch(
+            "scores_kernel", grid, query, key, out, own, *(out if y is None else y for y in optional), *own_strides,
+            q_len, kv_len, scaling, softcap or 1.0, sinks, HEADS=heads, GROUP=group, ROWS=rows, COLUMNS=columns, D=width,
+            DP=max(16, triton.next_power_of_2(width)), FIRST=first, PAIRS=pairs, INTERLEAVED=interleaved,
+            TURN_Q=turns[0] is not None, TURN_K=turns[2] is not None, NORMED=normed, CAP=bool(softcap),
+            MAP=gain is not None, HAS_X=x is not None, MASK=mask is not None, IDS=q_ids is not None and k_ids is not None,
+            FILL=n == 0, PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=4, num_stages=1,
+        )  # fmt: skip
     return out
 
 
@@ -156,12 +180,12 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, at: slice | None
     into, block = (out if at is None else out[:, :, at]), 32
     if at is not None:
         out[:, :, : at.start], out[:, :, at.stop :] = 0.0, 0.0
-    with torch.cuda.device_of(x):
-        kernels.turn_kernel[triton.cdiv(length, block), batch * heads](
-            own, into, cos, sin, *own.stride()[:3], *into.stride()[:3], *(_stride(cos, d) for d in range(3)), length,
-            HEADS=heads, GROUP=heads // cos.shape[2], D=width, DP=max(16, triton.next_power_of_2(width)), BLOCK=block,
-            FIRST=layout.first, PAIRS=layout.pairs, INTERLEAVED=layout.interleaved, num_warps=4,
-        )  # fmt: skip
+    strides = *own.stride()[:3], *into.stride()[:3], *(_stride(cos, d) for d in range(3))
+    _launch(
+        "turn_kernel", (triton.cdiv(length, block), batch * heads), own, into, cos, sin, *strides, length,
+        HEADS=heads, GROUP=heads // cos.shape[2], D=width, DP=max(16, triton.next_power_of_2(width)), BLOCK=block,
+        FIRST=layout.first, PAIRS=layout.pairs, INTERLEAVED=layout.interleaved, num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -170,11 +194,10 @@ def join(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
     new = new if new.stride(-1) == 1 else new.contiguous()
     (batch, heads, length, width), block = out.shape, 32
     strides = [*out.stride()[:3], *lse.stride(), *new.stride()[:3], *new_lse.stride()]
-    with torch.cuda.device_of(out):
-        kernels.join_kernel[triton.cdiv(length, block), batch * heads](
-            out, lse, new, new_lse, *strides, length, HEADS=heads, D=width, DP=max(16, triton.next_power_of_2(width)),
-            BLOCK=block, num_warps=4,
-        )  # fmt: skip
+    _launch(
+        "join_kernel", (triton.cdiv(length, block), batch * heads), out, lse, new, new_lse, *strides, length,
+        HEADS=heads, D=width, DP=max(16, triton.next_power_of_2(width)), BLOCK=block, num_warps=4,
+    )  # fmt: skip
 
 
 def _stride(x: Tensor, dimension: int) -> int:
