@@ -1,7 +1,7 @@
-"""Compiles the Triton kernels for an H200 without one: each launch as `kernels.triton` makes it, to machine code.
+"""Compiles the Triton kernels for a GPU without one: each launch as `kernels.triton` and `kernels.parts` make it.
 
-Prints a line of JSON per launch: shared memory, registers, and stack (spilled registers) in bytes a thread. Needs triton with
-its ptxas (Linux), and a process without TRITON_INTERPRET.
+Prints a line of JSON per launch: shared memory, registers, and stack (spilled registers) in bytes a thread, and ends with an
+error if a call has no tiles that fit. Needs triton with its ptxas (Linux), and a process without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import itertools
 import json
 import re
 import subprocess
+import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +22,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from hf_longattn.core.geometry import Rows
+from hf_longattn.core.kernels import parts
 from hf_longattn.core.kernels import triton as launcher
-from hf_longattn.core.kernels.kernel import KernelCall, LogitSpec, Pages
+from hf_longattn.core.kernels.kernel import KernelCall, LogitSpec
 
-TARGET = GPUTarget("cuda", 90, 32)
+#: Shared memory that a program may have, by target: an H100's, an A100's, an RTX 4090's.
+SHARED = {90: 232448, 80: 166912, 89: 101376}
 
 
 class Driver:
     """What triton asks of a driver before it compiles."""
 
+    def __init__(self, target: int) -> None:
+        self.target = target
+
     def get_current_target(self) -> GPUTarget:
-        return TARGET
+        return GPUTarget("cuda", self.target, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -40,15 +47,19 @@ class Driver:
 
 
 class Compiled:
-    """Stands in for a kernel: a launch compiles, reports and computes nothing."""
+    """Stands in for a kernel: a launch compiles, reports and computes nothing; as on a device, too much memory is an error."""
 
-    def __init__(self, kernel: Any, report: list[dict[str, Any]]) -> None:
-        self.kernel, self.report = kernel, report
+    def __init__(self, kernel: Any, target: int, report: list[dict[str, Any]]) -> None:
+        self.kernel, self.limit, self.report = kernel, SHARED[target], report
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **options: Any) -> None:
             made = self.kernel.warmup(*args, grid=grid, **options)
-            self.report.append({"kernel": self.kernel.__name__, "shared": made.metadata.shared} | registers(made.asm["cubin"]))
+            row = {"kernel": self.kernel.__name__, "shared": made.metadata.shared} | registers(made.asm["cubin"])
+            row |= {name.lower(): options[name] for name in ("ROWS", "COLUMNS", "num_warps", "num_stages") if name in options}
+            self.report.append(row | {"wgmma": made.asm["ptx"].count("wgmma.mma_async")})
+            if made.metadata.shared > self.limit:
+                raise triton.runtime.errors.OutOfResources(made.metadata.shared, self.limit, "shared memory")
 
         return launch
 
@@ -63,64 +74,87 @@ def registers(cubin: bytes) -> dict[str, int]:
     return {name.lower(): int(re.search(rf"{name}:(\d+)", said)[1]) for name in ("REG", "STACK")}
 
 
-def launch(
-    dtype: torch.dtype, head_dim: int, mapped: bool, bias_scale: bool, entropy: bool, value: bool, pages: bool, decode: bool
-) -> None:
-    """One call of the public kernel with gradients, on tensors that are never read."""
-    heads, kv_heads, q_len, kv_len = 16, 4, 1 if decode else 4096, 4096
-    query = torch.empty(1, heads, q_len, head_dim, dtype=dtype, requires_grad=not decode)
-    key, other = (torch.empty(1, kv_heads, kv_len, head_dim, dtype=dtype, requires_grad=not decode) for _ in range(2))
-    options: dict[str, Any] = {}
-    if mapped:
-        options["gain"] = options["bias"] = torch.ones(1, 8192)
-    if bias_scale:
-        options["bias_scale"] = torch.ones(1, heads, q_len, requires_grad=not decode)
-    rows = Rows.causal(q_len, kv_len, None, 0, torch.device("cpu"))
-    if pages:
-        half, angles = query.detach(), torch.ones(1, kv_len, 1, head_dim)
-        table = torch.zeros(1, kv_len // 16, dtype=torch.int32)
-        turned = Pages(table) if mapped else Pages(table, half, angles, angles)
-        cache = torch.empty(kv_len // 16, kv_heads, 16, 2 * head_dim, dtype=dtype)
-        launcher.run(KernelCall(half, *cache.split(head_dim, -1), rows, LogitSpec(0.1, **options), pages=turned))
-        return
-    asked = {"with_lse": not value, "with_entropy": entropy}
-    out, lse, h = launcher.run(KernelCall(query, key, other if value else None, rows, LogitSpec(0.1, **options), **asked))
-    if not decode:
-        sum(x.float().sum() for x in (out, lse, h) if x.numel()).backward()
+def attention(dtype: torch.dtype, head_dim: int, options: dict[str, Any]) -> None:
+    """One call of the Triton kernels with gradients, on tensors that are never read."""
+    heads, kv_heads, n, own = 16, 4, 4096, dict(options)
+    query, key, value = (torch.empty(1, h, n, head_dim, dtype=dtype, requires_grad=True) for h in (heads, kv_heads, kv_heads))
+    entropy, dropout, masked = (own.pop(name, None) for name in ("entropy", "dropout", "masked"))
+    if own.pop("map", None):
+        own["gain"] = own["bias"] = torch.ones(1, 16384)  # long enough for polynomials
+    for name in ("row_scale", "bias_scale"):
+        if own.pop(name, None):
+            own[name] = torch.ones(1, heads, n, requires_grad=True)
+    rows = Rows.causal(n, n, None, 0, torch.device("cpu"))
+    if masked:
+        rows = rows.masked(torch.ones(1, 1, 1, n, dtype=torch.bool))
+    asked: dict[str, Any] = {"with_lse": True, "with_entropy": bool(entropy), "dropout": dropout or 0.0}
+    call = KernelCall(query, key, None if entropy else value, rows, LogitSpec(0.1, **own), **asked)
+    out, lse, h = launcher.run(call)
+    sum(x.float().sum() for x in (out, lse, h) if x.numel()).backward()
 
 
-#: mapped, bias_scale, entropy, value, pages: plain; scale-invariant; the entropy pass of an adaptive temperature, without a
-#: map and with one; and what it then runs; and keys in pages that are re-rotated as they are read.
-CALLS = {
-    "plain": (False, False, False, True, False),
-    "map": (True, False, False, True, False),
-    "entropy": (False, False, True, False, False),
-    "map, entropy": (True, False, True, False, False),
-    "map, row bias": (True, True, False, True, False),
-    "pages, remap": (False, False, False, True, True),
-    "pages, map": (True, False, False, True, True),
+def decoding(dtype: torch.dtype, head_dim: int, options: dict[str, Any]) -> None:
+    """The logits of few queries, and what turns and joins."""
+    n, rows = 4096, options.get("queries", 1)
+    query, key = torch.empty(1, 32, rows, head_dim, dtype=dtype), torch.empty(1, 8, n, head_dim, dtype=dtype)
+    cos = [torch.ones(1, length, 1, head_dim // 2) for length in (rows, n)]
+    turns = [(x, x) if options.get("turn") else None for x in cos]
+    mask = torch.ones(1, 1, 1, n, dtype=torch.bool) if options.get("masked") else None
+    interval = parts.Interval(torch.zeros(1, rows, 5, dtype=torch.int32), mask, None, None, *turns)
+    table = torch.ones(1, 8192) if options.get("map") else None
+    spec, layout = LogitSpec(0.1, options.get("softcap"), table, table), parts.Layout(0, head_dim // 2)
+    parts.scores(query, key, [interval], spec, 0.1, None, options.get("normed", False), layout)
+    parts.turned(key, cos[1], cos[1], layout, None)
+    parts.join(key, torch.ones(1, 8, n), key, torch.ones(1, 8, n))
+
+
+CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain": (attention, {}),
+    "map": (attention, {"map": True}),
+    "entropy": (attention, {"entropy": True}),
+    "map, entropy": (attention, {"map": True, "entropy": True}),
+    "map, row bias": (attention, {"map": True, "bias_scale": True}),
+    "softcap, row factor": (attention, {"softcap": 30.0, "row_scale": True}),
+    "map, masked": (attention, {"map": True, "masked": True}),
+    "dropout": (attention, {"dropout": 0.1}),
+    "few": (decoding, {}),
+    "few, map, softcap, masked": (decoding, {"map": True, "softcap": 30.0, "masked": True}),
+    "few, turned": (decoding, {"turn": True}),
+    "few, norms": (decoding, {"normed": True}),
+    "16, turned": (decoding, {"turn": True, "queries": 16}),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", nargs="*", type=int, default=[90], choices=list(SHARED))
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float16", "float32"])
     parser.add_argument("--head-dims", nargs="*", type=int, default=[64, 80, 96, 128, 256])
     parser.add_argument("--calls", nargs="*", default=list(CALLS))
     args = parser.parse_args()
-    triton.runtime.driver.set_active(Driver())
-    report: list[dict[str, Any]] = []
-    for name in ("forward_kernel", "query_kernel", "key_kernel"):
-        setattr(launcher.kernels, name, Compiled(getattr(launcher.kernels, name), report))
-    for dtype, head_dim, call, decode in itertools.product(args.dtypes, args.head_dims, args.calls, (False, True)):
-        case = {"dtype": dtype, "head_dim": head_dim, "call": call, "decode": decode}
-        try:
-            launch(getattr(torch, dtype), head_dim, *CALLS[call], decode=decode)
-        except Exception as error:
-            print(json.dumps(case | {"error": f"{type(error).__name__}: {error}"[:600]}), flush=True)
-        for row in report:
-            print(json.dumps(case | row), flush=True)
-        report.clear()
+    warnings.simplefilter("error")
+    failed, report = 0, list[dict[str, Any]]()
+    programs = [(launcher.kernels, f"{name}_kernel") for name in ("forward", "query", "key", "ranges")]
+    programs += [(parts.kernels, f"{name}_kernel") for name in ("scores", "turn", "join")]
+    own = {name: getattr(module, name) for module, name in programs}
+    for target in args.targets:
+        triton.runtime.driver.set_active(Driver(target))
+        launcher._shared_memory = lambda device, limit=SHARED[target]: limit
+        for module, name in programs:
+            setattr(module, name, Compiled(own[name], target, report))
+        for dtype, head_dim, call in itertools.product(args.dtypes, args.head_dims, args.calls):
+            case = {"target": target, "dtype": dtype, "head_dim": head_dim, "call": call}
+            launcher._FAILED.clear()
+            try:
+                run, options = CALLS[call]
+                run(getattr(torch, dtype), head_dim, options)
+            except Exception as error:
+                failed += 1
+                print(json.dumps(case | {"error": f"{type(error).__name__}: {error}"[:600]}), flush=True)
+            for row in report:
+                print(json.dumps(case | row), flush=True)
+            report.clear()
+    sys.exit(failed > 0)
 
 
 if __name__ == "__main__":

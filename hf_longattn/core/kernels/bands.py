@@ -135,7 +135,7 @@ def _simple(rows: Rows, kv_len: int) -> Rows:
 def _easy_or_whole(call: KernelCall) -> _Parts:
     """Few large triangles and rectangles, for which a GPU's fused kernels have their speed; else all at once."""
     own: _Parts = [*_parts(call)]
-    if fused.device(call.query) == "cpu" or triton.why_not_triton(call.query, None) is not None:
+    if fused.device(call.query) == "cpu" or triton.why_not_triton(call.query) is not None:
         return own
     easy = all(part.shape in (_Shape.ALL, _Shape.CAUSAL) for part in own if isinstance(part, _Part))
     return own if easy and len(own) <= FEW_PARTS else [_Whole(call.rows)]
@@ -328,7 +328,7 @@ def _input_gradients(
             if isinstance(part, _Whole):
                 nothing = lse.new_empty(0)
                 call = part.call(query[n], key[n], value, scalings[n])
-                d_query, *d_columns, _, _ = triton._gradients(call, d_out, None, None, out, lse, nothing)
+                d_query, *d_columns, _, _ = triton.gradients(call, d_out, None, None, out, lse, nothing)
                 place: Any = slice(None)
                 columns: Any = slice(None)
             else:

@@ -33,6 +33,8 @@ def why_not(x: Tensor) -> str | None:
         return f"Triton needs CUDA, the tensors are on {x.device.type}"
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the Triton kernels compute float32, float16 and bfloat16, got {x.dtype}"
+    if INTERPRETED and x.dtype == torch.bfloat16:
+        return "Triton's interpreter has no bfloat16"
     return None
 
 

@@ -1,21 +1,23 @@
-"""The tiled kernel's attention in Triton: forward, backward, entropy, and few queries against many keys.
+"""Exact attention over an interval of keys a row in Triton: forward, backward, entropy, under any logit map.
 
 The plan is FlashAttention-2's: one program for a block of query rows, keys in tiles, an online softmax; the backward pass
 recomputes tiles from the logsumexp, once by rows (d_query) and once by columns (d_key, d_value), so that nothing is added
-atomically and results repeat exactly. What is ours is the map L = gain_t S + y bias_t. Near the diagonal its tables are
-looked up pair by pair. Farther off they are smooth: a cubic through four of their values serves a whole tile, which costs
-four scalar loads and a few multiply-adds; where that becomes exact enough is measured on the tables themselves.
+atomically and results repeat exactly. What is ours is the map L = x gain_t C(S) + y bias_t. Near the diagonal its tables are
+looked up pair by pair. Farther off they are smooth: a polynomial of the distance serves a whole tile. Where which degree
+becomes exact enough for the dtype is measured on the tables themselves, once.
 
-For CUDA, where it has not run yet; tested on the CPU under Triton's interpreter (TRITON_INTERPRET=1).
+For CUDA; tested on the CPU under Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
-from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+import warnings
+from collections.abc import Callable, MutableMapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +25,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..geometry import Rows
 from ..tracing import readable
-from . import operators
-from .kernel import FEW_QUERIES, MARGIN, Kernel, KernelCall, Result
-
-if TYPE_CHECKING:
-    from ..call import Call
+from . import operators, tiles
+from .kernel import MARGIN, Kernel, KernelCall, Result
 
 try:
     import triton
@@ -36,13 +35,12 @@ try:
 except ImportError:  # it comes with torch's CUDA builds only
     triton = None
 
-#: By how much a cubic may miss a table's value: below the rounding of float32 logits.
-CUBIC_ERROR = 2e-6
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LARGEST_HEAD = 512
 
 
-def why_not_triton(query: Tensor, rows: Rows | None, softcap: float | None = None, dropout: float = 0.0) -> str | None:
-    """The reason why these kernels cannot compute a call exactly, or None; rows: None for intervals of cache indices."""
+def why_not_triton(query: Tensor) -> str | None:
+    """The reason why these kernels cannot compute a call exactly, or None."""
     if triton is None:
         return "triton is not installed"
     if query.device.type != "cuda" and not INTERPRETED:
@@ -51,290 +49,366 @@ def why_not_triton(query: Tensor, rows: Rows | None, softcap: float | None = Non
         return f"the Triton kernels compute float32, float16 and bfloat16, got {query.dtype}"
     if INTERPRETED and query.dtype == torch.bfloat16:
         return "Triton's interpreter cannot multiply bfloat16"
-    if query.shape[-1] > 256:
-        return f"the Triton kernels hold head_dim up to 256, got {query.shape[-1]}"
-    if dropout:
-        return "the Triton kernels have no dropout"
-    if softcap:
-        return "the Triton kernels have no softcap"
-    if rows is not None and rows.allowed is not None:
-        return "the mask is more than one interval of keys per row"
-    if rows is not None and rows.key_ids is not None:
-        return "positions do not count as cache indices do, and the Triton kernels know only these"
+    if query.shape[-1] > LARGEST_HEAD:
+        return f"the Triton kernels hold head_dim up to {LARGEST_HEAD}, got {query.shape[-1]}"
     return None
 
 
+def run(call: KernelCall) -> Result:
+    """Any call; see `why_not_triton`."""
+    query, spec, rows = call.query, call.spec, call.rows
+    gain, bias = spec.gain, spec.bias
+    smooth = rows.key_ids is None and rows.allowed is None
+    if gain is not None and bias is not None and smooth and gain.shape[-1] >= call.kv_len + query.shape[2] + MARGIN:
+        fits = _fits if torch.compiler.is_compiling() else _cached_fits
+        spec = dataclasses.replace(spec, far=fits(gain, bias, query.dtype != torch.float32))
+    tensors = (query, call.key, call.value, spec.row_scale, spec.bias_scale)
+    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    seed = torch.randint(1 << 62, (), device=query.device) if call.dropout else None
+    rows = Rows(rows.index, rows.allowed, rows.query_ids, rows.key_ids)
+    own = call._replace(rows=rows, spec=spec, seed=seed, with_lse=call.with_lse or grad)
+    out, lse, entropy = _triton(*operators.flatten(own)) if grad or not readable(query) else _forward(own)
+    return out, lse if call.with_lse else lse.new_empty(0), entropy
+
+
+# Tables as polynomials -----------------------------------------------------------------------------------------------
+
+#: Polynomials are fitted at every _STEP-th distance, for all within ± _REACH: a tile's of 128 rows and 128 columns.
+_STEP, _REACH = 16, 128 + 8
+assert MARGIN >= 2 * _REACH - _STEP  # for the last fits
+#: By how much a polynomial may miss gain and bias. In float32 below the rounding of a logit; in half precision, where
+#: probabilities are rounded to 4e-3 and scores to 1e-2, 1e-3 of a logit.
+_MISSES = {False: (2e-6, 2e-6), True: (1e-4, 1e-3)}
+#: The degrees that get a loop in the kernels, as bits.
+DEGREES = 1 << 1 | 1 << 3
+
+
+def _fit(degree: int) -> tuple[list[int], list[list[float]]]:
+    """Chebyshev points about a centre, and the matrix from a table's values there to the coefficients of a polynomial."""
+    nodes = [round(_REACH * math.cos(math.pi * (n + 0.5) / (degree + 1))) for n in range(degree + 1)]
+    powers = torch.tensor(nodes, dtype=torch.float64)[:, None] ** torch.arange(degree + 1)
+    return [_REACH + n for n in nodes], torch.linalg.inv(powers).T.tolist()
+
+
+_FITS = {degree: _fit(degree) for degree in (1, 2, 3)}
+
+
+def _fits(gain: Tensor, bias: Tensor, half: bool) -> Tensor:
+    """Both tables as polynomials: float32 (heads or 1, centres + 1, 18), as `triton_kernels` reads it.
+
+    A record holds gain's and bias's coefficients of degree 1, then of 2, then of 3. The first one holds from which centre on
+    each degree serves. Nothing is read from the device, so that it can be traced.
+    """
+    heads = max(gain.shape[0], bias.shape[0])
+    parts, starts = [], []
+    for degree in (1, 2, 3):
+        limits = []
+        for table, miss in zip((gain, bias), _MISSES[half], strict=True):
+            coefficients, limit = zip(*(_fitted(row, degree, miss) for row in table.unbind(0)), strict=True)
+            parts.append(torch.stack(coefficients).expand(heads, -1, -1))
+            limits.append(torch.stack(limit).amax())
+        starts.append(torch.maximum(*limits))
+    records = torch.cat(parts, -1)
+    header = torch.nn.functional.pad(torch.stack(starts).float(), (0, records.shape[-1] - 3))
+    centres = torch.nn.functional.pad(records.float(), (0, 0, _before, 0))
+    return torch.cat([header.expand(heads, 1, -1), centres], 1).contiguous()
+
+
+_before = -(-_REACH // _STEP)  # the first centre whose distances are all in the table
+
+
+def _fitted(row: Tensor, degree: int, miss: float) -> tuple[Tensor, Tensor]:
+    """Coefficients by centre, from `_before` on, and the centre from which on they miss the row by no more than that."""
+    nodes, inverse = _FITS[degree]
+    windows = row.double()[_before * _STEP - _REACH :].unfold(0, 2 * _REACH + 1, _STEP)
+    rounding = 4 * torch.finfo(row.dtype).eps * row.abs().amax()  # the table's own
+    solve = windows.new_tensor(inverse)
+    coefficients = torch.stack([windows[:, n] for n in nodes], -1) @ solve
+    x = torch.arange(-_REACH, _REACH + 1, device=row.device, dtype=torch.float64)
+    fit = coefficients[:, -1:].expand(-1, len(x))
+    for power in reversed(range(degree)):
+        fit = fit * x + coefficients[:, power, None]
+    bad = (fit - windows).abs().amax(1) > miss + rounding
+    number = torch.arange(_before, _before + len(bad), device=row.device)
+    return coefficients, torch.where(bad, number + 1, _before).amax()
+
+
+_FITS_OF: MutableMapping[Tensor, dict[bool, Tensor]] = WeakTensorKeyDictionary()  # a gain's, and so its bias's
+
+
+def _cached_fits(gain: Tensor, bias: Tensor, half: bool) -> Tensor:
+    known = _FITS_OF.setdefault(gain, {})
+    if half not in known:
+        with torch.inference_mode(False), torch.no_grad():  # it must serve training too
+            known[half] = _fits(gain, bias, half)
+    return known[half]
+
+
+# Which tiles ---------------------------------------------------------------------------------------------------------
+
+
 class Blocks(NamedTuple):
-    """Sizes of one kernel's tiles, 32 at least (Triton multiplies 16 and more, halves are in use), and how it is launched."""
+    """Sizes of one kernel's tiles, at least 16, at most 128, and how it is launched."""
 
     rows: int
     columns: int
     warps: int = 4
     stages: int = 2
 
-
-def _forward_blocks(head_dim: int, dtype: torch.dtype) -> Blocks:
-    return Blocks(64, 32, 4) if head_dim > 128 or dtype == torch.float32 else Blocks(128, 64, 8, 3)
-
-
-def _backward_blocks(head_dim: int, dtype: torch.dtype) -> Blocks:
-    if head_dim > 128 or dtype == torch.float32:
-        return Blocks(32, 32, 4, 1)
-    return Blocks(64, 64, 4, 2) if head_dim <= 64 else Blocks(64, 64, 8, 2)
+    def least(self, kernel: str, width: int, size: int) -> int:
+        """Bytes of shared memory that its vectors take at least."""
+        tall, wide = (self.columns, self.rows) if kernel == "key" else (self.rows, self.columns)
+        return width * size * (tall * (1 if kernel == "forward" else 2) + 2 * wide * self.stages)
 
 
-def run(call: KernelCall) -> Result:
-    """Without row scales and dropout (see `why_not_triton`)."""
-    query, spec, pages = call.query, call.spec, call.pages
-    gain, bias = spec.gain, spec.bias
-    if gain is not None and bias is not None and gain.shape[-1] >= call.kv_len + query.shape[2] + MARGIN:
-        far = _far_from(gain, bias) if torch.compiler.is_compiling() else _cached_far_from(gain, bias)
-        spec = dataclasses.replace(spec, far=far)
-    grad = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (query, call.key, call.value, spec.bias_scale)
-    )
-    if grad and any(x is not None for x in pages):
-        raise ValueError("keys in pages have no gradients")
-    own = call._replace(rows=Rows(call.rows.index.to(torch.int32)), spec=spec, with_lse=call.with_lse or grad)
-    out, lse, entropy = _triton(*operators.flatten(own)) if grad or not readable(query) else _forward(own)
-    return out, lse if call.with_lse else lse.new_empty(0), entropy
+#: Tiles by kernel, half precision or not, and the largest padded head_dim; the fastest first, each kind ends in one that fits
+#: 101,376 bytes of shared memory (an RTX 4090's; an A100 has 166,912, an H100 232,448).
+CANDIDATES: dict[tuple[str, bool, int], tuple[Blocks, ...]] = {
+    ("forward", True, 64): (Blocks(128, 64, 8, 3), Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    ("forward", True, 128): (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2)),
+    ("forward", True, 256): (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 1)),
+    ("forward", True, 512): (Blocks(64, 32, 8, 2), Blocks(64, 16, 8, 1), Blocks(32, 16, 4, 1)),
+    ("forward", False, 64): (Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)),
+    ("forward", False, 128): (Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)),
+    ("forward", False, 256): (Blocks(32, 32, 4, 1), Blocks(32, 16, 4, 1)),
+    ("forward", False, 512): (Blocks(16, 16, 4, 1),),
+    ("query", True, 64): (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2)),
+    ("query", True, 128): (Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 1)),
+    ("query", True, 256): (Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 1), Blocks(32, 32, 4, 1)),
+    ("query", True, 512): (Blocks(32, 32, 8, 1), Blocks(16, 16, 4, 1)),
+    ("query", False, 64): (Blocks(32, 32, 4, 1),),
+    ("query", False, 128): (Blocks(32, 32, 4, 1), Blocks(16, 16, 4, 1)),
+    ("query", False, 256): (Blocks(16, 16, 4, 1),),
+    ("query", False, 512): (Blocks(16, 16, 4, 1),),
+    ("key", True, 64): (Blocks(64, 128, 8, 3), Blocks(64, 128, 8, 2), Blocks(64, 64, 4, 2)),
+    ("key", True, 128): (Blocks(64, 128, 8, 2), Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 1)),
+    ("key", True, 256): (Blocks(64, 64, 8, 2), Blocks(32, 64, 8, 1), Blocks(32, 32, 4, 1)),
+    ("key", True, 512): (Blocks(32, 32, 8, 1), Blocks(16, 16, 4, 1)),
+    ("key", False, 64): (Blocks(32, 32, 4, 1),),
+    ("key", False, 128): (Blocks(32, 32, 4, 1), Blocks(16, 16, 4, 1)),
+    ("key", False, 256): (Blocks(16, 16, 4, 1),),
+    ("key", False, 512): (Blocks(16, 16, 4, 1),),
+}
 
 
-# Where a cubic is exact enough ---------------------------------------------------------------------------------------
+def _candidates(kernel: str, query: Tensor, value: Tensor | None) -> tuple[Blocks, ...]:
+    width = max(query.shape[-1], 0 if value is None else value.shape[-1])
+    padded = next((w for w in (64, 128, 256) if width <= w), LARGEST_HEAD)
+    return CANDIDATES[kernel, query.dtype != torch.float32, padded]
 
 
-def _nodes(span: int) -> tuple[int, int]:
-    """Four Chebyshev points of a tile whose distances spread by `span` about its centre: ± each of these."""
-    return max(round(span * math.cos(math.pi / 8)), 2), max(round(span * math.cos(3 * math.pi / 8)), 1)
-
-
-_SPAN = 128  # distances in the largest tile (128 rows, 64 columns) lie within ± this of its centre
-assert MARGIN >= 2 * _SPAN  # for the cubic's points and the last block's empty rows
-
-
-def _far_from(gain: Tensor, bias: Tensor) -> Tensor:
-    """The smallest distance from which on a cubic serves any tile within CUBIC_ERROR, on both tables: int64, no dimension.
-
-    Nothing is read from the device, so that it can be traced.
-    """
-    return torch.maximum(_cubic_from(gain), _cubic_from(bias)).clamp(min=_SPAN)
-
-
-_FAR_OF: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()  # a gain's, and so its bias's; gone with it
-
-
-def _cached_far_from(gain: Tensor, bias: Tensor) -> Tensor:
-    if gain not in _FAR_OF:
-        with torch.inference_mode(False), torch.no_grad():  # it must serve training too
-            _FAR_OF[gain] = _far_from(gain, bias)
-    return _FAR_OF[gain]
-
-
-def _cubic_from(table: Tensor) -> Tensor:
-    outer, inner = _nodes(_SPAN)
-    x = torch.arange(-_SPAN, _SPAN + 1, device=table.device, dtype=torch.float64)
-    starts = torch.arange(0, table.shape[-1] - 2 * _SPAN, _SPAN // 2, device=table.device)
-    rounding = 4 * torch.finfo(table.dtype).eps * table.abs().amax()  # the tables' own
-    last = []
-    for row in table.double():
-        f = row.unfold(0, 2 * _SPAN + 1, _SPAN // 2)
-        e1, e2 = ((f[:, _SPAN + o] + f[:, _SPAN - o]) / 2 for o in (outer, inner))
-        d1, d2 = ((f[:, _SPAN + o] - f[:, _SPAN - o]) / (2 * o) for o in (outer, inner))
-        square, odd = ((a - b) / (outer**2 - inner**2) for a, b in ((e1, e2), (d1, d2)))
-        c = [(e2 - square * inner**2), (d2 - odd * inner**2), square, odd]
-        fit = c[0][:, None] + x * (c[1][:, None] + x * (c[2][:, None] + x * c[3][:, None]))
-        bad = (fit - f).abs().amax(1) > CUBIC_ERROR + rounding
-        last.append(torch.where(bad, starts + _SPAN, 0).amax())
-    return torch.stack(last).amax()
-
-
-# Which tiles a block visits ------------------------------------------------------------------------------------------
-
-
-def _column_ranges(call: KernelCall, blocks: Blocks) -> Tensor:
-    """For each block of rows: columns first, a, b, last; tiles in [a, b) are far and wholly visible.
-
-    int32 (batch or 1, row blocks, 4), multiples of `blocks.columns`.
-    """
-    n, kv_len, sinks, columns = blocks.columns, call.kv_len, call.spec.sinks, call.rows.columns
-    key_start, far = columns.key_start[:, :1], _tiles_from(call)
-    position, _, start, low, high = (_blocked(column, blocks.rows) for column in columns)
-    kept = low.amax(-1) if not sinks else torch.maximum(low.amax(-1), start.amax(-1) + sinks)
-    first = (low.amin(-1) - key_start).clamp(min=0) // n
-    last = ((high.amax(-1) - key_start + 1).clamp(0, kv_len) + n - 1) // n
-    a = ((kept - key_start).clamp(min=0) + n - 1) // n
-    b = (torch.minimum(high.amin(-1), position.amin(-1) - far) - key_start + 1).clamp(0, kv_len) // n
-    return _ordered(first, a, b, last) * n
-
-
-def _row_ranges(call: KernelCall, blocks: Blocks) -> Tensor:
-    """The same with the sides exchanged: for each block of columns the rows that see it, and among them the far ones."""
-    m, n, (q_len, kv_len), sinks = blocks.rows, blocks.columns, (call.query.shape[2], call.key.shape[2]), call.spec.sinks
-    rows, far = call.rows.columns, _tiles_from(call)
-    key_start = rows.key_start[:, :1]
-    begin = key_start + torch.arange(0, kv_len, n, device=key_start.device, dtype=key_start.dtype)
-    end = torch.minimum(begin + n - 1, key_start + kv_len - 1)
-    high = rows.high.cummax(1).values.contiguous()  # of rows in order both grow; these bounds hold in any order
-    low = rows.low.flip(1).cummin(1).values.flip(1).contiguous()
-    first = torch.searchsorted(high, begin.contiguous(), out_int32=True) // m
-    last = (torch.searchsorted(low, end.contiguous(), right=True, out_int32=True) + m - 1) // m
-    sure = rows.low if not sinks else torch.maximum(rows.low, rows.start + sinks)
-    sure_low = sure.cummax(1).values.contiguous()
-    sure_high = torch.minimum(rows.high, rows.query - far).flip(1).cummin(1).values.flip(1).contiguous()
-    a = (torch.searchsorted(sure_high, end.contiguous(), out_int32=True) + m - 1) // m
-    b = torch.searchsorted(sure_low, begin.contiguous(), right=True, out_int32=True) // m
-    return _ordered(first, a, torch.minimum(b, b.new_tensor(q_len // m)), last) * m
-
-
-def _tiles_from(call: KernelCall) -> Tensor | int:
-    """From which distance on tiles need no table lookups: all without a map, none where no cubic is known."""
-    return call.spec.far if call.spec.far is not None else 0 if call.spec.gain is None else 1 << 30
-
-
-def _ordered(first: Tensor, a: Tensor, b: Tensor, last: Tensor) -> Tensor:
-    last = torch.maximum(last, first)
-    a = torch.minimum(torch.maximum(a, first), last)
-    return torch.stack([first, a, torch.minimum(torch.maximum(b, a), last), last], -1).to(torch.int32).contiguous()
-
-
-def _blocked(column: Tensor, size: int) -> Tensor:
-    """(batch, q_len) as (batch, blocks, size), the last row repeated."""
-    short = -column.shape[1] % size
-    return torch.cat([column, column[:, -1:].expand(-1, short)], 1).unflatten(1, (-1, size))
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have."""
+    if device.type != "cuda":
+        return 1 << 30
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 # Launching -----------------------------------------------------------------------------------------------------------
 
 
-def _shared(call: KernelCall, ranges: Tensor, blocks: Blocks, unused: Tensor) -> tuple[list[Any], dict[str, Any]]:
-    """What every kernel is given after its inputs and outputs, and its constants; `unused` is where it reads nothing."""
-    query, key, value, index, spec = call.query, call.key, call.value, call.rows.index, call.spec
-    tables = (spec.gain, spec.bias, None if spec.bias_scale is None else spec.bias_scale.float().contiguous())
-    strides = [s for x in (query, key, value) for s in ((0, 0, 0) if x is None else x.stride()[:3])]
-    strides += [x.stride(0) if x is not None and x.shape[0] > 1 else 0 for x in (index, ranges, spec.gain, spec.bias)]
+class _Failed(Exception):
+    """No candidate of a kernel compiles, or fits the device."""
+
+
+#: Launches that failed in this process: what never worked once is not tried again.
+_FAILED: dict[Any, str] = {}
+
+
+def _launch(name: str, call: KernelCall, constants: dict[str, Any], launch: Callable[[Blocks, dict[str, Any]], None]) -> None:
+    """By the first of a kernel's candidates that works."""
+    query, value = call.query, call.value
+    width, limit, why = max(constants["DP"], constants["EP"]), _shared_memory(query.device), "no tiles fit"
+    for blocks in _candidates(name, query, value):
+        sizes = {"ROWS": blocks.rows, "COLUMNS": blocks.columns, "STAGES": blocks.stages}
+        own = constants | sizes | {"num_warps": blocks.warps, "num_stages": blocks.stages}
+        key = name, query.device, query.dtype, blocks, frozenset(own.items())
+        if blocks.least(name, width, query.element_size()) > limit:
+            continue
+        if key in _FAILED:
+            why = _FAILED[key]
+            continue
+        try:
+            with torch.cuda.device_of(query):
+                return launch(blocks, own)
+        except Exception as error:
+            if not _of_the_compiler(error):
+                raise
+            why = _FAILED[key] = f"{type(error).__name__}: {error}"
+    raise _Failed(f"the {name} kernel for head_dim {query.shape[-1]} in {query.dtype}: {why}")
+
+
+def _of_the_compiler(error: Exception) -> bool:
+    """Whether a launch failed before it began."""
+    if INTERPRETED or isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, triton.runtime.errors.OutOfResources) or "CUDA" not in str(error)
+
+
+@functools.cache
+def _warn(why: str) -> None:
+    warnings.warn(f"Triton cannot compile {why[:500]}; plain PyTorch computes such calls, slowly", stacklevel=2)
+
+
+def _constants(call: KernelCall, entropy: bool) -> dict[str, Any]:
+    query, key, value, rows, spec = call.query, call.key, call.value, call.rows, call.spec
     head_dim, value_dim = query.shape[-1], 16 if value is None else value.shape[-1]
-    outer, inner = _nodes(_SPAN)
-    constants = {
+    mapped, checked = spec.gain is not None, rows.allowed is not None
+    linear = not (mapped or spec.softcap or spec.row_scale is not None) and spec.scaling > 0
+    return {
         "HEADS": query.shape[1],
         "GROUP": query.shape[1] // key.shape[1],
-        "MAP": spec.gain is not None,
-        "HAS_Y": spec.bias_scale is not None and spec.gain is not None,
+        "MAP": mapped,
+        "SOFTCAP": bool(spec.softcap),
+        "HAS_X": spec.row_scale is not None,
+        "HAS_Y": mapped and spec.bias_scale is not None,
+        "IDS": mapped and rows.key_ids is not None,
+        "LINEAR": linear,
+        "ALLOWED": checked,
+        "DROPOUT": call.dropout > 0,
         "VALUE": value is not None,
-        "ROWS": blocks.rows,
-        "COLUMNS": blocks.columns,
+        "ENTROPY": entropy,
+        "DEGREES": 0 if checked or (mapped and spec.far is None) else DEGREES if mapped else 1,
         "D": head_dim,
         "DP": max(16, triton.next_power_of_2(head_dim)),
         "E": value_dim,
         "EP": max(16, triton.next_power_of_2(value_dim)),
-        "OUTER": outer,
-        "INNER": inner,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
-        "STAGES": blocks.stages,
-        "num_warps": blocks.warps,
-        "num_stages": blocks.stages,
     }
-    pointers = [unused if x is None else x for x in tables]
-    return [index, ranges, *pointers, *strides, query.shape[2], call.kv_len], constants
 
 
-def _of_pages(call: KernelCall, unused: Tensor) -> tuple[list[Any], dict[str, Any]]:
-    """What the forward kernel is given beside that, and its constants."""
-    table, half, cos, sin = call.pages
-    strides = [0 if table is None else table.stride(0)]
-    strides += [0, 0, 0] if cos is None else [cos.stride(n) if cos.shape[n] > 1 else 0 for n in range(3)]
-    pointers = [unused if x is None else x for x in (table, half, cos, sin)]
-    return [*pointers, *strides], {"PAGE": 0 if table is None else call.key.shape[2], "TURN": cos is not None}
+def _inputs(call: KernelCall, unused: Tensor) -> tuple[list[Any], list[Any]]:
+    """What every kernel reads beside vectors, and all strides, by batch, head and row; `unused` where there is nothing."""
+    query, key, value, rows, spec = call.query, call.key, call.value, call.rows, call.spec
+    ids = (rows.query_ids, rows.key_ids) if spec.gain is not None else (None, None)
+    scales = (None if x is None else x.expand(query.shape[:3]).float().contiguous() for x in (spec.row_scale, spec.bias_scale))
+    tables = [None if x is None else x.float().contiguous() for x in (spec.gain, spec.bias, spec.far)]
+    places = [None if x is None else x.contiguous() for x in ids]
+    tensors = [rows.index, *tables, *scales, rows.allowed, *places, call.seed]
+    strides = [s for x in (query, key, value) for s in ((0, 0, 0) if x is None else x.stride()[:3])]
+    strides += [_strides(x)[0] for x in (rows.index, *tables)] + _strides(rows.allowed) + [_strides(x)[0] for x in places]
+    return [unused if x is None else x for x in tensors], strides
+
+
+def _strides(x: Tensor | None) -> list[int]:
+    """0 where it broadcasts."""
+    return [0] * 4 if x is None else [s if n > 1 else 0 for s, n in zip(x.stride(), x.shape, strict=True)]
+
+
+class _Numbers(NamedTuple):
+    """By what logits in units of ln 2 are computed from products, and gradients brought back; see `triton_kernels._logits`."""
+
+    factor: float
+    bend: float
+    back: float
+
+    @classmethod
+    def of(cls, call: KernelCall) -> _Numbers:
+        scaling, cap = call.spec.scaling, call.spec.softcap
+        factor = (math.copysign(cap, scaling) if cap else scaling) * math.log2(math.e)
+        bend = 2 * abs(scaling) / cap * math.log2(math.e) if cap else 0.0
+        back = scaling if call.spec.gain is None else scaling / factor if cap else math.log(2)
+        return cls(factor, bend, back)
 
 
 def _dense(call: KernelCall) -> KernelCall:
     """The same call with vectors that lie in one piece, and so the index."""
-    query, key, value = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (call.query, call.key, call.value))
-    assert query is not None
-    assert key is not None
-    pages = call.pages
-    if pages.half is not None:  # it is read as the query is
-        query, pages = query.contiguous(), pages._replace(half=pages.half.contiguous())
-    return call._replace(query=query, key=key, value=value, rows=Rows(call.rows.index.contiguous()), pages=pages)
+    vectors = {n: x if x is None or x.stride(-1) == 1 else x.contiguous() for n, x in call._asdict().items() if n in _VECTORS}
+    index = call.rows.index
+    if index.stride()[1:] != (index.shape[-1], 1):
+        vectors["rows"] = dataclasses.replace(call.rows, index=index.contiguous())
+    if call.seed is not None:
+        vectors["seed"] = call.seed.to(call.query.device)
+    return call._replace(**vectors)
+
+
+_VECTORS = ("query", "key", "value")
+
+
+def _share(dropout: float) -> float:
+    """By what is multiplied what dropout keeps; all is dropped at 1."""
+    return 1 / (1 - dropout) if dropout < 1 else 0.0
 
 
 def _forward(call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
     call = _dense(call)
-    query, key, value, spec, with_entropy = call.query, call.key, call.value, call.spec, call.with_entropy
-    batch, heads, q_len, head_dim = query.shape
-    kv_heads, kv_len = key.shape[1], call.kv_len
-    group = heads // kv_heads
-    packed = q_len <= FEW_QUERIES and q_len * group <= 128
-    blocks = _forward_blocks(max(head_dim, 0 if value is None else value.shape[-1]), query.dtype)
-    splits = 1
-    if packed:
-        blocks = blocks._replace(rows=max(16, triton.next_power_of_2(q_len * group)))
-        splits = _splits(batch * kv_heads, kv_len, blocks.columns, query.device)
-    ranges = _column_ranges(call, blocks._replace(rows=q_len) if packed else blocks)
-    dtype = torch.float32 if splits > 1 else query.dtype
-    out = query.new_empty((0,) if value is None else (batch, heads, q_len, splits, value.shape[-1]), dtype=dtype)
-    lse = query.new_empty((batch, heads, q_len, splits), dtype=torch.float32)
-    entropy = query.new_empty((batch, heads, q_len, splits) if with_entropy else (0,), dtype=torch.float32)
-    chunk = triton.cdiv(triton.cdiv(kv_len, splits), blocks.columns) * blocks.columns
-    programs = (1 if packed else triton.cdiv(q_len, blocks.rows)) * splits, batch * (kv_heads if packed else heads)
-    (shared, constants), (paged, own) = _shared(call, ranges, blocks, unused=lse), _of_pages(call, unused=lse)
-    with torch.cuda.device_of(query):
-        kernels.forward_kernel[programs](
-            query, key, key if value is None else value, out, lse, entropy, *shared, spec.scaling, spec.sinks, chunk, *paged,
-            PACKED=packed, SPLITS=splits, ENTROPY=with_entropy, SPAN=q_len if packed else blocks.rows, **constants, **own,
+    query, key, value = call.query, call.key, call.value
+    batch, heads, q_len, _ = query.shape
+    out = query.new_empty((0,) if value is None else (batch, heads, q_len, value.shape[-1]))
+    lse = query.new_empty((batch, heads, q_len), dtype=torch.float32)
+    entropy = query.new_empty((batch, heads, q_len) if call.with_entropy else (0,), dtype=torch.float32)
+    (tensors, strides), numbers = _inputs(call, lse), _Numbers.of(call)
+
+    def launch(blocks: Blocks, constants: dict[str, Any]) -> None:
+        kernels.forward_kernel[triton.cdiv(q_len, blocks.rows), batch * heads](
+            query, key, key if value is None else value, out, lse, entropy, *tensors, *strides, q_len, key.shape[2],
+            numbers.factor, numbers.bend, call.dropout, _share(call.dropout), call.spec.sinks, **constants,
         )  # fmt: skip
-    if splits == 1:
-        return (out if value is None else out[..., 0, :]), lse[..., 0], entropy[..., 0] if with_entropy else entropy
-    whole = torch.logsumexp(lse, -1)
-    share = torch.where(lse.isneginf(), 0.0, (lse - whole[..., None]).exp())
-    if with_entropy:
-        entropy = (share * (entropy + torch.where(share > 0, whole[..., None] - lse, 0.0))).sum(-1)
-    return (out if value is None else (share[..., None] * out).sum(-2).to(query.dtype)), whole, entropy
+
+    try:
+        _launch("forward", call, _constants(call, call.with_entropy), launch)
+    except _Failed as failed:
+        _warn(str(failed))
+        return tiles.Blocks(call._replace(with_lse=True)).attend()
+    return out, lse, entropy
 
 
-def _splits(programs: int, kv_len: int, columns: int, device: torch.device) -> int:
-    """Into how many ranges the keys of a decoding call are split, so that every multiprocessor has work."""
-    target = 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    return max(1, min(triton.cdiv(target, programs), triton.cdiv(kv_len, 4 * columns), 128))
-
-
-def _gradients(
+def gradients(
     call: KernelCall, d_out: Tensor, d_lse: Tensor | None, d_entropy: Tensor | None, out: Tensor, lse: Tensor, entropy: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     call = _dense(call)
     query, key, value, spec = call.query, call.key, call.value, call.spec
-    batch, heads, q_len, head_dim = query.shape
+    batch, heads, q_len, _ = query.shape
     kv_heads, kv_len = key.shape[1:3]
-    blocks = _backward_blocks(max(head_dim, 0 if value is None else value.shape[-1]), query.dtype)
-    # sum_j P dP, less what the logsumexp passes on
-    delta = torch.zeros_like(lse)
-    if value is not None:
-        d_out = d_out.to(query.dtype).contiguous()
-        delta += (d_out.float() * out.float()).sum(-1)
-    if d_lse is not None:
-        delta -= d_lse
-    lse = lse.masked_fill(lse.isneginf(), 0.0)  # fully masked rows must not give NaN on the way
     d_query, d_key = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key))
     d_value = key.new_empty(0) if value is None else torch.empty(value.shape, dtype=value.dtype, device=key.device)
-    d_bias_scale = lse.new_empty(0 if spec.bias_scale is None else lse.shape)
-    of_rows = (lse, delta, entropy, lse if d_entropy is None else d_entropy.float().contiguous())
-    inputs = (query, key, key if value is None else value, query if value is None else d_out)
-    for kernel, outputs, ranges_of, programs in (
-        (kernels.query_kernel, (d_query, d_bias_scale), _column_ranges, (triton.cdiv(q_len, blocks.rows), batch * heads)),
-        (kernels.key_kernel, (d_key, d_value), _row_ranges, (triton.cdiv(kv_len, blocks.columns), batch * kv_heads)),
-    ):
-        shared, constants = _shared(call, ranges_of(call, blocks), blocks, unused=lse)
-        with torch.cuda.device_of(query):
-            kernel[programs](
-                *inputs, *outputs, *of_rows, *shared, spec.scaling, spec.sinks, ENTROPY=d_entropy is not None, **constants
-            )
-    return d_query, d_key, d_value, lse.new_empty(0), d_bias_scale
+    d_row_scale, d_bias_scale = (lse.new_empty(0 if x is None else lse.shape) for x in (spec.row_scale, spec.bias_scale))
+    if spec.gain is None:
+        d_bias_scale.zero_()
+    delta = torch.empty_like(lse)
+    do = query if value is None else d_out.to(query.dtype)
+    do = do if do.stride(-1) == 1 else do.contiguous()
+    by_row = [lse if x is None else x.float().contiguous() for x in (d_lse, d_entropy)]
+    (tensors, strides), numbers = _inputs(call, lse), _Numbers.of(call)
+    vectors = (query, key, key if value is None else value, do)
+    scalars = (*numbers, call.dropout, _share(call.dropout), spec.sinks)
+    constants = _constants(call, d_entropy is not None)
+
+    def by_rows(blocks: Blocks, constants: dict[str, Any]) -> None:
+        kernels.query_kernel[triton.cdiv(q_len, blocks.rows), batch * heads](
+            *vectors, out, d_query, d_row_scale, d_bias_scale, lse, by_row[0], delta, entropy, by_row[1],
+            *tensors, *strides, *do.stride()[:3], q_len, kv_len, *scalars, HAS_DLSE=d_lse is not None, **constants,
+        )  # fmt: skip
+
+    def by_columns(blocks: Blocks, constants: dict[str, Any]) -> None:
+        index, programs = tensors[0], triton.cdiv(kv_len, blocks.columns)
+        ranges = torch.empty((index.shape[0], programs, 4), dtype=torch.int32, device=query.device)
+        stride, mapped = _strides(index)[0], spec.gain is not None
+        kernels.ranges_kernel[programs, len(ranges)](
+            index, ranges, stride, q_len, kv_len, spec.sinks, MAP=mapped, ROWS=blocks.rows, COLUMNS=blocks.columns, CHUNK=1024
+        )
+        kernels.key_kernel[programs, batch * kv_heads](
+            *vectors, d_key, d_value, ranges, lse, delta, entropy, by_row[1], *tensors, *strides, *do.stride()[:3],
+            _strides(ranges)[0], q_len, kv_len, *scalars, **constants,
+        )  # fmt: skip
+
+    try:
+        _launch("query", call, constants, by_rows)
+        _launch("key", call, constants, by_columns)
+    except _Failed as failed:
+        if call.dropout:  # it drops other pairs
+            raise RuntimeError(f"Triton cannot compile {failed}, and plain PyTorch cannot repeat its dropout") from failed
+        _warn(str(failed))
+        return tiles.Blocks(call).gradients(d_out, d_lse, d_entropy, out, lse, entropy)
+    return d_query, d_key, d_value, d_row_scale, d_bias_scale
 
 
-_triton = operators.attention_operator("triton", KernelCall, _forward, _gradients)
+_triton = operators.attention_operator("triton", KernelCall, _forward, gradients)
 
-
-def _why_not(call: Call) -> str | None:
-    return why_not_triton(call.query, call.rows, call.softcap, call.dropout)
-
-
-KERNEL = Kernel("triton", _why_not, run, entropies=True)
+KERNEL = Kernel(
+    "triton",
+    lambda call: why_not_triton(call.query),
+    run,
+    picked=lambda call: call.query.device.type == "cuda",
+    entropies=True,
+)

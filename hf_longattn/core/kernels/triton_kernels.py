@@ -1,10 +1,13 @@
 """The Triton programs behind `kernels.triton`: what one block computes. Names of sizes are in capitals, as Triton's are.
 
-Rows of `Index` are the columns of `geometry.Rows.index`, int32. `Ranges` holds four bounds for each block: tiles in
-[first, a) and [z, last) are checked pair by pair, in one loop that skips those in [a, z), which are wholly visible and far
-from the diagonal and get a loop of their own. Where there is a map the first loop takes half tiles and is not pipelined:
-looking tables up costs registers for two tiles of addresses and, pipelined, two tiles of float32 in shared memory a stage,
-which for 128 x 64 is more than an H100 has. Offsets that grow with batch, head or length are int64.
+A tile of rows and columns is computed in one of three ways, each in a loop of its own:
+
+- checked: visibility pair by pair, and tables looked up pair by pair; near the diagonal, at the edges of what is visible.
+- whole: every pair is visible, and there is no map.
+- far: every pair is visible, and the tables are polynomials of the distance, of the lowest degree that is exact enough.
+
+Rows are those of `geometry.Rows.index`; the programs count everything in columns, from the first key on. Logits are in units
+of ln 2, so that exp2 serves. Offsets that grow with batch, head or length are int64.
 """
 # fmt: off
 # mypy: ignore-errors
@@ -17,381 +20,521 @@ from ..geometry import Columns
 WIDTH = tl.constexpr(len(Columns._fields))
 _AT = {name: tl.constexpr(n) for n, name in enumerate(Columns._fields)}
 QUERY, KEY_START, START, LOW, HIGH = (_AT[name] for name in ("query", "key_start", "start", "low", "high"))
+LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+#: Polynomials are known at every STEP-th distance; their records hold the degrees one after the other, see `triton._fits`.
+STEP, RECORD = tl.constexpr(16), tl.constexpr(18)
 
 
 @triton.jit
-def _rows(Index, row, there):
-    """Cache index, sequence start, first and last visible cache index of some rows; rows that are not there see nothing."""
-    at = Index + row * WIDTH
-    return (
-        tl.load(at + QUERY, mask=there, other=0), tl.load(at + START, mask=there, other=0),
-        tl.load(at + LOW, mask=there, other=2147483647), tl.load(at + HIGH, mask=there, other=-1),
-    )
+def _rows(Index, row, there, N):
+    """Own column, column where the sequence starts, first and last visible column; rows that are not there see nothing."""
+    at = Index + row.to(tl.int64) * WIDTH
+    key_start = tl.load(Index + KEY_START)
+    query = (tl.load(at + QUERY, mask=there, other=0) - key_start).to(tl.int32)
+    start = (tl.load(at + START, mask=there, other=0) - key_start).to(tl.int32)
+    low = tl.maximum(tl.load(at + LOW, mask=there, other=1 << 40) - key_start, 0)
+    high = tl.maximum(tl.load(at + HIGH, mask=there, other=-1) - key_start, -1)
+    return query, start, tl.minimum(low, N).to(tl.int32), tl.minimum(high, N - 1).to(tl.int32)
 
 @triton.jit
-def _vectors(X, c, n, stride, Table, stride_page, there, PAGE: tl.constexpr):
-    """Where the vectors of keys c + n begin: one after the other, or by Table in pages of PAGE keys."""
-    if PAGE:
-        page = tl.load(Table + (c + n) // PAGE, mask=there, other=0).to(tl.int64)
-        return X + page * stride_page + (c + n) % PAGE * stride
-    return X + c * tl.cast(stride, tl.int64) + n * stride
+def _bounds(query, start, low, high, there, sinks, N, MAP: tl.constexpr, COLUMNS: tl.constexpr):
+    """For a block of rows: the first and past the last column seen; tiles from a on and before z are wholly visible."""
+    seeing = low <= high
+    least, last = tl.min(tl.where(seeing, low, N)), tl.max(tl.where(seeing, high, -1)) + 1
+    kept, until = tl.max(tl.where(there, low, 0)), tl.min(tl.where(there, high, N - 1)) + 1
+    if MAP:
+        kept = tl.maximum(kept, tl.max(tl.where(there, start + sinks, 0)))
+    a = tl.maximum(tl.cdiv(kept, COLUMNS), least // COLUMNS) * COLUMNS
+    return least, last, a, tl.maximum(until // COLUMNS * COLUMNS, a)
 
 @triton.jit
-def _cubic(table, centre, OUTER: tl.constexpr, INNER: tl.constexpr):
-    f1, g1 = tl.load(table + centre + OUTER), tl.load(table + centre - OUTER)
-    f2, g2 = tl.load(table + centre + INNER), tl.load(table + centre - INNER)
-    e1, e2 = 0.5 * (f1 + g1), 0.5 * (f2 + g2)
-    d1, d2 = (f1 - g1) / (2 * OUTER), (f2 - g2) / (2 * INNER)
-    square = (e1 - e2) / (OUTER * OUTER - INNER * INNER)
-    odd = (d1 - d2) / (OUTER * OUTER - INNER * INNER)
-    return e2 - square * INNER * INNER, d2 - odd * INNER * INNER, square, odd
+def _from(Far, DEGREE: tl.constexpr):
+    """The distance of centres from which on tiles are polynomials of this degree."""
+    return tl.load(Far + DEGREE - 1).to(tl.int32) * STEP - STEP // 2
+
+@triton.jit
+def _load(X, first, n, stride, least, last, CHECKED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """The vectors first + n; 0 in place of those outside of [least, last), where that is checked."""
+    d = tl.arange(0, DP)
+    at = X + first * tl.cast(stride, tl.int64) + n[:, None] * stride + d[None, :]
+    there = (first + n >= least) & (first + n < last)
+    if CHECKED and D < DP:
+        return tl.load(at, mask=there[:, None] & (d < D)[None, :], other=0.0)
+    if CHECKED:
+        return tl.load(at, mask=there[:, None], other=0.0)
+    if D < DP:
+        return tl.load(at, mask=(d < D)[None, :], other=0.0)
+    return tl.load(at)
+
+@triton.jit
+def _polynomial(record, unit, u, j, DEGREE: tl.constexpr):
+    """c_0 + c_1 (u - j) + ... times unit, with the powers of j factored out: two vectors cost less than their difference."""
+    c0, c1 = tl.load(record) * unit, tl.load(record + 1) * unit
+    if DEGREE == 1:
+        return (c0 + c1 * u) - c1 * j
+    c2 = tl.load(record + 2) * unit
+    if DEGREE == 2:
+        return (c0 + u * (c1 + u * c2)) + j * (c2 * j - (c1 + 2 * c2 * u))
+    c3 = tl.load(record + 3) * unit
+    second = (c2 + 3 * c3 * u) - c3 * j
+    return (c0 + u * (c1 + u * (c2 + u * c3))) + j * (j * second - (c1 + u * (2 * c2 + 3 * u * c3)))
+
+@triton.jit
+def _visible(row, column, low, high, Allowed, stride_am, stride_an, M, N, ALLOWED: tl.constexpr):
+    visible = (column >= low) & (column <= high)
+    if ALLOWED:
+        at = Allowed + row.to(tl.int64) * stride_am + column.to(tl.int64) * stride_an
+        visible = visible & (tl.load(at, mask=visible & (row < M), other=0) != 0)
+    return visible
 
 @triton.jit
 def _logits(
-    s, query_index, key_index, low, high, start, gain, bias, y, q0, k0, sinks,
-    MAP: tl.constexpr, Y: tl.constexpr, FAR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    OUTER: tl.constexpr, INNER: tl.constexpr,
+    s, column, visible, query, start, query_id, key_id, x, y, Gain, Bias, Far, i, j, centre, factor, bend, sinks,
+    MAP: tl.constexpr, SOFTCAP: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, IDS: tl.constexpr, LINEAR: tl.constexpr,
+    DEGREE: tl.constexpr,
 ):
-    """Logits of a tile, d logit / d s and d logit / d y.
+    """From the products s of a tile: its logits, their derivative by s over a constant, and by the row factors over LN2.
 
-    query_index, low, high, start and y are (rows, 1), key_index is (1, columns); or all of them, and s, transposed.
+    LINEAR: the logits are factor s, and s comes back. What goes by row has one shape, what goes by column another, which
+    broadcast to that of s. DEGREE: 0 where tables are looked up; else i and j are distances from the tile's centre.
     """
-    g, b = 1.0, 0.0
+    slope = 1.0
+    if SOFTCAP:  # C / c = tanh(S / c)
+        t = tl.exp2(-tl.abs(s) * bend)
+        t = tl.where(s < 0, t - 1, 1 - t) / (1 + t)
+        slope, s = 1 - t * t, t
+    by_x, by_y = s, 0.0
     if MAP:
-        if FAR:
-            centre = q0 - k0 + (ROWS - COLUMNS) // 2
-            x = (query_index - key_index - centre).to(tl.float32)
-            c0, c1, c2, c3 = _cubic(gain, centre, OUTER, INNER)
-            g = c0 + x * (c1 + x * (c2 + x * c3))
-            c0, c1, c2, c3 = _cubic(bias, centre, OUTER, INNER)
-            b = c0 + x * (c1 + x * (c2 + x * c3))
+        if DEGREE == 0:
+            t = tl.abs(query_id - key_id) if IDS else tl.abs(query - column)
+            sink = key_id < sinks if IDS else (column >= start) & (column < start + sinks)
+            looked = visible & ~sink
+            g, by_y = tl.load(Gain + t, mask=looked, other=1.0), tl.load(Bias + t, mask=looked, other=0.0)
+            g, by_y = g * factor, by_y * LOG2E
         else:
-            t = tl.abs(query_index - key_index)
-            visible = (key_index >= low) & (key_index <= high)
-            g, b = tl.load(gain + t, mask=visible, other=1.0), tl.load(bias + t, mask=visible, other=0.0)
-            sink = (key_index >= start) & (key_index < start + sinks)
-            g, b = tl.where(sink, 1.0, g), tl.where(sink, 0.0, b)
-        s = s * g + (y * b if Y else b)
-    if not FAR:
-        s = tl.where((key_index >= low) & (key_index <= high), s, -1e30)
-    return s, g, b
+            nearest = (centre + STEP // 2) // STEP
+            record = Far + (nearest + 1) * RECORD + (DEGREE - 1) * (DEGREE + 2)
+            u = i + (centre - nearest * STEP).to(tl.float32)
+            g = _polynomial(record, factor, u, j, DEGREE)
+            by_y = _polynomial(record + DEGREE + 1, LOG2E, u, j, DEGREE)
+        by_x, slope = g * s, g * slope
+        added = y * by_y if Y else by_y
+        s = (x * by_x if X else by_x) + added
+    elif not LINEAR:
+        by_x = s * factor
+        s = x * by_x if X else by_x
+    return s, slope, by_x, by_y
+
+@triton.jit
+def _keep(Seed, row, column, head, dropout):
+    """Which pairs are not dropped, the same whenever they are asked for."""
+    lanes, _, _, _ = tl.philox(tl.load(Seed), column + 0 * row, row + 0 * column, head.to(tl.int32), 0)
+    return tl.uint_to_uniform_float(lanes) >= dropout
 
 @triton.jit
 def _forward_tiles(
-    acc, m, total, w, q, half, K, V, stride_kn, stride_vn, begin, end, a, skip, least, N, scaling,
-    query_index, low, high, start, gain, bias, y, q0, key_start, sinks,
-    Table, stride_kp, stride_vp, Cos, Sin, stride_cn,
-    MAP: tl.constexpr, Y: tl.constexpr, VALUE: tl.constexpr, ENTROPY: tl.constexpr, FAR: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    E: tl.constexpr, EP: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, PAGE: tl.constexpr, TURN: tl.constexpr,
+    acc, m, total, w, begin, end, least, last, q, K, V, stride_kn, stride_vn,
+    row, query, middle, start, low, high, query_id, KeyIds, x, y, Gain, Bias, Far, Allowed, stride_am, stride_an, Seed, head,
+    M, N, factor, bend, dropout, sinks,
+    MAP: tl.constexpr, SOFTCAP: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, IDS: tl.constexpr, LINEAR: tl.constexpr,
+    ALLOWED: tl.constexpr, DROPOUT: tl.constexpr, VALUE: tl.constexpr, ENTROPY: tl.constexpr,
+    CHECKED: tl.constexpr, DEGREE: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):
-    d, e, n = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, COLUMNS)
-    for visited in tl.range(begin, end, COLUMNS, num_stages=1 if MAP and not FAR else STAGES):
-        c = visited + tl.where(visited >= a, skip, 0)
-        column = c + n
-        there = column < N
-        if PAGE:  # other requests' keys and values are not read: a NaN among them would spread
-            there = there & (column >= least)
-        inside = there[None, :] & (d < D)[:, None]
-        k = tl.load(
-            _vectors(K, c, n, stride_kn, Table, stride_kp, there, PAGE)[None, :] + d[:, None], mask=inside, other=0.0
+    n = tl.arange(0, COLUMNS)
+    i, j = (query - middle).to(tl.float32), (n - COLUMNS // 2).to(tl.float32)[None, :]
+    for c in tl.range(begin, end, COLUMNS, num_stages=STAGES):
+        k = _load(K, c, n, stride_kn, least, last, CHECKED, D, DP)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        column = (c + n)[None, :]
+        visible = _visible(row, column, low, high, Allowed, stride_am, stride_an, M, N, ALLOWED) if CHECKED else True
+        key_id = tl.load(KeyIds + column, mask=column < last, other=0) if IDS and CHECKED else 0
+        s, _, _, _ = _logits(
+            s, column, visible, query, start, query_id, key_id, x, y, Gain, Bias, Far, i, j, middle - c - COLUMNS // 2,
+            factor, bend, sinks, MAP, SOFTCAP, X, Y, IDS, LINEAR, DEGREE,
         )
-        if TURN:
-            angle = c * tl.cast(stride_cn, tl.int64) + n[None, :] * stride_cn + d[:, None]
-            cos, sin = tl.load(Cos + angle, mask=inside, other=0.0), tl.load(Sin + angle, mask=inside, other=0.0)
-            s = tl.dot(half, (k * sin).to(k.dtype), input_precision=PRECISION)
-            s = tl.dot(q, (k * cos).to(k.dtype), s, input_precision=PRECISION) * scaling
+        if CHECKED:
+            s = tl.where(visible, s, float("-inf"))
+        if LINEAR:  # one multiply-add a pair: the largest product has the largest logit
+            top = tl.maximum(m, tl.max(s, 1) * factor)
+            s = s * factor - top[:, None]
         else:
-            s = tl.dot(q, k, input_precision=PRECISION) * scaling
-        key_index = (key_start + column)[None, :]
-        s, _, _ = _logits(
-            s, query_index, key_index, low, high, start, gain, bias, y, q0, key_start + c, sinks,
-            MAP, Y, FAR, SPAN, COLUMNS, OUTER, INNER,
-        )
-        top = tl.maximum(m, tl.max(s, 1))
-        p = tl.exp(s - top[:, None])
-        if not FAR:
-            p = tl.where((key_index >= low) & (key_index <= high), p, 0.0)
-        shrink = tl.exp(m - top)
-        if ENTROPY:  # Σ e^(L - m) (L - m), kept up to date as m grows
-            w = shrink * (w + (m - top) * total) + tl.sum(p * (s - top[:, None]), 1)
+            top = tl.maximum(m, tl.max(s, 1))
+            s = s - top[:, None]
+        p, shrink = tl.exp2(s), tl.exp2(m - top)
+        if ENTROPY:  # sum of 2^(L - m) (L - m), kept up to date as m grows
+            w = shrink * (w + (m - top) * total) + tl.sum(tl.where(visible, p * s, 0.0) if CHECKED else p * s, 1)
         total = total * shrink + tl.sum(p, 1)
+        if DROPOUT:
+            p = tl.where(_keep(Seed, row, column, head, dropout), p, 0.0)
         if VALUE:
-            v = tl.load(
-                _vectors(V, c, n, stride_vn, Table, stride_vp, there, PAGE)[:, None] + e[None, :],
-                mask=there[:, None] & (e < E)[None, :], other=0.0,
-            )
-            acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+            v = _load(V, c, n, stride_vn, least, last, CHECKED, E, EP)
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         m = top
     return acc, m, total, w
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "sinks"])
 def forward_kernel(
-    Q, K, V, Out, Lse, Entropy, Index, Ranges, Gain, Bias, Y,
+    Q, K, V, Out, Lse, Entropy, Index, Gain, Bias, Far, X, Y, Allowed, QueryIds, KeyIds, Seed,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ib, stride_rb, stride_gain, stride_bias, M, N, scaling, sinks, chunk,
-    Table, Half, Cos, Sin, stride_tb, stride_cb, stride_cn, stride_ch,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, SPLITS: tl.constexpr,
-    MAP: tl.constexpr, HAS_Y: tl.constexpr, VALUE: tl.constexpr, ENTROPY: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    E: tl.constexpr, EP: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, PAGE: tl.constexpr, TURN: tl.constexpr,
+    stride_ib, stride_gain, stride_bias, stride_far, stride_ab, stride_ah, stride_am, stride_an, stride_qi, stride_ki,
+    M, N, factor, bend, dropout, share, sinks,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, MAP: tl.constexpr, SOFTCAP: tl.constexpr, HAS_X: tl.constexpr,
+    HAS_Y: tl.constexpr, IDS: tl.constexpr, LINEAR: tl.constexpr, ALLOWED: tl.constexpr, DROPOUT: tl.constexpr,
+    VALUE: tl.constexpr, ENTROPY: tl.constexpr, DEGREES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """One block of query rows against one of SPLITS parts of the keys; PACKED: the rows of all heads that share a key head.
-
-    PAGE: keys and values lie in pages of so many, and the strides of K and V by batch are those of pages. TURN: keys are
-    re-rotated as they are read, q . (cos k) + half . (sin k).
-    """
-    block, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
-    n_heads = HEADS // GROUP if PACKED else HEADS
-    b, h = (tl.program_id(1) // n_heads).to(tl.int64), (tl.program_id(1) % n_heads).to(tl.int64)
-    r = block * ROWS + tl.arange(0, ROWS)
-    if PACKED:
-        head, row, there, kv_head = h * GROUP + r // M, r % M, r < M * GROUP, h
-        head = tl.where(there, head, 0)
-    else:
-        head, row, there, kv_head = h + 0 * r, r, r < M, h // GROUP
-    d, e = tl.arange(0, DP), tl.arange(0, EP)
-    Index += b * stride_ib
-    key_start = tl.load(Index + KEY_START)
-    query_index, start, low, high = _rows(Index, row, there)
-    query_index, start, low = query_index[:, None], start[:, None], low[:, None]
-    high = tl.minimum(high, key_start + N - 1)[:, None]
-    q0 = tl.load(Index + (0 if PACKED else block * ROWS) * WIDTH + QUERY)
-    at = b * stride_qb + head[:, None] * stride_qh + row[:, None] * stride_qm + d[None, :]
-    inside = there[:, None] & (d < D)[None, :]
-    q = tl.load(Q + at, mask=inside, other=0.0)
-    half = tl.load(Half + at, mask=inside, other=0.0) if TURN else q
-    flat = (b * HEADS + head) * M + row
+    """Output, logsumexp and entropy of one block of rows of a head; the last blocks, which see most, begin first."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    b, h = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
+    r, e = tl.arange(0, ROWS), tl.arange(0, EP)
+    row = block * ROWS + r
+    there = row < M
+    flat = (b * HEADS + h) * M + row
+    query, start, low, high = _rows(Index + b * stride_ib, row, there, N)
+    least, last, a, z = _bounds(query, start, low, high, there, sinks, N, MAP, COLUMNS)
+    top, bottom = tl.max(tl.where(there, query, -2147483647)), tl.min(tl.where(there, query, 2147483647))
+    middle = (top + bottom + 1) // 2
+    q = _load(Q + b * stride_qb + h * stride_qh, block * ROWS, r, stride_qm, 0, M, True, D, DP)
+    x = tl.load(X + flat, mask=there, other=1.0)[:, None] if HAS_X else 1.0
     y = tl.load(Y + flat, mask=there, other=1.0)[:, None] if HAS_Y else 1.0
-    least = 0
-    if PAGE:
-        Table += b * stride_tb
-        least, N = tl.min(low) - key_start, tl.max(high) + 1 - key_start
-    else:
-        K += b * stride_kb
-        V += b * stride_vb
-    K += kv_head * stride_kh
-    V += kv_head * stride_vh
-    Cos += b * stride_cb + kv_head * stride_ch
-    Sin += b * stride_cb + kv_head * stride_ch
-    owner = head[:, None] if PACKED else h
-    gain, bias = Gain + owner * stride_gain, Bias + owner * stride_bias
-    ranges = Ranges + b * stride_rb + block * 4
-    first, a, z, last = tl.load(ranges), tl.load(ranges + 1), tl.load(ranges + 2), tl.load(ranges + 3)
-    if SPLITS > 1:
-        c0, c1 = split * chunk, (split + 1) * chunk
-        first, a = tl.minimum(tl.maximum(first, c0), c1), tl.minimum(tl.maximum(a, c0), c1)
-        z, last = tl.minimum(tl.maximum(z, c0), c1), tl.minimum(tl.maximum(last, c0), c1)
+    query_id = tl.load(QueryIds + b * stride_qi + row, mask=there, other=0)[:, None] if IDS else 0
+    K += b * stride_kb + h // GROUP * stride_kh
+    V += b * stride_vb + h // GROUP * stride_vh
+    KeyIds += b * stride_ki
+    Allowed += b * stride_ab + h * stride_ah
+    gain, bias, far = Gain + h * stride_gain, Bias + h * stride_bias, Far + h * stride_far
     acc = tl.zeros((ROWS, EP), tl.float32)
     m = tl.full((ROWS,), -1e30, tl.float32)
     total, w = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
-    for far in tl.static_range(2):
-        begin, end, skip = (a, z, 0) if far == 1 else (first, last - (z - a), z - a)
+    row, query, start, low, high = row[:, None], query[:, None], start[:, None], low[:, None], high[:, None]
+    done = a
+    for degree in tl.static_range(0, 4):
+        if DEGREES & (1 << degree):
+            end = z
+            if degree:  # where rows lie as far apart as they are numbered
+                reach = middle - COLUMNS // 2 - _from(far, degree)
+                end = tl.where(top - bottom < ROWS, tl.maximum(reach + COLUMNS, 0) // COLUMNS * COLUMNS, 0)
+                end = tl.maximum(tl.minimum(end, z), done)
+            acc, m, total, w = _forward_tiles(
+                acc, m, total, w, done, end, least, last, q, K, V, stride_kn, stride_vn,
+                row, query, middle, start, low, high, query_id, KeyIds, x, y, gain, bias, far, Allowed, stride_am, stride_an,
+                Seed, b * HEADS + h, M, N, factor, bend, dropout, sinks,
+                MAP, SOFTCAP, HAS_X, HAS_Y, IDS, LINEAR, ALLOWED, DROPOUT, VALUE, ENTROPY,
+                False, degree, COLUMNS, D, DP, E, EP, PRECISION, STAGES,
+            )
+            done = end
+    for side in range(2):
+        begin = tl.where(side == 0, least // COLUMNS * COLUMNS, done)
+        end = tl.where(side == 0, tl.minimum(a, last), last)
         acc, m, total, w = _forward_tiles(
-            acc, m, total, w, q, half, K, V, stride_kn, stride_vn, begin, end, a, skip, least, N, scaling,
-            query_index, low, high, start, gain, bias, y, q0, key_start, sinks,
-            Table, stride_kb, stride_vb, Cos, Sin, stride_cn,
-            MAP, HAS_Y, VALUE, ENTROPY, far == 1, ROWS, COLUMNS // 2 if MAP and far == 0 else COLUMNS,
-            SPAN, D, DP, E, EP, OUTER, INNER, PRECISION, STAGES, PAGE, TURN,
+            acc, m, total, w, begin, end, least, last, q, K, V, stride_kn, stride_vn,
+            row, query, middle, start, low, high, query_id, KeyIds, x, y, gain, bias, far, Allowed, stride_am, stride_an,
+            Seed, b * HEADS + h, M, N, factor, bend, dropout, sinks,
+            MAP, SOFTCAP, HAS_X, HAS_Y, IDS, LINEAR, ALLOWED, DROPOUT, VALUE, ENTROPY,
+            True, 0, COLUMNS, D, DP, E, EP, PRECISION, 1 if MAP else STAGES,
         )
     visible = total > 0
     safe = tl.where(visible, total, 1.0)
-    out_row = flat * SPLITS + split
-    lse = tl.where(visible, m + tl.log(safe), float("-inf"))
-    tl.store(Lse + out_row, lse, mask=there)
+    tl.store(Lse + flat, tl.where(visible, (m + tl.log2(safe)) * LN2, float("-inf")), mask=there)
     if ENTROPY:
-        tl.store(Entropy + out_row, tl.where(visible, tl.log(safe) - w / safe, 0.0), mask=there)
+        tl.store(Entropy + flat, tl.where(visible, (tl.log2(safe) - w / safe) * LN2, 0.0), mask=there)
     if VALUE:
-        out = acc / safe[:, None]
-        tl.store(
-            Out + out_row[:, None] * E + e[None, :], out.to(Out.dtype.element_ty), mask=there[:, None] & (e < E)[None, :]
-        )
+        out = acc * (share / safe)[:, None] if DROPOUT else acc / safe[:, None]
+        tl.store(Out + flat[:, None] * E + e[None, :], out.to(Out.dtype.element_ty), mask=there[:, None] & (e < E)[None, :])
 
 @triton.jit
 def _d_logits(
-    s, dp, lse, delta, entropy, d_entropy, visible, ENTROPY: tl.constexpr, VALUE: tl.constexpr, FAR: tl.constexpr
+    s, dp, lse, delta, entropy, d_entropy, visible, kept, share, factor,
+    LINEAR: tl.constexpr, ENTROPY: tl.constexpr, VALUE: tl.constexpr, CHECKED: tl.constexpr, DROPOUT: tl.constexpr,
 ):
-    """Probabilities and the gradient of the logits; the row's numbers come in the shape that fits s."""
-    p = tl.exp(s - lse)
-    if not FAR:
-        p = tl.where(visible, p, 0.0)
+    """Probabilities, before and after dropout, and the gradient of the logits; a row's numbers have the shape that fits s."""
+    log_p = s * factor - lse if LINEAR else s - lse
+    if CHECKED:
+        log_p = tl.where(visible, log_p, float("-inf"))
+    p = tl.exp2(log_p)
+    dropped = p
+    if DROPOUT:
+        dropped = tl.where(kept, p * share, 0.0)
+        dp = tl.where(kept, dp * share, 0.0)
     d = p * (dp - delta) if VALUE else p * (0.0 - delta)
-    if ENTROPY:  # dH / dL_j = -p_j (L_j - mean L), and mean L = lse - H
-        d -= d_entropy * p * (s - lse + entropy)
-    return p, d
+    if ENTROPY:  # dH / dL_j = -p_j (ln p_j + H)
+        log_p = tl.where(visible, log_p, 0.0) if CHECKED else log_p
+        d -= d_entropy * p * (log_p * LN2 + entropy)
+    return dropped, d
 
 @triton.jit
 def _query_tiles(
-    dq, dy, q, do, K, V, stride_kn, stride_vn, begin, end, a, skip, N, scaling, lse, delta, entropy, d_entropy,
-    query_index, low, high, start, gain, bias, y, q0, key_start, sinks,
-    MAP: tl.constexpr, HAS_Y: tl.constexpr, VALUE: tl.constexpr, ENTROPY: tl.constexpr, FAR: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-    OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    dq, dx, dy, begin, end, least, last, q, do, K, V, stride_kn, stride_vn, lse, delta, entropy, d_entropy,
+    row, query, middle, start, low, high, query_id, KeyIds, x, y, Gain, Bias, Far, Allowed, stride_am, stride_an, Seed, head,
+    M, N, factor, bend, dropout, share, sinks,
+    MAP: tl.constexpr, SOFTCAP: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, IDS: tl.constexpr, LINEAR: tl.constexpr,
+    ALLOWED: tl.constexpr, DROPOUT: tl.constexpr, VALUE: tl.constexpr, ENTROPY: tl.constexpr,
+    CHECKED: tl.constexpr, DEGREE: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):
-    d, e, n = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, COLUMNS)
-    for visited in tl.range(begin, end, COLUMNS, num_stages=1 if MAP and not FAR else STAGES):
-        c = visited + tl.where(visited >= a, skip, 0)
-        column = c + n
-        k = tl.load(
-            K + c * tl.cast(stride_kn, tl.int64) + n[:, None] * stride_kn + d[None, :],
-            mask=(column < N)[:, None] & (d < D)[None, :], other=0.0,
-        )
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
-        key_index = (key_start + column)[None, :]
-        s, g, b = _logits(
-            s, query_index, key_index, low, high, start, gain, bias, y, q0, key_start + c, sinks,
-            MAP, HAS_Y, FAR, ROWS, COLUMNS, OUTER, INNER,
-        )
+    n = tl.arange(0, COLUMNS)
+    i, j = (query - middle).to(tl.float32), (n - COLUMNS // 2).to(tl.float32)[None, :]
+    for c in tl.range(begin, end, COLUMNS, num_stages=STAGES):
+        k = _load(K, c, n, stride_kn, least, last, CHECKED, D, DP)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         dp = s
         if VALUE:
-            v = tl.load(
-                V + c * tl.cast(stride_vn, tl.int64) + n[:, None] * stride_vn + e[None, :],
-                mask=(column < N)[:, None] & (e < E)[None, :], other=0.0,
-            )
+            v = _load(V, c, n, stride_vn, least, last, CHECKED, E, EP)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        visible = (key_index >= low) & (key_index <= high)
-        _, ds = _d_logits(s, dp, lse, delta, entropy, d_entropy, visible, ENTROPY, VALUE, FAR)
-        if HAS_Y:
-            dy += tl.sum(ds * b, 1)
-        if MAP:
-            ds = ds * g
-        dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
-    return dq, dy
+        column = (c + n)[None, :]
+        visible = _visible(row, column, low, high, Allowed, stride_am, stride_an, M, N, ALLOWED) if CHECKED else True
+        key_id = tl.load(KeyIds + column, mask=column < last, other=0) if IDS and CHECKED else 0
+        s, slope, by_x, by_y = _logits(
+            s, column, visible, query, start, query_id, key_id, x, y, Gain, Bias, Far, i, j, middle - c - COLUMNS // 2,
+            factor, bend, sinks, MAP, SOFTCAP, X, Y, IDS, LINEAR, DEGREE,
+        )
+        kept = _keep(Seed, row, column, head, dropout) if DROPOUT else True
+        _, ds = _d_logits(
+            s, dp, lse, delta, entropy, d_entropy, visible, kept, share, factor, LINEAR, ENTROPY, VALUE, CHECKED, DROPOUT
+        )
+        if X:
+            dx += tl.sum(ds * by_x, 1)
+        if Y:
+            dy += tl.sum(ds * by_y, 1)
+        if MAP or SOFTCAP:
+            ds = ds * slope
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq, dx, dy
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "sinks"])
 def query_kernel(
-    Q, K, V, DO, DQ, DY, Lse, Delta, Entropy, DEntropy, Index, Ranges, Gain, Bias, Y,
+    Q, K, V, DO, Out, DQ, DX, DY, Lse, DLse, Delta, Entropy, DEntropy,
+    Index, Gain, Bias, Far, X, Y, Allowed, QueryIds, KeyIds, Seed,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ib, stride_rb, stride_gain, stride_bias, M, N, scaling, sinks,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, MAP: tl.constexpr, HAS_Y: tl.constexpr, VALUE: tl.constexpr,
-    ENTROPY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    E: tl.constexpr, EP: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    stride_ib, stride_gain, stride_bias, stride_far, stride_ab, stride_ah, stride_am, stride_an, stride_qi, stride_ki,
+    stride_db, stride_dh, stride_dm, M, N, factor, bend, back, dropout, share, sinks,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, MAP: tl.constexpr, SOFTCAP: tl.constexpr, HAS_X: tl.constexpr,
+    HAS_Y: tl.constexpr, IDS: tl.constexpr, LINEAR: tl.constexpr, ALLOWED: tl.constexpr, DROPOUT: tl.constexpr,
+    VALUE: tl.constexpr, ENTROPY: tl.constexpr, HAS_DLSE: tl.constexpr, DEGREES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """d_query and d_bias_scale of one block of rows."""
-    block = tl.program_id(0)
+    """The gradients of one block of rows of a head: of queries and row factors; and Delta, for `key_kernel`."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
     b, h = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
-    row = block * ROWS + tl.arange(0, ROWS)
-    there, d, e = row < M, tl.arange(0, DP), tl.arange(0, EP)
-    Index += b * stride_ib
-    key_start = tl.load(Index + KEY_START)
-    query_index, start, low, high = _rows(Index, row, there)
-    query_index, start, low = query_index[:, None], start[:, None], low[:, None]
-    high = tl.minimum(high, key_start + N - 1)[:, None]
-    q0 = tl.load(Index + block * ROWS * WIDTH + QUERY)
-    inside = there[:, None] & (d < D)[None, :]
-    q = tl.load(Q + b * stride_qb + h * stride_qh + row[:, None] * stride_qm + d[None, :], mask=inside, other=0.0)
+    r, d = tl.arange(0, ROWS), tl.arange(0, DP)
+    row = block * ROWS + r
+    there = row < M
     flat = (b * HEADS + h) * M + row
-    do = q
-    if VALUE:
-        do = tl.load(DO + flat[:, None] * E + e[None, :], mask=there[:, None] & (e < E)[None, :], other=0.0)
+    query, start, low, high = _rows(Index + b * stride_ib, row, there, N)
+    least, last, a, z = _bounds(query, start, low, high, there, sinks, N, MAP, COLUMNS)
+    top, bottom = tl.max(tl.where(there, query, -2147483647)), tl.min(tl.where(there, query, 2147483647))
+    middle = (top + bottom + 1) // 2
+    q = _load(Q + b * stride_qb + h * stride_qh, block * ROWS, r, stride_qm, 0, M, True, D, DP)
+    do, delta = q, tl.zeros((ROWS,), tl.float32)
+    if VALUE:  # sum_j P dP, less what the logsumexp passes on
+        do = _load(DO + b * stride_db + h * stride_dh, block * ROWS, r, stride_dm, 0, M, True, E, EP)
+        out = _load(Out + (b * HEADS + h) * M * E, block * ROWS, r, E, 0, M, True, E, EP)
+        delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
+    if HAS_DLSE:
+        delta -= tl.load(DLse + flat, mask=there, other=0.0)
+    tl.store(Delta + flat, delta, mask=there)
+    x = tl.load(X + flat, mask=there, other=1.0)[:, None] if HAS_X else 1.0
     y = tl.load(Y + flat, mask=there, other=1.0)[:, None] if HAS_Y else 1.0
-    lse, delta = tl.load(Lse + flat, mask=there, other=0.0)[:, None], tl.load(Delta + flat, mask=there, other=0.0)[:, None]
+    lse = tl.load(Lse + flat, mask=there, other=0.0)
+    lse = tl.where(lse == float("-inf"), 0.0, lse * LOG2E)[:, None]  # fully masked rows must not give NaN on the way
     entropy = tl.load(Entropy + flat, mask=there, other=0.0)[:, None] if ENTROPY else 0.0
     d_entropy = tl.load(DEntropy + flat, mask=there, other=0.0)[:, None] if ENTROPY else 0.0
+    query_id = tl.load(QueryIds + b * stride_qi + row, mask=there, other=0)[:, None] if IDS else 0
     K += b * stride_kb + h // GROUP * stride_kh
     V += b * stride_vb + h // GROUP * stride_vh
-    gain, bias = Gain + h * stride_gain, Bias + h * stride_bias
-    ranges = Ranges + b * stride_rb + block * 4
-    first, a, z, last = tl.load(ranges), tl.load(ranges + 1), tl.load(ranges + 2), tl.load(ranges + 3)
-    dq, dy = tl.zeros((ROWS, DP), tl.float32), tl.zeros((ROWS,), tl.float32)
-    for far in tl.static_range(2):
-        begin, end, skip = (a, z, 0) if far == 1 else (first, last - (z - a), z - a)
-        dq, dy = _query_tiles(
-            dq, dy, q, do, K, V, stride_kn, stride_vn, begin, end, a, skip, N, scaling, lse, delta, entropy, d_entropy,
-            query_index, low, high, start, gain, bias, y, q0, key_start, sinks,
-            MAP, HAS_Y, VALUE, ENTROPY, far == 1, ROWS, COLUMNS // 2 if MAP and far == 0 else COLUMNS,
-            D, DP, E, EP, OUTER, INNER, PRECISION, STAGES,
+    KeyIds += b * stride_ki
+    Allowed += b * stride_ab + h * stride_ah
+    gain, bias, far = Gain + h * stride_gain, Bias + h * stride_bias, Far + h * stride_far
+    dq = tl.zeros((ROWS, DP), tl.float32)
+    dx, dy = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    row, query, start, low, high = row[:, None], query[:, None], start[:, None], low[:, None], high[:, None]
+    delta = delta[:, None]
+    done = a
+    for degree in tl.static_range(0, 4):
+        if DEGREES & (1 << degree):
+            end = z
+            if degree:
+                reach = middle - COLUMNS // 2 - _from(far, degree)
+                end = tl.where(top - bottom < ROWS, tl.maximum(reach + COLUMNS, 0) // COLUMNS * COLUMNS, 0)
+                end = tl.maximum(tl.minimum(end, z), done)
+            dq, dx, dy = _query_tiles(
+                dq, dx, dy, done, end, least, last, q, do, K, V, stride_kn, stride_vn, lse, delta, entropy, d_entropy,
+                row, query, middle, start, low, high, query_id, KeyIds, x, y, gain, bias, far, Allowed, stride_am, stride_an,
+                Seed, b * HEADS + h, M, N, factor, bend, dropout, share, sinks,
+                MAP, SOFTCAP, HAS_X, HAS_Y, IDS, LINEAR, ALLOWED, DROPOUT, VALUE, ENTROPY,
+                False, degree, COLUMNS, D, DP, E, EP, PRECISION, STAGES,
+            )
+            done = end
+    for side in range(2):
+        begin = tl.where(side == 0, least // COLUMNS * COLUMNS, done)
+        end = tl.where(side == 0, tl.minimum(a, last), last)
+        dq, dx, dy = _query_tiles(
+            dq, dx, dy, begin, end, least, last, q, do, K, V, stride_kn, stride_vn, lse, delta, entropy, d_entropy,
+            row, query, middle, start, low, high, query_id, KeyIds, x, y, gain, bias, far, Allowed, stride_am, stride_an,
+            Seed, b * HEADS + h, M, N, factor, bend, dropout, share, sinks,
+            MAP, SOFTCAP, HAS_X, HAS_Y, IDS, LINEAR, ALLOWED, DROPOUT, VALUE, ENTROPY,
+            True, 0, COLUMNS, D, DP, E, EP, PRECISION, 1 if MAP else STAGES,
         )
-    tl.store(DQ + flat[:, None] * D + d[None, :], (dq * scaling).to(DQ.dtype.element_ty), mask=inside)
+    dq = dq * (x * back)
+    tl.store(DQ + flat[:, None] * D + d[None, :], dq.to(DQ.dtype.element_ty), mask=there[:, None] & (d < D)[None, :])
+    if HAS_X:
+        tl.store(DX + flat, dx * LN2, mask=there)
     if HAS_Y:
-        tl.store(DY + flat, dy, mask=there)
+        tl.store(DY + flat, dy * LN2, mask=there)
+
+@triton.jit(do_not_specialize=["M", "N", "sinks"])
+def ranges_kernel(
+    Index, Ranges, stride_ib, M, N, sinks,
+    MAP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """For a block of columns: the first and past the last row that sees one, and between a and b those that see them all.
+
+    Where there is a map, only where the rows lie as far apart as they are numbered.
+    """
+    block, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    Index += b * stride_ib
+    begin = block * COLUMNS
+    end = tl.minimum(begin + COLUMNS, N) - 1
+    first, last, least, most = M, 0, 0, M
+    own = (tl.load(Index + QUERY) - tl.load(Index + KEY_START)).to(tl.int32)
+    for c in range(0, M, CHUNK):
+        row = c + tl.arange(0, CHUNK)
+        there = row < M
+        query, start, low, high = _rows(Index, row, there, N)
+        seeing = (low <= high) & (low <= end) & (high >= begin)
+        first = tl.minimum(first, tl.min(tl.where(seeing, row, M)))
+        last = tl.maximum(last, tl.max(tl.where(seeing, row, -1)) + 1)
+        least = tl.maximum(least, tl.max(tl.where(there & (high < end), row, -1)) + 1)
+        kept = low
+        if MAP:
+            kept = tl.maximum(low, start + sinks)
+            kept = tl.where(query - row == own, kept, N)
+        most = tl.minimum(most, tl.min(tl.where(there & (kept > begin), row, M)))
+    first = first // ROWS * ROWS
+    a = tl.maximum(tl.cdiv(least, ROWS) * ROWS, first)
+    Ranges += (b * tl.num_programs(0) + block) * 4
+    tl.store(Ranges, first)
+    tl.store(Ranges + 1, a)
+    tl.store(Ranges + 2, tl.maximum(most // ROWS * ROWS, a))
+    tl.store(Ranges + 3, last)
 
 @triton.jit
 def _key_tiles(
-    dk, dv, k, v, Q, DO, Lse, Delta, Entropy, DEntropy, Y, Index, stride_qm, begin, end, a, skip, M, flat0, scaling,
-    key_index, gain, bias, k0, sinks,
-    MAP: tl.constexpr, HAS_Y: tl.constexpr, VALUE: tl.constexpr, ENTROPY: tl.constexpr, FAR: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-    OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    dk, dv, begin, end, k, v, Q, DO, stride_qm, stride_dm, Lse, Delta, Entropy, DEntropy, X, Y,
+    column, Index, query0, k0, QueryIds, key_id, Gain, Bias, Far, Allowed, stride_am, stride_an, Seed, head,
+    M, N, factor, bend, dropout, share, sinks,
+    MAP: tl.constexpr, SOFTCAP: tl.constexpr, HAS_X: tl.constexpr, HAS_Y: tl.constexpr, IDS: tl.constexpr,
+    LINEAR: tl.constexpr, ALLOWED: tl.constexpr, DROPOUT: tl.constexpr, VALUE: tl.constexpr, ENTROPY: tl.constexpr,
+    CHECKED: tl.constexpr, DEGREE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):
-    d, e, r = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, ROWS)
-    for visited in tl.range(begin, end, ROWS, num_stages=1 if MAP and not FAR else STAGES):
-        c = visited + tl.where(visited >= a, skip, 0)
+    r = tl.arange(0, ROWS)
+    i = (r - ROWS // 2).to(tl.float32)[None, :]
+    j = (tl.arange(0, COLUMNS) - COLUMNS // 2).to(tl.float32)[:, None]
+    for c in tl.range(begin, end, ROWS, num_stages=STAGES):
         row = c + r
-        there, flat = row < M, flat0 + row
-        q = tl.load(
-            Q + c * tl.cast(stride_qm, tl.int64) + r[:, None] * stride_qm + d[None, :],
-            mask=there[:, None] & (d < D)[None, :], other=0.0,
-        )
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scaling
-        query_index, start, low, high = _rows(Index, row, there)
-        query_index, start, low, high = query_index[None, :], start[None, :], low[None, :], high[None, :]
-        y = tl.load(Y + flat, mask=there, other=1.0)[None, :] if HAS_Y else 1.0
-        s, g, _ = _logits(
-            s, query_index, key_index, low, high, start, gain, bias, y, tl.load(Index + c * WIDTH + QUERY), k0, sinks,
-            MAP, HAS_Y, FAR, ROWS, COLUMNS, OUTER, INNER,
-        )
-        lse = tl.load(Lse + flat, mask=there, other=0.0)[None, :]
-        delta = tl.load(Delta + flat, mask=there, other=0.0)[None, :]
-        entropy = tl.load(Entropy + flat, mask=there, other=0.0)[None, :] if ENTROPY else 0.0
-        d_entropy = tl.load(DEntropy + flat, mask=there, other=0.0)[None, :] if ENTROPY else 0.0
+        there = row < M
+        q = _load(Q, c, r, stride_qm, 0, M, CHECKED, D, DP)
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         dp, do = s, q
         if VALUE:
-            do = tl.load(DO + flat[:, None] * E + e[None, :], mask=there[:, None] & (e < E)[None, :], other=0.0)
+            do = _load(DO, c, r, stride_dm, 0, M, CHECKED, E, EP)
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        visible = (key_index >= low) & (key_index <= high)
-        p, ds = _d_logits(s, dp, lse, delta, entropy, d_entropy, visible, ENTROPY, VALUE, FAR)
+        lse = tl.load(Lse + row, mask=there, other=0.0)
+        lse = tl.where(lse == float("-inf"), 0.0, lse * LOG2E)[None, :]
+        delta = tl.load(Delta + row, mask=there, other=0.0)[None, :]
+        entropy = tl.load(Entropy + row, mask=there, other=0.0)[None, :] if ENTROPY else 0.0
+        d_entropy = tl.load(DEntropy + row, mask=there, other=0.0)[None, :] if ENTROPY else 0.0
+        x = tl.load(X + row, mask=there, other=1.0)[None, :] if HAS_X else 1.0
+        y = tl.load(Y + row, mask=there, other=1.0)[None, :] if HAS_Y else 1.0
+        query, start, query_id, visible = 0, 0, 0, True
+        if CHECKED:
+            query, start, low, high = _rows(Index, row, there, N)
+            query, start, low, high = query[None, :], start[None, :], low[None, :], high[None, :]
+            visible = _visible(row[None, :], column, low, high, Allowed, stride_am, stride_an, M, N, ALLOWED)
+            query_id = tl.load(QueryIds + row, mask=there, other=0)[None, :] if IDS else 0
+        s, slope, _, _ = _logits(
+            s, column, visible, query, start, query_id, key_id, x, y, Gain, Bias, Far, i, j,
+            query0 + c + ROWS // 2 - k0 - COLUMNS // 2, factor, bend, sinks, MAP, SOFTCAP, HAS_X, HAS_Y, IDS, LINEAR, DEGREE,
+        )
+        kept = _keep(Seed, row[None, :], column, head, dropout) if DROPOUT else True
+        p, ds = _d_logits(
+            s, dp, lse, delta, entropy, d_entropy, visible, kept, share, factor, LINEAR, ENTROPY, VALUE, CHECKED, DROPOUT
+        )
         if VALUE:
-            dv += tl.dot(p.to(do.dtype), do, input_precision=PRECISION)
-        if MAP:
-            ds = ds * g
-        dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION)
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        if MAP or SOFTCAP:
+            ds = ds * slope
+        if HAS_X:
+            ds = ds * x
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "sinks"])
 def key_kernel(
-    Q, K, V, DO, DK, DV, Lse, Delta, Entropy, DEntropy, Index, Ranges, Gain, Bias, Y,
+    Q, K, V, DO, DK, DV, Ranges, Lse, Delta, Entropy, DEntropy,
+    Index, Gain, Bias, Far, X, Y, Allowed, QueryIds, KeyIds, Seed,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ib, stride_rb, stride_gain, stride_bias, M, N, scaling, sinks,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, MAP: tl.constexpr, HAS_Y: tl.constexpr, VALUE: tl.constexpr,
-    ENTROPY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    E: tl.constexpr, EP: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    stride_ib, stride_gain, stride_bias, stride_far, stride_ab, stride_ah, stride_am, stride_an, stride_qi, stride_ki,
+    stride_db, stride_dh, stride_dm, stride_rb, M, N, factor, bend, back, dropout, share, sinks,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, MAP: tl.constexpr, SOFTCAP: tl.constexpr, HAS_X: tl.constexpr,
+    HAS_Y: tl.constexpr, IDS: tl.constexpr, LINEAR: tl.constexpr, ALLOWED: tl.constexpr, DROPOUT: tl.constexpr,
+    VALUE: tl.constexpr, ENTROPY: tl.constexpr, DEGREES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """d_key and d_value of one block of keys, summed over the heads that share them."""
+    """The gradients of one block of keys and values, summed over the heads that share them."""
     block, kv_heads = tl.program_id(0), HEADS // GROUP
     b, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), (tl.program_id(1) % kv_heads).to(tl.int64)
-    column = block * COLUMNS + tl.arange(0, COLUMNS)
-    there, d, e = column < N, tl.arange(0, DP), tl.arange(0, EP)
-    inside = there[:, None] & (d < D)[None, :]
-    k = tl.load(K + b * stride_kb + kv_head * stride_kh + column[:, None] * stride_kn + d[None, :], mask=inside, other=0.0)
+    n, d, e = tl.arange(0, COLUMNS), tl.arange(0, DP), tl.arange(0, EP)
+    k0 = block * COLUMNS
+    there = k0 + n < N
+    column = (k0 + n)[:, None]
+    k = _load(K + b * stride_kb + kv_head * stride_kh, k0, n, stride_kn, 0, N, True, D, DP)
     v = k
     if VALUE:
-        v = tl.load(
-            V + b * stride_vb + kv_head * stride_vh + column[:, None] * stride_vn + e[None, :],
-            mask=there[:, None] & (e < E)[None, :], other=0.0,
-        )
+        v = _load(V + b * stride_vb + kv_head * stride_vh, k0, n, stride_vn, 0, N, True, E, EP)
     Index += b * stride_ib
-    k0 = tl.load(Index + KEY_START) + block * COLUMNS
-    key_index = (k0 + tl.arange(0, COLUMNS))[:, None]
-    ranges = Ranges + b * stride_rb + block * 4
-    first, a, z, last = tl.load(ranges), tl.load(ranges + 1), tl.load(ranges + 2), tl.load(ranges + 3)
+    query0 = (tl.load(Index + QUERY) - tl.load(Index + KEY_START)).to(tl.int32)
+    key_id = tl.load(KeyIds + b * stride_ki + column, mask=column < N, other=0) if IDS else 0
+    QueryIds += b * stride_qi
+    Ranges += b * stride_rb + block * 4
+    first, a, z, last = tl.load(Ranges), tl.load(Ranges + 1), tl.load(Ranges + 2), tl.load(Ranges + 3)
     dk, dv = tl.zeros((COLUMNS, DP), tl.float32), tl.zeros((COLUMNS, EP), tl.float32)
     for g in range(GROUP):
         h = kv_head * GROUP + g
-        for far in tl.static_range(2):
-            begin, end, skip = (a, z, 0) if far == 1 else (first, last - (z - a), z - a)
+        flat = (b * HEADS + h) * M
+        q, do = Q + b * stride_qb + h * stride_qh, DO + b * stride_db + h * stride_dh
+        gain, bias, far = Gain + h * stride_gain, Bias + h * stride_bias, Far + h * stride_far
+        allowed = Allowed + b * stride_ab + h * stride_ah
+        done = z  # downwards from the farthest rows
+        for degree in tl.static_range(0, 4):
+            if DEGREES & (1 << degree):
+                begin = a
+                if degree:
+                    reach = _from(far, degree) - query0 - ROWS // 2 + k0 + COLUMNS // 2
+                    begin = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(reach, 0), ROWS) * ROWS, a), done)
+                dk, dv = _key_tiles(
+                    dk, dv, begin, done, k, v, q, do, stride_qm, stride_dm,
+                    Lse + flat, Delta + flat, Entropy + flat, DEntropy + flat, X + flat, Y + flat,
+                    column, Index, query0, k0, QueryIds, key_id, gain, bias, far, allowed, stride_am, stride_an,
+                    Seed, b * HEADS + h, M, N, factor, bend, dropout, share, sinks,
+                    MAP, SOFTCAP, HAS_X, HAS_Y, IDS, LINEAR, ALLOWED, DROPOUT, VALUE, ENTROPY,
+                    False, degree, ROWS, COLUMNS, D, DP, E, EP, PRECISION, STAGES,
+                )
+                done = begin
+        for side in range(2):
+            begin, end = tl.where(side == 0, first, z), tl.where(side == 0, tl.minimum(done, last), last)
             dk, dv = _key_tiles(
-                dk, dv, k, v, Q + b * stride_qb + h * stride_qh, DO, Lse, Delta, Entropy, DEntropy, Y, Index,
-                stride_qm, begin, end, a, skip, M, (b * HEADS + h) * M, scaling,
-                key_index, Gain + h * stride_gain, Bias + h * stride_bias, k0, sinks,
-                MAP, HAS_Y, VALUE, ENTROPY, far == 1, ROWS // 2 if MAP and far == 0 else ROWS, COLUMNS,
-                D, DP, E, EP, OUTER, INNER, PRECISION, STAGES,
+                dk, dv, begin, end, k, v, q, do, stride_qm, stride_dm,
+                Lse + flat, Delta + flat, Entropy + flat, DEntropy + flat, X + flat, Y + flat,
+                column, Index, query0, k0, QueryIds, key_id, gain, bias, far, allowed, stride_am, stride_an,
+                Seed, b * HEADS + h, M, N, factor, bend, dropout, share, sinks,
+                MAP, SOFTCAP, HAS_X, HAS_Y, IDS, LINEAR, ALLOWED, DROPOUT, VALUE, ENTROPY,
+                True, 0, ROWS, COLUMNS, D, DP, E, EP, PRECISION, 1 if MAP else STAGES,
             )
-    flat = (b * kv_heads + kv_head) * N + column
-    tl.store(DK + flat[:, None] * D + d[None, :], (dk * scaling).to(DK.dtype.element_ty), mask=inside)
+    flat = (b * kv_heads + kv_head) * N + k0 + n
+    tl.store(DK + flat[:, None] * D + d[None, :], (dk * back).to(DK.dtype.element_ty), mask=there[:, None] & (d < D)[None, :])
     if VALUE:
         tl.store(DV + flat[:, None] * E + e[None, :], dv.to(DV.dtype.element_ty), mask=there[:, None] & (e < E)[None, :])
