@@ -221,7 +221,7 @@ def _scored(call: KernelCall, factor: float | Tensor) -> KernelCall:
     """The same with its scores times a factor for each row: on the query, or after the softcap where the model has one."""
     if isinstance(factor, float):
         if not call.spec.softcap:
-            return call._replace(spec=dataclasses.replace(call.spec, scaling=call.spec.scaling * factor))
+            return call._replace(spec=call.spec.sharpened(factor))
         factor = call.query.new_full((1, 1, 1), factor, dtype=torch.promote_types(call.query.dtype, torch.float32))
     if call.spec.softcap:
         return call._replace(spec=dataclasses.replace(call.spec, row_scale=factor.expand(call.query.shape[:3])))

@@ -185,7 +185,7 @@ def _attend(
 def _keep(asked: Asked, query: Tensor) -> Keep | None:
     """What finds all that is kept of a layer's keys; None without a KV cache."""
     now = asked.now
-    if now is None or now.cache is None or now.plans is None:
+    if query.device.type != "cpu" or now is None or now.cache is None or now.plans is None:
         return None
     return functools.partial(beside, now, getattr(asked.module, "layer_idx", None), query.shape[2])
 

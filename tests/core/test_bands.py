@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, reference_attention
-from hf_longattn.core import attend as attend_module
 from hf_longattn.core.attend import attend, choose_backend
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import Rows
@@ -322,6 +321,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         asked.remove("flash")
         return out, lse[..., None], *state
 
+    def cudnn_backward(
+        d: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any, scale: float
+    ) -> Any:
+        _, _, bias, _, _, q_len, k_len, dropout, causal = others
+        assert (bias, q_len, k_len, dropout, lse.shape[-1]) == (None, q.shape[2], k.shape[2], 0.0, 1)
+        asked.append("cudnn backward")
+        return backward(d, q, k, v, out, lse[..., 0], 0.0, causal, scale=scale)
+
     def efficient(
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, _: bool, __: float = 0.0, causal: bool = False, *, scale: float
     ) -> Any:
@@ -345,7 +352,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     library = torch.library.Library("aten", "IMPL")
     for name, function in (("flash", flash), ("cudnn", cudnn), ("efficient", efficient)):
         library.impl(f"_scaled_dot_product_{name}_attention", function, "CPU")
-    for name, function in (("flash", flash_backward), ("efficient", efficient_backward)):
+    for name, function in (("flash", flash_backward), ("cudnn", cudnn_backward), ("efficient", efficient_backward)):
         library.impl(f"_scaled_dot_product_{name}_attention_backward", function, "CPU")
     monkeypatch.setattr(fused, "device", lambda x: "cuda")
     monkeypatch.setattr(fused, "_has_cudnn", lambda device: True)
@@ -354,17 +361,22 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("name", ["rerope", "narrow", "attention_sink", "rerope+adaptive_temperature"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cuda_is_asked_as_its_operators_want(name: str, dtype: torch.dtype, cuda: list[str]) -> None:
-    """Here they are stand-ins: only a GPU shows what the real ones compute."""
+@pytest.mark.parametrize("kind", ["efficient", "cudnn", "flash", "triton"])
+def test_cuda_is_asked_as_its_operators_want(name: str, kind: str, cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here they are stand-ins: only a GPU shows what the real ones compute. Triton takes what is no triangle where it runs."""
+    half = kind in ("cudnn", "flash")
+    dtype = torch.bfloat16 if half else torch.float32
+    if kind != "triton":
+        monkeypatch.setattr(bands.triton, "why_not_triton", lambda query: "not here")
+    monkeypatch.setattr(fused, "_has_cudnn", lambda device: kind == "cudnn")
     leaves = [x.to(dtype) for x in inputs(q=200, k=200, d=16)]
     got = with_gradients(hf_longattn.attention, leaves, METHODS[name], rotation=ROTATION, **BANDS)
     want = with_gradients(reference_attention, [x.double() for x in leaves], METHODS[name], rotation=ROTATION)
     for a, b in zip(got, want, strict=True):
-        assert (a.double() - b).norm() <= (1e-5 if dtype == torch.float32 else 0.02) * b.norm()
-    half = {"flash", "flash backward"} if dtype == torch.bfloat16 else set()
-    whole = {"efficient", "efficient backward"} if not half or name in ("narrow", "rerope+adaptive_temperature") else set()
-    assert set(cuda) == half | whole
+        assert (a.double() - b).norm() <= (0.02 if half else 1e-5) * b.norm()
+    whole = {kind, f"{kind} backward"} if half else {"efficient", "efficient backward"}
+    masked = {"efficient", "efficient backward"} if half and name in ("narrow", "rerope+adaptive_temperature") else set()
+    assert set(cuda) == (set() if kind == "triton" and name == "narrow" else whole | masked)
 
 
 def test_what_cuda_has_no_kernel_for(cuda: list[str]) -> None:
@@ -375,7 +387,4 @@ def test_what_cuda_has_no_kernel_for(cuda: list[str]) -> None:
         tensors = inputs(q=200, k=200, d=width, dtype=dtype)
         with pytest.raises(ValueError, match=message):
             hf_longattn.attention(*tensors, METHODS["rerope"], rotation=ROTATION, **BANDS)
-    tensors = inputs(q=200, k=200, d=16, dtype=torch.float32)
-    call = Call(*tensors, METHODS["rerope"], causal(200), 1.0, rotation=ROTATION)
-    assert not attend_module.KERNELS["bands"].picked(call)  # type: ignore[misc]
     assert not cuda

@@ -1,21 +1,22 @@
 """Few queries against many keys on CUDA, as in decoding: all logits, what a method does to them, a softmax, the sum of values.
 
 One Triton program gives the finished logits of a segment: it turns queries and keys as it reads them, divides by norms, caps,
-and maps by distance. All else is a few operations of PyTorch on numbers a row or a logit. Nothing is read by the host, so that
-it goes into a CUDA graph, and nothing is kept between tokens.
+and maps by distance. Another makes weights of them, under a temperature by their entropy and beside a sink. Nothing is read by
+the host, so that all goes into a CUDA graph, and nothing is kept between tokens.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..tracing import keepable, readable, sent
+from ..tracing import keepable, readable
 from . import parts
-from .kernel import FEW_QUERIES, MASK_VALUE, Kernel, LogitSpec, entropy
+from .kernel import FEW_QUERIES, Kernel, LogitSpec
 
 if TYPE_CHECKING:  # they know methods and configs
     from ..call import Call
@@ -40,6 +41,7 @@ class Few:
     def __init__(self, call: Call, segments: list[Segment], spec: LogitSpec) -> None:
         config, query, rows, self.kv_len = call.config, call.query, call.rows, call.kv_len
         device, known = query.device, readable(call.rows.index)
+        self.device, self.shape = device, query.shape[:3]
         self.spec, self.score, turn = spec, config.score, call.rotation
         self.layout = None if turn is None else parts.Layout(turn.first, turn.inv_freq.shape[0], turn.interleaved)
         self.temper: Any = config.temperature.factor if call.by_entropy else None  # type: ignore[union-attr]
@@ -54,24 +56,20 @@ class Few:
             turns = ((segment.query, rows.query_places()), (segment.key, rows.key_places(self.kv_len)))
             angles = (None if turn is None else turn.kept_angles(at, call.cache, device) for turn, at in turns)
             self.intervals.append(parts.Interval(own.packed(device), there.allowed, there.query_ids, there.key_ids, *angles))
-        #: bool (batch or 1, heads or 1, q_len, 1), rows that see nothing; None: there are none; True: it shows when it runs
-        self.blind: Tensor | bool | None = True
-        if known:
-            blind = (self.count == 0)[..., None]
-            self.blind = sent(blind, device) if bool(blind.any()) else None
+        self._known: dict[Hashable, list[parts.Launch]] = {}
 
     @property
     def count(self) -> Tensor:
         return functools.reduce(torch.add, (segment.rows.count(self.kv_len) for segment in self._all))
 
     def factor(self, by_row: Tensor) -> float | Tensor:
-        """A number, or float32 (batch or 1, heads or 1, q_len)."""
+        """A number, or float32 (batch, heads, q_len)."""
         shared = by_row.numel() == 1 and by_row.device.type == "cpu" and keepable(by_row)
-        return float(by_row) if shared and not self.spec.softcap else by_row.float()
+        return float(by_row) if shared and not self.spec.softcap else by_row.to(self.device).float().expand(self.shape)
 
     def sinks(self, by_head: Tensor) -> Tensor:
-        """(heads, 1)."""
-        return by_head.float()[:, None]
+        """(heads,)."""
+        return by_head.float().contiguous()
 
     def __call__(
         self,
@@ -82,34 +80,23 @@ class Few:
         sinks: Tensor | None,
         keep: Keep | None = None,
     ) -> Tensor:
+        shape, dtype, scaling, normed = query.shape[:3], query.dtype, self.spec.scaling, False
         if not self.intervals:  # nothing is visible
-            return query.new_zeros(*query.shape[:3], value.shape[3])
-        shape, scaling, normed, out_dtype = query.shape[:3], self.spec.scaling, False, query.dtype
+            return query.new_zeros(*shape, value.shape[3])
         if self.score is not None:
             own = self.score.over_norms(query)
             normed = own is not None
             query, key, scaling = (own[0], key, own[1]) if own is not None else self.score.fold(query, key)
         if isinstance(factor, float):
             scaling, factor = scaling * factor, None
-        query = query.to(key.dtype)
-        logits = parts.scores(query, key, self.intervals, self.spec, scaling, factor, normed, self.layout)
-        if self.temper is not None:
-            logits = self._by_entropy(logits, shape, sinks is not None)
-        weights = torch.softmax(logits, -1).to(value.dtype)
-        by_key_head = weights.view(-1, self.group * shape[2], self.kv_len)
-        out = torch.bmm(by_key_head, value.flatten(0, 1)).view(*shape, -1).to(out_dtype)
-        if sinks is not None:
-            out = out * torch.sigmoid(logits.logsumexp(-1) - sinks)[..., None].to(out.dtype)
-        if self.blind is None:
-            return out
-        blind = (logits.amax(-1, keepdim=True) <= MASK_VALUE / 2) if self.blind is True else self.blind
-        return out.masked_fill(blind, 0.0)  # type: ignore[arg-type]
-
-    def _by_entropy(self, logits: Tensor, shape: torch.Size, sinks: bool) -> Tensor:
-        """Logits times the temperature, up to a constant for each row unless there are sinks; hidden ones stay so."""
-        log_p = torch.log_softmax(logits, -1)
-        factor = self.temper(entropy(log_p).view(shape))[..., None]
-        return torch.where(logits > MASK_VALUE / 2, (logits if sinks else log_p) * factor, MASK_VALUE)
+        if query.dtype != key.dtype:
+            query = query.to(key.dtype)
+        logits = parts.scores(query, key, self.intervals, self.spec, scaling, factor, normed, self.layout, self._known)
+        by_entropy = None if self.temper is None else self.temper(parts.entropies(logits))
+        weights = parts.weights(logits, by_entropy, sinks, value.dtype)
+        by_key_head = weights.view(-1, self.group * shape[2], weights.shape[3])[..., : self.kv_len]
+        out = torch.bmm(by_key_head, value.flatten(0, 1)).view(*shape, -1)
+        return out if out.dtype == dtype else out.to(dtype)
 
 
 def _picked(call: Call) -> bool:

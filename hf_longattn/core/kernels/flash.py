@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 def run(call: KernelCall) -> Result:
     """softmax(scaling q . k) over the visible keys, for plain rows in float16 or bfloat16 (see `why_not`)."""
     assert call.value is not None
-    key, value = visible(call.key, call.rows), visible(call.value, call.rows)
+    plain = call.rows.plain
+    assert plain is not None
+    key, value = visible(call.key, plain), visible(call.value, plain)
     options: dict[str, Any] = {"softmax_scale": call.spec.scaling, "causal": True}
     if call.dropout:
         options["dropout_p"] = call.dropout

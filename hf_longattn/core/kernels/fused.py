@@ -62,7 +62,7 @@ def forward(
     if device(query) == "cpu":
         options = {"attn_mask": bias, "scale": scaling}
         return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, **options)
-    if bias is None and query.dtype in HALF and query.shape[-1] <= CUDNN_WIDTH and _has_cudnn(query.device):
+    if bias is None and _takes_cudnn(query):
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, causal, scale=scaling)
         return out, lse.view(query.shape[:3])
     if bias is None and query.dtype in HALF:
@@ -132,6 +132,11 @@ def backward(
     if device(query) == "cpu":
         options = {"attn_mask": bias, "scale": scaling}
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(d_out, *sides, out, lse, 0.0, causal, **options)
+    if bias is None and _takes_cudnn(query):
+        seed = torch.zeros((), dtype=torch.int64, device=query.device)  # dropout's, which is not read
+        given = d_out.contiguous(), *sides, out, lse[..., None].contiguous(), seed, seed, None, None, None
+        ends = query.shape[2], key.shape[2], 0.0, causal
+        return aten._scaled_dot_product_cudnn_attention_backward(*given, *ends, scale=scaling)
     state = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)  # dropout's, which is not read
     if bias is None and query.dtype in HALF:
         lengths = None, None, query.shape[2], key.shape[2]
@@ -143,6 +148,10 @@ def backward(
         d_out, *sides, bias, out, whole, *state, 0.0, [True, True, True, False], causal, scale=scaling
     )
     return d_query, *(x.unflatten(1, (key.shape[1], -1)).sum(2) for x in (d_key, d_value))
+
+
+def _takes_cudnn(query: Tensor) -> bool:
+    return query.dtype in HALF and query.shape[-1] <= CUDNN_WIDTH and _has_cudnn(query.device)
 
 
 @functools.cache

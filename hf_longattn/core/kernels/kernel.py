@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -48,10 +49,17 @@ class LogitSpec:
     bias_scale: Tensor | None = None
     sinks: int = 0
     far: Tensor | None = None
+    _sharpened: dict[float, LogitSpec] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if (self.gain is None) != (self.bias is None):
             raise ValueError("gain and bias come together")
+
+    def sharpened(self, factor: float) -> LogitSpec:
+        """The same with another scaling, made once: every layer of a decoded token asks for it."""
+        if (known := self._sharpened.get(factor)) is None:
+            known = self._sharpened[factor] = dataclasses.replace(self, scaling=self.scaling * factor, _sharpened={})
+        return known
 
 
 #: Output like query; logsumexp and entropy (nats) of every row before dropout, (batch, heads, q_len) in logits' dtype: empty

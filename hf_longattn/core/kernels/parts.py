@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -48,9 +48,13 @@ def _launch(name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any)
     Raises:
         KernelFailure: it cannot be compiled or loaded; the first time with a warning.
     """
+    kernel, device = getattr(kernels, name)[grid], arguments[0].device
     try:
-        with torch.cuda.device_of(arguments[0]):
-            getattr(kernels, name)[grid](*arguments, **constants)
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            kernel(*arguments, **constants)
+        else:
+            with torch.cuda.device(device):
+                kernel(*arguments, **constants)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:
@@ -85,6 +89,12 @@ class Interval(NamedTuple):
     key_angles: tuple[Tensor, Tensor] | None
 
 
+#: One run of a program: its grid, what it is given behind the tensors of a layer, and its constants.
+Launch: TypeAlias = tuple[tuple[int, ...], list[Any], dict[str, Any]]
+#: Logits of a row lie in room for a multiple of so many keys: products with misaligned rows take ten times as long.
+ALIGNED = 16
+
+
 def scores(
     query: Tensor,
     key: Tensor,
@@ -94,24 +104,54 @@ def scores(
     row_scale: Tensor | None,
     normed: bool,
     layout: Layout | None,
+    known: dict[Hashable, list[Launch]] | None = None,
 ) -> Tensor:
-    """The finished logits of few queries with all keys, float32 (batch, heads, q_len, kv_len); MASK_VALUE for hidden pairs.
+    """The finished logits of few queries with all keys, float32 (batch, heads, q_len, kv_len rounded up to ALIGNED).
+
+    MASK_VALUE for hidden pairs, and behind the last key.
 
     Args:
         intervals: segments of keys; a pair is in one at most.
         row_scale: float32, broadcastable to (batch, heads, q_len); None is 1.
         normed: products are divided by the norms of keys.
+        known: where launches are kept for calls that differ in these tensors alone.
     """
+    name = query.stride(), key.stride(), None if row_scale is None else row_scale.stride()
+    if known is not None and (launches := known.get(name)) is not None:
+        return _scored(query, key, row_scale, launches)
     angles = [x for i in intervals for pair in (i.query_angles, i.key_angles) for x in (pair or (None, None))]
-    each = [[getattr(i, name) for i in intervals] for name in ("bounds", "allowed", "query_ids", "key_ids")]
+    each = [[getattr(i, field) for i in intervals] for field in ("bounds", "allowed", "query_ids", "key_ids")]
     numbers = scaling, spec.softcap, spec.sinks, normed, *(layout or Layout())
-    arguments: tuple[Any, ...] = query, key, *each, angles, spec.gain, spec.bias, row_scale, *numbers
-    return _scores(*arguments) if readable(query) else torch.ops.hf_longattn.scores(*arguments)
+    arguments: tuple[Any, ...] = query, key, row_scale, *each, angles, spec.gain, spec.bias, *numbers
+    if not readable(query):
+        return torch.ops.hf_longattn.scores(*arguments)
+    launches = _launches(*arguments)
+    if known is not None:
+        known[name] = launches
+    return _scored(query, key, row_scale, launches)
 
 
-def _scores(
+def _scores(query: Tensor, key: Tensor, row_scale: Tensor | None, *others: Any) -> Tensor:
+    return _scored(query, key, row_scale, _launches(query, key, row_scale, *others))
+
+
+def _scored(query: Tensor, key: Tensor, row_scale: Tensor | None, launches: list[Launch]) -> Tensor:
+    query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
+    batch, heads, q_len, _ = query.shape
+    out = query.new_empty(batch, heads, q_len, _room(key.shape[2]), dtype=torch.float32)
+    for grid, others, constants in launches:
+        _launch("scores_kernel", grid, query, key, out, out if row_scale is None else row_scale, *others, **constants)
+    return out
+
+
+def _room(kv_len: int) -> int:
+    return -(-kv_len // ALIGNED) * ALIGNED
+
+
+def _launches(
     query: Tensor,
     key: Tensor,
+    row_scale: Tensor | None,
     bounds: list[Tensor],
     allowed: list[Tensor | None],
     query_ids: list[Tensor | None],
@@ -119,7 +159,6 @@ def _scores(
     angles: list[Tensor | None],
     gain: Tensor | None,
     bias: Tensor | None,
-    row_scale: Tensor | None,
     scaling: float,
     softcap: float | None,
     sinks: int,
@@ -127,50 +166,95 @@ def _scores(
     first: int,
     pairs: int,
     interleaved: bool,
-) -> Tensor:
+) -> list[Launch]:
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
     batch, heads, q_len, width = query.shape
     kv_heads, kv_len = key.shape[1:3]
-    group = heads // kv_heads
-    out = query.new_empty(batch, heads, q_len, kv_len, dtype=torch.float32)
+    group, room = heads // kv_heads, _room(kv_len)
     most, columns = _tile(width, query.dtype)
-    rows = min(max(16, triton.next_power_of_2(q_len * group)), most)
-    grid = triton.cdiv(kv_len, columns), batch * kv_heads, triton.cdiv(q_len * group, rows)
+    rows = min(max(16, 1 << (q_len * group - 1).bit_length()), most)
+    grid = -(-room // columns), batch * kv_heads, -(-q_len * group // rows)
     x = None if row_scale is None else row_scale.expand(batch, heads, q_len)
+    constants = {
+        **{"HEADS": heads, "GROUP": group, "ROWS": rows, "COLUMNS": columns, "D": width},
+        **{"DP": max(16, 1 << (width - 1).bit_length()), "FIRST": first, "PAIRS": pairs, "INTERLEAVED": interleaved},
+        **{"NORMED": normed, "CAP": bool(softcap), "MAP": gain is not None, "HAS_X": x is not None},
+        **{"PRECISION": "ieee" if query.dtype == torch.float32 else "tf32", "num_warps": 4, "num_stages": 1},
+    }
+    launches: list[Launch] = []
     for n, own in enumerate(bounds):
         turns, mask, q_ids, k_ids = angles[4 * n : 4 * n + 4], allowed[n], query_ids[n], key_ids[n]
-        optional = mask, q_ids, k_ids, *turns, gain, bias, x
-        strides = [_stride(own, 0)]
+        optional = mask, q_ids, k_ids, *turns, gain, bias
+        strides = [*query.stride()[:3], *key.stride()[:3], _stride(own, 0)]
         strides += [0] * 4 if mask is None else [_stride(mask, d) for d in range(4)]
         strides += [0 if ids is None else _stride(ids, 0) for ids in (q_ids, k_ids)]
         strides += [0 if cos is None else _stride(cos, d) for cos in turns[::2] for d in range(3)]
         strides += [0 if table is None else _stride(table, 0) for table in (gain, bias)]
         strides += [0] * 3 if x is None else list(x.stride())
-        own_strides = [*query.stride()[:3], *key.stride()[:3], *strides]
-        _launch(
-            "scores_kernel", grid, query, key, out, own, *(out if y is None else y for y in optional), *own_strides,
-            q_len, kv_len, scaling, softcap or 1.0, sinks, HEADS=heads, GROUP=group, ROWS=rows, COLUMNS=columns, D=width,
-            DP=max(16, triton.next_power_of_2(width)), FIRST=first, PAIRS=pairs, INTERLEAVED=interleaved,
-            TURN_Q=turns[0] is not None, TURN_K=turns[2] is not None, NORMED=normed, CAP=bool(softcap),
-            MAP=gain is not None, HAS_X=x is not None, MASK=mask is not None, IDS=q_ids is not None and k_ids is not None,
-            FILL=n == 0, PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=4, num_stages=1,
-        )  # fmt: skip
+        tail = [own, *(own if y is None else y for y in optional), *strides]
+        tail += [q_len, kv_len, room, scaling, softcap or 1.0, sinks]
+        has = {"TURN_Q": turns[0] is not None, "TURN_K": turns[2] is not None, "MASK": mask is not None, "FILL": n == 0}
+        launches.append((grid, tail, constants | has | {"IDS": q_ids is not None and k_ids is not None}))
+    return launches
+
+
+def entropies(logits: Tensor) -> Tensor:
+    """The entropy of the softmax of each row in nats, float32 (batch, heads, q_len); of `scores`' logits."""
+    return _entropies(logits) if readable(logits) else torch.ops.hf_longattn.entropies(logits)
+
+
+def _entropies(logits: Tensor) -> Tensor:
+    out = logits.new_empty(logits.shape[:3])
+    _launch("entropies_kernel", (out.numel(),), logits, out, logits.shape[3], BLOCK=BLOCK, num_warps=4)
     return out
 
 
-_operator = torch.library.custom_op(
-    "hf_longattn::scores",
+def weights(logits: Tensor, factor: Tensor | None, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The softmax of each row of `scores`' logits times its factor, beside a sink; 0 where nothing is visible.
+
+    Args:
+        factor: float32 (batch, heads, q_len); None is 1.
+        sinks: float32 (heads,), the logarithm of what joins the denominators.
+    """
+    own = _weights if readable(logits) else torch.ops.hf_longattn.weights
+    return own(logits, factor, sinks, dtype)  # type: ignore[no-any-return]
+
+
+def _weights(logits: Tensor, factor: Tensor | None, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+    out = torch.empty_like(logits, dtype=dtype)
+    _, heads, q_len, room = logits.shape
+    factor = None if factor is None else factor.float().contiguous()
+    by_row = [logits if x is None else x for x in (factor, sinks)]
+    has = {"FACTOR": factor is not None, "SINKS": sinks is not None}
+    constants = {"HEADS": heads, "BLOCK": BLOCK, "num_warps": 4}
+    _launch("weights_kernel", (out.numel() // room,), logits, out, *by_row, room, q_len, **constants, **has)
+    return out
+
+
+#: Logits of a row that are read at a time.
+BLOCK = 2048
+
+
+def _operator(name: str, function: Callable[..., Tensor], schema: str, fake: Callable[..., Tensor]) -> None:
+    """A function as an operator that graphs know."""
+    torch.library.custom_op(f"hf_longattn::{name}", function, mutates_args=(), schema=schema).register_fake(fake)
+
+
+_operator(
+    "scores",
     _scores,
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor[] bounds, Tensor?[] allowed, Tensor?[] query_ids, Tensor?[] key_ids, "
-    "Tensor?[] angles, Tensor? gain, Tensor? bias, Tensor? row_scale, float scaling, float? softcap, int sinks, bool normed, "
+    "(Tensor query, Tensor key, Tensor? row_scale, Tensor[] bounds, Tensor?[] allowed, Tensor?[] query_ids, "
+    "Tensor?[] key_ids, Tensor?[] angles, Tensor? gain, Tensor? bias, float scaling, float? softcap, int sinks, bool normed, "
     "int first, int pairs, bool interleaved) -> Tensor",
+    lambda query, key, *_: query.new_empty(*query.shape[:3], _room(key.shape[2]), dtype=torch.float32),
 )
-
-
-@_operator.register_fake
-def _(query: Tensor, key: Tensor, *_: Any) -> Tensor:
-    return query.new_empty(*query.shape[:3], key.shape[2], dtype=torch.float32)
+_operator("entropies", _entropies, "(Tensor logits) -> Tensor", lambda logits: logits.new_empty(logits.shape[:3]))
+_operator(
+    "weights",
+    _weights,
+    "(Tensor logits, Tensor? factor, Tensor? sinks, ScalarType dtype) -> Tensor",
+    lambda logits, factor, sinks, dtype: torch.empty_like(logits, dtype=dtype),
+)
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, at: slice | None) -> Tensor:
@@ -184,8 +268,8 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, at: slice | None
         out[:, :, : at.start], out[:, :, at.stop :] = 0.0, 0.0
     strides = *own.stride()[:3], *into.stride()[:3], *(_stride(cos, d) for d in range(3))
     _launch(
-        "turn_kernel", (triton.cdiv(length, block), batch * heads), own, into, cos, sin, *strides, length,
-        HEADS=heads, GROUP=heads // cos.shape[2], D=width, DP=max(16, triton.next_power_of_2(width)), BLOCK=block,
+        "turn_kernel", (-(-length // block), batch * heads), own, into, cos, sin, *strides, length,
+        HEADS=heads, GROUP=heads // cos.shape[2], D=width, DP=max(16, 1 << (width - 1).bit_length()), BLOCK=block,
         FIRST=layout.first, PAIRS=layout.pairs, INTERLEAVED=layout.interleaved, num_warps=4,
     )  # fmt: skip
     return out
@@ -197,8 +281,8 @@ def join(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
     (batch, heads, length, width), block = out.shape, 32
     strides = [*out.stride()[:3], *lse.stride(), *new.stride()[:3], *new_lse.stride()]
     _launch(
-        "join_kernel", (triton.cdiv(length, block), batch * heads), out, lse, new, new_lse, *strides, length,
-        HEADS=heads, D=width, DP=max(16, triton.next_power_of_2(width)), BLOCK=block, num_warps=4,
+        "join_kernel", (-(-length // block), batch * heads), out, lse, new, new_lse, *strides, length,
+        HEADS=heads, D=width, DP=max(16, 1 << (width - 1).bit_length()), BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..geometry import Rows
 from .fused import few, pieces
 from .kernel import Kernel, KernelCall, Result
 
@@ -14,9 +13,9 @@ def run(call: KernelCall) -> Result:
     """softmax(scaling q . k) over the visible keys; fused without a mask where the rows are plain, else with one."""
     query, key, value, rows = call.query, call.key, call.value, call.rows
     assert value is not None
-    mask, causal = None, False
-    if rows.plain is not None:
-        key, value = visible(key, rows), visible(value, rows)
+    mask, causal, plain = None, False, rows.plain
+    if plain is not None:
+        key, value = visible(key, plain), visible(value, plain)
         causal = query.shape[2] > 1
     else:
         mask = rows.visible(key.shape[2])
@@ -49,10 +48,9 @@ def few_queries(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None =
     return out.reshape(batch, heads, q_len, -1).transpose(1, 2).contiguous()
 
 
-def visible(x: Tensor, rows: Rows) -> Tensor:
-    """The keys (or values) that plain rows see."""
-    assert rows.plain is not None
-    return x[:, :, rows.plain]
+def visible(x: Tensor, columns: slice) -> Tensor:
+    """The keys (or values) in the columns that plain rows see."""
+    return x if columns == slice(0, x.shape[2]) else x[:, :, columns]
 
 
 KERNEL = Kernel("sdpa", lambda call: call.beyond_product, run, picked=lambda call: call.rows.plain is not None)

@@ -158,20 +158,22 @@ class Blocks(NamedTuple):
     def least(self, kernel: str, width: int, size: int) -> int:
         """Bytes of shared memory that its vectors take at least."""
         tall, wide = (self.columns, self.rows) if kernel == "key" else (self.rows, self.columns)
-        return width * size * (tall * (1 if kernel == "forward" else 2) + 2 * wide * self.stages)
+        return width * size * (tall * (1 if kernel in ("forward", "entropy") else 2) + 2 * wide * self.stages)
 
 
 #: Tiles by kernel, half precision or not, and the largest padded head_dim; the fastest first, each kind ends in one that fits
-#: 101,376 bytes of shared memory (an RTX 4090's; an A100 has 166,912, an H100 232,448).
+#: 101,376 bytes of shared memory (an RTX 4090's; an A100 has 166,912, an H100 232,448). Tried on an H100 at 16,384 tokens.
 CANDIDATES: dict[tuple[str, bool, int], tuple[Blocks, ...]] = {
-    ("forward", True, 64): (Blocks(128, 64, 8, 3), Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2)),
-    ("forward", True, 128): (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2)),
+    ("forward", True, 64): (Blocks(128, 128, 8, 2), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2)),
+    ("forward", True, 128): (Blocks(128, 128, 8, 2), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2)),
     ("forward", True, 256): (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 1)),
     ("forward", True, 512): (Blocks(64, 32, 8, 2), Blocks(64, 16, 8, 1), Blocks(32, 16, 4, 1)),
     ("forward", False, 64): (Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)),
     ("forward", False, 128): (Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)),
     ("forward", False, 256): (Blocks(32, 32, 4, 1), Blocks(32, 16, 4, 1)),
     ("forward", False, 512): (Blocks(16, 16, 4, 1),),
+    ("entropy", True, 64): (Blocks(64, 64, 4, 3),),
+    ("entropy", True, 128): (Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2)),
     ("query", True, 64): (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2)),
     ("query", True, 128): (Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 1)),
     ("query", True, 256): (Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 1), Blocks(32, 32, 4, 1)),
@@ -180,8 +182,8 @@ CANDIDATES: dict[tuple[str, bool, int], tuple[Blocks, ...]] = {
     ("query", False, 128): (Blocks(32, 32, 4, 1), Blocks(16, 16, 4, 1)),
     ("query", False, 256): (Blocks(16, 16, 4, 1),),
     ("query", False, 512): (Blocks(16, 16, 4, 1),),
-    ("key", True, 64): (Blocks(64, 128, 8, 3), Blocks(64, 128, 8, 2), Blocks(64, 64, 4, 2)),
-    ("key", True, 128): (Blocks(64, 128, 8, 2), Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 1)),
+    ("key", True, 64): (Blocks(32, 128, 8, 3), Blocks(64, 64, 4, 2)),
+    ("key", True, 128): (Blocks(32, 128, 8, 3), Blocks(32, 128, 8, 2), Blocks(32, 64, 4, 2), Blocks(32, 64, 4, 1)),
     ("key", True, 256): (Blocks(64, 64, 8, 2), Blocks(32, 64, 8, 1), Blocks(32, 32, 4, 1)),
     ("key", True, 512): (Blocks(32, 32, 8, 1), Blocks(16, 16, 4, 1)),
     ("key", False, 64): (Blocks(32, 32, 4, 1),),
@@ -193,15 +195,18 @@ CANDIDATES: dict[tuple[str, bool, int], tuple[Blocks, ...]] = {
 
 def _candidates(kernel: str, query: Tensor, value: Tensor | None) -> tuple[Blocks, ...]:
     width = max(query.shape[-1], 0 if value is None else value.shape[-1])
-    padded = next((w for w in (64, 128, 256) if width <= w), LARGEST_HEAD)
-    return CANDIDATES[kernel, query.dtype != torch.float32, padded]
+    padded, half = next((w for w in (64, 128, 256) if width <= w), LARGEST_HEAD), query.dtype != torch.float32
+    if kernel == "forward" and value is None and ("entropy", half, padded) in CANDIDATES:
+        kernel = "entropy"
+    return CANDIDATES[kernel, half, padded]
 
 
 def _shared_memory(device: torch.device) -> int:
     """Bytes that one program may have."""
     if device.type != "cuda":
         return 1 << 30
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 # Launching -----------------------------------------------------------------------------------------------------------

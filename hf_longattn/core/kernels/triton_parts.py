@@ -32,11 +32,11 @@ def _turned(
 
 @triton.jit
 def scores_kernel(
-    Q, K, S, Index, Allowed, QIds, KIds, QCos, QSin, KCos, KSin, Gain, Bias, X,
+    Q, K, S, X, Index, Allowed, QIds, KIds, QCos, QSin, KCos, KSin, Gain, Bias,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_ib,
     stride_ab, stride_ah, stride_am, stride_an, stride_qi, stride_ki,
     stride_qcb, stride_qcm, stride_qch, stride_kcb, stride_kcn, stride_kch,
-    stride_gain, stride_bias, stride_xb, stride_xh, stride_xm, M, N, scaling, softcap, sinks,
+    stride_gain, stride_bias, stride_xb, stride_xh, stride_xm, M, N, width, scaling, softcap, sinks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     FIRST: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, TURN_Q: tl.constexpr, TURN_K: tl.constexpr,
     NORMED: tl.constexpr, CAP: tl.constexpr, MAP: tl.constexpr, HAS_X: tl.constexpr, MASK: tl.constexpr, IDS: tl.constexpr,
@@ -44,7 +44,8 @@ def scores_kernel(
 ):
     """Finished logits of some queries of a key head with a block of keys, float32; -1e30 for pairs that are hidden.
 
-    FILL: hidden pairs are written too; else they keep what another segment's keys gave.
+    A row of logits has room for `width` keys, of which those from N on are none. FILL: hidden pairs are written too; else they
+    keep what another segment's keys gave.
     """
     kv_heads = HEADS // GROUP
     b, h = (tl.program_id(1) // kv_heads).to(tl.int64), (tl.program_id(1) % kv_heads).to(tl.int64)
@@ -63,7 +64,8 @@ def scores_kernel(
         hidden = Allowed + b * stride_ab + head[:, None] * stride_ah + row[:, None] * stride_am + c[None, :] * stride_an
         visible = visible & (tl.load(hidden, mask=visible, other=0) != 0)
     some = tl.max(tl.max(visible.to(tl.int32), 1), 0) > 0
-    into = S + (b * HEADS + head[:, None]) * M * N + row[:, None].to(tl.int64) * N + c[None, :]
+    into = S + ((b * HEADS + head) * M + row)[:, None] * width + c[None, :]
+    room = exists[:, None] & (c < width)[None, :]
     if some:
         q_at = b * stride_qb + head * stride_qh + row * stride_qm
         q = tl.load(Q + q_at[:, None] + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0)
@@ -102,9 +104,60 @@ def scores_kernel(
             first = (offset >= 0) & (offset < sinks)
             s = tl.where(first, s, gain * s + bias)
         s = tl.where(visible, s, -1e30)
-        tl.store(into, s, mask=exists[:, None] & (within[None, :] if FILL else visible))
+        tl.store(into, s, mask=room if FILL else exists[:, None] & visible)
     elif FILL:
-        tl.store(into, tl.full((ROWS, COLUMNS), -1e30, tl.float32), mask=exists[:, None] & within[None, :])
+        tl.store(into, tl.full((ROWS, COLUMNS), -1e30, tl.float32), mask=room)
+
+@triton.jit
+def entropies_kernel(S, Entropy, width, BLOCK: tl.constexpr):
+    """The entropy of the softmax of a row of logits, in nats."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    m, total, w = tl.full((BLOCK,), -1e30, tl.float32), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, width, BLOCK):
+        s = tl.load(S + row * width + first + c, mask=first + c < width, other=-1e30)
+        top = tl.maximum(m, s)
+        shrink, p = tl.exp(m - top), tl.exp(s - top)
+        p = tl.where(s > -5e29, p, 0.0)
+        w = shrink * (w + (m - top) * total) + tl.where(p > 0, p * (s - top), 0.0)
+        total = total * shrink + p
+        m = top
+    largest = tl.max(m, 0)
+    shrink = tl.exp(m - largest)
+    w = tl.sum(shrink * (w + tl.where(total > 0, (m - largest) * total, 0.0)), 0)
+    total = tl.sum(total * shrink, 0)
+    safe = tl.where(total > 0, total, 1.0)
+    tl.store(Entropy + row, tl.where(total > 0, tl.log(safe) - w / safe, 0.0))
+
+@triton.jit
+def weights_kernel(
+    S, P, Factor, Sinks, width, M,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, FACTOR: tl.constexpr, SINKS: tl.constexpr,
+):
+    """The softmax of a row of logits times a factor, beside a sink; 0 where nothing is visible."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    factor = tl.load(Factor + row) if FACTOR else 1.0
+    m, total = tl.full((BLOCK,), -1e30, tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, width, BLOCK):
+        s = tl.load(S + row * width + first + c, mask=first + c < width, other=-1e30)
+        s = tl.where(s > -5e29, s * factor, -1e30)
+        top = tl.maximum(m, s)
+        total = total * tl.exp(m - top) + tl.where(s > -5e29, tl.exp(s - top), 0.0)
+        m = top
+    largest = tl.max(m, 0)
+    if SINKS:
+        sink = tl.load(Sinks + (row // M) % HEADS)
+        largest = tl.maximum(largest, sink)
+    total = tl.sum(total * tl.exp(m - largest), 0)
+    if SINKS:
+        total += tl.exp(sink - largest)
+    inverse = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+    for first in range(0, width, BLOCK):
+        inside = first + c < width
+        s = tl.load(S + row * width + first + c, mask=inside, other=-1e30)
+        p = tl.where(s > -5e29, tl.exp(s * factor - largest), 0.0) * inverse
+        tl.store(P + row * width + first + c, p.to(P.dtype.element_ty), mask=inside)
 
 @triton.jit
 def turn_kernel(
