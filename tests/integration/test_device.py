@@ -137,6 +137,10 @@ KERNELS = {
 }
 
 
+#: Those of them that show what the others show.
+FEW = ("infoscale", "cosscale", "scale_invariant", "adaptive_temperature", "streaming", "rerope+infoscale")
+
+
 def of_a_token(config: LongAttnConfig | None, layers: int, holes: bool | None = None) -> tuple[int, int, int]:
     """Kernels of a decoded token in bfloat16, and what the package reads and copies for it.
 
@@ -165,7 +169,7 @@ def of_a_layer(config: LongAttnConfig | None) -> tuple[float, ...]:
     return tuple((b - a) / 2 for a, b in zip(of_a_token(config, 2), of_a_token(config, 4), strict=True))
 
 
-@pytest.mark.parametrize("case", KERNELS)
+@pytest.mark.parametrize("case", crossed(KERNELS, FEW))
 def test_a_decoded_token(case: str) -> None:
     """No value is waited for without a mask, one with a mask."""
     config, _ = KERNELS[case]
@@ -180,13 +184,13 @@ def test_a_decoded_token(case: str) -> None:
 OVER = {"cosscale": 8, "adaptive_temperature": 23, "scale_invariant+adaptive": 23}
 
 
-@pytest.mark.parametrize("case", KERNELS)
+@pytest.mark.parametrize("case", crossed(KERNELS, FEW))
 def test_kernels_of_a_decoded_token(case: str) -> None:
     config, most = KERNELS[case]
     assert of_a_layer(config)[0] - of_a_layer(None)[0] <= OVER.get(case, most)
 
 
-@pytest.mark.parametrize("case", KERNELS)
+@pytest.mark.parametrize("case", crossed(KERNELS, FEW))
 def test_a_prompt(case: str) -> None:
     """Its positions are read at most; the largest tensor grows as the prompt does."""
     largest = []
@@ -201,7 +205,7 @@ def test_a_prompt(case: str) -> None:
     assert 1.1 * largest[0] >= largest[1] / 2 >= largest[2] / 4 / 1.1
 
 
-@pytest.mark.parametrize("case", KERNELS)
+@pytest.mark.parametrize("case", crossed(KERNELS, FEW))
 @pytest.mark.parametrize("holes", [False, True])
 def test_a_prompt_under_a_mask(case: str, holes: bool) -> None:
     m, (mask, positions) = hf_longattn.apply(stock("llama"), KERNELS[case][0]), mask_of(tokens(2, LENGTH))

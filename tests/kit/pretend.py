@@ -225,7 +225,7 @@ class Event:
 def device() -> Iterator[Device]:
     """The device, while this is open."""
     seen = Device()
-    forward, backward = seen.program("attention", _attention), seen.program("gradients", _gradients, lambda *_: 2)
+    forward, backward = seen.program("attention", _attention), seen.program("gradients", _gradients, lambda *_: 3)
     attention = operators.attention_function(
         "triton",
         KernelCall,
@@ -247,9 +247,8 @@ def device() -> Iterator[Device]:
     }
     scores = seen.program("scores", _scores, lambda *given: len(given[2]))
     programs = {"_scores": scores, "turned": seen.program("turned", _turned), "join": seen.program("join", _join)}
-    picked = triton.KERNEL.picked or (lambda call: call.query.is_cuda)
-    kernel = dataclasses.replace(triton.KERNEL, run=run, why_not=lambda _: None, picked=picked)
-    gradients = {"run": run, "_gradients": lambda call, *given: backward(given, *operators.flatten(call))}
+    kernel = dataclasses.replace(triton.KERNEL, run=run)
+    gradients = {"run": run, "gradients": lambda call, *given: backward(given, *operators.flatten(call))}
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
         stack.enter_context(patch.multiple(parts, INTERPRETED=False, **programs))

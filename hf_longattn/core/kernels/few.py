@@ -50,10 +50,11 @@ class Few:
             own = segment.rows
             if known and own.once(("seen", self.kv_len), functools.partial(own.seen, self.kv_len)) is None:
                 continue
-            mask, *ids = (None if x is None else sent(x, device) for x in (own.allowed, own.query_ids, own.key_ids))
+            tensors = own.allowed, own.query_ids, own.key_ids
+            allowed, query_ids, key_ids = (None if x is None else sent(x, device) for x in tensors)
             turns = ((segment.query, rows.query_places()), (segment.key, rows.key_places(self.kv_len)))
             angles = (None if turn is None else turn.kept_angles(at, call.cache, device) for turn, at in turns)
-            self.intervals.append(parts.Interval(own.packed(device), mask, *ids, *angles))
+            self.intervals.append(parts.Interval(own.packed(device), allowed, query_ids, key_ids, *angles))
         #: bool (batch or 1, heads or 1, q_len, 1), rows that see nothing; None: there are none; True: it shows when it runs
         self.blind: Tensor | bool | None = True
         if known:
