@@ -30,6 +30,7 @@ from transformers.utils.import_utils import is_tracing
 
 from ..config import LongAttnConfig
 from ..core.geometry import FAR, Rows
+from ..core.kernels.kernel import FEW_QUERIES
 from ..core.tracing import readable, sent
 from .names import described
 
@@ -200,15 +201,15 @@ def carrier_mask(
     # Never None for a causal layer: Gemma 4 slices queries under any name but "sdpa" and trusts the mask.
     windowed = local_size is not None and local_size == getattr(config, "sliding_window", None)
     sliced = bool(getattr(config, "num_kv_shared_layers", 0))
+    pairs = functools.partial(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], **kwargs | {"allow_is_causal_skip": False}, config=config)
     at_hand = _on_host(shared)
     carrier = None if at_hand is None else _intervals(sliced, **at_hand)
+    if at_hand is not None and carrier is None and q_length <= FEW_QUERIES and _knows_no_tensor(mask_function):
+        carrier = _pairs(functools.partial(pairs, **at_hand), windowed, **at_hand)
     host = carrier
     if carrier is None:
-        dense = functools.partial(
-            ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], **shared, **kwargs | {"allow_is_causal_skip": False}, config=config
-        )
         carrier = _intervals(sliced, **shared)
-        carrier = _pairs(dense, windowed, **shared) if carrier is None else carrier
+        carrier = _pairs(functools.partial(pairs, **shared), windowed, **shared) if carrier is None else carrier
     else:
         carrier = sent(carrier, torch.device(device))
     if readable(carrier):
@@ -216,6 +217,11 @@ def carrier_mask(
         arguments = {**shared, **static, **kwargs, "config": config, "local_size": local_size}
         carrier.__dict__["longattn_sight"] = Sight(Stock(own_implementation(config), arguments), host=host)
     return carrier
+
+
+def _knows_no_tensor(mask_function: Callable[..., Any]) -> bool:
+    """Whether a mask function shows the same on every device."""
+    return (interval := recognise(mask_function)) is not None and interval.sequence_ids is None
 
 
 def _on_host(shared: dict[str, Any]) -> dict[str, Any] | None:

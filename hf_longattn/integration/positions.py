@@ -151,7 +151,7 @@ def _placed(
     if position_ids is None:
         return seen.rows
     if position_ids.device != seen.rows.index.device and readable(position_ids):
-        position_ids = _on_host(seen, position_ids, now)
+        position_ids = _on_host(seen, position_ids, kv_len, now)
     position_ids = _one_axis(seen, position_ids, kv_len, remapped, alone=now is None or own_mask)
     if not readable(seen.rows.index):
         return _traced(seen, position_ids, kv_len)
@@ -161,14 +161,14 @@ def _placed(
     return rows if several is None else _by_axis(seen, rows, several, kv_len)
 
 
-def _on_host(seen: Seen, position_ids: Tensor, now: Pass | None) -> Tensor:
+def _on_host(seen: Seen, position_ids: Tensor, kv_len: int, now: Pass | None) -> Tensor:
     """position_ids where the rows are: read, but for few tokens behind a cache, which are what continues it.
 
     That they are, the device confirms while the host goes on.
     """
     kept, rows = {} if now is None else now.kept, seen.rows
     given, known = kept.get("position_ids", (None, None))
-    expected = _continued(rows, position_ids, now)
+    expected = _continued(seen, position_ids, kv_len, now)
     if given is position_ids and (expected is None or torch.equal(known, expected)):
         return known
     if expected is None:
@@ -184,17 +184,20 @@ def _on_host(seen: Seen, position_ids: Tensor, now: Pass | None) -> Tensor:
     return known
 
 
-def _continued(rows: Rows, position_ids: Tensor, now: Pass | None) -> Tensor | None:
+def _continued(seen: Seen, position_ids: Tensor, kv_len: int, now: Pass | None) -> Tensor | None:
     """The position_ids of few tokens that continue a cache as it was numbered, (batch, q_len); None: they may be any."""
     if now is None or now.plans is None or now.cache is None or now.axes is not None or _several_processes():
         return None
+    rows, counted = seen.rows, seen.counted
     numbering, q_len = now.cache.__dict__.get(NOTE), rows.index.shape[1]
     if not numbering or not any(numbering) or q_len > FEW_QUERIES or position_ids.shape[1:] != (q_len,):
         return None
-    query, _, start, low, high = rows.columns
-    if rows.allowed is not None or bool((low > high).any()):
+    if not bool(rows.tokens(kv_len).all()):
         return None
-    return query if numbering[0] else query - start
+    query, key_start, start, _, _ = rows.columns
+    if counted is None or numbering[0] or numbering[1]:
+        return query if numbering[0] else query - start
+    return counted.gather(1, (query - key_start).expand(len(counted), -1))
 
 
 def _by_axis(seen: Seen, rows: Rows, now: Pass, kv_len: int) -> Rows:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..tracing import keepable, readable
+from ..tracing import keepable, readable, sent
 from . import parts
 from .kernel import FEW_QUERIES, Kernel, LogitSpec
 
@@ -52,10 +52,11 @@ class Few:
             own = segment.rows
             if known and own.once(("seen", self.kv_len), functools.partial(own.seen, self.kv_len)) is None:
                 continue
-            there = own.on(device)
+            tensors = own.allowed, own.query_ids, own.key_ids
+            allowed, query_ids, key_ids = (None if x is None else sent(x, device) for x in tensors)
             turns = ((segment.query, rows.query_places()), (segment.key, rows.key_places(self.kv_len)))
             angles = (None if turn is None else turn.kept_angles(at, call.cache, device) for turn, at in turns)
-            self.intervals.append(parts.Interval(own.packed(device), there.allowed, there.query_ids, there.key_ids, *angles))
+            self.intervals.append(parts.Interval(own.packed(device), allowed, query_ids, key_ids, *angles))
         self._known: dict[Hashable, list[parts.Launch]] = {}
 
     @property

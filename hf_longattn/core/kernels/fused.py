@@ -68,7 +68,7 @@ def forward(
     if bias is None and query.dtype in HALF:
         out, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scaling)
         return out, lse
-    key, value = (_by_head(x, query) for x in (key, value))
+    key, value = (by_head(x, query) for x in (key, value))
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, causal, scale=scaling)
     return out, lse[..., : query.shape[2]]
 
@@ -143,7 +143,7 @@ def backward(
         of_rows = out, lse.contiguous(), *lengths, 0.0, causal, *state
         return aten._scaled_dot_product_flash_attention_backward(d_out, *sides, *of_rows, scale=scaling)
     whole = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=float("inf"))
-    sides = query, _by_head(key, query), _by_head(value, query)
+    sides = query, by_head(key, query), by_head(value, query)
     d_query, d_key, d_value, _ = aten._scaled_dot_product_efficient_attention_backward(
         d_out, *sides, bias, out, whole, *state, 0.0, [True, True, True, False], causal, scale=scaling
     )
@@ -180,6 +180,6 @@ def _bias(hidden: Tensor | None, query: Tensor) -> Tensor | None:
     return bias if device(query) == "cpu" else bias.expand(*query.shape[:2], -1, -1)
 
 
-def _by_head(x: Tensor, query: Tensor) -> Tensor:
+def by_head(x: Tensor, query: Tensor) -> Tensor:
     """A key head's features once for each query head that shares it: without a copy if the batch is one."""
     return x[:, :, None].expand(-1, -1, query.shape[1] // x.shape[1], -1, -1).reshape(*query.shape[:2], *x.shape[2:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .fused import few, pieces
+from .fused import HALF, by_head, few, pieces
 from .kernel import Kernel, KernelCall, Result
 
 
@@ -19,8 +19,11 @@ def run(call: KernelCall) -> Result:
         causal = query.shape[2] > 1
     else:
         mask = rows.visible(key.shape[2])
+    shared = query.shape[1] != key.shape[1]
+    if shared and query.is_cuda and query.dtype not in HALF:  # there none of the fused kernels shares key heads
+        key, value, shared = by_head(key, query), by_head(value, query), False
     out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, mask, call.dropout, causal, scale=call.spec.scaling, enable_gqa=query.shape[1] != key.shape[1]
+        query, key, value, mask, call.dropout, causal, scale=call.spec.scaling, enable_gqa=shared
     )
     return out, out.new_empty(0), out.new_empty(0)
 

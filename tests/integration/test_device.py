@@ -1,0 +1,235 @@
+"""Every method on a pretended GPU (`pretend`): logits and gradients as on a CPU, by which kernels, and what it asks for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pretend
+import pytest
+import torch
+from cases import CASES
+from helpers import close, crossed, fresh, stock, tokens
+from torch import Tensor
+from transformers import DynamicCache
+
+import hf_longattn
+from hf_longattn import LongAttnConfig
+from hf_longattn.integration.caches import CACHE
+
+TOLERANCE = 1e-4
+#: Methods that show what the others show.
+INNER = ("calibrated", "alibi", "infoscale", "cosscale", "adaptive_temperature", "attention_sink_learned", "rerope")
+INNER += ("dual_chunk", "streaming", "rerope+infoscale+cosscale", "mapped+adaptive")
+LENGTH, PAD = 24, 5
+
+
+def prefill(m: Any, ids: Tensor, length: int = LENGTH) -> list[Tensor]:
+    return [m(ids[:, :length], use_cache=False).logits]
+
+
+def padded(m: Any, ids: Tensor) -> list[Tensor]:
+    mask, positions = mask_of(ids[:, :LENGTH])
+    return [m(ids[:, :LENGTH], attention_mask=mask, position_ids=positions, use_cache=False).logits[:, PAD:]]
+
+
+def mask_of(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Padding at the left of the first text, and in the second one's midst."""
+    mask = torch.ones(ids.shape, dtype=torch.int64)
+    mask[0, :PAD], mask[1, 9:11] = 0, 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    return mask.to(ids.device), positions.to(ids.device)
+
+
+def packed(m: Any, ids: Tensor) -> list[Tensor]:
+    positions = torch.cat([torch.arange(n) for n in (9, 1, LENGTH - 10)])[None]
+    return [m(ids[:1, :LENGTH], position_ids=positions.to(ids.device), use_cache=False).logits]
+
+
+def chunks(m: Any, ids: Tensor, sizes: tuple[int, ...] = (20, 2, 15, 16, 17, 40)) -> list[Tensor]:
+    cache = DynamicCache(config=m.config)
+    return [m(x, **{CACHE: cache}).logits for x in ids[:, : sum(sizes)].split(sizes, 1)]
+
+
+def decoding(m: Any, ids: Tensor) -> list[Tensor]:
+    return chunks(m, ids, (20, 1, 1, 1))
+
+
+def generate(m: Any, ids: Tensor, **options: Any) -> list[Tensor]:
+    options |= {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    return list(m.generate(ids[:, :LENGTH], **options).logits)
+
+
+def generate_padded(m: Any, ids: Tensor) -> list[Tensor]:
+    return generate(m, ids, attention_mask=mask_of(ids[:, :LENGTH])[0])
+
+
+def static_cache(m: Any, ids: Tensor) -> list[Tensor]:
+    return generate(m, ids, cache_implementation="static", disable_compile=True)
+
+
+def training(m: Any, ids: Tensor) -> list[Tensor]:
+    with torch.enable_grad():
+        m.train()
+        out = m(ids[:, :LENGTH], labels=ids[:, :LENGTH], use_cache=False)
+        parameters = [p for p in m.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(out.loss, parameters, allow_unused=True)
+        m.eval()
+    return [out.logits.detach(), *(g for g in gradients if g is not None)]
+
+
+WAYS = (prefill, padded, packed, chunks, decoding, generate, generate_padded, static_cache, training)
+SCENARIOS: dict[str, Callable[..., list[Tensor]]] = {way.__name__: way for way in WAYS}
+
+
+@functools.cache
+def moved(case: str) -> Any:
+    """A model on the device."""
+    with pretend.device():
+        m = fresh("llama", CASES[case]).to("cuda")
+        m.tie_weights()
+        return m
+
+
+@functools.cache
+def by_cpu(case: str, scenario: str) -> list[Tensor]:
+    with torch.no_grad():
+        return SCENARIOS[scenario](fresh("llama", CASES[case]), tokens(2, 110))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("case", crossed(CASES, INNER))
+def test_as_on_a_cpu(case: str, scenario: str) -> None:
+    """In either mode; no layer waits for the device."""
+    for mode in (torch.no_grad, torch.inference_mode) if scenario in ("prefill", "decoding") else (torch.no_grad,):
+        with pretend.device() as device, mode():
+            got = SCENARIOS[scenario](moved(case), tokens(2, 110).to("cuda"))
+        assert all(x.device == pretend.CUDA for x in got)
+        for n, (a, b) in enumerate(zip(got, by_cpu(case, scenario), strict=True)):
+            close(a.cpu(), b, TOLERANCE, str(n))
+        assert not of_layers(device.reads)
+
+
+def of_layers(reads: dict[str, int]) -> dict[str, int]:
+    """Those that any layer asks for again."""
+    return {at: n for at, n in reads.items() if at.startswith("core/") and n}
+
+
+preset = LongAttnConfig.preset
+#: Kernels that a layer may launch for a decoded token beyond those of the unmodified model.
+KERNELS = {
+    "infoscale": (preset("infoscale", train_length=4), 4),
+    "logn": (preset("logn", train_length=4), 4),
+    "cosscale": (preset("cosscale"), 4),
+    "scale_invariant": (preset("scale_invariant"), 8),
+    "alibi": (preset("alibi"), 8),
+    "adaptive_temperature": (preset("adaptive_temperature"), 8),
+    "attention_sink": (preset("attention_sink"), 8),
+    "windowed": (preset("windowed", window=6), 8),
+    "streaming": (preset("streaming", window=6), 14),
+    "rerope": (preset("rerope", window=6), 14),
+    "leaky_rerope": (preset("leaky_rerope", window=6, stretch=2.0), 14),
+    "self_extend": (preset("self_extend", window=6, group=2), 14),
+    "dual_chunk": (preset("dual_chunk", chunk=6, local=2), 14),
+    "rerope+infoscale": (preset("rerope+infoscale", window=6, train_length=7), 14),
+    "scale_invariant+adaptive": (preset("scale_invariant+adaptive_temperature"), 14),
+}
+
+
+#: Those of them that show what the others show.
+FEW = ("infoscale", "cosscale", "scale_invariant", "adaptive_temperature", "streaming", "rerope+infoscale")
+
+
+def of_a_token(config: LongAttnConfig | None, layers: int, holes: bool | None = None) -> tuple[int, int, int]:
+    """Kernels of a decoded token in bfloat16, and what the package reads and copies for it.
+
+    Args:
+        holes: whether texts have padding in their midst; None: there is no mask.
+    """
+    m = stock("llama", num_hidden_layers=layers)
+    if config is not None:
+        hf_longattn.apply(m, config)
+    ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.int64)
+    mask[0, :PAD], mask[1, 9:11] = 0, 0 if holes else 1
+    with pretend.device() as device, torch.no_grad():
+        m.to("cuda", torch.bfloat16)
+        cache = DynamicCache(config=m.config)
+        for n, x in enumerate(ids.to("cuda").split((36, 1, 1, 1, 1), 1)):
+            device.clear()
+            own = mask[:, : 36 + n]
+            positions = (own.cumsum(-1) - 1).clamp(min=0)[:, -x.shape[1] :].to("cuda")
+            padding = {} if holes is None else {"attention_mask": own.to("cuda"), "position_ids": positions}
+            m(x, **{CACHE: cache}, **padding)
+    return device.kernels.total(), device.reads.package, device.copies.package
+
+
+@functools.cache
+def of_a_layer(config: LongAttnConfig | None) -> tuple[float, ...]:
+    return tuple((b - a) / 2 for a, b in zip(of_a_token(config, 2), of_a_token(config, 4), strict=True))
+
+
+@pytest.mark.parametrize("case", crossed(KERNELS, FEW))
+def test_a_decoded_token(case: str) -> None:
+    """No value is waited for without a mask, one with a mask."""
+    config, _ = KERNELS[case]
+    _, reads, copies = of_a_layer(config)
+    assert reads == copies == 0
+    assert of_a_token(config, 2)[1] == 0
+    assert of_a_token(config, 2, holes=False)[1] <= 1
+    assert of_a_token(config, 2, holes=True)[1] <= 1
+
+
+#: They launch more today, as many as these.
+OVER = {"cosscale": 8, "adaptive_temperature": 23, "scale_invariant+adaptive": 23}
+
+
+@pytest.mark.parametrize("case", crossed(KERNELS, FEW))
+def test_kernels_of_a_decoded_token(case: str) -> None:
+    config, most = KERNELS[case]
+    assert of_a_layer(config)[0] - of_a_layer(None)[0] <= OVER.get(case, most)
+
+
+@pytest.mark.parametrize("case", crossed(KERNELS, FEW))
+def test_a_prompt(case: str) -> None:
+    """Its positions are read at most; the largest tensor grows as the prompt does."""
+    largest = []
+    for length in (512, 1024, 2048):
+        m = hf_longattn.apply(stock("llama", num_hidden_layers=1, max_position_embeddings=4096), KERNELS[case][0])
+        with pretend.device() as device, torch.no_grad():
+            m.to("cuda")
+            device.clear()
+            prefill(m, tokens(1, length).to("cuda"), length)
+        assert device.reads.package <= 1
+        largest.append(device.largest[0])
+    assert 1.1 * largest[0] >= largest[1] / 2 >= largest[2] / 4 / 1.1
+
+
+@pytest.mark.parametrize("case", crossed(KERNELS, FEW))
+@pytest.mark.parametrize("holes", [False, True])
+def test_a_prompt_under_a_mask(case: str, holes: bool) -> None:
+    m, (mask, positions) = hf_longattn.apply(stock("llama"), KERNELS[case][0]), mask_of(tokens(2, LENGTH))
+    mask[1] = mask[1] if holes else 1
+    with pretend.device() as device, torch.no_grad():
+        m.to("cuda")
+        mask, positions = mask.to("cuda"), (mask.cumsum(-1) - 1).clamp(min=0).to("cuda")
+        device.clear()
+        m(tokens(2, LENGTH).to("cuda"), attention_mask=mask, position_ids=positions, use_cache=False)
+    assert device.reads.package <= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", crossed((64, 128, 256), (64, 256)))
+@pytest.mark.parametrize(
+    "case", crossed(KERNELS, ("infoscale", "cosscale", "scale_invariant", "streaming", "rerope+infoscale"))
+)
+def test_kernels_are_a_gpus(case: str, head_dim: int, dtype: torch.dtype) -> None:
+    """No step of a CPU's kernels is launched there."""
+    m = hf_longattn.apply(stock("llama", num_hidden_layers=1, head_dim=head_dim), KERNELS[case][0])
+    with pretend.device() as device, torch.no_grad():
+        m.to("cuda", dtype)
+        m.tie_weights()
+        for scenario in (prefill, padded, packed, chunks, decoding, training):
+            got = scenario(m, tokens(2, 110).to("cuda"))
+            assert all(x.isfinite().all() for x in got)
+    assert not [at for at in device.kernels if at.startswith(("core/kernels/til", "core/kernels/dense"))]
