@@ -33,7 +33,12 @@ def register_names(attention: Callable[..., Any], mask: Callable[..., Any]) -> N
 def _register(alias: str) -> None:
     attention, mask = _FUNCTIONS
     for known, own in ((AttentionInterface(), attention), (AttentionMaskInterface(), mask)):
-        if known.get(alias) not in (None, own):
+        if (there := known.get(alias)) not in (None, own):
+            if getattr(there, "__module__", None) == own.__module__:
+                raise ImportError(
+                    "hf_longattn was imported already, and taken out of sys.modules since; models and transformers hold what "
+                    "was imported first. Start Python anew, or importlib.reload(hf_longattn)"
+                )
             raise ValueError(
                 f"{alias!r} is the name of an attention that transformers has already: choose another for the method"
             )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -30,9 +31,7 @@ from .state import Section, own_configs, remember
 
 #: What a composite config calls its language model's, and callers therefore also that of a model of text alone.
 TEXT = "text_config"
-#: The models whose __init__ is running, the outermost first.
-_BUILT: ContextVar[tuple[PreTrainedModel, ...]] = ContextVar("longattn_built", default=())
-#: Whether one is being loaded, whose generation config comes last.
+#: Whether a model is being loaded, whose generation config comes last.
 _LOADED: ContextVar[bool] = ContextVar("longattn_loaded", default=False)
 
 
@@ -127,7 +126,7 @@ def _keeping_our_name(original: Any) -> property:
     def implementation(self: PreTrainedConfig) -> str | None:
         return implementation_in_pass(self)
 
-    return property(implementation, set_implementation, doc=original.__doc__)
+    return property(implementation, set_implementation, original.fdel, original.__doc__)
 
 
 def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config: Any = None, **kwargs: Any) -> Any:
@@ -229,8 +228,21 @@ def _with_section(config: PreTrainedConfig, kwargs: dict[str, Any]) -> PreTraine
     return config
 
 
+def _is_part(model: PreTrainedModel) -> bool:
+    """Whether another model is being built around this one: whether the `__init__` of one is running that calls this one's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__init__" and code.co_argcount:
+            builds = frame.f_locals.get(code.co_varnames[0])
+            if builds is not model and isinstance(builds, PreTrainedModel):
+                return True
+        frame = frame.f_back
+    return False
+
+
 def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
-    if any(model is not self for model in _BUILT.get()):
+    if _is_part(self):
         return original(self)  # the whole model knows better what its towers and wrappers do
     view = View(self)
     for c in view.configs:
@@ -254,24 +266,6 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
             f"config.longattn is set, but the model runs {self.config._attn_implementation!r}, without the "
             'method: pass attn_implementation="longattn" to use it',
         )
-
-
-def _new(original: Callable[..., PreTrainedModel], cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> PreTrainedModel:
-    """Before the first model of a class is built: note from then on which ones are being built."""
-    init = cls.__init__
-    if not hasattr(init, "longattn_noted"):
-
-        @functools.wraps(init)
-        def noted(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-            token = _BUILT.set((*_BUILT.get(), self))
-            try:
-                init(self, *args, **kwargs)
-            finally:
-                _BUILT.reset(token)
-
-        noted.longattn_noted = True  # type: ignore[attr-defined]
-        cls.__init__ = noted
-    return original(cls)
 
 
 def _replaces(model: PreTrainedModel, implementation: Any) -> bool:
@@ -339,7 +333,6 @@ SEAMS = (
         "would reach passes that run",
         whole=True,
     ),
-    Seam(PreTrainedModel, "__new__", _new, "post_init must know whether another model is being built around this one"),
     Seam(PreTrainedModel, "from_pretrained", _from_pretrained, "with config=, longattn= would reach the model's constructor"),
     Seam(PreTrainedModel, "_from_config", _from_config, "longattn= would reach the model's constructor"),
     Seam(

@@ -111,8 +111,10 @@ class AttentionState:
         """Let forward passes that begin from now on run what a model's modules say now."""
         names = {id(c): c._attn_implementation_internal for c in view.configs}
         of = {x.module: plan for x in view.layers if (plan := plan_of(x.module)) is not None and plan.state is self}
-        self.plans = Plans(self, of, tuple(view.configs), names)
-        return self.plans
+        plans = Plans(self, of, tuple(view.configs), names)
+        if not hasattr(view.model, "_is_replica"):  # nn.DataParallel's, which are made anew for each step
+            self.plans = plans
+        return plans
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"plans": None, "group": None, "beside": None}

@@ -18,7 +18,22 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, DEFAULT, FAMILIES, model_config
-from helpers import close, crossed, expected, fresh, logits, model, multimodal, picture, python, stock, tokens, write_gguf
+from helpers import (
+    close,
+    crossed,
+    disturbed,
+    expected,
+    fresh,
+    logits,
+    model,
+    multimodal,
+    picture,
+    python,
+    stock,
+    tokens,
+    write_gguf,
+)
+from torch.nn.parallel.replicate import replicate
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -32,6 +47,7 @@ import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.integration.model import running
 from hf_longattn.integration.resume import refuse_other_attention
+from hf_longattn.integration.state import state_of
 
 CONFIG = CASES["sinks"]
 SECTION = {"tau": 3.0, "sink_tokens": 2}
@@ -221,6 +237,26 @@ def test_copies(tmp_path: Path) -> None:
         assert c.to_dict() == m.config.to_dict()
     m.config.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).longattn == m.config.longattn
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("case", ["rerope", "logn_learned"])
+def test_replicas_of_data_parallel(case: str, called: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shallow copies of all modules, for one step: they compute what the model does, and leave nothing in it."""
+
+    def on_one_device(tensors: Any, devices: Any, detach: bool = False) -> Any:
+        return [[t.view_as(t) for t in tensors] for _ in devices]
+
+    monkeypatch.setitem(replicate.__globals__, "_broadcast_coalesced_reshape", on_one_device)
+    m = disturbed(fresh("llama", CASES[case]), only="longattn")
+    if called:
+        logits(m)
+    got = [logits(r) for r in replicate(m, [0, 0])]
+    state = state_of(m)
+    assert state is not None
+    assert state.plans is None or state.plans.of.keys() <= set(m.modules())
+    for x in (*got, *(logits(r) for r in replicate(hf_longattn.update(m, backend="reference"), [0, 0]))):
+        close(x, logits(m))
 
 
 def test_saved_section_survives_a_json_round_trip_of_the_config() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, DEFAULT, model_config
-from helpers import stock
+from helpers import python, stock
 from transformers import (
     CONFIG_MAPPING,
     AttentionMaskInterface,
@@ -96,6 +96,135 @@ def test_installing_again_wraps_nothing_twice() -> None:
     before = [inspect.getattr_static(owner_of(x), x.name) for x in DECLARED]
     seam.install(*DECLARED)
     assert [inspect.getattr_static(owner_of(x), x.name) for x in DECLARED] == before
+
+
+def test_importing_it_anew_is_refused() -> None:
+    """A second copy would not know the models of the first."""
+    result = python(
+        """
+        import sys, hf_longattn, transformers
+        for name in [name for name in sys.modules if name.partition(".")[0] == "hf_longattn"]:
+            del sys.modules[name]
+        try:
+            import hf_longattn
+        except ImportError as error:
+            print("refused:", error)
+        """
+    )
+    assert "refused: hf_longattn was imported already" in result.stdout, result.stderr
+
+
+def test_importing_it_changes_nothing_for_models_without_a_method() -> None:
+    """Compared in one process before and after, on a model that was there before and on one that was not."""
+    result = python(
+        """
+        import copy, inspect, io, pickle, sys, tempfile, warnings
+        warnings.simplefilter("ignore")
+        import torch
+        from torch.nn.parallel.replicate import replicate
+        from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+        import peft, transformers.trainer, transformers.generation.continuous_batching
+
+        sizes = dict(vocab_size=97, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1)
+        ids = torch.arange(1, 13)[None]
+        torch.nn.parallel.replicate.__globals__["_broadcast_coalesced_reshape"] = (
+            lambda tensors, devices, detach=False: [[t.view_as(t) for t in tensors] for _ in devices]  # of one device, the CPU
+        )
+
+        def new():
+            torch.manual_seed(0)
+            return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2)).eval()
+
+        class Ids(torch.nn.Module):
+            def __init__(self, model):
+                super().__init__()
+                self.model = model
+
+            def forward(self, ids):
+                return self.model(ids, use_cache=False).logits
+
+        def saved(m):
+            file = io.BytesIO()
+            torch.save(m, file)
+            file.seek(0)
+            return torch.load(file, weights_only=False)
+
+        def exported(m):
+            return torch.export.export(Ids(m), (ids,), strict=False).module()(ids)
+
+        def trained(m):
+            with tempfile.TemporaryDirectory() as folder:
+                rows = [{"input_ids": ids[0], "labels": ids[0]}] * 2
+                options = TrainingArguments(folder, max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True)
+                Trainer(copy.deepcopy(m), options, train_dataset=rows).train()
+                m.save_pretrained(folder)
+                return LlamaForCausalLM.from_pretrained(folder)(ids).logits
+
+        def all_of(m):
+            replicas = replicate(Ids(m), [0, 0])
+            with torch.no_grad():
+                ways = {
+                    "itself": m(ids).logits,
+                    "copy": copy.deepcopy(m)(ids).logits,
+                    "pickle": pickle.loads(pickle.dumps(m))(ids).logits,
+                    "torch.save": saved(m)(ids).logits,
+                    "replicate": torch.cat([r(ids) for r in replicas]),
+                    "functional_call": torch.func.functional_call(m, dict(m.named_parameters()), (ids,)).logits,
+                    "jit.trace": torch.jit.trace(Ids(m), (ids,), check_trace=False)(ids),
+                    "export": exported(m),
+                }
+            ways["Trainer"] = trained(m)
+            return ways
+
+        def state(m):
+            kept = repr(m.config), repr(vars(m.config)), m.config.to_dict()
+            return *kept, [[*vars(x), *map(repr, vars(x)["_forward_pre_hooks"])] for x in m.modules()]
+
+        def members():
+            owners = [c for base in (torch.nn.Module, transformers.PreTrainedConfig, transformers.Cache) for c in below(base)]
+            owners += [Trainer, peft.PeftModel, peft.config.PeftConfigMixin]
+            for owner in dict.fromkeys(owners):
+                for name, member in vars(owner).items():
+                    if callable(getattr(owner, name, None)) and not name.startswith("__"):
+                        assert "longattn" not in name
+                    if callable(member) or isinstance(member, (classmethod, staticmethod, property)):
+                        found = getattr(owner, name, None)
+                        shown = (found.__module__, found.__qualname__, found.__doc__) if inspect.isroutine(found) else None
+                        written = inspect.isfunction(found) or inspect.ismethod(found)
+                        yield (owner, name), (type(member), shown, str(inspect.signature(found)) if written else "")
+
+        def below(base):
+            yield base
+            for sub in base.__subclasses__():
+                yield from below(sub)
+
+        there, begins = new(), state(new())
+        before, classes = all_of(there), dict(members())
+        used = state(there)
+        inits = {c: c.__init__ for c in below(transformers.PreTrainedModel)}
+        import hf_longattn
+        for m, then in ((there, used), (new(), begins)):
+            for known, found in zip(then, state(m), strict=True):
+                assert known == found
+            after = all_of(m)
+            for way, logits in before.items():
+                assert torch.equal(logits, after[way]), way
+        now = dict(members())
+        assert {key: x for key, x in now.items() if key in classes} == classes
+        theirs = ((o, n) for o, n in now.keys() - classes.keys() if o.__module__.startswith(("peft", "transformers")))
+        assert {(o.__name__, n) for o, n in theirs} == {("PreTrainedConfig", "longattn"), ("PreTrainedModel", "load_adapter")}
+        assert all(c.__init__ is init for c, init in inits.items())
+        for seam in (*hf_longattn.integration.seams.SEAMS, *hf_longattn.sharing.adapters.SEAMS):
+            owner = seam.owner
+            if isinstance(owner, str):
+                owner = getattr(sys.modules[owner.partition(":")[0]], owner.partition(":")[2])
+            if not seam.whole:
+                function = getattr(owner, seam.name)
+                assert pickle.loads(pickle.dumps(function)) == function, seam
+        print("the same")
+        """
+    )
+    assert "the same" in result.stdout, result.stderr
 
 
 def foreign_names(tree: ast.AST) -> set[str]:
@@ -292,4 +421,4 @@ def test_what_a_model_carries_is_listed_where_its_owner_says_so() -> None:
         for line in path.read_text(encoding="utf-8").splitlines():
             if "ContextVar(" not in line:
                 found |= set(re.findall(r"""["'.](_?longattn_\w+)""", line))
-    assert found - {"longattn_noted"} == set(re.findall(r"_?longattn_\w+", state.__doc__ or ""))  # of a class's __init__
+    assert found == set(re.findall(r"_?longattn_\w+", state.__doc__ or ""))
