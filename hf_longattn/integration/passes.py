@@ -19,7 +19,7 @@ from ..core.tracing import readable
 from .caches import cache_in, values_of
 from .layers import View
 from .names import described
-from .state import AttentionState, LayerPlan, Plans, model_of, plan_of, turn
+from .state import AttentionState, LayerPlan, Plans, model_of, plan_of, refuse_abroad, turn
 
 _AXES = "this call's tokens are at several positions each, as those of pictures are in a model with M-RoPE, and "
 COMPILED = _AXES + "a remap of rotary distances reads them where nothing is compiled: call without torch.compile"
@@ -207,6 +207,8 @@ def find(module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool) 
     if (traced or now is None) and plan.whole is not described(module.config):  # else it was compared as the pass began
         raise ValueError(_REPLACED)
     if now is None:  # a layer by itself, or one that is compiled by itself
+        if not traced:
+            refuse_abroad(module, plan)
         return now, plan, _given_outside() if traced and handed is None else handed
     # a layer knows better which axis is the text's, and DeepSpeed hands it the positions of a whole sequence
     given = now.positions
@@ -256,11 +258,13 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
         if state.unverified is not None:
             state.unverified(state, model)
         plans = state.plans or state.publish(View(model))
-        if not plans.hold:
+        if not (plans.hold and plans.stand):
             with turn(state):  # a change in another thread may have come half way
                 plans = state.plans or state.publish(View(model))
                 if not plans.hold:
                     raise ValueError(_REPLACED)
+                if not plans.stand and state.renew is not None:
+                    plans = state.renew(state, model)
     cache = cache_in((*args, *kwargs.values()))
     held = 0 if cache is None else cache.get_seq_length() + 0  # a new tensor where it is one, which counts on
     if cache is not None and UNEVEN in cache.__dict__:

@@ -24,8 +24,9 @@ from .passes import COMPILED, Asked, Numbering, Pass
 _NO_MASK = "no attention mask arrived, so what each token sees and where it stands is unknown. "
 _PARALLEL = "Context parallelism takes the mask away and sets is_causal; it is not supported"
 _ALONE = (
-    "A layer that is called by itself needs the mask that transformers' create_causal_mask makes; where the model was called, "
-    "it reads in both directions (is_decoder=False), and every method is one of causal attention"
+    "A layer that is called by itself needs the mask that transformers' create_causal_mask makes. Where a model was called, "
+    "it reads in both directions (is_decoder=False), and every method is one of causal attention; or it runs no method, and "
+    "its layers are also those of one that does: give it layers of its own (copy.deepcopy)"
 )
 _UNSEEN = (
     "the model's `forward` was run, or a layer by itself. This model does not tell its layers their position_ids, which are "
