@@ -79,6 +79,13 @@ def is_ours(implementation: str | None) -> bool:
     return name == CUSTOM or set(name.split("+")) <= set(method_names())
 
 
+def ours_in(implementation: str | dict[str, Any] | None) -> str | None:
+    """The first of our names in what is asked for, which may be a dict by sub-config."""
+    if isinstance(implementation, dict):
+        return next(filter(None, map(ours_in, implementation.values())), None)
+    return implementation if is_ours(implementation) else None
+
+
 def short(implementation: str) -> str:
     return implementation.removeprefix(PREFIX)
 

@@ -20,8 +20,8 @@ from ..slots.registry import method_class, parameters_of
 from ..telling import warn
 from .layers import View, language_config
 from .lengths import announce, announce_beside
-from .model import apply, change, warn_of_lost_softcap, warn_untrained
-from .names import PREFIX, TRIPWIRE, described, hint, is_ours, methods_in, register_combination, short
+from .model import apply, change, say_what_runs, warn_of_lost_softcap, warn_untrained
+from .names import PREFIX, TRIPWIRE, described, hint, is_ours, methods_in, ours_in, register_combination, short
 from .offload import keep_learned, refuse_to_save
 from .passes import carried, implementation_in_pass
 from .planning import prepare, refuse_name
@@ -75,7 +75,7 @@ def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) ->
 
 def _from_dict(original: Callable[..., Any], cls: type, config_dict: dict[str, Any], **kwargs: Any) -> Any:
     own, asked = config_dict.get("attn_implementation"), kwargs.get("attn_implementation", "")
-    saved = _ours_in(own) is not None
+    saved = ours_in(own) is not None
     if asked is None and saved:
         del kwargs["attn_implementation"]  # the caller has no wish; the checkpoint has
     if isinstance(asked, dict) and saved:  # nor for the parts that are not named
@@ -89,13 +89,6 @@ def _from_dict(original: Callable[..., Any], cls: type, config_dict: dict[str, A
     return out
 
 
-def _ours_in(implementation: str | dict[str, Any] | None) -> str | None:
-    """The first of our names in what a caller asks for, which may be a dict by sub-config."""
-    if isinstance(implementation, dict):
-        return next(filter(None, map(_ours_in, implementation.values())), None)
-    return implementation if is_ours(implementation) else None
-
-
 def _by_part(config: PreTrainedConfig, implementation: Any) -> Any:
     """What a dict by part asks for, of which transformers passes over what a config has no part for.
 
@@ -106,7 +99,7 @@ def _by_part(config: PreTrainedConfig, implementation: Any) -> Any:
     if language_config(config) is config and TEXT not in config.sub_configs and TEXT in implementation:
         implementation = {"" if key == TEXT else key: name for key, name in implementation.items()}
     known = ("", *config.sub_configs)
-    if lost := [key for key, name in implementation.items() if key not in known and _ours_in(name)]:
+    if lost := [key for key, name in implementation.items() if key not in known and ours_in(name)]:
         parts = f"its parts are {', '.join(config.sub_configs)}" if config.sub_configs else "it has no parts"
         kind = type(config).__name__
         raise ValueError(f"attn_implementation={implementation} is for {lost[0]!r}, a part that {kind} does not have: {parts}")
@@ -191,7 +184,7 @@ def _put_parameters(config: PreTrainedConfig, implementation: str) -> str:
 def _refuse_parameters(config: PreTrainedConfig | None, kwargs: dict[str, Any]) -> None:
     """Parameters of a method beside its name would reach the model's constructor, which knows nothing of them."""
     named = getattr(config, "_attn_implementation", None)  # auto classes read the name into the config
-    if name := _ours_in(kwargs.get("attn_implementation", named)):
+    if name := ours_in(kwargs.get("attn_implementation", named)):
         methods = [] if methods_in(name) == CUSTOM else methods_in(name).split("+")
         known = {"layers", "backend", "train_length"}.union(*map(parameters_of, methods))
         if given := {k: kwargs[k] for k in kwargs.keys() & known}:
@@ -273,7 +266,9 @@ def _replaces(model: PreTrainedModel, implementation: Any) -> bool:
     other parameters."""
     if not isinstance(implementation, str) or not is_ours(implementation):
         return False
-    config = described(language_config(model.config))
+    if (target := View(model).target) is None:
+        return False
+    config = described(target)
     if not isinstance(config, LongAttnConfig) or not config.methods:  # somebody wrote there what is to run
         return False
     name = methods_in(implementation)
@@ -292,17 +287,21 @@ def _set_attn_implementation(
         before = [(c, c._attn_implementation_internal) for c in view.configs]
         attn_implementation = _by_part(self.config, attn_implementation)
         original(self, attn_implementation, *args, **kwargs)
+        says, names = language_config(self.config), [c._attn_implementation_internal for c in view.configs]
+        if any(map(is_ours, (*names, *(name for _, name in before)))) and any(c is says for c in view.speaking):
+            for c in view.speaking:  # transformers passes over those of layers that were copied, and of a body from elsewhere
+                c._attn_implementation_internal = says._attn_implementation_internal
         for c, implementation in before:
             if is_ours(c._attn_implementation_internal) and not is_ours(implementation):
                 remember(view, c, implementation)
-        if (name := _ours_in(attn_implementation)) and not any(is_ours(c._attn_implementation_internal) for c, _ in before):
+        if (name := ours_in(attn_implementation)) and not any(is_ours(c._attn_implementation_internal) for c, _ in before):
             refuse_name(view, name, described(self.config))  # transformers logs that it stays with what it runs
         warn_of_lost_softcap(view.layers)
         prepare(view, verify=True)
 
 
 def _save_pretrained(original: Callable[..., Any], self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(self, PreTrainedModel) and kwargs.get("state_dict") is None and View(self).running is not None:
+    if isinstance(self, PreTrainedModel) and say_what_runs(self) is not None and kwargs.get("state_dict") is None:
         refuse_to_save(self)
     out = original(self, save_directory, *args, **kwargs)
     announce_beside(Path(save_directory))

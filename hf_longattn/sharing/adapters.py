@@ -95,8 +95,8 @@ def _joining(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
             warn(f"the adapter records no attention, and runs under {runs.name}, as the model's other adapters do")
         config = copy.copy(config)  # one LoraConfig may serve several models
         record.record(config, base, runs)
-        if record.has_learned(base) and hasattr(config, "modules_to_save"):
-            config.modules_to_save = sorted({*(config.modules_to_save or ()), LEARNED})
+        if hasattr(config, "modules_to_save"):
+            config.modules_to_save = record.with_learned(base, config.modules_to_save) or config.modules_to_save
         elif record.has_learned(base) and not config.base_has_method:
             raise ValueError(
                 f"{type(config).__name__} has no modules_to_save, so the learned parameters of {runs.name} would not be saved "
@@ -209,7 +209,7 @@ def _check_weights(model_id: Any, options: dict[str, Any], model: nn.Module) -> 
 def _check_hotswap(original: Any, config0: Any, config1: Any) -> None:
     original(config0, config1)
     _refuse_weights(config1, method_in(vars(config0)))
-    if LEARNED in (config1.modules_to_save or ()):
+    if any(name.rpartition(".")[2] == LEARNED for name in config1.modules_to_save or ()):
         raise ValueError("hotswapping exchanges LoRA's weights alone, and this adapter has a method's learned parameters too")
 
 
