@@ -193,7 +193,7 @@ def take_out(view: View) -> bool:
     if configs:
         view.model.config.longattn = None
         for layer in view.layers:
-            attach(view.model, layer, {})
+            attach(view.model, layer, ())
     return bool(configs)
 
 

@@ -23,6 +23,7 @@ from .lengths import announce, announce_beside
 from .model import apply, change, say_what_runs, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, described, hint, is_ours, methods_in, ours_in, register_combination, short
 from .offload import keep_learned, refuse_to_save
+from .parameters import initialise
 from .passes import carried, implementation_in_pass
 from .planning import prepare, refuse_name
 from .resume import load_checkpoint
@@ -339,6 +340,12 @@ SEAMS = (
         "get_correct_attn_implementation",
         _get_correct_attn_implementation,
         "combinations of methods are registered where they are asked for; a typing mistake lists transformers' names only",
+    ),
+    Seam(
+        PreTrainedModel,
+        "_initialize_weights",
+        initialise,
+        "learned parameters that a checkpoint lacks would stay uninitialised, or start as other modules of their class do",
     ),
     Seam(PreTrainedModel, "post_init", _post_init, "check and plan while a model is built, not at its first step"),
     Seam(

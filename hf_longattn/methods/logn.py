@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..slots.base import LengthTemperature
-from ..slots.learned import HeadScaleLayerNorm
+from ..slots.learned import HeadScale
 from ..slots.method import ModelFacts, require_positive
 
 
@@ -61,4 +61,4 @@ class LogN(LengthTemperature):
         return scale * torch.log(n.double()) ** self.exponent
 
     def module(self, facts: ModelFacts) -> nn.Module | None:
-        return HeadScaleLayerNorm(facts.num_heads) if self.learned else None
+        return HeadScale(facts.num_heads) if self.learned else None

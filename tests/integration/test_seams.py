@@ -46,6 +46,7 @@ REQUIRED = {
     "PreTrainedConfig.from_dict": ["cls", "config_dict"],
     "PreTrainedModel.from_pretrained": ["cls", "pretrained_model_name_or_path"],
     "PreTrainedModel._from_config": ["cls", "config"],
+    "PreTrainedModel._initialize_weights": ["self", "module"],
     "PreTrainedModel.post_init": ["self"],
     "PreTrainedModel.set_attn_implementation": ["self", "attn_implementation"],
     "ContinuousBatchingManager.__init__": ["self", "model", "generation_config", "continuous_batching_config"],
