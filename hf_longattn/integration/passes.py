@@ -54,6 +54,8 @@ _ANY: Numbering = (True, True, True)
 NOTE = "longattn_numbering"
 #: That which holds their positions, if some of them are at several each: int64 (axes, batch, keys), as the model got them.
 AXES = "longattn_axes"
+#: That which says from which cache index on texts count from 1: behind empty prompts, all padding, as generate() numbers them.
+ONES = "longattn_ones"
 #: That which says that some of its layers hold tokens that others do not.
 UNEVEN = "longattn_uneven"
 
@@ -86,6 +88,7 @@ class Pass:
     axes: Tensor | None = None
     whole: Tensor | None = None
     longest: tuple[int, int] = (0, 0)
+    ones: int | None = None  # see `ONES`
     after: Numbering | None = None  # how the keys are numbered in the cache that it leaves
     kept: dict[Any, Any] = field(default_factory=dict)  # what `engines` found out for its layers
 
@@ -293,6 +296,7 @@ def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
     cache = cache_in(values_of(output))  # None where the pass failed
     if cache is not None and now.after is not None:
         cache.__dict__[NOTE] = now.after
+        cache.__dict__[ONES] = now.ones
     if cache is not None and now.axes is not None and now.whole is not None:
         cache.__dict__[AXES] = now.whole
     now.frame = now.cache = now.outer = None  # masks know the pass, and may outlive it

@@ -16,6 +16,7 @@ model goes with that:
     mask.longattn_sight                       of a pass's mask: its `Sight`, which leads to the pass
     mask.longattn_both_ways                   of one that transformers made for reading in both directions
     cache.longattn_numbering, longattn_long   how the keys in a KV cache were numbered, and turned (longrope)
+    cache.longattn_ones                       from which of them on texts count from 1, behind empty prompts
     cache.longattn_axes                       where each of them stands, if some are at several positions (M-RoPE)
     cache.longattn_uneven                     that a call broke off, after which not all layers hold the same tokens
 

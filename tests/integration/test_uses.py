@@ -120,6 +120,27 @@ def test_generate(option: str, slot: str) -> None:
         assert [len(step) for step in out.attentions] == [4] * NEW
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 2}, {"cache_implementation": "static"}, {"prefill_chunk_size": 5}], ids=str
+)
+@pytest.mark.parametrize("slot", ["positions", "temperature", "logit_map"])
+@torch.no_grad()
+def test_generate_beside_an_empty_prompt(slot: str, options: dict[str, Any]) -> None:
+    """A row of padding alone, behind which generate() counts from 1: what it writes is a text by itself."""
+    ids, m = tokens(3, 12), model("llama", SLOTS[slot])
+    mask = torch.ones_like(ids)
+    mask[1], mask[2, :4] = 0, 0
+    how = {"max_new_tokens": NEW, "do_sample": False, "disable_compile": True} | options
+    out = m.generate(ids, attention_mask=mask, **how, output_logits=True, return_dict_in_generate=True)
+    alone = m.generate(ids[:1], **how, output_logits=True, return_dict_in_generate=True)
+    assert torch.equal(out.sequences[0], alone.sequences[0])
+    if "num_beams" not in options:
+        got = torch.stack(out.logits, 1)
+        for row, begin in ((0, 0), (1, 12), (2, 4)):
+            want = expected("llama", SLOTS[slot], out.sequences[row : row + 1, begin:])[0, :-1]
+            close(got[row][-len(want) :][-NEW + 1 :], want[-NEW + 1 :])
+
+
 @pytest.mark.parametrize("slot", crossed(SLOTS, ["positions", "output_norm"]))
 @torch.no_grad()
 def test_beams(slot: str) -> None:
