@@ -145,8 +145,8 @@ class View:
         #: The config objects that say what these run: the target; those of their modules, which may be copies; and those of
         #: the models around them, by which masks are made and models are saved.
         self.speaking: list[Any] = distinct([self.target, *self._around(), *(x.module.config for x in self.of_target)])
-        found = (getattr(module, "config", None) for module in self.modules)
-        #: The distinct config objects, of submodels and of attention modules.
+        found = [m.config for m in self.modules if isinstance(m, PreTrainedModel)] + [x.module.config for x in self.layers]
+        #: The distinct config objects, of submodels and of attention modules; another module may hold that of another model.
         self.configs: list[Any] = distinct([c for c in found if isinstance(c, PreTrainedConfig)] + self.speaking)
 
     def _around(self) -> list[Any]:

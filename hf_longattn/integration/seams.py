@@ -20,12 +20,14 @@ from ..slots.registry import method_class, parameters_of
 from ..telling import warn
 from .layers import View, language_config
 from .lengths import announce, announce_beside
+from .masks import own_implementation
 from .model import apply, change, say_what_runs, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, described, hint, is_ours, methods_in, ours_in, register_combination, short
 from .offload import keep_learned, refuse_to_save
 from .parameters import initialise
 from .passes import carried, implementation_in_pass
 from .planning import prepare, refuse_name
+from .record import by_number
 from .resume import load_checkpoint
 from .seam import Seam
 from .state import Section, own_configs, remember
@@ -235,9 +237,23 @@ def _is_part(model: PreTrainedModel) -> bool:
     return False
 
 
+def _leave_drafts_alone(model: PreTrainedModel) -> None:
+    """Heads that predict several tokens ahead (`generate(use_mtp=True)`) are built on a copy of their model's config, and
+    share its rotation. Where a method goes by the model's layers or turns its rotation back, they run the model's own
+    attention: what they propose the model checks.
+    """
+    method = described(model.config)
+    if "num_mtp_layers" not in vars(model) or not isinstance(method, LongAttnConfig):
+        return
+    if by_number(method) or method.remap is not None:
+        vars(model.config)["_attn_implementation_internal"] = own_implementation(model.config)
+        model.config.longattn = None
+
+
 def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     if _is_part(self):
         return original(self)  # the whole model knows better what its towers and wrappers do
+    _leave_drafts_alone(self)
     view = View(self)
     for c in view.configs:
         if is_ours(c._attn_implementation_internal):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from cases import CASES, LAYERS, model_config
-from helpers import close, crossed, expected, feed, model, stock, tokens
+from cases import CASES, FAMILIES, LAYERS, model_config
+from helpers import build, close, crossed, expected, feed, model, stock, tokens
 from tiny_configs import families, tiny
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, QuantizedCache, StoppingCriteriaList
@@ -139,6 +139,36 @@ def test_generate_beside_an_empty_prompt(slot: str, options: dict[str, Any]) -> 
         for row, begin in ((0, 0), (1, 12), (2, 4)):
             want = expected("llama", SLOTS[slot], out.sequences[row : row + 1, begin:])[0, :-1]
             close(got[row][-len(want) :][-NEW + 1 :], want[-NEW + 1 :])
+
+
+MTP = {
+    "remap": LongAttnConfig.preset("rerope", window=7),
+    "map": LongAttnConfig.preset("scale_invariant"),
+    "some layers": LongAttnConfig.preset("logn", train_length=5, layers=[0, 3]),
+}
+
+
+@pytest.mark.parametrize("case", MTP)
+@torch.no_grad()
+def test_heads_that_predict_several_tokens(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are built on a copy of the model's config, in the midst of generate(), and share its rotation."""
+    layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(layers, "MtpModel"):
+        pytest.skip("this transformers has no such heads")
+
+    def untrained(cls: Any, main: Any, **_: Any) -> Any:
+        torch.manual_seed(1)
+        return cls(main, 1).eval()
+
+    monkeypatch.setattr(layers.MtpModel, "from_pretrained", classmethod(untrained))
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+    m = build("Glm4Moe", FAMILIES["llama"][1] | experts, num_mtp_layers=1, num_nextn_predict_layers=1)
+    m.set_attn_implementation("eager")
+    hf_longattn.apply(m, MTP[case])
+    how = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    want, got = (torch.cat(m.generate(tokens(1), **how, **mtp).logits) for mtp in ({}, {"use_mtp": True}))
+    close(got, want)
+    assert hf_longattn.remove(m).config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("slot", crossed(SLOTS, ["positions", "output_norm"]))
