@@ -16,7 +16,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTok
 
 from ..config import CUSTOM, LongAttnConfig, read_name, refuse_twice
 from ..slots.method import SLOTS
-from ..slots.registry import method_class, parameters_of
+from ..slots.registry import STOCK, method_class, parameters_of
 from ..telling import warn
 from .layers import View, language_config
 from .lengths import announce, announce_beside
@@ -272,8 +272,16 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
                 f"longattn={section} needs the name of its method beside it: attn_implementation="
                 f"{section.get('name', 'scale_invariant')!r}" + ("" if "name" in section else ", or whichever it is")
             )
+        runs = language_config(self.config)._attn_implementation
+        if runs is not None and runs.removeprefix("paged|") not in STOCK:
+            raise ValueError(
+                f"the checkpoint (or the config) was made under {LongAttnConfig.parse(section).name}, and attn_implementation="
+                f"{runs!r} would run it without: a trainer asks so for an attention of its own, and what it trains would run "
+                "under the method again wherever it is loaded. Turn that off (of TRL's AsyncGRPO the tree attention), or save "
+                "the model without its method first: hf_longattn.remove(model), model.save_pretrained(...)"
+            )
         warn(
-            f"config.longattn is set, but the model runs {self.config._attn_implementation!r}, without the "
+            f"config.longattn is set, but the model runs {runs!r}, without the "
             'method: pass attn_implementation="longattn" to use it',
         )
 

@@ -35,6 +35,8 @@ from helpers import (
 )
 from torch.nn.parallel.replicate import replicate
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -182,6 +184,25 @@ def test_an_implementation_of_none_keeps_the_checkpoints_own(tmp_path: Path) -> 
     with pytest.warns(UserWarning, match="config.longattn is set, but the model runs 'sdpa'"):
         plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
     assert torch.equal(logits(plain), logits(stock("llama")))
+
+
+@pytest.mark.parametrize("kind", ["text", "pictures"])
+def test_an_attention_that_a_trainer_brings_does_not_take_the_method_s_place(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL's AsyncGRPO loads every checkpoint under its "tree_fa3"."""
+    for interface, function in ((AttentionInterface, lambda *_, **__: None), (AttentionMaskInterface, lambda **_: None)):
+        monkeypatch.setitem(interface._global_mapping, "tree_attention", function)
+    m = hf_longattn.apply(stock("llama") if kind == "text" else multimodal(), CONFIG)
+    m.save_pretrained(tmp_path)
+    load = type(m).from_pretrained
+    names: list[Any] = ["tree_attention"] + [{"text_config": "tree_attention"}] * (kind == "pictures")
+    for name in names:
+        for given in ({}, {"config": AutoConfig.from_pretrained(tmp_path)}):
+            with pytest.raises(ValueError, match=r"made under scale_invariant, and attn_implementation='tree_attention'"):
+                load(tmp_path, attn_implementation=name, **given)
+    hf_longattn.remove(m).save_pretrained(tmp_path / "plain")
+    assert load(tmp_path / "plain", attn_implementation="tree_attention") is not None
 
 
 def test_an_implementation_of_none_elsewhere_is_the_default(base: Path) -> None:
