@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, DEFAULT, model_config
-from helpers import python, stock
+from helpers import python, stock, tokens
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import (
     CONFIG_MAPPING,
     AttentionMaskInterface,
@@ -387,6 +388,30 @@ def test_other_mask_functions_are_not_taken_for_intervals() -> None:
     ]
     for function in others:
         assert masks.recognise(function) is None
+
+
+def test_mask_functions_that_are_no_functions_are_as_exact() -> None:
+    """A partial, which sdpa takes, has no name and no closure."""
+    assert masks.recognise(functools.partial(masking_utils.causal_mask_function)) is None
+    m = hf_longattn.apply(stock("llama"), "rerope", window=7)
+    known: dict[str, Any] = {"attention_mask": None, "past_key_values": None, "position_ids": torch.arange(24)[None]}
+    known |= {"config": m.config, "inputs_embeds": torch.zeros(2, 24, 32)}
+
+    def later(first: int, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return key >= first
+
+    made = [
+        masking_utils.create_causal_mask(**known, and_mask_function=f)
+        for f in (functools.partial(later, 3), lambda *place: later(3, *place))
+    ]
+    assert torch.equal(*made)
+
+
+def test_a_mask_of_another_attention_is_refused() -> None:
+    mask = create_block_mask(lambda b, h, q, k: q >= k, 2, None, 24, 24, device="cpu")
+    for layers in ("full_attention", [1]):
+        with pytest.raises(TypeError, match="the attention mask is a BlockMask, which another attention reads: pass a 2-D"):
+            hf_longattn.apply(stock("llama"), "rerope", window=7, layers=layers)(tokens(), attention_mask=mask)
 
 
 def test_layers_point_downwards_only() -> None:
