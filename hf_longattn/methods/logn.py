@@ -46,7 +46,7 @@ class LogN(LengthTemperature):
 
     @property
     def needs_training(self) -> bool:
-        return self.scale is not None  # no identity at the training length
+        return super().needs_training or self.scale is not None  # no identity at the training length
 
     @property
     def head_dependent(self) -> bool:

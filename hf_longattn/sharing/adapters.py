@@ -237,6 +237,18 @@ def _convert_to_lora(original: Any, model: nn.Module, rank: float, adapter_name:
     return config, weights
 
 
+def _rows_of_several(original: Any, self: PeftModel, *args: Any, **kwargs: Any) -> Any:
+    names, base = kwargs.get("adapter_names"), _base_of(self)
+    modules = () if names is None or base is None or {*names} == {*self.active_adapters} else base.modules()
+    if any(isinstance(m._modules.get(LEARNED), ModulesToSaveWrapper) for m in modules):
+        runs, active = self.base_model.config._attn_implementation, ", ".join(self.active_adapters)
+        raise NotImplementedError(
+            f"adapter_names={names}: the learned parameters of {runs} would be those of {active} in all rows. Give each "
+            "adapter its rows in a call of its own, after model.set_adapter(...)"
+        )
+    return original(self, *args, **kwargs)
+
+
 # off and on --------------------------------------------------------------------------------------------------------------
 
 
@@ -311,6 +323,9 @@ SEAMS = (
         "load_adapter",
         _load_into_transformers,
         "the same; and older releases drop an adapter's learned parameters with a log line",
+    ),
+    Seam(
+        PeftModel, "_enable_peft_forward_hooks", _rows_of_several, "rows of other adapters would get one's learned parameters"
     ),
     Seam(hotswap, "check_hotswap_configs_compatible", _check_hotswap, "weights of any attention would be exchanged"),
     Seam(conversion, "convert_to_lora", _convert_to_lora, "the adapter's new config would record no attention"),

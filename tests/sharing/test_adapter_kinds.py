@@ -587,6 +587,22 @@ def test_weighted_and_mixed(bases: dict[str, Path], tmp_path: Path) -> None:
     close(logits(plain.merge_and_unload()), logits(plain), 1e-5)
 
 
+@torch.no_grad()
+def test_rows_of_several_adapters(bases: dict[str, Path]) -> None:
+    ids = tokens()
+    for method in (REROPE, LEARNED):
+        m = disturbed(with_second(adapted(bases["llama"], "LORA", method), "LORA"), 6).eval()
+        m.set_adapter("default")
+        want = m(input_ids=ids).logits
+        close(m(input_ids=ids, adapter_names=["default"] * 2).logits, want)
+        if method is REROPE:
+            close(m(input_ids=ids, adapter_names=["default", "second"]).logits[0], want[0])
+            continue
+        for call in (m, m.generate):
+            with pytest.raises(NotImplementedError, match=r"learned parameters of logn.* those of default .*set_adapter"):
+                call(input_ids=ids, adapter_names=["default", "second"])
+
+
 def test_merged_while_switched_off_it_runs_the_method(bases: dict[str, Path]) -> None:
     m = adapted(bases["llama"], "LORA")
     want = logits(m)
