@@ -151,7 +151,7 @@ def beyond_shown(train_length: int, to: int) -> str | None:
 def own_window(view: View) -> int | None:
     """The sliding window of layers that take a method all the same, because it is as wide as the trained length."""
     layers = [x for x in view.candidates if x.windowed and x.kind == "full"]
-    return int(layers[0].module.config.sliding_window) if layers else None
+    return int(layers[0].config.sliding_window) if layers else None
 
 
 def check_purpose(purpose: str) -> None:

@@ -62,7 +62,7 @@ class AsItWas:
             for layer in view.layers:
                 kept = self.parts.get(layer.module)
                 if layer.module._modules.get("longattn") is not kept:
-                    attach(view.model, layer, {})
+                    attach(view.model, layer, ())
                     if kept is not None:
                         layer.module.longattn = kept
             if self.config is None or view.target is None:

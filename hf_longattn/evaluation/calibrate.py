@@ -73,7 +73,7 @@ def measure(model: nn.Module, batches: Batches, sink_tokens: int = 1) -> Measure
             total[name] = total.get(name, 0) + x
 
     with observe(model, seen) as layers:
-        config: Any = layers[0].module.config
+        config: Any = layers[0].config
         for batch in _batches(batches):
             inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
             model(**inputs, use_cache=False)

@@ -22,7 +22,7 @@ def facts_of(view: View, layers: list[Layer], told: int | None = None) -> ModelF
     ValueError: its config has rotary settings that it does not rotate by.
     """
     check_built(view.model)
-    config = layers[0].module.config
+    config = layers[0].config
     read = {kind: trained(config, kind, told) for kind in dict.fromkeys(x.type for x in layers)}
     # of several types the one under which remaps are refused, or the full one
     kind, known = min(read.items(), key=lambda x: (x[1].rotation_is_own, x[0] != "full_attention"))
@@ -57,7 +57,7 @@ def own_temperature(view: View, layers: list[Layer]) -> str | None:
 
     It is in their queries and keys when attention gets them, so it goes by true positions p under every remap.
     """
-    config, found = layers[0].module.config, list[str]()
+    config, found = layers[0].config, list[str]()
     for layer in {x.type: x for x in layers}.values():
         rope, rotary, module = rope_settings(config, layer.type), find_rotary(view.modules, config, layer.type), layer.module
         turned = 1.0 if rotary is None else getattr(rotary.module, rotary.buffer.replace("inv_freq", "attention_scaling"), 1.0)

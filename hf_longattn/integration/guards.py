@@ -75,7 +75,7 @@ def _entries(table: Any) -> int:
 def _border_hooks(view: View, state: AttentionState) -> list[RemovableHandle]:
     """Those that refuse a cache across longrope's border; none where no remapped layer has one."""
     remapped = [(x, plan.rotary) for x in view.layers if (plan := plan_of(x.module)) is not None and plan.rotary is not None]
-    settings = [rope_settings(x.module.config, x.type) for x, _ in remapped]
+    settings = [rope_settings(x.config, x.type) for x, _ in remapped]
     borders = {s[ORIGINAL] for s in settings if s.get("rope_type") == "longrope" and s["short_factor"] != s["long_factor"]}
     if not borders:
         return []

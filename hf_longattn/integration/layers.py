@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -39,16 +40,27 @@ _READERS = {
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention module of a model, as transformers calls it."""
+    """One attention module of a model, as transformers calls it.
+
+    Args:
+        config: that of the model that it is a layer of, by which one would be built in its place: the module's own object, or
+            of a layer that was copied or is from another model the one that its own is another one of.
+    """
 
     name: str
     module: Any
+    config: Any = field(compare=False)
 
     @property
     def index(self) -> int:
         """Its number; of modules that do not know theirs (Zamba, Zamba 2) the one in the name."""
         own = self.module.layer_idx
-        return own if own is not None and own >= 0 else next(int(part) for part in self.name.split(".") if part.isdigit())
+        return own if own is not None and own >= 0 else next(iter(self.places))
+
+    @property
+    def places(self) -> list[int]:
+        """Where it stands, by the numbers in its name."""
+        return [int(part) for part in self.name.split(".") if part.isdigit()]
 
     @property
     def why_never(self) -> str | None:
@@ -76,14 +88,14 @@ class Layer:
     @property
     def type(self) -> str | None:
         """The entry in the config's layer_types, if it has them."""
-        types = getattr(self.module.config, "layer_types", None)
+        types = getattr(self.config, "layer_types", None)
         return None if types is None or self.why_never else types[self.index]
 
     @property
     def kind(self) -> str:
         """ "full", "window", or a layer type that stands for neither; a window that hides nothing is none."""
         if self.windowed:
-            return "window" if hides(self.module.config) else "full"
+            return "window" if hides(self.config) else "full"
         return "full" if self.type is None else _KINDS.get(self.type, self.type)
 
     @property
@@ -91,7 +103,7 @@ class Layer:
         """Whether it has a window at all, which its calls announce."""
         if self.type is not None:
             return _KINDS.get(self.type) == "window"
-        return getattr(self.module.config, "sliding_window", None) is not None
+        return getattr(self.config, "sliding_window", None) is not None
 
     @property
     def why_not(self) -> str | None:
@@ -121,25 +133,31 @@ class View:
         self.model = pretrained(model)
         self.modules = list(self.model.modules())
         self.layers = layers_of(self.model)
-        found = (getattr(module, "config", None) for module in self.modules)
-        #: The distinct config objects, of submodels and of attention modules.
-        self.configs: list[Any] = list({id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values())
         causal, text = [x for x in self.layers if not x.why_never], language_config(self.model.config)
-        one = len({id(x.module.config) for x in causal}) == 1
-        #: The layers that a method may go into: the causal self-attention of the language model, which all share one config
-        #: object. Other causal parts (speech codecs, talkers) are left alone. Empty where none of several parts is it.
-        self.candidates = [x for x in causal if x.module.config is text] or (causal if one else [])
+        one = len({id(x.config) for x in causal}) == 1
+        #: The layers that a method may go into: the causal self-attention of the language model, which all have one config.
+        #: Other causal parts (speech codecs, talkers) are left alone. Empty where none of several parts is it.
+        self.candidates = [x for x in causal if x.config is text] or (causal if one else [])
         #: The config of these; None: there are none.
-        self.target: Any = self.candidates[0].module.config if self.candidates else None
+        self.target: Any = self.candidates[0].config if self.candidates else None
+        #: All layers with that config.
+        self.of_target = [x for x in self.layers if x.config is self.target]
+        #: The config objects that say what these run: the target; those of their modules, which may be copies; and those of
+        #: the models around them, by which masks are made and models are saved.
+        self.speaking: list[Any] = distinct([self.target, *self._around(), *(x.module.config for x in self.of_target)])
+        found = [m.config for m in self.modules if isinstance(m, PreTrainedModel)] + [x.module.config for x in self.layers]
+        #: The distinct config objects, of submodels and of attention modules; another module may hold that of another model.
+        self.configs: list[Any] = distinct([c for c in found if isinstance(c, PreTrainedConfig)] + self.speaking)
+
+    def _around(self) -> list[Any]:
+        """What the configs of the models around the language model's attention say of a language model of its type."""
+        attention = {x.module for x in self.candidates}
+        models = [m for m in self.modules if isinstance(m, PreTrainedModel) and not attention.isdisjoint(m.modules())]
+        return [c for c in (language_config(m.config) for m in models) if type(c) is type(self.target)]
 
     @property
     def name(self) -> str:
         return type(self.model).__name__
-
-    @property
-    def of_target(self) -> list[Layer]:
-        """All layers with that config."""
-        return [x for x in self.layers if x.module.config is self.target]
 
     @property
     def plans(self) -> list[Any]:
@@ -149,15 +167,20 @@ class View:
     @property
     def state(self) -> Any:
         """The model's `AttentionState`; None before any method came."""
-        return next((plan.state for plan in self.plans), None)
+        own = vars(self.inner).get("longattn_state")
+        return next((plan.state for plan in self.plans), None) if own is None and self.target is None else own
 
     @property
     def running(self) -> LongAttnConfig | None:
         """The config that it runs, if it runs one."""
-        held = None if self.target is None else described(self.target)
-        if not held or not is_ours(self.target._attn_implementation_internal):
+        if self.target is None:
             return None
-        return held if isinstance(held, LongAttnConfig) else describes(self.target)
+        own = distinct([x.module.config for x in self.candidates])
+        says = self.target if len(own) > 1 or is_ours(self.target._attn_implementation_internal) else own[0]
+        held = described(says)
+        if not held or not is_ours(says._attn_implementation_internal):
+            return None
+        return held if isinstance(held, LongAttnConfig) else describes(says)
 
     @property
     def adapters(self) -> list[Any]:
@@ -174,7 +197,30 @@ class View:
 
 def layers_of(model: nn.Module) -> list[Layer]:
     """All attention modules of a model."""
-    return [Layer(name, module) for name, module in model.named_modules() if _is_attention(module)]
+    named = dict(model.named_modules())
+    models = {f"{name}.".lstrip("."): m for name, m in reversed(named.items()) if isinstance(m, PreTrainedModel)}
+    found = [(name, module) for name, module in named.items() if _is_attention(module)]
+    return [Layer(n, x, _config_of(x, [m for around, m in models.items() if n.startswith(around)])) for n, x in found]
+
+
+def _config_of(attention: Any, models: list[PreTrainedModel]) -> Any:
+    """The config that a layer is one of, of the models around it, the innermost first."""
+    known = distinct([c for m in models for c in _with_parts(m.config)])
+    own = attention.config
+    return next((c for c in known if c is own), next((c for c in known if type(c) is type(own)), own))
+
+
+def _with_parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """A config, and those in it."""
+    yield config
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig):
+            yield from _with_parts(part)
+
+
+def distinct(configs: Iterable[Any]) -> list[Any]:
+    """Each of these objects once, without None."""
+    return list({id(c): c for c in configs if c is not None}.values())
 
 
 def candidates_of(model: nn.Module) -> list[Layer]:

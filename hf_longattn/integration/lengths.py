@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .layers import View, language_config
+from .layers import View, distinct, language_config
 from .trained import KEPT, ORIGINAL, UNSCALED, rope_settings, said
 
 #: What a config keeps, beside its own lengths, of the length at which generation ended.
@@ -66,7 +66,7 @@ def _configs(view: View) -> list[Any]:
     """Those that say how long a text is: of the language model first, and of the whole."""
     whole = view.model.config
     text = language_config(whole) if view.target is None else view.target
-    return [text] if text is whole else [text, whole]
+    return distinct([text, *view.speaking, whole])
 
 
 def turns_by(config: Any, length: int) -> bool:

@@ -316,7 +316,12 @@ def _pairs(
 
 
 def is_carrier(mask: Tensor) -> bool:
-    """Whether a mask is one of ours; bool and float masks are the user's own."""
+    """Whether a mask is one of ours; bool and float masks are the user's own. TypeError: it is no tensor."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(
+            f"the attention mask is a {type(mask).__name__}, which another attention reads: pass a 2-D mask of padding, or a "
+            "4-D one, bool (True: visible) or float"
+        )
     return mask.dtype == torch.int32
 
 
@@ -436,8 +441,8 @@ def recognise(mask_function: Callable[..., Any]) -> Interval | None:
     """
     if mask_function is causal_mask_function:
         return Interval()
-    if is_tracing():
-        return None  # Dynamo does not show closures
+    if is_tracing() or not hasattr(mask_function, "__code__"):
+        return None  # Dynamo does not show closures; a partial or a callable object has none
     name = mask_function.__qualname__.removesuffix(".<locals>.inner_mask")
     cells = dict(zip(mask_function.__code__.co_freevars, mask_function.__closure__ or (), strict=True))
     if mask_function.__qualname__ == f"{and_masks.__qualname__}.<locals>.and_mask":

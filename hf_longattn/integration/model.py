@@ -18,15 +18,15 @@ from ..config import LongAttnConfig
 from ..slots.learned import LearnedParts
 from ..telling import warn
 from .facts import own_temperature
-from .layers import Layer, View
+from .layers import Layer, View, language_config
 from .lengths import announce
 from .masks import base_implementation, before
 from .names import described, is_ours, name_for
 from .offload import is_empty
 from .parameters import attach
-from .planning import put
-from .record import follow
-from .state import LayerPlan, plan_of, release, set_plan, transaction, without_method
+from .planning import put, settle
+from .record import follow, method_in
+from .state import LayerPlan, is_settled, plan_of, release, set_plan, transaction, without_method
 from .trained import Trained, published, recorded
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -57,7 +57,7 @@ def apply(model: Model, method: Method | list[Method] | tuple[Method, ...], **pa
         raise TypeError(f"the model comes first, then the method, and the method given is a {type(method).__name__}")
     config = LongAttnConfig.parse(method, parameters)
     with change(model) as view:
-        _put(view, config, set() if isinstance(config.layers, str) else _changed(view))
+        _put(view, config, _changed(view) if is_settled(view) and not isinstance(config.layers, str) else set())
     return model
 
 
@@ -126,6 +126,7 @@ def update(model: Model, **parameters: Any) -> Model:
     Changing `strength`, for schedules, costs nothing: no new plan, and no recompilation once it has been other than 1.
     """
     with change(model) as view:
+        settle(view)
         config = _running(view).replace(**parameters)
         plans = {x.module: plan for x in view.of_target if (plan := plan_of(x.module)) is not None}
         held, modules = described(view.target), set(view.modules)
@@ -153,6 +154,36 @@ def remove(model: Model) -> Model:
     return model
 
 
+#: What else in a config decides how a model attends.
+_ATTENDS = ("rope_parameters", "layer_types", "sliding_window")
+
+
+def say_what_runs(model: nn.Module) -> LongAttnConfig | None:
+    """Before a model is saved: let its config say what its layers run, and return that.
+
+    ValueError: what they run is not known (see `settle`), or the config cannot say it.
+    """
+    view = View(model)
+    if view.running is None or is_settled(view):
+        settle(view)
+    else:
+        with change(model) as view:
+            settle(view)
+    if (runs := view.running) is None or runs == LongAttnConfig():  # that looks on alone
+        return None
+    says = language_config(view.model.config)
+    alike = _ATTENDS if type(says) is type(view.target) else ()
+    differ = [key for key in alike if getattr(says, key, None) != getattr(view.target, key, None)]
+    if differ or method_in(view.model.config.to_dict()) != runs:
+        what = f"has another {', '.join(differ)} than" if differ else f"cannot say that {runs.name} runs in"
+        raise ValueError(
+            f"{view.name} cannot be saved: its config, {type(view.model.config).__name__}, {what} the "
+            f"{type(view.target).__name__} of its attention layers, which were put into it. Save the model that these are "
+            "from, or build this one with their config"
+        )
+    return runs
+
+
 def take_out(view: View) -> bool:
     """Let a model run what it ran before any method; whether there was one."""
     configs = without_method(view)
@@ -162,7 +193,7 @@ def take_out(view: View) -> bool:
     if configs:
         view.model.config.longattn = None
         for layer in view.layers:
-            attach(view.model, layer, {})
+            attach(view.model, layer, ())
     return bool(configs)
 
 

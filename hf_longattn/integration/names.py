@@ -33,7 +33,12 @@ def register_names(attention: Callable[..., Any], mask: Callable[..., Any]) -> N
 def _register(alias: str) -> None:
     attention, mask = _FUNCTIONS
     for known, own in ((AttentionInterface(), attention), (AttentionMaskInterface(), mask)):
-        if known.get(alias) not in (None, own):
+        if (there := known.get(alias)) not in (None, own):
+            if getattr(there, "__module__", None) == own.__module__:
+                raise ImportError(
+                    "hf_longattn was imported already, and taken out of sys.modules since; models and transformers hold what "
+                    "was imported first. Start Python anew, or importlib.reload(hf_longattn)"
+                )
             raise ValueError(
                 f"{alias!r} is the name of an attention that transformers has already: choose another for the method"
             )
@@ -72,6 +77,13 @@ def is_ours(implementation: str | None) -> bool:
         return False
     name = methods_in(implementation)
     return name == CUSTOM or set(name.split("+")) <= set(method_names())
+
+
+def ours_in(implementation: str | dict[str, Any] | None) -> str | None:
+    """The first of our names in what is asked for, which may be a dict by sub-config."""
+    if isinstance(implementation, dict):
+        return next(filter(None, map(ours_in, implementation.values())), None)
+    return implementation if is_ours(implementation) else None
 
 
 def short(implementation: str) -> str:

@@ -13,6 +13,7 @@ from ..config import CUSTOM, LongAttnConfig
 from ..core.call import Call
 from .layers import Layer, View
 from .names import described, is_ours
+from .planning import settle
 from .state import CALLS, AttentionState, LayerPlan, Undo, changing, plan_of, remember, set_plan
 
 #: Called after every attention call of an observed layer.
@@ -49,17 +50,21 @@ def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None =
 
 def _placed(view: View, observer: Observer, named: set[int] | None) -> list[Layer]:
     """Put the observer into the plans of all layers, or of those named; returns these layers."""
+    settle(view)
     config, state, observed = view.target, view.state or AttentionState(), []
     left_alone: dict[int, str] = {}
     if config is not None and not is_ours(config._attn_implementation_internal):
-        remember(view, config, config._attn_implementation_internal)
-        config._attn_implementation_internal = CUSTOM
-        vars(config)["_longattn"] = LongAttnConfig()
+        for c in view.speaking:
+            remember(view, c, c._attn_implementation_internal)
+            c._attn_implementation_internal = CUSTOM
+        state.set_running(view, LongAttnConfig())
     whole = None if config is None else described(config)
     for layer in view.of_target:
         plan, unchanged = plan_of(layer.module), layer.why_not
         if plan is None or plan.whole is not whole:
-            plan = LayerPlan(state, whole, None, unchanged or "", layer.windowed, config.num_attention_heads)
+            number = -1 if layer.why_never else layer.index
+            heads = config.num_attention_heads
+            plan = LayerPlan(state, whole, None, unchanged or "", layer.windowed, heads, index=number)
         if plan.config is None and not unchanged:
             plan = dataclasses.replace(plan, config=LongAttnConfig())  # not in the method's `layers`: plain attention
         if plan.config is None and not layer.why_never:

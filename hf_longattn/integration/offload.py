@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..slots.learned import START
 from .layers import View
 
 
@@ -43,9 +43,20 @@ def refuse_to_save(model: nn.Module) -> None:
         )
 
 
-def device_of(module: nn.Module) -> torch.device:
-    """Where the parameters of a module are when it is called."""
-    own = next(module.parameters()).device
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Its parameters, then its buffers: packed weights are either."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def dtype_of(module: nn.Module) -> torch.dtype | None:
+    """What a module computes in, by what it holds beside quantised weights; None: that does not show it."""
+    return next((x.dtype for x in _tensors(module) if x.is_floating_point() and x.dtype.itemsize > 1), None)
+
+
+def device_of(module: nn.Module, model: nn.Module) -> torch.device:
+    """Where the weights of a module are when it is called; of one without any those of its model."""
+    own = next(itertools.chain(_tensors(module), _tensors(model))).device
     hooks = (hook for m in module.modules() for hook in _hooks(m)) if own.type == "meta" else ()
     return next((torch.device(x.execution_device) for x in hooks if x.execution_device is not None), own)
 
@@ -64,21 +75,18 @@ def keep_learned(view: View) -> None:
     for layer in view.layers:
         if (parts := layer.module._modules.get("longattn")) is not None:
             for name, _ in parts.named_parameters():
-                _keep(view.model, f"{layer.name}.longattn.{name}", START[name.rpartition(".")[2]])
+                _keep(view.model, f"{layer.name}.longattn.{name}", parts, name)
 
 
-def _keep(model: nn.Module, name: str, value: float) -> None:
-    """Let it keep a parameter as it keeps the others.
-
-    Args:
-        value: what it holds if it has no value yet.
-    """
-    parameter, hooks = model.get_parameter(name), [(hook, own) for hook, own in _over(model, name) if hook.offload]
-    content = torch.full_like(parameter, value, device="cpu") if parameter.is_meta else parameter.detach().cpu()
-    for hook, own in hooks:
+def _keep(model: nn.Module, name: str, parts: Any, own_name: str) -> None:
+    """Let it keep a parameter as it keeps the others, with what it starts with if it has no value yet."""
+    parameter = model.get_parameter(name)
+    for hook, own in ((hook, own) for hook, own in _over(model, name) if hook.offload):
         if own not in hook.weights_map:
-            _put(hook.weights_map, own, content)
-            hook.original_devices[own] = content.device
+            start = parts.start() if parameter.is_meta else {}  # by names that PEFT's wrapper puts its own before
+            value = next((x for key, x in start.items() if own_name.endswith(key)), parameter.detach())
+            _put(hook.weights_map, own, value.to("cpu", parameter.dtype))
+            hook.original_devices[own] = torch.device("cpu")
 
 
 def _put(kept: Any, name: str, value: Tensor) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from ..slots.learned import START, LearnedParts, learned_parts
-from ..slots.method import ModelFacts
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ..slots.learned import LearnedParts, learned_parts, make_parts, tensors_of
+from ..slots.method import Method, ModelFacts
 from ..telling import warn
 from .layers import Layer, View
-from .offload import device_of, held, keep_learned
+from .offload import device_of, dtype_of, held, keep_learned
 from .state import plan_of
 
 
@@ -16,33 +21,34 @@ def bring(view: View, facts: ModelFacts) -> None:
     """Give the layers of a model the learned parts of what they are planned to run."""
     for layer in view.of_target:
         config = plan.config if (plan := plan_of(layer.module)) is not None else None
-        made = {m.slot: m.module(facts) for m in (config.methods if config is not None else ())}
-        attach(view.model, layer, {slot: part for slot, part in made.items() if part is not None})
+        attach(view.model, layer, () if config is None else config.methods, facts)
     keep_learned(view)
 
 
-def attach(model: nn.Module, layer: Layer, learned: dict[str, nn.Module]) -> None:
-    """Give an attention module these learned parts as `module.longattn`, keeping those that it has already.
+def attach(model: nn.Module, layer: Layer, methods: Sequence[Method], facts: ModelFacts | None = None) -> None:
+    """Give an attention module the learned parts of these methods as `module.longattn`, keeping those that it has already.
 
     Warns if parameters are dropped that training has changed.
     """
     module = layer.module
-    present = learned_parts(module)
-    shapes, own = ({s: [(n, p.shape) for n, p in x.named_parameters()] for s, x in of.items()} for of in (present, learned))
+    present, again = learned_parts(module), set[str]()
+    learned = {} if facts is None else make_parts(methods, facts)
     for slot, part in learned.items():
-        if shapes.get(slot) == own[slot]:
-            learned[slot] = present[slot]
-        else:
-            like, device = next(module.parameters()), device_of(module)
-            dtype = like.dtype if like.is_floating_point() else None  # not a quantised one's
-            if any(p.device != device or p.dtype != (dtype or p.dtype) for p in part.parameters()):
-                part.to(device=device, dtype=dtype)
+        there = present.get(slot)
+        if there is not None and type(there) is type(part) and _kind(there) == _kind(part):
+            learned[slot] = there
+            continue
+        place(part, device_of(module, model), dtype_of(module))
+        if there is not None and _kind(there) == _kind(part):  # its class was defined anew, in a notebook
+            part.load_state_dict(there.state_dict())
+            again.add(slot)
     if learned == present:  # then PEFT's wrapper around them stays, too
         return
-    dropped = {slot: part for slot, part in present.items() if learned.get(slot) is not part}
+    dropped = {slot: part for slot, part in present.items() if learned.get(slot) is not part and slot not in again}
     names = [f"{slot}.{name}" for slot, part in dropped.items() for name, _ in part.named_parameters()]
-    values = (held(model, f"{layer.name}.longattn.{name}") for name in names)
-    if any(p is not None and bool((p != START[n.rpartition(".")[2]]).any()) for n, p in zip(names, values, strict=True)):
+    start = module.longattn.start() if dropped else {}
+    values = {name: held(model, f"{layer.name}.longattn.{name}") for name in names}
+    if any(x is not None and not torch.equal(x.detach().cpu(), start[name].to(x.dtype)) for name, x in values.items()):
         warn(
             f"dropping the trained parameters {', '.join(names)} of layer {module.layer_idx}: "
             "they belong to the method that is being replaced",
@@ -52,4 +58,29 @@ def attach(model: nn.Module, layer: Layer, learned: dict[str, nn.Module]) -> Non
             plan.state.plans.parts.setdefault(module, present)
         del module.longattn
     if learned:
-        module.longattn = LearnedParts(learned)
+        assert facts is not None
+        module.longattn = LearnedParts(learned, methods, facts)
+
+
+def place(part: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Move what is not there yet, as a module's own `to` would."""
+    if any(x.device != device or (x.is_floating_point() and x.dtype != (dtype or x.dtype)) for _, x in tensors_of(part)):
+        part.to(device=device, dtype=dtype)
+
+
+def _kind(part: nn.Module) -> tuple[str, list[tuple[str, torch.Size]]]:
+    """What a learned part is: two of a kind differ in their values alone."""
+    return f"{type(part).__module__}.{type(part).__qualname__}", [(name, p.shape) for name, p in part.named_parameters()]
+
+
+def initialise(original: Callable[..., None], self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Wraps what transformers calls for each module of a model that is built, or whose checkpoint lacks some of its values."""
+    was = getattr(module, "_is_hf_initialized", False)
+    original(self, module, *args, **kwargs)
+    if was or not isinstance(module, LearnedParts):
+        return
+    missing = {name: x for name, x in tensors_of(module) if not (x.is_meta or getattr(x, "_is_hf_initialized", False))}
+    start = module.start() if missing else {}
+    with torch.no_grad():
+        for name, x in missing.items():  # modules in it came before it, and were given what the model gives to their class
+            x.copy_(distribute_tensor(start[name], x.device_mesh, x.placements) if isinstance(x, DTensor) else start[name])

@@ -19,7 +19,7 @@ from ..core.tracing import readable
 from .caches import cache_in, values_of
 from .layers import View
 from .names import described
-from .state import AttentionState, LayerPlan, Plans, model_of, plan_of, turn
+from .state import AttentionState, LayerPlan, Plans, model_of, plan_of, refuse_abroad, turn
 
 _AXES = "this call's tokens are at several positions each, as those of pictures are in a model with M-RoPE, and "
 COMPILED = _AXES + "a remap of rotary distances reads them where nothing is compiled: call without torch.compile"
@@ -54,6 +54,8 @@ _ANY: Numbering = (True, True, True)
 NOTE = "longattn_numbering"
 #: That which holds their positions, if some of them are at several each: int64 (axes, batch, keys), as the model got them.
 AXES = "longattn_axes"
+#: That which says from which cache index on texts count from 1: behind empty prompts, all padding, as generate() numbers them.
+ONES = "longattn_ones"
 #: That which says that some of its layers hold tokens that others do not.
 UNEVEN = "longattn_uneven"
 
@@ -86,6 +88,7 @@ class Pass:
     axes: Tensor | None = None
     whole: Tensor | None = None
     longest: tuple[int, int] = (0, 0)
+    ones: int | None = None  # see `ONES`
     after: Numbering | None = None  # how the keys are numbered in the cache that it leaves
     kept: dict[Any, Any] = field(default_factory=dict)  # what `engines` found out for its layers
 
@@ -207,6 +210,8 @@ def find(module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool) 
     if (traced or now is None) and plan.whole is not described(module.config):  # else it was compared as the pass began
         raise ValueError(_REPLACED)
     if now is None:  # a layer by itself, or one that is compiled by itself
+        if not traced:
+            refuse_abroad(module, plan)
         return now, plan, _given_outside() if traced and handed is None else handed
     # a layer knows better which axis is the text's, and DeepSpeed hands it the positions of a whole sequence
     given = now.positions
@@ -256,11 +261,13 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
         if state.unverified is not None:
             state.unverified(state, model)
         plans = state.plans or state.publish(View(model))
-        if not plans.hold:
+        if not (plans.hold and plans.stand):
             with turn(state):  # a change in another thread may have come half way
                 plans = state.plans or state.publish(View(model))
                 if not plans.hold:
                     raise ValueError(_REPLACED)
+                if not plans.stand and state.renew is not None:
+                    plans = state.renew(state, model)
     state.claims.settle()
     cache = cache_in((*args, *kwargs.values()))
     held = 0 if cache is None else cache.get_seq_length() + 0  # a new tensor where it is one, which counts on
@@ -290,6 +297,7 @@ def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
     cache = cache_in(values_of(output))  # None where the pass failed
     if cache is not None and now.after is not None:
         cache.__dict__[NOTE] = now.after
+        cache.__dict__[ONES] = now.ones
     if cache is not None and now.axes is not None and now.whole is not None:
         cache.__dict__[AXES] = now.whole
     now.frame = now.cache = now.outer = None  # masks know the pass, and may outlive it

@@ -13,11 +13,22 @@ from .facts import facts_of
 from .guards import guard
 from .layers import Layer, View
 from .masks import refuse_both_ways
-from .names import described, describes, is_ours, short
+from .names import described, describes, is_ours, name_for, short
 from .parameters import bring
 from .passes import watch
-from .record import refuse_copies
-from .state import AttentionState, LayerPlan, enrol, remember, set_plan
+from .record import by_number, refuse_copies
+from .state import (
+    AttentionState,
+    LayerPlan,
+    Plans,
+    enrol,
+    is_settled,
+    plan_of,
+    refuse_shared,
+    remember,
+    set_plan,
+    whole_of,
+)
 from .verify import rotation_of, verify_at_first_call, verify_axes, verify_rotations
 
 
@@ -52,27 +63,86 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
     left_alone = {  # vision towers, and other parts under the same name
         x.module: LayerPlan(state, described(c), None, x.why_never or "not the language model")
         for x in view.layers
-        if (c := x.module.config) is not target and is_ours(c._attn_implementation_internal)
+        if (c := x.config) is not target and is_ours(c._attn_implementation_internal)
     }
-    if not is_ours(target._attn_implementation_internal):
-        remember(view, target, target._attn_implementation_internal)
+    for c in view.speaking:
+        if not is_ours(c._attn_implementation_internal):
+            remember(view, c, c._attn_implementation_internal)
     for adapter in view.adapters:
         refuse_copies(adapter, config)
     bound, plans, facts = _plan(view, config, state, longer)
     plans |= left_alone
     if verify:
-        plans |= verify_rotations(view, plans, {id(target): name})
-    target._attn_implementation_internal = name  # not by the property, which would switch towers too
+        plans |= verify_rotations(view, plans, {id(c): name for c in view.speaking})
+    for c in view.speaking:
+        c._attn_implementation_internal = name  # not by the property, which would switch towers too
     state.set_running(view, bound)
     for layer in view.layers:
         set_plan(layer.module, plans.get(layer.module))
     unverified = any(plan.rotary is not None and not plan.rotary.verified for plan in plans.values())
-    state.unverified, state.by_axis = verify_at_first_call if unverified else None, verify_axes
+    state.unverified, state.by_axis, state.renew = verify_at_first_call if unverified else None, verify_axes, renew
     enrol(view.model)
     bring(view, facts)
     guard(view, state)
     watch(view, state)
     return bound
+
+
+def settle(view: View) -> None:
+    """Let a model whose layers were copied, moved or dropped, came from another one, or were put under another head, run in
+    all of them what it runs, and all its configs say so.
+
+    ValueError: that is not known, since what it runs is not the same in all layers; or they are also those of another model.
+    """
+    if (config := view.running) is None:
+        _refuse_strangers(view)
+        return
+    if is_settled(view):
+        return
+    refuse_shared(view)
+    known = set() if view.state is None else {*view.state.layers}
+    plans = [(x, plan) for x in view.candidates if (plan := plan_of(x.module)) is not None]
+    moved = known != {x.index for x in view.candidates} or any(plan.index != x.index for x, plan in plans)
+    if moved and by_number(config):
+        raise ValueError(
+            f"{config.name} is not the same in all layers of {view.name}, and some of these were copied, moved, dropped or "
+            "renumbered since it was put in: which of them is to run what is not known. Say it for the layers as they are "
+            f"now, hf_longattn.apply(model, {config.name!r}, layers=[...], ...), or hf_longattn.remove(model)"
+        )
+    put(view, config, name_for(config.name))
+
+
+def renew(state: AttentionState, model: nn.Module) -> Plans:
+    """What a model runs from now on, whose layers are not those that were planned. ValueError: see `settle`."""
+    view = View(whole_of(state, model))
+    settle(view)
+    return state.publish(view)
+
+
+def _refuse_numbers(view: View, config: LongAttnConfig) -> None:
+    """ValueError: a config is not the same for all layers, and these do not say where they stand, as they do once loaded."""
+    odd = [x for x in view.candidates if len(x.places) == 1 and x.index != x.places[0]]
+    if odd and by_number(config):
+        says = ", ".join(f"{x.name} says {x.index}" for x in odd[:3])
+        raise ValueError(
+            f"{config.name} is not the same in all layers of {view.name}, whose numbers (layer_idx) are not their places: "
+            f"{says}. Saved and loaded they would be. Number them first, layer_idx = 0, 1, ..., and "
+            "hf_longattn.apply(model, ...) by these numbers"
+        )
+
+
+def _refuse_strangers(view: View) -> None:
+    """ValueError: a model without a method has layers that run one, or a config that names one."""
+    if view.state is not None and view.state.disabled is not None:
+        return
+    names = (c._attn_implementation_internal for c in view.speaking)
+    if (name := next(filter(is_ours, names), None)) is not None:
+        strange = [x.index for x in view.candidates if is_ours(x.module.config._attn_implementation_internal)]
+        which = f"its layers {strange} came from a model" if strange else "its config is that of a model"
+        raise ValueError(
+            f"{view.name} runs {view.target._attn_implementation_internal!r}, and {which} under {short(name)}: put a method "
+            "into all of it, hf_longattn.apply(model, ...), or take that one out, hf_longattn.remove(model)"
+        )
 
 
 def _plan(
@@ -83,6 +153,7 @@ def _plan(
     by_part = [(part, [x for x in candidates if config.of_layer(x.index) is part and _takes(part, x)]) for part in config.each]
     chosen = [x for _, layers in by_part for x in layers]
     _refuse_layers(view, config, chosen)
+    _refuse_numbers(view, config)
     facts = facts_of(view, chosen or candidates, config.train_length)
     bound = config.bind(facts) if longer is None else config.replace(extended_to=None).bind(facts)
     if longer is not None and longer <= bound.reach:
@@ -102,7 +173,8 @@ def _plan(
         own = bound.for_layer(layer.index) if layer in chosen else None
         reason = "" if own else layer.why_not or "not in `layers`"
         source = rotary.get(layer.type) if layer in remapped else None
-        plans[layer.module] = LayerPlan(state, bound, own, reason, layer.windowed, facts.num_heads, source)
+        number = -1 if layer.why_never else layer.index
+        plans[layer.module] = LayerPlan(state, bound, own, reason, layer.windowed, facts.num_heads, source, index=number)
     return bound, plans, facts
 
 
@@ -174,7 +246,7 @@ def refuse_name(view: View, name: str, section: Any = None) -> NoReturn:
 def no_layer(view: View, config: LongAttnConfig) -> str:
     """What to say of a model without a layer that a method may go into."""
     why = "it has no causal attention that goes through transformers' attention interface"
-    if parts := dict.fromkeys(type(x.module.config).__name__ for x in view.layers if not x.why_never):
+    if parts := dict.fromkeys(type(x.config).__name__ for x in view.layers if not x.why_never):
         why = (
             f"its causal attention is in several parts ({', '.join(parts)}), of which none is the language model by its config"
         )

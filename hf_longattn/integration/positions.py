@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 
 from ..config import LongAttnConfig
-from ..core.geometry import Columns, Rows
+from ..core.geometry import FAR, Columns, Rows
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.tracing import readable, sent
 from .masks import BOTH_WAYS, Seen, Sight, is_carrier, read_mask, seen_through, shows_the_future, sight_of
-from .passes import COMPILED, NOTE, Asked, Numbering, Pass
+from .passes import COMPILED, NOTE, ONES, Asked, Numbering, Pass
 
 _NO_MASK = "no attention mask arrived, so what each token sees and where it stands is unknown. "
 _PARALLEL = "Context parallelism takes the mask away and sets is_causal; it is not supported"
 _ALONE = (
-    "A layer that is called by itself needs the mask that transformers' create_causal_mask makes; where the model was called, "
-    "it reads in both directions (is_decoder=False), and every method is one of causal attention"
+    "A layer that is called by itself needs the mask that transformers' create_causal_mask makes. Where a model was called, "
+    "it reads in both directions (is_decoder=False), and every method is one of causal attention; or it runs no method, and "
+    "its layers are also those of one that does: give it layers of its own (copy.deepcopy)"
 )
 _UNSEEN = (
     "the model's `forward` was run, or a layer by itself. This model does not tell its layers their position_ids, which are "
@@ -155,7 +156,7 @@ def _placed(
     position_ids = _one_axis(seen, position_ids, kv_len, remapped, alone=now is None or own_mask)
     if not readable(seen.rows.index):
         return _traced(seen, position_ids, kv_len)
-    rows, found = _resolve(seen, position_ids, kv_len)
+    rows, found = _resolve(seen, position_ids, kv_len, now)
     if now is not None:
         now.note(*(found._replace(all=found.behind) if own_mask and not any(found.all) else found))
     return rows if several is None else _by_axis(seen, rows, several, kv_len)
@@ -192,12 +193,35 @@ def _continued(seen: Seen, position_ids: Tensor, kv_len: int, now: Pass | None) 
     numbering, q_len = now.cache.__dict__.get(NOTE), rows.index.shape[1]
     if not numbering or not any(numbering) or q_len > FEW_QUERIES or position_ids.shape[1:] != (q_len,):
         return None
-    if not bool(rows.tokens(kv_len).all()):
-        return None
     query, key_start, start, _, _ = rows.columns
+    begins = now.cache.__dict__.get(ONES) is not None or bool((start >= seen.first).any())
+    if begins or not bool(rows.tokens(kv_len).all()):
+        return None
     if counted is None or numbering[0] or numbering[1]:
         return query if numbering[0] else query - start
     return counted.gather(1, (query - key_start).expand(len(counted), -1))
+
+
+def _from_zero(seen: Seen, position_ids: Tensor, now: Pass | None) -> Tensor:
+    """The position_ids, but those of texts that begin behind an empty prompt, which generate() counts from 1, less 1."""
+    held, ones = _from_one(now)
+    if now is None or not held:
+        return position_ids
+    at = seen.rows.columns
+    if ones is None:
+        begins = (at.query == at.start) & (at.start >= held) & (at.low <= at.high) & (_own(seen, position_ids) == 1)
+        ones = int(at.start.where(begins, FAR).min())
+        if ones == FAR:
+            return position_ids
+    now.ones = ones
+    return position_ids - (at.start[:, -1:] >= ones).to(position_ids.device, position_ids.dtype)
+
+
+def _from_one(now: Pass | None) -> tuple[int, int | None]:
+    """How many tokens the cache of a pass held as it began, and from which of them on texts count from 1, if any do."""
+    if now is None or now.cache is None or not (held := int(now.held)):
+        return 0, None
+    return held, now.cache.__dict__.get(ONES)
 
 
 def _by_axis(seen: Seen, rows: Rows, now: Pass, kv_len: int) -> Rows:
@@ -373,13 +397,13 @@ class _Numbered:
         return (p <= before) & self.real
 
 
-def _resolve(seen: Seen, position_ids: Tensor, kv_len: int) -> tuple[Rows, _Found]:
+def _resolve(seen: Seen, position_ids: Tensor, kv_len: int, now: Pass | None) -> tuple[Rows, _Found]:
     rows = seen.rows
     if rows.index.shape[1] == 1 and rows.allowed is None and not _several_processes():
-        fits, index, start, sees_cache = _decoding(rows, _own(seen, position_ids))
+        fits, index, start, sees_cache, *behind = _decoding(rows, _own(seen, position_ids), now)
         if fits:
-            return rows, _Found((index, start, start), (index, start, start), sees_cache)
-    call = _Numbered(seen, position_ids, kv_len)
+            return rows, _Found((behind[0], behind[1], behind[1]), (index, start, start), sees_cache)
+    call = _Numbered(seen, _from_zero(seen, position_ids, now), kv_len)
     step, pair = call.p.diff(), call.next & call.real[:, 1:] & call.real[:, :-1]
     same = call.start[:, 1:] == call.start[:, :-1]
     new_document = (step > 1) & pair & ~same if rows.allowed is None else pair[:, :0]
@@ -399,13 +423,22 @@ def _resolve(seen: Seen, position_ids: Tensor, kv_len: int) -> tuple[Rows, _Foun
     return rows, _Found(cast("Numbering", tuple(found[:3])), cast("Numbering", tuple(found[3:])), sees_cache)
 
 
-def _decoding(rows: Rows, p: Tensor) -> list[bool]:
-    """Of calls of one token, in few steps: whether it is numbered as may be, by cache index, from the start; and sees keys."""
+def _decoding(rows: Rows, p: Tensor, now: Pass | None) -> list[bool]:
+    """Of calls of one token, in few steps: whether it is numbered as may be, by cache index, from the start; whether any sees
+    keys; and whether those that do are numbered by cache index, from the start."""
     batch = max(len(rows.index), len(p))
     read = torch.cat([rows.index[:, 0].expand(batch, -1), p.expand(batch, -1)], -1).tolist()
-    real = [(at == own, at == own - start, low == own) for own, _, start, low, high, at in read if low <= high]
+    held, ones = _from_one(now)
+    if held and ones is None:
+        ones = next((own for own, _, start, low, _, at in read if at == 1 and own == start == low >= held), None)
+    if now is not None:
+        now.ones = ones
+    since = FAR if ones is None else ones
+    real = [
+        (at == own, at - (start >= since) == own - start, low == own) for own, _, start, low, high, at in read if low <= high
+    ]
     by_index, by_start, alone = (all(one[n] for one in real) for n in range(3))
-    return [all(map(any, real)), by_index, by_start, not alone]
+    return [all(map(any, real)), by_index, by_start, not alone, *(all(one[n] or one[2] for one in real) for n in range(2))]
 
 
 def _goes_back(call: _Numbered, out: Rows, kv_len: int) -> Tensor:

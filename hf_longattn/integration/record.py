@@ -15,10 +15,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..config import LongAttnConfig
-from ..slots.learned import learned_parts
+from ..slots.learned import LearnedParts, learned_parts
 from . import rope
 from .layers import View
-from .names import PREFIX, is_ours, short
+from .names import PREFIX, is_ours, ours_in, short
 
 #: The file of an adapter's config.
 ADAPTER = "adapter_config.json"
@@ -47,8 +47,7 @@ def saved_in(file: Path) -> dict[str, Any]:
 def method_in(saved: Mapping[str, Any]) -> LongAttnConfig | None:
     """The method that a saved config, or the `vars` of an adapter's, asks for; None: it asks for none."""
     name, section = saved.get("attn_implementation"), saved.get("longattn")
-    names = name.values() if isinstance(name, dict) else [name]
-    if (ours := next(filter(is_ours, names), None)) is not None:
+    if (ours := ours_in(name)) is not None:
         return LongAttnConfig.parse(short(ours), section)
     return LongAttnConfig.parse(section) if section else None
 
@@ -75,8 +74,8 @@ def record(adapter: Any, model: PreTrainedModel, runs: LongAttnConfig | None) ->
         ours = checkpoint is not None and (checkpoint.longattn or is_ours(checkpoint._attn_implementation))
         adapter.base_has_method = bool(ours)
     adapter.longattn = None if runs is None else runs.to_dict()
-    if LEARNED in (kept := getattr(adapter, "modules_to_save", None) or ()) and not has_learned(model):
-        adapter.modules_to_save = sorted({*kept} - {LEARNED}) or None
+    if (kept := getattr(adapter, "modules_to_save", None)) and not has_learned(model):
+        adapter.modules_to_save = sorted(x for x in kept if x.rpartition(".")[2] != LEARNED) or None
 
 
 def follow(view: View, runs: LongAttnConfig | None) -> None:
@@ -92,15 +91,45 @@ def follow(view: View, runs: LongAttnConfig | None) -> None:
         record(adapter, model, runs)
 
 
+def by_number(config: LongAttnConfig) -> bool:
+    """Whether a config is not the same for all layers, but says by their numbers what they do."""
+    nests = (getattr(m, name) for m in config.methods for name in (*m.by_head, *m.by_layer))
+    return len(config.each) > 1 or not isinstance(config.layers, str) or any(isinstance(x, tuple) for x in nests)
+
+
 def refuse_copies(adapter: Any, method: LongAttnConfig) -> None:
-    """Raise ValueError for an adapter that copies the model's config or attention modules, which then go their own way."""
-    replicates = getattr(adapter, "layer_replication", None) is not None
-    if replicates or adapter.peft_type == "SHADOW":
-        does = "layer_replication copies attention modules" if replicates else "it makes a second network of its config"
-        raise ValueError(
-            f"{type(adapter).__name__}: {does}, and the copies would not follow {method.name} when that changes or is "
-            "loaded. Take another adapter, or a model without a method (hf_longattn.remove)"
-        )
+    """Raise ValueError for an adapter that makes a second network of the model's config, which then goes its own way, or
+    copies layers of which a method says by number what they do."""
+    if adapter.peft_type == "SHADOW":
+        why = f"it makes a second network of its config, which would not follow {method.name} when that changes or is loaded"
+    elif getattr(adapter, "layer_replication", None) is not None and by_number(method):
+        why = f"layer_replication copies and renumbers layers, and {method.name} is not the same in all of them"
+    else:
+        return
+    way = "Take another adapter, or a model without a method (hf_longattn.remove)"
+    raise ValueError(f"{type(adapter).__name__}: {why}. {way}")
+
+
+def with_learned(model: PreTrainedModel, kept: Collection[str] | None) -> list[str]:
+    """The names of the modules that an adapter saves whole, with those of a model's learned parts, but for parts inside of
+    others, which PEFT saves with these.
+
+    ValueError: another adapter saves some inside of such a module, and this one by themselves, or the other way round.
+    """
+    others = {name for name in kept or () if name.rpartition(".")[2] != LEARNED}
+    inside, alone = set[str](), set[str]()
+    for name, module in model.named_modules():
+        *path, own = name.split(".")
+        if own != LEARNED:
+            continue
+        within = any(".".join(path[: n + 1]).endswith(other) for n in range(len(path)) for other in others)
+        (inside if within else alone).add(name)
+        if (within and type(module) is not LearnedParts) or (not within and {"original_module", "modules_to_save"} & {*path}):
+            raise ValueError(
+                f"another adapter of the model saves the learned parameters {name} otherwise, which PEFT cannot: give this "
+                "one the same modules_to_save, or a model of its own"
+            )
+    return sorted(others | (alone if inside or not alone else {LEARNED}))
 
 
 def has_learned(model: PreTrainedModel) -> bool:

@@ -63,12 +63,15 @@ def _install(owner: type | ModuleType, seam: Seam) -> None:
     if seam.whole:
         setattr(owner, seam.name, seam.wrapper(present))
         return
-    original = present.__func__ if isinstance(present, classmethod) else present
+    kind: Any = type(present) if isinstance(present, (classmethod, staticmethod)) else lambda function: function
+    original = getattr(present, "__func__", present)
 
     @functools.wraps(original)  # type: ignore[arg-type]
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return seam.wrapper(original, *args, **kwargs)
 
+    if isinstance(owner, type):  # where pickles find it, also where it was inherited
+        wrapped.__module__, wrapped.__qualname__ = owner.__module__, f"{owner.__qualname__}.{seam.name}"
     everywhere = list(sys.modules.values()) if isinstance(owner, ModuleType) else ()
     for place in (owner, *(m for m in everywhere if m is not owner and getattr(m, "__dict__", {}).get(seam.name) is present)):
-        setattr(place, seam.name, classmethod(wrapped) if isinstance(present, classmethod) else wrapped)
+        setattr(place, seam.name, kind(wrapped))

@@ -9,30 +9,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import CUSTOM, LongAttnConfig, read_name, refuse_twice
 from ..slots.method import SLOTS
-from ..slots.registry import method_class, parameters_of
+from ..slots.registry import STOCK, method_class, parameters_of
 from ..telling import warn
 from .layers import View, language_config
 from .lengths import announce, announce_beside
-from .model import apply, change, warn_of_lost_softcap, warn_untrained
-from .names import PREFIX, TRIPWIRE, described, hint, is_ours, methods_in, register_combination, short
+from .masks import own_implementation
+from .model import apply, change, say_what_runs, warn_of_lost_softcap, warn_untrained
+from .names import PREFIX, TRIPWIRE, described, hint, is_ours, methods_in, ours_in, register_combination, short
 from .offload import keep_learned, refuse_to_save
+from .parameters import initialise
 from .passes import carried, implementation_in_pass
 from .planning import prepare, refuse_name
+from .record import by_number
 from .resume import load_checkpoint
 from .seam import Seam
 from .state import Section, own_configs, remember
 
 #: What a composite config calls its language model's, and callers therefore also that of a model of text alone.
 TEXT = "text_config"
-#: The models whose __init__ is running, the outermost first.
-_BUILT: ContextVar[tuple[PreTrainedModel, ...]] = ContextVar("longattn_built", default=())
-#: Whether one is being loaded, whose generation config comes last.
+#: Whether a model is being loaded, whose generation config comes last.
 _LOADED: ContextVar[bool] = ContextVar("longattn_loaded", default=False)
 
 
@@ -76,7 +78,7 @@ def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) ->
 
 def _from_dict(original: Callable[..., Any], cls: type, config_dict: dict[str, Any], **kwargs: Any) -> Any:
     own, asked = config_dict.get("attn_implementation"), kwargs.get("attn_implementation", "")
-    saved = _ours_in(own) is not None
+    saved = ours_in(own) is not None
     if asked is None and saved:
         del kwargs["attn_implementation"]  # the caller has no wish; the checkpoint has
     if isinstance(asked, dict) and saved:  # nor for the parts that are not named
@@ -90,13 +92,6 @@ def _from_dict(original: Callable[..., Any], cls: type, config_dict: dict[str, A
     return out
 
 
-def _ours_in(implementation: str | dict[str, Any] | None) -> str | None:
-    """The first of our names in what a caller asks for, which may be a dict by sub-config."""
-    if isinstance(implementation, dict):
-        return next(filter(None, map(_ours_in, implementation.values())), None)
-    return implementation if is_ours(implementation) else None
-
-
 def _by_part(config: PreTrainedConfig, implementation: Any) -> Any:
     """What a dict by part asks for, of which transformers passes over what a config has no part for.
 
@@ -107,7 +102,7 @@ def _by_part(config: PreTrainedConfig, implementation: Any) -> Any:
     if language_config(config) is config and TEXT not in config.sub_configs and TEXT in implementation:
         implementation = {"" if key == TEXT else key: name for key, name in implementation.items()}
     known = ("", *config.sub_configs)
-    if lost := [key for key, name in implementation.items() if key not in known and _ours_in(name)]:
+    if lost := [key for key, name in implementation.items() if key not in known and ours_in(name)]:
         parts = f"its parts are {', '.join(config.sub_configs)}" if config.sub_configs else "it has no parts"
         kind = type(config).__name__
         raise ValueError(f"attn_implementation={implementation} is for {lost[0]!r}, a part that {kind} does not have: {parts}")
@@ -127,7 +122,7 @@ def _keeping_our_name(original: Any) -> property:
     def implementation(self: PreTrainedConfig) -> str | None:
         return implementation_in_pass(self)
 
-    return property(implementation, set_implementation, doc=original.__doc__)
+    return property(implementation, set_implementation, original.fdel, original.__doc__)
 
 
 def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config: Any = None, **kwargs: Any) -> Any:
@@ -192,7 +187,7 @@ def _put_parameters(config: PreTrainedConfig, implementation: str) -> str:
 def _refuse_parameters(config: PreTrainedConfig | None, kwargs: dict[str, Any]) -> None:
     """Parameters of a method beside its name would reach the model's constructor, which knows nothing of them."""
     named = getattr(config, "_attn_implementation", None)  # auto classes read the name into the config
-    if name := _ours_in(kwargs.get("attn_implementation", named)):
+    if name := ours_in(kwargs.get("attn_implementation", named)):
         methods = [] if methods_in(name) == CUSTOM else methods_in(name).split("+")
         known = {"layers", "backend", "train_length"}.union(*map(parameters_of, methods))
         if given := {k: kwargs[k] for k in kwargs.keys() & known}:
@@ -229,9 +224,36 @@ def _with_section(config: PreTrainedConfig, kwargs: dict[str, Any]) -> PreTraine
     return config
 
 
+def _is_part(model: PreTrainedModel) -> bool:
+    """Whether another model is being built around this one: whether the `__init__` of one is running that calls this one's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__init__" and code.co_argcount:
+            builds = frame.f_locals.get(code.co_varnames[0])
+            if builds is not model and isinstance(builds, PreTrainedModel):
+                return True
+        frame = frame.f_back
+    return False
+
+
+def _leave_drafts_alone(model: PreTrainedModel) -> None:
+    """Heads that predict several tokens ahead (`generate(use_mtp=True)`) are built on a copy of their model's config, and
+    share its rotation. Where a method goes by the model's layers or turns its rotation back, they run the model's own
+    attention: what they propose the model checks.
+    """
+    method = described(model.config)
+    if "num_mtp_layers" not in vars(model) or not isinstance(method, LongAttnConfig):
+        return
+    if by_number(method) or method.remap is not None:
+        vars(model.config)["_attn_implementation_internal"] = own_implementation(model.config)
+        model.config.longattn = None
+
+
 def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
-    if any(model is not self for model in _BUILT.get()):
+    if _is_part(self):
         return original(self)  # the whole model knows better what its towers and wrappers do
+    _leave_drafts_alone(self)
     view = View(self)
     for c in view.configs:
         if is_ours(c._attn_implementation_internal):
@@ -250,28 +272,18 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
                 f"longattn={section} needs the name of its method beside it: attn_implementation="
                 f"{section.get('name', 'scale_invariant')!r}" + ("" if "name" in section else ", or whichever it is")
             )
+        runs = language_config(self.config)._attn_implementation
+        if runs is not None and runs.removeprefix("paged|") not in STOCK:
+            raise ValueError(
+                f"the checkpoint (or the config) was made under {LongAttnConfig.parse(section).name}, and attn_implementation="
+                f"{runs!r} would run it without: a trainer asks so for an attention of its own, and what it trains would run "
+                "under the method again wherever it is loaded. Turn that off (of TRL's AsyncGRPO the tree attention), or save "
+                "the model without its method first: hf_longattn.remove(model), model.save_pretrained(...)"
+            )
         warn(
-            f"config.longattn is set, but the model runs {self.config._attn_implementation!r}, without the "
+            f"config.longattn is set, but the model runs {runs!r}, without the "
             'method: pass attn_implementation="longattn" to use it',
         )
-
-
-def _new(original: Callable[..., PreTrainedModel], cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> PreTrainedModel:
-    """Before the first model of a class is built: note from then on which ones are being built."""
-    init = cls.__init__
-    if not hasattr(init, "longattn_noted"):
-
-        @functools.wraps(init)
-        def noted(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-            token = _BUILT.set((*_BUILT.get(), self))
-            try:
-                init(self, *args, **kwargs)
-            finally:
-                _BUILT.reset(token)
-
-        noted.longattn_noted = True  # type: ignore[attr-defined]
-        cls.__init__ = noted
-    return original(cls)
 
 
 def _replaces(model: PreTrainedModel, implementation: Any) -> bool:
@@ -279,7 +291,9 @@ def _replaces(model: PreTrainedModel, implementation: Any) -> bool:
     other parameters."""
     if not isinstance(implementation, str) or not is_ours(implementation):
         return False
-    config = described(language_config(model.config))
+    if (target := View(model).target) is None:
+        return False
+    config = described(target)
     if not isinstance(config, LongAttnConfig) or not config.methods:  # somebody wrote there what is to run
         return False
     name = methods_in(implementation)
@@ -298,17 +312,21 @@ def _set_attn_implementation(
         before = [(c, c._attn_implementation_internal) for c in view.configs]
         attn_implementation = _by_part(self.config, attn_implementation)
         original(self, attn_implementation, *args, **kwargs)
+        says, names = language_config(self.config), [c._attn_implementation_internal for c in view.configs]
+        if any(map(is_ours, (*names, *(name for _, name in before)))) and any(c is says for c in view.speaking):
+            for c in view.speaking:  # transformers passes over those of layers that were copied, and of a body from elsewhere
+                c._attn_implementation_internal = says._attn_implementation_internal
         for c, implementation in before:
             if is_ours(c._attn_implementation_internal) and not is_ours(implementation):
                 remember(view, c, implementation)
-        if (name := _ours_in(attn_implementation)) and not any(is_ours(c._attn_implementation_internal) for c, _ in before):
+        if (name := ours_in(attn_implementation)) and not any(is_ours(c._attn_implementation_internal) for c, _ in before):
             refuse_name(view, name, described(self.config))  # transformers logs that it stays with what it runs
         warn_of_lost_softcap(view.layers)
         prepare(view, verify=True)
 
 
 def _save_pretrained(original: Callable[..., Any], self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(self, PreTrainedModel) and kwargs.get("state_dict") is None and View(self).running is not None:
+    if isinstance(self, PreTrainedModel) and say_what_runs(self) is not None and kwargs.get("state_dict") is None:
         refuse_to_save(self)
     out = original(self, save_directory, *args, **kwargs)
     announce_beside(Path(save_directory))
@@ -339,7 +357,6 @@ SEAMS = (
         "would reach passes that run",
         whole=True,
     ),
-    Seam(PreTrainedModel, "__new__", _new, "post_init must know whether another model is being built around this one"),
     Seam(PreTrainedModel, "from_pretrained", _from_pretrained, "with config=, longattn= would reach the model's constructor"),
     Seam(PreTrainedModel, "_from_config", _from_config, "longattn= would reach the model's constructor"),
     Seam(
@@ -347,6 +364,12 @@ SEAMS = (
         "get_correct_attn_implementation",
         _get_correct_attn_implementation,
         "combinations of methods are registered where they are asked for; a typing mistake lists transformers' names only",
+    ),
+    Seam(
+        PreTrainedModel,
+        "_initialize_weights",
+        initialise,
+        "learned parameters that a checkpoint lacks would stay uninitialised, or start as other modules of their class do",
     ),
     Seam(PreTrainedModel, "post_init", _post_init, "check and plan while a model is built, not at its first step"),
     Seam(

@@ -1,6 +1,7 @@
 """The attention state of a model: all that is kept about it, and how it is put back.
 
-    module.longattn_plan      of each attention module: its `LayerPlan`, which leads to the model's `AttentionState`
+    model.longattn_state      of the innermost model around its attention: the `AttentionState`
+    module.longattn_plan      of each attention module: its `LayerPlan`, which leads there, unless it came from another model
     module.longattn           its learned parts; state_dicts say so
     model.longattn_adapters   the configs of adapters that PEFT notes nowhere on the model
     config._longattn          what `config.longattn` shows: the `LongAttnConfig` that a model runs, or what a user wrote
@@ -15,6 +16,7 @@ model goes with that:
     mask.longattn_sight                       of a pass's mask: its `Sight`, which leads to the pass
     mask.longattn_both_ways                   of one that transformers made for reading in both directions
     cache.longattn_numbering, longattn_long   how the keys in a KV cache were numbered, and turned (longrope)
+    cache.longattn_ones                       from which of them on texts count from 1, behind empty prompts
     cache.longattn_axes                       where each of them stands, if some are at several positions (M-RoPE)
     cache.longattn_uneven                     that a call broke off, after which not all layers hold the same tokens
 
@@ -31,7 +33,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -87,12 +89,15 @@ class AttentionState:
     tables: TableCache = field(default_factory=lambda: TableCache(TABLE_BYTES))
     strength: Tensor | None = None  # of the logit map once it is other than 1: compiled graphs read it when they run
     plans: Plans | None = None  # of all its layers; copies have none, until their first forward pass
+    layers: tuple[int, ...] = ()  # the numbers of those that a method may go into, as they were when it came
+    renew: Callable[..., Plans] | None = None  # what finds out, as a pass begins, what a model runs whose layers are others
     passes: tuple[RemovableHandle, ...] = ()  # hooks around a forward pass: see `passes.watch`
     traced: Any = None  # the `Pass` that a graph is traced through
     group: Any = None  # of the processes that share each of its sequences: see `engines.ulysses`; copies have none
     remapped: bool = False  # whether a remap of rotary distances acts in some layer
     unverified: Callable[..., None] | None = None  # what verifies rotations at the first pass, if there are any to verify
     by_axis: Callable[..., None] | None = None  # what finds out by which of several positions it turns, when a picture comes
+    alone: bool = False  # see `orphaned`
     guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse calls: see `guards`
     disabled: tuple[list[tuple[Any, str]], Tables | None, int | None] | None = None  # what `enable` puts back, in that order
     claims: Claims = field(default_factory=Claims)
@@ -101,8 +106,10 @@ class AttentionState:
 
     def set_running(self, view: View, config: LongAttnConfig) -> None:
         """Let the configs of a model and its language model hold what it runs, and compiled graphs its strength."""
-        for c in (view.target, view.model.config):
+        for c in (*view.speaking, view.model.config):
             vars(c)["_longattn"] = config
+        self.layers = tuple(x.index for x in view.candidates)
+        vars(view.inner)["longattn_state"] = self
         value = config.strength
         if value is None:
             self.strength = None
@@ -113,11 +120,19 @@ class AttentionState:
         """Let forward passes that begin from now on run what a model's modules say now."""
         names = {id(c): c._attn_implementation_internal for c in view.configs}
         of = {x.module: plan for x in view.layers if (plan := plan_of(x.module)) is not None and plan.state is self}
-        self.plans = Plans(self, of, tuple(view.configs), names)
-        return self.plans
+        plans = Plans(self, of, tuple(view.configs), names, _lay(view) if is_settled(view) else None)
+        if not hasattr(view.model, "_is_replica"):  # nn.DataParallel's, which are made anew for each step
+            self.plans = plans
+        return plans
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether it belongs to layers alone, which were copied out of their model, or outlived it."""
+        return self.alone or any(handle.hooks_dict_ref() is None for handle in self.passes)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"plans": None, "group": None, "beside": None}
+        own = vars(self) | {"plans": None, "group": None, "beside": None}
+        return own | ({"alone": True, "passes": (), "guards": ()} if self.orphaned else {})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, beside=WeakKeyDictionary())
@@ -135,6 +150,7 @@ class LayerPlan:
     heads: int = 0
     rotary: RotarySource | None = None  # how the layer rotates, where its config remaps that
     observer: Callable[[Call], None] | None = None  # sees every call of this layer: see `observe`
+    index: int = -1  # the layer that it was made for; of those that no method goes into none
 
     @functools.cached_property
     def identity_below(self) -> float:
@@ -159,6 +175,20 @@ class LayerPlan:
         return self.state.kinds.setdefault((self.config, self.rotary), object())
 
 
+class Laid(NamedTuple):
+    """How a model's layers lie.
+
+    Args:
+        children: of the modules from the innermost model to its attention, as they have them; held: what these were.
+        attention: the entries of each attention module; numbers: what number each had.
+    """
+
+    children: list[Any]
+    held: list[tuple[Any, ...]]
+    attention: list[dict[str, Any]]
+    numbers: list[int | None]
+
+
 @dataclass(frozen=True, eq=False)
 class Plans:
     """What a model runs, all of it: each forward pass takes it as it begins, and a change puts another in its place.
@@ -166,6 +196,7 @@ class Plans:
     Args:
         of: its attention modules' plans.
         configs, names: its configs, and the implementation of each by its id.
+        laid: how its layers lay; None where they are others than those that its method was put into.
         parts: learned parts that a change has taken out of its modules, for the passes that still compute with them.
     """
 
@@ -173,6 +204,7 @@ class Plans:
     of: dict[nn.Module, LayerPlan]
     configs: tuple[Any, ...]
     names: dict[int, str | None]
+    laid: Laid | None = None
     parts: dict[nn.Module, dict[str, nn.Module]] = field(default_factory=dict)
 
     @functools.cached_property
@@ -183,6 +215,14 @@ class Plans:
     def hold(self) -> bool:
         """Whether all configs still describe what was planned; those that run no method need not."""
         return all(described(c) is whole or not is_ours(c._attn_implementation_internal) for c, whole in self._described)
+
+    @property
+    def stand(self) -> bool:
+        """Whether the model's layers are those that were planned, at their places and with their numbers."""
+        if self.laid is None:
+            return False
+        numbers = [x.get("layer_idx") for x in self.laid.attention]
+        return numbers == self.laid.numbers and [tuple(x.values()) for x in self.laid.children] == self.laid.held
 
 
 def plan_of(module: nn.Module) -> LayerPlan | None:
@@ -198,14 +238,37 @@ def set_plan(module: nn.Module, plan: LayerPlan | None) -> None:
 
 def state_of(model: nn.Module) -> AttentionState | None:
     """The state of a model, or of one that it is a part of; None before any method came."""
-    return next((plan.state for m in model.modules() if (plan := plan_of(m)) is not None), None)
+    own = (vars(m).get("longattn_state") for m in model.modules())
+    found: AttentionState | None = next((state for state in own if state is not None), None)
+    return found or next((plan.state for m in model.modules() if (plan := plan_of(m)) is not None), None)
+
+
+def is_settled(view: View) -> bool:
+    """Whether a model's layers are those that its method was put into, by their numbers, and all that speaks of them says so.
+
+    Not so where some were copied, moved or dropped since, came from another model, or were put under another head.
+    """
+    plans = [plan_of(x.module) for x in view.candidates]
+    numbers = tuple(None if plan is None or plan.state is not view.state else plan.index for plan in plans)
+    if view.state is None or not plans or numbers != view.state.layers or numbers != tuple(x.index for x in view.candidates):
+        return False
+    return all(plans[0] is not None and described(c) is plans[0].whole for c in view.speaking)
+
+
+def _lay(view: View) -> Laid:
+    """See `Plans.laid`: of the modules from the innermost model to its attention."""
+    attention = [x.module for x in view.candidates]
+    inside = {x for module in attention for x in module.modules()}
+    around = [m for m in view.inner.modules() if m not in inside and not inside.isdisjoint(m.modules())]
+    children, own = [m._modules for m in around], [vars(x) for x in attention]
+    return Laid(children, [tuple(x.values()) for x in children], own, [x.get("layer_idx") for x in own])
 
 
 class Undo:
     """The entries that a change of a model's attention writes, as they were before."""
 
     def __init__(self, view: View) -> None:
-        owners = (*view.configs, *view.adapters, view.state, getattr(view.model, "generation_config", None))
+        owners = (*view.configs, *view.adapters, view.state, view.inner, getattr(view.model, "generation_config", None))
         entries = [vars(x) for x in owners if x is not None]
         entries.append(vars(view.model).get("peft_config") or {})
         entries += [vars(x.module) for x in view.layers] + [m._modules for m in view.modules]
@@ -227,7 +290,7 @@ class Undo:
 HOOKS: tuple[str, ...] = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 HOOKS += ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 #: The entries that decide how calls are computed.
-CALLS = ("_attn_implementation_internal", "_longattn", "_longattn_before", "longattn_plan")
+CALLS = ("_attn_implementation_internal", "_longattn", "_longattn_before", "longattn_plan", "longattn_state")
 
 
 #: By model or state: the lock that changes from several threads take in turn. Forward passes take none beside them.
@@ -249,6 +312,7 @@ def changing(model: nn.Module) -> Iterator[View]:
         view = View(base)
         if own_configs(view):
             view = View(base)
+        refuse_shared(view)
         yield view
         if (state := view.state) is not None:
             state.publish(view)
@@ -288,6 +352,42 @@ def model_of(state: AttentionState) -> nn.Module | None:
     return next((m for m in models if state_of(m) is state), None)
 
 
+def refuse_abroad(module: nn.Module, plan: LayerPlan) -> None:
+    """ValueError: outside of any pass, a layer is called that was copied or taken out of the model that its plan is from."""
+    whole = model_of(plan.state) if plan.state.passes else None
+    if plan.state.orphaned or (whole is not None and module not in set(whole.modules())):
+        raise ValueError(
+            f"a layer is called that was copied or taken out of a model under {plan.whole.name}, by a model that runs no "
+            "method, whose masks do not fit it: put a method into all of that one, hf_longattn.apply(model, ...), or take the "
+            "layer's out, hf_longattn.remove(model)"
+        )
+
+
+def whole_of(state: AttentionState, inner: nn.Module) -> nn.Module:
+    """The model that a state belongs to, of which only the innermost is known; of a copy that one."""
+    whole = model_of(state)
+    return inner if whole is None or inner not in set(whole.modules()) else whole
+
+
+def refuse_shared(view: View) -> None:
+    """ValueError: a model's layers are some of those of another one under a method, and neither is a part of the other."""
+    mine, modules = {x.module for x in view.candidates}, set(view.modules)
+    with _MODELS_LOCK:
+        models = [m for m in _MODELS if m not in modules]
+    for other in models:
+        if mine.isdisjoint(inside := set(other.modules())) or view.model in inside:
+            continue
+        its = View(other)
+        if mine != {x.module for x in its.candidates}:
+            both = [x.index for x in view.candidates if x.module in inside]
+            runs = "a method" if its.running is None else its.running.name
+            raise ValueError(
+                f"the layers {both} of this {view.name} are also those of a {its.name} with {len(its.candidates)} layers "
+                f"that runs {runs}: what is put into one acts in the other, whose other layers and masks know nothing of it. "
+                "Give this one layers of its own (copy.deepcopy), or change that one"
+            )
+
+
 def own_configs(view: View) -> bool:
     """Give a model copies of the configs that it shares with another one, which is not to change with it; whether it did.
 
@@ -317,7 +417,8 @@ def release(view: View) -> None:
     for layer in view.layers:
         if not is_ours(layer.module.config._attn_implementation_internal):
             set_plan(layer.module, None)
-    if state is not None and view.state is None:
+    if state is not None and not view.plans:
+        vars(view.inner).pop("longattn_state", None)
         for handle in (*state.guards, *state.passes):
             handle.remove()
         with _MODELS_LOCK:

@@ -66,10 +66,12 @@ def verify_rotations(view: View, plans: Mapping[nn.Module, LayerPlan], names: di
     settled: list[tuple[RotarySource, Convention | None, list[Layer]]] = []
     for source in dict.fromkeys(sources.values()):
         own = [x for x, other in sources.items() if other is source]
-        if missing := [x.name for x in own if x.name not in computed]:
+        ran = {x.name: x.index for x in own if x.name in computed}
+        # PEFT keeps an attention module beside its copy that is trained, which runs as the same layer
+        if missing := [x.name for x in own if x.index not in ran.values()]:
             raise ValueError(f"cannot remap rotary distances here: {missing[0]} takes no part in a forward pass over text")
-        convention, still = settle(source, [(x.name, _unscaled(computed[x.name].query), computed[x.name].key) for x in own])
-        settled.append((source, convention, [x for x in own if x.name in still]))
+        convention, still = settle(source, [(name, _unscaled(computed[name].query), computed[name].key) for name in ran])
+        settled.append((source, convention, [x for x in own if x.index in {ran[name] for name in still}]))
     _tell_of_nothing(view, plans, [x for _, _, alone in settled for x in alone])
     changed: dict[nn.Module, LayerPlan] = {}
     for source, convention, alone in settled:
@@ -207,8 +209,8 @@ def verify_axes(state: AttentionState, model: Any, axes: int) -> None:
         computed = _probed(view, plans, list(new), {}, view.inner, position_ids=positions)
         settled = {}
         for source in dict.fromkeys(new.values()):
-            own = [computed[x.name] for x, other in new.items() if other is source]
-            names = [x.name for x, other in new.items() if other is source]
+            names = [x.name for x, other in new.items() if other is source and x.name in computed]
+            own = [computed[name] for name in names]
             settled[source] = settle_axes(source, [(n, _unscaled(c.query), c.key) for n, c in zip(names, own, strict=True)])
         for source, axis in settled.items():
             source.turns_by(axis)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..slots.base import Sink
-from ..slots.learned import HeadShiftLayerNorm
+from ..slots.learned import HeadShift
 from ..slots.method import ModelFacts, numbers, require_in
 
 #: Sinks up to this hardly change a pretrained model (docs/reference/methods/attention_sink.md) and still have gradients.
@@ -48,7 +48,7 @@ class AttentionSink(Sink):
         return any(value > NEARLY_NOTHING for value in numbers(self.logit))
 
     def module(self, facts: ModelFacts) -> nn.Module | None:
-        return HeadShiftLayerNorm(facts.num_heads) if self.learned else None
+        return HeadShift(facts.num_heads) if self.learned else None
 
     def logits(self, heads: int, like: Tensor) -> Tensor:
         return torch.as_tensor(self.logit, dtype=like.dtype, device=like.device).expand(heads)

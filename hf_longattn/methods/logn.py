@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..slots.base import LengthTemperature
-from ..slots.learned import HeadScaleLayerNorm
+from ..slots.learned import HeadScale
 from ..slots.method import ModelFacts, require_positive
 
 
@@ -46,7 +46,7 @@ class LogN(LengthTemperature):
 
     @property
     def needs_training(self) -> bool:
-        return self.scale is not None  # no identity at the training length
+        return super().needs_training or self.scale is not None  # no identity at the training length
 
     @property
     def head_dependent(self) -> bool:
@@ -61,4 +61,4 @@ class LogN(LengthTemperature):
         return scale * torch.log(n.double()) ** self.exponent
 
     def module(self, facts: ModelFacts) -> nn.Module | None:
-        return HeadScaleLayerNorm(facts.num_heads) if self.learned else None
+        return HeadScale(facts.num_heads) if self.learned else None

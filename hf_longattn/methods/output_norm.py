@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..slots.base import OutputNorm
-from ..slots.learned import FeatureAffineLayerNorm
+from ..slots.learned import FeatureAffine
 from ..slots.method import Heads, ModelFacts, numbers, require_positive
 
 
@@ -88,4 +88,4 @@ class OutputLayerNorm(OutputStandardise):
     paper: ClassVar[str] = "Li et al. 2025, On Vanishing Variance in Transformer Length Generalization, arXiv:2504.02827"
 
     def module(self, facts: ModelFacts) -> nn.Module | None:
-        return FeatureAffineLayerNorm(facts.num_heads * facts.value_dim)
+        return FeatureAffine(facts.num_heads * facts.value_dim)

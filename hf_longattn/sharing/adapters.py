@@ -95,8 +95,8 @@ def _joining(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
             warn(f"the adapter records no attention, and runs under {runs.name}, as the model's other adapters do")
         config = copy.copy(config)  # one LoraConfig may serve several models
         record.record(config, base, runs)
-        if record.has_learned(base) and hasattr(config, "modules_to_save"):
-            config.modules_to_save = sorted({*(config.modules_to_save or ()), LEARNED})
+        if hasattr(config, "modules_to_save"):
+            config.modules_to_save = record.with_learned(base, config.modules_to_save) or config.modules_to_save
         elif record.has_learned(base) and not config.base_has_method:
             raise ValueError(
                 f"{type(config).__name__} has no modules_to_save, so the learned parameters of {runs.name} would not be saved "
@@ -209,7 +209,7 @@ def _check_weights(model_id: Any, options: dict[str, Any], model: nn.Module) -> 
 def _check_hotswap(original: Any, config0: Any, config1: Any) -> None:
     original(config0, config1)
     _refuse_weights(config1, method_in(vars(config0)))
-    if LEARNED in (config1.modules_to_save or ()):
+    if any(name.rpartition(".")[2] == LEARNED for name in config1.modules_to_save or ()):
         raise ValueError("hotswapping exchanges LoRA's weights alone, and this adapter has a method's learned parameters too")
 
 
@@ -235,6 +235,18 @@ def _convert_to_lora(original: Any, model: nn.Module, rank: float, adapter_name:
             own = module.adapter_state_dict(adapter_name, module.state_dict())
             weights |= {f"{name}.{key}": value for key, value in own.items()}
     return config, weights
+
+
+def _rows_of_several(original: Any, self: PeftModel, *args: Any, **kwargs: Any) -> Any:
+    names, base = kwargs.get("adapter_names"), _base_of(self)
+    modules = () if names is None or base is None or {*names} == {*self.active_adapters} else base.modules()
+    if any(isinstance(m._modules.get(LEARNED), ModulesToSaveWrapper) for m in modules):
+        runs, active = self.base_model.config._attn_implementation, ", ".join(self.active_adapters)
+        raise NotImplementedError(
+            f"adapter_names={names}: the learned parameters of {runs} would be those of {active} in all rows. Give each "
+            "adapter its rows in a call of its own, after model.set_adapter(...)"
+        )
+    return original(self, *args, **kwargs)
 
 
 # off and on --------------------------------------------------------------------------------------------------------------
@@ -311,6 +323,9 @@ SEAMS = (
         "load_adapter",
         _load_into_transformers,
         "the same; and older releases drop an adapter's learned parameters with a log line",
+    ),
+    Seam(
+        PeftModel, "_enable_peft_forward_hooks", _rows_of_several, "rows of other adapters would get one's learned parameters"
     ),
     Seam(hotswap, "check_hotswap_configs_compatible", _check_hotswap, "weights of any attention would be exchanged"),
     Seam(conversion, "convert_to_lora", _convert_to_lora, "the adapter's new config would record no attention"),

@@ -234,6 +234,10 @@ class LengthTemperature(Temperature):
         return False
 
     @property
+    def needs_training(self) -> bool:
+        return not self.clamp
+
+    @property
     def identity_below(self) -> float:
         return self.train_length or 0 if self.clamp and self.rises_to_one else 0
 

@@ -1,35 +1,74 @@
-"""The learned parts of methods.
-
-"LayerNorm" in the class names is what makes every transformers model initialise a missing `weight` to 1 and a missing
-`bias` to 0, so both start as exact no-ops whichever way the model is built.
+"""The learned parts of methods. Whichever way a model is built and loaded, they start with the values that their own
+constructors give them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .method import SLOTS
+from .method import SLOTS, Method, ModelFacts
 
-#: What a learned parameter starts at, by its name.
-START = {"weight": 1.0, "bias": 0.0}
+#: What transformers and PEFT read as something else in the name of a parameter, and would not load again.
+_TAKEN = ("lora_", "base_layer", "modules_to_save", "original_module", "weight_g", "weight_v", "LayerNorm.")
 
 
 class LearnedParts(nn.Module):
     """The learned parts of one attention module, each under the name of its slot.
 
     Not a ModuleDict, which PEFT refuses in modules_to_save.
+
+    Args:
+        methods, facts: what makes them.
     """
 
     weight = None  # most of PEFT's tuners read it of what they unload
 
-    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+    def __init__(self, parts: Mapping[str, nn.Module], methods: Iterable[Method], facts: ModelFacts) -> None:
         super().__init__()
+        self.made_of = tuple(methods), facts
         for slot, part in parts.items():
             self.add_module(slot, part)
+
+    def start(self) -> dict[str, Tensor]:
+        """What their parameters and buffers start with, by name, on the CPU."""
+        with torch.device("cpu"):
+            fresh = make_parts(*self.made_of)
+        return {f"{slot}.{name}": x.detach() for slot, part in fresh.items() for name, x in tensors_of(part)}
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a module, by name."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def make_parts(methods: Iterable[Method], facts: ModelFacts) -> dict[str, nn.Module]:
+    """The learned parts of methods, by slot. ValueError: one cannot be learned, or not saved and loaded."""
+    parts = {m.slot: part for m in methods if (part := m.module(facts)) is not None}
+    for method in methods:
+        if (part := parts.get(method.slot)) is not None:
+            check_part(part, f"{method.name}: its module")
+    return parts
+
+
+def check_part(part: Any, what: str) -> None:
+    """ValueError: what a method gives as its learned parameters cannot be learned, or not saved and loaded."""
+    if not isinstance(part, nn.Module):
+        raise ValueError(f"{what} must be a torch.nn.Module, got {type(part).__name__}")
+    for name, x in tensors_of(part):
+        if nn.parameter.is_lazy(x):
+            raise ValueError(f"{what} has a parameter {name!r} whose shape is not known: make it with a shape")
+        if isinstance(x, nn.Parameter) and not x.is_floating_point():
+            raise ValueError(f"{what} has a parameter {name!r} of {x.dtype}, which cannot be learned: make it a buffer")
+        if taken := next((word for word in _TAKEN if word in name), None):
+            raise ValueError(
+                f"{what} has a parameter {name!r}, and transformers or PEFT read {taken!r} in a name as something else, so it "
+                "would not be loaded again: call it otherwise"
+            )
 
 
 def learned_parts(attention: Any) -> dict[str, nn.Module]:
@@ -46,7 +85,7 @@ def _all(parameter: Tensor) -> Tensor:
     return parameter
 
 
-class HeadScaleLayerNorm(nn.Module):
+class HeadScale(nn.Module):
     """A learned factor per head on a row factor (batch, heads or 1, q_len)."""
 
     def __init__(self, heads: int) -> None:
@@ -58,7 +97,7 @@ class HeadScaleLayerNorm(nn.Module):
         return factor * own(self.weight).to(factor.dtype)[:, None]
 
 
-class HeadShiftLayerNorm(nn.Module):
+class HeadShift(nn.Module):
     """A learned addend per head: (heads,) to the same."""
 
     def __init__(self, heads: int) -> None:
@@ -69,7 +108,7 @@ class HeadShiftLayerNorm(nn.Module):
         return x + own(self.bias).to(x.dtype)
 
 
-class FeatureAffineLayerNorm(nn.Module):
+class FeatureAffine(nn.Module):
     """A learned weight and bias per feature: (batch, q_len, features) to the same."""
 
     def __init__(self, features: int) -> None:

@@ -156,6 +156,7 @@ def _check(method: Any) -> None:
         made = made.bind(TRIAL)
     except (ValueError, NotImplementedError):
         return  # its defaults do not fit every model
+    _check_module(made, what)
     try:
         for call, found, wanted in made.trial(TRIAL):
             shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", type(found).__name__)
@@ -164,6 +165,16 @@ def _check(method: Any) -> None:
                 raise ValueError(f"it gives {shown}, {dtype}, and not shape {tuple(wanted.shape)}, {wanted.dtype} ({call})")
     except Exception as error:
         raise ValueError(f"{what} fails on tiny tensors: {error}") from error
+
+
+def _check_module(made: Method, what: str) -> None:
+    """ValueError: the learned parameters of a method cannot be made, learned, saved or loaded."""
+    try:
+        part = made.module(TRIAL)
+    except Exception as error:
+        raise ValueError(f"{what}.module() cannot be made for a tiny model: {error}") from error
+    if part is not None:
+        import_module(".learned", __package__).check_part(part, f"{what}.module()")
 
 
 def elsewhere() -> dict[str, EntryPoint]:

@@ -18,8 +18,25 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, DEFAULT, FAMILIES, model_config
-from helpers import close, crossed, expected, fresh, logits, model, multimodal, picture, python, stock, tokens, write_gguf
+from helpers import (
+    close,
+    crossed,
+    disturbed,
+    expected,
+    fresh,
+    logits,
+    model,
+    multimodal,
+    picture,
+    python,
+    stock,
+    tokens,
+    write_gguf,
+)
+from torch.nn.parallel.replicate import replicate
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -32,6 +49,7 @@ import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.integration.model import running
 from hf_longattn.integration.resume import refuse_other_attention
+from hf_longattn.integration.state import state_of
 
 CONFIG = CASES["sinks"]
 SECTION = {"tau": 3.0, "sink_tokens": 2}
@@ -168,6 +186,25 @@ def test_an_implementation_of_none_keeps_the_checkpoints_own(tmp_path: Path) -> 
     assert torch.equal(logits(plain), logits(stock("llama")))
 
 
+@pytest.mark.parametrize("kind", ["text", "pictures"])
+def test_an_attention_that_a_trainer_brings_does_not_take_the_method_s_place(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL's AsyncGRPO loads every checkpoint under its "tree_fa3"."""
+    for interface, function in ((AttentionInterface, lambda *_, **__: None), (AttentionMaskInterface, lambda **_: None)):
+        monkeypatch.setitem(interface._global_mapping, "tree_attention", function)
+    m = hf_longattn.apply(stock("llama") if kind == "text" else multimodal(), CONFIG)
+    m.save_pretrained(tmp_path)
+    load = type(m).from_pretrained
+    names: list[Any] = ["tree_attention"] + [{"text_config": "tree_attention"}] * (kind == "pictures")
+    for name in names:
+        for given in ({}, {"config": AutoConfig.from_pretrained(tmp_path)}):
+            with pytest.raises(ValueError, match=r"made under scale_invariant, and attn_implementation='tree_attention'"):
+                load(tmp_path, attn_implementation=name, **given)
+    hf_longattn.remove(m).save_pretrained(tmp_path / "plain")
+    assert load(tmp_path / "plain", attn_implementation="tree_attention") is not None
+
+
 def test_an_implementation_of_none_elsewhere_is_the_default(base: Path) -> None:
     for m in (
         AutoModelForCausalLM.from_pretrained(base, attn_implementation=None),
@@ -221,6 +258,26 @@ def test_copies(tmp_path: Path) -> None:
         assert c.to_dict() == m.config.to_dict()
     m.config.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).longattn == m.config.longattn
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("case", ["rerope", "logn_learned"])
+def test_replicas_of_data_parallel(case: str, called: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shallow copies of all modules, for one step: they compute what the model does, and leave nothing in it."""
+
+    def on_one_device(tensors: Any, devices: Any, detach: bool = False) -> Any:
+        return [[t.view_as(t) for t in tensors] for _ in devices]
+
+    monkeypatch.setitem(replicate.__globals__, "_broadcast_coalesced_reshape", on_one_device)
+    m = disturbed(fresh("llama", CASES[case]), only="longattn")
+    if called:
+        logits(m)
+    got = [logits(r) for r in replicate(m, [0, 0])]
+    state = state_of(m)
+    assert state is not None
+    assert state.plans is None or state.plans.of.keys() <= set(m.modules())
+    for x in (*got, *(logits(r) for r in replicate(hf_longattn.update(m, backend="reference"), [0, 0]))):
+        close(x, logits(m))
 
 
 def test_saved_section_survives_a_json_round_trip_of_the_config() -> None:

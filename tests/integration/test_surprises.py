@@ -107,7 +107,11 @@ def test_numbers_of_numpy_and_torch_are_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["scale_invariant", "alibi", "cosscale", "log_length", "output_standardise", "adaptive_temperature"]
+    "name",
+    [
+        *("scale_invariant", "alibi", "cosscale", "log_length", "output_standardise", "adaptive_temperature"),
+        *("infoscale:clamp=false", "logn:clamp=false", "ssmax:learned=true:clamp=false", "yarn_temperature:clamp=false"),
+    ],
 )
 def test_a_method_that_harms_untrained_weights_warns_once(saved: Path, name: str) -> None:
     for put in (
@@ -115,9 +119,8 @@ def test_a_method_that_harms_untrained_weights_warns_once(saved: Path, name: str
         lambda: hf_longattn.apply(load(saved), name),
         lambda: load(saved).set_attn_implementation(name),
     ):
-        with pytest.warns(
-            UntrainedWarning, match=f"{'logn' if name == 'log_length' else name}: these weights were not trained under it"
-        ) as told:
+        method = {"log_length": "logn", "ssmax": "logn"}.get(own := name.partition(":")[0], own)
+        with pytest.warns(UntrainedWarning, match=f"{method}: these weights were not trained under it") as told:
             put()
         assert len([w for w in told if w.category is UntrainedWarning]) == 1
 

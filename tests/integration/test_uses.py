@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from cases import CASES, LAYERS, model_config
-from helpers import close, crossed, expected, feed, model, stock, tokens
+from cases import CASES, FAMILIES, LAYERS, model_config
+from helpers import build, close, crossed, expected, feed, model, stock, tokens
 from tiny_configs import families, tiny
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, QuantizedCache, StoppingCriteriaList
@@ -118,6 +118,57 @@ def test_generate(option: str, slot: str) -> None:
         close(got[n], expected("llama", SLOTS[slot], text[None, start:])[0, ids.shape[1] - start - 1 : -1])
     if option == "attentions":
         assert [len(step) for step in out.attentions] == [4] * NEW
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 2}, {"cache_implementation": "static"}, {"prefill_chunk_size": 5}], ids=str
+)
+@pytest.mark.parametrize("slot", ["positions", "temperature", "logit_map"])
+@torch.no_grad()
+def test_generate_beside_an_empty_prompt(slot: str, options: dict[str, Any]) -> None:
+    """A row of padding alone, behind which generate() counts from 1: what it writes is a text by itself."""
+    ids, m = tokens(3, 12), model("llama", SLOTS[slot])
+    mask = torch.ones_like(ids)
+    mask[1], mask[2, :4] = 0, 0
+    how = {"max_new_tokens": NEW, "do_sample": False, "disable_compile": True} | options
+    out = m.generate(ids, attention_mask=mask, **how, output_logits=True, return_dict_in_generate=True)
+    alone = m.generate(ids[:1], **how, output_logits=True, return_dict_in_generate=True)
+    assert torch.equal(out.sequences[0], alone.sequences[0])
+    if "num_beams" not in options:
+        got = torch.stack(out.logits, 1)
+        for row, begin in ((0, 0), (1, 12), (2, 4)):
+            want = expected("llama", SLOTS[slot], out.sequences[row : row + 1, begin:])[0, :-1]
+            close(got[row][-len(want) :][-NEW + 1 :], want[-NEW + 1 :])
+
+
+MTP = {
+    "remap": LongAttnConfig.preset("rerope", window=7),
+    "map": LongAttnConfig.preset("scale_invariant"),
+    "some layers": LongAttnConfig.preset("logn", train_length=5, layers=[0, 3]),
+}
+
+
+@pytest.mark.parametrize("case", MTP)
+@torch.no_grad()
+def test_heads_that_predict_several_tokens(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are built on a copy of the model's config, in the midst of generate(), and share its rotation."""
+    layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(layers, "MtpModel"):
+        pytest.skip("this transformers has no such heads")
+
+    def untrained(cls: Any, main: Any, **_: Any) -> Any:
+        torch.manual_seed(1)
+        return cls(main, 1).eval()
+
+    monkeypatch.setattr(layers.MtpModel, "from_pretrained", classmethod(untrained))
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+    m = build("Glm4Moe", FAMILIES["llama"][1] | experts, num_mtp_layers=1, num_nextn_predict_layers=1)
+    m.set_attn_implementation("eager")
+    hf_longattn.apply(m, MTP[case])
+    how = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    want, got = (torch.cat(m.generate(tokens(1), **how, **mtp).logits) for mtp in ({}, {"use_mtp": True}))
+    close(got, want)
+    assert hf_longattn.remove(m).config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("slot", crossed(SLOTS, ["positions", "output_norm"]))

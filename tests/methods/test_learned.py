@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import accelerate
 import pytest
@@ -21,7 +23,10 @@ from hf_longattn import LongAttnConfig
 from hf_longattn.integration.dispatch import attention_forward
 from hf_longattn.integration.masks import carrier_mask
 from hf_longattn.integration.offload import held
-from hf_longattn.slots.learned import FeatureAffineLayerNorm
+from hf_longattn.slots import registry
+from hf_longattn.slots.base import LengthTemperature
+from hf_longattn.slots.learned import tensors_of
+from hf_longattn.slots.method import ModelFacts
 
 FAMILIES = ("llama", "gemma3", "gpt2")
 LEARNED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -36,6 +41,9 @@ NAMES = {
     "norm": {"output_norm.weight": HEADS * HEAD_DIM, "output_norm.bias": HEADS * HEAD_DIM},
 }
 NAMES["both"] = NAMES["logn"] | NAMES["norm"]
+#: Where accelerate keeps the weights of a tiny Llama or Gemma.
+PLACES: dict[str, Any] = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu", "model.rotary_emb": "cpu"}
+PLACES |= {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(LAYERS)}
 EVERY = [(family, case) for family in FAMILIES for case in LEARNED]
 
 
@@ -289,20 +297,163 @@ def test_other_methods_can_be_split() -> None:
     close(torch.cat(halves, 2), whole, 1e-6)
 
 
-def test_the_start_is_finite_after_an_empty_allocation() -> None:
-    """from_pretrained builds on the meta device and fills with whatever memory holds; the names must get 1 and 0."""
-    part = FeatureAffineLayerNorm(3)
-    for p in part.parameters():
-        p.data.fill_(float("nan"))
-    stock("gpt2")._init_weights(part)
-    assert (part.weight == 1).all()
-    assert (part.bias == 0).all()
+# parameters of one's own -------------------------------------------------------------------------------------------------
+
+
+class Curve(nn.Module):
+    """A learned factor by a little network, with values of its own at the start, in parameters of any name, and buffers."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(heads, heads)  # a model would give its weight another start
+        nn.init.normal_(self.inner.weight, 0.5, 0.1, generator=torch.Generator().manual_seed(3))
+        self.slope = nn.Parameter(torch.linspace(0.1, 0.4, heads))
+        self.register_buffer("shift", torch.linspace(1.0, 2.0, heads))
+        self.register_buffer("unsaved", torch.linspace(0.0, 0.5, heads), persistent=False)
+        self.norm = nn.LayerNorm(heads)
+        nn.init.constant_(self.norm.weight, 0.3)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.inner.bias, 0.25)
+
+    def forward(self, factor: Tensor, own: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+        by_head = self.norm(self.inner(self.slope)) * self.slope + self.shift + self.unsaved
+        return factor * own(by_head).to(factor.dtype)[:, None]
+
+
+@pytest.fixture
+def bent(monkeypatch: pytest.MonkeyPatch) -> type[Any]:
+    monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
+
+    @dataclass(frozen=True, kw_only=True)
+    class Bent(LengthTemperature):
+        name: ClassVar[str] = "bent"
+        paper: ClassVar[str] = "of our own"
+
+        def formula(self, n: Tensor, head_dim: int, train_length: int) -> Tensor:
+            return torch.log1p(n)
+
+        def module(self, facts: ModelFacts) -> nn.Module:
+            return Curve(facts.num_heads)
+
+    return hf_longattn.register(Bent)
+
+
+def values(m: nn.Module) -> dict[str, Tensor]:
+    return {f"{n}.{k}": x for n, part in m.named_modules() if isinstance(part, Curve) for k, x in tensors_of(part)}
+
+
+@pytest.mark.filterwarnings("ignore::hf_longattn.UntrainedWarning")
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_parameters_of_one_s_own_start_as_their_constructor_says(family: str, bent: type[Any], tmp_path: Path) -> None:
+    """Whichever way the model is built and loaded; and saved they are loaded again."""
+    stock(family).save_pretrained(tmp_path / "base")
+    want = {k: x.detach() for k, x in tensors_of(Curve(HEADS))}
+    load = functools.partial(AutoModelForCausalLM.from_pretrained, tmp_path / "base", attn_implementation="bent")
+    made = {
+        "applied": hf_longattn.apply(stock(family), "bent"),
+        "loaded": load(),
+        "in half": load(dtype=torch.bfloat16),
+        "from a config": AutoModelForCausalLM.from_config(model_config(family), attn_implementation="bent"),
+        "offloaded after": hf_longattn.apply(accelerate.cpu_offload(stock(family), "cpu"), "bent"),
+        "offloaded before": accelerate.cpu_offload(hf_longattn.apply(stock(family), "bent"), "cpu"),
+        "on disk": load(device_map=PLACES, offload_folder=str(tmp_path / "offload")),
+    }
+    for way, m in made.items():
+        found = values(m)
+        assert len(found) >= len(want)
+        for name, x in found.items():
+            own = name.partition("temperature.")[2]
+            content = held(m, name) if x.is_meta else x
+            assert content is not None, (way, name)
+            close(content.float(), want[own], 0.01 if way == "in half" else 0.0, f"{way}, {name}")
+    for way in ("loaded", "offloaded after", "on disk"):
+        close(logits(made[way]), logits(made["applied"]), 1e-6, way)
+    m = disturbed(made["loaded"], only=".longattn.")
+    m.save_pretrained(tmp_path / "trained")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "trained")), logits(m))
+    with pytest.warns(UserWarning, match="dropping the trained parameters temperature.slope, temperature.inner.weight"):
+        hf_longattn.remove(m)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf_longattn.remove(made["applied"])
+
+
+@pytest.mark.filterwarnings("ignore::hf_longattn.UntrainedWarning")
+def test_parameters_of_a_class_that_is_defined_anew(bent: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a cell of a notebook that runs twice: the values stay, what is made of them is new."""
+    m = disturbed(hf_longattn.apply(stock("llama"), "bent"), only=".longattn.")
+    before = {k: x.clone() for k, x in values(m).items()}
+    plain = logits(stock("llama"))
+    anew = type("Curve", (Curve,), {"forward": lambda self, factor, own=None: 0 * factor + 1, "__module__": Curve.__module__})
+    monkeypatch.setitem(globals(), "Curve", anew)
+    hf_longattn.apply(m, "bent")
+    assert before.keys() == values(m).keys()
+    assert all(torch.equal(x, before[k]) for k, x in values(m).items() if "unsaved" not in k)
+    assert type(m.model.layers[0].self_attn.longattn.temperature) is anew
+    close(logits(m), plain)  # a factor of 1
+
+
+@pytest.mark.filterwarnings("ignore::hf_longattn.UntrainedWarning")
+def test_parameters_of_one_s_own_in_adapters(bent: type[Any], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    m = disturbed(peft.get_peft_model(hf_longattn.apply(stock("llama"), "bent"), config))
+    m.save_pretrained(tmp_path)
+    close(logits(peft.PeftModel.from_pretrained(stock("llama"), tmp_path)), logits(m), 1e-6)
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "no module": (lambda: torch.ones(3), "must be a torch.nn.Module, got Tensor"),
+    "raises": (lambda: nn.Linear(3), "cannot be made for a tiny model"),
+    "no shape": (lambda: nn.LazyLinear(3), "whose shape is not known"),
+    "PEFT's names": (lambda: nn.ParameterDict({"lora_scale": torch.ones(3)}), "'lora_scale', and transformers or PEFT read"),
+    "weight norm": (lambda: torch.nn.utils.weight_norm(nn.Linear(2, 2)), "read 'weight_g' in a name as something else"),
+    "whole numbers": (
+        lambda: nn.ParameterList([nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)]),
+        "cannot be learned",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_modules_that_would_not_work_are_refused(mistake: str, bent: type[Any]) -> None:
+    make, message = MISTAKES[mistake]
+    wrong = type("Wrong", (bent,), {"name": "wrong", "module": lambda self, facts: make()})
+    with pytest.raises(ValueError, match=message):
+        hf_longattn.register(dataclass(frozen=True, kw_only=True)(wrong))
+
+
+class Packed(nn.Module):
+    """A linear map that keeps its weights in buffers, as GPTQ's and AWQ's do."""
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("qweight", linear.weight.detach().view(torch.int32))
+        self.register_buffer("scales", torch.ones(1, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.qweight.view(torch.float32).T.to(x.dtype) * self.scales
+
+
+@pytest.mark.parametrize("case", LEARNED)
+def test_beside_weights_that_are_buffers(case: str) -> None:
+    name, parameters = LEARNED[case]
+    m = stock("llama")
+    for layer in m.model.layers:
+        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(layer.self_attn, part, Packed(getattr(layer.self_attn, part), torch.float32))
+    half = copy.deepcopy(m).to(torch.bfloat16)
+    check(hf_longattn.apply(m, name, **parameters), case)
+    close(logits(m), logits(hf_longattn.apply(stock("llama"), name, **parameters)))
+    check(hf_longattn.apply(half, name, **parameters), case, torch.bfloat16)
+    assert all(torch.equal(x, m.get_buffer(key)) for key, x in half.named_buffers() if "qweight" in key)
 
 
 # on a model that accelerate has offloaded ---------------------------------------------------------------------------------
 
-PLACES: dict[str, Any] = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu", "model.rotary_emb": "cpu"}
-PLACES |= {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(LAYERS)}
 #: How weights get away: all or some of them, hooks on the modules that have parameters or on those around.
 AWAY: dict[str, Callable[[Any, Path], Any]] = {
     "cpu": lambda m, folder: accelerate.cpu_offload(m, "cpu"),

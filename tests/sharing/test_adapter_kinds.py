@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -237,12 +238,61 @@ def test_saved_with_a_card_and_read_by_the_commands(kind: str, bases: dict[str, 
     close(logits(load_setting(setting, str(bases["llama"]), "float32")), logits(m))
 
 
-def test_layers_that_are_copied_are_refused(bases: dict[str, Path]) -> None:
+def test_two_adapters_that_save_learned_parameters_otherwise(bases: dict[str, Path]) -> None:
+    into = INTO | {"target_modules": ["down_proj"]}
+    alone, inside = (peft.LoraConfig(modules_to_save=modules, **into) for modules in (None, ["self_attn"]))
+    for one, other in ((alone, inside), (inside, alone)):
+        m = peft.get_peft_model(hf_longattn.apply(loaded(bases["llama"]), LEARNED), one)
+        with pytest.raises(ValueError, match=r"another adapter of the model saves the learned parameters .* otherwise"):
+            m.add_adapter("second", other)
+
+
+@pytest.mark.parametrize("method", [REROPE, LEARNED], ids=["rerope", "learned"])
+def test_layers_that_are_replicated(method: LongAttnConfig, bases: dict[str, Path], tmp_path: Path) -> None:
     config = peft.LoraConfig(layer_replication=[[0, 2], [1, 2]], **INTO)
-    with pytest.raises(ValueError, match=r"layer_replication copies attention modules, .* would not follow rerope"):
-        peft.get_peft_model(hf_longattn.apply(loaded(bases["llama"]), REROPE), config)
-    with pytest.raises(ValueError, match="its causal attention is in several parts"):
-        hf_longattn.apply(peft.get_peft_model(loaded(bases["llama"]), config), REROPE)
+    m = disturbed(peft.get_peft_model(hf_longattn.apply(loaded(bases["llama"]), method), config))
+    m.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(loaded(bases["llama"]), tmp_path)
+    close(logits(again), logits(m), 1e-6)
+    plain = peft.get_peft_model(loaded(bases["llama"]), config)
+    want = logits(plain)
+    with m.disable_adapter():
+        close(logits(m), want)
+    if method is REROPE:
+        zero = peft.get_peft_model(hf_longattn.apply(loaded(bases["llama"]), method), config)
+        close(logits(hf_longattn.apply(plain, method)), logits(zero))
+    by_layer = REROPE.replace(layers=[1])
+    with pytest.raises(ValueError, match=r"layer_replication copies and renumbers layers, and rerope is not the same in all"):
+        peft.get_peft_model(hf_longattn.apply(loaded(bases["llama"]), by_layer), config)
+    with pytest.raises(ValueError, match="layer_replication copies and renumbers layers"):
+        hf_longattn.apply(plain, by_layer)
+
+
+@pytest.mark.parametrize("method", [REROPE, LEARNED], ids=["rerope", "learned"])
+def test_attention_modules_that_are_copied_to_be_trained(
+    method: LongAttnConfig, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """PEFT keeps the original beside the copy: each is the same layer, and both run what the model runs."""
+    for modules in (["self_attn"], ["self_attn", "longattn"], ["0.self_attn"]):
+        config = peft.LoraConfig(r=2, target_modules=["down_proj"], modules_to_save=modules, task_type="CAUSAL_LM")
+        m = disturbed(peft.get_peft_model(hf_longattn.apply(loaded(bases["llama"]), method), config))
+        want = logits(m)
+        m.save_pretrained(tmp_path)
+        close(logits(peft.PeftModel.from_pretrained(loaded(bases["llama"]), tmp_path)), want, 1e-6)
+        with m.disable_adapter():
+            close(logits(m), logits(loaded(bases["llama"])))
+        close(logits(m), want)
+        merged = copy.deepcopy(m).merge_and_unload()
+        close(logits(merged), want, 1e-5)
+        merged.save_pretrained(tmp_path / "merged")
+        assert torch.equal(logits(loaded(tmp_path / "merged")), logits(merged))
+        other = disturbed(peft.get_peft_model(loaded(bases["llama"]), config), only="self_attn")
+        hf_longattn.apply(other, "alibi", layers=[0])
+        want = logits(other)
+        hf_longattn.apply(other, REROPE.replace(layers=[0]))  # both of them, by their number
+        other.save_pretrained(tmp_path)
+        close(logits(peft.PeftModel.from_pretrained(loaded(bases["llama"]), tmp_path)), logits(other), 1e-6)
+        close(logits(hf_longattn.apply(other, "alibi", layers=[0])), want)
 
 
 @pytest.mark.parametrize("kind", sorted(NOTHING_BESIDE))
@@ -535,6 +585,22 @@ def test_weighted_and_mixed(bases: dict[str, Path], tmp_path: Path) -> None:
         assert torch.equal(logits(mixed), logits(loaded(bases["llama"])))
     plain = peft.PeftMixedModel.from_pretrained(loaded(bases["llama"]), tmp_path / "lora", "lora")
     close(logits(plain.merge_and_unload()), logits(plain), 1e-5)
+
+
+@torch.no_grad()
+def test_rows_of_several_adapters(bases: dict[str, Path]) -> None:
+    ids = tokens()
+    for method in (REROPE, LEARNED):
+        m = disturbed(with_second(adapted(bases["llama"], "LORA", method), "LORA"), 6).eval()
+        m.set_adapter("default")
+        want = m(input_ids=ids).logits
+        close(m(input_ids=ids, adapter_names=["default"] * 2).logits, want)
+        if method is REROPE:
+            close(m(input_ids=ids, adapter_names=["default", "second"]).logits[0], want[0])
+            continue
+        for call in (m, m.generate):
+            with pytest.raises(NotImplementedError, match=r"learned parameters of logn.* those of default .*set_adapter"):
+                call(input_ids=ids, adapter_names=["default", "second"])
 
 
 def test_merged_while_switched_off_it_runs_the_method(bases: dict[str, Path]) -> None:

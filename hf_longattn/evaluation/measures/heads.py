@@ -50,7 +50,7 @@ def copying_heads(model: nn.Module, input_ids: Tensor) -> Tensor:
 
     ids, _ = with_copies(input_ids, copies)
     with torch.no_grad(), observe(model, seen) as layers:
-        config: Any = layers[0].module.config
+        config: Any = layers[0].config
         getattr(model, "base_model", model)(input_ids=ids, use_cache=False)
     missing = torch.full_like(next(iter(result.values())), torch.nan)
     return torch.stack([result.get(i, missing) for i in range(config.num_hidden_layers)]).cpu()

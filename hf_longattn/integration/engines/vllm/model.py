@@ -20,6 +20,7 @@ from ....slots.learned import learned_parts
 from ....slots.method import Heads
 from ...layers import layers_of
 from ...names import TRIPWIRE
+from ...offload import device_of
 from ...rotation import RotarySource, find_rotary
 from ...state import TABLE_BYTES, LayerPlan
 from . import fold, plans
@@ -69,8 +70,8 @@ def attach(model: Any, planned: Mapping[str, tuple[LayerPlan, nn.Module | None]]
         plan, parts = planned[layer.name]
         config = LongAttnConfig() if plan.config is None else plan.config
         if parts is not None:
-            like = next(layer.module.parameters())
-            layer.module.longattn = copy.deepcopy(parts).to(torch.get_default_dtype()).to_empty(device=like.device)
+            device = device_of(layer.module, model)
+            layer.module.longattn = copy.deepcopy(parts).to(torch.get_default_dtype()).to_empty(device=device)
         rotary = plan.rotary
         if rotary is not None and rotary not in sources:
             found = find_rotary(model.modules(), layer.module.config, layer.type)
