@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -245,8 +245,9 @@ def device() -> Iterator[Device]:
         "get_device_properties": lambda *_: machine,
         "is_current_stream_capturing": lambda: False,
     }
-    scores = seen.program("scores", _scores, lambda *given: len(given[2]))
-    programs = {"_scores": scores, "turned": seen.program("turned", _turned), "join": seen.program("join", _join)}
+    programs = {"scores": seen.program("scores", _scores, lambda *given: len(given[2]))}
+    for name, function in (("entropies", _entropies), ("weights", _weights), ("turned", _turned), ("join", _join)):
+        programs[name] = seen.program(name, function)
     kernel = dataclasses.replace(triton.KERNEL, run=run)
     gradients = {"run": run, "gradients": lambda call, *given: backward(given, *operators.flatten(call))}
     with contextlib.ExitStack() as stack:
@@ -305,23 +306,42 @@ def _gradients(given: Any, *flat: Any) -> tuple[Tensor, ...]:
 
 
 def _scores(
-    query: Tensor, key: Tensor, bounds: Any, allowed: Any, query_ids: Any, key_ids: Any, angles: Any, *others: Any
+    query: Tensor,
+    key: Tensor,
+    intervals: Sequence[parts.Interval],
+    spec: LogitSpec,
+    scaling: float,
+    row_scale: Tensor | None,
+    normed: bool,
+    layout: parts.Layout | None,
+    _: Any,
 ) -> Tensor:
-    gain, bias, row_scale, scaling, softcap, sinks, normed, first, pairs, interleaved = others
+    query, key, (first, pairs, interleaved) = query.float(), key.float(), layout or parts.Layout()
     rotation = Rotation(torch.empty(pairs), interleaved, first)
-    query, key = query.float(), key.float()
     key = key / key.norm(dim=-1, keepdim=True) if normed else key
     x = None if row_scale is None else row_scale.expand(query.shape[:3])
-    spec = LogitSpec(scaling, softcap, gain, bias, x, sinks=sinks)
-    out = query.new_full((*query.shape[:3], key.shape[2]), MASK_VALUE)
-    for n, index in enumerate(bounds):
-        by_query, by_key = angles[4 * n : 4 * n + 2], angles[4 * n + 2 : 4 * n + 4]
-        own_query = query if by_query[0] is None else rotation.rotate(query, *by_query)
-        own_key = key if by_key[0] is None else rotation.rotate(key, *by_key)
-        rows = Rows(index.long(), allowed[n], query_ids[n], key_ids[n])
-        logits, visible = KernelCall(own_query, own_key, None, rows, spec).logits(torch.arange(query.shape[2]), key.shape[2])
-        out = torch.where(visible, logits, out)
+    spec = dataclasses.replace(spec, gain=plain(spec.gain), bias=plain(spec.bias), scaling=scaling, row_scale=x)
+    kv_len = key.shape[2]
+    out = query.new_full((*query.shape[:3], parts._room(kv_len)), MASK_VALUE)
+    for own in intervals:
+        own_query = query if own.query_angles is None else rotation.rotate(query, *own.query_angles)
+        own_key = key if own.key_angles is None else rotation.rotate(key, *own.key_angles)
+        rows = Rows(own.bounds.long(), own.allowed, own.query_ids, own.key_ids)
+        logits, visible = KernelCall(own_query, own_key, None, rows, spec).logits(torch.arange(query.shape[2]), kv_len)
+        out[..., :kv_len] = torch.where(visible, logits, out[..., :kv_len])
     return out
+
+
+def _entropies(logits: Tensor) -> Tensor:
+    log_p = logits.log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1) * (logits.amax(-1) > MASK_VALUE / 2)
+
+
+def _weights(logits: Tensor, factor: Tensor | None, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+    seen = logits > MASK_VALUE / 2
+    logits = torch.where(seen, logits if factor is None else logits * factor[..., None], MASK_VALUE)
+    sink = logits[..., :0] if sinks is None else sinks[:, None, None].expand(*logits.shape[:3], 1)
+    return (torch.cat([logits, sink], -1).softmax(-1)[..., : logits.shape[-1]] * seen).to(dtype)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, layout: parts.Layout, at: slice | None) -> Tensor:
