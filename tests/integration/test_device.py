@@ -102,7 +102,7 @@ def by_cpu(case: str, scenario: str) -> list[Tensor]:
 @pytest.mark.parametrize("case", crossed(CASES, INNER))
 def test_as_on_a_cpu(case: str, scenario: str) -> None:
     """In either mode; no layer waits for the device."""
-    for mode in (torch.no_grad, torch.inference_mode) if scenario in ("prefill", "decoding") else (torch.no_grad,):
+    for mode in (torch.no_grad, torch.inference_mode)[: 1 + (scenario in ("prefill", "padded", "decoding", "static_cache"))]:
         with pretend.device() as device, mode():
             got = SCENARIOS[scenario](moved(case), tokens(2, 110).to("cuda"))
         assert all(x.device == pretend.CUDA for x in got)
