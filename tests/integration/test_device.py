@@ -16,8 +16,10 @@ from transformers import DynamicCache
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
+from hf_longattn.core.kernels import parts
 from hf_longattn.integration.caches import CACHE
 
+pytestmark = pytest.mark.skipif(parts.triton is None, reason="triton is not installed")
 TOLERANCE = 1e-4
 #: Methods that show what the others show.
 INNER = ("calibrated", "alibi", "infoscale", "cosscale", "adaptive_temperature", "attention_sink_learned", "rerope")
@@ -178,6 +180,16 @@ def test_a_decoded_token(case: str) -> None:
     assert of_a_token(config, 2)[1] == 0
     assert of_a_token(config, 2, holes=False)[1] <= 1
     assert of_a_token(config, 2, holes=True)[1] <= 1
+
+
+@pytest.mark.parametrize("case", ["infoscale", "rerope"])
+def test_a_static_cache(case: str) -> None:
+    """It counts on the device: one read a pass."""
+    with pretend.device() as device, torch.no_grad():
+        m = hf_longattn.apply(stock("llama"), KERNELS[case][0]).to("cuda")
+        device.clear()
+        passes = len(static_cache(m, tokens(2, LENGTH).to("cuda")))
+    assert device.reads.package <= passes
 
 
 #: Formulas by row that PyTorch computes in small steps: a norm, a polynomial of the entropy.
