@@ -204,7 +204,7 @@ def _continued(seen: Seen, position_ids: Tensor, kv_len: int, now: Pass | None) 
 
 def _from_zero(seen: Seen, position_ids: Tensor, now: Pass | None) -> Tensor:
     """The position_ids, but those of texts that begin behind an empty prompt, which generate() counts from 1, less 1."""
-    held, ones = _from_one(now)
+    held, ones = _from_one(seen, now)
     if now is None or not held:
         return position_ids
     at = seen.rows.columns
@@ -217,11 +217,12 @@ def _from_zero(seen: Seen, position_ids: Tensor, now: Pass | None) -> Tensor:
     return position_ids - (at.start[:, -1:] >= ones).to(position_ids.device, position_ids.dtype)
 
 
-def _from_one(now: Pass | None) -> tuple[int, int | None]:
+def _from_one(seen: Seen, now: Pass | None) -> tuple[int, int | None]:
     """How many tokens the cache of a pass held as it began, and from which of them on texts count from 1, if any do."""
-    if now is None or now.cache is None or not (held := int(now.held)):
+    if now is None or now.cache is None:
         return 0, None
-    return held, now.cache.__dict__.get(ONES)
+    held = now.held if isinstance(now.held, int) else int(seen.first.max())  # a static cache counts on the device
+    return held, None if not held else now.cache.__dict__.get(ONES)
 
 
 def _by_axis(seen: Seen, rows: Rows, now: Pass, kv_len: int) -> Rows:
@@ -400,7 +401,7 @@ class _Numbered:
 def _resolve(seen: Seen, position_ids: Tensor, kv_len: int, now: Pass | None) -> tuple[Rows, _Found]:
     rows = seen.rows
     if rows.index.shape[1] == 1 and rows.allowed is None and not _several_processes():
-        fits, index, start, sees_cache, *behind = _decoding(rows, _own(seen, position_ids), now)
+        fits, index, start, sees_cache, *behind = _decoding(seen, _own(seen, position_ids), now)
         if fits:
             return rows, _Found((behind[0], behind[1], behind[1]), (index, start, start), sees_cache)
     call = _Numbered(seen, _from_zero(seen, position_ids, now), kv_len)
@@ -423,12 +424,12 @@ def _resolve(seen: Seen, position_ids: Tensor, kv_len: int, now: Pass | None) ->
     return rows, _Found(cast("Numbering", tuple(found[:3])), cast("Numbering", tuple(found[3:])), sees_cache)
 
 
-def _decoding(rows: Rows, p: Tensor, now: Pass | None) -> list[bool]:
+def _decoding(seen: Seen, p: Tensor, now: Pass | None) -> list[bool]:
     """Of calls of one token, in few steps: whether it is numbered as may be, by cache index, from the start; whether any sees
     keys; and whether those that do are numbered by cache index, from the start."""
-    batch = max(len(rows.index), len(p))
-    read = torch.cat([rows.index[:, 0].expand(batch, -1), p.expand(batch, -1)], -1).tolist()
-    held, ones = _from_one(now)
+    index, batch = seen.rows.index, max(len(seen.rows.index), len(p))
+    read = torch.cat([index[:, 0].expand(batch, -1), p.expand(batch, -1)], -1).tolist()
+    held, ones = _from_one(seen, now)
     if held and ones is None:
         ones = next((own for own, _, start, low, _, at in read if at == 1 and own == start == low >= held), None)
     if now is not None:

@@ -16,8 +16,10 @@ from transformers import DynamicCache
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
+from hf_longattn.core.kernels import parts
 from hf_longattn.integration.caches import CACHE
 
+pytestmark = pytest.mark.skipif(parts.triton is None, reason="triton is not installed")
 TOLERANCE = 1e-4
 #: Methods that show what the others show.
 INNER = ("calibrated", "alibi", "infoscale", "cosscale", "adaptive_temperature", "attention_sink_learned", "rerope")
@@ -106,7 +108,7 @@ TRIED = [(case, scenario) for case in CASES for scenario in SCENARIOS if case in
 @pytest.mark.parametrize(("case", "scenario"), crossed(TRIED, [pair for pair in TRIED if pair[0] in INNER]))
 def test_as_on_a_cpu(case: str, scenario: str) -> None:
     """In either mode; no layer waits for the device."""
-    for mode in (torch.no_grad, torch.inference_mode) if scenario in ("prefill", "decoding") else (torch.no_grad,):
+    for mode in (torch.no_grad, torch.inference_mode)[: 1 + (scenario in ("prefill", "padded", "decoding", "static_cache"))]:
         with pretend.device() as device, mode():
             got = SCENARIOS[scenario](moved(case), tokens(2, 110).to("cuda"))
         assert all(x.device == pretend.CUDA for x in got)
@@ -182,6 +184,16 @@ def test_a_decoded_token(case: str) -> None:
     assert of_a_token(config, 2)[1] == 0
     assert of_a_token(config, 2, holes=False)[1] <= 1
     assert of_a_token(config, 2, holes=True)[1] <= 1
+
+
+@pytest.mark.parametrize("case", ["infoscale", "rerope"])
+def test_a_static_cache(case: str) -> None:
+    """It counts on the device: one read a pass."""
+    with pretend.device() as device, torch.no_grad():
+        m = hf_longattn.apply(stock("llama"), KERNELS[case][0]).to("cuda")
+        device.clear()
+        passes = len(static_cache(m, tokens(2, LENGTH).to("cuda")))
+    assert device.reads.package <= passes
 
 
 #: Formulas by row that PyTorch computes in small steps: a norm, a polynomial of the entropy.

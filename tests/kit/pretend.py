@@ -151,7 +151,8 @@ class Device(TorchDispatchMode):
         out = FORMULAS.get(function, function)(*plain(args), **plain(kwargs))
         of_host = any(not isinstance(x, Pretended) and x.ndim for x in given)
         if not stays or (function is aten.copy_.default and not isinstance(args[0], Pretended)):
-            self.reads[line()] += not (stays and args[2:] == (True,))  # a copy that the host does not wait for
+            if not stays or args[2:] != (True,):  # else the host does not wait for it
+                self.reads[line()] += 1
         elif of_host and function in COPYING:
             self.copies[line()] += 1
         elif not (function.is_view or function in FREE):
@@ -211,6 +212,18 @@ def _named(x: Any) -> Any:
     return "meta" if cuda else x
 
 
+_ENGINE = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+
+def _backward(*args: Any, **kwargs: Any) -> Any:
+    with Calls():  # which PyTorch leaves while it handles autograd.grad itself
+        return _ENGINE(*args, **kwargs)
+
+
+def _refuse(name: str, *_: Any, **__: Any) -> None:
+    raise AssertionError(f"{name} would be launched, and nothing stands for it here")
+
+
 class Event:
     """A mark on a stream, which is always reached."""
 
@@ -252,8 +265,9 @@ def device() -> Iterator[Device]:
     gradients = {"run": run, "gradients": lambda call, *given: backward(given, *operators.flatten(call))}
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
-        stack.enter_context(patch.multiple(parts, INTERPRETED=False, **programs))
-        stack.enter_context(patch.multiple(triton, INTERPRETED=False, **gradients))
+        stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", _backward))
+        stack.enter_context(patch.multiple(parts, INTERPRETED=False, _launch=_refuse, **programs))
+        stack.enter_context(patch.multiple(triton, INTERPRETED=False, _launch=_refuse, **gradients))
         stack.enter_context(patch.dict(attend.KERNELS, triton=kernel))
         stack.enter_context(Calls())
         yield stack.enter_context(seen)
