@@ -49,7 +49,7 @@ report: $(VENV)/.dev  ## goes on with docs/reports/ (TEXT=book.txt; ARGS="--help
 reproduce: $(VENV)/.dev  ## the papers' experiments: the list with its cost (ARGS="NAME" runs one, ARGS="--help" for more)
 	$(BIN)/python lab/papers/run.py $(ARGS)
 
-gpu:  ## on a machine with a CUDA GPU and its own torch: exactness and timings in under ten minutes
+gpu:  ## on a machine with a CUDA GPU and its own torch: exactness and timings, one ROW a line (ARGS="whole --methods rerope")
 	PYTHONPATH=. python3 lab/speed/gpu.py $(ARGS)
 
 engines: $(VENV)/.engines  ## the tests of other engines; rewrites the table of docs/engines.md
