@@ -472,7 +472,7 @@ def test_pages_name_the_gpu_that_rows_are_from() -> None:
     for run in runs.values():
         assert run["gpu"] in prose("docs/speed.md")
         assert all(run[key] in prose("docs/speed.md") for key in ("torch", "transformers", "triton", "date", "commit"))
-    assert "On an H100" in prose("README.md")
+    assert "an H100" in prose("README.md")
 
 
 def test_lines_of_a_log_become_rows_under_one_set_of_names(tmp_path: Path) -> None:
