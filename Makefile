@@ -1,9 +1,10 @@
-# make demo | test | check | docs | bench | report | theory | gpu | engines | vllm | conformance | coverage-models | test-oldest | test-newest | release-check | clean
+# make demo | test | check | docs | bench | report | theory | gpu | compile-cuda | engines | vllm | conformance | coverage-models | test-oldest | test-newest | release-check | clean
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 VLLM := .venv-vllm
+CUDA := .venv-cuda
 BIN := $(VENV)/bin
 # Each process goes through files of its own, so that what a file prepares is prepared once.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -12,7 +13,7 @@ IN_TESTS = tests/test_$(T).py tests/*/test_$(T).py tests/*/*/test_$(T).py
 AREA = $(if $(T),$(or $(wildcard tests/$(T:tests/%=%)),$(wildcard $(IN_TESTS)),-k "$(T)"))
 PACKAGES = import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: demo test check lint docs bench report theory reproduce gpu engines vllm conformance coverage-models test-oldest test-newest wheel release-check clean
+.PHONY: demo test check lint docs bench report theory reproduce gpu compile-cuda engines vllm conformance coverage-models test-oldest test-newest wheel release-check clean
 .PRECIOUS: %/bin/pip %/.layered
 
 demo: $(VENV)/.demo  ## a real model under the method: run, measure, adapt, save, reload (ARGS="--help" for options)
@@ -52,6 +53,10 @@ reproduce: $(VENV)/.dev  ## the papers' experiments: the list with its cost (ARG
 gpu:  ## on a machine with a CUDA GPU and its own torch: exactness and timings, one ROW a line (ARGS="whole --methods rerope")
 	PYTHONPATH=. python3 lab/speed/gpu.py $(ARGS)
 
+compile-cuda: $(CUDA)/.dev  ## every Triton kernel to machine code for an H100, an A100 and an RTX 4090, without one, by the oldest triton and the pinned
+	$(CUDA)/bin/python tests/kit/compile_kernels.py --targets 90 80 89 --head-dims 64 128 256 --dtypes bfloat16 $(ARGS)
+	$(BIN)/python tests/kit/compile_kernels.py --targets 90 80 89 --head-dims 64 128 256 --dtypes bfloat16 $(ARGS)
+
 engines: $(VENV)/.engines  ## the tests of other engines; rewrites the table of docs/engines.md
 	OMP_NUM_THREADS=1 $(BIN)/python tests/kit/engines_table.py $(ARGS)
 
@@ -85,7 +90,7 @@ release-check: wheel  ## the wheel in an empty environment, away from here: the 
 	$(BIN)/python tests/kit/release.py dist/*.whl README.md
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(VLLM) .conformance .vllm build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(VLLM) $(CUDA) .conformance .vllm build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 # One stamp per extra: .venv/.demo holds the extra "demo", .venv/.dev the extra "dev".
 $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/bin/pip
@@ -103,6 +108,11 @@ $(OLDEST)/.dev: $(OLDEST)/.layered constraints-oldest.txt
 	sed 's/=.*/==/' constraints-oldest.txt | grep --invert-match --file - constraints.txt > $(OLDEST)/constraints.txt
 	$(BIN)/pip --python $(OLDEST)/bin/python install --quiet --requirement constraints-oldest.txt --constraint $(OLDEST)/constraints.txt
 	$(BIN)/pip --python $(OLDEST)/bin/python check
+	touch $@
+
+# The triton of torch 2.11, the oldest that is supported.
+$(CUDA)/.dev: $(CUDA)/.layered
+	$(BIN)/pip --python $(CUDA)/bin/python install --quiet --no-deps triton==3.6.0
 	touch $@
 
 # vLLM brings torch and an older transformers; its torchvision and torchaudio do not load beside the CPU build.

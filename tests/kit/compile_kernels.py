@@ -136,10 +136,12 @@ def main() -> None:
     failed, report = 0, list[dict[str, Any]]()
     programs = [(launcher.kernels, f"{name}_kernel") for name in ("forward", "query", "key", "ranges")]
     programs += [(parts.kernels, f"{name}_kernel") for name in ("scores", "turn", "join")]
-    own = {name: getattr(module, name) for module, name in programs}
+    own, candidates = {name: getattr(module, name) for module, name in programs}, launcher._candidates
+
     for target in args.targets:
         triton.runtime.driver.set_active(Driver(target))
         launcher._shared_memory = lambda device, limit=SHARED[target]: limit
+        launcher._candidates = candidates if target >= 90 else lambda *x: launcher.small_first(x[0], candidates(*x))
         for module, name in programs:
             setattr(module, name, Compiled(own[name], target, report))
         for dtype, head_dim, call in itertools.product(args.dtypes, args.head_dims, args.calls):

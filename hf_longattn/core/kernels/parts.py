@@ -91,7 +91,7 @@ class Interval(NamedTuple):
 
 #: One run of a program: its grid, what it is given behind the tensors of a layer, and its constants.
 Launch: TypeAlias = tuple[tuple[int, ...], list[Any], dict[str, Any]]
-#: Logits of a row lie in room for a multiple of so many keys: products with misaligned rows take ten times as long.
+#: Logits of a row lie in room for a multiple of so many keys, which products are fast for.
 ALIGNED = 16
 
 

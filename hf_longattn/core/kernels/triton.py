@@ -16,7 +16,7 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -198,7 +198,26 @@ def _candidates(kernel: str, query: Tensor, value: Tensor | None) -> tuple[Block
     padded, half = next((w for w in (64, 128, 256) if width <= w), LARGEST_HEAD), query.dtype != torch.float32
     if kernel == "forward" and value is None and ("entropy", half, padded) in CANDIDATES:
         kernel = "entropy"
-    return CANDIDATES[kernel, half, padded]
+    found = CANDIDATES[kernel, half, padded]
+    if query.device.type == "cuda" and not _has_warp_groups(query.device):
+        found = small_first(kernel, found)
+    return found
+
+
+def small_first(kernel: str, candidates: Iterable[Blocks]) -> tuple[Blocks, ...]:
+    """For a GPU that holds products in registers."""
+    small = SMALL // 2 if kernel == "key" else SMALL
+    return tuple(sorted(candidates, key=lambda blocks: blocks.rows * blocks.columns > small))
+
+
+@functools.cache
+def _has_warp_groups(device: torch.device) -> bool:
+    """Whether large products stay out of registers, as from Hopper on; elsewhere large tiles spill."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+#: Elements of a tile that any GPU holds in registers.
+SMALL = 64 * 64
 
 
 def _shared_memory(device: torch.device) -> int:
