@@ -50,7 +50,7 @@ report: $(VENV)/.dev  ## goes on with docs/reports/ (TEXT=book.txt; ARGS="--help
 reproduce: $(VENV)/.dev  ## the papers' experiments: the list with its cost (ARGS="NAME" runs one, ARGS="--help" for more)
 	$(BIN)/python lab/papers/run.py $(ARGS)
 
-gpu:  ## on a machine with a CUDA GPU and its own torch: exactness and timings in under ten minutes
+gpu:  ## on a machine with a CUDA GPU and its own torch: exactness and timings, one ROW a line (ARGS="whole --methods rerope")
 	PYTHONPATH=. python3 lab/speed/gpu.py $(ARGS)
 
 compile-cuda: $(CUDA)/.dev  ## every Triton kernel to machine code for an H100, an A100 and an RTX 4090, without one, by the oldest triton and the pinned

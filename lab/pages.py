@@ -31,7 +31,7 @@ from lab.pretrained import (
     trained,
 )
 from lab.pretrained.runner import STEP
-from lab.speed import speed, vllm_speed
+from lab.speed import gpu_tables, speed, vllm_speed
 
 ROOT = Path(__file__).parents[1]
 DOCS, RESULTS, BADGES = ROOT / "docs", ROOT / "lab" / "results", ROOT / "docs" / "badges"
@@ -174,7 +174,7 @@ def contents() -> Contents:
     }
     pretrained = (copies, headline, longer_on_model, methods_on_model, methods_trained)
     pretrained += (needles_on_model, quantised_cache, reading_far, regret, trained)
-    for measured in (papers, coverage, *pretrained, speed, vllm_speed):
+    for measured in (papers, coverage, *pretrained, speed, gpu_tables, vllm_speed):
         own |= measured.contents()
     return own
 

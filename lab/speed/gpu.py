@@ -1,162 +1,313 @@
-"""Everything that only a GPU can tell, in one run of under ten minutes: exactness in bfloat16 and float32, and timings.
+"""What only a GPU can tell: `python lab/speed/gpu.py PART`, or all parts, one line `ROW {json}` for each thing measured.
 
-Exactness: every case on every backend that takes it, output and gradients against `reference_attention` in float64, beside
-the error of scaled_dot_product_attention in the same dtype. Timings: the table of timing.py, attention alone and a whole
-model's step; "tiles" tries other sizes of the Triton kernels' tiles. Writes results/attention-gpu.json after every part, the
-most important first; a run cut short keeps what it has and `--resume` goes on. `--device cpu --quick` runs the same code
-small, as a check of itself.
+    exactness    every method in float32 against the CPU: one pass, cache, padding, packing, generate, training; then bfloat16
+    short        prompts of 7 to 1,000 tokens and a training step in bfloat16, at several head_dims: whether they run
+    static       generate with a static cache, which transformers compiles, and torch.compile(model), against plain generate
+    whole        layers of Llama 3 8B's shape: a prompt and a decoded token; unmodified, method, unmodified in turn
+    attention    attention alone beside scaled_dot_product_attention, forward, and forward and backward
+    tiles        the Triton kernels with tiles of other sizes
+
+`--device cpu` runs the same small, as a check of itself. Exactness takes a minute for each method where nothing is compiled
+yet: give `--methods`, and run several beside one another. lab/speed/gpu_rows.py takes the lines into results/gpu.json.
 """
 
-import contextlib
-import itertools
-import tempfile
-import traceback
+from __future__ import annotations
+
+import argparse
+import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import logging
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation
-from hf_longattn.core.kernels import triton as triton_launcher
+from hf_longattn.core.geometry import Rows
+from hf_longattn.core.kernels import triton as launcher
+from hf_longattn.core.kernels.kernel import KernelCall, LogitSpec
 from hf_longattn.core.kernels.triton import Blocks
-from lab.speed.model_step import model_rows
-from lab.speed.timing import RESULTS, Parts, Rows, Shape, arguments, attention_rows, run_parts
+from hf_longattn.integration.caches import CACHE
+from lab.speed.gpu_kit import UNMODIFIED, counts, in_turn, methods, milliseconds, model, peak_mib, say, saying, tensors, under
 
-preset = LongAttnConfig.preset
-CASES = {
-    "scale_invariant": preset("scale_invariant"),
-    "plain": LongAttnConfig(),
-    "adaptive_temperature": preset("adaptive_temperature"),
-    "scale_invariant, sinks": preset("scale_invariant", sink_tokens=4, tau=3.0),
-    "alibi": preset("alibi"),
-    "infoscale": preset("infoscale", train_length=256),
-    "cosscale": preset("cosscale", scale=16.0),
-    "scale_invariant+adaptive_temperature": preset("scale_invariant+adaptive_temperature"),
-    "rerope": preset("rerope", window=300),
-    "streaming": preset("streaming", window=300),
+Args = argparse.Namespace
+FEW = ("infoscale", "scale_invariant", "rerope", "adaptive_temperature")
+SDPA = "sdpa"
+
+
+def half(args: Args) -> torch.dtype:
+    return torch.float32 if args.device == "cpu" else torch.bfloat16
+
+
+# exactness, short, static ---------------------------------------------------------------------------------------------
+
+
+def exactness(args: Args) -> None:
+    for name in args.methods or [UNMODIFIED, *methods(64)]:
+        with torch.no_grad():
+            for what, measured in cases(name, args.device):
+                with saying({"part": "exactness", "method": name, "what": what}) as row:
+                    row["err"] = measured()
+
+
+def cases(name: str, device: str) -> Iterator[tuple[str, Callable[[], float]]]:
+    """What is run, and its largest difference from the CPU's result, relative to the largest value of that."""
+    shape = {"hidden_size": 512, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "initializer_range": 0.04, "tie_word_embeddings": False}
+    cpu = under(model(64, torch.float32, "cpu", **shape), name, 64)
+    own = under(model(64, torch.float32, "cpu", **shape), name, 64).to(device)
+    length, prompt = 300, 200
+    ids = torch.randint(3, 97, (1, length), generator=torch.Generator().manual_seed(1))
+    two = torch.cat([ids, torch.cat([torch.zeros(1, 40, dtype=torch.long), ids[:, :-40]], 1)])
+    mask = (two > 0).long()
+    padded = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    packed = {"position_ids": torch.cat([torch.arange(n) for n in (120, 100, 80)])[None]}
+    want = cpu(ids, use_cache=False).logits
+
+    def there(x: Any) -> Any:
+        return {k: v.to(device) for k, v in x.items()} if isinstance(x, dict) else x.to(device)
+
+    def off(got: Tensor, exact: Tensor) -> float:
+        return float((got.float().cpu() - exact).abs().max() / exact.abs().max())
+
+    def one_pass(tokens: Tensor, seen: Tensor | None = None, **kwargs: Any) -> float:
+        got, exact = own(there(tokens), use_cache=False, **there(kwargs)).logits, cpu(tokens, use_cache=False, **kwargs).logits
+        return off(got, exact) if seen is None else off(got.cpu()[seen], exact[seen])
+
+    def pieces(*ends: int) -> float:
+        cache, found = {}, []
+        for start, end in zip((0, *ends), ends, strict=False):
+            out = own(there(ids[:, start:end]), use_cache=True, **cache)
+            cache = {CACHE: out[CACHE]}
+            found.append(out.logits)
+        return off(torch.cat(found[1:], 1), want[:, ends[0] :])
+
+    def generated(**kwargs: Any) -> float:
+        asked: Any = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        got, exact = own.generate(there(ids[:, :prompt]), **asked, **kwargs), cpu.generate(ids[:, :prompt], **asked)
+        return off(torch.stack(got.logits), torch.stack(exact.logits))
+
+    def trained() -> float:
+        grads = []
+        for built, x in ((own, there(ids)), (cpu, ids)):
+            built.train()
+            with torch.enable_grad():
+                built(x, labels=x, use_cache=False).loss.backward()
+            grads.append(built.model.layers[0].self_attn.q_proj.weight.grad.cpu())
+            built.zero_grad()
+            built.eval()
+        return off(grads[0], grads[1])
+
+    def in_half(run: Callable[[], float]) -> float:
+        own.to(torch.bfloat16)
+        return run()
+
+    yield "prefill", lambda: one_pass(ids)
+    yield "decode", lambda: pieces(*range(290, length + 1))
+    yield "padded", lambda: one_pass(two, mask.bool(), **padded)
+    yield "train", trained
+    yield "packed", lambda: one_pass(ids, **packed)
+    yield "chunks", lambda: pieces(75, 150, 225, length)
+    yield "generate", generated
+    yield "static", lambda: generated(cache_implementation="static", disable_compile=True)
+    yield "bfloat16", lambda: in_half(lambda: one_pass(ids))
+    yield "bfloat16 decode", lambda: in_half(lambda: pieces(298, 299, length))
+
+
+def short(args: Args) -> None:
+    small = args.device == "cpu"
+    for head_dim in (16,) if small else (64, 128, 256):
+        shape = {"hidden_size": 4 * head_dim, "head_dim": head_dim, "intermediate_size": 64, "num_hidden_layers": 1}
+        shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+        for name in args.methods or methods(4096):
+            built = under(model(4096, half(args), args.device, **shape), name, 4096)
+            for length in (7, 33, 100, 128, 200, 1000):
+                for pad in (False, True):
+                    about = {"method": name, "head_dim": head_dim, "length": length, "pad": pad}
+                    with saying({"part": "short", **about}) as row:
+                        row["ok"] = runs(built, length, pad)
+
+
+def runs(built: Any, length: int, pad: bool) -> bool:
+    """A prompt, a token behind it and a training step give numbers."""
+    ids = torch.randint(3, 97, (2, length), device=built.device)
+    mask = torch.ones_like(ids)
+    mask[0, : 3 * pad] = 0
+    with torch.no_grad():
+        out = built(ids, attention_mask=mask, use_cache=True)
+        longer = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        token = built(ids[:, :1], attention_mask=longer, **{CACHE: out[CACHE]})
+    built.zero_grad()
+    built(ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
+    grad = built.model.layers[0].self_attn.q_proj.weight.grad
+    return all(bool(x.isfinite().all()) for x in (out.logits, token.logits, grad))
+
+
+def static(args: Args) -> None:
+    shape = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 128, "num_hidden_layers": 2, "initializer_range": 0.05}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    new = 12
+    for name in args.methods or [UNMODIFIED, *FEW]:
+        built = under(model(128, torch.float32, args.device, **shape), name, 128)
+        ids = torch.randint(3, 97, (1, 300), device=args.device)
+
+        def generated(built: Any = built, ids: Tensor = ids, **kwargs: Any) -> Tensor:
+            asked = {"max_new_tokens": new, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+            return torch.stack(built.generate(ids, **asked, **kwargs).logits)
+
+        want = generated()
+        for what, kwargs in (("dynamic", {}), ("static compiled", {"cache_implementation": "static"})):
+            with saying({"part": "static", "method": name, "what": what}) as row:
+                row["err"] = float((generated(**kwargs) - want).abs().max())
+                row["ms_a_token"] = round(milliseconds(lambda k=kwargs, g=generated: g(**k), args.device, 3) / new, 2)
+        with saying({"part": "static", "method": name, "what": "torch.compile(forward)"}) as row, torch.no_grad():
+            compiled = torch.compile(built.forward)
+            row["err"] = float((compiled(ids, use_cache=False).logits - built(ids, use_cache=False).logits).abs().max())
+
+
+# whole ----------------------------------------------------------------------------------------------------------------
+
+
+def whole(args: Args) -> None:
+    """One set of weights: a method is put in and taken out."""
+    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": args.layers, "num_attention_heads": 32}
+    shape |= {"num_key_value_heads": 8, "vocab_size": 1024}
+    trained, length = 8192, args.length or 8192
+    if args.device == "cpu":
+        shape |= {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        shape |= {"num_key_value_heads": 2}
+        trained, length = 64, 256
+    built = model(trained, half(args), args.device, **shape)
+    about = {"length": length, "layers": shape["num_hidden_layers"]}
+    for name in args.methods or methods(trained):
+        for now in (UNMODIFIED, name, UNMODIFIED):
+            if now != UNMODIFIED:
+                under(built, now, trained)
+            with saying({"part": "whole", "method": now, **about}) as row, torch.inference_mode():
+                read_and_write(built, length, args.device, row)
+            if now != UNMODIFIED:
+                hf_longattn.remove(built)
+
+
+def read_and_write(built: Any, length: int, device: str, row: dict[str, Any]) -> None:
+    """A prompt and a token behind it: milliseconds, MiB beyond the weights, what the token asks of the device."""
+    ids = torch.randint(3, built.config.vocab_size, (1, length), device=device)
+
+    def read() -> Any:
+        return built(ids, use_cache=True, logits_to_keep=1)[CACHE]
+
+    row["prefill_ms"], row["prefill_mib"] = milliseconds(read, device, 3), peak_mib(read, device)
+    cache = read()
+
+    def step() -> None:
+        built(ids[:, :1], **{CACHE: cache})
+
+    step()
+    row["step_mib"], row["step_ms"] = peak_mib(step, device), milliseconds(step, device, 14)
+    row |= counts(step, device)
+
+
+# attention, tiles -----------------------------------------------------------------------------------------------------
+
+
+def attention(args: Args) -> None:
+    small = args.device == "cpu"
+    length, head_dim = (256, 16) if small else (args.length or 16384, args.head_dim)
+    heads, kv_heads = (4, 2) if small else (32, 8)
+    turn = Rotation(10_000.0 ** (-torch.arange(0, head_dim, 2, device=args.device).float() / head_dim))
+    apart = tensors(length, heads, kv_heads, head_dim, half(args), args.device)
+    grad = torch.randn_like(apart[0])
+    taped = [x.clone().requires_grad_() for x in apart]
+    for name in args.methods or methods(length // 4):
+        config = LongAttnConfig.preset(name, **methods(length // 4)[name])
+
+        def own(q: Tensor, k: Tensor, v: Tensor, config: LongAttnConfig = config) -> Tensor:
+            return hf_longattn.attention(q, k, v, config, rotation=turn)
+
+        about = {"method": name, "length": length, "head_dim": head_dim, "heads": heads, "kv_heads": kv_heads}
+        with saying({"part": "attention", **about}) as row:
+            with torch.no_grad():
+                mine, peer = in_turn(lambda f=own: f(*apart), lambda: plain(*apart), args.device)
+                row |= {"forward_ms": mine, "sdpa_ms": peer, "forward": round(mine / peer, 2)}
+                row |= {
+                    "mib": peak_mib(lambda f=own: f(*apart), args.device),
+                    "sdpa_mib": peak_mib(lambda: plain(*apart), args.device),
+                }
+            mine, peer = in_turn(lambda f=own: f(*taped).backward(grad), lambda: plain(*taped).backward(grad), args.device)
+            row |= {"both_ms": mine, "sdpa_both_ms": peer, "both": round(mine / peer, 2)}
+            row["both_mib"] = peak_mib(lambda f=own: f(*taped).backward(grad), args.device)
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def tiles(args: Args) -> None:
+    """What the launcher would choose from is replaced; with a map scale_invariant's, and plain."""
+    small = args.device == "cpu"
+    length, dim = (128, 16) if small else (args.length or 16384, args.head_dim)
+    heads, kv_heads = (2, 1) if small else (32, 8)
+    apart = tensors(length, heads, kv_heads, dim, half(args), args.device)
+    rows = Rows.causal(length, length, None, 0, torch.device(args.device))
+    square = 2 * torch.log1p(torch.arange(2 * length + 512, device=args.device).double() / 10) + 1
+    table = {"gain": square.sqrt()[None].float().contiguous(), "bias": (1 - square)[None].float().contiguous()}
+    sizes = [Blocks(r, c, w, s) for r, c, w in ((128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 64, 4)) for s in (2, 3)]
+    sizes += [Blocks(32, 128, 8, 3), Blocks(32, 64, 4, 2)]
+    own, grad = launcher._candidates, torch.randn_like(apart[0])
+    for kind, spec in (
+        ("map", LogitSpec(dim**-0.5, None, *table.values())),
+        ("plain", LogitSpec(dim**-0.5, None, None, None)),
+    ):
+        for mode in ("forward", "entropy", "backward"):
+            q, k, v = (x.clone().requires_grad_(mode == "backward") for x in apart)
+
+            def back(out: Tensor, mode: str = mode) -> None:
+                if mode == "backward":
+                    out.backward(grad)
+
+            def run(q: Any = q, k: Any = k, v: Any = v, mode: str = mode, spec: LogitSpec = spec, back: Any = back) -> None:
+                entropy = mode == "entropy"
+                back(
+                    launcher.run(KernelCall(q, k, None if entropy else v, rows, spec, with_lse=True, with_entropy=entropy))[0]
+                )
+
+            about = {"part": "tiles", "head_dim": dim, "mode": mode, "kind": kind}
+            peer = milliseconds(lambda q=q, k=k, v=v, back=back: back(plain(q, k, v)), args.device)
+            say(**about, tiles=SDPA, ms=peer)
+            for blocks in sizes if launcher.why_not_triton(q) is None else []:
+                for kernel in ("query", "key") if mode == "backward" else ("forward",):
+                    chosen = {kernel: blocks}
+                    launcher._candidates = lambda name, *a, c=chosen: (c.get(name) or own(name, *a)[0],)
+                    launcher._FAILED.clear()
+                    launcher._warn.cache_clear()
+                    with saying(about | {"kernel": kernel, "tiles": str(tuple(blocks))}) as row, warnings.catch_warnings():
+                        warnings.simplefilter("error")  # plain PyTorch takes over with a warning
+                        row["ms"] = milliseconds(run, args.device)
+                        row["ratio"] = round(row["ms"] / peer, 2)
+    launcher._candidates = own
+
+
+PARTS: dict[str, Callable[[Args], None]] = {
+    **{"exactness": exactness, "short": short, "static": static},
+    **{"whole": whole, "attention": attention, "tiles": tiles},
 }
-BACKENDS = ("sdpa", "flash", "triton", "bands", "tiled")
-
-
-def errors(call: Callable[..., Tensor], tensors: list[Tensor], want: list[Tensor]) -> dict[str, float]:
-    """Largest errors of the output and of the three gradients, relative to the largest value of each."""
-    fresh = [x.detach().clone().requires_grad_(x.requires_grad) for x in tensors]
-    outputs = [call(*fresh)]
-    if fresh[0].requires_grad:
-        outputs[0].backward(torch.ones_like(outputs[0]))
-        outputs += [x.grad for x in fresh]
-    names = ("output", "d_query", "d_key", "d_value")
-    return {n: float((a.double() - b).abs().max() / b.abs().max()) for n, a, b in zip(names, outputs, want, strict=False)}
-
-
-def exactness(name: str, shape: Shape, dtype: torch.dtype, device: str, backends: tuple[str, ...]) -> Rows:
-    config, rows = CASES[name], []
-    tensors = shape.tensors("forward+backward" if device == "cuda" else "forward", dtype, device)
-    exact = [x.detach().double().requires_grad_() for x in tensors]
-    turn = Rotation(10_000.0 ** (-torch.arange(0, shape.head_dim, 2, device=device).float() / shape.head_dim))
-    out = hf_longattn.reference_attention(*exact, config, rotation=turn)
-    out.backward(torch.ones_like(out))
-    want = [out.detach(), *(x.grad for x in exact)]
-    providers = {b: (lambda q, k, v, b=b: hf_longattn.attention(q, k, v, config, backend=b, rotation=turn)) for b in backends}
-    if name == "plain" and "sdpa" in backends:
-        providers["torch sdpa"] = lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    for backend, call in providers.items():
-        row = {"method": name, "backend": backend, "device": device, "dtype": str(dtype).removeprefix("torch."), **vars(shape)}
-        try:
-            rows.append(row | {"mode": "exactness"} | errors(call, tensors, want))
-        except Exception as error:
-            rows.append(row | {"mode": "exactness", "refused": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"})
-            if not isinstance(error, (ValueError, NotImplementedError)):
-                traceback.print_exc()
-        print(rows[-1], flush=True)
-    return rows
-
-
-@contextlib.contextmanager
-def tiles(which: str, blocks: Blocks) -> Iterator[None]:
-    before = getattr(triton_launcher, which)
-    setattr(triton_launcher, which, lambda *_: blocks)
-    try:
-        yield
-    finally:
-        setattr(triton_launcher, which, before)
-
-
-def tile_rows(mode: str, shape: Shape, dtype: torch.dtype, device: str, rounds: int) -> Rows:
-    """scale_invariant on the Triton kernels with tiles of other sizes; the backend's name says which."""
-    which = "_backward_blocks" if mode == "forward+backward" else "_forward_blocks"
-    sizes = (
-        ((128, 64), (64, 64), (128, 32), (64, 128), (128, 128))
-        if which == "_forward_blocks"
-        else ((64, 64), (64, 32), (32, 64))
-    )
-    rows: Rows = []
-    for (m, n), warps, stages in itertools.product(sizes, (4, 8), (2, 3) if which == "_forward_blocks" else (1, 2)):
-        with tiles(which, Blocks(m, n, warps, stages)):
-            measured = attention_rows(shape, mode, dtype, device, [("scale_invariant", "triton")], rounds)
-        rows += [
-            r | {"backend": f"triton {m} x {n}, {warps} warps, {stages} stages"} for r in measured if r["method"] != "none"
-        ]
-    return rows
-
-
-def parts(device: str, quick: bool) -> Parts:
-    rounds, heads, dim = (2, 4, 32) if quick else (15, 16, 128)
-    parts: Parts = {}
-
-    def exact(dtype: torch.dtype, backends: tuple[str, ...] = BACKENDS, what: str = "exactness") -> None:
-        shape = Shape(8, 2, 128 if quick else 1024, 64)
-        for name in CASES:
-            parts[f"{what} {dtype} {name}".replace("torch.", "")] = lambda n=name: exactness(n, shape, dtype, device, backends)
-
-    def attention(mode: str, length: int, chosen: list[tuple[str, str]], kv_heads: int = heads) -> None:
-        shape = Shape(heads, kv_heads, 256 if quick else length, dim)
-        name = f"{mode} {length}" + (", grouped" if kv_heads != heads else "")
-        parts[name] = lambda: attention_rows(shape, mode, torch.bfloat16, device, chosen, rounds)
-
-    def model(mode: str, length: int) -> None:
-        parts[f"model {mode} {length}"] = lambda: model_rows(mode, 64 if quick else length, torch.bfloat16, device, rounds)
-
-    methods = ("scale_invariant", "infoscale", "cosscale", "adaptive_temperature", "rerope, window 4096")
-    family = [(name, backend) for name in methods for backend in ("auto", "triton")]
-    family.append((methods[-1], "bands"))
-    short, flex = [(methods[0], "auto"), (methods[0], "triton")], [(methods[0], "torch flex")]
-    exact(torch.bfloat16)
-    attention("forward", 16384, [*family, *flex, ("none", "triton")])
-    attention("forward+backward", 16384, [*family, *flex, ("none", "triton")])
-    attention("decode", 65536, [*family, *flex])
-    for length in (65536, 131072):
-        attention("forward", length, short)
-    attention("forward+backward", 65536, short)
-    attention("decode", 65536, short, kv_heads=max(heads // 4, 1))
-    exact(torch.float32)
-    for mode, length in (("forward", 8192), ("LoRA step", 2048), ("decode", 8192)):
-        model(mode, length)
-    for length in (1024, 4096):
-        attention("forward", length, [*family, ("none", "eager")])
-        attention("forward+backward", length, [*family, ("none", "eager")])
-        attention("decode", length, short)
-    attention("decode", 16384, family)
-    attention("decode", 131072, short)
-    exact(torch.bfloat16, ("flex",), "exactness of flex")  # it compiles anew for every method: slow
-    for mode in ("forward", "forward+backward"):
-        shape = Shape(heads, heads, 256 if quick else 16384, dim)
-        parts[f"tiles {mode}"] = lambda m=mode, s=shape: tile_rows(m, s, torch.bfloat16, device, 5)
-    return parts
 
 
 def main() -> None:
-    parser = arguments(__doc__, RESULTS / "attention-gpu.json")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=list(PARTS), help="all of them without")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--quick", action="store_true", help="small sizes, and another result file")
-    parser.set_defaults(minutes=8.5)
+    parser.add_argument("--methods", nargs="+")
+    parser.add_argument("--length", type=int, help="of whole, attention and tiles")
+    parser.add_argument("--head-dim", type=int, default=128, help="of attention and tiles")
+    parser.add_argument("--layers", type=int, default=16, help="of the whole model")
     args = parser.parse_args()
-    if args.quick:
-        args.result = Path(tempfile.gettempdir()) / "attention-gpu.json"
-    run_parts(parts(args.device, args.quick), args, "python lab/speed/gpu.py")
+    logging.set_verbosity_error()
+    warnings.simplefilter("ignore", hf_longattn.UntrainedWarning)
+    for part in [args.part] if args.part else PARTS:
+        PARTS[part](args)
 
 
 if __name__ == "__main__":

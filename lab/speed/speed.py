@@ -1,4 +1,4 @@
-"""The tables of docs/speed.md and its pictures from the result files of `make bench` and `make gpu`."""
+"""The tables of docs/speed.md and its pictures from the result files of `make bench`; those of a GPU are in gpu_tables.py."""
 
 import itertools
 import math
@@ -12,11 +12,10 @@ from hf_longattn.evaluation.report import figures, markdown
 from lab.markdown import Contents
 
 ROOT = Path(__file__).parents[2]
-FILES = {"cpu": "attention-cpu.json", "gpu": "attention-gpu.json"}
+FILES = {"cpu": "attention-cpu.json"}
 HOST, GENERATION = "host-cpu.json", "generation-cpu.json"
 Rows = list[dict[str, Any]]
 SDPA, MAP, FLEX = ("none", "torch sdpa"), ("scale_invariant", "auto"), ("scale_invariant", "torch flex")
-TRITON = ("scale_invariant", "triton")
 #: What, where, mode, length, the largest ratio that will do, method, and to which peer.
 TARGETS: list[tuple[str, str, str, int, float, tuple[str, str], tuple[str, str]]] = [
     ("scale_invariant, CPU", "cpu", "forward", 4096, 1.2, MAP, SDPA),
@@ -29,22 +28,15 @@ TARGETS: list[tuple[str, str, str, int, float, tuple[str, str], tuple[str, str]]
     ("infoscale, CPU", "cpu", "forward+backward", 4096, 1.05, ("infoscale", "auto"), SDPA),
     ("cosscale, CPU", "cpu", "forward", 4096, 1.03, ("cosscale", "auto"), SDPA),
     ("cosscale, CPU", "cpu", "forward+backward", 4096, 1.05, ("cosscale", "auto"), SDPA),
-    ("scale_invariant, GPU", "gpu", "forward", 16384, 1.15, TRITON, SDPA),
-    ("scale_invariant, GPU", "gpu", "forward+backward", 16384, 1.25, TRITON, SDPA),
-    ("scale_invariant, GPU", "gpu", "forward", 16384, 0.8, TRITON, FLEX),
-    ("scale_invariant, GPU", "gpu", "forward+backward", 16384, 0.8, TRITON, FLEX),
-    ("adaptive_temperature, GPU", "gpu", "forward", 16384, 1.6, ("adaptive_temperature", "triton"), SDPA),
-    ("adaptive_temperature, GPU", "gpu", "forward+backward", 16384, 1.8, ("adaptive_temperature", "triton"), SDPA),
-    ("scale_invariant, GPU", "gpu", "decode", 65536, 1.1, TRITON, SDPA),
 ]
 
 
 def load_all() -> Rows:
-    """The rows of both files, each with "where"."""
+    """The rows of all files, each with "where"."""
     result: Rows = []
     for where, name in FILES.items():
         rows = store.RowFile(ROOT / "lab" / "results" / name)
-        result += [r | {"where": where} for r in rows if not r["part"].startswith(("exactness", "tiles"))]
+        result += [r | {"where": where} for r in rows]
     return result
 
 

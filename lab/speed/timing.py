@@ -1,4 +1,4 @@
-"""What `make bench` and `make gpu` share: calls timed in rounds, peak memory, and one tidy table.
+"""What `make bench` measures with: calls timed in rounds, peak memory, and one tidy table.
 
 Every round times each call once, one after the other, and the ratio to the peer is taken within the round: what else the
 machine does then hits all alike. A row is one call: method, backend, device, dtype, shape, mode, seconds and ratio (median,

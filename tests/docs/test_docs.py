@@ -31,7 +31,7 @@ from lab.papers.length import ENDPOINT
 from lab.papers.paper import ARGMAX, MAX_RETRIEVAL
 from lab.papers.run import EXPERIMENTS
 from lab.pretrained import headline, longer_on_model, paired, reading_far, regret, runner
-from lab.speed import speed
+from lab.speed import gpu_rows, speed
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -466,10 +466,22 @@ def test_what_twelve_minutes_of_training_buy_is_in_the_rows() -> None:
     assert f"from {last['unmodified']:.2f} to {last['rerope(window 4096)']:.2f} nats" in recipe
 
 
-def test_no_page_claims_a_gpu_before_there_are_numbers_of_one() -> None:
-    measured = (ROOT / "lab" / "results" / "attention-gpu.json").exists()
-    assert ("Nothing here has run on a GPU yet." in prose("README.md")) is not measured
-    assert ("Nothing has run on a GPU yet" in prose("docs/speed.md")) is not measured
+def test_pages_name_the_gpu_that_rows_are_from() -> None:
+    runs, rows = gpu_rows.read()
+    assert {row["run"] for row in rows} == set(runs)
+    for run in runs.values():
+        assert run["gpu"] in prose("docs/speed.md")
+        assert all(run[key] in prose("docs/speed.md") for key in ("torch", "transformers", "triton", "date", "commit"))
+    assert "an H100" in prose("README.md")
+
+
+def test_lines_of_a_log_become_rows_under_one_set_of_names(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text('== start\nROW {"part": "att", "method": "none", "n": 8, "D": 4}\nROW {"part": "whole", "seconds": 3}\n')
+    (row,) = gpu_rows.rows_of(log)
+    assert row == {"part": "attention", "method": "unmodified", "length": 8, "head_dim": 4}
+    gpu_rows.write({"a": {"gpu": "b"}}, [{"run": "a"} | row], tmp_path / "file")
+    assert gpu_rows.read(tmp_path / "file") == ({"a": {"gpu": "b"}}, [{"run": "a"} | row])
 
 
 def test_the_table_of_engines_has_every_method_and_names_tests_that_exist() -> None:

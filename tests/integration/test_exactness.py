@@ -39,7 +39,6 @@ INNER = [*((family, DEFAULT) for family in FAMILIES), *((family, case) for case,
 #: The cases beyond the default, each on a few families.
 FEW = [(family, case) for case in OTHERS for family in families(case)]
 EVERY = crossed([*INNER[: len(FAMILIES)], *FEW], INNER)
-#: FlexAttention, on the CPU a check alone, on one family a case.
 BACKENDS = [pytest.param(backend, *p.values, marks=p.marks) for backend in ("tiled", "reference") for p in EVERY]
 
 

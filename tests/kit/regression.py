@@ -5,8 +5,8 @@
     python tests/kit/regression.py check FILE --exact    # fails unless all are equal bit for bit
 
 Tiny models of some families, a full pass forward and backward, and one through a cache in chunks; float32, one thread.
-FlexAttention, which has no backward pass on the CPU, computes the full pass alone. And single calls over every geometry of
-rows, with gradients and without, in float32 and bfloat16, with a model's sinks and without.
+And single calls over every geometry of rows, with gradients and without, in float32 and bfloat16, with a model's sinks and
+without.
 """
 
 from __future__ import annotations

@@ -1,0 +1,187 @@
+"""The tables of what a GPU has shown, from lab/results/gpu.json: `<!-- gpu: WHAT -->`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from hf_longattn.evaluation.report import markdown
+from lab.markdown import Contents
+from lab.speed.gpu_rows import Row, read
+
+BEFORE, UNMODIFIED, NONE = "first", "unmodified", "–"
+#: The columns of whole models: length, and the run with its kernels.
+WHOLE = ((8192, BEFORE), (8192, "second"), (32768, BEFORE), (32768, "third"))
+
+
+def rows_of(part: str, run: str | None = None, **fields: Any) -> list[Row]:
+    """The rows of a part, those of the latest run last."""
+    wanted = {"part": part} | fields | ({} if run is None else {"run": run})
+    return [row for row in read()[1] if wanted.items() <= row.items()]
+
+
+def number(value: Any, digits: int | None = None) -> str:
+    if value is None:
+        return NONE
+    if isinstance(value, list):
+        return " to ".join(number(x, digits) for x in value)
+    return f"{value:,.{digits}f}" if digits is not None else f"{value:,g}"
+
+
+def named(method: str) -> str:
+    return method if method == UNMODIFIED else f"`{method}`"
+
+
+def methods_of(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(row["method"] for row in rows))
+
+
+def over(run: str, length: int, method: str, field: str) -> Any:
+    """A number of a whole model; of the unmodified one, which goes between the others, the median."""
+    found = [row for row in rows_of("whole", run, length=length, method=method) if field in row]
+    if method == UNMODIFIED and len(found) > 1:
+        return statistics.median(row[field] for row in found)
+    return found[-1][field] if found else None
+
+
+def prefill_ratio(run: str, length: int, method: str) -> float | None:
+    given, own = over(run, length, method, "prefill_ratio"), over(run, length, method, "prefill_ms")
+    return given if own is None or given is not None else own / over(run, length, UNMODIFIED, "prefill_ms")
+
+
+def prefill() -> str:
+    """Milliseconds of the unmodified model, ratios to them; peak memory at 32k."""
+    head = ["", *(f"{length:,}, {'before' if run == BEFORE else 'now'}" for length, run in WHOLE)]
+    head += [f"MiB at 32,768, {when}" for when in ("before", "now")]
+    lines = []
+    for method in sorted(methods_of(rows_of("whole")), key=lambda name: name != UNMODIFIED):
+        plain = method == UNMODIFIED
+        cells = [
+            f"{number(over(run, n, method, 'prefill_ms'), 0)} ms" if plain else number(prefill_ratio(run, n, method), 2)
+            for n, run in WHOLE
+        ]
+        for at, (n, run) in enumerate(WHOLE):
+            if cells[at] == NONE and any("error" in r for r in rows_of("whole", run, length=n, method=method)):
+                cells[at] = "failed"
+        memory = [number(over(run, 32768, method, "prefill_mib")) for run in (BEFORE, "third")]
+        lines.append([named(method), *cells, *memory])
+    return markdown(head, lines)
+
+
+def token() -> str:
+    """What a decoded token asks of the device: time of its kernels, how many, what the host reads."""
+    lines = []
+    for method in sorted(methods_of(rows_of("whole")), key=lambda name: name != UNMODIFIED):
+        cells = [number(over(run, n, method, "step_kernel_ms"), 1) for n, run in WHOLE]
+        cells += [number(over(run, n, method, "step_ms"), 0) for n, run in WHOLE if run != BEFORE]
+        for field in ("step_kernels", "step_reads"):
+            cells.append(" → ".join(number(over(run, 8192, method, field)) for run in (BEFORE, "second")))
+        if set(cells) != {NONE, f"{NONE} → {NONE}"}:
+            lines.append([named(method), *cells])
+    times = [f"ms at {length:,}, {'before' if run == BEFORE else 'now'}" for length, run in WHOLE]
+    clock = [f"by the clock at {length:,}, now" for length, run in WHOLE if run != BEFORE]
+    return markdown(["", *times, *clock, "kernels at 8,192", "host reads"], lines)
+
+
+def step() -> str:
+    """Decoded tokens in turn with the unmodified model."""
+    lines = [
+        [
+            named(r["method"]),
+            f"{r['length']:,}",
+            str(r["layers"]),
+            *(f"{r[f]:.2f}" for f in ("wall_ms",)),
+            " and ".join(f"{x:.2f}" for x in r["base_wall"]),
+            f"{r['device_ms']:.2f}",
+            f"{r['base_device']:.2f}",
+        ]
+        for r in sorted(rows_of("step"), key=lambda r: r["length"])
+        if "wall_ms" in r
+    ]
+    head = ["", "behind", "layers", "ms", "unmodified, before and after", "kernels' ms", "unmodified"]
+    return markdown(head, lines)
+
+
+def attention() -> str:
+    """Forward, and forward and backward in brackets, as ratios to sdpa."""
+    rows = [r for r in rows_of("attention") if r["run"] != BEFORE]
+    shapes = sorted({(r["head_dim"], r["length"]) for r in rows})
+    lines = []
+    for method in methods_of(rows):
+        own = {(r["head_dim"], r["length"]): r for r in rows if r["method"] == method}
+        lines.append([named(method), *(both(own.get(shape)) for shape in shapes)])
+    return markdown(["", *(f"{length:,}, head_dim {dim}" for dim, length in shapes)], lines)
+
+
+def both(row: Row | None) -> str:
+    return NONE if row is None or "forward" not in row else f"{row['forward']:.2f} ({number(row.get('both'), 2)})"
+
+
+def attention_before() -> str:
+    lines = [
+        [named(r["method"]), r["backend"], number(r["forward_ms"]), number(r["forward"]), number(r["mib"])]
+        for r in rows_of("attention", BEFORE)
+    ]
+    return markdown(["", "by", "ms", "ratio", "MiB"], lines)
+
+
+def tiles() -> str:
+    """For each kind of kernel call the fastest tiles and the slowest that were tried."""
+    rows = rows_of("tiles")
+    kinds = sorted({(r["head_dim"], r["mode"], r["kind"]) for r in rows})
+    lines = []
+    for dim, mode, kind in kinds:
+        tried = [r for r in rows if (r["head_dim"], r["mode"], r["kind"]) == (dim, mode, kind) and "ratio" in r]
+        best, worst = (f(tried, key=lambda r: r["ratio"]) for f in (min, max))
+        shown = [x for r in (best, worst) for x in (r["tiles"].strip("[]"), f"{r['ratio']:.2f}")]
+        lines.append([str(dim), mode, kind, str(len(tried)), *shown])
+    return markdown(["head_dim", "pass", "logits", "tried", "fastest", "ratio", "slowest", "ratio"], lines)
+
+
+def static() -> str:
+    """Milliseconds a token of a model of two layers, and the largest difference of its logits from plain generate's."""
+    lines = []
+    for method in methods_of(rows_of("static")):
+        cells = [method_cell(BEFORE, method, "dynamic"), method_cell(BEFORE, method, "static compiled")]
+        cells += [method_cell("second", method, "dynamic"), method_cell("second", method, "static compiled")]
+        errors = [r["err"] for r in rows_of("static", "second", method=method) if "err" in r]
+        lines.append([named(method), *cells, f"{max(errors):.0e}" if errors else NONE])
+    head = ["", "before", "before, static", "now", "now, static", "largest difference"]
+    return markdown(head, lines)
+
+
+def method_cell(run: str, method: str, what: str) -> str:
+    found = rows_of("static", run, method=method, what=what)
+    return "failed" if any("error" in r for r in found) else number(found[-1].get("ms_a_token") if found else None)
+
+
+def exactness() -> str:
+    """The largest error in float32 over all ways to run, and those in bfloat16; of the latest run that had the method."""
+    rows = [r for r in rows_of("exactness") if r["run"] != BEFORE and "err" in r]
+    lines = []
+    for method in sorted(methods_of(rows), key=lambda name: name != UNMODIFIED):
+        last = [r for r in rows if r["method"] == method][-1]["run"]
+        own = {r["what"]: r["err"] for r in rows if r["method"] == method and r["run"] == last}
+        whole = {k: v for k, v in own.items() if not k.startswith("bfloat16") and k != "generate padded"}
+        halves = [f"{own[k]:.0e}" if k in own else NONE for k in ("bfloat16", "bfloat16 decode")]
+        lines.append([named(method), str(len(whole)), f"{max(whole.values()):.0e}", *halves])
+    return markdown(["", "ways", "largest error, float32", "bfloat16, one pass", "bfloat16, decoding"], lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    **{"prefill": prefill, "token": token, "step": step, "attention": attention, "attention before": attention_before},
+    **{"tiles": tiles, "static": static, "exactness": exactness},
+}
+
+
+def contents() -> Contents:
+    """What stands below `<!-- gpu: TABLE -->`, and within `<!-- gpu: prefill RUN LENGTH METHOD -->`."""
+
+    def made(what: str) -> str:
+        if what in TABLES:
+            return TABLES[what]()
+        _, run, length, method = what.split()
+        return number(prefill_ratio(run, int(length), method), 2)
+
+    return {"gpu": made}
