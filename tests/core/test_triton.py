@@ -258,6 +258,23 @@ def test_what_does_not_compile_is_computed_all_the_same(monkeypatch: pytest.Monk
     triton._warn.cache_clear()
 
 
+def test_gradients_of_a_part_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the logsumexp over these keys and others, as the program takes it."""
+    query, key, value = inputs(q=19, k=19, dtype=torch.float32)
+    call = KernelCall(query, key, value, Rows.causal(19, 19, None, 0, CPU), LogitSpec(0.7), with_lse=True)
+    out, lse, entropy = triton.run(call)
+    given = torch.ones_like(out), None, None, 0.5 * out, lse + 0.7, entropy
+    want = triton.gradients(call, *given)
+
+    def fail(*_: Any) -> None:
+        raise triton._Failed("nothing")
+
+    monkeypatch.setattr(triton, "_launch", fail)
+    monkeypatch.setattr(triton, "_warn", lambda _: None)
+    for got, exact in zip(triton.gradients(call, *given)[:3], want[:3], strict=True):
+        close(got, exact, 2e-5)
+
+
 @pytest.mark.parametrize("limit", [232448, 166912, 101376])
 def test_every_device_has_tiles_that_fit(limit: int) -> None:
     """An H100, an A100, an RTX 4090: by what vectors take; `make compile-cuda` asks the compiler."""

@@ -154,8 +154,13 @@ class Blocks:
         out: Tensor,
         lse: Tensor,
         entropy: Tensor,
+        joint: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Those of query, key, value, row scale and bias scale, empty where the call has none."""
+        """Those of query, key, value, row scale and bias scale, empty where the call has none.
+
+        Args:
+            joint: output and logsumexp are those over these keys and others.
+        """
         query, key, value, shape = self.call.query, self.call.key, self.call.value, self.call.query.shape[:3]
         delta = self.query.new_zeros(shape)
         if value is not None:
@@ -178,7 +183,7 @@ class Blocks:
             row_sums = (self.query.new_zeros(*block.shape[:3], d) for d in (self.head_dim, 1, 1))
             into = _Gradients(d_key, d_value, *row_sums)
             for tile in tiles:
-                tile.gradient(own, len(tiles) == 1, into)
+                tile.gradient(own, len(tiles) == 1 and not joint, into)
             block.put(self.grouped(d_query), into.query.mul_(self.spec.scaling))
             if self.row_scale is not None:
                 block.put(self.grouped(d_row_scale[..., None]), into.row_scale)

@@ -423,7 +423,7 @@ def gradients(
         if call.dropout:  # it drops other pairs
             raise RuntimeError(f"Triton cannot compile {failed}, and plain PyTorch cannot repeat its dropout") from failed
         _warn(str(failed))
-        return tiles.Blocks(call).gradients(d_out, d_lse, d_entropy, out, lse, entropy)
+        return tiles.Blocks(call).gradients(d_out, d_lse, d_entropy, out, lse, entropy, joint=True)
     return d_query, d_key, d_value, d_row_scale, d_bias_scale
 
 
