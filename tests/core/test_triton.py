@@ -22,6 +22,7 @@ from hf_longattn.core.attend import attend
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import Rows
 from hf_longattn.core.kernels import triton
+from hf_longattn.core.kernels.kernel import KernelCall, LogitSpec
 from hf_longattn.core.kernels.triton import Blocks, why_not_triton
 from hf_longattn.core.prepared import distance_tables
 
