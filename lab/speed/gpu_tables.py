@@ -10,15 +10,18 @@ from hf_longattn.evaluation.report import markdown
 from lab.markdown import Contents
 from lab.speed.gpu_rows import Row, read
 
-BEFORE, UNMODIFIED, NONE = "first", "unmodified", "–"
-#: The columns of whole models: length, and the run with its kernels.
-WHOLE = ((8192, BEFORE), (8192, "second"), (32768, BEFORE), (32768, "third"))
+BEFORE, NOW, UNMODIFIED, NONE = "first", "now", "unmodified", "–"
+#: The columns of whole models: length, and when. Now is the latest run but the first that has a number.
+WHOLE = ((8192, BEFORE), (8192, NOW), (32768, BEFORE), (32768, NOW))
+#: The run with the kernels of decoded tokens as they are.
+TOKENS = "fourth"
 
 
 def rows_of(part: str, run: str | None = None, **fields: Any) -> list[Row]:
     """The rows of a part, those of the latest run last."""
-    wanted = {"part": part} | fields | ({} if run is None else {"run": run})
-    return [row for row in read()[1] if wanted.items() <= row.items()]
+    wanted = {"part": part} | fields | ({} if run in (None, NOW) else {"run": run})
+    found = [row for row in read()[1] if wanted.items() <= row.items()]
+    return [row for row in found if row["run"] != BEFORE] if run == NOW else found
 
 
 def number(value: Any, digits: int | None = None) -> str:
@@ -40,14 +43,22 @@ def methods_of(rows: list[Row]) -> list[str]:
 def over(run: str, length: int, method: str, field: str) -> Any:
     """A number of a whole model; of the unmodified one, which goes between the others, the median."""
     found = [row for row in rows_of("whole", run, length=length, method=method) if field in row]
+    found = [row for row in found if row["run"] == found[-1]["run"]]
+    if field == "step_reads":  # the first count of a process has one of the counter's own
+        return min((row[field] for row in rows_of("whole", run, method=method) if field in row), default=None)
     if method == UNMODIFIED and len(found) > 1:
         return statistics.median(row[field] for row in found)
     return found[-1][field] if found else None
 
 
 def prefill_ratio(run: str, length: int, method: str) -> float | None:
-    given, own = over(run, length, method, "prefill_ratio"), over(run, length, method, "prefill_ms")
-    return given if own is None or given is not None else own / over(run, length, UNMODIFIED, "prefill_ms")
+    given = over(run, length, method, "prefill_ratio")
+    own = [row for row in rows_of("whole", run, length=length, method=method) if "prefill_ms" in row]
+    return (
+        given
+        if given is not None or not own
+        else own[-1]["prefill_ms"] / over(own[-1]["run"], length, UNMODIFIED, "prefill_ms")
+    )
 
 
 def prefill() -> str:
@@ -64,7 +75,7 @@ def prefill() -> str:
         for at, (n, run) in enumerate(WHOLE):
             if cells[at] == NONE and any("error" in r for r in rows_of("whole", run, length=n, method=method)):
                 cells[at] = "failed"
-        memory = [number(over(run, 32768, method, "prefill_mib")) for run in (BEFORE, "third")]
+        memory = [number(over(run, 32768, method, "prefill_mib")) for run in (BEFORE, NOW)]
         lines.append([named(method), *cells, *memory])
     return markdown(head, lines)
 
@@ -73,15 +84,14 @@ def token() -> str:
     """What a decoded token asks of the device: time of its kernels, how many, what the host reads."""
     lines = []
     for method in sorted(methods_of(rows_of("whole")), key=lambda name: name != UNMODIFIED):
-        cells = [number(over(run, n, method, "step_kernel_ms"), 1) for n, run in WHOLE]
-        cells += [number(over(run, n, method, "step_ms"), 0) for n, run in WHOLE if run != BEFORE]
+        runs = [(n, BEFORE if run == BEFORE else TOKENS) for n, run in WHOLE]
+        cells = [number(over(run, n, method, "step_kernel_ms"), 1) for n, run in runs]
         for field in ("step_kernels", "step_reads"):
-            cells.append(" → ".join(number(over(run, 8192, method, field)) for run in (BEFORE, "second")))
+            cells.append(" → ".join(number(over(run, 8192, method, field)) for run in (BEFORE, NOW)))
         if set(cells) != {NONE, f"{NONE} → {NONE}"}:
             lines.append([named(method), *cells])
     times = [f"ms at {length:,}, {'before' if run == BEFORE else 'now'}" for length, run in WHOLE]
-    clock = [f"by the clock at {length:,}, now" for length, run in WHOLE if run != BEFORE]
-    return markdown(["", *times, *clock, "kernels at 8,192", "host reads"], lines)
+    return markdown(["", *times, "kernels at 8,192", "host reads"], lines)
 
 
 def step() -> str:
@@ -144,8 +154,8 @@ def static() -> str:
     lines = []
     for method in methods_of(rows_of("static")):
         cells = [method_cell(BEFORE, method, "dynamic"), method_cell(BEFORE, method, "static compiled")]
-        cells += [method_cell("second", method, "dynamic"), method_cell("second", method, "static compiled")]
-        errors = [r["err"] for r in rows_of("static", "second", method=method) if "err" in r]
+        cells += [method_cell(NOW, method, "dynamic"), method_cell(NOW, method, "static compiled")]
+        errors = [r["err"] for r in rows_of("static", NOW, method=method) if "err" in r]
         lines.append([named(method), *cells, f"{max(errors):.0e}" if errors else NONE])
     head = ["", "before", "before, static", "now", "now, static", "largest difference"]
     return markdown(head, lines)
