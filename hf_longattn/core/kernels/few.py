@@ -30,6 +30,8 @@ def why_not(call: Call) -> str | None:
         return reason
     if call.dropout:
         return "it has no dropout"
+    if torch.compiler.is_exporting():  # before lengths are compared
+        return "an exported graph serves every length"
     if not 0 < call.query.shape[2] <= FEW_QUERIES:
         return f"it takes up to {FEW_QUERIES} queries"
     return "it has no gradients" if call.trains else None
