@@ -161,12 +161,14 @@ class Turn(NamedTuple):
             rest = cos.new_zeros(*cos.shape[:-1], head_dim - 2 * cos.shape[-1])
             return self.by.join(cos, cos, rest + 1), self.by.join(-sin, -sin, rest)
 
-        if tables is None:
+        def by_angles(position: Tensor) -> Angles:
             return widened(*self.angles(position))
+
+        if tables is None:
+            return by_angles(position)
         if position.ndim > 2:
             return widened(*self.kept_angles(position, tables, position.device))
-        build = lambda p: widened(*self.angles(p))  # noqa: E731
-        return self._look_up(position, (self.name, head_dim), build, tables, position.device)
+        return self._look_up(position, (self.name, head_dim), by_angles, tables, position.device)
 
     def _look_up(
         self,

@@ -15,7 +15,7 @@ from ..slots.base import Band, EntropyTemperature, KeyBands, Score
 from .call import Call
 from .geometry import Rows
 from .kernels import sdpa, tiled
-from .kernels.kernel import MASK_VALUE, Kernel, KernelCall, LogitSpec, Result
+from .kernels.kernel import MASK_VALUE, Kernel, KernelCall, LogitSpec, Result, count_keys
 from .rotary import Angles, Turn
 from .tracing import keepable, readable
 from .turned import Keep
@@ -149,7 +149,7 @@ class BySegment:
 
     @property
     def count(self) -> Tensor:
-        return functools.reduce(torch.add, (segment.rows.count(self.kv_len) for segment in self._all))
+        return count_keys(self._all, self.kv_len)
 
     def factor(self, by_row: Tensor) -> float | Tensor:
         """A number where all rows share it and the host knows it."""

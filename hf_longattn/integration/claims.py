@@ -30,12 +30,18 @@ class Claims:
             event.record()
         self._open.append((event, answer, message))
         if len(self._open) > OPEN:
-            self._open[0][0].synchronize()
+            event.synchronize()
 
     def settle(self) -> None:
         """Raise ValueError for what turned out to be false; what the device has not come to yet stays open."""
-        while self._open and self._open[0][0].query():
-            _, answer, message = self._open.popleft()
+        while self._open:
+            try:
+                event, answer, message = self._open.popleft()
+            except IndexError:  # another thread took it
+                return
+            if not event.query():
+                self._open.appendleft((event, answer, message))
+                return
             _check(answer, message)
 
     def __reduce__(self) -> tuple[type[Claims], tuple[()]]:

@@ -15,7 +15,7 @@ from ..config import LongAttnConfig
 from ..core.attend import attend
 from ..core.call import Call
 from ..core.geometry import Rows
-from ..core.kernels.kernel import FEW_QUERIES
+from ..core.kernels.kernel import FEW_QUERIES, KernelFailure
 from ..core.kernels.sdpa import few_queries
 from ..core.prepared import named, prepared
 from ..core.reference import dense_attention
@@ -156,8 +156,11 @@ def _attend(
     kind = None if traced or config is not plan.config else plan.kind
     if made and kind is not None and not (asked.dropout or plan.observer or torch.is_grad_enabled()):
         ready = made.get(named(kind, query, key, scaling, asked.softcap, learned, sinks))
-        if ready is not None:  # a kernel's failure was met as it was prepared
-            return ready(query, key, value, learned, sinks, _keep(asked, query)).transpose(1, 2).contiguous(), None
+        if ready is not None:
+            try:
+                return ready(query, key, value, learned, sinks, _keep(asked, query)).transpose(1, 2).contiguous(), None
+            except KernelFailure:  # which said so: another kernel is chosen
+                pass
     call = Call(
         query,
         key,

@@ -203,15 +203,14 @@ def carrier_mask(
     sliced = bool(getattr(config, "num_kv_shared_layers", 0))
     pairs = functools.partial(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], **kwargs | {"allow_is_causal_skip": False}, config=config)
     at_hand = _on_host(shared)
-    carrier = None if at_hand is None else _intervals(sliced, **at_hand)
-    if at_hand is not None and carrier is None and q_length <= FEW_QUERIES and _knows_no_tensor(mask_function):
-        carrier = _pairs(functools.partial(pairs, **at_hand), windowed, **at_hand)
-    host = carrier
+    carrier = _intervals(sliced, **(at_hand or shared))
     if carrier is None:
-        carrier = _intervals(sliced, **shared)
-        carrier = _pairs(functools.partial(pairs, **shared), windowed, **shared) if carrier is None else carrier
-    else:
-        carrier = sent(carrier, torch.device(device))
+        if q_length > FEW_QUERIES or not _knows_no_tensor(mask_function):
+            at_hand = None
+        given = at_hand or shared
+        carrier = _pairs(functools.partial(pairs, **given), windowed, **given)
+    host = None if at_hand is None else carrier
+    carrier = sent(carrier, torch.device(device))
     if readable(carrier):
         static = {k: x.clone() for k, x in shared.items() if k.endswith("offset") and isinstance(x, Tensor)}  # caches count on
         arguments = {**shared, **static, **kwargs, "config": config, "local_size": local_size}

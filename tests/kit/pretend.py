@@ -267,7 +267,7 @@ def device() -> Iterator[Device]:
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
         stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", _backward))
         stack.enter_context(patch.multiple(parts, INTERPRETED=False, _launch=_refuse, **programs))
-        stack.enter_context(patch.multiple(triton, INTERPRETED=False, _launch=_refuse, **gradients))
+        stack.enter_context(patch.multiple(triton, _launch=_refuse, **gradients))
         stack.enter_context(patch.dict(attend.KERNELS, triton=kernel))
         stack.enter_context(Calls())
         yield stack.enter_context(seen)

@@ -355,7 +355,7 @@ def _computed(
     dtype = fused.computed_in(sides[0], value)
     ready = tuple(_ready(x, dtype) for x in sides)
     value = ready[1] if value is None else _ready(value, dtype)
-    return ready[::2], ready[1::2], value, dtype if _in_place(ready[0]) else torch.promote_types(dtype, torch.float32)
+    return ready[::2], ready[1::2], value, dtype if _in_place(ready[0]) else _finer(dtype)
 
 
 def _blind(lse: Tensor, query: Tensor) -> Tensor:
@@ -493,7 +493,10 @@ _function = operators.attention_function("bands", KernelCall, _attend, _gradient
 
 
 def _picked(call: Call) -> bool:
-    """On a CPU, a temperature by entropy of rows that are not plain takes whole rows, and a score of its own float32."""
+    """On CUDA where rows may be read and no entropy is asked for.
+
+    On a CPU a temperature by entropy of rows that are not plain takes whole rows, and a score of its own float32.
+    """
     if fused.device(call.query) == "cuda":
         return readable(call.query) and not call.by_entropy
     if call.by_entropy and call.rows.plain is None:

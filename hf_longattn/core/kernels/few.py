@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..tracing import keepable, readable, sent
 from . import parts
-from .kernel import FEW_QUERIES, Kernel, LogitSpec
+from .kernel import FEW_QUERIES, Kernel, LogitSpec, count_keys
 
 if TYPE_CHECKING:  # they know methods and configs
     from ..call import Call
@@ -47,7 +47,7 @@ class Few:
         self.spec, self.score, turn = spec, config.score, call.rotation
         self.layout = None if turn is None else parts.Layout(turn.first, turn.inv_freq.shape[0], turn.interleaved)
         self.temper: Any = config.temperature.factor if call.by_entropy else None  # type: ignore[union-attr]
-        self.kv_heads, self.group = call.key.shape[1], query.shape[1] // call.key.shape[1]
+        self.group = query.shape[1] // call.key.shape[1]
         self._all = segments
         self.intervals: list[parts.Interval] = []
         for segment in segments:
@@ -63,7 +63,7 @@ class Few:
 
     @property
     def count(self) -> Tensor:
-        return functools.reduce(torch.add, (segment.rows.count(self.kv_len) for segment in self._all))
+        return count_keys(self._all, self.kv_len)
 
     def factor(self, by_row: Tensor) -> float | Tensor:
         """A number, or float32 (batch, heads, q_len)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
@@ -117,6 +118,11 @@ class KernelCall(NamedTuple):
 
 class KernelFailure(RuntimeError):
     """A kernel could not be compiled or loaded on this machine; nothing was computed."""
+
+
+def count_keys(segments: list[Segment], kv_len: int) -> Tensor:
+    """How many keys each row sees in segments, int64 (batch or 1, heads or 1, q_len)."""
+    return functools.reduce(torch.add, (segment.rows.count(kv_len) for segment in segments))
 
 
 class Computation(Protocol):

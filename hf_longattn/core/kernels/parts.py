@@ -25,10 +25,13 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 def why_not(x: Tensor) -> str | None:
     """The reason why these programs cannot compute with such tensors, or None."""
+    return next(iter(_BROKEN.values())) if _BROKEN else why_not_triton(x)
+
+
+def why_not_triton(x: Tensor) -> str | None:
+    """The reason why no Triton program computes with such tensors, or None."""
     if triton is None:
         return "triton is not installed"
-    if _BROKEN:
-        return next(iter(_BROKEN.values()))
     if x.device.type != "cuda" and not INTERPRETED:
         return f"Triton needs CUDA, the tensors are on {x.device.type}"
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -48,6 +51,8 @@ def _launch(name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any)
     Raises:
         KernelFailure: it cannot be compiled or loaded; the first time with a warning.
     """
+    if name in _BROKEN:
+        raise KernelFailure(_BROKEN[name])
     kernel, device = getattr(kernels, name)[grid], arguments[0].device
     try:
         if device.type != "cuda" or device.index == torch.cuda.current_device():
@@ -55,12 +60,19 @@ def _launch(name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any)
         else:
             with torch.cuda.device(device):
                 kernel(*arguments, **constants)
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
     except Exception as error:
+        if not before_launch(error):
+            raise
         _BROKEN[name] = f"Triton failed at {name}: {type(error).__name__}: {str(error)[:500]}"
         warnings.warn(f"{_BROKEN[name]}; slower kernels take its place in this process", stacklevel=2)
         raise KernelFailure(_BROKEN[name]) from error
+
+
+def before_launch(error: Exception) -> bool:
+    """Whether a program failed before it ran: it does not compile, or does not fit the device."""
+    if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):
+        return False
+    return isinstance(error, triton.runtime.errors.OutOfResources) or "[CUDA]" not in str(error)  # as the driver's begin
 
 
 def _tile(width: int, dtype: torch.dtype) -> tuple[int, int]:

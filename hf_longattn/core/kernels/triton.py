@@ -6,7 +6,7 @@ atomically and results repeat exactly. What is ours is the map L = x gain_t C(S)
 looked up pair by pair. Farther off they are smooth: a polynomial of the distance serves a whole tile. Where which degree
 becomes exact enough for the dtype is measured on the tables themselves, once.
 
-For CUDA; tested on the CPU under Triton's interpreter (TRITON_INTERPRET=1).
+For CUDA, where an H100 has run it; tested on the CPU under Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..geometry import Rows
 from ..tracing import readable
-from . import operators, tiles
+from . import operators, parts, tiles
 from .kernel import MARGIN, Kernel, KernelCall, Result
 
 try:
@@ -35,20 +34,13 @@ try:
 except ImportError:  # it comes with torch's CUDA builds only
     triton = None
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LARGEST_HEAD = 512
 
 
 def why_not_triton(query: Tensor) -> str | None:
     """The reason why these kernels cannot compute a call exactly, or None."""
-    if triton is None:
-        return "triton is not installed"
-    if query.device.type != "cuda" and not INTERPRETED:
-        return f"Triton needs CUDA, the tensors are on {query.device.type}"
-    if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"the Triton kernels compute float32, float16 and bfloat16, got {query.dtype}"
-    if INTERPRETED and query.dtype == torch.bfloat16:
-        return "Triton's interpreter cannot multiply bfloat16"
+    if (reason := parts.why_not_triton(query)) is not None:
+        return reason
     if query.shape[-1] > LARGEST_HEAD:
         return f"the Triton kernels hold head_dim up to {LARGEST_HEAD}, got {query.shape[-1]}"
     return None
@@ -100,15 +92,15 @@ def _fits(gain: Tensor, bias: Tensor, half: bool) -> Tensor:
     each degree serves. Nothing is read from the device, so that it can be traced.
     """
     heads = max(gain.shape[0], bias.shape[0])
-    parts, starts = [], []
+    columns, starts = [], []
     for degree in (1, 2, 3):
         limits = []
         for table, miss in zip((gain, bias), _MISSES[half], strict=True):
             coefficients, limit = zip(*(_fitted(row, degree, miss) for row in table.unbind(0)), strict=True)
-            parts.append(torch.stack(coefficients).expand(heads, -1, -1))
+            columns.append(torch.stack(coefficients).expand(heads, -1, -1))
             limits.append(torch.stack(limit).amax())
         starts.append(torch.maximum(*limits))
-    records = torch.cat(parts, -1)
+    records = torch.cat(columns, -1)
     header = torch.nn.functional.pad(torch.stack(starts).float(), (0, records.shape[-1] - 3))
     centres = torch.nn.functional.pad(records.float(), (0, 0, _before, 0))
     return torch.cat([header.expand(heads, 1, -1), centres], 1).contiguous()
@@ -256,17 +248,10 @@ def _launch(name: str, call: KernelCall, constants: dict[str, Any], launch: Call
             with torch.cuda.device_of(query):
                 return launch(blocks, own)
         except Exception as error:
-            if not _of_the_compiler(error):
+            if parts.INTERPRETED or not parts.before_launch(error):
                 raise
             why = _FAILED[key] = f"{type(error).__name__}: {error}"
     raise _Failed(f"the {name} kernel for head_dim {query.shape[-1]} in {query.dtype}: {why}")
-
-
-def _of_the_compiler(error: Exception) -> bool:
-    """Whether a launch failed before it began."""
-    if INTERPRETED or isinstance(error, torch.OutOfMemoryError):
-        return False
-    return isinstance(error, triton.runtime.errors.OutOfResources) or "CUDA" not in str(error)
 
 
 @functools.cache
