@@ -17,6 +17,7 @@ pytestmark = [
         not (Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump").exists(), reason="no CUDA tools"
     ),
 ]
+SHARED = {90: 232448, 80: 166912, 89: 101376}
 #: A forward call with gradients launches four programs; a decoded token's three.
 LAUNCHES = {"few": 3, "few, turned": 3, "few, map, softcap, masked": 3}
 
@@ -43,5 +44,6 @@ def test_kernels_compile(target: int, dtype: str, head_dims: list[int], calls: l
     print(done.stdout)
     assert not [row for row in rows if "error" in row]
     assert len(rows) >= len(head_dims) * sum(LAUNCHES.get(call, 4) for call in calls)
-    forward = [row for row in rows if row["kernel"] in ("forward_kernel", "scores_kernel")]
-    assert all(row["stack"] < 256 for row in forward if dtype == "bfloat16"), forward
+    assert all(row["shared"] <= SHARED[target] for row in rows)
+    few = [row for row in rows if row["kernel"] == "scores_kernel"]
+    assert all(row["stack"] < 256 for row in few), few  # of the others some spill, and were fastest all the same

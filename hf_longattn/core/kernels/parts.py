@@ -70,7 +70,7 @@ def _launch(name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any)
 
 def before_launch(error: Exception) -> bool:
     """Whether a program failed before it ran: it does not compile, or does not fit the device."""
-    if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):
+    if isinstance(error, (Warning, torch.OutOfMemoryError, torch.AcceleratorError)):
         return False
     return isinstance(error, triton.runtime.errors.OutOfResources) or "[CUDA]" not in str(error)  # as the driver's begin
 

@@ -156,7 +156,7 @@ class Blocks(NamedTuple):
 #: Tiles by kernel, half precision or not, and the largest padded head_dim; the fastest first, each kind ends in one that fits
 #: 101,376 bytes of shared memory (an RTX 4090's; an A100 has 166,912, an H100 232,448). Tried on an H100 at 16,384 tokens.
 CANDIDATES: dict[tuple[str, bool, int], tuple[Blocks, ...]] = {
-    ("forward", True, 64): (Blocks(128, 128, 8, 2), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2)),
+    ("forward", True, 64): (Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2)),
     ("forward", True, 128): (Blocks(128, 128, 8, 2), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2)),
     ("forward", True, 256): (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 1)),
     ("forward", True, 512): (Blocks(64, 32, 8, 2), Blocks(64, 16, 8, 1), Blocks(32, 16, 4, 1)),
