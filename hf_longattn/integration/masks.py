@@ -205,7 +205,7 @@ def carrier_mask(
     at_hand = _on_host(shared)
     carrier = _intervals(sliced, **(at_hand or shared))
     if carrier is None:
-        if q_length > FEW_QUERIES or not _knows_no_tensor(mask_function):
+        if at_hand is not None and (q_length > FEW_QUERIES or not _knows_no_tensor(mask_function)):  # a graph's lengths vary
             at_hand = None
         given = at_hand or shared
         carrier = _pairs(functools.partial(pairs, **given), windowed, **given)
