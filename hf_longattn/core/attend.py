@@ -13,11 +13,12 @@ from .call import Call
 from .geometry import Rows, check_mask, check_positions, check_shapes
 from .kernels import dense, few
 from .kernels.kernel import Kernel, KernelFailure
-from .prepared import Prepared, prepared
+from .lower import lower
+from .plan import PLANS, AttentionPlan, plan_key, plans
 from .reference import dense_attention
 from .rotary import Rotation
 from .stages import finish
-from .tracing import readable
+from .tracing import readable, shareable
 
 #: Every kernel by its name, in the order in which "auto" asks them; the first two are for few queries, and no backends.
 KERNELS: dict[str, Kernel] = {"dense": dense.KERNEL, "few": few.KERNEL}
@@ -87,37 +88,61 @@ def attend(call: Call) -> Tensor:
     query, key, value, learned = call.query, call.key, call.value, call.learned
     if not torch.compiler.is_compiling() and 0 in (query.shape[0], query.shape[2], call.kv_len):
         return finish(call.config, _nothing(call), learned)
-    backend = choose_backend(call)
-    if backend == "reference":
+    if call.asked not in BACKENDS:
+        raise ValueError(f"unknown backend {call.asked!r}; choose one of {', '.join(BACKENDS)}")
+    if call.asked == "reference" or (call.asked == "auto" and torch.onnx.is_in_onnx_export()):  # it translates no operator
         return dense_attention(call)[0]
+    plan = plan_of(call)
     try:
-        return Prepared.of(call, KERNELS[backend])(query, key, value, learned, call.sink_logits, call.keep)
+        return plan.run(query, key, value, learned, call.sink_logits, call.keep)
     except KernelFailure:  # which said so, and is not chosen again
-        if backend == call.asked:
+        if plan.kernel == call.asked:
             raise
-        prepared(call.rows).clear()
+        plans(call.rows).clear()
         return attend(call)
 
 
-def choose_backend(call: Call) -> str:
-    """The kernel that "auto" means for this call, or the one asked for; ValueError where that one cannot be exact.
+def plan_of(call: Call) -> AttentionPlan:
+    """The plan of a call with its kernel, the one of its rows; made anew where nothing may be kept.
+
+    Raises:
+        ValueError: the backend asked for cannot be exact.
+    """
+    if not shareable(call.query) or call.strength is not None:
+        return chosen(lower(call))
+    kind = (call.config, call.rotation, call.asked) if call.kind is None else call.kind
+    sides = call.query, call.key, call.value
+    name = plan_key(kind, *sides, call.scaling, call.softcap, call.learned, call.sink_logits, call.dropout, call.trains)
+    made = plans(call.rows)
+    if (own := made.get(name)) is None:
+        if len(made) >= PLANS:
+            made.clear()
+        own = made[name] = chosen(lower(call))
+    return own
+
+
+def chosen(plan: AttentionPlan) -> AttentionPlan:
+    """The plan with the kernel that "auto" means for it, or the one asked for; ValueError where that one cannot be exact.
 
     Few queries are "dense" where "bands" or "tiled" is asked for, too.
     """
-    asked = call.asked
-    if asked not in BACKENDS:
-        raise ValueError(f"unknown backend {asked!r}; choose one of {', '.join(BACKENDS)}")
-    if asked in ("bands", "tiled") and KERNELS["dense"].why_not(call) is None:
-        return "dense"
+    asked = plan.asked
     if asked == "auto":
-        if torch.onnx.is_in_onnx_export():
-            return "reference"  # ONNX has no translation of our operator
-        for name, kernel in KERNELS.items():
-            if kernel.picked is not None and kernel.why_not(call) is None and kernel.picked(call):
-                return name
-    if asked != "reference" and (reason := KERNELS[asked].why_not(call)) is not None:
+        name = _preferred(plan)
+    elif asked in ("bands", "tiled") and KERNELS["dense"].refuses(plan) is None:
+        name = "dense"
+    elif (reason := KERNELS[asked].refuses(plan)) is not None:
         raise ValueError(f"backend {asked!r} cannot compute this call: {reason}; use backend='auto'")
-    return asked
+    else:
+        name = asked
+    return plan.computed_by(name, KERNELS[name].prepare(plan))
+
+
+def _preferred(plan: AttentionPlan) -> str:
+    for name, kernel in KERNELS.items():
+        if kernel.preferred is not None and kernel.refuses(plan) is None and kernel.preferred(plan):
+            return name
+    raise AssertionError("the tiled kernel computes every plan")
 
 
 def _nothing(call: Call) -> Tensor:

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ..config import LongAttnConfig
-from ..slots.base import EntropyTemperature
-from ..slots.method import Method
 from .geometry import Rows
 from .rotary import Rotation
 from .tables import SHARED, TableCache
@@ -74,16 +72,6 @@ class Call:
         return SHARED if self.tables is None else self.tables
 
     @property
-    def by_entropy(self) -> bool:
-        """Whether the temperature needs each row's entropy, and with it a pass of its own."""
-        return isinstance(self.config.temperature, EntropyTemperature)
-
-    @property
-    def folds(self) -> bool:
-        """Whether a score or a temperature is folded into query and key."""
-        return self.config.score is not None or self.config.temperature is not None
-
-    @property
     def trains(self) -> bool:
         """Whether gradients may be asked for, of tensors or of learned parts."""
         if not torch.is_grad_enabled():
@@ -91,12 +79,3 @@ class Call:
         parts = [getattr(part, "func", part) for part in (self.learned or {}).values()]  # of some heads: partials
         tensors = (self.query, self.key, self.value, *(parameter for part in parts for parameter in part.parameters()))
         return any(x.requires_grad for x in tensors)
-
-    @property
-    def beyond_product(self) -> str | None:
-        """What acts between scaling q . k and the weighted sum beside the softmax, in words; None: nothing does."""
-        if self.softcap or self.sink_logits is not None:
-            return "the model caps its scores" if self.softcap else "the model has learned sinks"
-        acting: list[Method] = [m for m in (self.config.logit_map, *self.config.key_bands, self.config.sink) if m is not None]
-        acting += [self.config.temperature] if self.config.temperature is not None and self.by_entropy else []
-        return f"{acting[0].name} changes more than query and key" if acting else None

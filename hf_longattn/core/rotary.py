@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -10,9 +9,6 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..slots.base import Remap, Spectrum
-from .kernels import parts
-from .kernels.kernel import KernelFailure
 from .tables import TableCache
 from .tracing import keepable, sent, version
 
@@ -36,23 +32,6 @@ class Rotation:
     interleaved: bool = False
     first: int = 0
     axis: tuple[int, ...] | None = None
-
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, at: slice | None = None) -> Tensor:
-        """x (batch, heads, n, head_dim) rotated by angles (batch or 1, n, key heads or 1, pairs).
-
-        In float32 at least; on CUDA, outside of graphs, rounded to the dtype of x.
-
-        Args:
-            at: which vectors the angles are for; the others become 0. None: all.
-        """
-        cos, sin = (y.to(torch.promote_types(x.dtype, torch.float32)) for y in (cos, sin))
-        if keepable(x):
-            return _Rotated.apply(x, cos, sin, self, at)  # type: ignore[no-untyped-call]
-        own = (x if at is None else x[:, :, at]).to(cos.dtype).unflatten(1, (cos.shape[2], -1))
-        cos, sin = (y.transpose(1, 2)[:, :, None] for y in (cos, sin))
-        first, second, rest = self.split(own)
-        out = self.join(first * cos - second * sin, second * cos + first * sin, rest).flatten(1, 2)
-        return out if at is None else torch.nn.functional.pad(out, (0, 0, at.start, x.shape[2] - at.stop))
 
     def rotate_half(self, x: Tensor) -> Tensor:
         """Every pair (a, b) as (-b, a); what is not rotated as 0."""
@@ -89,49 +68,20 @@ class Rotation:
         return torch.cat([rest[..., : self.first], pair, rest[..., self.first :]], -1)
 
 
-class _Rotated(torch.autograd.Function):
-    """`Rotation.rotate` in place of what it makes, in a third of its passes over memory."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin, rotation, at):  # type: ignore[no-untyped-def]
-        ctx.arguments, ctx.dtype = (cos, sin, rotation, at), x.dtype
-        if x.is_cuda and parts.why_not(x) is None:
-            layout = parts.Layout(rotation.first, rotation.inv_freq.shape[0], rotation.interleaved)
-            with contextlib.suppress(KernelFailure):
-                return parts.turned(x, cos, sin, layout, at)
-        at = slice(0, x.shape[2]) if at is None else at
-        out = x.new_empty(x.shape, dtype=cos.dtype)
-        out[:, :, : at.start], out[:, :, at.stop :] = 0.0, 0.0
-        own, into = (y[:, :, at].unflatten(1, (cos.shape[2], -1)) for y in (x.to(cos.dtype), out))
-        cos, sin = (y.transpose(1, 2)[:, :, None] for y in (cos, sin))
-        pairs = slice(rotation.first, rotation.first + 2 * rotation.inv_freq.shape[0])
-        for rest in (slice(0, pairs.start), slice(pairs.stop, x.shape[3])):
-            into[..., rest] = own[..., rest]
-        (first, second, _), (a, b, _) = rotation.split(own), rotation.split(into)
-        torch.mul(first, cos, out=a).addcmul_(second, sin, value=-1.0)
-        torch.mul(second, cos, out=b).addcmul_(first, sin)
-        return out
-
-    @staticmethod
-    def backward(ctx, d):  # type: ignore[no-untyped-def]
-        cos, sin, rotation, at = ctx.arguments
-        d = _Rotated.apply(d, cos, -sin, rotation, at)  # type: ignore[no-untyped-call]
-        return d.to(ctx.dtype), None, None, None, None
-
-
 class Turn(NamedTuple):
     """How vectors that are rotated for where they stand are turned to where a remap shows them.
 
     Args:
         rotation: the model's; needed as soon as anything is turned.
-        remap, spectrum: the positions shown, and the frequencies that they are shown at; None: the model's.
+        remap: from positions to those shown (see `slots.base.Remap`).
+        spectrum: from the model's frequencies to those that these are shown at, and a factor; None: the model's.
         name: identifies remap and spectrum in tables, where angles are kept.
         band: the first of its method's bands that is turned so.
     """
 
     rotation: Rotation | None
-    remap: Remap
-    spectrum: Spectrum | None = None
+    remap: Callable[[Tensor], Tensor]
+    spectrum: Callable[[Tensor], tuple[Tensor, float]] | None = None
     name: Hashable = None
     band: int = 0
 

@@ -17,7 +17,7 @@ from ..core.call import Call
 from ..core.geometry import Rows
 from ..core.kernels.kernel import FEW_QUERIES, KernelFailure
 from ..core.kernels.sdpa import few_queries
-from ..core.prepared import named, prepared
+from ..core.plan import AttentionPlan, plan_key, plans
 from ..core.reference import dense_attention
 from ..core.turned import Keep
 from ..slots.learned import learned_parts
@@ -127,7 +127,7 @@ def _seen(asked: Asked, query: Tensor, key: Tensor, value: Tensor, sight: Sight)
     if stock is not None and not weights and not several and sight.changes_nothing(asked.plan.identity_below):
         return _run(stock.function(asked.module), asked, query, key, value, stock.mask)
     if sight.prepared is None and not asked.traced:
-        sight.prepared = prepared(rows)
+        sight.prepared = plans(rows)
     return _attend(asked, query, key, value, rows, None if weights else sight.prepared, weights)
 
 
@@ -137,13 +137,13 @@ def _attend(
     key: Tensor,
     value: Tensor,
     rows: Rows,
-    made: Mapping[Hashable, Any] | None = None,
+    made: Mapping[Hashable, AttentionPlan] | None = None,
     with_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """A layer's method over rows of any geometry: output (batch, q_len, heads, head_dim), and weights if asked for.
 
     Args:
-        made: what is prepared for these rows.
+        made: the plans over these rows.
     """
     plan, now, sinks, traced = asked.plan, asked.now, asked.more.get("s_aux"), asked.traced
     config, scaling = plan.config or _LEFT_ALONE, query.shape[-1] ** -0.5 if asked.scaling is None else asked.scaling
@@ -155,10 +155,10 @@ def _attend(
         sinks = own(sinks) if sinks is not None and sinks.shape[0] == plan.heads else sinks
     kind = None if traced or config is not plan.config else plan.kind
     if made and kind is not None and not (asked.dropout or plan.observer or torch.is_grad_enabled()):
-        ready = made.get(named(kind, query, key, scaling, asked.softcap, learned, sinks))
+        ready = made.get(plan_key(kind, query, key, value, scaling, asked.softcap, learned, sinks))
         if ready is not None:
             try:
-                return ready(query, key, value, learned, sinks, _keep(asked, query)).transpose(1, 2).contiguous(), None
+                return ready.run(query, key, value, learned, sinks, _keep(asked, query)).transpose(1, 2).contiguous(), None
             except KernelFailure:  # which said so: another kernel is chosen
                 pass
     call = Call(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..core.kernels.rotate import rotate
 from ..core.rotary import Rotation, Turn
 from ..core.tracing import keepable, only_a_shape, version
 
@@ -179,7 +180,7 @@ def _turned(rotation: Rotation, vectors: Tensor, positions: Sequence[int]) -> Te
     to = torch.tensor(positions, device=vectors.device)[None]
     # from there to 0, the other way round: angles are rounded as the model rounds them
     cos, sin = Turn(rotation, torch.zeros_like).angles(to)
-    return rotation.rotate(vectors[:, :, :1].expand(-1, -1, len(positions), -1), cos, -sin)
+    return rotate(rotation, vectors[:, :, :1].expand(-1, -1, len(positions), -1), cos, -sin)
 
 
 def _tolerance(vectors: Tensor, by_pair: bool = False) -> Tensor:

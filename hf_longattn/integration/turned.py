@@ -5,6 +5,9 @@ nothing else: what is kept here is made of it and can be made again. It serves a
 last one left (their storage, written to by nobody, as torch counts writes), or with the first of them, where a draft was
 rolled back. Anything else drops it, and it is made again at the second of two steps that follow one another: beams, which
 reorder the cache at each step, never pay for it.
+
+Under inference_mode torch counts no writes to the tensors that it makes: there the cache is given the same keys, in the same
+memory, as a tensor whose writes are counted.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Cache, DynamicCache
@@ -41,7 +45,7 @@ class _Layer:
         """Whether a pass begins with the keys that were noted, or the first of them, which it is then made of."""
         same = (
             type(key) is Tensor
-            and not key.is_inference()  # which do not count who writes to them
+            and not key.is_inference()  # as after a copy, or another who writes the cache
             and key.untyped_storage()._cdata == self.storage.cdata
             and (key._version, key.shape[:2], key.stride(), key.storage_offset()) == (self.version, self.shape, self.stride, 0)
             and key.shape[2] <= self.length
@@ -84,8 +88,10 @@ def beside(now: Any, number: int | None, q_len: int, by: Hashable, key: Tensor) 
     if type(cache) is not DynamicCache or cache.offloading or number is None or number >= len(cache.layers):
         return None
     layer = cache.layers[number]
-    if type(layer) is not DynamicLayer or layer.keys is not key or type(key) is not Tensor or key.is_inference():
+    if type(layer) is not DynamicLayer or layer.keys is not key or type(key) is not Tensor:
         return None
+    if key.is_inference():
+        layer.keys = key = _counted(key)
     caches = now.plans.state.beside
     if (kept := caches.get(cache)) is None:
         kept = caches[cache] = Beside()
@@ -99,3 +105,9 @@ def beside(now: Any, number: int | None, q_len: int, by: Hashable, key: Tensor) 
             own.serves = sum(other.nbytes for other in list(caches.data.values())) + key.nbytes <= TURNED_BYTES
         own.note(key)
     return own.turned if own.serves else None
+
+
+def _counted(key: Tensor) -> Tensor:
+    """The same numbers in the same memory, as a tensor that counts who writes to it."""
+    with torch.inference_mode(False):
+        return torch.utils.dlpack.from_dlpack(key)

@@ -27,8 +27,9 @@ import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation
 from hf_longattn.core.geometry import Rows
 from hf_longattn.core.kernels import triton as launcher
-from hf_longattn.core.kernels.kernel import KernelCall, LogitSpec
+from hf_longattn.core.kernels.kernel import KernelCall
 from hf_longattn.core.kernels.triton import Blocks
+from hf_longattn.core.plan import LogitSpec
 from hf_longattn.integration.caches import CACHE
 from lab.speed.gpu_kit import UNMODIFIED, counts, in_turn, methods, milliseconds, model, peak_mib, say, saying, tensors, under
 

@@ -30,9 +30,8 @@ import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation
 from hf_longattn.core import call as attention_call
 from hf_longattn.core import geometry
-from hf_longattn.core.attend import attend
-from hf_longattn.core.kernels import dense
-from hf_longattn.core.prepared import Prepared, distance_tables
+from hf_longattn.core.attend import attend, plan_of
+from hf_longattn.core.lower import distance_tables
 from hf_longattn.core.turned import Turned
 from hf_longattn.evaluation import rows as store
 from hf_longattn.evaluation.rows import versions_line
@@ -124,8 +123,8 @@ def attention_calls(shape: Shape, mode: str, dtype: torch.dtype, device: str, ch
             asked = attention_call.Call(q, k, v, config, rows, kind=(method, backend), **model, **kept)
             if method not in TURNED:
                 return lambda: attend(asked)
-            prepared = Prepared.of(asked, dense.KERNEL)  # as all layers of a pass but its first find it
-            return lambda: prepared(q, k, v, None, None, None, asked.keep)
+            plan = plan_of(asked)  # as all layers of a pass but its first find it
+            return lambda: plan.run(q, k, v, keep=asked.keep)
         return lambda: hf_longattn.attention(q, k, v, METHODS[method], backend=backend, rotation=rotation)
 
     def step(forward: Callable[[], Tensor]) -> Call:

@@ -16,11 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, reference_attention
-from hf_longattn.core.attend import attend, choose_backend
+from hf_longattn.core.attend import attend, plan_of
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import Rows
 from hf_longattn.core.kernels import bands, fused, operators, precision
-from hf_longattn.core.kernels.kernel import KernelCall, LogitSpec
+from hf_longattn.core.kernels.kernel import KernelCall
+from hf_longattn.core.plan import LogitSpec
 
 preset = LongAttnConfig.preset
 bands_attention = by_options(bands.run)
@@ -197,7 +198,7 @@ def test_half_precision_error_budget(name: str, dtype: torch.dtype, fast: bool, 
 @pytest.mark.parametrize("name", ["rerope", "windowed", "attention_sink", "rerope+adaptive_temperature"])
 def test_auto_takes_it_on_a_cpu(name: str, grad: bool) -> None:
     query, key, value = (x.requires_grad_(grad) for x in inputs(q=200, k=200))
-    assert choose_backend(Call(query, key, value, METHODS[name], causal(200), 1.0, rotation=ROTATION)) == "bands"
+    assert plan_of(Call(query, key, value, METHODS[name], causal(200), 1.0, rotation=ROTATION)).kernel == "bands"
 
 
 def test_auto_keeps_float32_for_a_score_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +207,7 @@ def test_auto_keeps_float32_for_a_score_of_its_own(monkeypatch: pytest.MonkeyPat
     tensors = inputs(q=200, k=200, dtype=torch.bfloat16)
     for name, taken in (("cosscale", "tiled"), ("rerope", "bands")):
         rows = long_rows("left padding")
-        assert choose_backend(Call(*tensors, METHODS[name], rows, 1.0, rotation=ROTATION)) == taken
+        assert plan_of(Call(*tensors, METHODS[name], rows, 1.0, rotation=ROTATION)).kernel == taken
 
 
 @pytest.mark.parametrize(
@@ -214,7 +215,7 @@ def test_auto_keeps_float32_for_a_score_of_its_own(monkeypatch: pytest.MonkeyPat
     [
         (CASES["scale_invariant"], {}, "scale_invariant changes logits by distance"),
         (METHODS["rerope"], {"softcap": 2.0}, "the model caps its scores"),
-        (METHODS["rerope"], {"dropout": 0.1}, "have no dropout"),
+        (METHODS["rerope"], {"dropout": 0.1}, "it has no dropout"),
         (METHODS["rerope"], {"rows": causal(200).masked(mask_of(1, 1, 200, 200))}, "the rows are masked"),
         (METHODS["rerope"], {"value": torch.randn(2, 2, 200, 3).double()}, "values of as many features .* 3 are not 5"),
     ],

@@ -16,7 +16,8 @@ from hf_longattn.core import attend as attend_module
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import Rows
 from hf_longattn.core.kernels import few, parts
-from hf_longattn.core.prepared import Prepared
+from hf_longattn.core.kernels.rotate import rotate
+from hf_longattn.core.lower import lower
 from hf_longattn.core.reference import dense_attention
 
 pytestmark = pytest.mark.skipif(parts.triton is None, reason="triton is not installed")
@@ -57,9 +58,10 @@ def test_few_queries(case: str, kind: str) -> None:
     for (_, rotation), softcap in zip(ROTATIONS.items(), (None, 2.0), strict=True):
         options: dict[str, Any] = {"softcap": softcap, "rotation": rotation}
         call = Call(query, key, value, config, rows_of(kind, q_len, kv_len), 0.6, **options)
-        assert few.why_not(call) is None
+        plan = lower(call)
+        assert few.KERNEL.refuses(plan) is None
         exact = Call(*(x.double() for x in (query, key, value)), config, rows_of(kind, q_len, kv_len), 0.6, **options)
-        close(Prepared(call, few.KERNEL)(query, key, value, None, None).double(), dense_attention(exact)[0], 1e-5)
+        close(plan.computed_by("few", few.Few(plan)).run(query, key, value).double(), dense_attention(exact)[0], 1e-5)
 
 
 def test_many_queries_of_one_key_head() -> None:
@@ -69,7 +71,8 @@ def test_many_queries_of_one_key_head() -> None:
     rows = Rows.causal(9, 43, None, 0, torch.device("cpu"))
     config = CASES["calibrated"].for_layer(1).replace(logit_map=CASES["sinks"].logit_map)
     want, _ = dense_attention(Call(query.double(), key.double(), value.double(), config, rows, 0.6))
-    close(Prepared(Call(query, key, value, config, rows, 0.6), few.KERNEL)(query, key, value, None, None).double(), want, 1e-5)
+    plan = lower(Call(query, key, value, config, rows, 0.6))
+    close(plan.computed_by("few", few.Few(plan)).run(query, key, value).double(), want, 1e-5)
 
 
 @pytest.mark.parametrize("interleaved", ROTATIONS)
@@ -81,7 +84,7 @@ def test_turned(interleaved: bool, at: slice | None) -> None:
     layout = parts.Layout(rotation.first, 3, interleaved)
     close(
         parts.turned(x.transpose(1, 2).contiguous().transpose(1, 2), cos, sin, layout, at),
-        rotation.rotate(x, cos, sin, at),
+        rotate(rotation, x, cos, sin, at),
         1e-6,
     )
 
@@ -113,7 +116,7 @@ def test_a_failure_of_the_compiler_is_told_once_and_others_compute(monkeypatch: 
 
     monkeypatch.setattr(parts, "_BROKEN", {})
     monkeypatch.setattr(parts.kernels, "scores_kernel", Broken())
-    always = dataclasses.replace(few.KERNEL, picked=lambda _: True)
+    always = dataclasses.replace(few.KERNEL, preferred=lambda _: True)
     monkeypatch.setattr(
         attend_module,
         "KERNELS",

@@ -64,13 +64,13 @@ def test_refused_with_a_reason(calls: list[dict[str, Any]]) -> None:
     mask = torch.ones(9, 9, dtype=torch.bool)
     mask[3, 1] = False
     for arguments, config, message in (
-        ({}, LongAttnConfig.preset("scale_invariant"), "changes more than query and key"),
+        ({}, LongAttnConfig.preset("scale_invariant"), "scale_invariant changes logits by distance"),
         ({"attention_mask": mask}, CASES["infoscale"], "padded, packed or masked"),
         ({"query_start": 3}, CASES["infoscale"], "padded, packed or masked"),
     ):
         with pytest.raises(ValueError, match=message):
             attention(q, k, v, config, backend="flash", **arguments)
-    with pytest.raises(ValueError, match="needs float16 or bfloat16"):
+    with pytest.raises(ValueError, match="computes float16 and bfloat16"):
         attention(q.float(), k.float(), v.float(), CASES["infoscale"], backend="flash")
     assert not calls
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import math
 import weakref
@@ -41,13 +42,13 @@ from hf_longattn.core import attend as attend_module
 from hf_longattn.core.attend import attend
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import Rows
-from hf_longattn.core.kernels import bands, fused, operators, precision, tiled, tiles
+from hf_longattn.core.kernels import bands, by_segment, fused, operators, precision, tiled, tiles
 from hf_longattn.core.kernels import kernel as kernels
-from hf_longattn.core.kernels.kernel import KernelCall, LogitSpec, Result
+from hf_longattn.core.kernels.by_segment import merge_entropies
+from hf_longattn.core.kernels.kernel import KernelCall, Result
 from hf_longattn.core.kernels.sdpa import few_queries
-from hf_longattn.core.prepared import prepared
+from hf_longattn.core.plan import AttentionPlan, LogitSpec, plans
 from hf_longattn.core.rotary import Rotation
-from hf_longattn.core.segments import merge_entropies
 from hf_longattn.core.tables import SHARED, TableCache
 
 tiled_attention = by_options(tiled.run)
@@ -430,7 +431,7 @@ def test_arguments_that_make_no_sense(function: Any) -> None:
 
 
 def test_a_backend_that_cannot_is_refused() -> None:
-    with pytest.raises(ValueError, match="float16 or bfloat16"):
+    with pytest.raises(ValueError, match="computes float16 and bfloat16"):
         hf_longattn.attention(*inputs(), CASES["infoscale"], backend="flash")
 
 
@@ -581,7 +582,7 @@ def test_layers_share_what_is_prepared_and_it_holds_nothing_of_theirs(case: str,
         kept = [weakref.ref(x) for x in layer]
         del layer
         assert all(x() is None for x in kept)
-    assert len(prepared(rows)) == 1
+    assert len(plans(rows)) == 1
 
 
 def test_a_kernel_is_a_file_and_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,10 +593,11 @@ def test_a_kernel_is_a_file_and_its_name(monkeypatch: pytest.MonkeyPatch) -> Non
         seen.append((call.with_lse, call.with_entropy))
         return tiled.run(call)
 
-    def why_not(call: Call) -> str | None:
-        return "it wants 8 queries" if call.query.shape[2] != 8 else None
+    def why_not(plan: AttentionPlan) -> str | None:
+        return "it wants 8 queries" if plan.query.shape[2] != 8 else None
 
-    mine = kernels.Kernel("mine", why_not, run, picked=lambda call: call.by_entropy, entropies=True)
+    prepare = functools.partial(by_segment.BySegment, run=run)
+    mine = kernels.Kernel("mine", prepare, why_not=why_not, preferred=lambda plan: plan.temper is not None)
     monkeypatch.setattr(attend_module, "KERNELS", {"mine": mine, **attend_module.KERNELS})
     monkeypatch.setattr(attend_module, "BACKENDS", (*attend_module.BACKENDS, "mine"))
     x = torch.randn(1, 2, 8, 8, requires_grad=True)

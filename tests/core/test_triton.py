@@ -22,9 +22,10 @@ from hf_longattn.core.attend import attend
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import Rows
 from hf_longattn.core.kernels import parts, triton
-from hf_longattn.core.kernels.kernel import KernelCall, LogitSpec
+from hf_longattn.core.kernels.kernel import KernelCall
 from hf_longattn.core.kernels.triton import Blocks, why_not_triton
-from hf_longattn.core.prepared import distance_tables
+from hf_longattn.core.lower import distance_tables
+from hf_longattn.core.plan import LogitSpec
 
 pytestmark = pytest.mark.skipif(triton.triton is None, reason="triton is not installed")
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from hf_longattn.core import turned
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import Rows
 from hf_longattn.core.kernels import dense
-from hf_longattn.core.prepared import Prepared
+from hf_longattn.core.lower import lower
 from hf_longattn.core.reference import dense_attention
 from hf_longattn.core.turned import Turned
 
@@ -67,14 +67,14 @@ def test_half_precision_reads_turned_keys_by_the_fused_kernel(
         index[1, :, 2:4] = 56
         seen = Rows(index)
     model: dict[str, Any] = {"rotation": Rotation(100.0 ** (-torch.arange(0, 16, 2).float() / 16)), "kind": name}
-    prepared = Prepared(Call(query, key, value, config, seen, 0.25, **model), dense.KERNEL)
-    assert prepared.compute.streams  # type: ignore[attr-defined]
+    plan = lower(Call(query, key, value, config, seen, 0.25, **model))
+    compute = dense.Dense(plan)
+    assert compute.streams
     kept = Turned()
-    got = prepared(query, key, value, None, None, lambda by, k: kept)
+    got = plan.computed_by("dense", compute).run(query, key, value, keep=lambda by, k: kept)
     assert bool(kept.nbytes) == (name != "string")
     wide = (x.double() for x in (query, key, value))
     want, _ = dense_attention(Call(*wide, config, seen, 0.25, **model))
     close(got.double(), want, 0.02)
     if name != "string":
-        tiled = Prepared(Call(query, key, value, config, seen, 0.25, backend="tiled", **model), dense.KERNEL)
-        assert tiled.compute.by is None  # type: ignore[attr-defined]
+        assert dense.Dense(lower(Call(query, key, value, config, seen, 0.25, backend="tiled", **model))).by is None

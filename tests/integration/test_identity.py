@@ -22,7 +22,7 @@ from hf_longattn import LongAttnConfig, Rotation, reference_attention
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import Rows
 from hf_longattn.core.kernels.sdpa import few_queries
-from hf_longattn.core.prepared import Prepared
+from hf_longattn.core.plan import AttentionPlan
 from hf_longattn.integration import dispatch
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.observe import observe
@@ -57,7 +57,7 @@ NEVER += ("output_standardise", "output_layer_norm", "rerope+infoscale+cosscale"
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of queries of the calls that a method computes."""
     seen: list[int] = []
-    attend, decode = dispatch.attend, Prepared.__call__
+    attend, decode = dispatch.attend, AttentionPlan.run
 
     def counting(call: Call) -> Tensor:
         before = len(seen)
@@ -66,12 +66,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             seen.append(call.query.shape[2])
         return out
 
-    def decoding(self: Prepared, query: Tensor, *others: Any) -> Tensor:
+    def decoding(self: AttentionPlan, query: Tensor, *others: Any) -> Tensor:
         seen.append(query.shape[2])
         return decode(self, query, *others)
 
     monkeypatch.setattr(dispatch, "attend", counting)
-    monkeypatch.setattr(Prepared, "__call__", decoding)
+    monkeypatch.setattr(AttentionPlan, "run", decoding)
     return seen
 
 

@@ -333,7 +333,31 @@ class Own(DynamicCache):
     pass
 
 
-@pytest.mark.parametrize("kind", ["static", "rounding", "own", "inference_mode"])
+@pytest.mark.parametrize("name", ["rerope", "self_extend", "cosscale"])
+def test_inference_mode_keeps_as_much_and_notices_writes(name: str, served: list[int]) -> None:
+    """Its tensors count no writes: the cache holds the same memory as tensors that do."""
+    ids = tokens(2, 40, seed=1)
+
+    def run(mode: Any) -> list[Tensor]:
+        model = model_of(METHODS[name])
+        cache, out = DynamicCache(config=model.config), []
+        with mode():
+            said(model, ids[:, :PREFIX], cache)
+            out.append(steps(model, ids[:, PREFIX:30], cache))
+            cache.layers[0].keys[:, :, 1:4].mul_(1.5)
+            out.append(steps(model, ids[:, 30:], cache))
+        return [x.clone() for x in out]
+
+    counted = run(torch.no_grad)
+    kept = len(served)
+    as_without(lambda: torch.cat(run(torch.inference_mode), 1), served)
+    close(torch.cat(run(torch.inference_mode), 1), torch.cat(counted, 1))
+    served.clear()
+    run(torch.inference_mode)
+    assert len(served) == kept > 0
+
+
+@pytest.mark.parametrize("kind", ["static", "rounding", "own"])
 def test_other_caches_go_without(kind: str, served: list[int]) -> None:
     model, ids = model_of(METHODS["rerope"]), tokens(1, 30, seed=1)
     cache: Any = Own() if kind == "own" else DynamicCache()
@@ -341,13 +365,12 @@ def test_other_caches_go_without(kind: str, served: list[int]) -> None:
         cache = StaticCache(config=model.config, max_cache_len=40)
     if kind == "rounding":
         cache.layer_class_to_replicate = Rounding
-    with torch.inference_mode(kind == "inference_mode"):
-        said(model, ids[:, :PREFIX], cache)
-        got = steps(model, ids[:, PREFIX:], cache)
+    said(model, ids[:, :PREFIX], cache)
+    got = steps(model, ids[:, PREFIX:], cache)
     assert not served
     if kind != "rounding":
         with torch.no_grad():
-            close(got.clone(), model(ids).logits[:, PREFIX:])
+            close(got, model(ids).logits[:, PREFIX:])
 
 
 @pytest.mark.parametrize("how", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"do_sample": False}], ids=str)

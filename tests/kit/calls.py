@@ -12,7 +12,8 @@ from helpers import close
 from torch import Tensor
 
 from hf_longattn.core.geometry import Rows
-from hf_longattn.core.kernels.kernel import KernelCall, LogitSpec
+from hf_longattn.core.kernels.kernel import KernelCall
+from hf_longattn.core.plan import LogitSpec
 from hf_longattn.core.rotary import Rotation
 
 #: From one block for everything to one of the fewest rows.

@@ -24,7 +24,8 @@ from triton.backends.compiler import GPUTarget
 from hf_longattn.core.geometry import Rows
 from hf_longattn.core.kernels import parts
 from hf_longattn.core.kernels import triton as launcher
-from hf_longattn.core.kernels.kernel import KernelCall, LogitSpec
+from hf_longattn.core.kernels.kernel import KernelCall
+from hf_longattn.core.plan import LogitSpec
 
 #: Shared memory that a program may have, by target: an H100's, an A100's, an RTX 4090's.
 SHARED = {90: 232448, 80: 166912, 89: 101376}

@@ -31,10 +31,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import hf_longattn
-from hf_longattn.core import attend
 from hf_longattn.core.geometry import Rows
 from hf_longattn.core.kernels import operators, parts, triton
-from hf_longattn.core.kernels.kernel import MASK_VALUE, KernelCall, LogitSpec, Result
+from hf_longattn.core.kernels.kernel import MASK_VALUE, KernelCall, Result
+from hf_longattn.core.kernels.rotate import rotate
+from hf_longattn.core.plan import LogitSpec
 from hf_longattn.core.rotary import Rotation
 
 CUDA = torch.device("cuda", 0)
@@ -261,14 +262,12 @@ def device() -> Iterator[Device]:
     programs = {"scores": seen.program("scores", _scores, lambda *given: len(given[2]))}
     for name, function in (("entropies", _entropies), ("weights", _weights), ("turned", _turned), ("join", _join)):
         programs[name] = seen.program(name, function)
-    kernel = dataclasses.replace(triton.KERNEL, run=run)
     gradients = {"run": run, "gradients": lambda call, *given: backward(given, *operators.flatten(call))}
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
         stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", _backward))
         stack.enter_context(patch.multiple(parts, INTERPRETED=False, _launch=_refuse, **programs))
         stack.enter_context(patch.multiple(triton, _launch=_refuse, **gradients))
-        stack.enter_context(patch.dict(attend.KERNELS, triton=kernel))
         stack.enter_context(Calls())
         yield stack.enter_context(seen)
 
@@ -338,8 +337,8 @@ def _scores(
     kv_len = key.shape[2]
     out = query.new_full((*query.shape[:3], parts._room(kv_len)), MASK_VALUE)
     for own in intervals:
-        own_query = query if own.query_angles is None else rotation.rotate(query, *own.query_angles)
-        own_key = key if own.key_angles is None else rotation.rotate(key, *own.key_angles)
+        own_query = query if own.query_angles is None else rotate(rotation, query, *own.query_angles)
+        own_key = key if own.key_angles is None else rotate(rotation, key, *own.key_angles)
         rows = Rows(own.bounds.long(), own.allowed, own.query_ids, own.key_ids)
         logits, visible = KernelCall(own_query, own_key, None, rows, spec).logits(torch.arange(query.shape[2]), kv_len)
         out[..., :kv_len] = torch.where(visible, logits, out[..., :kv_len])
@@ -359,7 +358,7 @@ def _weights(logits: Tensor, factor: Tensor | None, sinks: Tensor | None, dtype:
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, layout: parts.Layout, at: slice | None) -> Tensor:
-    return Rotation(torch.empty(layout.pairs), layout.interleaved, layout.first).rotate(x, cos, sin, at).to(x.dtype)
+    return rotate(Rotation(torch.empty(layout.pairs), layout.interleaved, layout.first), x, cos, sin, at).to(x.dtype)
 
 
 def _join(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:

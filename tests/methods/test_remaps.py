@@ -23,9 +23,10 @@ from hf_longattn import LongAttnConfig, Rotation, reference_attention
 from hf_longattn.core.attend import attend
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import Rows
-from hf_longattn.core.kernels import bands, dense, fused, tiled, tiles
-from hf_longattn.core.kernels.kernel import LogitSpec
-from hf_longattn.core.segments import BySegment, Segment
+from hf_longattn.core.kernels import bands, by_segment, dense, fused, tiled, tiles
+from hf_longattn.core.kernels.by_segment import BySegment
+from hf_longattn.core.kernels.rotate import rotate
+from hf_longattn.core.lower import lower
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.state import state_of
 
@@ -206,17 +207,16 @@ def test_keys_may_arrive_turned(name: str, together: bool) -> None:
     """A segment says how its sides are still to be turned: one query, far keys that were turned where they are kept."""
     (query, key, value), r, rows = raw(q=1, k=43), rotation(), Rows.causal(1, 43, None, 0, torch.device("cpu"))
     call = Call(query, key, value, CONFIGS[name], rows, 0.5, rotation=r)
-    segments, kept = Segment.of(call), key.clone()
-    for n, segment in enumerate(segments):
+    plan, kept = lower(call), key.clone()
+    for n, segment in enumerate(plan.segments):
         if segment.key is not None:
             columns, _ = segment.seen(43)
             position = rows.key_positions(43)[:, columns]
-            kept[:, :, columns] = r.rotate(key[:, :, columns], *segment.key.angles(position))
-            segments[n] = segment._replace(key=None)
+            kept[:, :, columns] = rotate(r, key[:, :, columns], *segment.key.angles(position))
+            plan.segments[n] = segment._replace(key=None)
     assert (kept != key).any()
-    spec = LogitSpec(0.5)
-    compute = dense.Dense(call, segments, spec) if together else BySegment(call, segments, spec, tiled.KERNEL)
-    close(compute(query, kept, value, None, None, None), attend(call), 1e-12)
+    compute = dense.Dense(plan) if together else BySegment(plan, tiled.run, wide=True)
+    close(compute(query, kept, value), attend(call), 1e-12)
 
 
 # cost -----------------------------------------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ def test_rows_within_are_what_they_were(q_len: int, blocks: int, monkeypatch: py
 @pytest.mark.parametrize("name", ["rerope", "leaky_rerope", "string", "yarn_beyond"])
 def test_a_short_text_pays_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bands in which no row sees a key are left out: nothing is re-rotated."""
-    monkeypatch.setattr(Rotation, "rotate", lambda *_: pytest.fail("re-rotated"))
+    monkeypatch.setattr(by_segment, "rotate", lambda *_: pytest.fail("re-rotated"))
     config = LongAttnConfig.preset(name, **WIDE.get(name, {"train_length": 30}))
     query, key, value = raw()
     got = hf_longattn.attention(query, key, value, config, rotation=rotation(), backend="tiled")

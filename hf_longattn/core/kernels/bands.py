@@ -9,23 +9,23 @@ joint logsumexp, and so computes its share of the joint gradient.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..geometry import Rows
+from ..plan import AttentionPlan, LogitSpec
 from ..tracing import readable
-from . import fused, operators, triton
+from . import fused, operators, sdpa, triton
 from . import parts as programs
-from .kernel import MASK_VALUE, Kernel, KernelCall, KernelFailure, LogitSpec, Result
+from .by_segment import BySegment
+from .kernel import MASK_VALUE, Kernel, KernelCall, KernelFailure, Result
 from .precision import halves_are_fast
 from .tiles import Blocks
-
-if TYPE_CHECKING:
-    from ..call import Call
 
 #: Rows whose ends come under a mask together: of what is masked more than half is computed for nothing. Fewer rows than SHORT
 #: that go on alike come under a mask with their neighbours.
@@ -48,25 +48,19 @@ def run(call: KernelCall) -> Result:
 
 
 def joined(calls: list[KernelCall], sinks: Tensor | None) -> Tensor:
-    """See `Kernel.joined`."""
+    """See `BySegment`."""
     parts, scalings = [_easy_or_whole(call) for call in calls], [call.spec.scaling for call in calls]
     sides = [x for call in calls for x in (call.query, call.key)]
     return _Joined.apply(parts, scalings, sinks, calls[0].value, *sides)[0]  # type: ignore[no-untyped-call]
 
 
-def why_not(call: Call) -> str | None:
-    """The reason why fused kernels cannot compute a call, or None."""
-    if call.softcap:
-        return "the model caps its scores"
-    if (logit_map := call.config.logit_map) is not None:
-        return f"{logit_map.name} changes logits by distance"
-    if call.dropout:
-        return "the fused kernels have no dropout"
-    known = readable(call.rows.index)
-    rows = _simple(call.rows, call.kv_len) if known else call.rows
+def why_not(plan: AttentionPlan) -> str | None:
+    """The reason why fused kernels cannot compute a plan, or None."""
+    known = readable(plan.rows.index)
+    rows = _simple(plan.rows, plan.kv_len) if known else plan.rows
     if rows.allowed is not None and (known or not rows.hides_tokens):  # else it shows when it runs: see `_fits`
         return "the rows are masked, which only the other backends compute"
-    return fused.why_not(call.query, call.value)
+    return fused.why_not(plan.query, plan.value)
 
 
 class _Shape(Enum):
@@ -492,16 +486,22 @@ _operator = operators.attention_operator("bands", KernelCall, _attend, _gradient
 _function = operators.attention_function("bands", KernelCall, _attend, _gradients)
 
 
-def _picked(call: Call) -> bool:
+def _preferred(plan: AttentionPlan) -> bool:
     """On CUDA where rows may be read and no entropy is asked for.
 
     On a CPU a temperature by entropy of rows that are not plain takes whole rows, and a score of its own float32.
     """
-    if fused.device(call.query) == "cuda":
-        return readable(call.query) and not call.by_entropy
-    if call.by_entropy and call.rows.plain is None:
+    if fused.device(plan.query) == "cuda":
+        return plan.readable and plan.temper is None
+    if plan.temper is not None and plan.rows.plain is None:
         return False
-    return fused.device(call.query) == "cpu" and (call.config.score is None or not halves_are_fast(call.value))
+    return fused.device(plan.query) == "cpu" and (plan.fold is None or not halves_are_fast(plan.value))
 
 
-KERNEL = Kernel("bands", why_not, run, picked=_picked, wide=True, entropies=True, joined=joined)
+KERNEL = Kernel(
+    "bands",
+    functools.partial(BySegment, run=run, wide=True, joined=joined, product=sdpa.run),
+    lacks=frozenset({"softcap", "map", "dropout"}),
+    why_not=why_not,
+    preferred=_preferred,
+)

@@ -12,34 +12,21 @@ import functools
 import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..tracing import keepable
+from ..plan import AttentionPlan, Segment
 from ..turned import AHEAD, WORTH, Keep, Turned
 from .fused import few
-from .kernel import FEW_QUERIES, FUSED, MASK_VALUE, Kernel, LogitSpec, entropy
+from .kernel import FEW_QUERIES, FUSED, MASK_VALUE, Kernel, entropy
 from .sdpa import few_queries
-
-if TYPE_CHECKING:  # they know methods and configs
-    from ..call import Call
-    from ..segments import Segment
 
 #: Elements of keys that are worked on at a time where more than a product is to be done with them: what a core's cache holds.
 KEY_ELEMENTS = 1 << 19
 #: Keys of a head that are then worked on at a time at least; as many heads as fit share the reading of their angles.
 KEYS = 1 << 9
-
-
-def why_not(call: Call) -> str | None:
-    """The reason why a call is not computed here, or None."""
-    if call.dropout or call.query.device.type != "cpu" or not keepable(call.query):  # first: a graph compares no length
-        return "it computes on a CPU alone, without dropout, and in no graph"
-    if not 0 < call.query.shape[2] <= FEW_QUERIES:
-        return f"it takes up to {FEW_QUERIES} queries"
-    return "it has no gradients" if call.trains else None
 
 
 class SeenSegment(NamedTuple):
@@ -74,59 +61,55 @@ class Shown:
     Args:
         columns: the keys that some row sees.
         segments: in the order of their columns.
-        count: how many keys each row sees, int64 (batch or 1, heads or 1, q_len).
         hidden: bool (batch or 1, heads or 1, q_len, keys), those of `columns` that a row does not see; None: there are none.
         blind: bool (..., q_len, 1), rows that see none; None: there are none.
     """
 
     columns: slice
     segments: tuple[SeenSegment, ...]
-    count: Tensor
     hidden: Tensor | None
     blind: Tensor | None
 
     @classmethod
-    def of(cls, call: Call, segments: list[Segment]) -> Shown:
-        query = call.query
-        among = [(segment, *segment.seen(call.kv_len)) for segment in segments]
+    def of(cls, plan: AttentionPlan) -> Shown:
+        q_len = plan.query.shape[2]
+        among = [(segment, *segment.seen(plan.kv_len)) for segment in plan.segments]
         found = sorted(((s, c, own) for s, c, own in among if c is not None), key=lambda x: x[1].start)
         whole = slice(min((c.start for _, c, _ in found), default=0), max((c.stop for _, c, _ in found), default=0))
-        seen = tuple(_seen(call, segment, columns, own, whole.start) for segment, columns, own in found)
+        seen = tuple(_seen(plan, segment, columns, own, whole.start) for segment, columns, own in found)
         total, width = sum(one.size for one in seen), whole.stop - whole.start
         if seen and all(one.own is None for one in seen):  # a key is in one segment of each row: no columns are shared
-            count = torch.full((1, 1, query.shape[2]), total, device=query.device)
-            return cls(whole, seen, count, None if total == width else _hidden(seen, query, width), None)
-        hidden = _hidden(seen, query, width)
+            return cls(whole, seen, None if total == width else _hidden(seen, q_len, width), None)
+        hidden = _hidden(seen, q_len, width)
         blind = hidden.all(-1, keepdim=True)
-        count = width - hidden.sum(-1)
-        return cls(whole, seen, count, hidden if hidden.any() else None, blind if blind.any() else None)
+        return cls(whole, seen, hidden if hidden.any() else None, blind if blind.any() else None)
 
 
-def _hidden(seen: tuple[SeenSegment, ...], query: Tensor, width: int) -> Tensor:
+def _hidden(seen: tuple[SeenSegment, ...], q_len: int, width: int) -> Tensor:
     """Which keys a row sees in no segment, bool (batch or 1, heads or 1, q_len, width)."""
     shapes = [one.own.shape[:3] for one in seen if one.own is not None]
     batch, heads = (max((shape[d] for shape in shapes), default=1) for d in (0, 1))
-    hidden = torch.ones(batch, heads, query.shape[2], width, dtype=torch.bool, device=query.device)
+    hidden = torch.ones(batch, heads, q_len, width, dtype=torch.bool)
     for one in seen:
         hidden[..., one.columns] &= False if one.own is None else ~one.own
     return hidden
 
 
-def _seen(call: Call, segment: Segment, columns: slice, own: Tensor | None, first: int) -> SeenSegment:
-    width, wide = call.query.shape[3], torch.promote_types(call.query.dtype, torch.float32)
+def _seen(plan: AttentionPlan, segment: Segment, columns: slice, own: Tensor | None, first: int) -> SeenSegment:
+    width, wide = plan.query.shape[3], plan.wide
     turn = angles = beyond = None
     if segment.key is not None:
-        j = call.rows.key_places(call.kv_len)[..., columns.start : columns.stop + AHEAD]
-        cos, sin = segment.key.by_feature(j, width, call.cache)
+        j = plan.rows.key_places(plan.kv_len)[..., columns.start : columns.stop + AHEAD]
+        cos, sin = segment.key.by_feature(j, width, plan.tables)
         beyond = cos.transpose(1, 2).to(wide), sin.transpose(1, 2).to(wide)
         size = columns.stop - columns.start
         angles = beyond[0][:, :, :size], beyond[1][:, :, :size]
     if (side := segment.query or segment.key) is not None:
-        like, parts = call.query.new_empty(0, dtype=wide), 1 if angles is None else 2
-        basis = call.cache.get(("basis", side.by, width, wide), lambda: side.by.basis(width, like))
+        like, parts = torch.empty(0, dtype=wide), 1 if angles is None else 2
+        basis = plan.tables.get(("basis", side.by, width, wide), lambda: side.by.basis(width, like))
         turn, other = (x[None, None, None, :, :parts] for x in basis)
         if segment.query is not None:
-            by_feature = segment.query.by_feature(call.rows.query_places(), width)
+            by_feature = segment.query.by_feature(plan.rows.query_places(), width)
             cos, sin = (x.transpose(1, 2)[..., None, None, :].to(wide) for x in by_feature)
             turn = torch.addcmul(turn * cos, other, sin)
         turn = turn.flatten(-2)
@@ -140,44 +123,36 @@ class Dense:
     Inside, the queries that share a key head are rows of it: (batch * kv_heads, group * q_len, head_dim).
     """
 
-    def __init__(self, call: Call, segments: list[Segment], spec: LogitSpec) -> None:
-        config, query, rows, kv_len = call.config, call.query, call.rows, call.kv_len
-        alike = tuple(s.name for s in segments), kv_len, query.shape[3], query.dtype, call.rotation
-        shown: Shown = rows.once(alike, functools.partial(Shown.of, call, segments))
-        self.count, self.segments, self.blind = shown.count, shown.segments, shown.blind
+    def __init__(self, plan: AttentionPlan) -> None:
+        query, kv_len = plan.query, plan.kv_len
+        alike = tuple((s.name, s.query is None, s.key is None) for s in plan.segments), kv_len, query.shape[3], query.dtype
+        shown: Shown = plan.rows.once((*alike, plan.rotation), functools.partial(Shown.of, plan))
+        self.segments, self.blind = shown.segments, shown.blind
         self.columns = None if shown.columns == slice(0, kv_len) else shown.columns
-        self.first, self.rotation = shown.columns.start, call.rotation
-        self.by = self._turned_by(call)
-        self.scaling, self.softcap, self.score = call.scaling, call.softcap, config.score
-        self.q_len, self.kv_heads, self.group = query.shape[2], call.key.shape[1], query.shape[1] // call.key.shape[1]
-        self.rows = self.group * self.q_len, query.shape[3]
-        self.wide = torch.promote_types(query.dtype, torch.float32)
-        self.temper: Any = config.temperature.factor if call.by_entropy else None  # type: ignore[union-attr]
+        self.first, self.rotation = shown.columns.start, plan.rotation
+        self.by = self._turned_by(plan)
+        self.scaling, self.softcap = plan.logits.scaling, plan.logits.softcap
+        self.fold, self.over_norms, self.temper = plan.fold, plan.over_norms, plan.temper
+        self.q_len, self.kv_heads, self.group = query.shape[2], plan.key.shape[1], query.shape[1] // plan.key.shape[1]
+        self.rows, self.wide = (self.group * self.q_len, query.shape[3]), plan.wide
         turned = any(segment.turn is not None for segment in shown.segments)
-        acting = config.score, config.logit_map, config.sink, call.softcap, call.sink_logits, self.temper
-        self.fuses = acting == (None,) * 6 and not turned and call.asked == "auto"
+        acts = turned or plan.fold is not None or plan.has_sinks or plan.temper is not None
+        self.fuses = not (acts or self.softcap or plan.logits.gain is not None) and plan.asked == "auto"
         if not self.fuses:
-            self._prepare(call, spec, shown)
+            self._prepare(plan, shown)
             return
         self.allowed = None if shown.hidden is None else ~self._grouped(shown.hidden)
-
-    def factor(self, by_row: Tensor) -> float | Tensor:
-        """A number, or (batch or 1, heads or 1, q_len, 1)."""
-        return float(by_row) if by_row.numel() == 1 else by_row.to(self.wide)[..., None]
-
-    def sinks(self, by_head: Tensor) -> Tensor:
-        """(1, kv_heads, group * q_len, 1)."""
-        return self._grouped(by_head.to(self.wide)[None, :, None, None].expand(1, -1, self.q_len, 1))
 
     def __call__(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        factor: float | Tensor | None,
-        sinks: Tensor | None,
+        factor: float | Tensor | None = None,
+        sinks: Tensor | None = None,
         keep: Keep | None = None,
     ) -> Tensor:
+        factor = factor[..., None] if isinstance(factor, Tensor) else factor
         made = None if keep is None or self.by is None else keep(self.by, key)
         if self.columns is not None:
             key, value = key[:, :, self.columns], value[:, :, self.columns]
@@ -191,16 +166,16 @@ class Dense:
                 out = run(query, key, value, factor, sinks, made)  # its products are to be as wide as its logits
         return out if self.blind is None else out.masked_fill(self.blind, 0.0)
 
-    def _turned_by(self, call: Call) -> Hashable:
+    def _turned_by(self, plan: AttentionPlan) -> Hashable:
         """What identifies all that can be made of keys once for every later token; None: nothing, or it is not worth it."""
-        worth = max((s.size for s in self.segments if s.angles is not None or call.config.score is not None), default=0)
-        rows, rounds = call.rows, call.key.dtype.itemsize == 2
-        if worth < WORTH or call.kind is None or rows.key_ids is not None or rows.index.shape[1] == call.kv_len:
+        worth = max((s.size for s in self.segments if s.angles is not None or plan.fold is not None), default=0)
+        rows, rounds = plan.rows, plan.key.dtype.itemsize == 2
+        if worth < WORTH or plan.kind is None or rows.key_ids is not None or rows.index.shape[1] == plan.kv_len:
             return None
-        if rounds and call.asked != "auto":  # which computes in float32 throughout
+        if rounds and plan.asked != "auto":  # which computes in float32 throughout
             return None
         places = rows.index[:, 0, 1:3].flatten().tolist()  # where keys and texts begin
-        return call.kind, call.rotation, call.key.dtype, tuple(places)
+        return plan.kind, plan.rotation, plan.key.dtype, tuple(places)
 
     def _grouped(self, x: Tensor) -> Tensor:
         """(batch or 1, heads or 1, q_len, m) so that it fits (batch, kv_heads, group * q_len, m)."""
@@ -217,7 +192,8 @@ class Dense:
             scaling *= factor
         return few_queries(query, key, value, self.allowed, scaling).transpose(1, 2)
 
-    def _prepare(self, call: Call, spec: LogitSpec, shown: Shown) -> None:
+    def _prepare(self, plan: AttentionPlan, shown: Shown) -> None:
+        spec = plan.logits
         ends = [(one.columns.stop, other.columns.start) for one, other in itertools.pairwise(self.segments)]
         #: no key lies among the columns of two segments; some keys lie among those of none, and are not computed
         self.apart = all(a <= b for a, b in ends)
@@ -231,19 +207,19 @@ class Dense:
         hidden = None if shown.hidden is None else shown.hidden[..., columns]
         self.hidden = None if hidden is None or not hidden.any() else self._grouped(hidden)
         self.own = [None if self.apart or segment.own is None else self._grouped(segment.own) for segment in self.segments]
-        self.makes = self.score is not None or any(segment.angles is not None for segment in self.segments)
+        self.makes = self.fold is not None or any(segment.angles is not None for segment in self.segments)
         #: in half precision, which the fused kernel reads as it is; of several queries; or where it takes fewer steps
-        self.streams = call.query.dtype.itemsize == 2 or self.q_len > 1 or (len(self.segments) == 1 and not self.makes)
-        self.streams &= call.asked == "auto" and hasattr(torch.ops.aten, FUSED)
-        self.streams &= (call.config.logit_map, call.softcap, self.temper) == (None,) * 3
-        self.streams &= self.score is None or self.score.over_norms(call.query) is not None
-        self.streams &= call.query.shape[3] == call.value.shape[3]
+        self.streams = plan.query.dtype.itemsize == 2 or self.q_len > 1 or (len(self.segments) == 1 and not self.makes)
+        self.streams &= plan.asked == "auto" and hasattr(torch.ops.aten, FUSED)
+        self.streams &= not (spec.gain is not None or spec.softcap or self.temper is not None)
+        self.streams &= self.fold is None or self.over_norms is not None
+        self.streams &= plan.query.shape[3] == plan.value.shape[3]
         self.masks = [None if one.own is None or not self.streams else self._added(one.own) for one in self.segments]
         #: whether scaling is part of what rows are turned by, or of the gain; where rows are rounded they keep their length
-        self.scaled = not self.streams and self.score is None and not self.softcap
-        self._prepare_turns(call.query.shape[3])
+        self.scaled = not self.streams and self.fold is None and not self.softcap
+        self._prepare_turns(plan.query.shape[3])
         self.scaled &= spec.gain is not None or self.turns is not None
-        self.map = None if spec.gain is None else self._map(call, spec, shown.columns, columns)
+        self.map = None if spec.gain is None else self._map(plan, shown.columns, columns)
 
     def _added(self, own: Tensor) -> Tensor:
         """What the fused kernel adds to logits, MASK_VALUE for keys that are not the row's."""
@@ -267,12 +243,13 @@ class Dense:
         joined = joined * self.scaling if self.scaled else joined
         self.turns = joined[0, 0, 0] if shape[:3] == (1, 1, 1) else joined
 
-    def _map(self, call: Call, spec: LogitSpec, shown: slice, columns: Tensor | slice) -> tuple[Tensor, Tensor]:
+    def _map(self, plan: AttentionPlan, shown: slice, columns: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Gain and bias of each key, MASK_VALUE of hidden ones."""
-        t = call.rows.distance(call.kv_len)[..., shown][..., columns]
+        spec = plan.logits
+        t = plan.rows.distance(plan.kv_len)[..., shown][..., columns]
         gain, bias = (x[:, t].transpose(0, 1) for x in (spec.gain, spec.bias) if x is not None)
         if spec.sinks:
-            which = call.rows.sinks(call.kv_len, spec.sinks)[:, None, :, shown][..., columns]
+            which = plan.rows.sinks(plan.kv_len, spec.sinks)[:, None, :, shown][..., columns]
             gain, bias = gain.masked_fill(which, 1.0), bias.masked_fill(which, 0.0)
         gain, bias = self._grouped(gain * self.scaling if self.scaled and self.turns is None else gain), self._grouped(bias)
         return gain, bias if self.hidden is None else bias.masked_fill(self.hidden, MASK_VALUE)
@@ -297,8 +274,8 @@ class Dense:
         out = self._averaged(torch.softmax(logits, -1), value.to(self.wide)).view(*query.shape[:3], -1)
         if sinks is None:
             return out
-        lse = logits.logsumexp(-1).view(-1, *sinks.shape[1:])
-        return out.mul_(torch.sigmoid(lse - sinks).view(*query.shape[:3], 1))
+        lse = logits.logsumexp(-1).view(*query.shape[:3])
+        return out.mul_(torch.sigmoid(lse - sinks[:, None])[..., None])
 
     def _streamed(
         self,
@@ -311,37 +288,35 @@ class Dense:
     ) -> Tensor:
         """By the fused kernel, a segment after another, joined by their logsumexps."""
         rows, scaling = query.to(self.wide), self.scaling
-        if self.score is not None:
-            rows, scaling = self.score.over_norms(rows)  # type: ignore[misc]
+        if self.over_norms is not None:
+            rows, scaling = self.over_norms(rows)
         if isinstance(factor, Tensor):
             rows = rows * factor
         elif factor is not None:
             scaling *= factor
         each = self._turned(rows.reshape(-1, *self.rows))
-        outs, lses = [], [] if sinks is None else [sinks.expand(len(query), -1, -1, -1)]
+        outs, lses = [], [] if sinks is None else [sinks[:, None, None].expand(*query.shape[:3], 1)]
         for i, (own, seen, mask) in enumerate(zip(each, self._cut(value), self.masks, strict=True)):
             own = own[..., : self.rows[1]].to(query.dtype).unflatten(0, key.shape[:2])
-            keys = self._keys(i, key, made, self.score is not None)
+            keys = self._keys(i, key, made, self.fold is not None)
             out, lse = few(own, keys, seen, mask, scaling)
-            outs.append(out)
-            lses.append(lse[..., None])
+            outs.append(out.reshape(*query.shape[:3], -1))
+            lses.append(lse.reshape(*query.shape[:3], 1))
         if len(outs) == 1:
-            joined = outs[0] if sinks is None else outs[0] * torch.sigmoid(lses[1] - sinks)
+            joined = outs[0] if sinks is None else outs[0] * torch.sigmoid(lses[1] - lses[0])
         else:
             shares = torch.softmax(torch.cat(lses, -1), -1)[..., -len(outs) :].unbind(-1)
             joined = functools.reduce(torch.add, (share[..., None] * out for share, out in zip(shares, outs, strict=True)))
-        return joined.view(*query.shape[:3], -1)
+        return joined
 
     def _logits(self, query: Tensor, key: Tensor, factor: float | Tensor | None, made: Turned | None) -> Tensor:
         """(batch * kv_heads, group * q_len, keys) from score to temperature by length."""
-        rows, normed, score = query.to(self.wide), False, self.score
+        rows, normed = query.to(self.wide), self.over_norms is not None
         scaling: Any = None if self.scaled else self.scaling
-        if score is not None:
-            own = score.over_norms(rows)
-            if normed := own is not None:
-                rows, scaling = own
-            else:
-                made, (rows, key, scaling) = None, score.fold(rows, key.to(self.wide))
+        if self.over_norms is not None:
+            rows, scaling = self.over_norms(rows)
+        elif self.fold is not None:
+            made, (rows, key, scaling) = None, self.fold(rows, key.to(self.wide))
         if self.softcap:
             scaling /= self.softcap
         elif factor is not None:
@@ -430,6 +405,7 @@ class Dense:
 
     def _by_entropy(self, logits: Tensor, shape: torch.Size, sinks: bool) -> Tensor:
         """Logits times the temperature, up to a constant for each row unless there are sinks."""
+        assert self.temper is not None
         log_p = torch.log_softmax(logits, -1)
         factor = self.temper(entropy(log_p).view(shape[:3])).view(*logits.shape[:-1], 1)
         logits = (logits if sinks else log_p).mul_(factor)
@@ -495,4 +471,11 @@ def _of(x: Tensor, b: slice, h: slice) -> Tensor:
     return x[b if x.shape[0] > 1 else slice(None), h if x.shape[1] > 1 else slice(None)]
 
 
-KERNEL = Kernel("dense", why_not, picked=lambda _: True, together=Dense)
+KERNEL = Kernel(
+    "dense",
+    Dense,
+    lacks=frozenset({"graphs", "dropout", "gradients"}),
+    devices=("cpu",),
+    queries=FEW_QUERIES,
+    preferred=lambda _: True,
+)

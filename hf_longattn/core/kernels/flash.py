@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-
+from ..plan import AttentionPlan
+from .by_segment import BySegment
+from .fused import HALF
 from .kernel import Kernel, KernelCall, Result
-from .sdpa import visible
-
-if TYPE_CHECKING:
-    from ..call import Call
+from .sdpa import BEYOND_PRODUCTS, visible
 
 
 def run(call: KernelCall) -> Result:
@@ -30,13 +28,9 @@ def run(call: KernelCall) -> Result:
     return out, out.new_empty(0), out.new_empty(0)
 
 
-def why_not(call: Call) -> str | None:
-    """The reason why FlashAttention cannot compute a call, or None."""
-    if call.beyond_product is not None:
-        return call.beyond_product
-    if call.query.dtype not in (torch.float16, torch.bfloat16):
-        return f"FlashAttention needs float16 or bfloat16, got {call.query.dtype}"
-    if call.rows.plain is None:
+def why_not(plan: AttentionPlan) -> str | None:
+    """The reason why FlashAttention cannot compute a plan, or None."""
+    if plan.rows.plain is None:
         return "the rows are padded, packed or masked, which only the other backends compute"
     try:
         _flash()
@@ -57,4 +51,4 @@ def _flash() -> Callable[..., Any]:
     raise ImportError("neither flash_attn_interface (FlashAttention 3) nor flash_attn is installed: pip install flash-attn")
 
 
-KERNEL = Kernel("flash", why_not, run)
+KERNEL = Kernel("flash", functools.partial(BySegment, run=run), lacks=BEYOND_PRODUCTS, dtypes=HALF, why_not=why_not)

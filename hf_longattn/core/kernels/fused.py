@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..plan import Operand
 from .kernel import FUSED, MASK_VALUE
 from .precision import halves_are_fast
 
@@ -26,7 +27,7 @@ CUDNN_WIDTH = 128
 CUT_FROM, PIECE = 2 << 20, 512
 
 
-def why_not(query: Tensor, value: Tensor) -> str | None:
+def why_not(query: Tensor | Operand, value: Tensor | Operand) -> str | None:
     """The reason why a device has no fused kernel for such tensors, or None."""
     kind, width = device(query), query.shape[-1]
     if width != value.shape[-1]:
@@ -160,7 +161,7 @@ def _has_cudnn(device: torch.device) -> bool:
     return torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def device(x: Tensor) -> str:
+def device(x: Tensor | Operand) -> str:
     return x.device.type
 
 

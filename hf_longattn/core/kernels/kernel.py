@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..geometry import Rows
-
-if TYPE_CHECKING:  # they know methods and configs
-    from ..call import Call
-    from ..segments import Segment
-    from ..turned import Keep
+from ..plan import AttentionPlan, Computation, LogitSpec
 
 #: The logit of a masked pair: its probability is exactly 0, and no arithmetic on it gives NaN.
 MASK_VALUE = -1e30
@@ -26,41 +20,6 @@ FEW_QUERIES = 16
 FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 #: By how much tables should be longer than the largest distance: the Triton kernel reads so far beyond it.
 MARGIN = 256
-
-
-@dataclass(frozen=True, eq=False)
-class LogitSpec:
-    """The logit of query row i and key j at the distance t = |position_i - position_j|:
-
-        L_ij = x_i gain_t C(S_ij) + y_i bias_t,    S = scaling q . k,    C(s) = c tanh(s / c) or s
-
-    Args:
-        softcap: c.
-        gain, bias: (heads or 1, length) by distance; both or neither; length must exceed every distance.
-        row_scale, bias_scale: x and y, (batch, heads, q_len), differentiable; None is 1.
-        sinks: the keys at the first positions of a sequence that have gain 1 and bias 0.
-        far: int64 without a dimension, the distance from which on the tables are smooth (see `triton`); None: not known.
-    """
-
-    scaling: float
-    softcap: float | None = None
-    gain: Tensor | None = None
-    bias: Tensor | None = None
-    row_scale: Tensor | None = None
-    bias_scale: Tensor | None = None
-    sinks: int = 0
-    far: Tensor | None = None
-    _sharpened: dict[float, LogitSpec] = field(default_factory=dict, repr=False)
-
-    def __post_init__(self) -> None:
-        if (self.gain is None) != (self.bias is None):
-            raise ValueError("gain and bias come together")
-
-    def sharpened(self, factor: float) -> LogitSpec:
-        """The same with another scaling, made once: every layer of a decoded token asks for it."""
-        if (known := self._sharpened.get(factor)) is None:
-            known = self._sharpened[factor] = dataclasses.replace(self, scaling=self.scaling * factor, _sharpened={})
-        return known
 
 
 #: Output like query; logsumexp and entropy (nats) of every row before dropout, (batch, heads, q_len) in logits' dtype: empty
@@ -120,61 +79,64 @@ class KernelFailure(RuntimeError):
     """A kernel could not be compiled or loaded on this machine; nothing was computed."""
 
 
-def count_keys(segments: list[Segment], kv_len: int) -> Tensor:
-    """How many keys each row sees in segments, int64 (batch or 1, heads or 1, q_len)."""
-    return functools.reduce(torch.add, (segment.rows.count(kv_len) for segment in segments))
+#: What a kernel may lack: the reason why a plan needs that, in words, or None where it does not; asked in this order.
+STAGES: dict[str, Callable[[AttentionPlan], str | None]] = {
+    "graphs": lambda plan: None if plan.keepable else "it runs in no graph, and under no transform of torch.func",
+    "exports": lambda plan: "an exported graph serves every length" if torch.compiler.is_exporting() else None,
+    "softcap": lambda plan: "the model caps its scores" if plan.logits.softcap else None,
+    "sinks": lambda plan: _joining(plan) if plan.has_sinks else None,
+    "map": lambda plan: f"{plan.names['logit_map']} changes logits by distance" if plan.logits.gain is not None else None,
+    "segments": lambda plan: _changes(plan, "visibility", "positions") if plan.in_segments else None,
+    "entropy": lambda plan: _changes(plan, "temperature") if plan.temper is not None else None,
+    "dropout": lambda plan: "it has no dropout" if plan.dropout else None,
+    "gradients": lambda plan: "it has no gradients" if plan.trains else None,
+}
 
 
-class Computation(Protocol):
-    """How the segments of a call are computed, for every layer that shares them (see `prepared.Prepared`)."""
+def _changes(plan: AttentionPlan, *slots: str) -> str:
+    return f"{next(plan.names[slot] for slot in slots if slot in plan.names)} changes more than query and key"
 
-    @property
-    def count(self) -> Tensor:
-        """How many keys each row sees, int64 (batch or 1, heads or 1, q_len)."""
 
-    def factor(self, by_row: Tensor) -> Any:
-        """A temperature by length, (batch or 1, heads or 1, q_len), as it is computed with."""
-
-    def sinks(self, by_head: Tensor) -> Any:
-        """The logarithm of what joins the denominators, (heads,), likewise."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        factor: Any,
-        sinks: Any,
-        keep: Keep | None = None,
-    ) -> Tensor:
-        """The weighted sum of values, (batch, heads, q_len, head_dim); all but factor and sinks as of `Call`."""
+def _joining(plan: AttentionPlan) -> str:
+    return _changes(plan, "sink") if "sink" in plan.names else "the model has learned sinks"
 
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """One way to compute a call: a file with a `KERNEL`.
+    """One way to compute a plan, and what it can compute; a file with a `KERNEL`.
 
     Args:
-        why_not: the reason why it cannot compute a call exactly, or None.
-        run: computes one segment of a call; None: see `together`.
-        picked: whether "auto" takes it for a call that it can compute, in the order of `attend.KERNELS`; None: by name alone.
-        wide: it computes in float32 at least, so that scores and temperatures are folded in that.
-        entropies: it gives each row's entropy.
-        tempered: the output of a call without gradients whose finished logits are multiplied by a factor of each row's
-            entropy: from the entropies of some heads and rows, (heads, group, rows), to it; None: that takes two runs.
-        joined: where rows may be read, the output over all segments and sinks, (heads,); None: their runs are merged.
-        together: computes all segments of a call together, in place of run.
+        prepare: makes of a plan what computes its layers.
+        lacks: those of STAGES that it cannot compute.
+        devices: the types of devices that it computes on; None: all.
+        dtypes: of tensors; None: all.
+        queries: how many it takes at most; None: any number.
+        why_not: the reason why it cannot compute a plan exactly beyond that, or None.
+        preferred: whether "auto" takes it for a plan that it can compute, in `attend.KERNELS`' order; None: by name alone.
     """
 
     name: str
-    why_not: Callable[[Call], str | None]
-    run: Callable[[KernelCall], Result] | None = None
-    picked: Callable[[Call], bool] | None = None
-    wide: bool = False
-    entropies: bool = False
-    tempered: Callable[[KernelCall, Callable[[Tensor], Tensor]], Tensor] | None = None
-    joined: Callable[[list[KernelCall], Tensor | None], Tensor] | None = None
-    together: Callable[[Call, list[Segment], LogitSpec], Computation] | None = None
+    prepare: Callable[[AttentionPlan], Computation]
+    lacks: frozenset[str] = frozenset()
+    devices: tuple[str, ...] | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
+    queries: int | None = None
+    why_not: Callable[[AttentionPlan], str | None] = lambda _: None
+    preferred: Callable[[AttentionPlan], bool] | None = None
+
+    def refuses(self, plan: AttentionPlan) -> str | None:
+        """The reason why it cannot compute a plan exactly, or None."""
+        query = plan.query
+        if self.devices is not None and query.device.type not in self.devices:
+            return f"it computes on {' and '.join(self.devices)} alone, the tensors are on {query.device.type}"
+        if self.dtypes is not None and query.dtype not in self.dtypes:
+            return f"it computes {' and '.join(str(x).removeprefix('torch.') for x in self.dtypes)}, got {query.dtype}"
+        for stage, needed in STAGES.items():
+            if stage in self.lacks and (reason := needed(plan)) is not None:
+                return reason
+        if self.queries is not None and not 0 < query.shape[2] <= self.queries:  # behind graphs, which compare no lengths
+            return f"it takes up to {self.queries} queries"
+        return self.why_not(plan)
 
 
 def entropy(log_p: Tensor) -> Tensor:

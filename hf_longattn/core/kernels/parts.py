@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from ..plan import LogitSpec, Operand
 from ..tracing import readable
-from .kernel import KernelFailure, LogitSpec
+from .kernel import KernelFailure
 
 try:
     import triton
@@ -23,12 +24,12 @@ except ImportError:  # it comes with torch's CUDA builds for Linux
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def why_not(x: Tensor) -> str | None:
+def why_not(x: Tensor | Operand) -> str | None:
     """The reason why these programs cannot compute with such tensors, or None."""
     return next(iter(_BROKEN.values())) if _BROKEN else why_not_triton(x)
 
 
-def why_not_triton(x: Tensor) -> str | None:
+def why_not_triton(x: Tensor | Operand) -> str | None:
     """The reason why no Triton program computes with such tensors, or None."""
     if triton is None:
         return "triton is not installed"
@@ -235,7 +236,7 @@ def weights(logits: Tensor, factor: Tensor | None, sinks: Tensor | None, dtype: 
 def _weights(logits: Tensor, factor: Tensor | None, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
     out = torch.empty_like(logits, dtype=dtype)
     _, heads, q_len, room = logits.shape
-    factor = None if factor is None else factor.float().contiguous()
+    factor, sinks = (None if x is None else x.float().contiguous() for x in (factor, sinks))
     by_row = [logits if x is None else x for x in (factor, sinks)]
     has = {"FACTOR": factor is not None, "SINKS": sinks is not None}
     constants = {"HEADS": heads, "BLOCK": BLOCK, "num_warps": 4}
@@ -270,7 +271,7 @@ _operator(
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, at: slice | None) -> Tensor:
-    """`Rotation.rotate` in the dtype of x, without gradients."""
+    """`rotate.rotate` in the dtype of x, without gradients."""
     own = x if at is None else x[:, :, at]
     own = own if own.stride(-1) == 1 else own.contiguous()
     batch, heads, length, width = own.shape

@@ -8,6 +8,8 @@ import platform
 import torch
 from torch import Tensor
 
+from ..plan import Operand
+
 
 @functools.cache
 def cpu_multiplies_bfloat16() -> bool:
@@ -20,7 +22,7 @@ def cpu_multiplies_bfloat16() -> bool:
     return _onednn_takes_bfloat16() and (not x86 or _has_avx512_bf16())
 
 
-def halves_are_fast(value: Tensor | None) -> bool:
+def halves_are_fast(value: Tensor | Operand | None) -> bool:
     """Whether products of half-precision factors, summed in float32, beat those in float32."""
     if value is None or value.dtype not in (torch.bfloat16, torch.float16):
         return False

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
+from .by_segment import BySegment
 from .fused import HALF, by_head, few, pieces
 from .kernel import Kernel, KernelCall, Result
 
@@ -56,4 +59,12 @@ def visible(x: Tensor, columns: slice) -> Tensor:
     return x if columns == slice(0, x.shape[2]) else x[:, :, columns]
 
 
-KERNEL = Kernel("sdpa", lambda call: call.beyond_product, run, picked=lambda call: call.rows.plain is not None)
+#: All that is more than a softmax of scaling q . k.
+BEYOND_PRODUCTS = frozenset({"softcap", "sinks", "map", "segments", "entropy"})
+
+KERNEL = Kernel(
+    "sdpa",
+    functools.partial(BySegment, run=run),
+    lacks=BEYOND_PRODUCTS,
+    preferred=lambda plan: plan.rows.plain is not None,
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..tracing import readable
-from . import operators
+from . import operators, sdpa
+from .by_segment import BySegment
 from .kernel import Kernel, KernelCall, Result
 from .precision import halves_are_fast
 from .tiles import Blocks, dropout_seed
@@ -28,7 +30,7 @@ def run(call: KernelCall) -> Result:
 
 
 def tempered(call: KernelCall, temper: Callable[[Tensor], Tensor]) -> Tensor:
-    """See `Kernel.tempered`. Rows are held whole, so that their products with keys are computed once."""
+    """See `BySegment`. Rows are held whole, so that their products with keys are computed once."""
     call = call._replace(seed=dropout_seed(call.dropout))
     return _attend(call, halves_are_fast(call.value), temper)[0]
 
@@ -48,4 +50,8 @@ def _gradients(call: KernelCall, *outputs: Any) -> tuple[Tensor, Tensor, Tensor,
 _operator = operators.attention_operator("tiled", KernelCall, _attend, _gradients)
 _function = operators.attention_function("tiled", KernelCall, _attend, _gradients)
 
-KERNEL = Kernel("tiled", lambda _: None, run, picked=lambda _: True, wide=True, entropies=True, tempered=tempered)
+KERNEL = Kernel(
+    "tiled",
+    functools.partial(BySegment, run=run, wide=True, tempered=tempered, product=sdpa.run),
+    preferred=lambda _: True,
+)

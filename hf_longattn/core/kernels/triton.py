@@ -23,8 +23,10 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..geometry import Rows
+from ..plan import Operand
 from ..tracing import readable
-from . import operators, parts, tiles
+from . import operators, parts, sdpa, tiles
+from .by_segment import BySegment
 from .kernel import MARGIN, Kernel, KernelCall, Result
 
 try:
@@ -37,7 +39,7 @@ except ImportError:  # it comes with torch's CUDA builds only
 LARGEST_HEAD = 512
 
 
-def why_not_triton(query: Tensor) -> str | None:
+def why_not_triton(query: Tensor | Operand) -> str | None:
     """The reason why these kernels cannot compute a call exactly, or None."""
     if (reason := parts.why_not_triton(query)) is not None:
         return reason
@@ -416,8 +418,7 @@ _triton = operators.attention_operator("triton", KernelCall, _forward, gradients
 
 KERNEL = Kernel(
     "triton",
-    lambda call: why_not_triton(call.query),
-    run,
-    picked=lambda call: call.query.device.type == "cuda",
-    entropies=True,
+    lambda plan: BySegment(plan, lambda call: run(call), product=sdpa.run),
+    why_not=lambda plan: why_not_triton(plan.query),
+    preferred=lambda plan: plan.query.device.type == "cuda",
 )

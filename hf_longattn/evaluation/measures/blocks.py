@@ -11,9 +11,9 @@ from torch import Tensor
 from ...core.call import Call
 from ...core.geometry import Rows
 from ...core.kernels import tiled
+from ...core.kernels.by_segment import BySegment
 from ...core.kernels.kernel import MASK_VALUE, KernelCall, entropy
-from ...core.prepared import Prepared
-from ...core.segments import BySegment
+from ...core.lower import lower
 from ...slots.base import EntropyTemperature
 
 #: Logits held at a time, over batch, heads, query rows and keys; a few tensors of this size exist at once.
@@ -50,17 +50,17 @@ def blocks(call: Call, chosen: Tensor | None = None) -> Iterator[Block]:
     """
     config, rows, kv_len = call.config, call.rows, call.key.shape[2]
     batch, heads = call.query.shape[:2]
-    prepared = Prepared(call, tiled.KERNEL)
-    factor, sinks = prepared.factor_of(call.learned), prepared.sinks_of(call.query, call.learned, call.sink_logits)
-    assert isinstance(prepared.compute, BySegment)
-    calls = prepared.compute.calls(call.query, call.key, call.value, factor)
+    plan = lower(call)
+    factor, sinks = plan.factor(call.learned), plan.sinks(call.query, call.learned, call.sink_logits)
+    calls = BySegment(plan, tiled.run, wide=True).calls(call.query, call.key, call.value, factor)
     if chosen is None:
         chosen = torch.arange(rows.index.shape[1], device=rows.index.device)
     for which in chosen.split(max(1, LOGITS // (batch * heads * kv_len))):
         block = rows.take(which)
         keys = max(1, int(block.columns.high.max() - block.columns.key_start[0, 0]) + 1)
         logits, visible = _logits(calls, which, keys)
-        temperature = logits.new_ones(()) if factor is None else factor.expand(batch, heads, -1)[:, :, which]
+        temperature = logits.new_full((), 1.0 if factor is None else factor) if not isinstance(factor, Tensor) else factor
+        temperature = temperature.expand(batch, heads, rows.index.shape[1])[:, :, which]
         if isinstance(config.temperature, EntropyTemperature):
             temperature = config.temperature.factor(entropy(torch.log_softmax(logits, -1)))
             logits = (temperature[..., None] * logits).masked_fill(~visible, MASK_VALUE)

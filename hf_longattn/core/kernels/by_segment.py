@@ -1,0 +1,197 @@
+"""A plan segment by segment: each is one run of a kernel, and the runs are joined by their logsumexps."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..geometry import Rows
+from ..plan import AttentionPlan
+from ..tracing import readable
+from ..turned import Keep
+from .kernel import MASK_VALUE, KernelCall, Result
+from .rotate import rotate
+
+
+class Side(NamedTuple):
+    """What is turned of a segment's queries or keys: by which angles (see `Turn`), and which they are; None: all."""
+
+    cos: Tensor
+    sin: Tensor
+    at: slice | None
+
+
+class ReadySegment(NamedTuple):
+    """A segment of which some row may see a key: its rows, and what is turned in it."""
+
+    rows: Rows
+    query: Side | None
+    key: Side | None
+
+
+#: What computes one segment.
+Run: TypeAlias = Callable[[KernelCall], Result]
+#: All rows, and all keys.
+ALL: tuple[slice | None, slice | None] = (None, None)
+
+
+class BySegment:
+    """A `Computation` by one run of a kernel for each segment, joined by their logsumexps.
+
+    Args:
+        run: computes one segment.
+        wide: it computes in float32 at least, so that scores and temperatures are folded in that.
+        joined: the output over all segments and sinks, (heads,), where rows may be read; None: runs are merged.
+        tempered: the output of a call without gradients whose finished logits are multiplied by a factor of each row's
+            entropy: from the entropies of some heads and rows, (heads, group, rows), to it; None: that takes two runs.
+        product: computes a segment of plain rows whose logits are scaling q . k alone; None: that is run, too.
+    """
+
+    def __init__(
+        self,
+        plan: AttentionPlan,
+        run: Run,
+        wide: bool = False,
+        joined: Callable[[list[KernelCall], Tensor | None], Tensor] | None = None,
+        tempered: Callable[[KernelCall, Callable[[Tensor], Tensor]], Tensor] | None = None,
+        product: Run | None = None,
+    ) -> None:
+        rows, device = plan.rows, plan.query.device
+        self.kv_len, self.spec, self.dropout, self.rotation = plan.kv_len, plan.logits, plan.dropout, plan.rotation
+        self.run, self.joined, self.tempered, self.product = run, joined, tempered, product
+        folds = plan.fold is not None or plan.by_length is not None or plan.temper is not None
+        self.fold, self.temper = plan.fold, plan.temper
+        self.wide, self.runs_wide, self.widens = plan.wide, wide, wide and folds and device.type == "cpu"
+        self.segments: list[ReadySegment] = []
+        for segment in plan.segments:
+            own, query, key = segment.rows, segment.query, segment.key
+            seen = own.once(("seen", self.kv_len), functools.partial(own.seen, self.kv_len)) if readable(own.index) else ALL
+            if self.segments and seen is None:
+                continue
+            by_query: Side | None = None
+            by_key: Side | None = None
+            rows_at, keys_at = ALL if seen is None else seen
+            if query is not None:
+                by_query = Side(*query.kept_angles(_at(rows.query_places(), rows_at), plan.tables, device), rows_at)
+            if key is not None:
+                j = _at(rows.key_places(self.kv_len), keys_at)
+                by_key = Side(*key.kept_angles(j, plan.tables, device), keys_at)
+            self.segments.append(ReadySegment(own.on(device), by_query, by_key))
+        if self.temper is not None:
+            alone = len(self.segments) == 1
+            #: tempered, logits are scaling q . k over plain rows
+            self.plain = alone and plan.asked == "auto" and self.spec.gain is None and not self.spec.softcap
+            self.plain = self.plain and self.segments[0].rows.plain is not None
+            # a CPU's fused kernel runs twice, for the entropies and for the output, in less time than a row is gone over again
+            twice = self.plain and device.type == "cpu"
+            self.at_once = alone and tempered is not None and not (twice or plan.trains) and plan.keepable
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        factor: float | Tensor | None = None,
+        sinks: Tensor | None = None,
+        keep: Keep | None = None,
+    ) -> Tensor:
+        calls, run, joined, wide = self.calls(query, key, value, factor), self.run, self.joined, self.runs_wide
+        joins = len(calls) > 1 or sinks is not None
+        if self.temper is not None:
+            if self.tempered is not None and self.at_once and sinks is None:
+                return self.tempered(calls[0], self.temper)
+            by_entropy = self.temper(self._entropies(calls))
+            calls = [_tempered(call, by_entropy) for call in calls]
+            if self.product is not None and self.plain and sinks is None:
+                run, joined, wide = self.product, None, False
+        if joined is not None and readable(query):
+            return joined(calls, sinks)
+        each = (call._replace(with_lse=joins) for call in calls)
+        return merge_outputs([run(call if wide else _rounded(call, value.dtype)) for call in each], sinks)
+
+    def calls(self, query: Tensor, key: Tensor, value: Tensor, factor: float | Tensor | None) -> list[KernelCall]:
+        """What the kernel is to compute, but for a temperature by entropy: positions, score, temperature by length."""
+        if self.widens:
+            query, key = query.to(self.wide), key.to(self.wide)
+        calls = [self._turned(segment, query, key, value) for segment in self.segments]
+        if self.fold is not None:
+            calls = [_folded(call, self.fold) for call in calls]
+        return calls if factor is None else [_scored(call, factor) for call in calls]
+
+    def _turned(self, segment: ReadySegment, query: Tensor, key: Tensor, value: Tensor) -> KernelCall:
+        if self.rotation is not None and segment.query is not None:
+            query = rotate(self.rotation, query, *segment.query)
+        if self.rotation is not None and segment.key is not None:
+            key = rotate(self.rotation, key, *segment.key)
+        return KernelCall(query, key, value, segment.rows, self.spec, self.dropout)
+
+    def _entropies(self, calls: list[KernelCall]) -> Tensor:
+        """The entropy of every row over its keys; a sink is none."""
+        half = calls[0].query.dtype if calls[0].value is None else calls[0].value.dtype
+        calls = [c._replace(value=None, dropout=0.0, with_lse=len(calls) > 1, with_entropy=True) for c in calls]
+        return merge_entropies([self.run(call if self.runs_wide else _rounded(call, half)) for call in calls])
+
+
+def _at(position: Tensor, at: slice | None) -> Tensor:
+    return position if at is None else position[..., at]
+
+
+def _rounded(call: KernelCall, dtype: torch.dtype) -> KernelCall:
+    return call._replace(query=call.query.to(dtype), key=call.key.to(dtype))
+
+
+def _folded(call: KernelCall, fold: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, float]]) -> KernelCall:
+    """The same with a score of its own in place of scaling q . k."""
+    query, key, scaling = fold(call.query, call.key)
+    return call._replace(query=query, key=key, spec=dataclasses.replace(call.spec, scaling=float(scaling)))
+
+
+def _scored(call: KernelCall, factor: float | Tensor) -> KernelCall:
+    """The same with its scores times a factor for each row: on the query, or after the softcap where the model has one."""
+    if isinstance(factor, float):
+        if not call.spec.softcap:
+            return call._replace(spec=call.spec.sharpened(factor))
+        factor = call.query.new_full((1, 1, 1), factor, dtype=torch.promote_types(call.query.dtype, torch.float32))
+    if call.spec.softcap:
+        return call._replace(spec=dataclasses.replace(call.spec, row_scale=factor.expand(call.query.shape[:3])))
+    return call._replace(query=(call.query * factor[..., None]).to(call.query.dtype))
+
+
+def _tempered(call: KernelCall, factor: Tensor) -> KernelCall:
+    """The same with its finished logits times a factor for each row, (batch, heads, q_len)."""
+    call = _scored(call, factor)
+    return call if call.spec.gain is None else call._replace(spec=dataclasses.replace(call.spec, bias_scale=factor))
+
+
+def _log_shares(results: list[Result], sinks: Tensor | None) -> Tensor:
+    """The logarithm of each segment's share of a row's probability, last the sink's: (segments, batch, heads, q_len), finite.
+
+    Fully masked rows without a sink share evenly.
+    """
+    lse = [lse for _, lse, _ in results]
+    if sinks is not None:
+        lse.append(sinks.to(lse[0])[:, None].expand_as(lse[0]))
+    return torch.log_softmax(torch.stack(lse).clamp(min=MASK_VALUE), 0)
+
+
+def merge_outputs(results: list[Result], sinks: Tensor | None = None) -> Tensor:
+    """The output over all segments from those over each, by their logsumexps: out = Σ share out_segment; a sink's is 0."""
+    if len(results) == 1 and sinks is None:
+        return results[0][0]
+    shares = _log_shares(results, sinks).exp()
+    return sum(share[..., None] * out for share, (out, _, _) in zip(shares, results, strict=False))  # type: ignore[return-value]
+
+
+def merge_entropies(results: list[Result]) -> Tensor:
+    """The entropy over all segments, H = Σ share (H_segment - ln share)."""
+    if len(results) == 1:
+        return results[0][2]
+    shares = _log_shares(results, None)
+    merged = (shares.exp() * (torch.stack([entropy for _, _, entropy in results]) - shares)).sum(0)
+    visible = torch.stack([lse for _, lse, _ in results]).amax(0) > MASK_VALUE
+    return torch.where(visible, merged, 0.0)

@@ -1,0 +1,117 @@
+"""From a call, which knows methods, to a plan, which kernels know."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from ..slots.base import Band, EntropyTemperature, KeyBands, LengthTemperature, LogitMap
+from .call import Call
+from .geometry import Rows
+from .kernels.kernel import MARGIN
+from .plan import AttentionPlan, LogitSpec, Operand, Segment
+from .rotary import Turn
+from .stages import finish, joint_sinks
+from .tables import SHARED, TableCache
+from .tracing import keepable, readable, sent
+
+#: A band, by its method and its number there.
+NamedBand = tuple[tuple[KeyBands, int], Band]
+
+
+def lower(call: Call) -> AttentionPlan:
+    """The plan of a call: methods become segments, tables by distance, factors by row and functions of tensors."""
+    config, query, learned = call.config, call.query, frozenset(call.learned or ())
+    logits = LogitSpec(float(call.scaling), call.softcap)
+    if (logit_map := config.logit_map) is not None:
+        length = table_length(call.rows, call.kv_len)
+        gain, bias = distance_tables(logit_map, query.shape[1], length, query, call.cache, call.strength)
+        logits = LogitSpec(logits.scaling, call.softcap, gain, bias, sinks=logit_map.sink_tokens)
+    plan = AttentionPlan(
+        query=Operand.of(query),
+        key=Operand.of(call.key),
+        value=Operand.of(call.value),
+        rows=call.rows,
+        segments=segments(call),
+        logits=logits,
+        finish=functools.partial(finish, config),
+        sinks=functools.partial(joint_sinks, config),
+        tables=call.cache,
+        learned=learned,
+        model_sinks=call.sink_logits is not None,
+        names={method.slot: method.name for method in config.methods},
+        rotation=call.rotation,
+        dropout=call.dropout,
+        trains=call.trains,
+        readable=readable(query),
+        keepable=keepable(query),
+        asked=call.asked,
+        kind=call.kind,
+    )
+    if (score := config.score) is not None:
+        plan.fold = score.fold
+        if score.over_norms(query.new_zeros(1, query.shape[3])) is not None:
+            plan.over_norms = score.over_norms  # type: ignore[assignment]
+    if isinstance(config.temperature, EntropyTemperature):
+        plan.temper = config.temperature.factor
+    elif isinstance(config.temperature, LengthTemperature):
+        by_length = config.temperature.factor(plan.count.double(), query.shape[3])
+        alone = by_length.numel() == 1 and "temperature" not in learned
+        plan.by_length = by_length if alone else sent(by_length, query.device)
+    return plan
+
+
+def segments(call: Call) -> list[Segment]:
+    """All that a call's config makes of its rows, those that see nothing too."""
+    i = call.rows.query_positions() if call.config.key_bands else None
+    named = [[((m, n), band) for n, band in enumerate(m.bands(i))] for m in call.config.key_bands]  # type: ignore[arg-type]
+    # the first of a method's bands that is turned as another one is; Dynamo cannot compare functions, and keeps nothing
+    alike: dict[Hashable, int] | None = None if torch.compiler.is_compiling() else {}
+    return [_segment(call, bands, alike) for bands in itertools.product(*named)]
+
+
+def _segment(call: Call, bands: tuple[NamedBand, ...], alike: dict[Hashable, int] | None) -> Segment:
+    turns: dict[str, Turn] = {}
+    for (m, n), band in bands:
+        for side, remap in (("query", band.query), ("key", band.key)):
+            if remap is not None:
+                first = n if alike is None else alike.setdefault((m, side, remap, band.spectrum), n)
+                turns[side] = Turn(call.rotation, remap, band.spectrum, (m, first, side), first)
+    return Segment(call.rows, tuple(name for name, _ in bands), tuple((band.first, band.last) for _, band in bands), **turns)
+
+
+def table_length(rows: Rows, kv_len: int) -> int:
+    """A length beyond every distance in the call; from shapes alone, unless positions are explicit.
+
+    Of few distinct values; where tables are built in a graph, which any length is to pass through, no more than it takes.
+    """
+    if not readable(rows.index):
+        return kv_len + rows.index.shape[1] + MARGIN  # kernels refuse distances beyond it
+    farthest = kv_len + rows.index.shape[1] - 1 if rows.key_ids is None else rows.span
+    return 1 << max(10, (farthest + MARGIN).bit_length())
+
+
+def distance_tables(
+    logit_map: LogitMap,
+    heads: int,
+    length: int,
+    like: Tensor,
+    tables: TableCache = SHARED,
+    strength: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The map's gain and bias by distance, built in float64, in the dtype of the logits."""
+    dtype, device = torch.float64 if like.dtype == torch.float64 else torch.float32, like.device
+
+    def build() -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(False), torch.no_grad():  # a cached tensor must serve training too
+            gain, bias = logit_map.tables(heads, length, device, strength if logit_map.blends else None)
+            return gain.to(dtype), bias.to(dtype)
+
+    if strength is not None or not keepable(like):
+        return build()
+    gain, bias = tables.get((logit_map, heads, length, device, dtype), build)
+    return gain, bias

@@ -1,0 +1,295 @@
+"""An attention plan: what the layers of a pass compute, as kernels know it; no method, no config, no tensor of a layer.
+
+    L_ij = row_i gain_t C(scaling q_i . k_j) + bias_t,    out_i = softmax_j(L_ij) v_j,    t = |position_i - position_j|
+
+Keys come in segments: intervals of each row's keys whose queries and keys are turned alike before they meet. `lower` makes a
+plan of a config, the rows of a pass, a rotation and shapes; a kernel prepares it once; a layer is then `plan.run`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from .geometry import Rows
+from .rotary import Rotation, Turn
+from .tables import TableCache
+from .tracing import keepable
+from .turned import Keep
+
+#: The trained parts of methods by slot.
+Learned: TypeAlias = Mapping[str, nn.Module] | None
+#: From query, key, value, the factor of each row (a number, or (batch or 1, heads or 1, q_len); None is 1), the logarithm of
+#: what joins the denominators, (heads,) or None, and what finds keys that were turned before, to the weighted sum of values.
+Computation: TypeAlias = Callable[[Tensor, Tensor, Tensor, float | Tensor | None, Tensor | None, Keep | None], Tensor]
+
+
+#: Plans that are kept for the rows of a pass: tables by head are as large as a layer's logits.
+PLANS = 4
+
+
+def plans(rows: Rows) -> dict[Hashable, AttentionPlan]:
+    """All plans over a pass's rows, by the keys that `plan_key` makes."""
+    known: dict[Hashable, AttentionPlan] = rows.once("plans", dict)
+    return known
+
+
+def plan_key(
+    kind: Hashable,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    softcap: float | None,
+    learned: Learned,
+    sinks: Tensor | None,
+    dropout: float = 0.0,
+    trains: bool = False,
+) -> Hashable:
+    """A key: calls over the same rows with equal keys share a plan. kind stands for the config and the rotation."""
+    shapes = query.shape, key.shape, value.shape[3], query.dtype
+    return kind, shapes, scaling, softcap, tuple(learned or ()), sinks is None, dropout, trains
+
+
+class Operand(NamedTuple):
+    """What is known of a layer's tensor before there is one."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor) -> Operand:
+        return cls(x.shape, x.dtype, x.device)
+
+
+@dataclass(frozen=True, eq=False)
+class LogitSpec:
+    """The logit of query row i and key j at the distance t = |position_i - position_j|:
+
+        L_ij = x_i gain_t C(S_ij) + y_i bias_t,    S = scaling q . k,    C(s) = c tanh(s / c) or s
+
+    Args:
+        softcap: c.
+        gain, bias: (heads or 1, length) by distance; both or neither; length must exceed every distance.
+        row_scale, bias_scale: x and y, (batch, heads, q_len), differentiable; None is 1.
+        sinks: the keys at the first positions of a sequence that have gain 1 and bias 0.
+        far: int64 without a dimension, the distance from which on the tables are smooth (see `triton`); None: not known.
+    """
+
+    scaling: float
+    softcap: float | None = None
+    gain: Tensor | None = None
+    bias: Tensor | None = None
+    row_scale: Tensor | None = None
+    bias_scale: Tensor | None = None
+    sinks: int = 0
+    far: Tensor | None = None
+    _sharpened: dict[float, LogitSpec] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if (self.gain is None) != (self.bias is None):
+            raise ValueError("gain and bias come together")
+
+    def sharpened(self, factor: float) -> LogitSpec:
+        """The same with another scaling, made once: every layer of a decoded token asks for it."""
+        if (known := self._sharpened.get(factor)) is None:
+            known = self._sharpened[factor] = dataclasses.replace(self, scaling=self.scaling * factor, _sharpened={})
+        return known
+
+
+class Segment(NamedTuple):
+    """An interval of each row's keys, and how both sides are turned to meet.
+
+    Args:
+        whole: the rows of which it is a part.
+        name: the same for segments of these rows that hold the same keys.
+        limits: the first and the last position that each row sees, int64 (batch or 1, q_len), or None; all of them hold.
+        query, key: None: that side stays.
+    """
+
+    whole: Rows
+    name: Hashable
+    limits: tuple[tuple[Tensor | None, Tensor | None], ...] = ()
+    query: Turn | None = None
+    key: Turn | None = None
+
+    @property
+    def rows(self) -> Rows:
+        """The rows, narrowed to these keys; the same for all that ask."""
+        rows: Rows = self.whole.once(self.name, self._narrowed)
+        return rows
+
+    def _narrowed(self) -> Rows:
+        rows = dataclasses.replace(self.whole, _known={}, _host=None)  # kept with the whole ones, and keeps them not
+        for first, last in self.limits:
+            rows = rows.narrowed(first, last)
+        return rows
+
+    def seen(self, kv_len: int) -> tuple[slice | None, Tensor | None]:
+        """The columns of these keys that some row sees, None: no row any; and which of them each row sees, None: all."""
+        rows = self.whole
+        if rows.allowed is None and rows.key_ids is None and rows.key_axes is None and rows.index.shape[:2] == (1, 1):
+            _, key_start, start, low, high = rows.index[0, 0].tolist()
+            for first, last in self.limits:
+                low = low if first is None else max(low, start + int(first))
+                high = high if last is None else min(high, start + int(last))
+            low, high = max(low - key_start, 0), min(high - key_start, kv_len - 1)
+            return (slice(low, high + 1) if low <= high else None), None
+        visible = self.rows.visible(kv_len)
+        some = visible.flatten(0, 2).any(0).nonzero()
+        if not len(some):
+            return None, None
+        columns = slice(int(some[0]), int(some[-1]) + 1)
+        own = visible[..., columns]
+        return columns, None if own.all() else own
+
+
+@dataclass(eq=False, kw_only=True)
+class AttentionPlan:
+    """What every layer computes whose calls share rows, config, rotation and shapes.
+
+    Args:
+        query, key, value: (batch, heads, q_len, head_dim), and (batch, kv_heads, kv_len, ...) twice.
+        rows: which keys each query sees, and how far away they are.
+        segments: disjoint; together they hold all keys that are seen, and more that are not.
+        logits: how products become logits, but for the factors of rows.
+        fold: from query and key to query, key and scaling of a score of its own; None: it is scaling q . k.
+        over_norms: from a query to query and scaling such that scaling q . k / |k| is that score, for any rotation of k.
+        by_length: a factor on the scores of each row, float64 (batch or 1, heads or 1, q_len), before its learned part; on the
+            device of queries unless it is one number that nothing learns from.
+        temper: from the entropy of each row, (batch, heads, q_len) in nats, to a factor on its finished logits.
+        sinks: from a query, the learned parts and the model's sink logits to the logarithm of what joins the denominators,
+            (heads,), or None.
+        finish: from the weighted sum of values and the learned parts to the output.
+        learned: the slots whose methods have trained parts.
+        model_sinks: whether the model has sink logits of its own.
+        names: of methods by slot, for messages.
+        rotation: how queries and keys are rotated already; None: nothing is turned.
+        trains: whether gradients may be asked for.
+        readable, keepable: of the layers' tensors, see `tracing`.
+        asked: the backend that is insisted on, or "auto".
+        tables: where tables by position are kept.
+        kind: identifies all that turns keys, for what is kept of them; None: nothing is kept.
+    """
+
+    query: Operand
+    key: Operand
+    value: Operand
+    rows: Rows
+    segments: list[Segment]
+    logits: LogitSpec
+    finish: Callable[[Tensor, Learned], Tensor]
+    sinks: Callable[[Tensor, Learned, Tensor | None], Tensor | None]
+    tables: TableCache
+    fold: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, float]] | None = None
+    over_norms: Callable[[Tensor], tuple[Tensor, float]] | None = None
+    by_length: Tensor | None = None
+    temper: Callable[[Tensor], Tensor] | None = None
+    learned: frozenset[str] = frozenset()
+    model_sinks: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    rotation: Rotation | None = None
+    dropout: float = 0.0
+    trains: bool = False
+    readable: bool = True
+    keepable: bool = True
+    asked: str = "auto"
+    kind: Hashable = None
+    _kernel: str = field(default="", init=False)
+    _compute: Computation | None = field(default=None, init=False)
+    _factor: float | Tensor | None = field(default=None, init=False)
+    _sinks: Tensor | None = field(default=None, init=False)
+
+    @property
+    def kv_len(self) -> int:
+        """How many keys a row may see at most."""
+        return self.key.shape[2]
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of logits."""
+        return torch.promote_types(self.query.dtype, torch.float32)
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether anything joins the denominators."""
+        return self.model_sinks or "sink" in self.names
+
+    @property
+    def is_product(self) -> bool:
+        """Whether a softmax of scaling q . k is all there is, under factors of rows and a score that is a product."""
+        maps = bool(self.logits.softcap) or self.logits.gain is not None or self.temper is not None
+        return not (maps or self.has_sinks or self.in_segments)
+
+    @property
+    def in_segments(self) -> bool:
+        """Whether a method shows keys in segments."""
+        return "positions" in self.names or "visibility" in self.names
+
+    @property
+    def count(self) -> Tensor:
+        """n_i, how many keys each row sees: int64 (batch or 1, heads or 1, q_len)."""
+        return functools.reduce(torch.add, (segment.rows.count(self.kv_len) for segment in self.segments))
+
+    @property
+    def kernel(self) -> str:
+        """The name of the kernel that computes it; "" before one is chosen."""
+        return self._kernel
+
+    def computed_by(self, name: str, compute: Computation) -> AttentionPlan:
+        """Choose a kernel, by its name and what it has prepared."""
+        self._kernel, self._compute = name, compute
+        del self.rows, self.segments  # rows keep their plans: these keep no rows, so that all goes with a pass
+        if "temperature" not in self.learned:
+            self._factor = self.factor(None)
+        return self
+
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        learned: Learned = None,
+        sink_logits: Tensor | None = None,
+        keep: Keep | None = None,
+    ) -> Tensor:
+        """The output of one layer, (batch, heads, q_len, head_dim) in the dtype of query.
+
+        Args:
+            learned: the layer's trained parts of methods by slot.
+            sink_logits: (heads,), the model's learned sinks.
+            keep: finds what was made of the layer's keys before (see `turned`); None: nothing is kept.
+        """
+        assert self._compute is not None
+        factor = self.factor(learned) if "temperature" in self.learned else self._factor
+        out = self._compute(query, key, value, factor, self._joining(query, learned, sink_logits), keep)
+        return self.finish(out, learned).to(query.dtype)
+
+    def factor(self, learned: Learned) -> float | Tensor | None:
+        """The factor of each row, a number where all rows share it and the host knows it; None without one."""
+        by_row = self.by_length
+        if by_row is None:
+            return None
+        if learned is not None and "temperature" in learned:
+            by_row = learned["temperature"](by_row)
+        if by_row.numel() == 1 and by_row.device.type == "cpu" and keepable(by_row) and not by_row.requires_grad:
+            return float(by_row)
+        return by_row.to(self.query.device, self.wide)
+
+    def _joining(self, query: Tensor, learned: Learned, sink_logits: Tensor | None) -> Tensor | None:
+        if not self.has_sinks:
+            return None
+        if self._sinks is not None:
+            return self._sinks
+        by_head = self.sinks(query, learned, sink_logits)
+        by_head = None if by_head is None else by_head.to(self.wide)
+        if not (self.model_sinks or "sink" in self.learned) and keepable(query):
+            self._sinks = by_head
+        return by_head
