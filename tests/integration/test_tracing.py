@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,26 @@ def test_vmap_is_refused_by_the_kernel_and_goes_through_the_reference() -> None:
     with pytest.raises(NotImplementedError, match="the bands kernel does not go through vmap"):
         each("bands", "infoscale")
     close(each("reference"), attention(query, key, value, CASES["sinks"]), 1e-12)
+
+
+def test_forward_mode_is_refused_by_the_kernel_and_goes_through_the_reference() -> None:
+    query, key, value = inputs(q=9, k=9, d=8, seed=3)
+    tangent = torch.randn(query.shape, generator=torch.Generator().manual_seed(4), dtype=query.dtype)
+
+    def run(backend: str, case: str, x: Tensor) -> Tensor:
+        return attention(x, key, value, CASES[case], backend=backend)
+
+    for backend, case in (("tiled", "sinks"), ("bands", "infoscale")):
+        with pytest.raises(NotImplementedError, match=f"the {backend} kernel .* forward mode.* use backend='reference'"):
+            torch.func.jvp(functools.partial(run, backend, case), (query,), (tangent,))
+        with pytest.raises(
+            NotImplementedError, match=f"the {backend} kernel does not go through vmap.* use backend='reference'"
+        ):
+            torch.func.jacrev(functools.partial(run, backend, case))(query)  # the gradients of all outputs at once
+        step = functools.partial(run, "reference", case)
+        _, along = torch.func.jvp(step, (query,), (tangent,))
+        slope = (step(query + 1e-6 * tangent) - step(query - 1e-6 * tangent)) / 2e-6
+        close(along, slope, 1e-7)
 
 
 # graphs for any length --------------------------------------------------------------------------------------------------

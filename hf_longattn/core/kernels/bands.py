@@ -395,13 +395,12 @@ class _Joined(torch.autograd.Function):
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
-    def vmap(*arguments):  # type: ignore[no-untyped-def]
-        raise NotImplementedError(operators.NO_VMAP.format("bands"))
-
-    @staticmethod
     def backward(ctx, d_out, _):  # type: ignore[no-untyped-def]
         gradients = _JoinedBackward.apply(ctx.parts, ctx.scalings, d_out, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
         return None, None, *gradients
+
+    vmap = operators.refusal(operators.NO_VMAP.format("bands"))
+    jvp = operators.refusal(operators.NO_FORWARD.format("bands"))
 
 
 class _JoinedBackward(torch.autograd.Function):
@@ -421,9 +420,8 @@ class _JoinedBackward(torch.autograd.Function):
     def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
         pass
 
-    @staticmethod
-    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        raise NotImplementedError(operators.NO_SECOND.format("bands"))
+    vmap = operators.refusal(operators.NO_VMAP.format("bands"))
+    backward = operators.refusal(operators.NO_SECOND.format("bands"))
 
 
 def _fits(call: KernelCall) -> bool:

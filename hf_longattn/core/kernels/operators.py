@@ -17,6 +17,7 @@ DIFFERENTIABLE = ("query", "key", "value", "row_scale", "bias_scale")
 #: What kernels say of transforms that they do not go through.
 NO_SECOND = "the {} kernel has no second derivatives: use backend='reference', as in hf_longattn.update(model, backend=...)"
 NO_VMAP = "the {} kernel does not go through vmap: give it the batch dimension itself, or use backend='reference'"
+NO_FORWARD = "the {} kernel has no forward mode (jvp): take gradients backward, or use backend='reference'"
 _TYPES: dict[Any, str] = {
     **{Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", float: "float", float | None: "float?", bool: "bool"}
 }
@@ -46,6 +47,15 @@ def flatten(x: Any) -> list[Any]:
 def rebuild(kind: type[T], flat: Iterator[Any]) -> T:
     """The inverse of `flatten`."""
     return kind(**{name: next(flat) if t in _TYPES else rebuild(t, flat) for name, t in _FIELDS[kind].items()})
+
+
+def refusal(message: str) -> Any:
+    """A static method of a Function for a transform that its kernel does not go through."""
+
+    def refuse(*arguments: Any) -> Any:
+        raise NotImplementedError(message)
+
+    return staticmethod(refuse)
 
 
 def attention_operator(
@@ -109,6 +119,8 @@ def attention_function(
 ) -> Any:
     """The same outside of graphs, where the transforms of torch.func take gradients of a Function, but not of an operator."""
 
+    no_vmap, no_forward, no_second = (refusal(said.format(name)) for said in (NO_VMAP, NO_FORWARD, NO_SECOND))
+
     class Backward(torch.autograd.Function):
         @staticmethod
         def forward(*arguments):  # type: ignore[no-untyped-def]
@@ -119,9 +131,7 @@ def attention_function(
         def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
             pass
 
-        @staticmethod
-        def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-            raise NotImplementedError(NO_SECOND.format(name))
+        vmap, backward = no_vmap, no_second
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -129,14 +139,10 @@ def attention_function(
             return forward(rebuild(kind, iter(flat)))
 
         @staticmethod
-        def vmap(*arguments):  # type: ignore[no-untyped-def]
-            raise NotImplementedError(NO_VMAP.format(name))
-
-        @staticmethod
         def backward(ctx, *d):  # type: ignore[no-untyped-def]
             return differentiate(ctx, kind, Backward.apply, *d)
 
-        setup_context = staticmethod(save)
+        vmap, jvp, setup_context = no_vmap, no_forward, staticmethod(save)
 
     return Attention
 
