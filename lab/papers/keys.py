@@ -20,7 +20,6 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     PreTrainedTokenizerFast,
@@ -29,7 +28,7 @@ from transformers import (
 
 import hf_longattn
 from hf_longattn.evaluation.loading import edit_rope
-from hf_longattn.evaluation.settings import UNMODIFIED, Setting
+from hf_longattn.evaluation.settings import Setting
 from hf_longattn.evaluation.tasks.sample import IGNORE
 from hf_longattn.integration.rope import theta_of
 from hf_longattn.training import load_recipe, prepare

@@ -30,8 +30,8 @@ from lab.papers.algorithms import ALGORITHMS, ALGORITHMS_PRETRAINED
 from lab.papers.conversion import CONVERSION
 from lab.papers.encodings import ENCODED
 from lab.papers.experiment import Experiment, Run, Texts, refuse_other_settings
-from lab.papers.length import ATTENTION, LENGTH
 from lab.papers.keys import KEYS, KEYS_CONVERTED, KEYS_IN_256, KEYS_OF_TWO
+from lab.papers.length import ATTENTION, LENGTH
 from lab.papers.masked import MASKED
 from lab.papers.needles import NEEDLES, NEEDLES_BEYOND, PRETRAINED
 from lab.papers.sets import SETS
