@@ -153,8 +153,8 @@ def between(rows: Rows, where: str, mode: str, method: str) -> str:
 
 
 def contents() -> Contents:
-    """What stands below `<!-- speed: WHERE WHAT ... -->` (see `table`), and within a sentence `<!-- speed: generate BATCH LENGTH -->`
-    and `<!-- speed: between WHERE MODE METHOD -->`.
+    """What stands below `<!-- speed: WHERE WHAT ... -->` (see `table`), and within a sentence `<!-- speed: generate BATCH
+    LENGTH -->` and `<!-- speed: between WHERE MODE METHOD -->`.
     """
     rows, apart = load_all(), {"host": host, "generation": generation}
 
