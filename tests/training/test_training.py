@@ -282,13 +282,20 @@ def test_a_plan_says_where_a_method_changes_nothing(tiny: Path, tmp_path: Path) 
     for changes, said in (
         (
             {"positions": "plain", "length": 128},
-            "rerope+infoscale changes nothing in texts of up to 128 tokens, and training shows 128",
+            "rerope changes nothing in texts of up to 128 tokens, and training shows 128",
         ),
         ({"positions": "plain", "length": 128}, "Take length=256, or positions=skip"),
-        ({"positions": "plain", "length": 160}, None),
-        ({}, None),  # positions skip
+        ({"positions": "plain", "length": 160, "method": "rerope"}, None),
+        ({"method": "rerope"}, None),  # positions skip
+        ({"method": "rerope", "skip__unskipped": 1.0}, "training shows 32: nothing is learned of it"),
+        ({"method": "infoscale"}, "infoscale changes no row that sees up to 256 keys, and rows of training see 32 at most"),
+        ({}, "take length=512, or clamp=false, with which it acts on every row"),  # rerope acts, infoscale does not
+        ({"method": "infoscale:clamp=false"}, None),
+        ({"method": "infoscale", "length": 300, "positions": "plain"}, None),
+        ({"method": "infoscale", "length": 300, "positions": "plain", "packing": "documents"}, None),
         ({"positions": "plain", "method": None}, None),
         ({"positions": "plain", "method": "scale_invariant"}, None),
+        ({"method": "scale_invariant", "strength__start": 0.0, "strength__end": 0.0}, "changes nothing with these settings"),
     ):
         told = plan(prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", **changes))))
         assert ("\nnote " in told) is (said is not None)
