@@ -28,6 +28,7 @@ from ..evaluation.loading import carry
 from ..evaluation.measures.probe import TOKENS
 from ..evaluation.rows import Row, alone, versions, write_whole
 from ..integration import describe, rope
+from ..integration.guards import table_entries
 from ..integration.lengths import trained_at
 from ..integration.planning import bound_config
 from ..integration.trained import recorded
@@ -479,6 +480,8 @@ def _another(prepared: Prepared, trainer: RecipeTrainer, config: Any) -> Iterato
 def _reach(recipe: Recipe, config: Any, attention: LongAttnConfig | None, reads: int) -> tuple[int, tuple[Method, ...]]:
     """How long a text the model reads after training (0: not asked), and its methods with what the model fills in."""
     model = load_model(recipe, config, weights=False)
+    table = table_entries(model)
+    _check_table(recipe, attention, reads, table)
     try:
         bound, facts = bound_config(model, attention or LongAttnConfig())
     except ValueError:
@@ -487,9 +490,25 @@ def _reach(recipe: Recipe, config: Any, attention: LongAttnConfig | None, reads:
         return 0, ()  # no method goes into it, and no probe, which jumps over positions
     reaches = max(int(min(reads, bound.reach)) if attention else reads, facts.train_length or 0)
     text = config.get_text_config()
-    if not getattr(text, "rope_parameters", None) and not getattr(text, "alibi", False):  # its positions are learned
+    if not getattr(text, "rope_parameters", None) and not getattr(text, "alibi", False):  # what it has ends with its training
         reaches = min(reaches, text.max_position_embeddings)
     return reaches, bound.methods if attention else ()
+
+
+def _check_table(recipe: Recipe, attention: LongAttnConfig | None, reads: int, table: int | None) -> None:
+    """Raise ValueError for what a model with a learned position table (GPT-2) of so many entries does not take."""
+    if table is None:
+        return
+    remap, longest = attention and attention.remap, max(recipe.length, *recipe.lengths, *recipe.final_lengths)
+    if longest > table:
+        raise ValueError(f"this model learned its positions, in a table of {table:,}: it cannot read {longest:,} tokens")
+    wrong = [f"{remap.name} changes rotary distances"] if remap else []
+    wrong += ["skipped positions lie beyond it"] if reads > table else []
+    if wrong:
+        raise ValueError(
+            f"this model learned its positions, in a table of {table:,}, and {' and '.join(wrong)}: give "
+            "method=infoscale:clamp=false (or null) and positions=plain; the recipe method_lora has both"
+        )
 
 
 def _long_text(recipe: Recipe, data: Data, most: int) -> int | None:
