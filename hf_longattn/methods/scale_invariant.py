@@ -37,7 +37,7 @@ class ScaleInvariant(LogitMap):
     """
 
     name: ClassVar[str] = "scale_invariant"
-    summary: ClassVar[str] = "gain and bias by distance, so that every range of distances gets the same attention"
+    summary: ClassVar[str] = "gain and bias by distance, so that of N(0, 1) scores every range gets the same attention"
     blends: ClassVar[bool] = True
     paper: ClassVar[str] = "Anson, Wang & Aitchison 2025, Scale-invariant attention, arXiv:2505.17083"
     by_head: ClassVar[tuple[str, ...]] = ("logit_mean", "logit_variance")

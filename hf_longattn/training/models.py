@@ -18,9 +18,13 @@ from ..evaluation.loading import build, check_reads, edit_rope, load_weights
 from ..evaluation.loading import load_tokenizer as tokenizer_of
 from ..integration import apply, config_of, rope, update
 from ..integration.classes import kinds_of
+from ..integration.layers import candidates_of
 from ..integration.model import knowing
 from ..slots.registry import did_you_mean
 from .recipe import Lora, Recipe
+
+#: Of `lora.targets`: the projections of attention, whatever the model calls them.
+ATTENTION = "attention"
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
@@ -74,16 +78,18 @@ def put_adapter(model: Any, lora: Lora, seed: int) -> Any:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise ImportError('lora needs peft: pip install "hf_longattn[train]"') from None
+    targets = [name for target in lora.targets for name in (_projections(model) if target == ATTENTION else [target])]
     config = LoraConfig(
         # by a task PEFT loads the class that it goes with, which a model with pictures is not; without one the model's own
         task_type="CAUSAL_LM" if type(model) in kinds_of(AutoModelForCausalLM, model.config) else None,
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=lora.targets if lora.targets != ["all-linear"] else "all-linear",
+        fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),  # how GPT-2 keeps its weights
+        target_modules=targets if targets != ["all-linear"] else "all-linear",
     )
     own = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
-    absent = {t for t in lora.targets if not any(f".{name}".endswith(f".{t}") for name, _ in model.named_modules())}
+    absent = {t for t in targets if not any(f".{name}".endswith(f".{t}") for name, _ in model.named_modules())}
     absent -= {"all-linear"}
     torch.manual_seed(seed)
     with warnings.catch_warnings():
@@ -100,6 +106,22 @@ def put_adapter(model: Any, lora: Lora, seed: int) -> Any:
             hint = did_you_mean(first := min(absent), names)
             raise ValueError(f"lora.targets: the model has no {first!r}; {hint}it has {', '.join(names)}") from None
         return wrapped
+
+
+def _projections(model: Any) -> list[str]:
+    """What the linear layers of attention are called, with the module they are in where others have one of that name.
+
+    Raises:
+        ValueError: the model shows no attention that a method goes into.
+    """
+    linear = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) or hasattr(m, "in_features")]
+    around = tuple(f"{layer.name}." for layer in candidates_of(model))
+    if not (own := [name for name in linear if name.startswith(around)]):
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        raise ValueError(f"lora.targets: this model shows no attention of its own; name layers of it: {names}")
+    others = {name.rpartition(".")[2] for name in linear if not name.startswith(around)}
+    named = [name.split(".") for name in own]
+    return sorted({".".join(parts[-2:]) if parts[-1] in others else parts[-1] for parts in named})
 
 
 @contextmanager

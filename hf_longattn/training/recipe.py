@@ -45,7 +45,7 @@ class Lora:
     r: int = 16
     alpha: int = 32
     dropout: float = 0.0
-    targets: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
+    targets: list[str] = field(default_factory=lambda: ["attention"])  # linear layers, "attention" for its own, "all-linear"
 
 
 @dataclass

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import json
+import math
 import os
 import shutil
 import sys
@@ -27,11 +28,13 @@ from ..evaluation.loading import carry
 from ..evaluation.measures.probe import TOKENS
 from ..evaluation.rows import Row, alone, versions, write_whole
 from ..integration import describe, rope
+from ..integration.guards import table_entries
 from ..integration.lengths import trained_at
 from ..integration.planning import bound_config
 from ..integration.trained import recorded
 from ..sharing.card import Facts
 from ..sharing.hub import save, write_card
+from ..slots.method import Method
 from . import estimate
 from .data import Data
 from .held_out import tokens_read
@@ -50,7 +53,7 @@ class Prepared:
 
     Args:
         reads: the longest text that the model sees in training, jumps of positions counted.
-        unchanged: up to this many tokens the method changes nothing.
+        methods: what the slots hold, with what the model fills in.
         back: from how far back copies are probed at the end.
         unprobed: why none are, where the recipe asks for it; else empty.
         text: the length of the long text that is read at the end, or None.
@@ -66,11 +69,29 @@ class Prepared:
     original: Any
     args: TrainingArguments
     reads: int
-    unchanged: float
+    methods: tuple[Method, ...]
     back: tuple[int, ...]
     unprobed: str
     text: int | None
     resume: bool
+
+    @property
+    def seen(self) -> int:
+        """The most keys that a row of training sees: skipped positions add distances, no keys."""
+        positions = getattr(self.data.train, "positions", None)  # of packed documents, which do not see each other
+        return self.recipe.length if positions is None else int(positions.max()) + 1
+
+    @property
+    def idle(self) -> tuple[Method, ...]:
+        """The methods that change no row of training."""
+        jumps = self.recipe.positions == "skip" and self.recipe.skip.unskipped < 1
+        shown = self.reads if jumps else self.seen
+        off = self.recipe.strength is not None and not (self.recipe.strength.start or self.recipe.strength.end)
+        return tuple(
+            m
+            for m in dict.fromkeys(self.methods)
+            if (self.seen if m.slot == "temperature" else shown) <= m.identity_below or (off and m.slot == "logit_map")
+        )
 
     @property
     def final_lengths(self) -> list[int]:
@@ -102,7 +123,7 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
     config, original = load_config(recipe)
     skip = _with_target_length(recipe, original)
     reads = (skip.skip.target_length if recipe.positions == "skip" else None) or recipe.length
-    reaches, unchanged = _reach(recipe, config, attention, reads)
+    reaches, methods = _reach(recipe, config, attention, reads)
     far = min(reaches, recipe.evaluation.far)
     data = Data(skip, tokenizer, max(far, PROBED) if far else 0)
     back = distances(reaches, len(data.held_out)) if far else ()
@@ -114,7 +135,7 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
     check_processes(recipe, args, config.get_text_config())
     text = _long_text(recipe, data, far)
     where = (recipe, output, checkpoint, tokenizer, data)
-    return Prepared(*where, attention, config, original, args, reads, unchanged, back, why_not, text, resume)
+    return Prepared(*where, attention, config, original, args, reads, methods, back, why_not, text, resume)
 
 
 def plan(run: Prepared) -> str:
@@ -151,8 +172,7 @@ def plan(run: Prepared) -> str:
         ("memory", memory),
         ("time", _time(run, parameters, rows, text)),
     ]
-    if run.reads <= run.unchanged:
-        lines.append(("note", _without_effect(run)))
+    lines += [("note", _without_effect(run, method)) for method in run.idle]
     if recipe.positions == "skip" and recipe.length > (known := _trained_length(run.original)):
         lines.append(("note", _longer_windows(recipe, known)))
     return "\n".join(f"{name:<11}{value}" for name, value in lines)
@@ -398,18 +418,24 @@ def _time(run: Prepared, parameters: int, rows: int, text: Any) -> str:
     )
 
 
-def _without_effect(run: Prepared) -> str:
+def _without_effect(run: Prepared, method: Method) -> str:
     """Of a method that training does not reach."""
-    recipe, name = run.recipe, run.attention.name if run.attention else ""
-    longer = f"length={2 * int(run.unchanged)}" if run.unchanged < sys.maxsize else "a longer length"
-    return (
-        f"{name} changes nothing in texts of up to {run.unchanged:,.0f} tokens, and training shows {run.reads:,}: nothing is "
-        f"learned of it. Take {longer}, "
-        + (
-            "a larger skip.target_length"
-            if recipe.positions == "skip"
-            else "or positions=skip, which shows far distances in short windows"
+    recipe, name, unchanged = run.recipe, method.name, method.identity_below
+    if unchanged == math.inf or method.slot == "logit_map":
+        return f"{name} changes nothing with these settings (strength, decay): nothing is learned of it"
+    longer = f"length={2 * int(unchanged)}" if unchanged < sys.maxsize else "a longer length"
+    if method.slot == "temperature":  # by the number of keys, which skipped positions do not raise
+        clamped = ", or clamp=false, with which it acts on every row" if getattr(method, "clamp", False) else ""
+        return (
+            f"{name} changes no row that sees up to {unchanged:,.0f} keys, and rows of training see {run.seen:,} at most: "
+            f"nothing is learned of it, in longer texts it acts as it is. To train it take {longer}{clamped}"
         )
+    skips = recipe.positions == "skip" and recipe.skip.unskipped < 1
+    shown = run.reads if skips else run.seen
+    other = "a larger skip.target_length" if skips else "or positions=skip, which shows far distances in short windows"
+    return (
+        f"{name} changes nothing in texts of up to {unchanged:,.0f} tokens, and training shows {shown:,}: nothing is learned "
+        f"of it. Take {longer}, {other}"
     )
 
 
@@ -451,20 +477,38 @@ def _another(prepared: Prepared, trainer: RecipeTrainer, config: Any) -> Iterato
         trainer.causal = trained
 
 
-def _reach(recipe: Recipe, config: Any, attention: LongAttnConfig | None, reads: int) -> tuple[int, float]:
-    """How long a text the model reads after training (0: not asked), and up to what length the method changes nothing."""
+def _reach(recipe: Recipe, config: Any, attention: LongAttnConfig | None, reads: int) -> tuple[int, tuple[Method, ...]]:
+    """How long a text the model reads after training (0: not asked), and its methods with what the model fills in."""
     model = load_model(recipe, config, weights=False)
+    table = table_entries(model)
+    _check_table(recipe, attention, reads, table)
     try:
         bound, facts = bound_config(model, attention or LongAttnConfig())
     except ValueError:
         if attention is not None:
             raise
-        return 0, 0  # no method goes into it, and no probe, which jumps over positions
+        return 0, ()  # no method goes into it, and no probe, which jumps over positions
     reaches = max(int(min(reads, bound.reach)) if attention else reads, facts.train_length or 0)
     text = config.get_text_config()
-    if not getattr(text, "rope_parameters", None) and not getattr(text, "alibi", False):  # its positions are learned
+    if not getattr(text, "rope_parameters", None) and not getattr(text, "alibi", False):  # what it has ends with its training
         reaches = min(reaches, text.max_position_embeddings)
-    return reaches, bound.identity_below if attention else 0
+    return reaches, bound.methods if attention else ()
+
+
+def _check_table(recipe: Recipe, attention: LongAttnConfig | None, reads: int, table: int | None) -> None:
+    """Raise ValueError for what a model with a learned position table (GPT-2) of so many entries does not take."""
+    if table is None:
+        return
+    remap, longest = attention and attention.remap, max(recipe.length, *recipe.lengths, *recipe.final_lengths)
+    if longest > table:
+        raise ValueError(f"this model learned its positions, in a table of {table:,}: it cannot read {longest:,} tokens")
+    wrong = [f"{remap.name} changes rotary distances"] if remap else []
+    wrong += ["skipped positions lie beyond it"] if reads > table else []
+    if wrong:
+        raise ValueError(
+            f"this model learned its positions, in a table of {table:,}, and {' and '.join(wrong)}: give "
+            "method=infoscale:clamp=false (or null) and positions=plain; the recipe method_lora has both"
+        )
 
 
 def _long_text(recipe: Recipe, data: Data, most: int) -> int | None:

@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import re
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from lab.papers.algorithms import ALGORITHMS, ALGORITHMS_PRETRAINED
 from lab.papers.conversion import CONVERSION
 from lab.papers.encodings import ENCODED
 from lab.papers.experiment import Experiment, Run, Texts, refuse_other_settings
+from lab.papers.keys import KEYS, KEYS_CONVERTED, KEYS_IN_256, KEYS_OF_TWO
 from lab.papers.length import ATTENTION, LENGTH
 from lab.papers.masked import MASKED
 from lab.papers.needles import NEEDLES, NEEDLES_BEYOND, PRETRAINED
@@ -39,6 +41,7 @@ ALL = (
     *SETS,
     *(LENGTH, ATTENTION, NEEDLES, PRETRAINED, MASKED, ENCODED),
     *(ALGORITHMS, ALGORITHMS_PRETRAINED, CONVERSION, NEEDLES_BEYOND),
+    *(KEYS, KEYS_CONVERTED, KEYS_OF_TWO, KEYS_IN_256),
 )
 EXPERIMENTS = {e.name: e for e in ALL}
 RESULTS = tables.RESULTS
@@ -139,6 +142,7 @@ def perform(experiment: Experiment, args: argparse.Namespace, results: Path, tex
             "seconds": round(time.monotonic() - started, 1),
             "threads": torch.get_num_threads(),
             "versions": versions(),
+            "commit": commit(),
         }
         rows.put(row, instead_of={"variant": variant, "seed": seed})
         print(f"{experiment.name} {variant} seed {seed}: {row['cpu_seconds'] / 60:.1f} CPU minutes, {dtype}", flush=True)
@@ -151,6 +155,17 @@ def command(experiment: Experiment, variant: str, seed: int, args: argparse.Name
         words += ["--text", *(p.name for p in texts.train), f"--heldout {texts.heldout and texts.heldout.name}"]
     words += [f"--dtype {args.dtype}"] if experiment.dtype != "float32" else []
     return " ".join([*words, *(["--quick"] if args.quick else [])])
+
+
+def commit() -> str | None:
+    """The commit that a checkout is at; with a plus, something in it is not committed."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
 
 
 def listed(results: Path) -> str:

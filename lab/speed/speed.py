@@ -142,14 +142,28 @@ def generate(batch: str, length: str) -> str:
     return ratio(row)
 
 
+def between(rows: Rows, where: str, mode: str, method: str) -> str:
+    """The least and the greatest ratio to sdpa of a method, over the lengths that were measured."""
+    found = [
+        r["ratio"]
+        for r in chosen(rows, where, mode, "ratio")
+        if r["backend"] == "auto" and r["method"].split(",")[0] == method
+    ]
+    return f"{min(found):.2f} to {max(found):.2f}"
+
+
 def contents() -> Contents:
-    """What stands below `<!-- speed: WHERE WHAT ... -->` (see `table`), and within `<!-- speed: generate BATCH LENGTH -->`."""
+    """What stands below `<!-- speed: WHERE WHAT ... -->` (see `table`), and within a sentence `<!-- speed: generate BATCH
+    LENGTH -->` and `<!-- speed: between WHERE MODE METHOD -->`.
+    """
     rows, apart = load_all(), {"host": host, "generation": generation}
 
     def made(what: str) -> str:
         first, *rest = what.split()
         if first == "generate":
             return generate(*rest)
+        if first == "between":
+            return between(rows, *rest)
         return apart[what]() if what in apart else table(rows, [first, *rest])
 
     return {"speed": made}

@@ -18,14 +18,12 @@ import pytest
 import release
 import tiny
 import torch
-import typer
+from commands import check_ours, check_script, ours
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn.cli import app
-from hf_longattn.evaluation.settings import parse_settings
-from hf_longattn.training import load_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_longattn.UntrainedWarning")
 ROOT = Path(__file__).parents[2]
@@ -120,22 +118,6 @@ def test_python_that_runs_elsewhere_names_what_there_is(block: str) -> None:
 # commands -------------------------------------------------------------------------------------------------------------
 
 
-def options_of(source: str) -> set[str]:
-    """The options that a script adds, with those of the modules beside it that it imports."""
-    path, found = ROOT / source, set()
-    modules = re.findall(r"^(?:from|import) (?:[\w.]+\.)?(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-    for file in (path, *(path.parent / f"{module}.py" for module in modules)):
-        if file.is_file():
-            found |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', file.read_text(encoding="utf-8")))
-    return found
-
-
-def check_script(source: str, words: list[str]) -> None:
-    assert (ROOT / source).is_file()
-    unknown = {w for w in words if w.startswith("--")} - options_of(source) - {"--help"}
-    assert not unknown, f"{source} has no {unknown}"
-
-
 def check_make(words: list[str]) -> None:
     for target in (w for w in words if "=" not in w):
         recipe = re.search(rf"^{re.escape(target)}:.*\n((?:\t.*\n)*)", MAKEFILE, re.MULTILINE)
@@ -147,21 +129,6 @@ def check_make(words: list[str]) -> None:
                 source = re.search(r"(\S+\.py)[^\n]*\$\(ARGS\)", recipe[1])
                 assert source
                 check_script(source[1], shlex.split(value))
-
-
-def ours(name: str) -> Any:
-    return typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
-
-
-def check_ours(words: list[str]) -> None:
-    """A whole command: options and values are read as the command reads them, then what they mean."""
-    name, *rest = [w for w in words if w != "..."]
-    given = ours(name).make_context(name, rest).params
-    if name == "train":
-        keys = {o.split("=")[0] for o in given["overrides"]}
-        load_recipe(given["recipe"], [*given["overrides"], *(f"{k}=x" for k in ("model", "data") if k not in keys)])
-    if name in ("eval", "inspect", "probe"):
-        parse_settings(given["method"] or [], given.get("rope") or [], None, [])
 
 
 def check_mention(words: list[str]) -> None:

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 pytest.importorskip("peft")
 pytest.importorskip("omegaconf")
 from peft import PeftModel
+from tiny import save_gpt2
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace, WhitespaceSplit
@@ -49,6 +50,7 @@ from hf_longattn.training import loss as loss_module
 from hf_longattn.training.data import Data, Finish, NeedleWindows, Windows, documents, pack, skipped
 from hf_longattn.training.held_out import windows_of
 from hf_longattn.training.loss import CausalLoss, trained_by
+from hf_longattn.training.models import load_model, put_adapter
 from hf_longattn.training.recipe import Distill, Hub, Skip
 from hf_longattn.training.trainer import RecipeTrainer
 
@@ -277,24 +279,35 @@ def test_a_plan_says_what_is_too_much_for_the_machine(tiny: Path, tmp_path: Path
     assert "activation_checkpointing=true" in plan(prepared)
 
 
-def test_a_plan_says_where_a_method_changes_nothing(tiny: Path, tmp_path: Path) -> None:
-    """The model was trained at 256 tokens: rerope acts from 128 on."""
-    for changes, said in (
-        (
-            {"positions": "plain", "length": 128},
-            "rerope+infoscale changes nothing in texts of up to 128 tokens, and training shows 128",
-        ),
-        ({"positions": "plain", "length": 128}, "Take length=256, or positions=skip"),
-        ({"positions": "plain", "length": 160}, None),
-        ({}, None),  # positions skip
-        ({"positions": "plain", "method": None}, None),
-        ({"positions": "plain", "method": "scale_invariant"}, None),
+def test_methods_that_change_no_row_of_training_are_known(tiny: Path, tmp_path: Path) -> None:
+    """The model was trained at 256 tokens: rerope acts from 128 on, infoscale on rows that see more than 256 keys."""
+    plain = {"positions": "plain"}
+    for changes, idle in (
+        ({"length": 128} | plain, ["infoscale", "rerope"]),
+        ({"length": 160, "method": "rerope"} | plain, []),
+        ({"method": "rerope"}, []),  # positions skip
+        ({"method": "rerope", "skip__unskipped": 1.0}, ["rerope"]),
+        ({"method": "infoscale"}, ["infoscale"]),  # which counts keys: skipped positions add none
+        ({}, ["infoscale"]),
+        ({"method": "infoscale:clamp=false"}, []),
+        ({"method": "infoscale", "length": 300} | plain, []),
+        ({"method": "infoscale", "length": 300, "data": tiny / "table.jsonl", "packing": "documents"} | plain, ["infoscale"]),
+        ({"method": None} | plain, []),
+        ({"method": "scale_invariant"} | plain, []),
+        ({"method": "scale_invariant", "strength__start": 0.0, "strength__end": 0.0}, ["scale_invariant"]),
     ):
-        told = plan(prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", **changes))))
-        assert ("\nnote " in told) is (said is not None)
-        assert said is None or said in told
-    needles = plan(prepare(load_recipe("needle_lora", settings(tiny, tmp_path / "out", length=400))))
-    assert "changes nothing" not in needles
+        prepared = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", **changes)))
+        assert sorted(m.name for m in prepared.idle) == idle, changes
+
+
+def test_a_plan_says_where_a_method_changes_nothing(tiny: Path, tmp_path: Path) -> None:
+    told = plan(prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", positions="plain", length=128))))
+    assert "rerope changes nothing in texts of up to 128 tokens, and training shows 128: nothing is learned of it" in told
+    assert "Take length=256, or positions=skip, which shows far distances in short windows" in told
+    assert "infoscale changes no row that sees up to 256 keys, and rows of training see 128 at most" in told
+    assert told.endswith("To train it take length=512, or clamp=false, with which it acts on every row")
+    told = plan(prepare(load_recipe("needle_lora", settings(tiny, tmp_path / "out", length=400, method="rerope"))))
+    assert "changes nothing" not in told
 
 
 def test_time_is_estimated_by_what_is_computed(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,6 +477,25 @@ def test_method_lora_trains_under_what_acts_at_every_length(tiny: Path, tmp_path
 
 def method_of(adapter: Path) -> Any:
     return json.loads((adapter / "adapter_config.json").read_text()).get("longattn")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_take_a_model_with_a_table_of_positions(name: str, tiny: Path, tmp_path: Path) -> None:
+    """GPT-2: `method_lora` as it stands, the others with another method and plain positions, which the refusal names."""
+    base = save_gpt2(tmp_path / "gpt2")
+    ours = settings(tiny, tmp_path / "out", model=base, data=tiny / "train.txt", length=200)
+    if name != "method_lora":
+        with pytest.raises(
+            ValueError, match=r"a table of 256, and rerope .* give method=infoscale:clamp=false .* positions=plain"
+        ):
+            prepare(load_recipe(name, ours))
+        ours += ["method=infoscale:clamp=false", "positions=plain"]
+    prepared = prepare(load_recipe(name, [*ours, *(["needle.needles=1"] if name == "needle_lora" else [])]))
+    assert "infoscale" in plan(prepared)
+    wrapped = put_adapter(load_model(prepared.recipe, prepared.config, weights=False), prepared.recipe.lora, 0)
+    assert wrapped.peft_config["default"].target_modules == {"c_attn", "attn.c_proj"}
+    with pytest.raises(ValueError, match="in a table of 256: it cannot read 300 tokens"):
+        prepare(load_recipe(name, [*ours, "length=300"]))
 
 
 def test_targets_are_one_name_or_several(tiny: Path, tmp_path: Path) -> None:
@@ -943,7 +975,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_distillation_against_the_formula(tiny: Path, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_longattn.training.models import put_adapter, unadapted
+    from hf_longattn.training.models import unadapted
     from hf_longattn.training.recipe import Lora
 
     monkeypatch.setattr(loss_module, "CHUNK", 7)
