@@ -12,11 +12,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, modeling_utils
 
@@ -103,6 +104,10 @@ def load_weights(source: str, config: Any = None, adapter: str | None = None, **
             loaded, info = kind.from_pretrained(
                 source, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
             )
+        except (UnpicklingError, SafetensorError) as error:
+            said = "they hold more than tensors, and nothing else of a pickle is read"
+            said = str(error) if isinstance(error, SafetensorError) else said
+            raise Refused(f"{source}: its weights are not read: {said}") from error
         except RuntimeError as error:
             if not report:
                 raise
@@ -206,7 +211,8 @@ def load_tokenizer(source: str) -> Any:
             f"{source} holds no tokenizer: there is no tokenizer.json in it. Save one there: "
             f"AutoTokenizer.from_pretrained(BASE).save_pretrained({source!r})"
         )
-    return AutoTokenizer.from_pretrained(source)
+    with unfit(f"the tokenizer of {source} is damaged, or of a newer transformers"):
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
 
 def carry(source: str, folder: Path, kind: Any) -> None:
