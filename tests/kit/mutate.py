@@ -227,7 +227,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.again:
         rows = map(json.loads, arguments.again.read_text(encoding="utf-8").splitlines())
         before = {row["key"]: row["by"] for row in rows if row["by"]}
-        files = sorted({r for r in (ROOT / cost.PACKAGE).rglob("*.py")})
+        files = sorted((ROOT / cost.PACKAGE).rglob("*.py"))
         mutants = [m for f in files for m in mutants_of(f) if m.key in before]
     else:
         mutants = chosen(arguments.count, arguments.only, set(reaches))
@@ -255,7 +255,7 @@ def run(arguments: argparse.Namespace) -> None:
         import peft  # noqa: F401
         import pytest  # noqa: F401
         import torch
-        import torch._dynamo.testing  # noqa: F401
+        import torch._dynamo.testing
         import transformers.models.llama.modeling_llama
         import transformers.trainer  # noqa: F401
 
