@@ -1,39 +1,51 @@
-# make demo | test | check | docs | bench | report | theory | gpu | compile-cuda | engines | vllm | conformance | coverage-models | test-oldest | test-newest | release-check | clean
+# make demo | check | test | test-lab | docs | bench | report | theory | gpu | compile-cuda | engines | vllm | conformance | coverage | coverage-models
+#      survival | test-oldest | test-newest | test-main | test-python | release | clean
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
+MAIN := .venv-main
 VLLM := .venv-vllm
 CUDA := .venv-cuda
 BIN := $(VENV)/bin
 # Each process goes through files of its own, so that what a file prepares is prepared once.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Lanes of their own: `make test-lab`, `make docs`.
+ASIDE := --ignore=tests/lab --ignore=tests/docs
 # T: one area, fast and without the gate: a file or folder (T=core, T=positions), else pytest's -k (T=beam).
 IN_TESTS = tests/test_$(T).py tests/*/test_$(T).py tests/*/*/test_$(T).py
 AREA = $(if $(T),$(or $(wildcard tests/$(T:tests/%=%)),$(wildcard $(IN_TESTS)),-k "$(T)"))
+MAINS := git+https://github.com/huggingface/transformers git+https://github.com/huggingface/peft
 PACKAGES = import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: demo test check lint docs bench report theory reproduce gpu compile-cuda engines vllm conformance coverage-models test-oldest test-newest wheel release-check clean
+.PHONY: demo test test-lab check lint docs site bench report theory reproduce gpu compile-cuda engines vllm conformance coverage coverage-models survival
+.PHONY: test-oldest test-newest test-main test-python wheel release-check release clean
 .PRECIOUS: %/bin/pip %/.layered
 
 demo: $(VENV)/.demo  ## a real model under the method: run, measure, adapt, save, reload (ARGS="--help" for options)
 	$(BIN)/python recipes/demo/run.py $(ARGS)
 
-test: $(if $(T),$(VENV)/.dev,lint)  ## everything: format, lint, types, imports, all tests (T=AREA: the tests of one area)
-	$(if $(T),,$(BIN)/ruff format --check .)
-	$(PYTEST) $(AREA)
+test: $(if $(T),$(VENV)/.dev,lint)  ## the package: format, lint, types, imports, its tests (T=AREA: the tests of one area)
+	$(PYTEST) $(or $(AREA),$(ASIDE))
+
+test-lab: $(VENV)/.dev  ## the tests of lab/ and recipes/demo
+	$(PYTEST) tests/lab
 
 check: $(VENV)/.dev  ## the inner loop: formats in place, then lint, types, imports, fast tests (T=AREA: the tests of one area)
 	$(if $(T),,$(BIN)/ruff format .)
 	$(if $(T),,@$(MAKE) --no-print-directory lint)
-	$(PYTEST) -q -m "not slow and not crossed" $(AREA)
+	$(PYTEST) -q -m "not slow and not crossed" $(or $(AREA),$(ASIDE))
 
-lint: $(VENV)/.dev
+lint: $(VENV)/.dev  ## format, lint, types, imports
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: $(VENV)/.docs  ## the site, in build/site; a broken link or an unknown name fails
+docs: $(VENV)/.dev site  ## the site, then what pages say is tried
+	$(PYTEST) tests/docs
+
+site: $(VENV)/.docs  ## the site, in build/site; a broken link or an unknown name fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build  # not --quiet, under which strict finds nothing
 	@echo build/site/index.html
 
@@ -70,27 +82,44 @@ conformance: $(VENV)/.conformance  ## transformers' own tests with our names as 
 coverage-models: $(VENV)/.dev  ## every language model of transformers, tiny: exact, refused or a bug; rewrites docs/models.md
 	$(BIN)/python tests/kit/coverage_models.py $(ARGS)
 
-test-oldest: $(OLDEST)/.dev  ## exactness and persistence on the oldest supported transformers
-	$(subst $(BIN),$(OLDEST)/bin,$(PYTEST)) -m "not crossed" tests/integration/test_exactness.py tests/integration/test_persistence.py tests/integration/test_traps.py \
-		tests/sharing/test_adapters.py tests/sharing/test_adapter_kinds.py tests/integration/test_positions.py tests/integration/test_models.py tests/integration/test_trained.py tests/integration/test_seams.py
+coverage: $(VENV)/.dev  ## which lines the fast tests run; a page in build/coverage
+	$(PYTEST) -q -m "not slow and not crossed" $(ASIDE) --cov=hf_longattn --cov-report=term --cov-report=html:build/coverage $(ARGS)
+
+survival: $(VENV)/.dev  ## damaged files, kills, full disks, strangers' checkpoints, at length; rewrites docs/survival.json and its page
+	OMP_NUM_THREADS=1 $(BIN)/python tests/kit/survival.py $(ARGS)
+
+test-oldest: $(OLDEST)/.dev  ## the lane of every version on the oldest supported transformers
+	$(OLDEST)/bin/python tests/kit/lane.py
 
 # It asks for the newest releases at every run; where they are the pinned ones it installs nothing.
-test-newest: $(NEWEST)/.layered  ## exactness, persistence, adapters, continuous batching and the README on the newest transformers, peft, accelerate
+test-newest: $(NEWEST)/.layered  ## the same, continuous batching and the README on the newest transformers, peft, accelerate
 	grep '^torch==' constraints.txt > $(NEWEST)/constraints.txt
 	$(BIN)/pip --python $(NEWEST)/bin/python install --quiet --upgrade transformers peft accelerate --constraint $(NEWEST)/constraints.txt
 	$(BIN)/pip --python $(NEWEST)/bin/python install --quiet --no-deps --editable .
-	$(NEWEST)/bin/python tests/kit/newest.py
+	$(NEWEST)/bin/python tests/kit/lane.py --newest
+
+test-main: $(MAIN)/.layered  ## the same on what transformers and peft will release next: their main branches
+	grep '^torch==' constraints.txt > $(MAIN)/constraints.txt
+	$(BIN)/pip --python $(MAIN)/bin/python install --quiet --upgrade $(MAINS) --constraint $(MAIN)/constraints.txt
+	$(BIN)/pip --python $(MAIN)/bin/python install --quiet --no-deps --editable .
+	$(MAIN)/bin/python tests/kit/lane.py --newest
+
+test-python: $(VENV)/.dev  ## the lane of every version by another Python: make test-python PYTHON=python3.13 VENV=.venv-3.13
+	$(BIN)/python tests/kit/lane.py
 
 wheel: $(VENV)/.release  ## builds into dist/
 	rm -rf dist
 	$(BIN)/python -m build
 
-release-check: wheel  ## the wheel in an empty environment, away from here: the README's blocks and the commands run; uploads nothing
+release-check: wheel  ## the wheel in an empty environment, away from here: its contents, the README's blocks, the commands; uploads nothing
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python tests/kit/release.py dist/*.whl README.md
 
+release: release-check  ## all of a release but the upload; says what is left to do
+	$(BIN)/python tests/kit/release.py --say dist $(TAG)
+
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(VLLM) $(CUDA) .conformance .vllm build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(MAIN) $(VLLM) $(CUDA) .conformance .vllm build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 # One stamp per extra: .venv/.demo holds the extra "demo", .venv/.dev the extra "dev".
 $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/bin/pip

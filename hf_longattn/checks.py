@@ -40,6 +40,17 @@ def read_text(path: Path) -> str:
         ) from None
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's JSON mapping; ValueError, which names the file, if it holds anything else."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}): save or download it again") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} is damaged (it holds no mapping): save or download it again")
+    return data
+
+
 def device_of(name: str) -> str:
     """The device that a name means here; "auto" is a GPU where there is one."""
     import torch
@@ -80,13 +91,9 @@ def check_model(model: str | Path, adapter: bool = False) -> None:
     configs = [folder / name for name in names if (folder / name).is_file()]
     if not configs:
         raise ValueError(f"{folder} holds no model: there is no {' and no '.join(names)} in it")
-    for file in configs:
-        try:
-            json.loads(read_text(file))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file} is damaged ({error}): save or download it again") from None
+    read = [read_json(file) for file in configs]
     if not adapter and not (folder / names[0]).is_file():
-        base = json.loads(read_text(configs[0])).get("base_model_name_or_path")
+        base = read[0].get("base_model_name_or_path")
         raise ValueError(
             f"{folder} holds an adapter, not a model: give the model that it was made from ({base}); eval and probe take the "
             f"adapter beside it, by --adapter NAME={folder}"

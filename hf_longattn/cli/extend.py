@@ -80,9 +80,7 @@ def extend(
         read_text(text)
     device = device_here(device)
 
-    from transformers import AutoConfig
-
-    from ..evaluation.loading import OneModel, check_setting, load_tokenizer, own_precision, speaks
+    from ..evaluation.loading import OneModel, check_setting, config_from, load_tokenizer, own_precision, speaks
     from ..evaluation.rows import versions_line
     from ..evaluation.search import SEED, Search, by_head
     from ..evaluation.settings import UNMODIFIED, Setting
@@ -93,7 +91,7 @@ def extend(
     with refusing("MODEL"):
         facts = check_setting(Setting(UNMODIFIED, train_length=given), model, head=False)
         tokenizer = load_tokenizer(model)
-        config = AutoConfig.from_pretrained(model)
+        config = config_from(model)
     trained = _trained(facts, length)
     _tell_of_own(config, model)
     with refusing("MODEL"):

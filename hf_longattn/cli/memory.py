@@ -31,12 +31,11 @@ def memory(
     check(model, dtype)
 
     import torch
-    from transformers import AutoConfig
 
-    from ..evaluation.loading import build, check_reads, own_precision
+    from ..evaluation.loading import build, check_reads, config_from, own_precision
 
     with refusing("MODEL"):
-        config = AutoConfig.from_pretrained(model)
+        config = config_from(model)
         check_reads(config, model, head=False)
         if dtype == "auto":  # quantised ones say other things
             dtype = own if (own := own_precision(model)) in DTYPES else "bfloat16"

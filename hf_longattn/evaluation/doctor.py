@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from packaging.requirements import Requirement
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 
 from .. import __version__
@@ -26,7 +26,7 @@ from ..integration.layers import language_config, pretrained
 from ..integration.model import knowing
 from ..integration.names import is_ours
 from ..integration.record import ADAPTER, method_in
-from .loading import load_weights, precision_of
+from .loading import config_from, load_weights, precision_of
 from .outlook import outlook, taken, trained_line
 
 #: Engines that build a model by its architecture's name, from code of their own, and read nothing of a method.
@@ -72,8 +72,8 @@ def examine(model: str | None, dtype: str = "auto", device: str = "cpu", weights
     yield from kernels(method)
     yield from engines(method, saved.get("architectures") or ())
     try:
-        config = AutoConfig.from_pretrained(base)
-    except (ValueError, KeyError) as error:
+        config = config_from(base)
+    except ValueError as error:
         yield Finding("method", f"the config is refused: {error}", PROBLEM)
         return
     yield from trained_length(method, config)

@@ -12,11 +12,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, modeling_utils
 
@@ -46,8 +47,28 @@ COMPANIONS += ("modules.json", "sentence_bert_config.json", "config_sentence_tra
 
 
 def config_from(model: Any) -> Any:
-    """The config of a checkpoint, or a copy of a loaded model's."""
-    return AutoConfig.from_pretrained(model) if isinstance(model, str) else copy.deepcopy(model.config)
+    """The config of a checkpoint, or a copy of a loaded model's.
+
+    ValueError: transformers makes none of what is there, or asks for code beside the checkpoint, which is not run.
+    """
+    if not isinstance(model, str):
+        return copy.deepcopy(model.config)
+    with unfit(f"{model}: its config.json is damaged, or of a newer transformers"):
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        if not all(isinstance(name, str) for name in config.architectures or ()):
+            raise TypeError(f"architectures is {config.architectures!r}")
+    return config
+
+
+@contextmanager
+def unfit(what: str) -> Iterator[None]:
+    """What other libraries raise, in passing, of values that they do not expect, as a `Refused`."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError):
+        raise
+    except Exception as error:
+        raise Refused(f"{what} ({type(error).__name__}: {error})") from error
 
 
 def precision_of(model: str, dtype: str = "auto", device: str = "cpu") -> str:
@@ -55,14 +76,14 @@ def precision_of(model: str, dtype: str = "auto", device: str = "cpu") -> str:
     multiplies slowly. Quantised checkpoints stay "auto".
     """
     check_dtype(dtype, "auto")
-    config, own = AutoConfig.from_pretrained(model), own_precision(model)
+    config, own = config_from(model), own_precision(model)
     half = own in ("bfloat16", "float16") and not getattr(config, "quantization_config", None)
     return "float32" if dtype == "auto" and half and not multiplies_fast(own, device) else dtype
 
 
 def own_precision(model: str) -> str:
     """What a checkpoint's config says that its weights are in."""
-    config = AutoConfig.from_pretrained(model)
+    config = config_from(model)
     return str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
 
 
@@ -75,7 +96,7 @@ def load_weights(source: str, config: Any = None, adapter: str | None = None, **
     Raises:
         Refused: weights are missing, left over, of another shape, NaN or infinite.
     """
-    config = AutoConfig.from_pretrained(source) if config is None else config
+    config = config_from(source) if config is None else config
     other = None if adapter is None else class_for(adapter, config)
     kind = other or class_of(config)
     with _report() as report:
@@ -83,6 +104,10 @@ def load_weights(source: str, config: Any = None, adapter: str | None = None, **
             loaded, info = kind.from_pretrained(
                 source, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
             )
+        except (UnpicklingError, SafetensorError) as error:
+            said = "they hold more than tensors, and nothing else of a pickle is read"
+            said = str(error) if isinstance(error, SafetensorError) else said
+            raise Refused(f"{source}: its weights are not read: {said}") from error
         except RuntimeError as error:
             if not report:
                 raise
@@ -114,6 +139,8 @@ def class_for(adapter: str, config: Any) -> Any:
         raise ImportError('adapters need peft: pip install "hf_longattn[train]"') from None
 
     task = PreTrainedConfig.get_config_dict(adapter, _configuration_file=ADAPTER)[0].get("task_type")
+    if not isinstance(task, str | None):
+        raise ValueError(f"{adapter}: task_type in its {ADAPTER} is {task!r}, and names no task")
     own, peft_class = class_of(config), auto.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(task)
     if peft_class is None or (own.can_generate() and task == "CAUSAL_LM"):
         return None
@@ -184,7 +211,8 @@ def load_tokenizer(source: str) -> Any:
             f"{source} holds no tokenizer: there is no tokenizer.json in it. Save one there: "
             f"AutoTokenizer.from_pretrained(BASE).save_pretrained({source!r})"
         )
-    return AutoTokenizer.from_pretrained(source)
+    with unfit(f"the tokenizer of {source} is damaged, or of a newer transformers"):
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
 
 def carry(source: str, folder: Path, kind: Any) -> None:
@@ -249,7 +277,7 @@ def build(config: Any, **arguments: Any) -> Any:
     The config is the model's from then on.
     """
     kind = class_of(config)
-    with torch.device("meta"):
+    with torch.device("meta"), unfit(f"transformers builds no {kind.__name__} of this config"):
         return kind._from_config(config, **arguments)
 
 
@@ -397,13 +425,14 @@ def _with_adapter(model: Any, adapter: str) -> Any:
     from peft import PeftModel
 
     try:
-        return PeftModel.from_pretrained(model, adapter)
-    except RuntimeError as error:
+        with unfit(f"the adapter {adapter} is damaged, or of a newer PEFT"):
+            return PeftModel.from_pretrained(model, adapter)
+    except (ValueError, OSError) as error:
         if not (mismatches := [line.strip() for line in str(error).splitlines() if "size mismatch" in line]):
-            raise
-        raise ValueError(
+            raise Refused(str(error)) from error
+        raise Refused(
             f"the adapter {adapter} was made from another model: {len(mismatches)} of its weights do not fit, first of them: "
-            f"{mismatches[0]}"
+            f"{mismatches[0].removesuffix(')')}"
         ) from None
 
 

@@ -6,12 +6,17 @@ import contextlib
 import json
 import os
 import platform
+import zlib
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..checks import read_json
+
 Row = dict[str, Any]
+#: In a line of a file with a protocol, the checksum of the row before it.
+CHECK = "crc32"
 #: Of JSON lines, what all rows share.
 PROTOCOL = "protocol.json"
 
@@ -79,7 +84,7 @@ class RowFile:
         if self.path is None:
             return
         if self.path.suffix == ".jsonl":
-            text = "".join(json.dumps(row) + "\n" for row in self.all)
+            text = "".join(self._line(row) for row in self.all)
             if "protocol" in self.head and self._protocol() != self.head["protocol"]:
                 write_whole(self.path.with_name(PROTOCOL), json.dumps(self.head["protocol"], indent=1) + "\n")
         else:
@@ -97,7 +102,12 @@ class RowFile:
     def _protocol(self) -> dict[str, Any]:
         """That beside JSON lines."""
         file = self.path and self.path.with_name(PROTOCOL)
-        return dict(json.loads(file.read_text(encoding="utf-8"))) if file and file.exists() else {}
+        return read_json(file) if file and file.exists() else {}
+
+    def _line(self, row: Row) -> str:
+        """A row as JSON, with its checksum where rows of one protocol are kept to be gone on with."""
+        text = json.dumps(row)
+        return text + "\n" if "protocol" not in self.head else f'{text[:-1]}, "{CHECK}": "{_checksum(text)}"}}\n'
 
     def _agree(self, there: Mapping[str, Any]) -> None:
         """Refuse rows of another protocol, naming what differs, and take over what theirs says beside."""
@@ -113,25 +123,38 @@ class RowFile:
     def _read(self) -> list[Row]:
         if self.path is None or not self.path.exists():
             return self.all if self.path is None else []
-        text = self.path.read_text(encoding="utf-8")
         if self.path.suffix != ".jsonl":
-            data = json.loads(text)
-            if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
+            data = read_json(self.path)
+            if not isinstance(data.get("rows"), list) or not all(isinstance(row, dict) for row in data["rows"]):
                 raise ValueError(f"{self.path} holds no rows; nothing is overwritten: choose another folder")
             self._agree(data.get("protocol", {}))
             self.head = {k: v for k, v in data.items() if k not in ("rows", "protocol")} | self.head
             return list(data["rows"])
         self._agree(self._protocol())
-        lines, rows = text.split("\n"), []
+        lines, rows = self.path.read_bytes().split(b"\n"), []
         for number, line in enumerate(lines, 1):
             try:
-                rows += [json.loads(line)] if line else []
-            except json.JSONDecodeError:
+                rows += [_row(line)] if line else []
+            except ValueError as error:
                 if number < len(lines):
-                    raise ValueError(
-                        f"{self.path}, line {number}, is not a row: remove it, or choose another folder"
-                    ) from None
+                    way = "remove the line, which is measured again, or choose another folder"
+                    raise ValueError(f"{self.path}, line {number}, is not a row ({error}): {way}") from None
         return rows
+
+
+def _row(line: bytes) -> Row:
+    """A line's row; ValueError if it holds none, or has changed since it was written."""
+    row = json.loads(line.decode())
+    if not isinstance(row, dict) or not row:
+        raise ValueError("it holds no mapping")
+    check = row.pop(CHECK, None)
+    if check is not None and check != _checksum(json.dumps(row)):
+        raise ValueError("it is not what was measured: its checksum differs")
+    return row
+
+
+def _checksum(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 def _has(row: Row, values: Mapping[str, Any]) -> bool:

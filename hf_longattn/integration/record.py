@@ -40,8 +40,11 @@ def type_of(saved: Mapping[str, Any]) -> str:
 
 
 def saved_in(file: Path) -> dict[str, Any]:
-    """A saved config; empty where there is no such file."""
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+    """A saved config; empty where there is no such file, ValueError where it is damaged."""
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file} is damaged ({error}): save or download it again") from None
 
 
 def method_in(saved: Mapping[str, Any]) -> LongAttnConfig | None:

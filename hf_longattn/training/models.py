@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from ..config import LongAttnConfig
-from ..evaluation.loading import build, check_reads, edit_rope, load_weights
+from ..evaluation.loading import build, check_reads, config_from, edit_rope, load_weights
 from ..evaluation.loading import load_tokenizer as tokenizer_of
 from ..integration import apply, config_of, rope, update
 from ..integration.classes import kinds_of
@@ -33,7 +33,7 @@ def load_tokenizer(recipe: Recipe) -> Any:
 
 def load_config(recipe: Recipe) -> tuple[Any, Any]:
     """The config of the model to train, and that of the unmodified one; they differ by their rotary encoding."""
-    original = AutoConfig.from_pretrained(recipe.model)
+    original = config_from(str(recipe.model))
     check_reads(original, str(recipe.model))
     config = copy.deepcopy(original)
     if recipe.setting.rope is not None:

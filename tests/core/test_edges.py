@@ -10,7 +10,7 @@ import pytest
 import torch
 from calls import inputs, mask_of, with_gradients
 from cases import CASES, HEADS
-from helpers import close, crossed, fresh, tokens
+from helpers import close, crossed, stock, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -283,7 +283,7 @@ def test_random_calls_of_random_methods(call: dict[str, Any]) -> None:
 )
 @torch.no_grad()
 def test_methods_compile(case: str) -> None:
-    m, ids = fresh("llama", CASES[case]), tokens(length=17)
+    m, ids = hf_longattn.apply(stock("llama", num_hidden_layers=2), CASES[case]), tokens(length=17)
     torch._dynamo.reset()
     compiled = torch.compile(m, fullgraph=True, backend="eager")
     close(compiled(ids, use_cache=False).logits, m(ids, use_cache=False).logits)
@@ -294,7 +294,8 @@ def test_methods_compile(case: str) -> None:
 @torch.no_grad()
 def test_a_strength_compiles_nothing_anew(case: str) -> None:
     window = {"window": 7} if case.startswith("rerope") else {}
-    m, ids = fresh("llama", LongAttnConfig.preset(case, strength=0.25, **window)), tokens(length=17)
+    config, ids = LongAttnConfig.preset(case, strength=0.25, **window), tokens(length=17)
+    m = hf_longattn.apply(stock("llama", num_hidden_layers=2), config)
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:

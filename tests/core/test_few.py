@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES
-from helpers import close, crossed
+from helpers import close, crossed, spread
 
 import hf_longattn
 from hf_longattn import Rotation
@@ -21,9 +21,10 @@ from hf_longattn.core.lower import lower
 from hf_longattn.core.reference import dense_attention
 
 pytestmark = pytest.mark.skipif(parts.triton is None, reason="triton is not installed")
+#: Every case on one query, and each on some of the other rows.
+CALLED = [*((case, "one") for case in CASES), *spread(CASES, ("padded", "blind", "ids", "static"), 3)]
 #: How the model rotates: halves, and pairs of neighbours behind features that are not rotated.
 ROTATIONS = {False: Rotation(torch.tensor([1.0, 0.3, 0.02])), True: Rotation(torch.tensor([1.0, 0.3, 0.02]), True, 2)}
-ROWS = ("one", "padded", "blind", "ids", "static")
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +50,7 @@ def rows_of(kind: str, q_len: int, kv_len: int) -> Rows:
     return rows
 
 
-@pytest.mark.parametrize("kind", crossed(ROWS, ("one", "padded")))
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "kind"), crossed(CALLED, CALLED[: len(CASES)]))
 def test_few_queries(case: str, kind: str) -> None:
     config, g = CASES[case].for_layer(1), torch.Generator().manual_seed(0)
     q_len, kv_len = (1 if kind == "one" else 5), 43

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 import torch
 from calls import GEOMETRIES, OPTIONS, arguments, by_options, dense, inputs, tables, with_gradients
 from cases import CASES
-from helpers import close, crossed, model, tokens
+from helpers import close, crossed, model, spread, tokens
 from torch import Tensor
 
 import hf_longattn
@@ -67,7 +66,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, rows: Rows, tolerance: floa
 
 @pytest.mark.parametrize(
     ("geometry", "options"),
-    crossed(itertools.product(GEOMETRIES, OPTIONS), [("packed", "everything"), ("mask (b, h, q, k)", "everything")]),
+    crossed(spread(GEOMETRIES, OPTIONS, 3), [("packed", "everything"), ("mask (b, h, q, k)", "everything")]),
 )
 def test_geometries(geometry: str, options: str) -> None:
     q_len, kv_len, rows = GEOMETRIES[geometry]

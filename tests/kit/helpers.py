@@ -46,6 +46,12 @@ def crossed(values: Iterable[Any], inner: Container[Any] | int) -> list[Any]:
     return [pytest.param(*parameters, marks=marks) for parameters, marks in each]
 
 
+def spread(first: Iterable[Any], second: Iterable[Any], every: int) -> list[tuple[Any, Any]]:
+    """Of all pairs each `every`-th along the diagonals: each value of one meets several of the other, at a part of the cost."""
+    others = list(second)
+    return [(a, b) for i, a in enumerate(first) for j, b in enumerate(others) if (i + j) % every == 0]
+
+
 def close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE, what: str = "") -> None:
     """Compare within a share of the largest expected value, or of 1: what adds up is rounded by the size of its terms.
 
