@@ -1,4 +1,4 @@
-# make demo | check | test | test-lab | docs | bench | report | theory | gpu | compile-cuda | engines | vllm | conformance | coverage | coverage-models
+# make demo | check | margins | test | test-lab | docs | bench | report | theory | gpu | compile-cuda | engines | vllm | conformance | coverage | coverage-models
 #      survival | test-oldest | test-newest | test-main | test-python | release | clean
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -18,7 +18,7 @@ AREA = $(if $(T),$(or $(wildcard tests/$(T:tests/%=%)),$(wildcard $(IN_TESTS)),-
 MAINS := git+https://github.com/huggingface/transformers git+https://github.com/huggingface/peft
 PACKAGES = import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: demo test test-lab check lint docs site bench report theory reproduce gpu compile-cuda engines vllm conformance coverage coverage-models survival
+.PHONY: demo test test-lab check lint margins docs site bench report theory reproduce gpu compile-cuda engines vllm conformance coverage coverage-models survival
 .PHONY: test-oldest test-newest test-main test-python wheel release-check release clean
 .PRECIOUS: %/bin/pip %/.layered
 
@@ -41,6 +41,9 @@ lint: $(VENV)/.dev  ## format, lint, types, imports
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+margins: $(VENV)/.dev  ## how near their tolerances tests come under each instruction set of this CPU, half an hour (ARGS="tests/core")
+	OMP_NUM_THREADS=1 $(BIN)/python tests/kit/margins.py $(ARGS)
 
 docs: $(VENV)/.dev site  ## the site, then what pages say is tried
 	$(PYTEST) tests/docs

@@ -13,6 +13,7 @@ import sys
 import warnings
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from helpers import (
     crossed,
     disturbed,
     expected,
+    feed,
     fresh,
     logits,
     model,
@@ -33,6 +35,7 @@ from helpers import (
     tokens,
     write_gguf,
 )
+from torch import Tensor
 from torch.nn.parallel.replicate import replicate
 from transformers import (
     AttentionInterface,
@@ -40,6 +43,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Lfm2Config,
     LlamaForCausalLM,
     Trainer,
     TrainingArguments,
@@ -466,6 +470,41 @@ def test_gguf(tmp_path: Path) -> None:
         tmp_path, gguf_file="m.gguf", attn_implementation="scale_invariant", longattn=SECTION, dtype=torch.float32
     )
     close(logits(loaded), expected("llama", CONFIG, tokens()), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "method", ["rerope:window=7", "scale_invariant", "attention_sink", "logn:learned=true:train_length=8"]
+)
+def test_gguf_in_packed_blocks(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that stay as GGUF's blocks; the kernel that multiplies by them is pretended."""
+    pytest.importorskip("gguf")
+    kernels = pytest.importorskip("transformers.integrations.gguf.kernels")
+    from transformers import GgufConfig
+    from transformers.integrations.gguf.dequant import dequantize
+
+    def unpack(blocks: Tensor, kind: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        return dequantize(blocks, kind, dtype).reshape(rows, columns)
+
+    def multiply(blocks: Tensor, x: Tensor, kind: int, rows: int) -> Tensor:
+        return x @ unpack(blocks, kind, rows, x.shape[-1], x.dtype).T
+
+    functions = {"mul_mat_vec": multiply, "dequantize": unpack, "get_rows": None, "mul_mat_id": None, "GEMV_TYPES": {8}}
+    monkeypatch.setattr(kernels, "_gguf_kernel", kernels.GgufKernel(SimpleNamespace(**functions)))
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(Lfm2Config(**sizes, block_auto_adjust_ff_dim=False))
+    write_gguf(made, tmp_path / "m.gguf", quantised=True)
+    load = functools.partial(AutoModelForCausalLM.from_pretrained, tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+    dense = load(quantization_config=GgufConfig(dequantize=True))
+    packed = load(quantization_config=GgufConfig(), attn_implementation=method)
+    assert type(packed.model.layers[1].self_attn.q_proj).__name__ == "GgufLinear"
+    plain = logits(dense)
+    close(logits(packed), want := logits(hf_longattn.apply(dense, method)))
+    assert (want - plain).abs().max() > 1e-4
+    with torch.no_grad():
+        close(feed(packed, tokens(), [16, *[1] * 8]), want)
+    close(logits(hf_longattn.remove(packed)), plain)
 
 
 # without the package, and in any order ------------------------------------------------------------------------------

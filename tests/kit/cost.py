@@ -1,9 +1,10 @@
-"""What tests cost and reach: `pytest -p cost --cost FILE` writes a line for each, `python tests/kit/cost.py FILE` sums them up.
+"""What tests cost and reach: `pytest -p cost --cost FILE` writes a line for each, `python tests/kit/cost.py FILE` sums
+them up.
 
-The cost is CPU seconds of the process and of those it waited for; the clock would say what else the machine did. What a test reaches are
-the functions of the package that run in this process while it does; tests/kit/mutate.py reads them. `--cost-sample N` runs at most N
-cases of each test function, evenly spread, and the sum counts each for those left out.
-"""
+The cost is CPU seconds of the process and of those it waited for; the clock would say what else the machine did. What
+a test reaches are the functions of the package that run in this process while it does; tests/kit/mutate.py reads
+them. `--cost-sample N` runs at most N cases of each test function, evenly spread, and the sum counts each for those
+left out."""
 
 from __future__ import annotations
 

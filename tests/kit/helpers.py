@@ -47,7 +47,7 @@ def crossed(values: Iterable[Any], inner: Container[Any] | int) -> list[Any]:
 
 
 def spread(first: Iterable[Any], second: Iterable[Any], every: int) -> list[tuple[Any, Any]]:
-    """Of all pairs each `every`-th along the diagonals: each value of one meets several of the other, at a part of the cost."""
+    """Of all pairs each `every`-th along the diagonals: each value of one meets several of the other."""
     others = list(second)
     return [(a, b) for i, a in enumerate(first) for j, b in enumerate(others) if (i + j) % every == 0]
 
@@ -168,36 +168,75 @@ def expected(family: str, config: LongAttnConfig, ids: Tensor) -> Tensor:
 
 
 def write_gguf(m: PreTrainedModel, path: Path, quantised: bool = False) -> None:
-    """The weights of a Llama as llama.cpp keeps them, the matrices of its layers in 8 bit if asked for."""
+    """The weights of a Llama or an LFM2 as llama.cpp keeps them, the matrices of its layers in 8 bit if asked for."""
     import gguf
 
-    c, w = m.config, gguf.GGUFWriter(path, "llama")
+    c, kind = m.config, m.config.model_type
+    w, arch = gguf.GGUFWriter(path, kind), gguf.MODEL_ARCH[kind.upper()]
     w.add_block_count(c.num_hidden_layers)
     w.add_context_length(c.max_position_embeddings)
     w.add_embedding_length(c.hidden_size)
     w.add_feed_forward_length(c.intermediate_size)
     w.add_head_count(c.num_attention_heads)
-    w.add_head_count_kv(c.num_key_value_heads)
-    w.add_layer_norm_rms_eps(c.rms_norm_eps)
-    w.add_rope_dimension_count(c.head_dim)
     w.add_rope_freq_base(c.rope_parameters["rope_theta"])
     w.add_vocab_size(c.vocab_size)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.num_hidden_layers)
+    if kind == "llama":
+        w.add_head_count_kv(c.num_key_value_heads)
+        w.add_layer_norm_rms_eps(c.rms_norm_eps)
+        w.add_rope_dimension_count(c.head_dim)
+    else:
+        w.add_head_count_kv([c.num_key_value_heads * (t == "full_attention") for t in c.layer_types])
+        w.add_layer_norm_rms_eps(c.norm_eps)
+        w.add_shortconv_l_cache(c.conv_L_cache)
+        w.add_token_list([str(n) for n in range(c.vocab_size)])
+    names = gguf.get_tensor_name_map(arch, c.num_hidden_layers)
     for name, x in m.state_dict().items():
         for part, heads in (("q_proj", c.num_attention_heads), ("k_proj", c.num_key_value_heads)):
-            if part in name:  # llama.cpp interleaves the halves of a rotation
+            if part in name and kind == "llama":  # llama.cpp interleaves the halves of a rotation
                 x = x.view(heads, 2, -1, x.shape[1]).transpose(1, 2).reshape(x.shape)
         if name == "lm_head.weight":
             continue
-        array, kind = x.contiguous().numpy(), None
+        array, packed = (
+            (x.flatten(1) if x.dim() == 3 else x).contiguous().numpy(),
+            None,
+        )  # a convolution's kernel, of one channel
         if quantised and "_proj" in name:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            array = gguf.quants.quantize(array, kind)
-        w.add_tensor(names.get_name(name, try_suffixes=(".weight",)), array, raw_dtype=kind)
+            packed = gguf.GGMLQuantizationType.Q8_0
+            array = gguf.quants.quantize(array, packed)
+        w.add_tensor(names.get_name(name, try_suffixes=(".weight",)), array, raw_dtype=packed)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
     w.close()
+
+
+def rounded_alike(runs: Iterable[Callable[[], Tensor]]) -> list[Tensor]:
+    """What runs give that write to fp8 caches: the first rounds, the others are given what came back from that.
+
+    What is 1e-7 apart may be rounded 0.06 apart; so what goes into the rounding is compared here, and what comes of its
+    results by the caller.
+    """
+    layer = transformers.cache_utils.Fp8QuantizedLayer
+    update, rounded, out = layer.update, [], []  # type: ignore[var-annotated]
+
+    def note(self: Any, *given: Tensor, **more: Any) -> Any:
+        rounded.append((given, update(self, *given, **more)))
+        return rounded[-1][1]
+
+    for run in runs:
+        with pytest.MonkeyPatch.context() as patch:
+            before = iter(rounded)
+
+            def repeat(self: Any, *given: Tensor, before: Any = before, **more: Any) -> Any:
+                update(self, *given, **more)
+                wanted, back = next(before)
+                for a, b in zip(given, wanted, strict=True):
+                    close(a, b, what="before it is rounded")
+                return back
+
+            patch.setattr(layer, "update", repeat if out else note)
+            out.append(run())
+    return out
 
 
 Scenario = Callable[[PreTrainedModel, Tensor], Tensor]

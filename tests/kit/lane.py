@@ -1,7 +1,8 @@
 """The tests that hold under every supported Python, torch and transformers, by the Python that runs this.
 
 python tests/kit/lane.py             exactness, persistence, adapters, positions, models, trained lengths, seams
-python tests/kit/lane.py --newest    these without the slow ones, continuous batching and the README; and what to do if a newer release fails
+python tests/kit/lane.py --newest    these without the slow ones, continuous batching and the README; and what to do if
+a newer release fails
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""How near its tolerance every comparison of tensors comes, under each instruction set of this CPU: `make margins`.
+"""`make margins`: how near its tolerance every comparison of tensors comes, under each instruction set of this CPU.
 
-    python tests/kit/margins.py tests/core tests/methods -m "not slow"
-
-prints the largest error / tolerance of each line that compares, from a third on: those a CPU not tried here might cross.
-Kernels of a CPU add up in another order under another instruction set, and so round differently.
+Kernels of a CPU add up in another order under another instruction set, and so round differently. What uses more than a third
+of its tolerance here may fail on the next CPU: its line of a test is printed, with what it used under each of them.
 """
 
 from __future__ import annotations
@@ -19,80 +17,75 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 ROOT = Path(__file__).parents[2]
-SHOWN = 1 / 3
-#: What PyTorch's own kernels, MKL and oneDNN may use at most; a CPU that lacks it uses less.
+FILES = ("core", "methods", "integration/test_exactness.py", "integration/test_traps.py", "integration/test_positions.py")
+FILES += ("integration/test_pictures.py", "integration/test_turned_keys.py", "integration/test_uses.py")
+NEAR = 1 / 3
+#: What PyTorch's own kernels, MKL and oneDNN use at most; a CPU that has less uses less.
 INSTRUCTIONS = {
-    "default": {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
-    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
-    "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "MKL_ENABLE_INSTRUCTIONS": "AVX512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+    name: {"ATEN_CPU_CAPABILITY": name, "MKL_ENABLE_INSTRUCTIONS": mkl, "ONEDNN_MAX_CPU_ISA": onednn}
+    for name, mkl, onednn in (
+        ("default", "SSE4_2", "SSE41"),
+        ("avx2", "AVX2", "AVX2"),
+        ("avx512", "AVX512", "AVX512_CORE"),
+    )
 }
+#: By line of a test: the largest share of a tolerance, and the test in which it was used.
+Margins = dict[str, tuple[float, str]]
 
 
-def margin(actual: Any, expected: Any, rtol: float, atol: float) -> float:
-    """The largest error as a share of what is allowed; 0 where nothing differs."""
-    a, b = (torch.as_tensor(x).detach().double() for x in (actual, expected))
-    error = (a - b).abs()
-    error = error[(a != b) & ~(a.isnan() & b.isnan())]
-    allowed = (atol + rtol * b.abs().expand(a.shape))[(a != b) & ~(a.isnan() & b.isnan())]
-    return float((error / allowed).max()) if len(error) else 0.0
+def share(actual: Tensor, expected: Tensor, rtol: float, atol: float) -> float:
+    """How much of what is allowed the largest error uses."""
+    a, b = torch.broadcast_tensors(actual.detach().double(), expected.detach().double())
+    differ = (a != b) & a.isfinite() & b.isfinite()
+    return float(((a - b).abs() / (atol + rtol * b.abs()))[differ].max()) if differ.any() else 0.0
 
 
 class Recorder:
-    """A plugin of pytest: the largest margin of every line that calls `torch.testing.assert_close` with tolerances."""
+    """A plugin of pytest that notes the margin of every `torch.testing.assert_close` with a tolerance."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.largest: dict[str, tuple[float, str]] = {}
-        self.test = ""
-        self.original = torch.testing.assert_close
-
-    def pytest_sessionstart(self) -> None:
-        torch.testing.assert_close = self.compare
+        self.path, self.test, self.compare = path, "", torch.testing.assert_close
+        self.margins: Margins = {}
+        torch.testing.assert_close = self.note
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         self.test = item.nodeid
 
-    def compare(
-        self, actual: Any, expected: Any, *, rtol: float | None = None, atol: float | None = None, **rest: Any
-    ) -> None:
-        if atol is not None and rtol is not None and atol + rtol > 0:
-            calls = [f for f in traceback.extract_stack()[:-1] if "/tests/" in f.filename and f.name not in ("close", "check")]
-            line = f"{Path(calls[-1].filename).relative_to(ROOT)}:{calls[-1].lineno}"
-            found = margin(actual, expected, rtol, atol)
-            self.largest[line] = max(self.largest.get(line, (0.0, "")), (found, self.test))
-        self.original(actual, expected, rtol=rtol, atol=atol, **rest)
+    def note(self, actual: Any, expected: Any, *, rtol: float | None = None, atol: float | None = None, **rest: Any) -> None:
+        if (atol or rtol) and isinstance(actual, Tensor):
+            frame = next((f for f in reversed(traceback.extract_stack()) if Path(f.filename).name.startswith("test_")), None)
+            line = f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno}" if frame else "elsewhere"
+            used = share(actual, torch.as_tensor(expected), rtol or 0.0, atol or 0.0)
+            self.margins[line] = max(self.margins.get(line, (0.0, "")), (used, self.test))
+        self.compare(actual, expected, rtol=rtol, atol=atol, **rest)
 
-    def pytest_runtest_logfinish(self) -> None:
-        self.path.write_text(json.dumps(self.largest))
-
-
-def run(arguments: list[str], path: Path) -> int:
-    """The tests in this process."""
-    return pytest.main(["-q", *arguments], plugins=[Recorder(path)])
+    def pytest_sessionfinish(self) -> None:
+        self.path.write_text(json.dumps(self.margins), encoding="utf-8")
 
 
 def main(arguments: list[str]) -> int:
-    found: dict[str, dict[str, tuple[float, str]]] = {}
-    failed = 0
+    if arguments[:1] == ["--into"]:
+        return pytest.main(["-q", *arguments[2:]], plugins=[Recorder(Path(arguments[1]))])
+    chosen = arguments or ["-m", "not slow and not crossed", *(f"tests/{name}" for name in FILES)]
+    failed, found = 0, {}
     with tempfile.TemporaryDirectory() as folder:
         for name, limits in INSTRUCTIONS.items():
-            path = Path(folder) / name
-            command = [sys.executable, __file__, "--into", str(path), *arguments]
+            print(f"{name}:", flush=True)
+            path = Path(folder, name)
+            command = [sys.executable, __file__, "--into", str(path), *chosen]
             failed |= subprocess.run(command, cwd=ROOT, env=os.environ | limits, check=False).returncode
-            found[name] = json.loads(path.read_text())
+            found[name] = json.loads(path.read_text(encoding="utf-8"))
     lines = {
-        line: {name: each.get(line, (0.0, "")) for name, each in found.items()} for each in found.values() for line in each
+        line: {name: margins.get(line, (0.0, "")) for name, margins in found.items()} for line in set().union(*found.values())
     }
     for line, by_name in sorted(lines.items(), key=lambda x: max(x[1].values()), reverse=True):
-        largest, test = max(by_name.values())
-        if largest > SHOWN:
-            print(line, " ".join(f"{name} {value:.2f}" for name, (value, _) in by_name.items()), test)
+        if max(by_name.values())[0] > NEAR:
+            print(line, *(f"{name} {used:.2f}" for name, (used, _) in by_name.items()), max(by_name.values())[1])
     return failed
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--into"]:
-        sys.exit(run(sys.argv[3:], Path(sys.argv[2])))
     sys.exit(main(sys.argv[1:]))

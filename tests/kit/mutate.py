@@ -1,8 +1,10 @@
-"""Faults put into the package one at a time, and whether a test notices: python tests/kit/mutate.py run --reaches COST --rows ROWS.
+"""Faults put into the package one at a time, and whether a test notices: python tests/kit/mutate.py run --reaches COST
+--rows ROWS.
 
-A mutant is one change of one expression or statement. It is tried by the tests that ran the function it is in, the cheapest first, until
-one fails; tests/kit/cost.py wrote which those are. Trees are copies, so that nothing is changed here and commands that tests start see
-the fault too; the libraries are imported once, and each mutant runs in a fork. A mutant that outlasts its time is killed: it loops.
+A mutant is one change of one expression or statement. It is tried by the tests that ran the function it is in, the
+cheapest first, until one fails; tests/kit/cost.py wrote which those are. Trees are copies, so that nothing is changed
+here and commands that tests start see the fault too; the libraries are imported once, and each mutant runs in a fork.
+A mutant that outlasts its time is killed: it loops.
 
     python -m pytest -p cost --cost COST --cost-sample 2         which tests reach what; minutes to an hour
     python tests/kit/mutate.py run --reaches COST --rows ROWS --count 150 [--only hf_longattn/methods]
@@ -105,7 +107,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
 
 
 def body_nodes(function: cost.Function) -> Iterator[ast.AST]:
-    """A function's own nodes, without annotations, docstring, defaults, messages, and functions inside, which are their own."""
+    """A function's own nodes, without annotations, docstring, defaults, messages and functions inside."""
 
     def walk(node: ast.AST) -> Iterator[ast.AST]:
         if isinstance(node, (*cost.Function.__args__, ast.ClassDef, ast.JoinedStr)):
@@ -167,7 +169,7 @@ def chosen(count: int, only: str, reached: set[str]) -> list[Mutant]:
 
 
 def reaching(path: Path) -> dict[str, list[tuple[float, str]]]:
-    """For each function of the package the tests that ran it, the cheapest first: a case of each test function before a second one."""
+    """For each function of the package the tests that ran it, the cheapest first, one of each function before a second."""
     found: dict[str, dict[str, list[tuple[float, str]]]] = defaultdict(lambda: defaultdict(list))
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)

@@ -1,4 +1,5 @@
-"""What a damaged file, a kill, a full disk, a second process or a stranger's checkpoint does: everything is done and looked at.
+"""What a damaged file, a kill, a full disk, a second process or a stranger's checkpoint does: everything is done and
+looked at.
 
 python tests/kit/survival.py            all of it, at length; rewrites docs/reference/survival.json and the table of its page
 python tests/kit/survival.py files --count 200       one part, shorter; writes nothing
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import importlib.util
 import io
 import json
@@ -861,7 +861,7 @@ def prepare() -> None:
     torch.set_num_threads(1)
     if importlib.util.find_spec("matplotlib"):
         import matplotlib.pyplot  # noqa: F401
-    assert errno.ENOSPC and platform.system() != "Windows", "it forks"
+    assert platform.system() != "Windows", "it forks"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
 )
 from typer.testing import CliRunner
 
@@ -60,6 +62,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # its chunk store is another protocol
     monkeypatch.setattr(constants, "ENDPOINT", fake.url)
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # Trainer's, which keeps an endpoint
     monkeypatch.setenv("HF_TOKEN", "hf_test")
     yield fake
     fake.close()
@@ -327,6 +330,22 @@ def test_push_an_adapter(server: FakeHub, base: Path, tmp_path: Path) -> None:
             assert json.loads(server.repos[repo][name])["base_model_name_or_path"] == "someone/llama"
     got = download(server, REPO, tmp_path)
     close(logits(peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), got)), logits(m), 1e-6)
+
+
+def test_trainer_pushes_an_adapter(server: FakeHub, base: Path, tmp_path: Path) -> None:
+    """As it is at the end and in every checkpoint: each brings the method and what it learned to a plain base."""
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    m = peft.get_peft_model(hf_longattn.apply(AutoModelForCausalLM.from_pretrained(base), "logn:learned=true"), config)
+    how = {"max_steps": 2, "save_steps": 1, "learning_rate": 0.05, "use_cpu": True, "report_to": [], "disable_tqdm": True}
+    how |= {"push_to_hub": True, "hub_model_id": REPO, "hub_strategy": "all_checkpoints", "hub_always_push": True}
+    text = [{"input_ids": x, "labels": x} for x in tokens(4)]
+    trainer = Trainer(m, TrainingArguments(str(tmp_path / "run"), **how), train_dataset=text)
+    trainer.train()
+    trainer.push_to_hub()
+    got = download(server, REPO, tmp_path / "got")
+    for folder in (got, got / "checkpoint-2"):
+        close(logits(peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)), logits(m), 1e-6)
+    assert (logits(m) - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 1e-2
 
 
 def test_a_name_that_is_taken(server: FakeHub) -> None:
