@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .deferred import when_imported
+from .lazy_imports import when_imported
 
 if TYPE_CHECKING:
     from . import methods as methods
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .integration import remove as remove
     from .integration import rope as rope
     from .integration import update as update
-    from .integration.jumps import masks_of_jumps as masks_of_jumps
+    from .integration.skip_masks import masks_of_jumps as masks_of_jumps
     from .methods.adaptive_temperature import fit_adaptive_temperature as fit_adaptive_temperature
     from .sharing.hub import merge as merge
     from .sharing.hub import push as push

@@ -108,7 +108,7 @@ class LongAttnConfig:
 
     @property
     def methods(self) -> tuple[Method, ...]:
-        """The filled slots, in the order in which they act; of `Parts` the methods of all."""
+        """The filled slots, in the order in which they act; of `PerLayerConfig` the methods of all."""
         return self._methods
 
     @property
@@ -192,7 +192,7 @@ class LongAttnConfig:
 
         Args:
             what: a name with or without parameters ("rerope+infoscale", "rerope:window=4096"), the dict of its slots as
-                `to_dict` gives it, a config, or a list of these for different layers (`Parts`).
+                `to_dict` gives it, a config, or a list of these for different layers (`PerLayerConfig`).
             section: parameters of what is named; or, as in a checkpoint, all slots written out, which must be of the methods
                 that are named ("longattn" stands for any).
 
@@ -201,7 +201,7 @@ class LongAttnConfig:
             TypeError: it is nothing of these.
         """
         if isinstance(what, (list, tuple)):
-            what = Parts(parts=tuple(what))
+            what = PerLayerConfig(parts=tuple(what))
         if isinstance(what, LongAttnConfig):
             return what.replace(**section) if section else what  # type: ignore[arg-type]
         if isinstance(what, Mapping):
@@ -243,11 +243,11 @@ class LongAttnConfig:
 
     @classmethod
     def _of_slots(cls, data: Mapping[str, Any]) -> LongAttnConfig:
-        known = {f.name for f in fields(Parts)}
+        known = {f.name for f in fields(PerLayerConfig)}
         if unknown := sorted(set(data) - known):
             hint = did_you_mean(unknown[0], known)
             raise ValueError(f"unknown key(s) in longattn: {', '.join(unknown)}; {hint}known: {', '.join(sorted(known))}")
-        return Parts(**data) if data.get("parts") else cls(**{k: v for k, v in data.items() if k != "parts"})
+        return PerLayerConfig(**data) if data.get("parts") else cls(**{k: v for k, v in data.items() if k != "parts"})
 
     def replace(self, **changes: Any) -> LongAttnConfig:
         """A copy with some parameters changed, each given to the one method (or the config) that has it; see `preset`."""
@@ -326,7 +326,7 @@ class LongAttnConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts(LongAttnConfig):
+class PerLayerConfig(LongAttnConfig):
     """Different methods in different layers: a whole that takes layers, backend and train_length from its parts.
 
     Args:
@@ -344,7 +344,7 @@ class Parts(LongAttnConfig):
         parts = tuple(map(LongAttnConfig.parse, self.parts)) if written else ()
         if filled := [slot for slot in SLOTS if getattr(self, slot) is not None]:
             raise ValueError(f"{filled[0]} is filled beside parts: a method of several layers goes into each of their parts")
-        if not parts or any(isinstance(x, Parts) or not x.methods for x in parts):
+        if not parts or any(isinstance(x, PerLayerConfig) or not x.methods for x in parts):
             raise ValueError("each part is a config with a method and without parts; layers in no part stay as they are")
         named = [i for x in parts if not isinstance(x.layers, str) for i in x.layers]
         if twice := sorted({i for i in named if named.count(i) > 1}):
@@ -403,10 +403,10 @@ class Parts(LongAttnConfig):
             if not any(has):
                 raise ValueError(f"no part of {self.name} has a parameter {key!r}: give the whole list of configs anew")
             parts = [x.replace(**{key: value}) if own else x for x, own in zip(parts, has, strict=True)]
-        return Parts(parts=tuple(parts), extended_to=length)
+        return PerLayerConfig(parts=tuple(parts), extended_to=length)
 
     def bind(self, facts: ModelFacts) -> LongAttnConfig:
-        return Parts(parts=tuple(x.bind(facts) for x in self.parts))._extended(self.extended_to)
+        return PerLayerConfig(parts=tuple(x.bind(facts) for x in self.parts))._extended(self.extended_to)
 
     def for_layer(self, layer: int) -> LongAttnConfig:
         """Its part, as that uses it."""

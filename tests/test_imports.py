@@ -67,7 +67,7 @@ def test_a_peft_that_is_too_old_is_told(tmp_path):
 
 def test_several_wait_for_one_package():
     code = (
-        "import sys\nfrom hf_longattn.deferred import when_imported\ndone = []\nfinders = len(sys.meta_path)\n"
+        "import sys\nfrom hf_longattn.lazy_imports import when_imported\ndone = []\nfinders = len(sys.meta_path)\n"
         "for n in range(3):\n    when_imported('colorsys', lambda n=n: done.append(n))\n"
         "import colorsys\nassert done == [0, 1, 2]\nassert len(sys.meta_path) == finders"
     )
@@ -76,7 +76,7 @@ def test_several_wait_for_one_package():
 
 def test_an_error_of_a_late_registration_is_an_error_of_the_import():
     code = (
-        "import sys\nfrom hf_longattn.deferred import when_imported\n"
+        "import sys\nfrom hf_longattn.lazy_imports import when_imported\n"
         "def refuse(): raise ImportError('too old')\n"
         "when_imported('colorsys', refuse)\n"
         "try:\n    import colorsys\nexcept ImportError as error:\n    assert str(error) == 'too old'\n"

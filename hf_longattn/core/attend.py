@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..config import BACKENDS, LongAttnConfig, check_config
 from .call import Call
-from .geometry import Rows, check_mask, check_positions, check_shapes
+from .geometry import AttentionLayout, check_mask, check_positions, check_shapes
 from .kernels import dense, few
 from .kernels.kernel import Kernel, KernelFailure
 from .lower import lower
@@ -66,7 +66,7 @@ def attention(
     check_shapes(query, key, value)
     mask = check_mask(attention_mask, query, key)
     device = torch.device("cpu") if readable(query) and mask is None else query.device
-    rows = Rows.causal(query.shape[2], key.shape[2], query_start, key_start, device)
+    rows = AttentionLayout.causal(query.shape[2], key.shape[2], query_start, key_start, device)
     rows = rows if mask is None else rows.masked(mask)
     if position_ids is not None:
         ids = check_positions(position_ids, query, key).to(device)

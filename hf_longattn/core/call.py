@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..config import LongAttnConfig
-from .geometry import Rows
+from .geometry import AttentionLayout
 from .rotary import Rotation
+from .rotated_keys import Keep
 from .tables import SHARED, TableCache
-from .turned import Keep
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class Call:
     key: Tensor
     value: Tensor
     config: LongAttnConfig
-    rows: Rows
+    rows: AttentionLayout
     scaling: float
     softcap: float | None = None
     dropout: float = 0.0

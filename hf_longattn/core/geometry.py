@@ -5,7 +5,7 @@ The distance of two tokens is the difference of their position_ids. Where these 
 under padding, packing and any cache) indices serve; elsewhere rows carry explicit positions of queries and keys.
 
 Rows are made on the host wherever it knows them: what follows from them is then found without waiting for a device, and
-kernels get them by `Rows.on`. They are on the device where nothing may be read, or under masks of any form.
+kernels get them by `AttentionLayout.on`. They are on the device where nothing may be read, or under masks of any form.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .tracing import readable, sent
 
 
 class Columns(NamedTuple):
-    """The columns of `Rows.index`, as tensors (batch or 1, q_len), or numbers drawn from them."""
+    """The columns of `AttentionLayout.index`, as tensors (batch or 1, q_len), or numbers drawn from them."""
 
     query: Any  # the row's own cache index
     key_start: Any  # the cache index of key 0
@@ -33,7 +33,7 @@ class Columns(NamedTuple):
     high: Any  # and the last
 
     def stacked(self) -> Tensor:
-        """int64 (batch or 1, q_len, 5), `Rows.index`."""
+        """int64 (batch or 1, q_len, 5), `AttentionLayout.index`."""
         return torch.stack(torch.broadcast_tensors(*self), -1)
 
 
@@ -42,7 +42,7 @@ FAR = 1 << 32
 
 
 @dataclass(frozen=True)
-class Rows:
+class AttentionLayout:
     """For every query row, the interval of cache indices that it sees.
 
     Args:
@@ -64,17 +64,17 @@ class Rows:
     query_axes: Tensor | None = None
     key_axes: Tensor | None = None
     _known: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
-    _host: weakref.ref[Rows] | None = field(default=None, repr=False, compare=False)  # which keeps these
+    _host: weakref.ref[AttentionLayout] | None = field(default=None, repr=False, compare=False)  # which keeps these
 
-    def on(self, device: torch.device) -> Rows:
+    def on(self, device: torch.device) -> AttentionLayout:
         """The same rows on a device; one copy for all layers."""
-        rows: Rows = self if self.index.device == device else self.once(device, lambda: self._moved(device))
+        rows: AttentionLayout = self if self.index.device == device else self.once(device, lambda: self._moved(device))
         return rows
 
-    def _moved(self, device: torch.device) -> Rows:
+    def _moved(self, device: torch.device) -> AttentionLayout:
         names = ("index", "allowed", "query_ids", "key_ids", "query_axes", "key_axes")
         moved: dict[str, Any] = {n: None if (x := getattr(self, n)) is None else sent(x, device) for n in names}
-        return Rows(**moved, _host=weakref.ref(self))
+        return AttentionLayout(**moved, _host=weakref.ref(self))
 
     def packed(self, device: torch.device) -> Tensor:
         """`index` on a device as kernels read it: int32, in one piece."""
@@ -82,7 +82,7 @@ class Rows:
         return packed
 
     @property
-    def host(self) -> Rows:
+    def host(self) -> AttentionLayout:
         """These rows where the host made them; themselves if it did not."""
         return (None if self._host is None else self._host()) or self
 
@@ -97,14 +97,14 @@ class Rows:
         """Whether queries and keys are the same tokens and `allowed` hides some from all of them."""
         return self.allowed is not None and self.allowed.shape[-2] == 1 and self.allowed.shape[-1] == self.index.shape[1]
 
-    def simplified(self, kv_len: int) -> Rows:
+    def simplified(self, kv_len: int) -> AttentionLayout:
         """The same rows without a mask that hides no more than the intervals, and positions that count as indices do.
 
         For rows that were made where nothing could be read; reads the device.
         """
         if not self.hides_tokens:
             return self
-        simple = Rows(self.index)
+        simple = AttentionLayout(self.index)
         if not bool((self.count(kv_len) == simple.count(kv_len)).all()):
             return self
         if self.query_ids is not None and self.key_ids is not None:
@@ -126,7 +126,7 @@ class Rows:
         return self._known[name]
 
     @classmethod
-    def causal(cls, q_len: int, kv_len: int, query_start: int | None, key_start: int, device: torch.device) -> Rows:
+    def causal(cls, q_len: int, kv_len: int, query_start: int | None, key_start: int, device: torch.device) -> AttentionLayout:
         """Every key up to the query's own index; query_start defaults to key_start + kv_len - q_len."""
         if query_start is None:
             query_start = key_start + kv_len - q_len
@@ -138,21 +138,25 @@ class Rows:
         # lengths do not bound the distances across a gap; explicit positions do
         return rows.at(rows.query_positions(), rows.key_positions(kv_len))
 
-    def at(self, query_ids: Tensor, key_ids: Tensor) -> Rows:
+    def at(self, query_ids: Tensor, key_ids: Tensor) -> AttentionLayout:
         """The same rows with explicit positions, int64 (batch or 1, q_len) and (batch or 1, kv_len)."""
         batch = max(self.index.shape[0], query_ids.shape[0], key_ids.shape[0])
-        return Rows(self.index.expand(batch, -1, -1), self.allowed, query_ids, key_ids, self.query_axes, self.key_axes)
+        return AttentionLayout(
+            self.index.expand(batch, -1, -1), self.allowed, query_ids, key_ids, self.query_axes, self.key_axes
+        )
 
-    def by_axis(self, query_axes: Tensor, key_axes: Tensor) -> Rows:
+    def by_axis(self, query_axes: Tensor, key_axes: Tensor) -> AttentionLayout:
         """The same rows of tokens that have several positions each; reads the device."""
         batch, kv_len = max(self.index.shape[0], query_axes.shape[1], key_axes.shape[1]), key_axes.shape[2]
-        rows = Rows(self.index.expand(batch, -1, -1), self.allowed, self.query_ids, self.key_ids, query_axes, key_axes)
+        rows = AttentionLayout(
+            self.index.expand(batch, -1, -1), self.allowed, self.query_ids, self.key_ids, query_axes, key_axes
+        )
         index, first, time = rows.key_indices(kv_len)[:, 0], rows.key_starts(kv_len).expand(-1, kv_len), key_axes[0]
         inside = (index >= first) & (index <= rows.columns.high.amax(-1, keepdim=True))
         falls = (time.diff() < 0) & inside[:, 1:] & inside[:, :-1] & (first.diff() == 0)
         return rows.masked(rows.visible(kv_len)) if bool(falls.any()) else rows  # bands are no intervals of keys then
 
-    def masked(self, allowed: Tensor) -> Rows:
+    def masked(self, allowed: Tensor) -> AttentionLayout:
         """The same rows under one more mask, bool, broadcastable to (batch, heads, q_len, kv_len)."""
         allowed = allowed if self.allowed is None else self.allowed & allowed
         return dataclasses.replace(self, allowed=allowed, _known={}, _host=None)
@@ -224,7 +228,7 @@ class Rows:
         start = self.columns.start
         return start if self.index.shape[1] == kv_len else start[:, :1]
 
-    def narrowed(self, first: Tensor | None, last: Tensor | None) -> Rows:
+    def narrowed(self, first: Tensor | None, last: Tensor | None) -> AttentionLayout:
         """Only the keys at positions first .. last of each row's sequence, both (batch or 1, q_len) or no limit."""
         if first is None and last is None:
             return self
@@ -299,11 +303,11 @@ class Rows:
             real = real & allowed.expand(batch, q_len, -1).gather(-1, column.expand(batch, -1, -1))[..., 0]
         return real
 
-    def take(self, rows: Tensor) -> Rows:
+    def take(self, rows: Tensor) -> AttentionLayout:
         """Some of the rows by their numbers, int64 (n,)."""
         allowed = self.allowed if self.allowed is None or self.allowed.shape[-2] == 1 else self.allowed[:, :, rows]
         ids, axes = (None if x is None else x[..., rows] for x in (self.query_ids, self.query_axes))
-        return Rows(self.index[:, rows], allowed, ids, self.key_ids, axes, self.key_axes)
+        return AttentionLayout(self.index[:, rows], allowed, ids, self.key_ids, axes, self.key_axes)
 
     def sinks(self, kv_len: int, count: int) -> Tensor:
         """bool (batch or 1, q_len, kv_len), True for the keys at the first `count` positions of the row's sequence."""

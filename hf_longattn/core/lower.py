@@ -9,18 +9,18 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from ..slots.base import Band, EntropyTemperature, KeyBands, LengthTemperature, LogitMap
+from ..slots.base import EntropyTemperature, KeyBands, KeyInterval, LengthTemperature, LogitMap
 from .call import Call
-from .geometry import Rows
+from .geometry import AttentionLayout
 from .kernels.kernel import MARGIN
 from .plan import AttentionPlan, LogitSpec, Operand, Segment
-from .rotary import Turn
+from .rotary import RotationDelta
 from .stages import finish, joint_sinks
 from .tables import SHARED, TableCache
 from .tracing import keepable, readable, sent
 
 #: A band, by its method and its number there.
-NamedBand = tuple[tuple[KeyBands, int], Band]
+NamedInterval = tuple[tuple[KeyBands, int], KeyInterval]
 
 
 def lower(call: Call) -> AttentionPlan:
@@ -74,17 +74,17 @@ def segments(call: Call) -> list[Segment]:
     return [_segment(call, bands, alike) for bands in itertools.product(*named)]
 
 
-def _segment(call: Call, bands: tuple[NamedBand, ...], alike: dict[Hashable, int] | None) -> Segment:
-    turns: dict[str, Turn] = {}
+def _segment(call: Call, bands: tuple[NamedInterval, ...], alike: dict[Hashable, int] | None) -> Segment:
+    turns: dict[str, RotationDelta] = {}
     for (m, n), band in bands:
         for side, remap in (("query", band.query), ("key", band.key)):
             if remap is not None:
                 first = n if alike is None else alike.setdefault((m, side, remap, band.spectrum), n)
-                turns[side] = Turn(call.rotation, remap, band.spectrum, (m, first, side), first)
+                turns[side] = RotationDelta(call.rotation, remap, band.spectrum, (m, first, side), first)
     return Segment(call.rows, tuple(name for name, _ in bands), tuple((band.first, band.last) for _, band in bands), **turns)
 
 
-def table_length(rows: Rows, kv_len: int) -> int:
+def table_length(rows: AttentionLayout, kv_len: int) -> int:
     """A length beyond every distance in the call; from shapes alone, unless positions are explicit.
 
     Of few distinct values; where tables are built in a graph, which any length is to pass through, no more than it takes.

@@ -17,11 +17,11 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .geometry import Rows
-from .rotary import Rotation, Turn
+from .geometry import AttentionLayout
+from .rotary import Rotation, RotationDelta
+from .rotated_keys import Keep
 from .tables import TableCache
 from .tracing import keepable
-from .turned import Keep
 
 #: The trained parts of methods by slot.
 Learned: TypeAlias = Mapping[str, nn.Module] | None
@@ -34,7 +34,7 @@ Computation: TypeAlias = Callable[[Tensor, Tensor, Tensor, float | Tensor | None
 PLANS = 4
 
 
-def plans(rows: Rows) -> dict[Hashable, AttentionPlan]:
+def plans(rows: AttentionLayout) -> dict[Hashable, AttentionPlan]:
     """All plans over a pass's rows, by the keys that `plan_key` makes."""
     known: dict[Hashable, AttentionPlan] = rows.once("plans", dict)
     return known
@@ -114,19 +114,19 @@ class Segment(NamedTuple):
         query, key: None: that side stays.
     """
 
-    whole: Rows
+    whole: AttentionLayout
     name: Hashable
     limits: tuple[tuple[Tensor | None, Tensor | None], ...] = ()
-    query: Turn | None = None
-    key: Turn | None = None
+    query: RotationDelta | None = None
+    key: RotationDelta | None = None
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> AttentionLayout:
         """The rows, narrowed to these keys; the same for all that ask."""
-        rows: Rows = self.whole.once(self.name, self._narrowed)
+        rows: AttentionLayout = self.whole.once(self.name, self._narrowed)
         return rows
 
-    def _narrowed(self) -> Rows:
+    def _narrowed(self) -> AttentionLayout:
         rows = dataclasses.replace(self.whole, _known={}, _host=None)  # kept with the whole ones, and keeps them not
         for first, last in self.limits:
             rows = rows.narrowed(first, last)
@@ -182,7 +182,7 @@ class AttentionPlan:
     query: Operand
     key: Operand
     value: Operand
-    rows: Rows
+    rows: AttentionLayout
     segments: list[Segment]
     logits: LogitSpec
     finish: Callable[[Tensor, Learned], Tensor]

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..config import LongAttnConfig
 from ..slots.base import EntropyTemperature, KeyBands, LengthTemperature, Spectrum
 from .call import Call
-from .geometry import Rows
+from .geometry import AttentionLayout
 from .rotary import Rotation
 from .tracing import readable
 
@@ -77,7 +77,7 @@ def dense_attention(call: Call) -> tuple[Tensor, Tensor]:
     return output.to(dtype), weights
 
 
-class Shown(NamedTuple):
+class RemappedDistances(NamedTuple):
     """How far apart a remap shows queries and keys, on each axis of their positions (text has one).
 
     Args:
@@ -93,7 +93,7 @@ class Shown(NamedTuple):
     spectrum: Spectrum
 
 
-def _banded(config: LongAttnConfig, rows: Rows, kv_len: int) -> tuple[Rows, Shown | None]:
+def _banded(config: LongAttnConfig, rows: AttentionLayout, kv_len: int) -> tuple[AttentionLayout, RemappedDistances | None]:
     """Rows that see what the config shows, and how far away; None: as far as they are."""
     i, j = rows.query_positions()[:, :, None], rows.key_positions(kv_len)[:, None]
     if config.visibility is not None:
@@ -106,7 +106,7 @@ def _banded(config: LongAttnConfig, rows: Rows, kv_len: int) -> tuple[Rows, Show
         distance, true = (distance[..., None] if distance.ndim == 3 else distance)[None], true[None]
     else:
         distance, true = _by_axis(remap, rows.query_axes, rows.key_axes)
-    return rows, Shown(distance.movedim(-1, 2), true, remap.rescaled(i, j), remap.spectrum)
+    return rows, RemappedDistances(distance.movedim(-1, 2), true, remap.rescaled(i, j), remap.spectrum)
 
 
 def _by_axis(remap: KeyBands, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ def _by_axis(remap: KeyBands, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
     return distance, true
 
 
-def remapped_scores(query: Tensor, key: Tensor, rotation: Rotation, shown: Shown) -> Tensor:
+def remapped_scores(query: Tensor, key: Tensor, rotation: Rotation, shown: RemappedDistances) -> Tensor:
     """q . k for vectors whose distances are to appear as those shown: q^T R k, pair of features by pair.
 
     Where a remap rescales them, pairs are turned by its spectrum, and scaled.

@@ -68,7 +68,7 @@ class Rotation:
         return torch.cat([rest[..., : self.first], pair, rest[..., self.first :]], -1)
 
 
-class Turn(NamedTuple):
+class RotationDelta(NamedTuple):
     """How vectors that are rotated for where they stand are turned to where a remap shows them.
 
     Args:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..deferred import names_of
+from ..lazy_imports import names_of
 
 if TYPE_CHECKING:
     from .experiment import Cell as Cell

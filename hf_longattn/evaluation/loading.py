@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, modeling_utils
 
 from ..checks import Refused, check_dtype, check_finite, check_model, read_text
-from ..config import LongAttnConfig, Parts
+from ..config import LongAttnConfig, PerLayerConfig
 from ..core.kernels.precision import multiplies_fast
 from ..integration import apply, config_of, rope
 from ..integration.classes import kinds_of, own_class
@@ -407,8 +407,8 @@ def beside_own(model: Any, asked: LongAttnConfig) -> LongAttnConfig:
 
 
 def filled(asked: LongAttnConfig, own: LongAttnConfig) -> LongAttnConfig:
-    """What is asked for and, in the slots that this leaves free, another config's methods; `Parts` leave none."""
-    if isinstance(asked, Parts):
+    """What is asked for and, in the slots that this leaves free, another config's methods; `PerLayerConfig` leave none."""
+    if isinstance(asked, PerLayerConfig):
         return asked if asked.train_length or not own.train_length else asked.replace(train_length=own.train_length)
     free = ("train_length", *SLOTS) if asked.train_length is None else SLOTS
     kept = {key: getattr(own, key) for key in free if getattr(asked, key) is None}

@@ -14,21 +14,21 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..config import LongAttnConfig
 from ..core.attend import attend
 from ..core.call import Call
-from ..core.geometry import Rows
+from ..core.geometry import AttentionLayout
 from ..core.kernels.kernel import FEW_QUERIES, KernelFailure
 from ..core.kernels.sdpa import few_queries
 from ..core.plan import AttentionPlan, plan_key, plans
 from ..core.reference import dense_attention
-from ..core.turned import Keep
+from ..core.rotated_keys import Keep
 from ..slots.learned import learned_parts
 from .caches import is_paged
 from .engines import ulysses
 from .engines.heads import of_these_heads
 from .engines.paged import ARGUMENTS, paged_attention
-from .masks import BOTH_WAYS, Sight, attention_function, base_implementation, is_carrier, read_mask
-from .passes import Asked, find
+from .masks import BOTH_WAYS, MaskContext, attention_function, base_implementation, is_carrier, read_mask
+from .passes import LayerCall, find
 from .positions import rows_under
-from .turned import beside
+from .rotated_key_cache import beside
 
 #: Arguments that reach an attention function and say nothing about which logits it should compute.
 _HARMLESS = frozenset(
@@ -85,7 +85,7 @@ def attention_forward(
     """
     traced = torch.compiler.is_compiling()
     now, plan, positions = find(module, attention_mask, kwargs.get("position_ids"), traced)
-    asked = Asked(module, plan, now, positions, traced, dropout, scaling, softcap, sliding_window, kwargs)
+    asked = LayerCall(module, plan, now, positions, traced, dropout, scaling, softcap, sliding_window, kwargs)
     out: tuple[Tensor, Tensor | None]
     paged = is_paged(kwargs)
     exchanged = attention_mask is None and not paged and ulysses.is_exchanged(asked, query, key)
@@ -108,7 +108,7 @@ def attention_forward(
 
 
 def _before_method(
-    asked: Asked, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    asked: LayerCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """What a layer with a method did before, in a pass with pictures in which that changes nothing."""
     stock = None
@@ -119,7 +119,7 @@ def _before_method(
     return _run(stock.function(asked.module), asked, query, key, value, stock.mask)
 
 
-def _seen(asked: Asked, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> tuple[Tensor, Tensor | None]:
+def _seen(asked: LayerCall, query: Tensor, key: Tensor, value: Tensor, sight: MaskContext) -> tuple[Tensor, Tensor | None]:
     """A layer's method, or the model's own attention where the method changes nothing in the longest text of the pass."""
     weights, stock, rows = asked.weights, sight.stock, sight.rows
     assert rows is not None
@@ -132,11 +132,11 @@ def _seen(asked: Asked, query: Tensor, key: Tensor, value: Tensor, sight: Sight)
 
 
 def _attend(
-    asked: Asked,
+    asked: LayerCall,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rows: Rows,
+    rows: AttentionLayout,
     made: Mapping[Hashable, AttentionPlan] | None = None,
     with_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -185,7 +185,7 @@ def _attend(
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _keep(asked: Asked, query: Tensor) -> Keep | None:
+def _keep(asked: LayerCall, query: Tensor) -> Keep | None:
     """What finds all that is kept of a layer's keys; None without a KV cache."""
     now = asked.now
     if query.device.type != "cpu" or now is None or now.cache is None or now.plans is None:
@@ -193,17 +193,17 @@ def _keep(asked: Asked, query: Tensor) -> Keep | None:
     return functools.partial(beside, now, getattr(asked.module, "layer_idx", None), query.shape[2])
 
 
-def _over_rows(asked: Asked, query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
+def _over_rows(asked: LayerCall, query: Tensor, key: Tensor, value: Tensor, rows: AttentionLayout) -> Tensor:
     """A layer whose rows no mask tells of: (batch, q_len, heads, head_dim)."""
     return _attend(asked, query, key, value, rows)[0]
 
 
-def _left_alone(asked: Asked, query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
+def _left_alone(asked: LayerCall, query: Tensor, key: Tensor, value: Tensor, rows: AttentionLayout) -> Tensor:
     """The same of a layer that keeps its attention."""
     return _base(asked, query, key, value, rows.on(key.device).visible(key.shape[2]))[0]
 
 
-def _refuse(asked: Asked, harmless: frozenset[str]) -> None:
+def _refuse(asked: LayerCall, harmless: frozenset[str]) -> None:
     """Raise for anything in a call that we would otherwise compute wrongly in silence."""
     more = asked.more
     if torch.nn.functional.scaled_dot_product_attention is not _SDPA and not asked.traced and _in_context_parallel():
@@ -232,7 +232,7 @@ def _in_context_parallel() -> bool:
     return module.startswith("torch.distributed.tensor.experimental")
 
 
-def _base(asked: Asked, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _base(asked: LayerCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The unmodified attention, for layers that are left alone."""
     name = base_implementation(asked.module.config)
     if mask is not None and is_carrier(mask):
@@ -245,7 +245,9 @@ def _base(asked: Asked, query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
     return _run(attention_function(name, asked.module), asked, query, key, value, mask)
 
 
-def _run(function: Any, asked: Asked, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
+def _run(
+    function: Any, asked: LayerCall, query: Tensor, key: Tensor, value: Tensor, mask: Any
+) -> tuple[Tensor, Tensor | None]:
     """One of transformers' attention functions, under the mask that it takes."""
     more = asked.more
     if function is sdpa_attention_forward and _are_few(asked, query, key, mask):
@@ -259,7 +261,7 @@ def _run(function: Any, asked: Asked, query: Tensor, key: Tensor, value: Tensor,
     return function(asked.module, query, key, value, mask, dropout=asked.dropout, scaling=asked.scaling, **more)  # type: ignore[no-any-return]
 
 
-def _are_few(asked: Asked, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+def _are_few(asked: LayerCall, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
     """Whether `few_queries` computes what transformers' sdpa does: nothing is asked for that only the latter knows."""
     small = 0 < query.shape[2] <= FEW_QUERIES and query.shape[1] > key.shape[1] and query.device.type == "cpu"
     plain = not asked.traced and not asked.dropout and asked.softcap is None and "position_bias" not in asked.more

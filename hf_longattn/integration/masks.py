@@ -3,7 +3,7 @@
 transformers builds a mask once per forward, where it knows cache offsets, padding and packing, and hands it to every
 layer as an opaque tensor. Ours is int32 (bool and float masks are the user's own, and any other is refused):
 
-    compact  (batch, 1, q_len, 6)            the columns of `geometry.Rows.index`; visibility is that interval; and the
+    compact  (batch, 1, q_len, 6)            the columns of `AttentionLayout.index`; visibility is that interval; and the
                                              row's number, as models slice rows out (Gemma 4's layers with shared keys)
     padded   (batch, 1, q_len, 7)            without a cache, where row i and key i are one token: the same, then 0 if
                                              that token is hidden from all, else 1 + how many of its text lie before
@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
 from ..config import LongAttnConfig
-from ..core.geometry import FAR, Rows
+from ..core.geometry import FAR, AttentionLayout
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.tracing import readable, sent
 from .names import described
@@ -54,7 +54,7 @@ def refuse_both_ways(config: Any, name: str = "") -> None:
         raise ValueError(name + BOTH_WAYS.format(flag))
 
 
-class Stock:
+class BaseAttention:
     """The call that made a carrier, to be made again where layers run the attention that the model had before.
 
     Args:
@@ -78,7 +78,7 @@ class Stock:
         return found
 
 
-class Sight:
+class MaskContext:
     """What the layers under one mask of a forward pass share, kept with the mask: the first of them finds out the rows.
 
     Args:
@@ -87,16 +87,16 @@ class Sight:
         now: the forward pass in which its layers were called, to which they belong in a backward pass too.
     """
 
-    def __init__(self, stock: Stock | None = None, now: Any = None, host: Tensor | None = None) -> None:
+    def __init__(self, stock: BaseAttention | None = None, now: Any = None, host: Tensor | None = None) -> None:
         self.stock, self.now, self.host = stock, now, host
-        self.seen: Seen | None = None
+        self.seen: ParsedMask | None = None
         self.q_len = self.kv_len = -1  # of the last layer that read it
-        self.rows: Rows | None = None  # those of `seen` with the positions that these position_ids say
+        self.rows: AttentionLayout | None = None  # those of `seen` with the positions that these position_ids say
         self.positions: Tensor | None = None
         self.prepared: dict[Any, Any] | None = None  # ways to attend that are prepared for them
         self._fits: dict[float, bool] = {}
 
-    def place(self, rows: Rows, positions: Tensor | None, kv_len: int) -> Sight:
+    def place(self, rows: AttentionLayout, positions: Tensor | None, kv_len: int) -> MaskContext:
         """Keep rows, whose positions they have, and how many keys the layer has that read them."""
         if rows is not self.rows:
             self.rows, self.prepared, self._fits = rows, None, {}
@@ -214,7 +214,7 @@ def carrier_mask(
     if readable(carrier):
         static = {k: x.clone() for k, x in shared.items() if k.endswith("offset") and isinstance(x, Tensor)}  # caches count on
         arguments = {**shared, **static, **kwargs, "config": config, "local_size": local_size}
-        carrier.__dict__["longattn_sight"] = Sight(Stock(own_implementation(config), arguments), host=host)
+        carrier.__dict__["longattn_sight"] = MaskContext(BaseAttention(own_implementation(config), arguments), host=host)
     return carrier
 
 
@@ -329,7 +329,7 @@ def shows_the_future(mask: Tensor) -> bool:
     return not torch.compiler.is_compiling() and "longattn_both_ways" in mask.__dict__
 
 
-class Seen(NamedTuple):
+class ParsedMask(NamedTuple):
     """What a mask says.
 
     Args:
@@ -339,12 +339,12 @@ class Seen(NamedTuple):
         first: int64 (batch or 1, 1), the cache index of the call's first token, whose row the mask may have lost.
     """
 
-    rows: Rows
+    rows: AttentionLayout
     counted: Tensor | None
     first: Tensor
 
 
-def read_mask(mask: Tensor, kv_len: int) -> Seen:
+def read_mask(mask: Tensor, kv_len: int) -> ParsedMask:
     """What a mask made by `carrier_mask` says; the same object for every layer that gets the mask."""
     if mask.shape[-1] not in (INDEX_WIDTH, INDEX_WIDTH + kv_len) and not _padded(mask, kv_len):
         raise ValueError(f"an integer mask of width {mask.shape[-1]} does not fit {kv_len} keys")
@@ -356,11 +356,11 @@ def read_mask(mask: Tensor, kv_len: int) -> Seen:
     return sight.seen
 
 
-def sight_of(mask: Tensor) -> Sight:
+def sight_of(mask: Tensor) -> MaskContext:
     """What is kept with a mask."""
-    sight: Sight | None = mask.__dict__.get("longattn_sight")
+    sight: MaskContext | None = mask.__dict__.get("longattn_sight")
     if sight is None:
-        sight = mask.__dict__["longattn_sight"] = Sight()
+        sight = mask.__dict__["longattn_sight"] = MaskContext()
     return sight
 
 
@@ -368,18 +368,18 @@ def _padded(mask: Tensor, kv_len: int) -> bool:
     return mask.shape[-1] == INDEX_WIDTH + 1 and mask.shape[-2] == kv_len
 
 
-def _read(mask: Tensor, kv_len: int) -> Seen:
+def _read(mask: Tensor, kv_len: int) -> ParsedMask:
     index, row = mask[:, 0, :, : INDEX_WIDTH - 1].long(), mask[:, 0, :, INDEX_WIDTH - 1]
     first = index[:, :1, 0] - row[:, :1]
     if mask.shape[-1] == INDEX_WIDTH:
-        return Seen(Rows(index), None, first)
+        return ParsedMask(AttentionLayout(index), None, first)
     counted = mask[:, 0, :, INDEX_WIDTH:]
     if _padded(mask, kv_len):
         counted = counted.transpose(1, 2)
-    return Seen(Rows(index, counted[:, None] > 0), counted.amax(1).long() - 1, first)
+    return ParsedMask(AttentionLayout(index, counted[:, None] > 0), counted.amax(1).long() - 1, first)
 
 
-def seen_through(mask: Tensor, q_len: int, kv_len: int) -> Seen:
+def seen_through(mask: Tensor, q_len: int, kv_len: int) -> ParsedMask:
     """What a user's own 4-D mask says, of a call whose tokens are the last keys; `counted` is None if that is not known.
 
     Raises:
@@ -405,7 +405,7 @@ def seen_through(mask: Tensor, q_len: int, kv_len: int) -> Seen:
             "under a 4-D attention mask the tokens of a call must be the last keys, each visible to itself, and they are not: "
             "with a static cache pass a 2-D mask, or use a dynamic cache"
         )
-    columns = Rows.causal(q_len, kv_len, None, 0, mask.device).columns
+    columns = AttentionLayout.causal(q_len, kv_len, None, 0, mask.device).columns
     start = visible.int().argmax(-1)
     if kv_len == q_len:  # the first key that a row sees may see earlier ones: a window does not start a text
         start = torch.where(sees_itself, start, columns.query)
@@ -414,7 +414,7 @@ def seen_through(mask: Tensor, q_len: int, kv_len: int) -> Seen:
     # the mask alone decides how far a row sees: image blocks look ahead
     columns = columns._replace(start=start, high=torch.full_like(columns.high, kv_len - 1))
     counted = _ranks(visible) if kv_len > q_len else None
-    return Seen(Rows(columns.stacked(), mask), counted, columns.query[:, :1])
+    return ParsedMask(AttentionLayout(columns.stacked(), mask), counted, columns.query[:, :1])
 
 
 def _ranks(visible: Tensor) -> Tensor:

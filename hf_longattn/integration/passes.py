@@ -61,7 +61,7 @@ UNEVEN = "longattn_uneven"
 
 
 @dataclass(eq=False)
-class Pass:
+class ForwardContext:
     """One forward pass.
 
     Args:
@@ -78,7 +78,7 @@ class Pass:
         longest: the largest of the first axis, and the number of tokens.
     """
 
-    outer: Pass | None
+    outer: ForwardContext | None
     plans: Plans | None
     positions: Tensor | None = None
     weights: bool = False
@@ -132,10 +132,10 @@ def _both(one: Numbering, other: Numbering) -> Numbering:
     return one[0] and other[0], one[1] and other[1], one[2] and other[2]
 
 
-_PASS: ContextVar[Pass | None] = ContextVar("longattn_pass", default=None)
+_PASS: ContextVar[ForwardContext | None] = ContextVar("longattn_pass", default=None)
 
 
-def current_pass() -> Pass | None:
+def current_pass() -> ForwardContext | None:
     """The forward pass that runs in this thread; None where layers are called by themselves, or again in a backward pass."""
     now = begun = _PASS.get()
     while now is not None and not now.runs:
@@ -155,12 +155,12 @@ def implementation_in_pass(config: Any) -> str | None:
     return now.plans.names.get(id(config), name)
 
 
-class Asked(NamedTuple):
+class LayerCall(NamedTuple):
     """What transformers asks of a layer beside its tensors, and what its pass knows of it."""
 
     module: Any
     plan: LayerPlan
-    now: Pass | None
+    now: ForwardContext | None
     positions: Tensor | None  # the call's position_ids
     traced: bool
     dropout: float
@@ -180,7 +180,7 @@ class Asked(NamedTuple):
         return {} if self.now is None else self.now.kept
 
 
-def find(module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool) -> tuple[Pass | None, Any, Any]:
+def find(module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool) -> tuple[ForwardContext | None, Any, Any]:
     """The forward pass that a layer is called in, if there is one, the layer's plan in it, and the call's position_ids.
 
     Args:
@@ -194,7 +194,7 @@ def find(module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool) 
     if plan is not None and plan.state.unverified is not None and not traced and _PASS.get() is None:
         plan = _verified(module, plan)
     if traced:
-        now: Pass | None = None if plan is None else plan.state.traced
+        now: ForwardContext | None = None if plan is None else plan.state.traced
     else:
         now = _PASS.get()
         if now is None and mask is not None and (sight := mask.__dict__.get("longattn_sight")) is not None:
@@ -252,7 +252,7 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
     if torch.compiler.is_compiling():
         if remapped and positions is not None and positions.ndim > 2:
             torch._assert_async((positions == positions[:1]).all(), COMPILED)
-        state.traced = Pass(None, None, positions, weights)
+        state.traced = ForwardContext(None, None, positions, weights)
         return
     outer = current_pass()
     if outer is not None and outer.plans is not None and outer.plans.state is state:
@@ -275,7 +275,7 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
         if held:
             raise ValueError(_BROKEN_OFF)
         del cache.__dict__[UNEVEN]
-    now = Pass(outer, plans, positions, weights, cache, held, sys._getframe(2))
+    now = ForwardContext(outer, plans, positions, weights, cache, held, sys._getframe(2))
     _several(now, remapped)
     if now.axes is not None:
         _check_several(now, state, model)
@@ -310,7 +310,7 @@ class Probing:
         self.plans = plans
 
     def __enter__(self) -> None:
-        self._now = Pass(current_pass(), self.plans, frame=sys._getframe(1))
+        self._now = ForwardContext(current_pass(), self.plans, frame=sys._getframe(1))
         _PASS.set(self._now)
 
     def __exit__(self, *_: Any) -> None:
@@ -323,7 +323,7 @@ def is_under(plans: Plans) -> bool:
     return (now := _PASS.get()) is not None and now.plans is plans
 
 
-def _several(now: Pass, remapped: bool) -> None:
+def _several(now: ForwardContext, remapped: bool) -> None:
     """Find out whether tokens of a pass, or keys in its cache, are at several positions each.
 
     Raises:
@@ -354,7 +354,7 @@ def _several(now: Pass, remapped: bool) -> None:
         now.longest = max(now.longest[0], int(known[0].max())), now.longest[1]
 
 
-def _check_several(now: Pass, state: AttentionState, model: Any) -> None:
+def _check_several(now: ForwardContext, state: AttentionState, model: Any) -> None:
     """Before a pass whose tokens are at several positions each: whether what a method changes in it is defined, and known.
 
     Raises:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..config import LongAttnConfig
-from ..core.geometry import FAR, Columns, Rows
+from ..core.geometry import FAR, AttentionLayout, Columns
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.tracing import readable, sent
-from .masks import BOTH_WAYS, Seen, Sight, is_carrier, read_mask, seen_through, shows_the_future, sight_of
-from .passes import COMPILED, NOTE, ONES, Asked, Numbering, Pass
+from .masks import BOTH_WAYS, MaskContext, ParsedMask, is_carrier, read_mask, seen_through, shows_the_future, sight_of
+from .passes import COMPILED, NOTE, ONES, ForwardContext, LayerCall, Numbering
 
 _NO_MASK = "no attention mask arrived, so what each token sees and where it stands is unknown. "
 _PARALLEL = "Context parallelism takes the mask away and sets is_causal; it is not supported"
@@ -83,7 +83,7 @@ class _Found(NamedTuple):
     sees_cache: bool
 
 
-def rows_under(mask: Tensor | None, asked: Asked, q_len: int, kv_len: int) -> Sight:
+def rows_under(mask: Tensor | None, asked: LayerCall, q_len: int, kv_len: int) -> MaskContext:
     """What a layer sees, and all that layers which are called alike share with it.
 
     Raises:
@@ -95,7 +95,7 @@ def rows_under(mask: Tensor | None, asked: Asked, q_len: int, kv_len: int) -> Si
         raise NotImplementedError(_NO_MASK + (_PARALLEL if asked.more.get("is_causal") else _ALONE))
     if positions is None and now is None and plan.state.passes and not asked.traced:
         raise ValueError(_UNSEEN)
-    sight: Sight | None = None if asked.traced else mask.__dict__.get("longattn_sight")
+    sight: MaskContext | None = None if asked.traced else mask.__dict__.get("longattn_sight")
     if sight is not None and sight.rows is not None and sight.kv_len == kv_len and sight.positions is positions:
         return sight
     remapped = plan.state.remapped
@@ -103,17 +103,17 @@ def rows_under(mask: Tensor | None, asked: Asked, q_len: int, kv_len: int) -> Si
         raise ValueError(BOTH_WAYS.format("is_decoder=False or a like flag: its mask shows later tokens"))
     if not is_carrier(mask):  # the user's own, who may write to it, or to position_ids, before the next call
         if not asked.traced:
-            mask.__dict__["longattn_sight"] = Sight(now=now)
+            mask.__dict__["longattn_sight"] = MaskContext(now=now)
         seen = seen_through(mask, q_len, kv_len)
         if now is not None and now.axes is not None:
             if seen.counted is not None:
                 raise ValueError(_OWN_MASK)
-            return Sight().place(_by_axis(seen, seen.rows, now, kv_len), positions, kv_len)
+            return MaskContext().place(_by_axis(seen, seen.rows, now, kv_len), positions, kv_len)
         rows = _placed(seen, positions, kv_len, remapped, now, own_mask=True)
         if seen.counted is not None and plan.config is not None:
             refuse_unknown_start(plan.config, rows, positions)
-        return Sight().place(rows, positions, kv_len)
-    seen, sight = read_mask(mask, kv_len), Sight() if asked.traced or not readable(mask) else sight_of(mask)
+        return MaskContext().place(rows, positions, kv_len)
+    seen, sight = read_mask(mask, kv_len), MaskContext() if asked.traced or not readable(mask) else sight_of(mask)
     sight.now, sight.q_len = now, q_len
     known = sight.rows is not None and sight.positions is positions
     rows = sight.rows if known and sight.rows is not None else _placed(seen, positions, kv_len, remapped, now)
@@ -122,7 +122,7 @@ def rows_under(mask: Tensor | None, asked: Asked, q_len: int, kv_len: int) -> Si
     return sight.place(rows, positions, kv_len)
 
 
-def _refuse_packed(rows: Rows, more: Mapping[str, Any]) -> None:
+def _refuse_packed(rows: AttentionLayout, more: Mapping[str, Any]) -> None:
     """ValueError: what an attention function is given tells documents apart that the mask does not."""
     ends, numbers = more.get("cu_seq_lens_q"), more.get("seq_idx")
     if numbers is not None:
@@ -136,8 +136,13 @@ def _refuse_packed(rows: Rows, more: Mapping[str, Any]) -> None:
 
 
 def _placed(
-    seen: Seen, position_ids: Tensor | None, kv_len: int, remapped: bool, now: Pass | None, own_mask: bool = False
-) -> Rows:
+    seen: ParsedMask,
+    position_ids: Tensor | None,
+    kv_len: int,
+    remapped: bool,
+    now: ForwardContext | None,
+    own_mask: bool = False,
+) -> AttentionLayout:
     """The rows with the positions that position_ids say: the same ones where these count as cache indices do.
 
     Args:
@@ -162,7 +167,7 @@ def _placed(
     return rows if several is None else _by_axis(seen, rows, several, kv_len)
 
 
-def _on_host(seen: Seen, position_ids: Tensor, kv_len: int, now: Pass | None) -> Tensor:
+def _on_host(seen: ParsedMask, position_ids: Tensor, kv_len: int, now: ForwardContext | None) -> Tensor:
     """position_ids where the rows are: read, but for few tokens behind a cache, which are what continues it.
 
     That they are, the device confirms while the host goes on.
@@ -185,7 +190,7 @@ def _on_host(seen: Seen, position_ids: Tensor, kv_len: int, now: Pass | None) ->
     return known
 
 
-def _continued(seen: Seen, position_ids: Tensor, kv_len: int, now: Pass | None) -> Tensor | None:
+def _continued(seen: ParsedMask, position_ids: Tensor, kv_len: int, now: ForwardContext | None) -> Tensor | None:
     """The position_ids of few tokens that continue a cache as it was numbered, (batch, q_len); None: they may be any."""
     if now is None or now.plans is None or now.cache is None or now.axes is not None or _several_processes():
         return None
@@ -202,7 +207,7 @@ def _continued(seen: Seen, position_ids: Tensor, kv_len: int, now: Pass | None) 
     return counted.gather(1, (query - key_start).expand(len(counted), -1))
 
 
-def _from_zero(seen: Seen, position_ids: Tensor, now: Pass | None) -> Tensor:
+def _from_zero(seen: ParsedMask, position_ids: Tensor, now: ForwardContext | None) -> Tensor:
     """The position_ids, but those of texts that begin behind an empty prompt, which generate() counts from 1, less 1."""
     held, ones = _from_one(seen, now)
     if now is None or not held:
@@ -217,7 +222,7 @@ def _from_zero(seen: Seen, position_ids: Tensor, now: Pass | None) -> Tensor:
     return position_ids - (at.start[:, -1:] >= ones).to(position_ids.device, position_ids.dtype)
 
 
-def _from_one(seen: Seen, now: Pass | None) -> tuple[int, int | None]:
+def _from_one(seen: ParsedMask, now: ForwardContext | None) -> tuple[int, int | None]:
     """How many tokens the cache of a pass held as it began, and from which of them on texts count from 1, if any do."""
     if now is None or now.cache is None:
         return 0, None
@@ -225,7 +230,7 @@ def _from_one(seen: Seen, now: Pass | None) -> tuple[int, int | None]:
     return held, None if not held else now.cache.__dict__.get(ONES)
 
 
-def _by_axis(seen: Seen, rows: Rows, now: Pass, kv_len: int) -> Rows:
+def _by_axis(seen: ParsedMask, rows: AttentionLayout, now: ForwardContext, kv_len: int) -> AttentionLayout:
     """The rows of a text with pictures, whose tokens are at several positions each; those of cached keys the pass knows."""
     assert now.axes is not None
     held = now.longest[1] - now.axes.shape[2]
@@ -247,7 +252,7 @@ def _by_axis(seen: Seen, rows: Rows, now: Pass, kv_len: int) -> Rows:
     return rows.by_axis(query.clamp(min=0), key.clamp(min=0))
 
 
-def _of_text(seen: Seen, now: Pass, kv_len: int, held: int) -> Tensor:
+def _of_text(seen: ParsedMask, now: ForwardContext, kv_len: int, held: int) -> Tensor:
     """Where the cached keys of a text stand before its first picture, (1, batch, keys)."""
     assert now.axes is not None
     call = _Numbered(seen, now.axes[0], kv_len)
@@ -261,7 +266,7 @@ def _of_text(seen: Seen, now: Pass, kv_len: int, held: int) -> Tensor:
     return call.cached[None, :, :held].clamp(min=0)
 
 
-def _one_axis(seen: Seen, position_ids: Tensor, kv_len: int, remapped: bool, alone: bool) -> Tensor:
+def _one_axis(seen: ParsedMask, position_ids: Tensor, kv_len: int, remapped: bool, alone: bool) -> Tensor:
     """The position_ids (batch or 1, tokens) of a model that may have several axes of them (M-RoPE).
 
     Four axes are those of text and three that turn. Of fewer the first counts where all agree and it continues the cache, on
@@ -286,7 +291,7 @@ def _one_axis(seen: Seen, position_ids: Tensor, kv_len: int, remapped: bool, alo
     return torch.where(agree, first, counted)
 
 
-def _own(seen: Seen, position_ids: Tensor) -> Tensor:
+def _own(seen: ParsedMask, position_ids: Tensor) -> Tensor:
     """The positions of a call's queries, which may be some of its tokens, (batch or 1, q_len)."""
     query = seen.rows.columns.query
     if position_ids.shape[1] == query.shape[1]:
@@ -299,7 +304,7 @@ def _own(seen: Seen, position_ids: Tensor) -> Tensor:
 class _Numbered:
     """What position_ids say about a call, as tensors: p, cache_index and start (batch, q_len), keys (batch, kv_len)."""
 
-    def __init__(self, seen: Seen, position_ids: Tensor, kv_len: int) -> None:
+    def __init__(self, seen: ParsedMask, position_ids: Tensor, kv_len: int) -> None:
         rows, counted, first = seen
         index = rows.index
         batch = max(index.shape[0], position_ids.shape[0])
@@ -374,7 +379,7 @@ class _Numbered:
         counted = self.keys if self.counted is None else self.counted
         return torch.where(self.by_index, self.keys, torch.where(self.by_start, self.keys - self.lead, counted))
 
-    def explicit(self) -> Rows:
+    def explicit(self) -> AttentionLayout:
         """The rows with positions written out, counted from the start of each sequence."""
         tokens = self.tokens.shape[1]
         own = (self.keys >= self.first) & (self.keys < self.first + tokens)
@@ -398,7 +403,9 @@ class _Numbered:
         return (p <= before) & self.real
 
 
-def _resolve(seen: Seen, position_ids: Tensor, kv_len: int, now: Pass | None) -> tuple[Rows, _Found]:
+def _resolve(
+    seen: ParsedMask, position_ids: Tensor, kv_len: int, now: ForwardContext | None
+) -> tuple[AttentionLayout, _Found]:
     rows = seen.rows
     if rows.index.shape[1] == 1 and rows.allowed is None and not _several_processes():
         fits, index, start, sees_cache, *behind = _decoding(seen, _own(seen, position_ids), now)
@@ -424,7 +431,7 @@ def _resolve(seen: Seen, position_ids: Tensor, kv_len: int, now: Pass | None) ->
     return rows, _Found(cast("Numbering", tuple(found[:3])), cast("Numbering", tuple(found[3:])), sees_cache)
 
 
-def _decoding(seen: Seen, p: Tensor, now: Pass | None) -> list[bool]:
+def _decoding(seen: ParsedMask, p: Tensor, now: ForwardContext | None) -> list[bool]:
     """Of calls of one token, in few steps: whether it is numbered as may be, by cache index, from the start; whether any sees
     keys; and whether those that do are numbered by cache index, from the start."""
     index, batch = seen.rows.index, max(len(seen.rows.index), len(p))
@@ -442,7 +449,7 @@ def _decoding(seen: Seen, p: Tensor, now: Pass | None) -> list[bool]:
     return [all(map(any, real)), by_index, by_start, not alone, *(all(one[n] or one[2] for one in real) for n in range(2))]
 
 
-def _goes_back(call: _Numbered, out: Rows, kv_len: int) -> Tensor:
+def _goes_back(call: _Numbered, out: AttentionLayout, kv_len: int) -> Tensor:
     """Where a token sees earlier ones at positions that are not before its own; `out`: the call's rows with positions."""
     rows = call.rows
     if rows.allowed is None:
@@ -456,7 +463,7 @@ def _goes_back(call: _Numbered, out: Rows, kv_len: int) -> Tensor:
     return earlier & (out.key_ids[:, None] >= out.query_ids[..., None])
 
 
-def _traced(seen: Seen, position_ids: Tensor, kv_len: int) -> Rows:
+def _traced(seen: ParsedMask, position_ids: Tensor, kv_len: int) -> AttentionLayout:
     """The same where no tensor may be read: explicit positions wherever the mask has holes, and a check while it runs."""
     rows, call = seen.rows, _Numbered(seen, position_ids, kv_len)
     fits = call.regular if rows.allowed is None else call.known
@@ -464,7 +471,7 @@ def _traced(seen: Seen, position_ids: Tensor, kv_len: int) -> Rows:
     return rows if rows.allowed is None else call.explicit()
 
 
-def refuse_unknown_start(config: LongAttnConfig, rows: Rows, position_ids: Tensor | None) -> None:
+def refuse_unknown_start(config: LongAttnConfig, rows: AttentionLayout, position_ids: Tensor | None) -> None:
     """Raise where a 4-D mask over a KV cache leaves open whether its first keys are padding or before a window."""
     sinks = config.logit_map is not None and config.logit_map.sink_tokens > 0
     if not (sinks or config.remap is not None) or torch.compiler.is_compiling():

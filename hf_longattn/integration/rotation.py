@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.kernels.rotate import rotate
-from ..core.rotary import Rotation, Turn
+from ..core.rotary import Rotation, RotationDelta
 from ..core.tracing import keepable, only_a_shape, version
 
 PROBE = 8
@@ -179,7 +179,7 @@ def _turned(rotation: Rotation, vectors: Tensor, positions: Sequence[int]) -> Te
     """The first of some vectors, which is at position 0, turned to each of as many positions."""
     to = torch.tensor(positions, device=vectors.device)[None]
     # from there to 0, the other way round: angles are rounded as the model rounds them
-    cos, sin = Turn(rotation, torch.zeros_like).angles(to)
+    cos, sin = RotationDelta(rotation, torch.zeros_like).angles(to)
     return rotate(rotation, vectors[:, :, :1].expand(-1, -1, len(positions), -1), cos, -sin)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ..deferred import when_imported
+from ..lazy_imports import when_imported
 
 
 class Seam(NamedTuple):

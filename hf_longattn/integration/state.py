@@ -13,7 +13,7 @@
 Copies and pickles of a model take it along; models that share their attention modules share it. What belongs to less than a
 model goes with that:
 
-    mask.longattn_sight                       of a pass's mask: its `Sight`, which leads to the pass
+    mask.longattn_sight                       of a pass's mask: its `MaskContext`, which leads to the pass
     mask.longattn_both_ways                   of one that transformers made for reading in both directions
     cache.longattn_numbering, longattn_long   how the keys in a KV cache were numbered, and turned (longrope)
     cache.longattn_ones                       from which of them on texts count from 1, behind empty prompts
@@ -50,9 +50,9 @@ from .lengths import announce
 from .masks import Before, before
 from .names import described, is_ours
 from .rope import Tables, build, exchange
+from .rotated_key_cache import RotatedKeyCache
 from .rotation import RotarySource
 from .trained import hides
-from .turned import Beside
 
 #: What a model's tables may take: those of 32 layers with 32 heads each, for 128k tokens.
 TABLE_BYTES = 2 << 30
@@ -92,7 +92,7 @@ class AttentionState:
     layers: tuple[int, ...] = ()  # the numbers of those that a method may go into, as they were when it came
     renew: Callable[..., Plans] | None = None  # what finds out, as a pass begins, what a model runs whose layers are others
     passes: tuple[RemovableHandle, ...] = ()  # hooks around a forward pass: see `passes.watch`
-    traced: Any = None  # the `Pass` that a graph is traced through
+    traced: Any = None  # the `ForwardContext` that a graph is traced through
     group: Any = None  # of the processes that share each of its sequences: see `engines.ulysses`; copies have none
     remapped: bool = False  # whether a remap of rotary distances acts in some layer
     unverified: Callable[..., None] | None = None  # what verifies rotations at the first pass, if there are any to verify
@@ -102,7 +102,7 @@ class AttentionState:
     disabled: tuple[list[tuple[Any, str]], Tables | None, int | None] | None = None  # what `enable` puts back, in that order
     claims: Claims = field(default_factory=Claims)
     kinds: dict[Hashable, object] = field(default_factory=dict)  # see `LayerPlan.kind`
-    beside: WeakKeyDictionary[Cache, Beside] = field(default_factory=WeakKeyDictionary)  # of caches; copies have none
+    beside: WeakKeyDictionary[Cache, RotatedKeyCache] = field(default_factory=WeakKeyDictionary)  # of caches; copies have none
 
     def set_running(self, view: View, config: LongAttnConfig) -> None:
         """Let the configs of a model and its language model hold what it runs, and compiled graphs its strength."""

@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..slots.base import Band, Positions, known
+from ..slots.base import KeyInterval, Positions, known
 from ..slots.method import ModelFacts, require_at_least
 
 
@@ -67,7 +67,7 @@ class DualChunk(Positions):
         older = min(2 * c - 1, s) - j % c
         return torch.where(apart <= 0, i - j, torch.where(apart == 1, (i % c + c).clamp(max=s) - j % c, older)).double()
 
-    def bands(self, i: Tensor) -> list[Band]:
+    def bands(self, i: Tensor) -> list[KeyInterval]:
         c, s = self.step, known(self.chunk)
         edge = i // c * c
 
@@ -75,7 +75,7 @@ class DualChunk(Positions):
             return (j % c).double()
 
         return [
-            Band(first=edge),
-            Band(edge - c, edge - 1, lambda i: (i % c + c).clamp(max=s).double(), inside),
-            Band(last=edge - c - 1, query=lambda i: torch.full_like(i, min(2 * c - 1, s)).double(), key=inside),
+            KeyInterval(first=edge),
+            KeyInterval(edge - c, edge - 1, lambda i: (i % c + c).clamp(max=s).double(), inside),
+            KeyInterval(last=edge - c - 1, query=lambda i: torch.full_like(i, min(2 * c - 1, s)).double(), key=inside),
         ]

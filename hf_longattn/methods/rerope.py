@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..slots.base import Band, Positions, Window, capped, known
+from ..slots.base import KeyInterval, Positions, Window, capped, known
 from ..slots.method import numbers, require_at_least
 
 
@@ -34,9 +34,9 @@ class ReRope(Window, Positions):
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         return (i - j).double().clamp(max=known(self.window))
 
-    def bands(self, i: Tensor) -> list[Band]:
+    def bands(self, i: Tensor) -> list[KeyInterval]:
         w = known(self.window)
-        return [Band(first=i - w + 1), capped(i - w, w)]
+        return [KeyInterval(first=i - w + 1), capped(i - w, w)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,6 @@ class LeakyReRope(Window, Positions):
         near = t.double().reshape(*t.shape, *[1] * (far.ndim - t.ndim))
         return torch.where(near < w, near, w + far)
 
-    def bands(self, i: Tensor) -> list[Band]:
+    def bands(self, i: Tensor) -> list[KeyInterval]:
         w = known(self.window)
-        return [Band(first=i - w + 1), Band(last=i - w, query=lambda i: self.leaky(i - w) + w, key=self.leaky)]
+        return [KeyInterval(first=i - w + 1), KeyInterval(last=i - w, query=lambda i: self.leaky(i - w) + w, key=self.leaky)]

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..slots.base import Band, Positions, Window, known
+from ..slots.base import KeyInterval, Positions, Window, known
 from ..slots.method import require_at_least
 
 
@@ -44,7 +44,7 @@ class SelfExtend(Window, Positions):
         w, g = known(self.window), self.group
         return torch.where(i - j < w, i - j, i // g - j // g + w - w // g).double()
 
-    def bands(self, i: Tensor) -> list[Band]:
+    def bands(self, i: Tensor) -> list[KeyInterval]:
         w, g = known(self.window), self.group
-        far = Band(last=i - w, query=lambda i: (i // g + w - w // g).double(), key=lambda j: (j // g).double())
-        return [Band(first=i - w + 1), far]
+        far = KeyInterval(last=i - w, query=lambda i: (i // g + w - w // g).double(), key=lambda j: (j // g).double())
+        return [KeyInterval(first=i - w + 1), far]

@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..slots.base import Band, Positions, known
+from ..slots.base import KeyInterval, Positions, known
 from ..slots.method import ModelFacts, require_at_least
 
 
@@ -61,6 +61,6 @@ class String(Positions):
         t, s = i - j, known(self.shift)
         return torch.where(t < s, t, t - s + known(self.window)).double()
 
-    def bands(self, i: Tensor) -> list[Band]:
+    def bands(self, i: Tensor) -> list[KeyInterval]:
         s = known(self.shift)
-        return [Band(first=i - s + 1), Band(last=i - s, query=lambda i: (i - s + known(self.window)).double())]
+        return [KeyInterval(first=i - s + 1), KeyInterval(last=i - s, query=lambda i: (i - s + known(self.window)).double())]

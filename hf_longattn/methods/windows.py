@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..slots.base import Band, Visibility, Window, capped, known, near
+from ..slots.base import KeyInterval, Visibility, Window, capped, known, near
 from ..slots.method import ModelFacts, require_at_least
 
 
@@ -30,7 +30,7 @@ class Windowed(Window, Visibility):
     def visible(self, i: Tensor, j: Tensor) -> Tensor:
         return (i - j).abs() < known(self.window)
 
-    def bands(self, i: Tensor) -> list[Band]:
+    def bands(self, i: Tensor) -> list[KeyInterval]:
         return [near(i, known(self.window))]
 
 
@@ -79,9 +79,9 @@ class Streaming(Window, Visibility):
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         return torch.where(i - j < known(self.window), i - j, self.cap(i) - j).double()
 
-    def bands(self, i: Tensor) -> list[Band]:
+    def bands(self, i: Tensor) -> list[KeyInterval]:
         w = known(self.window)
-        return [near(i, w), Band(last=(i - w).clamp(max=self.sinks - 1), query=lambda i: self.cap(i).double())]
+        return [near(i, w), KeyInterval(last=(i - w).clamp(max=self.sinks - 1), query=lambda i: self.cap(i).double())]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +108,6 @@ class LmInfinite(Streaming):
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         return (i - j).double().clamp(max=known(self.window))
 
-    def bands(self, i: Tensor) -> list[Band]:
+    def bands(self, i: Tensor) -> list[KeyInterval]:
         w = known(self.window)
         return [near(i, w), capped((i - w).clamp(max=self.sinks - 1), w)]

@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..slots.base import Band, Positions, known
+from ..slots.base import KeyInterval, Positions, known
 from ..slots.method import ModelFacts, require_at_least, require_in, require_positive
 
 #: Beyond every position.
@@ -100,7 +100,10 @@ class YarnBeyond(Positions):
     def rescaled(self, i: Tensor, j: Tensor) -> Tensor:
         return (i >= known(self.train_length)) & torch.ones_like(j, dtype=torch.bool)
 
-    def bands(self, i: Tensor) -> list[Band]:
+    def bands(self, i: Tensor) -> list[KeyInterval]:
         late = i >= known(self.train_length)
         within, beyond = torch.where(late, -1, NEVER), torch.where(late, 0, NEVER)
-        return [Band(last=within), Band(first=beyond, query=Tensor.double, key=Tensor.double, spectrum=self.spectrum)]
+        return [
+            KeyInterval(last=within),
+            KeyInterval(first=beyond, query=Tensor.double, key=Tensor.double, spectrum=self.spectrum),
+        ]

@@ -21,7 +21,7 @@ Spectrum = Callable[[Tensor], tuple[Tensor, float]]
 
 
 @dataclass(frozen=True)
-class Band:
+class KeyInterval:
     """Keys of one row that form an interval and share one way of being rotated.
 
     All positions count from the start of the row's sequence. first, last: the interval, int64 like the query positions they
@@ -36,14 +36,14 @@ class Band:
     spectrum: Spectrum | None = None
 
 
-def near(i: Tensor, w: int) -> Band:
+def near(i: Tensor, w: int) -> KeyInterval:
     """Keys less than w away from queries at i, on both sides: the mask takes care of causality."""
-    return Band(first=i - w + 1, last=i + w - 1)
+    return KeyInterval(first=i - w + 1, last=i + w - 1)
 
 
-def capped(last: Tensor, w: int) -> Band:
+def capped(last: Tensor, w: int) -> KeyInterval:
     """Keys up to `last`, all of them at distance w: the query rotated for w, keys for 0."""
-    return Band(last=last, query=lambda i: torch.full_like(i, w).double(), key=lambda j: torch.zeros_like(j).double())
+    return KeyInterval(last=last, query=lambda i: torch.full_like(i, w).double(), key=lambda j: torch.zeros_like(j).double())
 
 
 def known(window: int | None) -> int:
@@ -75,7 +75,7 @@ class KeyBands(Method, ABC):
     """
 
     @abstractmethod
-    def bands(self, i: Tensor) -> list[Band]:
+    def bands(self, i: Tensor) -> list[KeyInterval]:
         """The visible keys of query positions i as disjoint intervals, nearest first."""
 
     def distance(self, i: Tensor, j: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Names are imported when they are first used.
 
 from typing import TYPE_CHECKING
 
-from ..deferred import names_of
+from ..lazy_imports import names_of
 
 if TYPE_CHECKING:
     from .recipe import RECIPES as RECIPES

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..evaluation.measures.losses import hidden_of, logits_of
 from ..evaluation.tasks.sample import IGNORE
-from ..integration.jumps import masks_of_jumps
+from ..integration.skip_masks import masks_of_jumps
 from .recipe import Distill
 
 #: Positions whose logits are held at a time.

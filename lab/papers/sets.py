@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hf_longattn import LongAttnConfig, fit_adaptive_temperature
 from hf_longattn.core.attend import attend
 from hf_longattn.core.call import Call
-from hf_longattn.core.geometry import Rows
+from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.methods import AdaptiveTemperature
 from hf_longattn.slots.method import ModelFacts
 from lab.papers.experiment import Run, Settings, experiment
@@ -75,7 +75,7 @@ class SetModel(nn.Module):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, temperature: AdaptiveTemperature | None = None) -> Tensor:
         """The attention output after the norm, (batch, width): what the rest of the model sees."""
         config = self.config if temperature is None else self.config.replace(temperature=temperature)
-        rows = Rows.causal(1, key.shape[2], None, 0, key.device)  # one query, which comes last and sees every item
+        rows = AttentionLayout.causal(1, key.shape[2], None, 0, key.device)  # one query, which comes last and sees every item
         learned = dict(self.learned.items())
         return attend(Call(query, key, value, config, rows, self.width**-0.5, learned=learned))[:, 0, 0]
 

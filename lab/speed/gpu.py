@@ -25,7 +25,7 @@ from transformers import logging
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation
-from hf_longattn.core.geometry import Rows
+from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels import triton as launcher
 from hf_longattn.core.kernels.kernel import KernelCall
 from hf_longattn.core.kernels.triton import Blocks
@@ -251,7 +251,7 @@ def tiles(args: Args) -> None:
     length, dim = (128, 16) if small else (args.length or 16384, args.head_dim)
     heads, kv_heads = (2, 1) if small else (32, 8)
     apart = tensors(length, heads, kv_heads, dim, half(args), args.device)
-    rows = Rows.causal(length, length, None, 0, torch.device(args.device))
+    rows = AttentionLayout.causal(length, length, None, 0, torch.device(args.device))
     square = 2 * torch.log1p(torch.arange(2 * length + 512, device=args.device).double() / 10) + 1
     table = {"gain": square.sqrt()[None].float().contiguous(), "bias": (1 - square)[None].float().contiguous()}
     sizes = [Blocks(r, c, w, s) for r, c, w in ((128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 64, 4)) for s in (2, 3)]

@@ -32,7 +32,7 @@ from hf_longattn.core import call as attention_call
 from hf_longattn.core import geometry
 from hf_longattn.core.attend import attend, plan_of
 from hf_longattn.core.lower import distance_tables
-from hf_longattn.core.turned import Turned
+from hf_longattn.core.rotated_keys import Turned
 from hf_longattn.evaluation import rows as store
 from hf_longattn.evaluation.rows import versions_line
 

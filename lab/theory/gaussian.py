@@ -25,7 +25,7 @@ import torch
 from hf_longattn import LongAttnConfig
 from hf_longattn.core.attend import attend
 from hf_longattn.core.call import Call
-from hf_longattn.core.geometry import Columns, Rows
+from hf_longattn.core.geometry import AttentionLayout, Columns
 from hf_longattn.evaluation.measures.diagnostics import Diagnostics
 from hf_longattn.evaluation.measures.sums import Options, Sums, collect
 from hf_longattn.evaluation.report.figures import COLOURS, MARKERS, png, pyplot
@@ -64,7 +64,7 @@ def simulate(config: LongAttnConfig, longest: int, samples: int, seed: int = 0) 
     query = torch.ones(BATCH, HEADS, len(lengths), 1)
     for _ in range(math.ceil(samples / (HEADS * BATCH))):
         key, value = (torch.randn(BATCH, HEADS, longest, width, generator=generator) for width in (1, WIDTH))
-        rows = Rows(index)
+        rows = AttentionLayout(index)
         out = attend(Call(query.expand(-1, -1, -1, WIDTH) / WIDTH, key.expand(-1, -1, -1, WIDTH), value, config, rows, 1.0))
         for s in sums.values():
             s.add(Call(query, key, value, config, rows, 1.0, output=out))
@@ -210,7 +210,7 @@ def cosines(samples: int, seed: int = 2) -> dict[str, Any]:
     angle = distance * BASE ** -(torch.arange(COSINE_DIM // 2) * 2 / COSINE_DIM)
     cos, sin = angle.cos(), angle.sin()
     out: dict[str, Any] = {"scale": list(SCALES), "peak": [expected_peak(c, COSINE_DIM) for c in SCALES]}
-    rows = Rows.causal(1, KEYS, None, KEYS - 1, torch.device("cpu"))
+    rows = AttentionLayout.causal(1, KEYS, None, KEYS - 1, torch.device("cpu"))
     for name in ("even", "at the peak"):
         curves: dict[str, list[Any]] = {"share": [], "local_mass": []}
         for c in SCALES:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_longattn import LongAttnConfig, Rotation
 from hf_longattn.core.attend import attend
 from hf_longattn.core.call import Call
-from hf_longattn.core.geometry import Rows
+from hf_longattn.core.geometry import AttentionLayout
 
 AXIS = (0, 1, 2, 0, 1, 2, 2, 0)
 FREQUENCIES = 10 ** -(torch.arange(8) / 4)
@@ -78,7 +78,11 @@ def tensors(n: int) -> list[Tensor]:
 
 
 def call_of(config: LongAttnConfig, query: Tensor, key: Tensor, value: Tensor, p: Tensor, kept: slice, backend: str) -> Call:
-    rows = Rows.causal(p.shape[2], p.shape[2], None, 0, p.device).take(torch.arange(p.shape[2])[kept]).by_axis(p[..., kept], p)
+    rows = (
+        AttentionLayout.causal(p.shape[2], p.shape[2], None, 0, p.device)
+        .take(torch.arange(p.shape[2])[kept])
+        .by_axis(p[..., kept], p)
+    )
     rotation = Rotation(FREQUENCIES, axis=AXIS)
     turned = rotated(query, p[:, 0])[:, :, kept], rotated(key, p[:, 0])
     return Call(*turned, value, config, rows, WIDTH**-0.5, rotation=rotation, backend=backend)
@@ -141,7 +145,7 @@ def test_text_is_the_special_case_of_equal_axes() -> None:
     query, key, value = tensors(n)
     config = LongAttnConfig.preset("self_extend", window=W)
     by_axis = call_of(config, query, key, value, p, slice(None), "tiled")
-    rows = Rows.causal(n, n, None, 0, p.device)
+    rows = AttentionLayout.causal(n, n, None, 0, p.device)
     text = Call(by_axis.query, by_axis.key, value, config, rows, WIDTH**-0.5, rotation=Rotation(FREQUENCIES), backend="tiled")
     assert torch.equal(attend(by_axis), attend(text))
     bare = Call(by_axis.query, by_axis.key, value, config, by_axis.rows, WIDTH**-0.5, rotation=Rotation(FREQUENCIES))

@@ -18,7 +18,7 @@ import hf_longattn
 from hf_longattn import LongAttnConfig, reference_attention
 from hf_longattn.core.attend import attend, plan_of
 from hf_longattn.core.call import Call
-from hf_longattn.core.geometry import Rows
+from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels import bands, fused, operators, precision
 from hf_longattn.core.kernels.kernel import KernelCall
 from hf_longattn.core.plan import LogitSpec
@@ -42,11 +42,11 @@ METHODS = {
 }
 
 
-def causal(length: int) -> Rows:
-    return Rows.causal(length, length, None, 0, torch.device("cpu"))
+def causal(length: int) -> AttentionLayout:
+    return AttentionLayout.causal(length, length, None, 0, torch.device("cpu"))
 
 
-def long_rows(name: str) -> Rows:
+def long_rows(name: str) -> AttentionLayout:
     """Rows of 200 tokens, a batch of two: as they are, padded at the left, packed, and with one row that sees nothing."""
     rows = causal(200)
     query, first, start, low, high = (x.expand(2, -1).clone() for x in rows.columns)
@@ -56,7 +56,7 @@ def long_rows(name: str) -> Rows:
         start[:, 130:], low[:, 130:] = 130, 130
     elif name == "a blind row":
         high[:, 100] = -1
-    return rows if name == "causal" else Rows(torch.stack([query, first, start, low, high], -1))
+    return rows if name == "causal" else AttentionLayout(torch.stack([query, first, start, low, high], -1))
 
 
 @pytest.mark.parametrize("sizes", [(256, 64), (5, 2), (1, 1)])

@@ -14,7 +14,7 @@ import hf_longattn
 from hf_longattn import Rotation
 from hf_longattn.core import attend as attend_module
 from hf_longattn.core.call import Call
-from hf_longattn.core.geometry import Rows
+from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels import few, parts
 from hf_longattn.core.kernels.rotate import rotate
 from hf_longattn.core.lower import lower
@@ -32,13 +32,13 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "_tile", lambda *_: (16, 16))
 
 
-def rows_of(kind: str, q_len: int, kv_len: int) -> Rows:
+def rows_of(kind: str, q_len: int, kv_len: int) -> AttentionLayout:
     start = kv_len - q_len - 12 if kind == "static" else None  # keys behind the last query are no token's yet
-    rows = Rows.causal(q_len, kv_len, start, 0, torch.device("cpu"))
+    rows = AttentionLayout.causal(q_len, kv_len, start, 0, torch.device("cpu"))
     if kind == "padded":
         index = rows.index.repeat(2, 1, 1)
         index[1, :, 2:4] = 40
-        rows = Rows(index)
+        rows = AttentionLayout(index)
     if kind == "blind":  # under a mask, one row all of it
         g = torch.Generator().manual_seed(1)
         allowed = torch.rand(2, 1, q_len, kv_len, generator=g) > 0.3
@@ -68,7 +68,7 @@ def test_many_queries_of_one_key_head() -> None:
     """More rows than a block holds."""
     g = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(1, 16, 9, 8, generator=g), *(torch.randn(1, 1, 43, 8, generator=g) for _ in range(2))
-    rows = Rows.causal(9, 43, None, 0, torch.device("cpu"))
+    rows = AttentionLayout.causal(9, 43, None, 0, torch.device("cpu"))
     config = CASES["calibrated"].for_layer(1).replace(logit_map=CASES["sinks"].logit_map)
     want, _ = dense_attention(Call(query.double(), key.double(), value.double(), config, rows, 0.6))
     plan = lower(Call(query, key, value, config, rows, 0.6))

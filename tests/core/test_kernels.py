@@ -41,7 +41,7 @@ from hf_longattn.checks import DTYPES
 from hf_longattn.core import attend as attend_module
 from hf_longattn.core.attend import attend
 from hf_longattn.core.call import Call
-from hf_longattn.core.geometry import Rows
+from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels import bands, by_segment, fused, operators, precision, tiled, tiles
 from hf_longattn.core.kernels import kernel as kernels
 from hf_longattn.core.kernels.by_segment import merge_entropies
@@ -102,7 +102,7 @@ def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = inputs(b=1, h=2, kv=1, q=6, k=8, d=3)
     fixed = arguments(OPTIONS["everything"] | {"tables": 2}, query)
     row_scale, bias_scale = fixed.pop("row_scale"), fixed.pop("bias_scale")
-    rows = Rows.causal(6, 8, None, 0, query.device)
+    rows = AttentionLayout.causal(6, 8, None, 0, query.device)
 
     def f(q: Tensor, k: Tensor, v: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         return tiled_attention(q, k, v, rows, **fixed, row_scale=x, bias_scale=y, with_lse=True, with_entropy=True)
@@ -392,7 +392,7 @@ def test_opcheck() -> None:
     row_scale, bias_scale = (fixed[name].requires_grad_() for name in ("row_scale", "bias_scale"))
     ids = torch.arange(query.shape[2])[None] * 2, torch.arange(key.shape[2])[None] * 2
     for outputs, places in (((True, True), (None, None)), ((False, False), ids)):
-        rows = Rows(GEOMETRIES["packed"][2].index, None, *places)
+        rows = AttentionLayout(GEOMETRIES["packed"][2].index, None, *places)
         spec = LogitSpec(0.7, 1.1, fixed["gain"], fixed["bias"], row_scale, bias_scale, 2)
         call = KernelCall(query, key, value, rows, spec, 0.0, None, *outputs)
         torch.library.opcheck(torch.ops.hf_longattn.tiled.default, tuple(operators.flatten(call)))
@@ -555,7 +555,7 @@ def test_tables_stay_within_their_bytes() -> None:
 def test_tables_belong_to_whom_the_call_names(case: str) -> None:
     """A call's tables are kept where it says, nowhere else, and freed with that."""
     x, rotation = torch.randn(1, 2, 8, 8), Rotation(torch.tensor([1.0, 0.1]))
-    rows, cache = Rows.causal(8, 8, None, 0, x.device), TableCache()
+    rows, cache = AttentionLayout.causal(8, 8, None, 0, x.device), TableCache()
     SHARED.clear()
     call = Call(x, x, x, CASES[case], rows, 1.0, rotation=rotation, tables=cache)
     first = attend(call)
@@ -571,7 +571,7 @@ def test_tables_belong_to_whom_the_call_names(case: str) -> None:
 @pytest.mark.parametrize("q_len", [1, 29])
 @pytest.mark.parametrize("case", ["infoscale", "mapped+adaptive", "rerope+infoscale+cosscale", "attention_sink_learned"])
 def test_layers_share_what_is_prepared_and_it_holds_nothing_of_theirs(case: str, q_len: int) -> None:
-    rows, config = Rows.causal(q_len, 29, None, 0, torch.device("cpu")), CASES[case].for_layer(0)
+    rows, config = AttentionLayout.causal(q_len, 29, None, 0, torch.device("cpu")), CASES[case].for_layer(0)
     for seed in range(2):
         layer = inputs(h=HEADS, q=q_len, k=29, seed=seed)
         close(

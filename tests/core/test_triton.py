@@ -19,7 +19,7 @@ import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation
 from hf_longattn.core.attend import attend
 from hf_longattn.core.call import Call
-from hf_longattn.core.geometry import Rows
+from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels import parts, triton
 from hf_longattn.core.kernels.kernel import KernelCall
 from hf_longattn.core.kernels.triton import Blocks, why_not_triton
@@ -43,7 +43,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles(monkeypatch, 16, 16)
 
 
-def check(query: Tensor, key: Tensor, value: Tensor, rows: Rows, tolerance: float = 2e-5, **options: Any) -> None:
+def check(query: Tensor, key: Tensor, value: Tensor, rows: AttentionLayout, tolerance: float = 2e-5, **options: Any) -> None:
     """Output, logsumexp, entropy and the gradients through all three."""
     factors = [n for n in ("row_scale", "bias_scale") if n in options]
     wide = {n: x.double() if isinstance(x, Tensor) else x for n, x in options.items() if n not in factors}
@@ -79,7 +79,7 @@ def test_explicit_positions(masked: bool) -> None:
     """As the same tokens with holes between them."""
     query, key, value = inputs(q=19, k=19, dtype=torch.float32)
     ids = torch.stack([torch.arange(19) * 2, torch.arange(19).pow(2) // 10])
-    rows = Rows.causal(19, 19, None, 0, CPU).at(ids, ids)
+    rows = AttentionLayout.causal(19, 19, None, 0, CPU).at(ids, ids)
     if masked:
         rows = rows.masked(torch.rand(2, 1, 1, 19, generator=torch.Generator().manual_seed(0)) > 0.2)
     config = CASES["sinks"]
@@ -103,10 +103,10 @@ def test_far_tiles(method: str, length: int, sinks: int, monkeypatch: pytest.Mon
     assert config.logit_map is not None
     gain, bias = distance_tables(config.logit_map, 2, 2048, torch.zeros(1))
     assert starts(gain, bias, half=False)[-1] < length - 150
-    rows = Rows.causal(40, length, None, 0, CPU)
+    rows = AttentionLayout.causal(40, length, None, 0, CPU)
     tensors = inputs(b=1, h=2, kv=1, q=40, k=length, d=8, dtype=torch.float32)
     check(*tensors, rows, gain=gain, bias=bias, sinks=sinks, scaling=0.7)
-    ahead = Rows.causal(length, length, None, 0, CPU)
+    ahead = AttentionLayout.causal(length, length, None, 0, CPU)
     tensors = inputs(b=1, h=2, kv=1, q=length, k=length, d=8, dtype=torch.float32)
     check(*tensors, ahead, gain=gain, bias=bias, sinks=sinks, scaling=0.7)
 
@@ -144,14 +144,14 @@ def test_polynomials_miss_no_more_than_they_may(method: dict[str, float], half: 
 def test_head_dims(head_dim: int) -> None:
     gain, bias = tables(4, torch.float32)
     query, key, value = inputs(b=1, q=21, k=21, d=head_dim, dtype=torch.float32)
-    rows = Rows.causal(21, 21, None, 0, CPU)
+    rows = AttentionLayout.causal(21, 21, None, 0, CPU)
     check(query / 4, key / 4, value[..., :20], rows, gain=gain, bias=bias, scaling=0.7)
 
 
 def test_float16() -> None:
     query, key, value = inputs(b=1, q=40, k=40, d=16, dtype=torch.float16)
     gain, bias = tables(4, torch.float32)
-    rows = Rows.causal(40, 40, None, 0, CPU)
+    rows = AttentionLayout.causal(40, 40, None, 0, CPU)
     out, lse, _ = triton_attention(query, key, value, rows, scaling=0.25, gain=gain, bias=bias, with_lse=True)
     want = dense(query.double(), key.double(), value.double(), rows, scaling=0.25, gain=gain.double(), bias=bias.double())
     assert out.dtype == torch.float16
@@ -165,7 +165,7 @@ def test_dropout_is_the_same_forward_and_backward() -> None:
     query, key, _ = inputs(b=1, h=2, kv=1, q=n, k=n, d=16, dtype=torch.float32)
     value = torch.eye(n)[None, None]
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
-    rows = Rows.causal(n, n, None, 0, CPU)
+    rows = AttentionLayout.causal(n, n, None, 0, CPU)
     out, _, _ = triton_attention(*leaves, rows, scaling=0.3, dropout=share)
     p = dense(query.double(), key.double(), value.double(), rows, scaling=0.3)[0]
     kept = (out > 0).double() / (1 - share)
@@ -262,7 +262,7 @@ def test_what_does_not_compile_is_computed_all_the_same(monkeypatch: pytest.Monk
 def test_gradients_of_a_part_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the logsumexp over these keys and others, as the program takes it."""
     query, key, value = inputs(q=19, k=19, dtype=torch.float32)
-    call = KernelCall(query, key, value, Rows.causal(19, 19, None, 0, CPU), LogitSpec(0.7), with_lse=True)
+    call = KernelCall(query, key, value, AttentionLayout.causal(19, 19, None, 0, CPU), LogitSpec(0.7), with_lse=True)
     out, lse, entropy = triton.run(call)
     given = torch.ones_like(out), None, None, 0.5 * out, lse + 0.7, entropy
     want = triton.gradients(call, *given)

@@ -10,13 +10,13 @@ from helpers import close
 from torch import Tensor
 
 from hf_longattn import LongAttnConfig, Rotation
-from hf_longattn.core import turned
+from hf_longattn.core import rotated_keys
 from hf_longattn.core.call import Call
-from hf_longattn.core.geometry import Rows
+from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels import dense
 from hf_longattn.core.lower import lower
 from hf_longattn.core.reference import dense_attention
-from hf_longattn.core.turned import Turned
+from hf_longattn.core.rotated_keys import RotatedKeys
 
 preset = LongAttnConfig.preset
 FUSED = ("rerope", "string", "rerope+infoscale", "rerope+attention_sink", "cosscale", "rerope+cosscale")
@@ -24,14 +24,14 @@ FUSED = ("rerope", "string", "rerope+infoscale", "rerope+attention_sink", "cossc
 
 def test_each_column_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("ROOM", 3), ("AHEAD", 2), ("STEP", 4)):
-        monkeypatch.setattr(turned, name, value)
+        monkeypatch.setattr(rotated_keys, name, value)
     source, made = torch.arange(60.0).view(1, 1, 60, 1).expand(2, 3, -1, 5), []
 
     def make(columns: slice) -> Tensor:
         made.extend(range(columns.start, columns.stop))
         return source[:, :, columns]
 
-    kept = Turned()
+    kept = RotatedKeys()
     for columns, until in (((0, 9), 12), ((0, 10), 13), ((2, 30), 30), ((7, 31), 40)):
         got = kept.get("a", slice(*columns), until, make)
         assert torch.equal(got, source[:, :, slice(*columns)])
@@ -61,16 +61,16 @@ def test_half_precision_reads_turned_keys_by_the_fused_kernel(
     q_len = 1 if rows == "one" else 5
     sizes = ((4, q_len), (2, 60), (2, 60))
     query, key, value = (torch.randn(2, heads, n, 16, generator=generator).to(dtype) for heads, n in sizes)
-    seen = Rows.causal(q_len, 60, None, 0, torch.device("cpu"))
+    seen = AttentionLayout.causal(q_len, 60, None, 0, torch.device("cpu"))
     if rows == "padded":  # in the second entry the first of these tokens sees nothing
         index = seen.index.repeat(2, 1, 1)
         index[1, :, 2:4] = 56
-        seen = Rows(index)
+        seen = AttentionLayout(index)
     model: dict[str, Any] = {"rotation": Rotation(100.0 ** (-torch.arange(0, 16, 2).float() / 16)), "kind": name}
     plan = lower(Call(query, key, value, config, seen, 0.25, **model))
     compute = dense.Dense(plan)
     assert compute.streams
-    kept = Turned()
+    kept = RotatedKeys()
     got = plan.computed_by("dense", compute).run(query, key, value, keep=lambda by, k: kept)
     assert bool(kept.nbytes) == (name != "string")
     wide = (x.double() for x in (query, key, value))

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.core.call import Call
-from hf_longattn.core.geometry import Rows
+from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.reference import dense_attention
 from hf_longattn.evaluation.measures import blocks
 from hf_longattn.evaluation.measures.diagnostics import QUANTITIES, WHAT, Diagnostics
@@ -305,7 +305,7 @@ def gaussian(batch: int, heads: int, n: int, queries: int, uniform: bool = False
     generator = torch.Generator().manual_seed(3)
     key, value = (torch.randn(batch, heads, n, width, generator=generator, dtype=torch.float64) for width in (1, 6))
     query = torch.full((batch, heads, queries, 1), 0.0 if uniform else 1.0, dtype=torch.float64)
-    rows = Rows.causal(queries, n, None, 0, torch.device("cpu"))
+    rows = AttentionLayout.causal(queries, n, None, 0, torch.device("cpu"))
     output = hf_longattn.reference_attention(query, key, value, LongAttnConfig(), scaling=1.0)
     return Call(query, key, value, LongAttnConfig(), rows, 1.0, output=output)
 
@@ -444,7 +444,7 @@ def test_learned_sinks_take_their_share(case: str) -> None:
     """Weights that add up to less than 1, as the dense pass has them."""
     g = torch.Generator().manual_seed(4)
     query, key, value = (torch.randn(1, 4, 19, 8, generator=g, dtype=torch.float64) for _ in range(3))
-    rows, sinks = Rows.causal(19, 19, None, 0, query.device), torch.tensor([-1.0, 0.0, 1.0, 3.0])
+    rows, sinks = AttentionLayout.causal(19, 19, None, 0, query.device), torch.tensor([-1.0, 0.0, 1.0, 3.0])
     call = Call(query, key, value, CASES[case], rows, 0.7, sink_logits=sinks)
     want = dense_attention(call)[1]
     assert 0 < want.sum(-1).min() < want.sum(-1).max() < 1

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import hf_longattn
-from hf_longattn.core.geometry import Rows
+from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.integration import masks
 from hf_longattn.integration.caches import CACHE
 
@@ -285,7 +285,7 @@ def test_compiled_training_step_with_padding(case: str, holes: bool, monkeypatch
     want = gradients(copy.deepcopy(m), ids, **extra)
     torch._dynamo.reset()
     seen = carriers(monkeypatch)
-    monkeypatch.setattr(Rows, "visible", None)
+    monkeypatch.setattr(AttentionLayout, "visible", None)
     got = gradients(torch.compile(m, fullgraph=True, backend="aot_eager"), ids, **extra)
     assert set(seen) == {"padded"}
     for name in want:

@@ -20,13 +20,13 @@ from transformers.masking_utils import sdpa_mask
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
 from hf_longattn.core.call import Call
-from hf_longattn.core.geometry import Rows
+from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels.sdpa import few_queries
 from hf_longattn.core.plan import AttentionPlan
 from hf_longattn.integration import dispatch
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.observe import observe
-from hf_longattn.integration.passes import Asked
+from hf_longattn.integration.passes import LayerCall
 
 preset = LongAttnConfig.preset
 #: With a range in which nothing changes that lies between a few tokens and 24.
@@ -163,7 +163,7 @@ def test_a_device_is_not_read(calls: list[int], monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: Any) -> Any:
         raise AssertionError("read")
 
-    monkeypatch.setattr(Rows, "extent", property(refuse))
+    monkeypatch.setattr(AttentionLayout, "extent", property(refuse))
     close(m(ids).logits, stock("llama")(ids).logits, 0)
     assert not calls
 
@@ -243,7 +243,7 @@ def test_few_queries_are_left_to_transformers_where_it_knows_more() -> None:
     )
     close(out, want, 2e-6)
     close(*(torch.autograd.grad(x.sin().sum(), query)[0] for x in (out, want)), 2e-6)
-    asked = Asked(None, None, None, None, False, 0.0, None, None, None, {})  # type: ignore[arg-type]
+    asked = LayerCall(None, None, None, None, False, 0.0, None, None, None, {})  # type: ignore[arg-type]
     alone = functools.partial(dispatch._are_few, query=query, key=key, mask=mask)
     assert alone(asked)
     assert alone(asked, query=query[:, :, :1], mask=None)

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, attention, reference_attention
 from hf_longattn.integration.caches import CACHE
-from hf_longattn.integration.jumps import masks_of_jumps
+from hf_longattn.integration.skip_masks import masks_of_jumps
 
 LENGTH = 22
 SKIPS = ({6: 11, 15: 3}, {9: 17})  # per row of the batch: before which token how many positions are skipped

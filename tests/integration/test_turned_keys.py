@@ -19,9 +19,9 @@ from transformers.cache_utils import DynamicLayer
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
-from hf_longattn.core import turned
+from hf_longattn.core import rotated_keys
 from hf_longattn.core.kernels import dense
-from hf_longattn.integration import turned as keeping
+from hf_longattn.integration import rotated_key_cache as keeping
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.layers import View
 from hf_longattn.integration.state import plan_of
@@ -52,22 +52,27 @@ Step = Callable[[Tensor], Tensor]
 @pytest.fixture(autouse=True)
 def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is worth it for a thousand keys is done for two, and buffers grow, and are filled, by a few."""
-    for module, name, value in ((dense, "WORTH", 2), (dense, "AHEAD", 2), (turned, "AHEAD", 2), (turned, "ROOM", 3)):
+    for module, name, value in (
+        (dense, "WORTH", 2),
+        (dense, "AHEAD", 2),
+        (rotated_keys, "AHEAD", 2),
+        (rotated_keys, "ROOM", 3),
+    ):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(turned, "STEP", 4)
+    monkeypatch.setattr(rotated_keys, "STEP", 4)
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many keys were read as they were kept, call by call."""
     calls: list[int] = []
-    get = turned.Turned.get
+    get = rotated_keys.RotatedKeys.get
 
     def counting(self: Any, name: Any, columns: slice, *more: Any) -> Tensor:
         calls.append(columns.stop - columns.start)
         return get(self, name, columns, *more)
 
-    monkeypatch.setattr(turned.Turned, "get", counting)
+    monkeypatch.setattr(rotated_keys.RotatedKeys, "get", counting)
     return calls
 
 
@@ -111,13 +116,13 @@ def test_each_token_is_as_in_one_pass(name: str, served: list[int]) -> None:
 @pytest.mark.parametrize("name", ["rerope", "dual_chunk", "rerope+cosscale"])
 def test_a_key_is_turned_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    extended = turned.Turned._extended
+    extended = rotated_keys.RotatedKeys._extended
 
     def counting(buffer: Any, first: int, end: int, stop: int, make: Any) -> Tensor:
         made.extend(range(end, stop) if make.__name__ == "turn" else ())
         return extended(buffer, first, end, stop, make)
 
-    monkeypatch.setattr(turned.Turned, "_extended", staticmethod(counting))
+    monkeypatch.setattr(rotated_keys.RotatedKeys, "_extended", staticmethod(counting))
     model = hf_longattn.apply(
         AutoModelForCausalLM.from_config(model_config("llama", num_hidden_layers=1)).eval(), METHODS[name]
     )

@@ -11,7 +11,7 @@ import torch
 from helpers import close
 from torch import Tensor
 
-from hf_longattn.core.geometry import Rows
+from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels.kernel import KernelCall
 from hf_longattn.core.plan import LogitSpec
 from hf_longattn.core.rotary import Rotation
@@ -56,16 +56,18 @@ def tables(heads: int, dtype: torch.dtype = torch.float64, length: int = LENGTH)
     )
 
 
-def rows_of(position: Tensor, key_start: int, start: Tensor, low: Tensor, high: Tensor, allowed: Tensor | None = None) -> Rows:
+def rows_of(
+    position: Tensor, key_start: int, start: Tensor, low: Tensor, high: Tensor, allowed: Tensor | None = None
+) -> AttentionLayout:
     columns = torch.broadcast_tensors(position, torch.tensor(key_start), start, low, high)
-    return Rows(torch.stack(columns, -1), allowed)
+    return AttentionLayout(torch.stack(columns, -1), allowed)
 
 
 def dense(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rows: Rows,
+    rows: AttentionLayout,
     *,
     scaling: float,
     gain: Tensor | None = None,
@@ -106,7 +108,7 @@ def mask_of(*shape: int, seed: int = 3) -> Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) > 0.3
 
 
-def geometries() -> dict[str, tuple[int, int, Rows]]:
+def geometries() -> dict[str, tuple[int, int, AttentionLayout]]:
     """Name -> q_len, kv_len and rows, for a batch of two."""
     cpu = torch.device("cpu")
     a = torch.arange(19)
@@ -114,31 +116,31 @@ def geometries() -> dict[str, tuple[int, int, Rows]]:
     masked[:, :, [0, 7, 18]] = False
     two = torch.arange(2)[:, None]
     document = torch.tensor([0, 6, 14]).repeat_interleave(torch.tensor([6, 8, 5]))
-    causal = Rows.causal(19, 19, None, 0, cpu).index
+    causal = AttentionLayout.causal(19, 19, None, 0, cpu).index
     both = rows_of(a[None], 0, two * 0, two * 0, torch.tensor(18)).index
     return {
-        "causal": (19, 19, Rows.causal(19, 19, None, 0, cpu)),
-        "decode": (1, 23, Rows.causal(1, 23, None, 0, cpu)),
-        "chunk": (7, 23, Rows.causal(7, 23, None, 0, cpu)),
-        "static cache": (7, 30, Rows.causal(7, 30, 9, 0, cpu)),
-        "empty future": (7, 30, Rows.causal(7, 30, 0, 0, cpu)),
-        "offsets": (9, 12, Rows.causal(9, 12, 105, 100, cpu)),
-        "keys ahead of queries": (5, 9, Rows.causal(5, 9, 3, 7, cpu)),
-        "more queries than keys": (12, 5, Rows.causal(12, 5, None, 0, cpu)),
+        "causal": (19, 19, AttentionLayout.causal(19, 19, None, 0, cpu)),
+        "decode": (1, 23, AttentionLayout.causal(1, 23, None, 0, cpu)),
+        "chunk": (7, 23, AttentionLayout.causal(7, 23, None, 0, cpu)),
+        "static cache": (7, 30, AttentionLayout.causal(7, 30, 9, 0, cpu)),
+        "empty future": (7, 30, AttentionLayout.causal(7, 30, 0, 0, cpu)),
+        "offsets": (9, 12, AttentionLayout.causal(9, 12, 105, 100, cpu)),
+        "keys ahead of queries": (5, 9, AttentionLayout.causal(5, 9, 3, 7, cpu)),
+        "more queries than keys": (12, 5, AttentionLayout.causal(12, 5, None, 0, cpu)),
         "left padding": (19, 19, rows_of(a[None], 0, two * 4, two * 4, a[None])),
         "right padding": (19, 19, rows_of(a[None], 0, two * 0, two * 0, torch.minimum(a[None], 18 - two * 5))),
         "packed": (19, 19, rows_of(a[None], 0, document[None], document[None], a[None])),
         "window": (19, 19, rows_of(a[None], 0, two * 0, (a - 5).clamp(min=0)[None], a[None])),
         "nothing visible": (19, 19, rows_of(a[None], 0, two * 0, two * 0, torch.where(a % 3 == 0, -1, a)[None])),
-        "both directions": (19, 19, Rows(both)),
-        "mask (q, k)": (19, 19, Rows(causal, mask_of(1, 1, 19, 19))),
-        "mask (b, 1, q, k)": (19, 19, Rows(causal, mask_of(2, 1, 19, 19))),
-        "mask (b, h, q, k)": (19, 19, Rows(causal, mask_of(2, 4, 19, 19))),
-        "mask with fully masked rows": (19, 19, Rows(causal, masked)),
+        "both directions": (19, 19, AttentionLayout(both)),
+        "mask (q, k)": (19, 19, AttentionLayout(causal, mask_of(1, 1, 19, 19))),
+        "mask (b, 1, q, k)": (19, 19, AttentionLayout(causal, mask_of(2, 1, 19, 19))),
+        "mask (b, h, q, k)": (19, 19, AttentionLayout(causal, mask_of(2, 4, 19, 19))),
+        "mask with fully masked rows": (19, 19, AttentionLayout(causal, masked)),
         "mask that looks ahead": (
             19,
             19,
-            Rows(rows_of(a[None], 0, two * 0, two * 0, torch.tensor(18)).index, mask_of(2, 1, 19, 19)),
+            AttentionLayout(rows_of(a[None], 0, two * 0, two * 0, torch.tensor(18)).index, mask_of(2, 1, 19, 19)),
         ),
     }
 
@@ -174,7 +176,7 @@ Kernel = Callable[..., tuple[Tensor, ...]]
 def by_options(kernel: Kernel) -> Kernel:
     """A kernel that takes the fields of its spec as options."""
 
-    def call(query: Tensor, key: Tensor, value: Tensor | None, rows: Rows, **options: Any) -> tuple[Tensor, ...]:
+    def call(query: Tensor, key: Tensor, value: Tensor | None, rows: AttentionLayout, **options: Any) -> tuple[Tensor, ...]:
         own = {f.name: options.pop(f.name) for f in dataclasses.fields(LogitSpec) if f.name in options}
         return kernel(KernelCall(query, key, value, rows, LogitSpec(**own), **options))
 

@@ -21,7 +21,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from hf_longattn.core.geometry import Rows
+from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels import parts
 from hf_longattn.core.kernels import triton as launcher
 from hf_longattn.core.kernels.kernel import KernelCall
@@ -85,7 +85,7 @@ def attention(dtype: torch.dtype, head_dim: int, options: dict[str, Any]) -> Non
     for name in ("row_scale", "bias_scale"):
         if own.pop(name, None):
             own[name] = torch.ones(1, heads, n, requires_grad=True)
-    rows = Rows.causal(n, n, None, 0, torch.device("cpu"))
+    rows = AttentionLayout.causal(n, n, None, 0, torch.device("cpu"))
     if masked:
         rows = rows.masked(torch.ones(1, 1, 1, n, dtype=torch.bool))
     asked: dict[str, Any] = {"with_lse": True, "with_entropy": bool(entropy), "dropout": dropout or 0.0}

@@ -43,7 +43,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.integration.caches import CACHE
-from hf_longattn.integration.jumps import masks_of_jumps
+from hf_longattn.integration.skip_masks import masks_of_jumps
 
 DOCS = Path(__file__).parents[2] / "docs"
 RESULTS, PAGE = DOCS / "models.json", DOCS / "models.md"

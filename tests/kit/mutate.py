@@ -138,7 +138,7 @@ def mutants_of(file: Path) -> Iterator[Mutant]:
             for what, new in changes(node):
                 seen += 1
                 key = hashlib.sha256(f"{relative} {name} {seen} {what} {text}".encode()).hexdigest()[:16]
-                put(parents[node], node, new := new or ast.Pass())
+                put(parents[node], node, new := new or ast.ForwardContext())
                 source = ast.unparse(ast.fix_missing_locations(tree))
                 put(parents[node], new, node)
                 yield Mutant(relative, f"{module}:{name}", node.lineno, what, key, source)

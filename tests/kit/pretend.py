@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import hf_longattn
-from hf_longattn.core.geometry import Rows
+from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels import operators, parts, triton
 from hf_longattn.core.kernels.kernel import MASK_VALUE, KernelCall, Result
 from hf_longattn.core.kernels.rotate import rotate
@@ -339,7 +339,7 @@ def _scores(
     for own in intervals:
         own_query = query if own.query_angles is None else rotate(rotation, query, *own.query_angles)
         own_key = key if own.key_angles is None else rotate(rotation, key, *own.key_angles)
-        rows = Rows(own.bounds.long(), own.allowed, own.query_ids, own.key_ids)
+        rows = AttentionLayout(own.bounds.long(), own.allowed, own.query_ids, own.key_ids)
         logits, visible = KernelCall(own_query, own_key, None, rows, spec).logits(torch.arange(query.shape[2]), kv_len)
         out[..., :kv_len] = torch.where(visible, logits, out[..., :kv_len])
     return out

@@ -22,7 +22,7 @@ import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
 from hf_longattn.core.attend import attend
 from hf_longattn.core.call import Call
-from hf_longattn.core.geometry import Rows
+from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels import bands, by_segment, dense, fused, tiled, tiles
 from hf_longattn.core.kernels.by_segment import BySegment
 from hf_longattn.core.kernels.rotate import rotate
@@ -195,7 +195,7 @@ def test_packed_texts_count_from_their_own_starts(name: str) -> None:
     start = torch.where(slot < cut, 0, cut)
     index = torch.stack([slot, torch.zeros_like(slot), start, start, slot], -1)[None]
     query, key = (rotated(x, slot - start, r) for x in (query, key))
-    got = attend(Call(query, key, value, CONFIGS[name], Rows(index), 0.5, rotation=r))
+    got = attend(Call(query, key, value, CONFIGS[name], AttentionLayout(index), 0.5, rotation=r))
     for part in (slice(0, cut), slice(cut, 23)):
         tensors = [x[:, :, part] for x in (query, key, value)]
         close(got[:, :, part], reference_attention(*tensors, CONFIGS[name], scaling=0.5, rotation=r), 1e-12)
@@ -205,7 +205,7 @@ def test_packed_texts_count_from_their_own_starts(name: str) -> None:
 @pytest.mark.parametrize("together", [True, False], ids=["together", "by segment"])
 def test_keys_may_arrive_turned(name: str, together: bool) -> None:
     """A segment says how its sides are still to be turned: one query, far keys that were turned where they are kept."""
-    (query, key, value), r, rows = raw(q=1, k=43), rotation(), Rows.causal(1, 43, None, 0, torch.device("cpu"))
+    (query, key, value), r, rows = raw(q=1, k=43), rotation(), AttentionLayout.causal(1, 43, None, 0, torch.device("cpu"))
     call = Call(query, key, value, CONFIGS[name], rows, 0.5, rotation=r)
     plan, kept = lower(call), key.clone()
     for n, segment in enumerate(plan.segments):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..geometry import Rows
+from ..geometry import AttentionLayout
 from ..plan import AttentionPlan, LogitSpec
 from ..tracing import readable
 from . import fused, operators, sdpa, triton
@@ -110,7 +110,7 @@ class _Part(NamedTuple):
 class _Whole(NamedTuple):
     """A segment in one part, for the Triton kernels, which take any intervals."""
 
-    rows: Rows
+    rows: AttentionLayout
     first: bool = True
 
     def call(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> KernelCall:
@@ -121,8 +121,8 @@ class _Whole(NamedTuple):
 _Parts: TypeAlias = "list[_Part | _Whole]"
 
 
-def _simple(rows: Rows, kv_len: int) -> Rows:
-    simple: Rows = rows.once(("simple", kv_len), lambda: rows.simplified(kv_len))
+def _simple(rows: AttentionLayout, kv_len: int) -> AttentionLayout:
+    simple: AttentionLayout = rows.once(("simple", kv_len), lambda: rows.simplified(kv_len))
     return simple
 
 
@@ -142,7 +142,7 @@ def _parts(call: KernelCall) -> list[_Part]:
     return parts
 
 
-def _made(rows: Rows, batch: int, kv_len: int) -> Iterator[_Part]:
+def _made(rows: AttentionLayout, batch: int, kv_len: int) -> Iterator[_Part]:
     _, key_start, _, low, high = rows.index.to("cpu").unbind(-1)
     low, high = (low - key_start).clamp(min=0), (high - key_start).clamp(max=kv_len - 1)
     for b in range(len(low)):

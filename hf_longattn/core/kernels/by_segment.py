@@ -10,16 +10,16 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..geometry import Rows
+from ..geometry import AttentionLayout
 from ..plan import AttentionPlan
+from ..rotated_keys import Keep
 from ..tracing import readable
-from ..turned import Keep
 from .kernel import MASK_VALUE, KernelCall, Result
 from .rotate import rotate
 
 
 class Side(NamedTuple):
-    """What is turned of a segment's queries or keys: by which angles (see `Turn`), and which they are; None: all."""
+    """What is turned of a segment's queries or keys: by which angles (see `RotationDelta`), and which they are; None: all."""
 
     cos: Tensor
     sin: Tensor
@@ -29,7 +29,7 @@ class Side(NamedTuple):
 class ReadySegment(NamedTuple):
     """A segment of which some row may see a key: its rows, and what is turned in it."""
 
-    rows: Rows
+    rows: AttentionLayout
     query: Side | None
     key: Side | None
 

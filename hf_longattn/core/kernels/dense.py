@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..plan import AttentionPlan, Segment
-from ..turned import AHEAD, WORTH, Keep, Turned
+from ..rotated_keys import AHEAD, WORTH, Keep, RotatedKeys
 from .fused import few
 from .kernel import FEW_QUERIES, FUSED, MASK_VALUE, Kernel, entropy
 from .sdpa import few_queries
@@ -37,7 +37,7 @@ class SeenSegment(NamedTuple):
         own: bool (batch or 1, heads or 1, q_len, keys), those of them that are the row's; None: all.
         turn: (batch or 1, key heads or 1, q_len, head_dim, head_dim), what queries are multiplied by; None: they stay. Under
             `angles` beside it what gives the sine part, (..., 2 head_dim).
-        angles: of keys, by feature (see `Turn.by_feature`), (batch or 1, key heads or 1, keys, head_dim); None: they stay.
+        angles: of keys (see `RotationDelta.by_feature`), (batch or 1, key heads or 1, keys, head_dim); None: they stay.
         beyond: the same, of keys behind them too.
         band: those of segments with the same number are turned alike.
     """
@@ -55,7 +55,7 @@ class SeenSegment(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Shown:
+class VisibleKeys:
     """What all layers share whose keys are seen, and turned, alike.
 
     Args:
@@ -71,7 +71,7 @@ class Shown:
     blind: Tensor | None
 
     @classmethod
-    def of(cls, plan: AttentionPlan) -> Shown:
+    def of(cls, plan: AttentionPlan) -> VisibleKeys:
         q_len = plan.query.shape[2]
         among = [(segment, *segment.seen(plan.kv_len)) for segment in plan.segments]
         found = sorted(((s, c, own) for s, c, own in among if c is not None), key=lambda x: x[1].start)
@@ -126,7 +126,7 @@ class Dense:
     def __init__(self, plan: AttentionPlan) -> None:
         query, kv_len = plan.query, plan.kv_len
         alike = tuple((s.name, s.query is None, s.key is None) for s in plan.segments), kv_len, query.shape[3], query.dtype
-        shown: Shown = plan.rows.once((*alike, plan.rotation), functools.partial(Shown.of, plan))
+        shown: VisibleKeys = plan.rows.once((*alike, plan.rotation), functools.partial(VisibleKeys.of, plan))
         self.segments, self.blind = shown.segments, shown.blind
         self.columns = None if shown.columns == slice(0, kv_len) else shown.columns
         self.first, self.rotation = shown.columns.start, plan.rotation
@@ -192,7 +192,7 @@ class Dense:
             scaling *= factor
         return few_queries(query, key, value, self.allowed, scaling).transpose(1, 2)
 
-    def _prepare(self, plan: AttentionPlan, shown: Shown) -> None:
+    def _prepare(self, plan: AttentionPlan, shown: VisibleKeys) -> None:
         spec = plan.logits
         ends = [(one.columns.stop, other.columns.start) for one, other in itertools.pairwise(self.segments)]
         #: no key lies among the columns of two segments; some keys lie among those of none, and are not computed
@@ -261,7 +261,7 @@ class Dense:
         value: Tensor,
         factor: float | Tensor | None,
         sinks: Tensor | None,
-        made: Turned | None,
+        made: RotatedKeys | None,
     ) -> Tensor:
         logits = self._logits(query, key, factor, made)
         if self.map is not None:
@@ -284,7 +284,7 @@ class Dense:
         value: Tensor,
         factor: float | Tensor | None,
         sinks: Tensor | None,
-        made: Turned | None,
+        made: RotatedKeys | None,
     ) -> Tensor:
         """By the fused kernel, a segment after another, joined by their logsumexps."""
         rows, scaling = query.to(self.wide), self.scaling
@@ -309,7 +309,7 @@ class Dense:
             joined = functools.reduce(torch.add, (share[..., None] * out for share, out in zip(shares, outs, strict=True)))
         return joined
 
-    def _logits(self, query: Tensor, key: Tensor, factor: float | Tensor | None, made: Turned | None) -> Tensor:
+    def _logits(self, query: Tensor, key: Tensor, factor: float | Tensor | None, made: RotatedKeys | None) -> Tensor:
         """(batch * kv_heads, group * q_len, keys) from score to temperature by length."""
         rows, normed = query.to(self.wide), self.over_norms is not None
         scaling: Any = None if self.scaled else self.scaling
@@ -329,7 +329,7 @@ class Dense:
                 logits.view(*query.shape[:3], -1).mul_(factor)
         return logits
 
-    def _products(self, rows: Tensor, key: Tensor, normed: bool, made: Turned | None) -> Tensor:
+    def _products(self, rows: Tensor, key: Tensor, normed: bool, made: RotatedKeys | None) -> Tensor:
         """q . k of all segments, (batch * kv_heads, group * q_len, keys), divided by |k| if `normed`; 0 outside of them."""
         each = self._turned(rows)
         if made is not None:
@@ -346,7 +346,7 @@ class Dense:
             into.copy_(own if visible is None else torch.where(visible, own, into))
         return logits.flatten(0, 1)
 
-    def _once(self, n: int, rows: Tensor, key: Tensor, normed: bool, made: Turned) -> Tensor:
+    def _once(self, n: int, rows: Tensor, key: Tensor, normed: bool, made: RotatedKeys) -> Tensor:
         """q . k of a segment, whose keys are turned once, and their norms taken once."""
         scores = _scores(rows[..., : self.rows[1]], self._keys(n, key, made, False), None, False)
         if not normed:
@@ -377,7 +377,7 @@ class Dense:
             return [x[:, :, segment.columns] for segment in self.segments]
         return x.split_with_sizes(self.sizes, 2)[:: 2 if self.gaps else 1]
 
-    def _keys(self, n: int, key: Tensor, made: Turned | None, normed: bool) -> Tensor:
+    def _keys(self, n: int, key: Tensor, made: RotatedKeys | None, normed: bool) -> Tensor:
         """The keys of a segment, turned, and divided by their norms if `normed`."""
         segment, rotation = self.segments[n], self.rotation
         if segment.beyond is None and not normed:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..plan import AttentionPlan
+from ..rotated_keys import Keep
 from ..tracing import readable, sent
-from ..turned import Keep
 from . import parts
 from .kernel import FEW_QUERIES, Kernel
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..geometry import Rows
+from ..geometry import AttentionLayout
 from ..plan import AttentionPlan, Computation, LogitSpec
 
 #: The logit of a masked pair: its probability is exactly 0, and no arithmetic on it gives NaN.
@@ -41,7 +41,7 @@ class KernelCall(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor | None
-    rows: Rows
+    rows: AttentionLayout
     spec: LogitSpec
     dropout: float = 0.0
     seed: Tensor | None = None

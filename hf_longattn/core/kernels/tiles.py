@@ -193,7 +193,7 @@ class Blocks:
 
 
 class _Bounds(NamedTuple):
-    """Of the rows of a block: least and most of each column of `Rows.index`, the last row's cache index."""
+    """Of the rows of a block: least and most of each column of `AttentionLayout.index`, the last row's cache index."""
 
     least: Columns
     most: Columns

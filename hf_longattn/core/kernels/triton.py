@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..geometry import Rows
+from ..geometry import AttentionLayout
 from ..plan import Operand
 from ..tracing import readable
 from . import operators, parts, sdpa, tiles
@@ -59,7 +59,7 @@ def run(call: KernelCall) -> Result:
     tensors = (query, call.key, call.value, spec.row_scale, spec.bias_scale)
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     seed = torch.randint(1 << 62, (), device=query.device) if call.dropout else None
-    rows = Rows(rows.index, rows.allowed, rows.query_ids, rows.key_ids)
+    rows = AttentionLayout(rows.index, rows.allowed, rows.query_ids, rows.key_ids)
     own = call._replace(rows=rows, spec=spec, seed=seed, with_lse=call.with_lse or grad)
     out, lse, entropy = _triton(*operators.flatten(own)) if grad or not readable(query) else _forward(own)
     return out, lse if call.with_lse else lse.new_empty(0), entropy

@@ -6,8 +6,8 @@ A tile of rows and columns is computed in one of three ways, each in a loop of i
 - whole: every pair is visible, and there is no map.
 - far: every pair is visible, and the tables are polynomials of the distance, of the lowest degree that is exact enough.
 
-Rows are those of `geometry.Rows.index`; the programs count everything in columns, from the first key on. Logits are in units
-of ln 2, so that exp2 serves. Offsets that grow with batch, head or length are int64.
+Rows are those of `AttentionLayout.index`; the programs count everything in columns, from the first key on. Logits are in
+units of ln 2, so that exp2 serves. Offsets that grow with batch, head or length are int64.
 """
 # fmt: off
 # mypy: ignore-errors

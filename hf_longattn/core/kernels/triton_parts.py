@@ -1,6 +1,6 @@
 """Small Triton programs around the attention of `triton_kernels`: the scores of few queries, turning vectors, joining outputs.
 
-Sizes are in capitals, as Triton's are. The columns of `Index` are those of `geometry.Rows.index`, int32.
+Sizes are in capitals, as Triton's are. The columns of `Index` are those of `geometry.AttentionLayout.index`, int32.
 """
 # fmt: off
 # mypy: ignore-errors

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...core.call import Call
-from ...core.geometry import Rows
+from ...core.geometry import AttentionLayout
 from ...core.kernels import tiled
 from ...core.kernels.by_segment import BySegment
 from ...core.kernels.kernel import MASK_VALUE, KernelCall, entropy
@@ -35,7 +35,7 @@ class Block:
     """
 
     which: Tensor
-    rows: Rows
+    rows: AttentionLayout
     logits: Tensor
     visible: Tensor
     log_p: Tensor

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ...config import LongAttnConfig
-from ...integration.jumps import masks_of_jumps
 from ...integration.planning import bound_config
+from ...integration.skip_masks import masks_of_jumps
 from ..rows import Row
 from ..statistics import mean_interval
 from .copies import PASSAGE, SKIP

@@ -17,10 +17,10 @@ import transformers
 from torch import Tensor
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
-from ...core.geometry import Columns, Rows
+from ...core.geometry import AttentionLayout, Columns
 from ..caches import PAGES
 from ..names import is_ours
-from ..passes import Asked
+from ..passes import LayerCall
 from ..seam import Seam
 
 #: What arrives in place of a mask, and in no other call.
@@ -40,12 +40,12 @@ class Batch:
 
     queries: Tensor
     keys: Tensor
-    rows: Rows
+    rows: AttentionLayout
     requests: tuple[int, ...]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def paged_attention(asked: Asked, query: Tensor, key: Tensor, value: Tensor, compute: Callable[..., Tensor]) -> Tensor:
+def paged_attention(asked: LayerCall, query: Tensor, key: Tensor, value: Tensor, compute: Callable[..., Tensor]) -> Tensor:
     """Compute every request of a call over its own keys.
 
     Args:
@@ -112,7 +112,7 @@ def batches_of(starts: Tensor, total: Tensor, window: int | None, device: torch.
         columns = torch.arange(int(kv_len.max()))
         keys = first_k + torch.minimum(columns, kv_len - 1)
         queries = first_q + torch.arange(q_len)
-        batches.append(Batch(queries.to(device), keys.to(device), Rows(index), tuple(requests)))
+        batches.append(Batch(queries.to(device), keys.to(device), AttentionLayout(index), tuple(requests)))
     return batches
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_to_all_single  # the one with a gradient
 
-from ...core.geometry import Columns, Rows
-from ..passes import Asked
+from ...core.geometry import AttentionLayout, Columns
+from ..passes import LayerCall
 from ..state import plan_of, state_of
 
 _JUMP = (
@@ -84,7 +84,7 @@ def deepspeed_group() -> Any:
     return None if deepspeed is None else deepspeed._SEQUENCE_PARALLEL_GROUP
 
 
-def is_exchanged(asked: Asked, query: Tensor, key: Tensor) -> bool:
+def is_exchanged(asked: LayerCall, query: Tensor, key: Tensor) -> bool:
     """Whether DeepSpeed's exchange has happened: few heads of all tokens are here."""
     here, heads, position_ids = place(asked.module), getattr(asked.module.config, "num_attention_heads", None), asked.positions
     if here is None or here[1] == 1 or position_ids is None:
@@ -92,7 +92,7 @@ def is_exchanged(asked: Asked, query: Tensor, key: Tensor) -> bool:
     return here[1] * query.shape[1] == heads and query.shape[2] == key.shape[2] == position_ids.shape[-1]
 
 
-def whole_sequence(asked: Asked, query: Tensor, key: Tensor, value: Tensor, compute: Callable[..., Tensor]) -> Tensor:
+def whole_sequence(asked: LayerCall, query: Tensor, key: Tensor, value: Tensor, compute: Callable[..., Tensor]) -> Tensor:
     """A layer of a sequence that is split over processes: no mask arrives, for layers that are left alone either.
 
     Args:
@@ -129,7 +129,7 @@ def _swap(x: Tensor, split: int, join: int, group: Any) -> Tensor:
     return torch.cat(all_to_all_single(torch.empty_like(parts), parts, group=group).unbind(), join)  # type: ignore[call-arg]
 
 
-def rows_of(position_ids: Tensor, window: int | None, world: int, kept: dict[Any, Any]) -> Rows:
+def rows_of(position_ids: Tensor, window: int | None, world: int, kept: dict[Any, Any]) -> AttentionLayout:
     """The rows of whole sequences, one document after the other.
 
     Args:
@@ -138,7 +138,9 @@ def rows_of(position_ids: Tensor, window: int | None, world: int, kept: dict[Any
     Raises:
         ValueError: positions jump forward, or are those of parts that know nothing of each other.
     """
-    known: tuple[Tensor, Rows] | None = kept.get(("whole", window))  # DeepSpeed gathers position_ids anew in every layer
+    known: tuple[Tensor, AttentionLayout] | None = kept.get(
+        ("whole", window)
+    )  # DeepSpeed gathers position_ids anew in every layer
     if known is not None and torch.equal(known[0], position_ids):
         return known[1]
     step = position_ids.diff()
@@ -152,6 +154,6 @@ def rows_of(position_ids: Tensor, window: int | None, world: int, kept: dict[Any
     start[:, 1:] = torch.where(step <= 0, index[:, 1:], 0)
     start = start.cummax(-1).values
     low = start if window is None else torch.maximum(start, index - window + 1)
-    rows = Rows(Columns(index, torch.zeros_like(index), start, low, index).stacked())
+    rows = AttentionLayout(Columns(index, torch.zeros_like(index), start, low, index).stacked())
     kept["whole", window] = position_ids, rows
     return rows

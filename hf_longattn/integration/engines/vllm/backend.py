@@ -1,4 +1,4 @@
-"""An attention backend of vLLM that runs every method: keys and values by page, requests of a step in batches of `Rows`.
+"""An attention backend of vLLM that runs every method: keys and values by page, requests of a step in batches.
 
 vLLM asks for a builder, which turns block table and lengths into batches once a step and cache group, and for an
 implementation, one for each layer, which writes new keys and values to their slots and gathers each request's for `attend`.

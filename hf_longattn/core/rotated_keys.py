@@ -18,7 +18,7 @@ STEP = 2048
 WORTH = 1024
 
 
-class Turned:
+class RotatedKeys:
     """What was made of the keys in one layer's cache, by column; whoever keeps it knows that these are still the same keys."""
 
     def __init__(self) -> None:
@@ -66,4 +66,4 @@ class Turned:
 
 
 #: From what a call's keys are turned by, and these keys, to what was made of them before; None: nothing is kept of them.
-Keep: TypeAlias = Callable[[Hashable, Tensor], Turned | None]
+Keep: TypeAlias = Callable[[Hashable, Tensor], RotatedKeys | None]

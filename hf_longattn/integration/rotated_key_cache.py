@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from ..core.turned import Turned
+from ..core.rotated_keys import RotatedKeys
 
 #: What it may take for a model, in all caches together.
 TURNED_BYTES = 2 << 30
@@ -31,7 +31,7 @@ class _Layer:
     """Of one layer of a cache: what was made of its keys, and which keys these were."""
 
     def __init__(self, by: Hashable, key: Tensor) -> None:
-        self.by, self.turned = by, Turned()
+        self.by, self.turned = by, RotatedKeys()
         self.serves = False  # whether the pass that runs may use it
         self.note(key)
 
@@ -57,7 +57,7 @@ class _Layer:
         return same
 
 
-class Beside:
+class RotatedKeyCache:
     """What is kept beside one cache, by the number of the layer."""
 
     def __init__(self) -> None:
@@ -75,11 +75,11 @@ class Beside:
         return sum(own.turned.nbytes for own in list(self.layers.values()))
 
 
-def beside(now: Any, number: int | None, q_len: int, by: Hashable, key: Tensor) -> Turned | None:
+def beside(now: Any, number: int | None, q_len: int, by: Hashable, key: Tensor) -> RotatedKeys | None:
     """What is kept of a layer's keys, or None: of keys that are not a plain dynamic cache's, or met for the first time.
 
     Args:
-        now: the layer's `Pass`.
+        now: the layer's `ForwardContext`.
         number: the layer's in the cache.
         q_len: how many keys the pass wrote.
         by: what the keys are turned by.
@@ -94,7 +94,7 @@ def beside(now: Any, number: int | None, q_len: int, by: Hashable, key: Tensor) 
         layer.keys = key = _counted(key)
     caches = now.plans.state.beside
     if (kept := caches.get(cache)) is None:
-        kept = caches[cache] = Beside()
+        kept = caches[cache] = RotatedKeyCache()
     own = kept.layers.get(number)
     if own is None or own.by != by:
         kept.layers[number] = _Layer(by, key)
