@@ -14,7 +14,7 @@ def watch() -> None:
     package = find_spec("hf_longattn")
     if package is None or package.origin is None:
         raise ImportError("hf_longattn_autoload is installed without hf_longattn: install it, or uninstall this")
-    spec = spec_from_file_location("hf_longattn_autoload_deferred", Path(package.origin).with_name("deferred.py"))
-    deferred = module_from_spec(spec)
-    spec.loader.exec_module(deferred)
-    deferred.when_imported("transformers.modeling_utils", lambda: import_module("hf_longattn"))
+    spec = spec_from_file_location("hf_longattn_autoload_imports", Path(package.origin).with_name("lazy_imports.py"))
+    lazy_imports = module_from_spec(spec)
+    spec.loader.exec_module(lazy_imports)
+    lazy_imports.when_imported("transformers.modeling_utils", lambda: import_module("hf_longattn"))
