@@ -204,6 +204,7 @@ class AttentionPlan:
     kind: Hashable = None
     _kernel: str = field(default="", init=False)
     _compute: Computation | None = field(default=None, init=False)
+    _joins: bool = field(default=False, init=False)
     _factor: float | Tensor | None = field(default=None, init=False)
     _sinks: Tensor | None = field(default=None, init=False)
 
@@ -245,7 +246,7 @@ class AttentionPlan:
 
     def computed_by(self, name: str, compute: Computation) -> AttentionPlan:
         """Choose a kernel, by its name and what it has prepared."""
-        self._kernel, self._compute = name, compute
+        self._kernel, self._compute, self._joins = name, compute, self.has_sinks
         del self.rows, self.segments  # rows keep their plans: these keep no rows, so that all goes with a pass
         if "temperature" not in self.learned:
             self._factor = self.factor(None)
@@ -269,7 +270,8 @@ class AttentionPlan:
         """
         assert self._compute is not None
         factor = self.factor(learned) if "temperature" in self.learned else self._factor
-        out = self._compute(query, key, value, factor, self._joining(query, learned, sink_logits), keep)
+        sinks = self._joining(query, learned, sink_logits) if self._joins else None
+        out = self._compute(query, key, value, factor, sinks, keep)
         return self.finish(out, learned).to(query.dtype)
 
     def factor(self, learned: Learned) -> float | Tensor | None:
@@ -284,8 +286,6 @@ class AttentionPlan:
         return by_row.to(self.query.device, self.wide)
 
     def _joining(self, query: Tensor, learned: Learned, sink_logits: Tensor | None) -> Tensor | None:
-        if not self.has_sinks:
-            return None
         if self._sinks is not None:
             return self._sinks
         by_head = self.sinks(query, learned, sink_logits)

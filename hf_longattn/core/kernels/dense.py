@@ -295,7 +295,7 @@ class Dense:
         elif factor is not None:
             scaling *= factor
         each = self._turned(rows.reshape(-1, *self.rows))
-        outs, lses = [], [] if sinks is None else [sinks[:, None, None].expand(*query.shape[:3], 1)]
+        outs, lses = [], [] if sinks is None else [sinks.view(1, -1, 1, 1)]
         for i, (own, seen, mask) in enumerate(zip(each, self._cut(value), self.masks, strict=True)):
             own = own[..., : self.rows[1]].to(query.dtype).unflatten(0, key.shape[:2])
             keys = self._keys(i, key, made, self.fold is not None)
@@ -305,7 +305,9 @@ class Dense:
         if len(outs) == 1:
             joined = outs[0] if sinks is None else outs[0] * torch.sigmoid(lses[1] - lses[0])
         else:
-            shares = torch.softmax(torch.cat(lses, -1), -1)[..., -len(outs) :].unbind(-1)
+            shares = torch.softmax(torch.cat([lse.expand(*query.shape[:3], 1) for lse in lses], -1), -1)[
+                ..., -len(outs) :
+            ].unbind(-1)
             joined = functools.reduce(torch.add, (share[..., None] * out for share, out in zip(shares, outs, strict=True)))
         return joined
 
