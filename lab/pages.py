@@ -19,6 +19,7 @@ from lab.markdown import Contents, fill_pages, filled
 from lab.papers import coverage
 from lab.papers import tables as papers
 from lab.pretrained import (
+    choice,
     copies,
     headline,
     longer_on_model,
@@ -172,7 +173,7 @@ def contents() -> Contents:
         "extend": extended,
         "probe": probed,
     }
-    pretrained = (copies, headline, longer_on_model, methods_on_model, methods_trained)
+    pretrained = (choice, copies, headline, longer_on_model, methods_on_model, methods_trained)
     pretrained += (needles_on_model, quantised_cache, reading_far, regret, trained)
     for measured in (papers, coverage, *pretrained, speed, gpu_tables, vllm_speed):
         own |= measured.contents()

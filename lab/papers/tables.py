@@ -22,6 +22,8 @@ from lab.papers.conversion import TASKS as COPIES
 from lab.papers.encodings import BASE as PLAIN
 from lab.papers.encodings import SCORES
 from lab.papers.experiment import LISTED
+from lab.papers.keys import BASES
+from lab.papers.keys import METHODS as CONVERSIONS
 from lab.papers.length import ATTENTION, ENDPOINT, LENGTH, TAUS
 from lab.papers.masked import SCORED, TEMPERATURES, WARM
 from lab.papers.needles import METHODS
@@ -232,7 +234,7 @@ def lists(measured: Mapping[str, Any], length: int, above: tuple[str, ...] = ())
     for key, value in measured.items():
         if isinstance(value, dict):
             yield from lists(value, length, (*above, key))
-        elif isinstance(value, list) and len(value) == length and not isinstance(value[0], list):
+        elif isinstance(value, list) and len(value) == length and not isinstance(value[0], (list, str)):
             yield (*above, key)
 
 
@@ -627,3 +629,93 @@ def orders(name: str, normed: bool) -> None:
 
 orders("conversion-orders", normed=False)
 orders("conversion-orders-normed", normed=True)
+
+
+# keys and values ------------------------------------------------------------------------------------------------------
+
+
+def by_seed(rows: Sequence[Row], variant: str, *path: str) -> list[str]:
+    """Accuracies by length, seed by seed."""
+    values = series(rows, variant, *path)
+    return [" / ".join(fixed(column, 2)) for column in zip(*(values[s] for s in sorted(values)), strict=True)]
+
+
+def right(rows: Sequence[Row], variant: str) -> dict[int, list[str]]:
+    """By seed and length, each question as 0 or 1, text by text."""
+    return {row["seed"]: row["measured"]["right"] for row in rows if row["variant"] == variant}
+
+
+def differences(rows: Sequence[Row], variant: str, control: str, length: int) -> list[list[float]]:
+    """By seed that both have, how many more questions of each text are right than under the control, as a share."""
+    at, asked = lengths_of(rows).index(length), rows[0]["settings"]["needles"]
+    ours, theirs = (right(rows, v) for v in (variant, control))
+    return [
+        [
+            (ours[seed][at].count("1", i, i + asked) - theirs[seed][at].count("1", i, i + asked)) / asked
+            for i in range(0, len(ours[seed][at]), asked)
+        ]
+        for seed in sorted(ours.keys() & theirs.keys())
+    ]
+
+
+def against(rows: Sequence[Row], variant: str, control: str, length: int) -> str:
+    """Mean difference over the texts of all seeds, and in how many seeds it shows by the protocol: the interval of that
+    seed lies above 0, and at the trained length the accuracy is not lower by more than 0.02.
+    """
+    found = differences(rows, variant, control, length)
+    if not found:
+        return "–"
+    mean, half = mean_interval([x for seed in found for x in seed])
+    near = differences(rows, variant, control, rows[0]["settings"]["length"])
+    shown = 0
+    for far, trained in zip(found, near, strict=True):
+        middle, width = mean_interval(far)
+        shown += middle > width and mean_interval(trained)[0] >= -0.02
+    return f"{mean:+.2f} ± {half:.2f}, {shown} of {len(found)}"
+
+
+def learned(rows: Sequence[Row], variant: str) -> str:
+    """The variant's name, with a word if it does not learn the task at its trained length in every seed."""
+    at = lengths_of(rows).index(rows[0]["settings"]["length"])
+    poor = any(values[at] < 0.9 for values in series(rows, variant, "accuracy").values())
+    return named(variant) + (", not learned" if poor else "")
+
+
+def keys(name: str) -> None:
+    """Register: from scratch, each variant's accuracy, and beside p-RoPE's of the same kind of model."""
+
+    @section(name, name)
+    def shown(rows: list[Row]) -> Parts:
+        lengths = lengths_of(rows)
+        far = [n for n in lengths if n >= 16 * rows[0]["settings"]["length"]]
+        body = []
+        for variant in dict.fromkeys(r["variant"] for r in rows):
+            control = ("plain-" if variant.startswith("plain-") else "") + "prope"
+            less = [against(rows, variant, control, n) if variant != control else "" for n in far]
+            body.append([learned(rows, variant), *by_seed(rows, variant, "accuracy"), *less])
+        yield markdown(["", *(f"at {n:,}" for n in lengths), *(f"minus `prope`, {n:,}" for n in far)], body)
+        yield about(rows)
+
+
+@section("keys-converted", "keys-converted")
+def keys_converted(rows: list[Row]) -> Parts:
+    """By base: before and after training by the recipe, and beside the control."""
+    lengths, length = lengths_of(rows), rows[0]["settings"]["length"]
+    columns = [n for n in lengths if n == length or n >= 16 * length]
+    head = ["", *(f"untrained, {n:,}" for n in columns), *(f"trained, {n:,}" for n in columns)]
+    head += [f"minus `null`, {n:,}" for n in columns[1:]]
+    body = []
+    for base in BASES:
+        for variant in (f"{base}:{name}" for name in CONVERSIONS):
+            if not any(r["variant"] == variant for r in rows):
+                continue
+            cells = [by_seed(rows, variant, *path) for path in (("untrained", "accuracy"), ("accuracy",))]
+            less = [against(rows, variant, f"{base}:null", n) for n in columns[1:]]
+            less = [""] * len(less) if variant.endswith(":null") else less
+            body.append([learned(rows, variant), *(c[lengths.index(n)] for c in cells for n in columns), *less])
+    yield markdown(head, body)
+    yield about(rows)
+
+
+for experiment_of_keys in ("keys", "keys-of-two", "keys-in-256"):
+    keys(experiment_of_keys)

@@ -30,7 +30,7 @@ from lab.papers import coverage, tables
 from lab.papers.length import ENDPOINT
 from lab.papers.paper import ARGMAX, MAX_RETRIEVAL
 from lab.papers.run import EXPERIMENTS
-from lab.pretrained import headline, longer_on_model, paired, reading_far, regret, runner
+from lab.pretrained import choice, headline, longer_on_model, paired, reading_far, regret, runner
 from lab.speed import gpu_rows, speed
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +55,14 @@ def test_every_method_has_a_page_and_a_row_in_the_index(name: str) -> None:
     page = re.search(rf"\[`{name}`\]\((\w+\.md)\)", index)
     assert page, f"docs/reference/methods/README.md has no link for {name}"
     assert f"`{name}`" in (ROOT / "docs" / "reference" / "methods" / page[1]).read_text(encoding="utf-8").splitlines()[0]
+
+
+def test_the_table_of_methods_has_all_and_every_setting_that_it_names_has_rows() -> None:
+    assert set(choice.SETTINGS) == set(method_names())
+    read = {column: {row["name"] for row in rows} for column, rows in choice.measured().items()}
+    for name, columns in choice.SETTINGS.items():
+        for column, settings in columns.items():
+            assert set(settings) <= read[column], (name, column)
 
 
 @pytest.fixture(scope="module")

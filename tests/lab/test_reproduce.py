@@ -685,6 +685,22 @@ def test_tables_hold_means_and_paired_gains() -> None:
     assert "seeds 2 ([" in text
 
 
+def test_differences_are_of_the_same_texts_and_counted_by_seed() -> None:
+    """Two questions a text: in the first seed each of four texts gains one, in the second it is so but for a worse start."""
+    settings = {"length": 64, "needles": 2}
+
+    def row(variant: str, seed: int, near: str, far: str) -> dict[str, Any]:
+        accuracy = [near.count("1") / 8, far.count("1") / 8]
+        measured = {"lengths": [64, 1024], "accuracy": accuracy, "right": [near, far]}
+        return {"experiment": "keys", "variant": variant, "seed": seed, "settings": settings, "measured": measured}
+
+    rows = [row("prope", seed, "1" * 8, "10000010") for seed in (0, 1, 2)]
+    rows += [row("logn_prope", 0, "1" * 8, "11010111"), row("logn_prope", 1, "1" * 7 + "0", "11010111")]
+    assert tables.differences(rows, "logn_prope", "prope", 1024) == [[0.5] * 4] * 2
+    (told,) = (row for row in cells(tables.SECTIONS["keys"]({"keys": rows}).text) if "logn" in row[0])
+    assert told == ["`logn_prope`, not learned", "1.00 / 0.88", "0.75 / 0.75", "+0.50 ± 0.00, 1 of 2"]
+
+
 def test_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     rows = front.RowFile(tmp_path / "max-retrieval.jsonl")
