@@ -56,7 +56,7 @@ _NAMES = {
     "extension": ("extend",),
     "sharing.hub": ("merge", "push", "save"),
     "integration": ("Description", "UntrainedWarning", "apply", "config_of", "describe", "remove", "rope", "update"),
-    "integration.jumps": ("masks_of_jumps",),
+    "integration.skip_masks": ("masks_of_jumps",),
     "methods.adaptive_temperature": ("fit_adaptive_temperature",),
     "slots.registry": ("register",),
     "core.rotary": ("Rotation",),
