@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .sharing.hub import merge as merge
     from .sharing.hub import push as push
     from .sharing.hub import save as save
+    from .slots.registry import list_methods as list_methods
     from .slots.registry import register as register
     from .temporary import applied as applied
 
@@ -58,7 +59,7 @@ _NAMES = {
     "integration": ("Description", "UntrainedWarning", "apply", "config_of", "describe", "remove", "rope", "update"),
     "integration.skip_masks": ("masks_of_jumps",),
     "methods.adaptive_temperature": ("fit_adaptive_temperature",),
-    "slots.registry": ("register",),
+    "slots.registry": ("list_methods", "register"),
     "core.rotary": ("Rotation",),
     "temporary": ("applied",),
 }

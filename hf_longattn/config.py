@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .slots.method import SLOTS, Heads, Method, ModelFacts, freeze, thaw
-from .slots.registry import did_you_mean, fixed_by, from_elsewhere, method, method_class, method_names, parameters_of
+from .slots.registry import did_you_mean, fixed_by, from_elsewhere, list_methods, method, method_class, parameters_of
 
 if TYPE_CHECKING:
     from .slots.base import KeyBands, LogitMap, OutputNorm, Positions, Score, Sink, Temperature, Visibility
@@ -466,7 +466,7 @@ def _method_in(slot: str, value: Any) -> Method | None:
     if isinstance(value, Mapping):
         if not isinstance(value.get("name"), str):
             raise ValueError(f"{slot} is given as a dict without a 'name', which is a word")
-        if value["name"] not in method_names():
+        if value["name"] not in list_methods():
             raise ValueError(from_elsewhere(value["name"]))
         value = method(**value)
     if value is not None and not isinstance(value, Method):

@@ -14,7 +14,7 @@ from hf_longattn import LongAttnConfig
 from hf_longattn.config import BACKENDS
 from hf_longattn.methods import CosScale, ScaleInvariant
 from hf_longattn.slots.method import SLOTS, Method, ModelFacts
-from hf_longattn.slots.registry import method_class, method_names, register
+from hf_longattn.slots.registry import list_methods, method_class, register
 
 FACTS = ModelFacts(
     num_layers=LAYERS,
@@ -39,7 +39,7 @@ def test_round_trip_through_json(case: str) -> None:
     assert back.to_dict() == config.to_dict()
 
 
-@pytest.mark.parametrize("name", method_names())
+@pytest.mark.parametrize("name", list_methods())
 def test_every_method_has_a_preset(name: str) -> None:
     config = preset(name, layers=[2, 0, 2], backend="reference")
     (method,) = config.methods
@@ -50,7 +50,7 @@ def test_every_method_has_a_preset(name: str) -> None:
     assert LongAttnConfig.parse(json.loads(json.dumps(config.to_dict()))) == config
 
 
-@pytest.mark.parametrize("name", sorted({method_class(n).name for n in method_names()}))
+@pytest.mark.parametrize("name", sorted({method_class(n).name for n in list_methods()}))
 def test_every_method_binds_and_binding_is_idempotent(name: str) -> None:
     bound = preset(name).bind(FACTS)
     assert bound.bind(FACTS) == bound
@@ -138,7 +138,7 @@ def give_to_two() -> None:
 
 def twins() -> tuple[type[Method], type[Method]]:
     """The first two methods of different slots that share a parameter."""
-    every = [method_class(n) for n in sorted(method_names())]
+    every = [method_class(n) for n in sorted(list_methods())]
     return next((a, b) for a in every for b in every if a.slot != b.slot and parameters(a) & parameters(b))
 
 

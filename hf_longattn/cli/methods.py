@@ -21,12 +21,12 @@ def methods(
     it is calibrated. Methods of different slots combine: rerope+infoscale.
     """
     from ..slots.method import SLOTS
-    from ..slots.registry import method, method_names, summary_of
+    from ..slots.registry import list_methods, method, summary_of
 
     if name is not None:
         with refusing("NAME"):
             return _one(name)
-    known = {name: method(name) for name in method_names()}
+    known = {name: method(name) for name in list_methods()}
     rows = [("name", "slot", "training", "what it does")]
     for name in sorted(known, key=lambda n: (SLOTS.index(known[n].slot), n)):
         rows.append((name, known[name].slot, "needed" if known[name].needs_training else "-", summary_of(name)))

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..config import CUSTOM, LongAttnConfig
-from ..slots.registry import LISTENERS, STOCK, did_you_mean, from_elsewhere, meant, method_names
+from ..slots.registry import LISTENERS, STOCK, did_you_mean, from_elsewhere, list_methods, meant
 
 PREFIX = "hf_longattn."
 #: Before the class names in a strict checkpoint's config, which every other engine dispatches on and then refuses.
@@ -25,7 +25,7 @@ _FUNCTIONS: list[Callable[..., Any]] = []
 def register_names(attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
     """Register the attention and the mask function under every name, now and later; both, or padding is lost in silence."""
     _FUNCTIONS[:] = attention, mask
-    for name in (CUSTOM, *method_names()):
+    for name in (CUSTOM, *list_methods()):
         _register(name)
     LISTENERS.append(_register)
 
@@ -57,7 +57,7 @@ def hint(name: Any) -> str:
     """What to write in place of a name that transformers does not know, if it looks like one of ours."""
     parts = methods_in(name).split("+") if isinstance(name, str) else []
     if len(parts) > 1:
-        unknown = [x for x in parts if x not in method_names()]
+        unknown = [x for x in parts if x not in list_methods()]
         if name.startswith(PREFIX) and unknown:
             return from_elsewhere(unknown[0])
         return (
@@ -68,7 +68,7 @@ def hint(name: Any) -> str:
     if isinstance(name, str) and name.startswith(PREFIX):
         return from_elsewhere(parts[0])
     likely = (meant(parts[0]) or did_you_mean(parts[0], (CUSTOM,))) if parts and parts[0] not in STOCK else ""
-    return f"{likely}methods of hf_longattn: {', '.join(sorted((CUSTOM, *method_names())))}" if likely else ""
+    return f"{likely}methods of hf_longattn: {', '.join(sorted((CUSTOM, *list_methods())))}" if likely else ""
 
 
 def is_ours(implementation: str | None) -> bool:
@@ -76,7 +76,7 @@ def is_ours(implementation: str | None) -> bool:
     if implementation is None:
         return False
     name = methods_in(implementation)
-    return name == CUSTOM or set(name.split("+")) <= set(method_names())
+    return name == CUSTOM or set(name.split("+")) <= set(list_methods())
 
 
 def ours_in(implementation: str | dict[str, Any] | None) -> str | None:

@@ -109,7 +109,7 @@ def register(method: M) -> M:
             or dtypes than the slot says. The class is named.
     """
     _check(method)
-    for hear in LISTENERS if method.name not in method_names() else ():
+    for hear in LISTENERS if method.name not in list_methods() else ():
         hear(method.name)
     _loaded[method.name] = method
     return method
@@ -129,7 +129,7 @@ def _check(method: Any) -> None:
         raise ValueError(f"{what} is called {name!r}, which names {whose}: choose another name")
     if (slot := getattr(method, "slot", None)) not in SLOTS:
         raise ValueError(f"{what}.slot is {slot!r}; the slots are {', '.join(SLOTS)}")
-    if name in method_names() and (name not in elsewhere() or name in _loaded):
+    if name in list_methods() and (name not in elsewhere() or name in _loaded):
         there = method_class(name)
         if name in PRESETS or (there.__module__, there.__qualname__) != (method.__module__, method.__qualname__):
             raise ValueError(
@@ -192,8 +192,8 @@ def elsewhere() -> dict[str, EntryPoint]:
     return _elsewhere
 
 
-def method_names() -> tuple[str, ...]:
-    """Every name of a method, presets included."""
+def list_methods() -> tuple[str, ...]:
+    """The names of all methods, of presets and of installed packages among them; `hf-longattn methods` says what each does."""
     return tuple(dict.fromkeys((*METHODS, *PRESETS, *_loaded, *elsewhere())))
 
 
@@ -211,7 +211,7 @@ def method_class(name: str) -> type[Method]:
             raise ValueError(f"{entry.value}.name is {found.name!r}, and its package calls it {name!r}")
         return found
     if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}; {meant(name)}known methods: {', '.join(sorted(method_names()))}")
+        raise ValueError(f"unknown method {name!r}; {meant(name)}known methods: {', '.join(sorted(list_methods()))}")
     file, _, cls = METHODS[name].partition(".")
     _loaded[name] = getattr(import_module(f"..methods.{file}", __package__), cls)
     return _loaded[name]
@@ -254,14 +254,14 @@ def meant(name: str) -> str:
             f"{name.lower()} is a position encoding: hf_longattn.rope.{name.lower()}(config, ...) before the model is loaded, "
             f"@{name.lower()} in a setting (rope= in a recipe){beyond}; "
         )
-    return did_you_mean(name, method_names())
+    return did_you_mean(name, list_methods())
 
 
 def from_elsewhere(name: str) -> str:
     """What to say of the name of no method in what was saved: it was a method where that was made."""
     return (
         f"{name!r} is no method here. If it is one of your own, import the module that registers it first (in a command: "
-        f"--import MODULE); {did_you_mean(name, method_names())}known methods: {', '.join(sorted(method_names()))}"
+        f"--import MODULE); {did_you_mean(name, list_methods())}known methods: {', '.join(sorted(list_methods()))}"
     )
 
 

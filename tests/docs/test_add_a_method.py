@@ -157,7 +157,7 @@ def test_a_mistake_in_a_method_is_found_as_it_is_registered(forgotten: None, mis
     with pytest.raises(ValueError, match=message) as refused:
         hf_longattn.register(wrong(**changes))
     assert "test_add_a_method.wrong.<locals>.Wrong" in str(refused.value)
-    assert "wrong" not in registry.method_names()
+    assert "wrong" not in registry.list_methods()
 
 
 def test_parameters_that_would_be_lost_or_cannot_be_saved_are_refused(forgotten: None) -> None:
@@ -191,7 +191,7 @@ def installed(forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_installed_package_brings_methods(installed: Path) -> None:
     with pytest.warns(UserWarning, match="RootLogN is left out: there is a method called 'rerope' already"):
-        assert {"root_logn", "gone"} <= set(registry.method_names())
+        assert {"root_logn", "gone"} <= set(registry.list_methods())
     assert "brings_methods" not in sys.modules  # until it is asked for
     config = hf_longattn.config_of(hf_longattn.apply(stock("llama"), "rerope+root_logn", train_length=5))
     assert config.name == "rerope+root_logn"

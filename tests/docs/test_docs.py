@@ -23,7 +23,7 @@ from hf_longattn.evaluation import copy_losses, prefix_of, token_losses, with_co
 from hf_longattn.evaluation.rows import RowFile
 from hf_longattn.evaluation.settings import Setting
 from hf_longattn.evaluation.statistics import mean_interval
-from hf_longattn.slots.registry import method_names
+from hf_longattn.slots.registry import list_methods
 from lab import pages
 from lab.markdown import filled
 from lab.papers import coverage, tables
@@ -49,7 +49,7 @@ def rows_of(experiment: str) -> dict[tuple[str, int], dict[str, Any]]:
     return {(row["variant"], row["seed"]): row["measured"] for row in found}
 
 
-@pytest.mark.parametrize("name", method_names())
+@pytest.mark.parametrize("name", list_methods())
 def test_every_method_has_a_page_and_a_row_in_the_index(name: str) -> None:
     index = (ROOT / "docs" / "reference" / "methods" / "README.md").read_text(encoding="utf-8")
     page = re.search(rf"\[`{name}`\]\((\w+\.md)\)", index)
@@ -58,7 +58,7 @@ def test_every_method_has_a_page_and_a_row_in_the_index(name: str) -> None:
 
 
 def test_the_table_of_methods_has_all_and_every_setting_that_it_names_has_rows() -> None:
-    assert set(choice.SETTINGS) == set(method_names())
+    assert set(choice.SETTINGS) == set(list_methods())
     read = {column: {row["name"] for row in rows} for column, rows in choice.measured().items()}
     for name, columns in choice.SETTINGS.items():
         for column, settings in columns.items():
@@ -495,7 +495,7 @@ def test_lines_of_a_log_become_rows_under_one_set_of_names(tmp_path: Path) -> No
 def test_the_table_of_engines_has_every_method_and_names_tests_that_exist() -> None:
     page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", page, re.MULTILINE))
-    assert set(rows) == set(method_names())
+    assert set(rows) == set(list_methods())
     cells = {cell.strip() for row in rows.values() for cell in row.split("|")}
     messages = re.findall(r"^(\d+)\. \.\.\. ", page, re.MULTILINE)
     assert cells <= {"exact", *(f"refused ({n})" for n in messages)}

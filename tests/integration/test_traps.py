@@ -41,14 +41,14 @@ import hf_longattn
 from hf_longattn.integration.caches import CACHE, PAGES
 from hf_longattn.integration.masks import base_implementation
 from hf_longattn.integration.names import PREFIX, is_ours
-from hf_longattn.slots.registry import method_names
+from hf_longattn.slots.registry import list_methods
 
 CONFIG = CASES[DEFAULT]
 
 
 def test_every_name_has_a_mask_function() -> None:
     """Without one, padding, packing and causality are lost in silence."""
-    for alias in ("longattn", *method_names()):
+    for alias in ("longattn", *list_methods()):
         for name in (alias, PREFIX + alias):
             assert name in AttentionInterface()
             assert name in AttentionMaskInterface()
@@ -57,7 +57,7 @@ def test_every_name_has_a_mask_function() -> None:
 
 def test_no_name_is_taken_for_another_kind() -> None:
     """transformers decides by substrings of the name."""
-    for alias in ("longattn", *method_names()):
+    for alias in ("longattn", *list_methods()):
         assert not any(word in alias for word in ("flash", "sdpa", "flex_attention", "paged", "/", ":", "|"))
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cases import CASES
 
-from hf_longattn.slots.registry import method_names
+from hf_longattn.slots.registry import list_methods
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 SERVED = PAGE.with_name("vllm.json")
@@ -45,7 +45,7 @@ def recorded(reports: list[Path]) -> Cells:
         passed = not any(test.find(tag) is not None for tag in ("failure", "error", "skipped"))
         for entry in test.iter("property"):
             engine, (case, _, message) = entry.get("name", ""), (entry.get("value") or "").partition(": ")
-            for method in [case] if case in method_names() else [m.name for m in CASES[case].methods]:
+            for method in [case] if case in list_methods() else [m.name for m in CASES[case].methods]:
                 name = re.sub(r"\[.*", "", test.get("name", ""))
                 outcome = message if passed and message else "exact" if passed else "FAILED"
                 if cells.get((engine, method), ("", "exact"))[1] in ("exact", outcome):
@@ -60,7 +60,7 @@ def served() -> Cells:
         if not row.get("meant") and row["case"] != "none" and "plain" not in row:  # to be refused, without a method, quantised
             right = "error" not in row and row["largest"] <= TOLERANCE
             case = row["case"]
-            for method in [case] if case in method_names() else [m.name for m in CASES[case].methods]:
+            for method in [case] if case in list_methods() else [m.name for m in CASES[case].methods]:
                 if cells.get(("vLLM", method), ("", "exact"))[1] == "exact":
                     cells["vLLM", method] = "make vllm", "exact" if right else "FAILED"
     return cells
@@ -78,7 +78,7 @@ def table(cells: Cells) -> str:
     tests: dict[str, set[str]] = {}
     messages: list[str] = []
     rows = []
-    for method in method_names():
+    for method in list_methods():
         row = []
         for engine in ENGINES:
             test, outcome = cells.get((engine, method), ("", "not run"))
