@@ -94,8 +94,12 @@ PROGRAM = Program(
 
 
 def contents() -> Contents:
-    """See `paired.marks`: all settings less another, over all texts that both have read."""
-    return paired.marks("trained methods", lambda words: runner.rows_of("methods-trained*.json"))
+    """See `paired.marks`: all settings less another, over all texts that both have read, or over the one that is named."""
+
+    def rows(words: list[str]) -> list[Row]:
+        return [r for r in runner.rows_of("methods-trained*.json") if not words or r["text"] in words]
+
+    return paired.marks("trained methods", rows)
 
 
 if __name__ == "__main__":

@@ -124,7 +124,8 @@ def check_make(words: list[str]) -> None:
         assert recipe, f"the Makefile has no target {target}"
         for given in (w for w in words if "=" in w):
             variable, value = given.split("=", 1)
-            assert f"$({variable}" in recipe[1] or variable in ("PYTHON", "VENV"), f"{target} does not read {variable}"
+            reads = f"$({variable}" in recipe[1] or (variable == "T" and "$(AREA)" in recipe[1])
+            assert reads or variable in ("PYTHON", "VENV"), f"{target} does not read {variable}"
             if variable == "ARGS":
                 source = re.search(r"(\S+\.py)[^\n]*\$\(ARGS\)", recipe[1])
                 assert source

@@ -197,7 +197,7 @@ def test_held_out_losses_of_sharded_weights(out: Path) -> None:
 
 
 #: What differs between two runs of one evaluation.
-TIMES = ("seconds", "cpu_seconds", "command")
+TIMES = ("seconds", "cpu_seconds", "command", "crc32")
 
 
 def test_an_evaluation_in_turns(out: Path) -> None:
