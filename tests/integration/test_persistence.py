@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 import weakref
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -498,7 +499,9 @@ def test_gguf_in_packed_blocks(method: str, tmp_path: Path, monkeypatch: pytest.
     load = functools.partial(AutoModelForCausalLM.from_pretrained, tmp_path, gguf_file="m.gguf", dtype=torch.float32)
     dense = load(quantization_config=GgufConfig(dequantize=True))
     packed = load(quantization_config=GgufConfig(), attn_implementation=method)
-    assert type(packed.model.layers[1].self_attn.q_proj).__name__ == "GgufLinear"
+    if type(packed.model.layers[1].self_attn.q_proj).__name__ != "GgufLinear":
+        assert tuple(map(int, version("transformers").split(".")[:2])) < (5, 24)
+        pytest.skip("this release unpacks the weights as it loads them")
     plain = logits(dense)
     close(logits(packed), want := logits(hf_longattn.apply(dense, method)))
     assert (want - plain).abs().max() > 1e-4
