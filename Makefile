@@ -88,7 +88,7 @@ coverage-models: $(VENV)/.dev  ## every language model of transformers, tiny: ex
 coverage: $(VENV)/.dev  ## which lines the fast tests run; a page in build/coverage
 	$(PYTEST) -q -m "not slow and not crossed" $(ASIDE) --cov=hf_longattn --cov-report=term --cov-report=html:build/coverage $(ARGS)
 
-survival: $(VENV)/.dev  ## damaged files, kills, full disks, strangers' checkpoints, at length; rewrites docs/survival.json and its page
+survival: $(VENV)/.dev  ## damaged files, kills, full disks, strangers' checkpoints, at length (ARGS="files --count 200": a part)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/kit/survival.py $(ARGS)
 
 test-oldest: $(OLDEST)/.dev  ## the lane of every version on the oldest supported transformers
