@@ -143,7 +143,14 @@ def check_finite(model: nn.Module, name: str | Path) -> None:
 def disk_full(error: BaseException) -> bool:
     """Whether a file could not be written for want of space, by whichever library."""
     number = getattr(error, "errno", None)
-    return number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)
+    said = str(error)
+    words = (
+        "No space left on device",
+        "unexpected pos",
+        "failed writing file",
+        "iostream error",
+    )  # the last three torch.save's
+    return number in (errno.ENOSPC, errno.EDQUOT) or (isinstance(error, Exception) and any(x in said for x in words))
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,8 @@ def test_public_names_are_there_for_people_and_for_type_checkers():
     assert set(hf_longattn.__all__) <= set(dir(hf_longattn))
     for name in hf_longattn.__all__:
         assert getattr(hf_longattn, name) is not None
+    user = (Path(__file__).parent / "kit" / "typed_user.py").read_text(encoding="utf-8")  # whom `make lint` checks
+    assert not [name for name in hf_longattn.__all__ if not re.search(rf"\b{name}\b", user)]
     assert hf_longattn.training is sys.modules["hf_longattn.training"]  # submodules, too
     with pytest.raises(AttributeError, match="has no attribute 'scale'"):
         hf_longattn.scale  # noqa: B018

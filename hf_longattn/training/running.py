@@ -193,6 +193,9 @@ def run(prepared: Prepared, optimizer: Callable[[Any], torch.optim.Optimizer] | 
     with alone(prepared.output / LOCK_FILE, "training") if _first() else nullcontext():
         if _first():
             _checkpoint(prepared.recipe, prepared.output, prepared.resume)
+            for path in prepared.output.glob("checkpoint-*"):
+                if not _whole(path):  # cut short: what is left of it would be read as it is written again
+                    shutil.rmtree(path)
         try:
             return _run(prepared, optimizer)
         except BaseException:
@@ -202,9 +205,16 @@ def run(prepared: Prepared, optimizer: Callable[[Any], torch.optim.Optimizer] | 
 
 def last_checkpoint(output: Path) -> Path | None:
     """The checkpoint that a run can go on from, or None."""
-    # the Trainer writes its state last: a checkpoint without it was cut short
-    whole = [path.parent for path in output.glob("checkpoint-*/trainer_state.json")]
+    whole = [path for path in output.glob("checkpoint-*") if _whole(path)]
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2])) if whole else None
+
+
+def _whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint was not cut short: the Trainer writes its state last."""
+    try:
+        return bool(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return False
 
 
 def _discard(prepared: Prepared) -> None:

@@ -196,10 +196,6 @@ def test_what_a_public_host_reads_is_yaml_and_names_this_version() -> None:
     files = [*(ROOT / ".github").rglob("*.yml"), ROOT / "CITATION.cff"]
     read = {f.name: yaml.safe_load(f.read_text(encoding="utf-8")) for f in files}
     assert read["CITATION.cff"]["version"] == hf_longattn.__version__
-    jobs = read["ci.yml"]["jobs"]
-    lanes = re.findall(r"^make (test\S*|docs)$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
-    assert {*lanes, "release"} <= set(jobs["lane"]["strategy"]["matrix"]["target"])
-    assert "make lint" in [step.get("run") for step in jobs["lint"]["steps"]]
 
 
 def test_the_committed_reports_are_their_rows_and_what_the_page_says() -> None:

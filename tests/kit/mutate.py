@@ -23,6 +23,7 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -182,13 +183,19 @@ def reaching(path: Path) -> dict[str, list[tuple[float, str]]]:
     return ordered
 
 
+def collected() -> set[str]:
+    """The tests of now: some that were measured may be gone."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    return set(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines())
+
+
 def tests_for(mutant: Mutant, reaches: dict[str, list[tuple[float, str]]], budget: float, first: str) -> list[str]:
     """Node ids until their CPU seconds are spent; `first` is the test that killed it before."""
     out, spent = [first] if first else [], 0.0
     for cpu, test in reaches.get(mutant.function, []):
         if spent + cpu > budget and out:
             break
-        if test not in out and (ROOT / test.split("::")[0]).is_file():
+        if test not in out:
             out.append(test)
             spent += cpu
     return out
@@ -224,7 +231,8 @@ def attempt(tree: Path, tests: list[str], result: Path, seconds: int) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    reaches = reaching(arguments.reaches)
+    there = collected()
+    reaches = {f: [x for x in tests if x[1] in there] for f, tests in reaching(arguments.reaches).items()}
     before = {}
     if arguments.again:
         rows = map(json.loads, arguments.again.read_text(encoding="utf-8").splitlines())

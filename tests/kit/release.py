@@ -1,6 +1,7 @@
 """What `make release-check` does behind the build: the wheel alone, in an environment and a folder that know no checkout.
 
 python tests/kit/release.py dist/*.whl README.md    installs the wheel into an empty environment
+python tests/kit/release.py --say dist [vVERSION]   what is left to do for a release; refuses a tag of another version
 python tests/kit/release.py --here README.md        the README's Python, and commands that need no network, in this environment
 """
 
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import venv
+import zipfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -19,7 +21,42 @@ HERE = Path(__file__).parent
 HUB, LONG = re.compile(r'"HuggingFaceTB/[\w.-]+"'), re.compile(r"\b4[0-9]000\b")
 
 
+def check_contents(wheel: Path) -> None:
+    """The package, its metadata and its licence, and nothing that is only ours."""
+    names = zipfile.ZipFile(wheel).namelist()
+    top = {name.split("/")[0] for name in names}
+    info = next(name for name in top if name.endswith(".dist-info"))
+    if top != {"hf_longattn", info}:
+        raise SystemExit(f"{wheel} holds more than the package: {sorted(top)}")
+    ours = [
+        n for n in names if Path(n).suffix not in (".py", ".yaml", ".jinja", ".css", ".js", ".typed", "") and info not in n
+    ]
+    needed = {f"{info}/licenses/LICENSE", f"{info}/entry_points.txt", "hf_longattn/py.typed"}
+    needed |= {f"hf_longattn/recipes/{file.name}" for file in (HERE.parents[1] / "recipes").glob("*.yaml")}
+    if ours or (missing := needed - set(names)):
+        raise SystemExit(f"{wheel} holds {ours}" if ours else f"{wheel} lacks {sorted(missing)}")
+
+
+def version() -> str:
+    text = (HERE.parents[1] / "hf_longattn" / "__init__.py").read_text(encoding="utf-8")
+    return re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)[0]
+
+
+def say(dist: Path, tag: str | None) -> None:
+    """What is left to a person."""
+    (wheel,) = dist.glob("*.whl")
+    named = wheel.name.split("-")[1]
+    log = (HERE.parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
+    if tag is not None and tag != f"v{named}":
+        raise SystemExit(f"the tag is {tag}, and the version {named}: set __version__, or tag again")
+    if f"## [{named}]" not in log:
+        raise SystemExit(f"CHANGELOG.md has no section [{named}]")
+    print(f"\n{named} is built and checked, in {dist}. Nothing was uploaded. To release it:")
+    print(f"    git tag v{named} && git push origin v{named}    # the workflow Release builds, checks and uploads it")
+
+
 def installed(wheel: Path, readme: Path, torch: str) -> None:
+    check_contents(wheel)
     with tempfile.TemporaryDirectory() as folder:
         venv.create(Path(folder) / "venv", with_pip=True)
         python = Path(folder) / "venv" / "bin" / "python"
@@ -70,6 +107,8 @@ def inside(readme: Path) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "--inside":
         inside(Path(sys.argv[2]))
+    elif sys.argv[1] == "--say":
+        say(Path(sys.argv[2]), next(iter(sys.argv[3:]), None))
     elif sys.argv[1] == "--here":
         here(Path(sys.argv[2]), Path(sys.executable))
     else:
