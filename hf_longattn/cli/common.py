@@ -52,7 +52,8 @@ SETTINGS: dict[str, Any] = {
         typer.Option(help="Position encodings to combine with every method that has no @: plain,yarn:2,ntk:2."),
     ],
     "adapter": Annotated[
-        list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter, with the attention that it records.")
+        list[str] | None,
+        typer.Option(help="DIRECTORY, or NAME=DIRECTORY, of a LoRA adapter, with the attention that it records."),
     ],
     "settings": Annotated[Path | None, typer.Option(help="More settings, in YAML: adapters, other checkpoints, lists.")],
     "train_length": TrainLength,
