@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 from helpers import crossed
+from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
@@ -682,7 +683,11 @@ def test_a_loaded_model_is_measured_like_its_checkpoint_and_is_afterwards_as_it_
     assert "The checkpoint itself runs infoscale" in (tmp_path / "out" / "index.html").read_text()
     assert "Mean loss of the same tokens" in found._repr_html_()
     assert "| unmodified | " in str(found)
-    assert found.plot()._repr_png_().startswith(b"\x89PNG")
+    drawn = found.plot()
+    assert isinstance(drawn, Figure)
+    drawn.savefig(tmp_path / "losses.png")
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert drawn._repr_png_().startswith(b"\x89PNG")  # a notebook shows it
     pandas = pytest.importorskip("pandas")
     assert isinstance(found.to_pandas(), pandas.DataFrame)
     assert len(found.to_pandas()) == 8
