@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .plan import Plan as Plan
     from .plan import evaluate as evaluate
     from .results import Results as Results
+    from .settings import Setting as Setting
     from .tasks.base import Task as Task
 
 _HOME = {
@@ -33,6 +34,7 @@ _HOME = {
     "options": ("EvalOptions",),
     "plan": ("Plan", "evaluate"),
     "results": ("Results",),
+    "settings": ("Setting",),
     "tasks.base": ("Task",),
 }
 

@@ -86,7 +86,9 @@ class Evaluation:
     final_lengths: list[int] = field(default_factory=list)  # for the metrics file; none: the same, and a long text (see far)
     tokens: int = 8192  # held-out tokens read per length (at least one window)
     samples: int = 50  # needle texts per length
-    far: int = 16384  # at the end: tokens of a long held-out text, up to the method's reach, beside a probe; 0: neither
+    # at the end, beside a probe: tokens of a long held-out text, up to the method's reach; 0: neither. none: 16384, or what
+    # can be read in a third of the training's time
+    far: int | None = None
     compare: bool = True  # the metrics file holds the unadapted base, and base + YaRN, beside the trained model
 
 
@@ -242,7 +244,7 @@ def _check_inputs(recipe: Recipe) -> None:
             raise ValueError(f"{name} must be a file, a data set or a list of them, got {value!r}")
     if recipe.length < 2 or any(n < 2 for n in (*recipe.lengths, *recipe.final_lengths)):
         raise ValueError("length and evaluation lengths must be at least 2 tokens")
-    if recipe.evaluation.far < 0:
+    if recipe.evaluation.far is not None and recipe.evaluation.far < 0:
         raise ValueError(f"evaluation.far is a number of tokens, or 0, got {recipe.evaluation.far}")
     if recipe.hub.answers and recipe.needle is not None:
         raise ValueError("hub.answers and needle exclude each other: needles have answers of their own")

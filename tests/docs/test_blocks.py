@@ -10,6 +10,7 @@ import functools
 import itertools
 import re
 import shlex
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import release
 import tiny
 import torch
 import typer
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -76,6 +78,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(path / "deep")
     tiny.tokenizer().save_pretrained(path / "deep")
+    for name in ("model", "deep"):
+        base = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(path / name), "rerope", window=64)
+        get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(path / f"{name}-adapter")
     tiny.text(path / "book.txt", 6000)
     (path / "settings.yaml").write_text("named: {method: 'rerope:window=128'}\n")
     return path
@@ -89,6 +94,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_python(block: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     name = str(home / "deep")
+    shutil.copytree(home / "deep-adapter", tmp_path / "runs" / "book")
     code = release.HUB.sub(repr(name), release.LONG.sub("300", PYTHON[block]))
     ids = torch.randint(2, 90, (1, 1100), generator=torch.Generator().manual_seed(0))
     config, model = AutoConfig.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name).eval()
@@ -204,6 +210,9 @@ SMALL = {
     "trainer.save_steps=10 trainer.logging_steps=5 trainer.eval_strategy=no trainer.disable_tqdm=true",
     r"heldout=\S+|dtype=bfloat16|trainer.max_steps=(100|500)": "",
     r"output=\S+": "output=OUT",
+    r"(?<=--adapter )\S+": "mine=HOME/model-adapter",
+    r"(?<=--windows )\d+": "1",
+    r"(?<=--passages )\d+": "2",
     r"(?<=skip.target_length=)\d+": "512",
     r"(?<=window=)\d+": "128",
     r"(?<=--lengths )\S+": "128,512,1k --targets 64",

@@ -259,6 +259,27 @@ def test_how_far_goes_no_farther_than_the_method_or_the_text(tiny: Path, tmp_pat
     assert (off.text, off.back, off.unprobed) == (None, (), "")
 
 
+def test_measuring_at_the_end_takes_no_more_than_a_third_of_the_training(tiny: Path, tmp_path: Path) -> None:
+    """Unless the recipe says how far to read."""
+
+    def prepared(steps: int, **changes: Any) -> Any:
+        changes = {"evaluation__far": None, "skip__target_length": 9000, "trainer__max_steps": steps} | changes
+        return prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", **changes)))
+
+    long = prepared(100_000)
+    assert (long.text, len(long.back), long.shortened) == (len(long.data.held_out), 5, False)
+    middle = prepared(5000)
+    assert (middle.text, middle.back, middle.shortened) == (long.text // 2, long.back, True)
+    short = prepared(6)
+    assert (short.text, short.back, short.shortened) == (None, (long.back[0], long.back[-1]), True)
+    told = plan(short)
+    assert f"copies from up to {long.back[-1]:,} tokens back" in told
+    assert "no more than takes a third of the training (evaluation.far=16384: all)" in told
+    asked = prepared(6, evaluation__far=16384)
+    assert (asked.text, asked.back, asked.shortened) == (long.text, long.back, False)
+    assert torch.equal(short.data.held_out, long.data.held_out)
+
+
 def test_a_plan_says_what_is_too_much_for_the_machine(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"trainer__per_device_train_batch_size": 8}
     prepared = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", **changes)))
@@ -390,6 +411,32 @@ def test_a_run_killed_after_its_last_step_trains_no_more(
     assert (metrics["steps"], metrics["tokens"]) == (2, whole["tokens"])
     assert metrics["measured"] == whole["measured"]
     assert losses(metrics) == losses(whole)
+
+
+def test_a_resumed_run_may_be_measured_otherwise(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trains on the same text, though the new evaluation would hold out more; its recipe is the one it began with."""
+    quick = {"trainer__max_steps": 2, "trainer__eval_strategy": "no", "evaluation__compare": False, "heldout": None}
+    quick |= {"evaluation__far": 700, "skip__target_length": 9000}
+    whole = trained("continue_lora", settings(tiny, tmp_path / "whole", **quick))
+    out = tmp_path / "cut"
+    with monkeypatch.context() as patch:
+        patch.setattr(RecipeTrainer, "held_out_metrics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            trained("continue_lora", settings(tiny, out, **quick))
+    began = (out / "recipe.yaml").read_text()
+    other = quick | {"evaluation__far": 0, "evaluation__tokens": 2000, "evaluation__final_lengths": "[64]"}
+    metrics = trained("continue_lora", settings(tiny, out, **other), resume=True)
+    assert losses(metrics) == losses(whole)
+    assert list(metrics["measured"]["trained"]) == [32, 64]
+    assert metrics["reach"] == {"text": "", "probe": {}}
+    assert metrics["settings"]["evaluation"]["tokens"] == 2000
+    assert (out / "recipe.yaml").read_text() == began
+    (out / "metrics.json").unlink()
+    far = settings(tiny, out, **quick | {"evaluation__final_lengths": "[5000]"})
+    with pytest.raises(
+        ValueError, match=r"the run began with \d+ tokens held out, and evaluation at length 5000 needs as many"
+    ):
+        prepare(load_recipe("continue_lora", far), resume=True)
 
 
 @pytest.mark.parametrize("kept", [True, False])
