@@ -71,7 +71,7 @@ def save(
         The directory.
 
     Raises:
-        ValueError: the model runs no method.
+        ValueError: the model runs no method, or several adapters are active that PEFT does not wrap.
         FileExistsError: the directory is not empty, without overwrite; or it is a file.
     """
     config_of(model)  # raises if there is none
@@ -88,7 +88,11 @@ def save(
     readme = directory / "README.md"
     theirs = readme.read_text(encoding="utf-8") if readme.exists() else TEMPLATE
     with written_aside(directory, _STALE) as aside:
-        model.save_pretrained(aside, **({} if state_dict is None else {"state_dict": state_dict}))  # type: ignore[operator]
+        if adapter and isinstance(model, PreTrainedModel):
+            _save_injected(model, aside, state_dict)
+        else:
+            given = {} if state_dict is None else {"state_dict": state_dict}
+            model.save_pretrained(aside, **given)  # type: ignore[operator]
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
         for file in aside.rglob(ADAPTER) if base_model else ():  # of several adapters, each
@@ -104,6 +108,32 @@ def save(
             return directory
         write_card(model, aside, name or directory.name, facts, base_model, remote_code)
     return directory
+
+
+def _save_injected(model: PreTrainedModel, directory: Path, state_dict: Mapping[str, Any] | None) -> None:
+    """Save the active adapter of a transformers model that PEFT does not wrap, in PEFT's format.
+
+    transformers' own `save_pretrained` does this too, where PEFT is as new as that release of transformers wants.
+
+    Raises:
+        ValueError: several adapters are active.
+    """
+    from peft import get_peft_model_state_dict
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from safetensors.torch import save_file
+
+    active = next((m.active_adapters for m in model.modules() if isinstance(m, BaseTunerLayer)), list(model.peft_config)[:1])
+    if len(active) != 1:
+        raise ValueError(
+            f"{', '.join(active)} are active together; save one at a time: load it alone, or model.set_adapter(...)"
+        )
+    weights = get_peft_model_state_dict(model, state_dict=state_dict, adapter_name=active[0])
+    save_file(
+        {f"base_model.model.{key}": value.contiguous() for key, value in weights.items()},
+        directory / "adapter_model.safetensors",
+        metadata={"format": "pt"},
+    )
+    model.peft_config[active[0]].save_pretrained(str(directory))
 
 
 def write_card(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import itertools
 import json
 import re
@@ -17,6 +18,7 @@ import tiny
 import torch
 import yaml
 from transformers import AutoModelForCausalLM
+from transformers.integrations.peft import PeftAdapterMixin
 
 import hf_longattn
 from hf_longattn.evaluation import copy_losses, prefix_of, token_losses, with_copies
@@ -140,6 +142,14 @@ def test_every_public_name_is_on_the_page_of_the_api() -> None:
     listed = {name.split(".")[-1] for name in re.findall(r"^::: hf_longattn\.([\w.]+)$", page, re.MULTILINE)}
     beside = {"EvalOptions", "Results", "Setting", "Task"}  # what `evaluate` takes and gives, of hf_longattn.evaluation
     assert listed == {*hf_longattn.__all__, *beside}
+
+
+def test_the_page_on_sharing_names_what_waits_for_a_newer_peft() -> None:
+    page = prose("docs/how-to/share.md")
+    asks = {name for name, f in vars(PeftAdapterMixin).items() if callable(f) and "check_peft_version" in inspect.getsource(f)}
+    assert {"add_adapter", "get_adapter_state_dict"} <= asks
+    for name in {"save_pretrained", *asks}:
+        assert f"`{name}`" in page
 
 
 def test_every_page_is_in_the_navigation_of_the_site() -> None:

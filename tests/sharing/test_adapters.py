@@ -66,6 +66,41 @@ LOADERS = {
 # saved and loaded -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("method", ["rerope", "learned"])
+def test_an_adapter_that_transformers_loaded_is_saved_again(method: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    """As the card loads it, trained on, and saved: also where this release of transformers waits for a newer PEFT."""
+    adapted(bases["llama"], METHODS[method]).save_pretrained(tmp_path / "first")
+    if (m := by_transformers(tmp_path / "first")) is None:
+        pytest.skip("this transformers loads no learned parameters")
+    with torch.no_grad():
+        for name, parameter in m.named_parameters():
+            if "lora_B" in name or "longattn" in name:
+                parameter.add_(0.1)
+    want = logits(m)
+    hf_longattn.save(m, tmp_path / "again")
+    files = {path.name for path in (tmp_path / "again").iterdir()}
+    assert files == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    for load in LOADERS.values():
+        close(logits(load(bases["llama"], tmp_path / "again")), want)
+    assert (logits(AutoModelForCausalLM.from_pretrained(tmp_path / "first")) - want).abs().max() > 1e-3
+    saved = {name: json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("first", "again")}
+    assert saved["first"]["longattn"] == saved["again"]["longattn"]
+    assert "AutoModelForCausalLM.from_pretrained(" in (tmp_path / "again" / "README.md").read_text()
+
+
+def test_of_several_adapters_that_transformers_loaded_the_active_one_is_saved(bases: dict[str, Path], tmp_path: Path) -> None:
+    adapted(bases["llama"], METHODS["rerope"]).save_pretrained(tmp_path / "first")
+    torch.manual_seed(5)
+    adapted(bases["llama"], METHODS["rerope"]).save_pretrained(tmp_path / "second")
+    m = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    m.load_adapter(tmp_path / "second", "second")
+    active = next(x.active_adapters for x in m.modules() if isinstance(x, peft.tuners.tuners_utils.BaseTunerLayer))
+    want = logits(m)
+    hf_longattn.save(m, tmp_path / "saved")
+    assert active in (["default"], ["second"])
+    close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), want)
+
+
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize(
     ("family", "method"), crossed([*(("llama", m) for m in METHODS), ("gemma3", "learned"), ("gpt2", "learned")], 3)
