@@ -192,6 +192,12 @@ def elsewhere() -> dict[str, EntryPoint]:
     return _elsewhere
 
 
+def modules_of(methods: Iterable[Method]) -> tuple[str, ...]:
+    """The modules that register these methods and must be imported by hand: neither the package's nor of an entry point."""
+    own = {type(m).__module__ for m in methods if m.name not in METHODS and m.name not in elsewhere()}
+    return tuple(sorted(own))
+
+
 def method_names() -> tuple[str, ...]:
     """Every name of a method, presets included."""
     return tuple(dict.fromkeys((*METHODS, *PRESETS, *_loaded, *elsewhere())))
