@@ -32,7 +32,7 @@ def run(context: typer.Context) -> None:
         if (program := found(command[0])) is None:
             raise ValueError(f"there is no command {command[0]!r} here")
         path = os.pathsep.join(filter(None, (str(BOOTSTRAP), os.environ.get("PYTHONPATH"))))
-        os.execve(program, command, os.environ | {"PYTHONPATH": path})
+        os.execve(program, [program, *command[1:]], os.environ | {"PYTHONPATH": path})
 
 
 def found(command: str) -> str | None:
