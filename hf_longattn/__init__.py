@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .config import LongAttnConfig as LongAttnConfig
     from .core.attend import attention as attention
     from .core.attend import reference_attention as reference_attention
-    from .core.kernels.precision import fast_dtype as fast_dtype
+    from .core.kernels.precision import auto_dtype as auto_dtype
     from .core.rotary import Rotation as Rotation
     from .evaluation.calibrate import Measurements as Measurements
     from .evaluation.calibrate import calibrate as calibrate
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 #: Public names by the module that holds them.
 _NAMES = {
     "core.attend": ("attention", "reference_attention"),
-    "core.kernels.precision": ("fast_dtype",),
+    "core.kernels.precision": ("auto_dtype",),
     "evaluation.calibrate": ("Measurements", "calibrate", "measure"),
     "config": ("LongAttnConfig",),
     "evaluation.measures.capture": ("capture",),

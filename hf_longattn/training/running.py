@@ -21,7 +21,7 @@ from transformers import TrainingArguments, set_seed
 
 from ..checks import check_dtype, check_model, check_output
 from ..config import LongAttnConfig
-from ..core.kernels.precision import fast_dtype, multiplies_fast
+from ..core.kernels.precision import auto_dtype, multiplies_fast
 from ..evaluation.calibrate import calibrate
 from ..evaluation.loading import carry
 from ..evaluation.measures.probe import TOKENS
@@ -94,7 +94,7 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
     args = arguments(recipe)
     check_dtype(recipe.dtype, "auto")
     if recipe.dtype == "auto":
-        recipe = dataclasses.replace(recipe, dtype=fast_dtype(args.device))
+        recipe = dataclasses.replace(recipe, dtype=auto_dtype(args.device))
     if _first() and (output / LOCK_FILE).exists():  # held, or left behind by one that was killed
         with alone(output / LOCK_FILE, "training"):
             pass
