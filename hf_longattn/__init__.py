@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from .integration import Description as Description
     from .integration import UntrainedWarning as UntrainedWarning
     from .integration import apply as apply
-    from .integration import config_of as config_of
     from .integration import describe as describe
+    from .integration import get_config as get_config
     from .integration import remove as remove
     from .integration import rope as rope
     from .integration import update as update
@@ -55,7 +55,7 @@ _NAMES = {
     "evaluation.plan": ("evaluate",),
     "extension": ("extend",),
     "sharing.hub": ("merge", "push", "save"),
-    "integration": ("Description", "UntrainedWarning", "apply", "config_of", "describe", "remove", "rope", "update"),
+    "integration": ("Description", "UntrainedWarning", "apply", "get_config", "describe", "remove", "rope", "update"),
     "integration.jumps": ("masks_of_jumps",),
     "methods.adaptive_temperature": ("fit_adaptive_temperature",),
     "slots.registry": ("register",),

@@ -66,7 +66,7 @@ def test_what_ran_before_is_given_back(before: str, meanwhile: str) -> None:
         logits = model(ids).logits
         with hf_longattn.applied(model, "self_extend", window=4, group=2) as inside:
             assert inside is model
-            assert hf_longattn.config_of(model).positions == hf_longattn.methods.SelfExtend(window=4, group=2)
+            assert hf_longattn.get_config(model).positions == hf_longattn.methods.SelfExtend(window=4, group=2)
             MEANWHILE[meanwhile](model)
             assert not parts or not any("longattn" in name for name, _ in model.named_parameters())
         assert as_saved(model) == kept

@@ -209,7 +209,7 @@ def test_trl_trains_and_saves_under_the_method_of_the_checkpoint(checkpoint: Pat
     saved = json.loads((tmp_path / "out" / "config.json").read_text())
     assert saved["attn_implementation"] == "hf_longattn.logn"
     assert saved["longattn"]["temperature"]["train_length"] == 8
-    assert hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).name == "logn"
+    assert hf_longattn.get_config(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).name == "logn"
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def test_a_method_that_lives_outside(forgotten: None, tmp_path: Path, monkeypatc
     hf_longattn.apply(m, "root_logn", train_length=5, scale=1.3)
     n = torch.arange(1, ids.shape[1] + 1, dtype=torch.float64)
     factor = (1.3 * (n.log() / torch.tensor(5.0).log()).sqrt()).clamp(min=1)
-    assert torch.allclose(hf_longattn.config_of(m).temperature.factor(n, 8), factor)  # type: ignore[union-attr]
+    assert torch.allclose(hf_longattn.get_config(m).temperature.factor(n, 8), factor)  # type: ignore[union-attr]
     logits = m(ids).logits
     assert (logits - stock("llama")(ids).logits).abs().max() > 0.1
     close(logits, hf_longattn.update(m, backend="reference")(ids).logits)
@@ -138,8 +138,8 @@ def test_a_method_that_lives_outside(forgotten: None, tmp_path: Path, monkeypatc
     close(LlamaForCausalLM.from_pretrained(tmp_path / "saved")(ids).logits, logits)
     both = stock("llama")
     both.set_attn_implementation("root_logn")
-    assert hf_longattn.config_of(both).name == "root_logn"
-    assert hf_longattn.config_of(hf_longattn.apply(both, "rerope+root_logn", window=7)).name == "rerope+root_logn"
+    assert hf_longattn.get_config(both).name == "root_logn"
+    assert hf_longattn.get_config(hf_longattn.apply(both, "rerope+root_logn", window=7)).name == "rerope+root_logn"
     with pytest.raises(ValueError, match="scale must be a number, got 'high'"):
         own["RootLogN"](scale="high")
     sys.modules.pop("my_methods")
@@ -245,7 +245,7 @@ def test_an_installed_package_brings_methods(installed: Path) -> None:
     with pytest.warns(UserWarning, match="RootLogN is left out: there is a method called 'rerope' already"):
         assert {"root_logn", "gone"} <= set(registry.method_names())
     assert "brings_methods" not in sys.modules  # until it is asked for
-    config = hf_longattn.config_of(hf_longattn.apply(stock("llama"), "rerope+root_logn", train_length=5))
+    config = hf_longattn.get_config(hf_longattn.apply(stock("llama"), "rerope+root_logn", train_length=5))
     assert config.name == "rerope+root_logn"
     with pytest.raises(
         ValueError, match=r"'gone', brings_methods:Gone of an installed package, cannot be used: .*no attribute"

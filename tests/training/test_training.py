@@ -150,7 +150,7 @@ def test_continue_lora(tiny: Path, tmp_path: Path) -> None:
 
     ids = torch.arange(10, 40)[None]
     again = AutoModelForCausalLM.from_pretrained(out).eval()
-    assert hf_longattn.config_of(again).logit_map.tau == 5.0
+    assert hf_longattn.get_config(again).logit_map.tau == 5.0
     with torch.no_grad():
         got = again(ids).logits
         base = LlamaForCausalLM.from_pretrained(tiny / "model").eval()
@@ -503,7 +503,7 @@ def test_method_lora_trains_under_what_acts_at_every_length(tiny: Path, tmp_path
         assert method_of(tmp_path / "out") is None
         return
     m = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert hf_longattn.config_of(m).name == method.partition(":")[0]
+    assert hf_longattn.get_config(m).name == method.partition(":")[0]
     factors = [p for name, p in m.named_parameters() if ".longattn." in name and "original_module" not in name]
     assert len(factors) == 2 * method.startswith("logn")
     assert all((p != 1).any() for p in factors)
@@ -1069,7 +1069,7 @@ def test_calibration_and_strength(tiny: Path, tmp_path: Path) -> None:
         "evaluation__compare": False,
     }
     trained("continue_lora", settings(tiny, tmp_path / "out", **changes))
-    found = hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).logit_map
+    found = hf_longattn.get_config(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).logit_map
     assert found.strength == 0.75
     assert np.shape(found.logit_mean) == (2, 4)
 
@@ -1078,7 +1078,7 @@ def test_calibration_and_strength(tiny: Path, tmp_path: Path) -> None:
 def test_a_strength_schedule_beside_a_remap(tiny: Path, tmp_path: Path) -> None:
     changes = {"method": "rerope+scale_invariant:window=16", "strength__start": 0.1}
     trained("continue_lora", settings(tiny, tmp_path / "out", evaluation__compare=False, **changes))
-    found = hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    found = hf_longattn.get_config(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
     assert (found.logit_map.strength, found.positions.window) == (1.0, 16)
 
 

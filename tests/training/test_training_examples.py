@@ -57,7 +57,7 @@ def check(base: Path, trained: Any, start: Tensor, folder: str, tau: float) -> N
     assert (want - start).abs().max() > 1e-6
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(folder)
     close(logits(loaded), want, 1e-6)
-    assert hf_longattn.config_of(loaded).logit_map.tau == tau
+    assert hf_longattn.get_config(loaded).logit_map.tau == tau
     with loaded.disable_adapter():
         assert torch.equal(logits(loaded), logits(AutoModelForCausalLM.from_pretrained(base)))
 
