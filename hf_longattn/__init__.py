@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .sharing.hub import push as push
     from .sharing.hub import save as save
     from .slots.registry import register as register
-    from .temporary import applied as applied
+    from .temporary import using as using
 
 #: Public names by the module that holds them.
 _NAMES = {
@@ -60,7 +60,7 @@ _NAMES = {
     "methods.adaptive_temperature": ("fit_adaptive_temperature",),
     "slots.registry": ("register",),
     "core.rotary": ("Rotation",),
-    "temporary": ("applied",),
+    "temporary": ("using",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
