@@ -16,6 +16,10 @@ from .deferred import when_imported
 
 if TYPE_CHECKING:
     from . import methods as methods
+    from ._signatures import apply as apply
+    from ._signatures import evaluate as evaluate
+    from ._signatures import extend as extend
+    from ._signatures import using as using
     from .config import LongAttnConfig as LongAttnConfig
     from .core.attend import attention as attention
     from .core.attend import reference_attention as reference_attention
@@ -26,11 +30,8 @@ if TYPE_CHECKING:
     from .evaluation.calibrate import measure as measure
     from .evaluation.measures.capture import capture as capture
     from .evaluation.measures.diagnostics import Diagnostics as Diagnostics
-    from .evaluation.plan import evaluate as evaluate
-    from .extension import extend as extend
     from .integration import Description as Description
     from .integration import UntrainedWarning as UntrainedWarning
-    from .integration import apply as apply
     from .integration import describe as describe
     from .integration import get_config as get_config
     from .integration import remove as remove
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
     from .sharing.hub import merge as merge
     from .sharing.hub import push as push
     from .sharing.hub import save as save
+    from .slots.registry import list_methods as list_methods
     from .slots.registry import register as register
-    from .temporary import using as using
 
 #: Public names by the module that holds them.
 _NAMES = {
@@ -58,7 +59,7 @@ _NAMES = {
     "integration": ("Description", "UntrainedWarning", "apply", "get_config", "describe", "remove", "rope", "update"),
     "integration.jumps": ("masks_of_jumps",),
     "methods.adaptive_temperature": ("fit_adaptive_temperature",),
-    "slots.registry": ("register",),
+    "slots.registry": ("list_methods", "register"),
     "core.rotary": ("Rotation",),
     "temporary": ("using",),
 }
@@ -78,7 +79,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+    return sorted([*__all__, "evaluation", "training", "__version__"])
 
 
 def _know_adapters() -> None:

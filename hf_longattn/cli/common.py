@@ -17,7 +17,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from ..config import length_of
-from ..evaluation.options import EvalOptions
+from ..evaluation.options import HELP, EvalOptions
 
 if TYPE_CHECKING:
     import torch
@@ -59,19 +59,19 @@ SETTINGS: dict[str, Any] = {
     "train_length": TrainLength,
 }
 #: Those of all that measures, as EvalOptions has them.
-OPTIONS = {f.name: f for f in fields(EvalOptions) if "help" in f.metadata}
-Dtype = Annotated[str, typer.Option(help=OPTIONS["dtype"].metadata["help"])]
-Device = Annotated[str, typer.Option(help=OPTIONS["device"].metadata["help"])]
+DEFAULTS = {f.name: f.default for f in fields(EvalOptions)}
+Dtype = Annotated[str, typer.Option(help=HELP["dtype"])]
+Device = Annotated[str, typer.Option(help=HELP["device"])]
 
 
 def measuring(*options: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command SETTINGS and these of EvalOptions, in place of its `**given`."""
 
     def of(name: str) -> inspect.Parameter:
-        known = OPTIONS[name]
-        kind: Any = str | None if known.default is None else type(known.default)
+        default = DEFAULTS[name]
+        kind: Any = str | None if default is None else type(default)
         names = [f"--{name.replace('_', '-')}"] * (kind is bool)  # and none to say no
-        return parameter(name, known.default, Annotated[kind, typer.Option(*names, help=known.metadata["help"])])
+        return parameter(name, default, Annotated[kind, typer.Option(*names, help=HELP[name])])
 
     added = [*(parameter(name, None, kind) for name, kind in SETTINGS.items()), *map(of, options)]
     return lambda command: with_options(command, command, added)

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from ..checks import read_text
 from ..config import LongAttnConfig, split_text
+from ..slots.method import as_length
 from ..slots.registry import did_you_mean
 
 UNMODIFIED = "unmodified"
@@ -52,6 +53,7 @@ class Setting:
     train_length: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "train_length", as_length(self.train_length))
         kinds: dict[str, Any] = {"method": (str, Mapping), "parameters": Mapping, "rope": str, "adapter": str, "model": str}
         kinds["train_length"] = int
         for name, kind in kinds.items():

@@ -13,3 +13,7 @@ register_names(attention_forward, carrier_mask)
 install(*SEAMS, *paged.SEAMS)
 
 __all__ = ["Description", "UntrainedWarning", "apply", "describe", "get_config", "remove", "rope", "update"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -203,6 +203,23 @@ def method_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys((*METHODS, *PRESETS, *_loaded, *elsewhere())))
 
 
+def list_methods(slot: str | None = None) -> list[str]:
+    """The names of all methods, those of your own among them, in alphabetical order.
+
+        >>> hf_longattn.list_methods("score")
+        ['cosscale']
+
+    Args:
+        slot: of one slot alone: "positions", "score", "temperature", "logit_map", "visibility", "sink" or "output_norm".
+
+    Raises:
+        ValueError: there is no such slot.
+    """
+    if slot is not None and slot not in SLOTS:
+        raise ValueError(f"there is no slot {slot!r}; {did_you_mean(slot, SLOTS)}the slots are {', '.join(SLOTS)}")
+    return sorted(name for name in method_names() if slot is None or method_class(name).slot == slot)
+
+
 def method_class(name: str) -> type[Method]:
     """The class behind a name; ValueError if there is none."""
     name = PRESETS[name].method if name in PRESETS else name

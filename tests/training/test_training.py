@@ -628,6 +628,15 @@ def test_refused_before_the_model_loads(tiny: Path, tmp_path: Path, monkeypatch:
     assert not (tmp_path / "out").exists()
 
 
+def test_lengths_of_a_recipe_may_be_written_as_people_say_them() -> None:
+    given = ["length=1k", "skip.target_length=32k", "evaluation.far=16k", "evaluation.final_lengths=[1k,4096]", "calibrate=2k"]
+    recipe = load_recipe("method_lora", ["model=x", "data=y", *given])
+    assert (recipe.length, recipe.skip.target_length, recipe.evaluation.far, recipe.calibrate) == (1024, 32768, 16384, 2048)
+    assert recipe.final_lengths == [1024, 4096]
+    with pytest.raises(ValueError, match="length: Value 'long'"):
+        load_recipe("method_lora", ["model=x", "data=y", "length=long"])
+
+
 def test_nothing_is_overwritten(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     overrides = settings(tiny, tmp_path / "out")
