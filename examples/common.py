@@ -35,5 +35,5 @@ def prepared(args: argparse.Namespace) -> tuple[Any, Any, LoraConfig]:
     """The model under its method, its tokenizer, and the config of an adapter; the adapter will record the attention."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(args.model, attn_implementation=args.method, dtype=hf_longattn.fast_dtype())
+    model = AutoModelForCausalLM.from_pretrained(args.model, attn_implementation=args.method, dtype=hf_longattn.auto_dtype())
     return model, tokenizer, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")

@@ -4,7 +4,7 @@ Importing this package registers every method as an attention implementation:
 
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="scale_invariant")
 
-Registration waits until transformers is imported (see `deferred`), and everything below is imported when it is first used.
+Registration waits until transformers is imported (see `lazy_imports`), and everything below is imported when it is first used.
 """
 
 import warnings
@@ -16,23 +16,24 @@ from .lazy_imports import when_imported
 
 if TYPE_CHECKING:
     from . import methods as methods
+    from ._signatures import apply as apply
+    from ._signatures import evaluate as evaluate
+    from ._signatures import extend as extend
+    from ._signatures import using as using
     from .config import LongAttnConfig as LongAttnConfig
     from .core.attend import attention as attention
     from .core.attend import reference_attention as reference_attention
-    from .core.kernels.precision import fast_dtype as fast_dtype
+    from .core.kernels.precision import auto_dtype as auto_dtype
     from .core.rotary import Rotation as Rotation
     from .evaluation.calibrate import Measurements as Measurements
     from .evaluation.calibrate import calibrate as calibrate
     from .evaluation.calibrate import measure as measure
     from .evaluation.measures.capture import capture as capture
     from .evaluation.measures.diagnostics import Diagnostics as Diagnostics
-    from .evaluation.plan import evaluate as evaluate
-    from .extension import extend as extend
     from .integration import Description as Description
     from .integration import UntrainedWarning as UntrainedWarning
-    from .integration import apply as apply
-    from .integration import config_of as config_of
     from .integration import describe as describe
+    from .integration import get_config as get_config
     from .integration import remove as remove
     from .integration import rope as rope
     from .integration import update as update
@@ -43,12 +44,11 @@ if TYPE_CHECKING:
     from .sharing.hub import save as save
     from .slots.registry import list_methods as list_methods
     from .slots.registry import register as register
-    from .temporary import applied as applied
 
 #: Public names by the module that holds them.
 _NAMES = {
     "core.attend": ("attention", "reference_attention"),
-    "core.kernels.precision": ("fast_dtype",),
+    "core.kernels.precision": ("auto_dtype",),
     "evaluation.calibrate": ("Measurements", "calibrate", "measure"),
     "config": ("LongAttnConfig",),
     "evaluation.measures.capture": ("capture",),
@@ -56,12 +56,12 @@ _NAMES = {
     "evaluation.plan": ("evaluate",),
     "extension": ("extend",),
     "sharing.hub": ("merge", "push", "save"),
-    "integration": ("Description", "UntrainedWarning", "apply", "config_of", "describe", "remove", "rope", "update"),
+    "integration": ("Description", "UntrainedWarning", "apply", "get_config", "describe", "remove", "rope", "update"),
     "integration.skip_masks": ("masks_of_jumps",),
     "methods.adaptive_temperature": ("fit_adaptive_temperature",),
     "slots.registry": ("list_methods", "register"),
     "core.rotary": ("Rotation",),
-    "temporary": ("applied",),
+    "temporary": ("using",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
@@ -79,7 +79,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+    return sorted([*__all__, "evaluation", "training", "__version__"])
 
 
 def _know_adapters() -> None:

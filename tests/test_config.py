@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from cases import CASES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MEAN, VARIANCE
 
+import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.config import BACKENDS
 from hf_longattn.methods import CosScale, ScaleInvariant
@@ -138,7 +139,7 @@ def give_to_two() -> None:
 
 def twins() -> tuple[type[Method], type[Method]]:
     """The first two methods of different slots that share a parameter."""
-    every = [method_class(n) for n in sorted(list_methods())]
+    every = [method_class(n) for n in list_methods()]
     return next((a, b) for a in every for b in every if a.slot != b.slot and parameters(a) & parameters(b))
 
 
@@ -244,3 +245,23 @@ def test_a_name_can_be_registered_once() -> None:
 
     with pytest.raises(ValueError, match="the slots are"):
         register(Homeless)
+
+
+def test_lengths_are_numbers_or_read_as_people_say_them() -> None:
+    assert LongAttnConfig.preset("rerope", window="4k") == LongAttnConfig.preset("rerope", window=4096)
+    assert LongAttnConfig.parse("dual_chunk:chunk=6k:local=1k").positions == hf_longattn.methods.DualChunk(
+        chunk=6144, local=1024
+    )
+    assert LongAttnConfig(train_length="32k", extended_to="1M").to_dict()["extended_to"] == 1048576
+    assert LongAttnConfig.preset("logn", train_length="8k").temperature.train_length == 8192
+    for wrong in ("far", "0", "-1k"):
+        with pytest.raises(ValueError, match="window must be an integer or None, got"):
+            LongAttnConfig.preset("rerope", window=wrong)
+
+
+def test_methods_are_listed_by_name() -> None:
+    assert {"alibi", "rerope", "scale_invariant"} < set(hf_longattn.list_methods())
+    assert hf_longattn.list_methods("score") == ["cosscale"]
+    assert set(hf_longattn.list_methods("positions")) >= {"rerope", "self_extend", "yarn_beyond"}
+    with pytest.raises(ValueError, match="there is no slot 'sore'; did you mean 'score'"):
+        hf_longattn.list_methods("sore")

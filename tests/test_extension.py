@@ -133,7 +133,7 @@ def test_extend_keeps_short_texts_and_changes_long_ones() -> None:
     before = model(ids).logits
     assert hf_longattn.extend(model, to=100) is model
     after = model(ids).logits
-    assert hf_longattn.config_of(model).positions == hf_longattn.methods.ReRope(window=12)
+    assert hf_longattn.get_config(model).positions == hf_longattn.methods.ReRope(window=12)
     close(after[:, :12], before[:, :12])
     assert (after - before)[:, 24:].abs().max() > 1e-3
 
@@ -142,7 +142,7 @@ def test_extend_to_the_trained_length_shows_the_farthest_tokens_nearer() -> None
     model, ids = stock("llama", max_position_embeddings=30), tokens(1, 30)
     before = model(ids).logits
     assert hf_longattn.extend(model, to=30).config.max_position_embeddings == 30
-    assert hf_longattn.config_of(model).positions == hf_longattn.methods.ReRope(window=15)
+    assert hf_longattn.get_config(model).positions == hf_longattn.methods.ReRope(window=15)
     after = model(ids).logits
     close(after[:, :15], before[:, :15])
     assert (after - before)[:, 16:].abs().max() > 1e-3
@@ -150,13 +150,13 @@ def test_extend_to_the_trained_length_shows_the_farthest_tokens_nearer() -> None
     with pytest.raises(ValueError, match=r"reaches 35 tokens, not 36: .*Raise shift or lower window, or use rerope"):
         hf_longattn.extend(model, to=36, method="string", window=5)
     hf_longattn.extend(model, to=30, method="string")
-    assert hf_longattn.config_of(model).positions == hf_longattn.methods.String(shift=10, window=5)
+    assert hf_longattn.get_config(model).positions == hf_longattn.methods.String(shift=10, window=5)
     close(model(ids).logits[:, :10], before[:, :10])
 
 
 def test_extend_puts_a_temperature_beside_where_one_pays() -> None:
     def chosen(family: str, to: int, **how: Any) -> str:
-        return hf_longattn.config_of(hf_longattn.extend(stock(family, max_position_embeddings=24), to=to, **how)).name
+        return hf_longattn.get_config(hf_longattn.extend(stock(family, max_position_embeddings=24), to=to, **how)).name
 
     assert [chosen("qwen3", to) for to in (35, 36, 400)] == ["rerope", "rerope+logn", "rerope+logn"]
     assert [chosen("llama", to) for to in (95, 96)] == ["rerope", "rerope+infoscale"]
@@ -168,7 +168,7 @@ def test_extend_puts_a_temperature_beside_where_one_pays() -> None:
     before = model(ids).logits
     close(hf_longattn.extend(model, to=96)(ids).logits[:, :12], before[:, :12])
     with_own = stock("qwen3", max_position_embeddings=96, rope_parameters=YARNED)
-    assert hf_longattn.config_of(hf_longattn.extend(with_own, to=200, stack=True)).name == "rerope"
+    assert hf_longattn.get_config(hf_longattn.extend(with_own, to=200, stack=True)).name == "rerope"
 
 
 def test_extend_refuses_what_makes_no_sense() -> None:
@@ -354,7 +354,7 @@ def test_the_command_takes_the_trained_length_that_it_is_told(
     assert result.exit_code == 0, result.output
     assert "Trained at 2,048 tokens: given as train_length." in result.output
     assert asked == [(2048, 4096, None, False)]
-    winner = hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(out))
+    winner = hf_longattn.get_config(AutoModelForCausalLM.from_pretrained(out))
     assert (winner.name in ("rerope", "leaky_rerope"), winner.train_length) == (True, 2048)
     names = [s.name for s in candidates(2048, 4096, plain=False)]
     assert not [name for name in names if "yarn" in name.lower()]
@@ -582,10 +582,10 @@ def test_the_command_warns_above_what_was_shown_to_work(saved: tuple[Path, Path]
 def test_extend_takes_a_purpose() -> None:
     model = stock("llama", max_position_embeddings=24)
     hf_longattn.extend(model, to=100, purpose="reading")
-    assert hf_longattn.config_of(model).positions == hf_longattn.methods.LeakyReRope(window=12, stretch=8.0)
+    assert hf_longattn.get_config(model).positions == hf_longattn.methods.LeakyReRope(window=12, stretch=8.0)
     for purpose in ("retrieval", "both"):
         model = hf_longattn.extend(stock("llama", max_position_embeddings=24), to=100, purpose=purpose)
-        assert hf_longattn.config_of(model).positions == hf_longattn.methods.ReRope(window=12)
+        assert hf_longattn.get_config(model).positions == hf_longattn.methods.ReRope(window=12)
     with pytest.raises(ValueError, match="did you mean 'reading'"):
         hf_longattn.extend(model, to=100, purpose="readng")
     with pytest.raises(ValueError, match="purpose chooses a method and 'rerope' is one"):
@@ -798,7 +798,7 @@ def test_adapters_bring_the_length_that_they_were_made_for(way: str, tmp_path: P
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     assert base.config.max_position_embeddings == 64
     if way == "a base with the method":
-        hf_longattn.apply(base, hf_longattn.config_of(m).replace(extended_to=None))
+        hf_longattn.apply(base, hf_longattn.get_config(m).replace(extended_to=None))
         assert_says(base, 64)
         peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
         return assert_says(base, 256)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import json
 import re
 import subprocess
@@ -10,8 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import signatures
 
 import hf_longattn
+from hf_longattn.slots import registry
 
 LABORATORY = ("evaluation", "training", "sharing", "cli")
 
@@ -92,6 +96,30 @@ def test_public_names_are_there_for_people_and_for_type_checkers():
         block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
         assert sorted(a.asname for n in block.body for a in n.names) == sorted(package.__all__)
     assert set(hf_longattn.__all__) <= set(dir(hf_longattn))
+
+
+@pytest.mark.parametrize("package", ["", ".evaluation", ".integration", ".methods", ".training"])
+def test_a_package_lists_its_public_names_alone(package: str) -> None:
+    module = importlib.import_module(f"hf_longattn{package}")
+    listed = set(dir(module))
+    assert listed - set(module.__all__) <= {"evaluation", "training", "__version__"}
+    assert all(hasattr(module, name) for name in listed)
+
+
+def test_editors_know_the_parameters_of_every_method() -> None:
+    written = signatures.FILE.read_text(encoding="utf-8")
+    assert written == signatures.text(), "run: python tests/kit/signatures.py"
+    functions = [node for node in ast.parse(written).body if isinstance(node, ast.FunctionDef)]
+    named = [node for node in functions if node.name == "apply" and node.args.kwonlyargs]
+    methods = {ast.literal_eval(node.args.args[1].annotation.slice): node for node in named}
+    assert list(methods) == sorted([*registry.METHODS, *registry.PRESETS])
+    for name, node in methods.items():
+        given = {arg.arg for arg in node.args.kwonlyargs} - {"train_length", "layers", "backend"}
+        assert given == registry.parameters_of(name) - {"train_length"}
+    (evaluate,) = (node for node in functions if node.name == "evaluate")
+    shown = inspect.signature(hf_longattn.evaluate)
+    assert [a.arg for a in (*evaluate.args.args, *evaluate.args.kwonlyargs)] == list(shown.parameters)
+    assert shown.parameters["lengths"].default == "2k,4k,8k"
     for name in hf_longattn.__all__:
         assert getattr(hf_longattn, name) is not None
     user = (Path(__file__).parent / "kit" / "typed_user.py").read_text(encoding="utf-8")  # whom `make lint` checks

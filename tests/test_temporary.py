@@ -64,9 +64,9 @@ def test_what_ran_before_is_given_back(before: str, meanwhile: str) -> None:
     kept, parts = as_saved(model), {name: p for name, p in model.named_parameters() if "longattn" in name}
     with torch.no_grad():
         logits = model(ids).logits
-        with hf_longattn.applied(model, "self_extend", window=4, group=2) as inside:
+        with hf_longattn.using(model, "self_extend", window=4, group=2) as inside:
             assert inside is model
-            assert hf_longattn.config_of(model).positions == hf_longattn.methods.SelfExtend(window=4, group=2)
+            assert hf_longattn.get_config(model).positions == hf_longattn.methods.SelfExtend(window=4, group=2)
             MEANWHILE[meanwhile](model)
             assert not parts or not any("longattn" in name for name, _ in model.named_parameters())
         assert as_saved(model) == kept
@@ -82,12 +82,12 @@ def test_after_an_exception_too_and_nested() -> None:
         seen.append((config and config.name, model(ids).logits))
 
     def inner() -> None:
-        with hf_longattn.applied(model, "rerope+cosscale", window=3):
+        with hf_longattn.using(model, "rerope+cosscale", window=3):
             look()
             raise KeyError
 
     def outer() -> None:
-        with hf_longattn.applied(model, "rerope", window=3):
+        with hf_longattn.using(model, "rerope", window=3):
             look()
             with pytest.raises(KeyError):
                 inner()
@@ -108,7 +108,7 @@ def test_after_an_exception_too_and_nested() -> None:
 
 def test_what_cannot_be_applied_changes_nothing() -> None:
     model, ran = stock("llama"), []
-    with pytest.raises(ValueError, match="did you mean 'rerope'"), hf_longattn.applied(model, "rerop"):
+    with pytest.raises(ValueError, match="did you mean 'rerope'"), hf_longattn.using(model, "rerop"):
         ran.append(1)
     assert not ran
     assert running(model) is None
@@ -118,7 +118,7 @@ def test_nothing_is_said_to_be_dropped_that_comes_back() -> None:
     model = trained()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with hf_longattn.applied(model, "rerope"):
+        with hf_longattn.using(model, "rerope"):
             pass
 
 

@@ -61,7 +61,7 @@ def importing(command: Callable[..., None]) -> Callable[..., None]:
     return with_options(with_modules, command, [parameter("modules", None, Annotated[list[str] | None, option])])
 
 
-for command in (extend, train, probe, inspect, memory, methods, fetch, push, doctor):
+for command in (fetch, extend, train, probe, inspect, memory, methods, push, doctor):
     app.command(help=help_of(command))(importing(command))
 app.command("eval", help=help_of(evaluate))(importing(evaluate))
 passed_on = {"allow_extra_args": True, "ignore_unknown_options": True}

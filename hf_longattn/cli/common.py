@@ -17,7 +17,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from ..config import length_of
-from ..evaluation.options import EvalOptions
+from ..evaluation.options import HELP, EvalOptions
 
 if TYPE_CHECKING:
     import torch
@@ -52,25 +52,26 @@ SETTINGS: dict[str, Any] = {
         typer.Option(help="Position encodings to combine with every method that has no @: plain,yarn:2,ntk:2."),
     ],
     "adapter": Annotated[
-        list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter, with the attention that it records.")
+        list[str] | None,
+        typer.Option(help="DIRECTORY, or NAME=DIRECTORY, of a LoRA adapter, with the attention that it records."),
     ],
     "settings": Annotated[Path | None, typer.Option(help="More settings, in YAML: adapters, other checkpoints, lists.")],
     "train_length": TrainLength,
 }
 #: Those of all that measures, as EvalOptions has them.
-OPTIONS = {f.name: f for f in fields(EvalOptions) if "help" in f.metadata}
-Dtype = Annotated[str, typer.Option(help=OPTIONS["dtype"].metadata["help"])]
-Device = Annotated[str, typer.Option(help=OPTIONS["device"].metadata["help"])]
+DEFAULTS = {f.name: f.default for f in fields(EvalOptions)}
+Dtype = Annotated[str, typer.Option(help=HELP["dtype"])]
+Device = Annotated[str, typer.Option(help=HELP["device"])]
 
 
 def measuring(*options: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command SETTINGS and these of EvalOptions, in place of its `**given`."""
 
     def of(name: str) -> inspect.Parameter:
-        known = OPTIONS[name]
-        kind: Any = str | None if known.default is None else type(known.default)
+        default = DEFAULTS[name]
+        kind: Any = str | None if default is None else type(default)
         names = [f"--{name.replace('_', '-')}"] * (kind is bool)  # and none to say no
-        return parameter(name, known.default, Annotated[kind, typer.Option(*names, help=known.metadata["help"])])
+        return parameter(name, default, Annotated[kind, typer.Option(*names, help=HELP[name])])
 
     added = [*(parameter(name, None, kind) for name, kind in SETTINGS.items()), *map(of, options)]
     return lambda command: with_options(command, command, added)

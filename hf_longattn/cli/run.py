@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
 from pathlib import Path
 
 import typer
@@ -19,15 +20,21 @@ def run(context: typer.Context) -> None:
     hf-longattn run -- trl sft --model_name_or_path MODEL ...
 
     Tools that never import hf_longattn (trl, lm_eval, transformers serve, accelerate launch, torchrun) can then load and train
-    checkpoints that record a method. The command replaces this process, with a folder in PYTHONPATH whose sitecustomize.py
-    imports the package; that costs a few milliseconds per process. `python -I` and `python -E` ignore it.
+    checkpoints that record a method. A tool of the environment that hf-longattn is in is found whether or not that is
+    activated. The command replaces this process, with a folder in PYTHONPATH whose sitecustomize.py imports the package; that
+    costs a few milliseconds per process. `python -I` and `python -E` ignore it.
     """
     command = [*context.args]
     command = command[1:] if command[:1] == ["--"] else command
     with refusing():
         if not command:
             raise ValueError("name a command: hf-longattn run -- trl sft ...")
-        if shutil.which(command[0]) is None:
+        if (program := found(command[0])) is None:
             raise ValueError(f"there is no command {command[0]!r} here")
         path = os.pathsep.join(filter(None, (str(BOOTSTRAP), os.environ.get("PYTHONPATH"))))
-        os.execvpe(command[0], command, os.environ | {"PYTHONPATH": path})
+        os.execve(program, [program, *command[1:]], os.environ | {"PYTHONPATH": path})
+
+
+def found(command: str) -> str | None:
+    """Where a command is: beside this one, since only that environment is known to have the package, else in PATH."""
+    return shutil.which(command, path=sysconfig.get_path("scripts")) or shutil.which(command)

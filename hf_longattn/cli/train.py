@@ -46,6 +46,7 @@ def train(
     from ..checks import disk_full
     from ..evaluation.loading import class_of
     from ..integration.classes import loaders
+    from ..slots.registry import modules_of
     from ..training import last_checkpoint, plan, prepare, run
 
     with _refusing():
@@ -75,7 +76,9 @@ def train(
             say(told)
         if why := prepared.unprobed:
             say(f"{why[0].upper()}{why[1:]}.")
-        way = f"import hf_longattn; {loaders(class_of(prepared.config).__name__)[0]}.from_pretrained({str(prepared.output)!r})"
+        own = modules_of(prepared.attention.methods) if prepared.attention else ()
+        loader = loaders(class_of(prepared.config).__name__)[0]
+        way = f"import {', '.join(['hf_longattn', *own])}; {loader}.from_pretrained({str(prepared.output)!r})"
         say(f"Written: {prepared.output}; load it with: {way}")
 
 

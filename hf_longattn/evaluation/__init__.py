@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .plan import Plan as Plan
     from .plan import evaluate as evaluate
     from .results import Results as Results
+    from .settings import Setting as Setting
     from .tasks.base import Task as Task
 
 _HOME = {
@@ -33,8 +34,13 @@ _HOME = {
     "options": ("EvalOptions",),
     "plan": ("Plan", "evaluate"),
     "results": ("Results",),
+    "settings": ("Setting",),
     "tasks.base": ("Task",),
 }
 
 __all__ = sorted(name for names in _HOME.values() for name in names)
 __getattr__ = names_of(__name__, _HOME)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -19,7 +19,7 @@ from transformers.utils import cached_file
 from .. import __version__
 from ..checks import Refused
 from ..config import LongAttnConfig
-from ..core.kernels.precision import fast_dtype
+from ..core.kernels.precision import auto_dtype
 from ..extension import beyond_shown
 from ..integration import trained
 from ..integration.layers import language_config, pretrained
@@ -127,7 +127,7 @@ def kernels(method: LongAttnConfig | None) -> Iterator[Finding]:
     if missing.get(insists):
         yield Finding("kernels", f"the checkpoint insists on backend {insists!r}: {missing[insists]}", PROBLEM)
     absent = [reason for reason in missing.values() if reason]
-    where = f"no GPU is here; this CPU multiplies {fast_dtype()} fast"
+    where = f"no GPU is here; this CPU multiplies {auto_dtype()} fast"
     if torch.cuda.is_available():
         where = f"{torch.cuda.get_device_name()} is here, under CUDA {torch.version.cuda}"
     yield Finding("kernels", "; ".join([where, *absent]))

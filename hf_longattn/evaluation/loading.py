@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, modeling_u
 from ..checks import Refused, check_dtype, check_finite, check_model, read_text
 from ..config import LongAttnConfig, PerLayerConfig
 from ..core.kernels.precision import multiplies_fast
-from ..integration import apply, config_of, rope
+from ..integration import apply, get_config, rope
 from ..integration.classes import kinds_of, own_class
 from ..integration.lengths import announce_beside
 from ..integration.model import knowing, running
@@ -400,7 +400,7 @@ def _check_remapped(setting: Setting, config: Any) -> None:
 def beside_own(model: Any, asked: LongAttnConfig) -> LongAttnConfig:
     """What is asked for and, in the slots that this leaves free, what the checkpoint runs itself."""
     try:
-        own = config_of(model)
+        own = get_config(model)
     except ValueError:
         return asked
     return filled(asked, own)

@@ -12,11 +12,33 @@ from ..config import length_of
 BOS = ("auto", "always", "never")
 #: Endings of files that hold texts.
 SUFFIXES = (".txt", ".md", ".text", ".jsonl", ".json", ".parquet", ".csv")
-
-
-def option(default: Any, help: str) -> Any:
-    """A field that is also an option of that name on the command line."""
-    return field(default=default, metadata={"help": help})
+#: What the commands say of the options that they take.
+HELP = {
+    "tasks": "loss, copies, long_ppl, probe, attention, ruler and tasks, with commas: needle, passkey, multi_key, ...",
+    "lengths": "Tokens, with commas; 16k is 16,384.",
+    "windows": "Documents of the longest length to take from each text.",
+    "targets": "The last tokens of each document, scored at every length.",
+    "bos": "A beginning-of-text token: auto (as the tokenizer does), always, never.",
+    "samples": "Texts per task and length; for needle per depth, for ruler per kind.",
+    "kinds": "ruler: niah_single_1, vt, ... with commas; default RULER's thirteen.",
+    "chat": "ruler, graphwalks, key_value: ask in the model's chat template.",
+    "depths": "Places of the needle, from first to last.",
+    "near": "long_ppl: tokens of the short context.",
+    "evaluator": "long_ppl: the setting that selects the key tokens; of another model by an entry of --settings.",
+    "prefix": "METHOD, as streaming:window=4096: the text before the targets is read under it, once for all settings that "
+    "differ only in positions or length temperatures. Much cheaper; ignores their effect on that text.",
+    "distances": "probe: tokens back, with commas; 16k is 16,384. Default: eight up to twice the trained length.",
+    "passages": "probe: passages to take from each text.",
+    "layers": "attention: layers, e.g. 0,5,10-12; default all with full attention.",
+    "what": "attention: any of these, with commas: ranges, entropy, mass, logits, temperature, qq, outputs; default all.",
+    "rows": "attention: query rows to read, spread evenly over the text, or all. Keys are all read.",
+    "delta": "attention: ranges of distances grow by this factor.",
+    "keep": "Effective length: the share of its score at the shortest length that a task must keep.",
+    "dtype": "Precision to load the model in; auto: its own, or float32 if the device is slow in that.",
+    "device": "Where to run: cpu, cuda, ...; auto: a GPU if there is one.",
+    "seed": "Seed of the tasks' texts and of the passages' places.",
+    "shortest_first": "All settings at the shortest length first; loads models more often.",
+}
 
 
 @dataclass
@@ -60,43 +82,29 @@ class EvalOptions:
     texts: Mapping[str, str] = field(default_factory=dict)
     settings: Sequence[Any] = ()
     tokenizer: Any = None
-    tasks: Sequence[str] = option(
-        "loss",
-        "loss, copies, long_ppl, probe, attention, ruler and tasks, with commas: needle, passkey, multi_key, ...",
-    )
-    lengths: Sequence[int] = option("2k,4k,8k", "Tokens, with commas; 16k is 16,384.")
-    windows: int = option(1, "Documents of the longest length to take from each text.")
-    targets: int = option(512, "The last tokens of each document, scored at every length.")
-    bos: str = option("auto", "A beginning-of-text token: auto (as the tokenizer does), always, never.")
-    samples: int = option(3, "Texts per task and length; for needle per depth, for ruler per kind.")
-    kinds: Sequence[str] | None = option(None, "ruler: niah_single_1, vt, ... with commas; default RULER's thirteen.")
-    chat: bool = option(False, "ruler, graphwalks, key_value: ask in the model's chat template.")
-    depths: int = option(5, "Places of the needle, from first to last.")
-    near: int = option("4k", "long_ppl: tokens of the short context.")
-    evaluator: str = option(
-        "unmodified", "long_ppl: the setting that selects the key tokens; of another model by an entry of --settings."
-    )
-    prefix: str | None = option(
-        None,
-        "METHOD, as streaming:window=4096: the text before the targets is read under it, once for all settings that "
-        "differ only in positions or length temperatures. Much cheaper; ignores their effect on that text.",
-    )
-    distances: Sequence[int] | None = option(
-        None, "probe: tokens back, with commas; 16k is 16,384. Default: eight up to twice the trained length."
-    )
-    passages: int = option(4, "probe: passages to take from each text.")
-    layers: Sequence[int] | None = option(None, "attention: layers, e.g. 0,5,10-12; default all with full attention.")
-    what: Sequence[str] | None = option(
-        None,
-        "attention: any of these, with commas: ranges, entropy, mass, logits, temperature, qq, outputs; default all.",
-    )
-    rows: int | None = option("512", "attention: query rows to read, spread evenly over the text, or all. Keys are all read.")
-    delta: int = option(4, "attention: ranges of distances grow by this factor.")
-    keep: float = option(0.85, "Effective length: the share of its score at the shortest length that a task must keep.")
-    dtype: str = option("auto", "Precision to load the model in; auto: its own, or float32 if the device is slow in that.")
-    device: str = option("auto", "Where to run: cpu, cuda, ...; auto: a GPU if there is one.")
-    seed: int = option(0, "Seed of the tasks' texts and of the passages' places.")
-    shortest_first: bool = option(False, "All settings at the shortest length first; loads models more often.")
+    tasks: Sequence[str] = "loss"
+    lengths: Sequence[int] = "2k,4k,8k"  # type: ignore[assignment]
+    windows: int = 1
+    targets: int = 512
+    bos: str = "auto"
+    samples: int = 3
+    kinds: Sequence[str] | None = None
+    chat: bool = False
+    depths: int = 5
+    near: int = "4k"  # type: ignore[assignment]
+    evaluator: str = "unmodified"
+    prefix: str | None = None
+    distances: Sequence[int] | None = None
+    passages: int = 4
+    layers: Sequence[int] | None = None
+    what: Sequence[str] | None = None
+    rows: int | None = "512"  # type: ignore[assignment]
+    delta: int = 4
+    keep: float = 0.85
+    dtype: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    shortest_first: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.model, (list, tuple, Mapping)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -67,6 +68,17 @@ def evaluate(
     if out is not None:
         results.write(Path(out), plan.title)
     return results
+
+
+def _with_options() -> inspect.Signature:
+    """The signature of `evaluate` with the options of `EvalOptions` in place of `**options`."""
+    own, options = (list(inspect.signature(x).parameters.values()) for x in (evaluate, EvalOptions))
+    named = {p.name for p in own}
+    further = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in options if p.name not in named]
+    return inspect.Signature([*own[:-1], *further], return_annotation="Results")
+
+
+evaluate.__signature__ = _with_options()  # type: ignore[attr-defined]  # for `help`, and for what a notebook completes
 
 
 @dataclass(frozen=True)

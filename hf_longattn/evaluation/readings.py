@@ -13,7 +13,7 @@ from .rows import Row
 from .settings import UNMODIFIED
 from .statistics import mean_interval, mean_of
 
-LOSS, COPIES, LONG_PPL = "loss", "copies", "long_ppl"
+LOSS, COPIES, LONG_PPL, PROBE = "loss", "copies", "long_ppl", "probe"
 #: Positions over which losses are averaged before they are stored.
 BIN = 512
 
@@ -80,6 +80,15 @@ class Readings:
     def difference(self, setting: str, length: int) -> Interval | None:
         """Mean over common documents of this setting's loss minus the unmodified model's, and its interval's half-width."""
         return self.paired(LOSS, setting, length, lambda s: self.losses(s, length))
+
+    def probe_difference(self, setting: str, part: str, distance: int) -> Interval | None:
+        """Mean over passages of a setting's loss minus the unmodified model's, and its interval's half-width.
+
+        Args:
+            part: "copy" or "text", see `tasks.probe.PARTS`.
+        """
+        mine, base = ([x for r in self.of(s, PROBE, distance) for x in r[part]] for s in (setting, UNMODIFIED))
+        return mean_interval([a - b for a, b in zip(mine, base, strict=True)]) if mine and base else None
 
     def answers(self, setting: str, task: str, length: int) -> dict[str, float]:
         """Loss on the answers of a task, nats per token, by document or sample."""

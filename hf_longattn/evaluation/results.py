@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .readings import Readings
-from .report import Figure, Section, Table, html, table_html, write_report
+from .report import Section, Table, html, table_html, write_report
 from .tasks import task_of
 from .tasks.answers import effective
 from .verdict import headline, of_fewer, verdict
@@ -40,15 +40,17 @@ class Results(Readings):
         """The tables that say most."""
         return [t for s in self.sections() for t in s.tables if t.brief]
 
-    def plot(self) -> Figure:
-        """The first of the page's curves, which a notebook shows: loss by length, where losses were measured at several.
+    def plot(self) -> Any:
+        """The first of the page's curves as a matplotlib Figure: loss by length, where losses were measured at several.
+
+        A notebook shows it; `results.plot().savefig("losses.png")` writes a file.
 
         Raises:
             ValueError: there is nothing to draw.
         """
         if (figure := next((f for s in self.sections() for f in s.figures), None)) is None:
             raise ValueError("there is nothing to draw: measure more than one length, or another task")
-        return figure
+        return figure.drawn
 
     def page(self, title: str = "Evaluation") -> str:
         """The report as HTML that needs nothing else."""

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from ..checks import read_text
 from ..config import LongAttnConfig, split_text
+from ..slots.method import as_length
 from ..slots.registry import did_you_mean
 
 UNMODIFIED = "unmodified"
@@ -52,6 +53,7 @@ class Setting:
     train_length: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "train_length", as_length(self.train_length))
         kinds: dict[str, Any] = {"method": (str, Mapping), "parameters": Mapping, "rope": str, "adapter": str, "model": str}
         kinds["train_length"] = int
         for name, kind in kinds.items():
@@ -132,7 +134,7 @@ def parse_settings(
         methods: strings of settings, several in one separated by commas.
         ropes: "plain", "yarn:2", ...; none means the model's own.
         file: YAML, added behind.
-        adapters: NAME=DIRECTORY each, added last.
+        adapters: a directory or NAME=DIRECTORY each, added last; without a name it is called as its directory.
         train_length: for all that name none of their own.
 
     Raises:
@@ -144,8 +146,8 @@ def parse_settings(
     settings = [Setting.parse(text) for text in texts] + ([] if file is None else read_settings(file))
     for text in adapters:
         name, equals, directory = text.partition("=")
-        if not equals:
-            raise ValueError(f"an adapter is given as NAME=DIRECTORY, got {text!r}")
+        if not equals or Path(text).is_dir():
+            name, directory = Path(text).resolve().name, text
         settings.append(Setting(name, adapter=directory))
     return [dataclasses.replace(s, train_length=s.train_length or train_length) for s in settings_of(settings)]
 
@@ -162,7 +164,8 @@ def settings_of(given: Sequence[str | Setting]) -> list[Setting]:
             result[0] = dataclasses.replace(result[0], train_length=setting.train_length or result[0].train_length)
         elif all(setting.to_dict() != other.to_dict() for other in result):
             if any(setting.name == other.name for other in result):
-                raise ValueError(f"two different settings are called {setting.name!r}")
+                way = f": give the adapter another name, as NAME={setting.adapter}" if setting.adapter else ""
+                raise ValueError(f"two different settings are called {setting.name!r}{way}")
             result.append(setting)
     return result
 

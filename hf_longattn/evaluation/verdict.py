@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 
-from .readings import COPIES, Interval, Readings
+from .readings import COPIES, PROBE, Interval, Readings
 from .report import Section, Table
 from .settings import UNMODIFIED
 from .statistics import TOLERANCE
@@ -83,7 +83,7 @@ def ranked(results: Readings) -> list[str]:
 def summary(results: Readings) -> str:
     """Whether something helps at the longest length, and what it costs within the trained one."""
     if not results.lengths and not results.tasks:
-        return ""
+        return probed(results)
     if not results.lengths:
         return "No losses were measured; what each setting costs on short text is not known from this page."
     longest, others = results.lengths[-1], [s for s in results.settings if s != UNMODIFIED]
@@ -112,6 +112,27 @@ def summary(results: Readings) -> str:
         message = "; ".join(f"{s} {signed(d)} at {n:,}" for s, (d, n) in costs.items())
         sentences.append(f"Within the trained length the loss changes by: {message} tokens.")
     return " ".join(sentences)
+
+
+def probed(results: Readings) -> str:
+    """What a probe found at its farthest distance, against the unmodified model."""
+    distances = results.lengths_of(PROBE)
+    found = {
+        s: (copy, text)
+        for s in results.settings
+        if s != UNMODIFIED and distances
+        if (copy := results.probe_difference(s, "copy", distances[-1]))
+        if (text := results.probe_difference(s, "text", distances[-1]))
+    }
+    if not found:
+        return ""
+    listed = "; ".join(f"{s} {signed(copy)}, other text there {signed(text)}" for s, (copy, text) in found.items())
+    said = (
+        f"From {distances[-1]:,} tokens back, a passage read again, against the unmodified model: {listed}, in nats a token."
+    )
+    if chance := [s for s, (copy, _) in found.items() if not certain(copy)]:
+        said += f" Of {', '.join(chance)} this may be chance: probe more passages (--passages)."
+    return said
 
 
 def headline(results: Readings) -> str:

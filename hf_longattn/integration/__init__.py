@@ -4,7 +4,7 @@ from . import rope
 from .dispatch import attention_forward
 from .engines import paged
 from .masks import carrier_mask
-from .model import Description, UntrainedWarning, apply, config_of, describe, remove, update
+from .model import Description, UntrainedWarning, apply, describe, get_config, remove, update
 from .names import register_names
 from .seam import install
 from .seams import SEAMS
@@ -12,4 +12,8 @@ from .seams import SEAMS
 register_names(attention_forward, carrier_mask)
 install(*SEAMS, *paged.SEAMS)
 
-__all__ = ["Description", "UntrainedWarning", "apply", "config_of", "describe", "remove", "rope", "update"]
+__all__ = ["Description", "UntrainedWarning", "apply", "describe", "get_config", "remove", "rope", "update"]
+
+
+def __dir__() -> list[str]:
+    return __all__

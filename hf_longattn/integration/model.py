@@ -238,7 +238,7 @@ def knowing() -> Iterator[None]:
         yield
 
 
-def config_of(model: nn.Module) -> LongAttnConfig:
+def get_config(model: nn.Module) -> LongAttnConfig:
     """The config that a model runs; ValueError if it runs none."""
     return _running(View(model))
 

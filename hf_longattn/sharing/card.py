@@ -22,6 +22,7 @@ from ..integration.names import PREFIX, TRIPWIRE
 from ..integration.record import ADAPTER, method_in, saved_in, type_of
 from ..integration.trained import recorded
 from ..slots.method import Method
+from ..slots.registry import modules_of
 
 
 def contents(directory: Path) -> tuple[dict[str, Any], LongAttnConfig]:
@@ -177,6 +178,7 @@ def model_card(
         library="peft" if by_peft else "transformers",  # transformers loads some adapters alone
         loader=by_peft or loader,
         implementation=PREFIX + config.name,
+        modules=modules_of(config.methods),
         papers=dict.fromkeys(linked(m.paper) for m in config.methods),
     )
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..checks import written_aside
 from ..evaluation.loading import carry, load_setting, load_tokenizer, own_precision
 from ..evaluation.settings import Setting
-from ..integration import config_of, describe
+from ..integration import describe, get_config
 from ..integration.classes import loaders
 from ..integration.names import TRIPWIRE
 from ..integration.offload import refuse_to_save
@@ -74,7 +74,7 @@ def save(
         ValueError: the model runs no method, or several adapters are active that PEFT does not wrap.
         FileExistsError: the directory is not empty, without overwrite; or it is a file.
     """
-    config_of(model)  # raises if there is none
+    get_config(model)  # raises if there is none
     directory, facts = Path(directory), _facts(card)
     adapter = bool(getattr(model, "peft_config", None))
     if (remote_code or strict) and adapter:

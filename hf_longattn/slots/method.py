@@ -76,10 +76,13 @@ class Method:
     by_head: ClassVar[tuple[str, ...]] = ()
     #: Parameters that are one number, or one for each layer, each a number or one for each key head.
     by_layer: ClassVar[tuple[str, ...]] = ()
+    #: Parameters that are a number of tokens, which may be given as "4k".
+    lengths: ClassVar[tuple[str, ...]] = ("window", "train_length", "chunk", "local", "shift")
 
     def __post_init__(self) -> None:
         for f in fields(self):  # JSON gives lists; tuples keep the dataclass hashable
-            object.__setattr__(self, f.name, freeze(getattr(self, f.name)))
+            given = getattr(self, f.name)
+            object.__setattr__(self, f.name, as_length(given) if f.name in self.lengths else freeze(given))
             value, kinds = getattr(self, f.name), _kinds_of(type(self))[f.name]
             if value is None and f.default is not None and type(None) not in kinds:
                 raise ValueError(f"{self.name}: {f.name} must not be None; leave it out for its default, {f.default!r}")
@@ -217,6 +220,30 @@ def _kinds_of(method: type[Method]) -> dict[str, tuple[type, ...]]:
         union = {name: get_args(h) if get_origin(h) in (Union, UnionType) else (h,) for name, h in hints.items()}
         _kinds[method] = {f.name: kinds if _KINDS.keys() >= set(kinds := union[f.name]) else () for f in fields(method)}
     return _kinds[method]
+
+
+def length_of(value: int | str) -> int:
+    """A number of tokens; "32k" is 32 * 1024, "1M" 1024 * 1024.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    text = str(freeze(value)).strip().lower()
+    unit = {"k": 1024, "m": 1024 * 1024}.get(text[-1:], 1)
+    number = text if unit == 1 else text[:-1]
+    if isinstance(value, bool) or not (number.isascii() and number.isdecimal()) or int(number) < 1:
+        raise ValueError(f"{value!r} is not a length; write 32768, 32k or 1M")
+    return int(number) * unit
+
+
+def as_length(value: Any) -> Any:
+    """A length given as "32k" as a number of tokens; anything else as it is, for checks that name the parameter."""
+    if not isinstance(value, str):
+        return freeze(value)
+    try:
+        return length_of(value)
+    except ValueError:
+        return value
 
 
 def freeze(value: Any) -> Any:

@@ -192,9 +192,28 @@ def elsewhere() -> dict[str, EntryPoint]:
     return _elsewhere
 
 
-def list_methods() -> tuple[str, ...]:
-    """The names of all methods, of presets and of installed packages among them; `hf-longattn methods` says what each does."""
-    return tuple(dict.fromkeys((*METHODS, *PRESETS, *_loaded, *elsewhere())))
+def modules_of(methods: Iterable[Method]) -> tuple[str, ...]:
+    """The modules that register these methods and must be imported by hand: neither the package's nor of an entry point."""
+    own = {type(m).__module__ for m in methods if m.name not in METHODS and m.name not in elsewhere()}
+    return tuple(sorted(own))
+
+
+def list_methods(slot: str | None = None) -> list[str]:
+    """The names of all methods, those of your own among them, in alphabetical order.
+
+        >>> hf_longattn.list_methods("score")
+        ['cosscale']
+
+    Args:
+        slot: of one slot alone: "positions", "score", "temperature", "logit_map", "visibility", "sink" or "output_norm".
+
+    Raises:
+        ValueError: there is no such slot.
+    """
+    if slot is not None and slot not in SLOTS:
+        raise ValueError(f"there is no slot {slot!r}; {did_you_mean(slot, SLOTS)}the slots are {', '.join(SLOTS)}")
+    names = sorted({*METHODS, *PRESETS, *_loaded, *elsewhere()})
+    return names if slot is None else [name for name in names if method_class(name).slot == slot]
 
 
 def method_class(name: str) -> type[Method]:
@@ -211,7 +230,7 @@ def method_class(name: str) -> type[Method]:
             raise ValueError(f"{entry.value}.name is {found.name!r}, and its package calls it {name!r}")
         return found
     if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}; {meant(name)}known methods: {', '.join(sorted(list_methods()))}")
+        raise ValueError(f"unknown method {name!r}; {meant(name)}known methods: {', '.join(list_methods())}")
     file, _, cls = METHODS[name].partition(".")
     _loaded[name] = getattr(import_module(f"..methods.{file}", __package__), cls)
     return _loaded[name]
@@ -261,7 +280,7 @@ def from_elsewhere(name: str) -> str:
     """What to say of the name of no method in what was saved: it was a method where that was made."""
     return (
         f"{name!r} is no method here. If it is one of your own, import the module that registers it first (in a command: "
-        f"--import MODULE); {did_you_mean(name, list_methods())}known methods: {', '.join(sorted(list_methods()))}"
+        f"--import MODULE); {did_you_mean(name, list_methods())}known methods: {', '.join(list_methods())}"
     )
 
 

@@ -25,3 +25,7 @@ _HOME = {
 
 __all__ = sorted(name for names in _HOME.values() for name in names)
 __getattr__ = names_of(__name__, _HOME)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from ..config import LongAttnConfig
 from ..evaluation.loading import build, check_reads, config_from, edit_rope, load_weights
 from ..evaluation.loading import load_tokenizer as tokenizer_of
-from ..integration import apply, config_of, rope, update
+from ..integration import apply, get_config, rope, update
 from ..integration.classes import kinds_of
 from ..integration.layers import candidates_of
 from ..integration.model import knowing
@@ -56,7 +56,7 @@ def put_method(model: Any, recipe: Recipe, attention: LongAttnConfig | None, rea
     if recipe.strength is not None:
         attention = attention.replace(strength=recipe.strength.start)
     with knowing():
-        now = config_of(apply(model, attention))
+        now = get_config(apply(model, attention))
         longest = max(int(min(reads, now.reach)), now.extended_to or 0)
         if now.train_length is not None and longest > now.train_length:
             update(model, extended_to=longest)

@@ -11,13 +11,18 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from ..checks import read_text
 from ..evaluation.settings import Setting
-from ..slots.method import require_in
+from ..slots.method import as_length, require_in
 from ..slots.registry import did_you_mean
 
 #: Numbers that an optimiser refuses below zero, long after the start.
 NOT_NEGATIVE = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"}
 #: What people call keys of TrainingArguments.
 CALLED = {"lr": "learning_rate", "batch_size": "per_device_train_batch_size", "steps": "max_steps"}
+#: Keys that are numbers of tokens, which may be given as "4k".
+LENGTHS = (
+    *("length", "skip.target_length", "calibrate", "needle.haystack_tokens"),
+    *("evaluation.far", "evaluation.tokens", "evaluation.lengths", "evaluation.final_lengths"),
+)
 RECIPES = ("continue_lora", "convert_distill", "method_lora", "needle_lora")
 
 
@@ -86,7 +91,9 @@ class Evaluation:
     final_lengths: list[int] = field(default_factory=list)  # for the metrics file; none: the same, and a long text (see far)
     tokens: int = 8192  # held-out tokens read per length (at least one window)
     samples: int = 50  # needle texts per length
-    far: int = 16384  # at the end: tokens of a long held-out text, up to the method's reach, beside a probe; 0: neither
+    # at the end, beside a probe: tokens of a long held-out text, up to the method's reach; 0: neither. none: 16384, or what
+    # can be read in a third of the training's time
+    far: int | None = None
     compare: bool = True  # the metrics file holds the unadapted base, and base + YaRN, beside the trained model
 
 
@@ -181,6 +188,7 @@ def load_recipe(source: str | Mapping[str, Any], overrides: Sequence[str] = ()) 
             raise ValueError(f"{path} is not a recipe: a recipe maps keys to values")
         given = OmegaConf.merge(file, OmegaConf.from_dotlist(list(overrides)))
         _check_keys(given)
+        _read_lengths(given)
         if isinstance(targets := OmegaConf.select(given, "lora.targets"), str):
             OmegaConf.update(given, "lora.targets", targets.split(","))
         recipe: Recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), given))  # type: ignore[assignment]
@@ -198,6 +206,18 @@ def load_recipe(source: str | Mapping[str, Any], overrides: Sequence[str] = ()) 
         recipe.output = f"runs/{recipe.name}"
     check(recipe)
     return recipe
+
+
+def _read_lengths(given: Any) -> None:
+    """Put numbers of tokens in the place of "4k" and the like."""
+    from omegaconf import ListConfig, OmegaConf
+
+    for key in LENGTHS:
+        value = OmegaConf.select(given, key)
+        if isinstance(value, str):
+            OmegaConf.update(given, key, as_length(value))
+        elif isinstance(value, ListConfig):
+            OmegaConf.update(given, key, [as_length(n) for n in value])
 
 
 def dump(recipe: Recipe) -> str:
@@ -242,7 +262,7 @@ def _check_inputs(recipe: Recipe) -> None:
             raise ValueError(f"{name} must be a file, a data set or a list of them, got {value!r}")
     if recipe.length < 2 or any(n < 2 for n in (*recipe.lengths, *recipe.final_lengths)):
         raise ValueError("length and evaluation lengths must be at least 2 tokens")
-    if recipe.evaluation.far < 0:
+    if recipe.evaluation.far is not None and recipe.evaluation.far < 0:
         raise ValueError(f"evaluation.far is a number of tokens, or 0, got {recipe.evaluation.far}")
     if recipe.hub.answers and recipe.needle is not None:
         raise ValueError("hub.answers and needle exclude each other: needles have answers of their own")

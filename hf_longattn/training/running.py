@@ -22,7 +22,7 @@ from transformers import TrainingArguments, set_seed
 
 from ..checks import check_dtype, check_model, check_output
 from ..config import LongAttnConfig
-from ..core.kernels.precision import fast_dtype, multiplies_fast
+from ..core.kernels.precision import auto_dtype, multiplies_fast
 from ..evaluation.calibrate import calibrate
 from ..evaluation.loading import carry
 from ..evaluation.measures.probe import TOKENS
@@ -41,10 +41,12 @@ from .held_out import tokens_read
 from .loss import CausalLoss, trained_by
 from .models import load_config, load_model, load_tokenizer, put_adapter, put_method, unadapted
 from .reach import AFTER, BEFORE, PASSAGES, PICTURE_FILE, PROBED, distances, picture, sentence, unprobed
-from .recipe import Recipe, differences, dump
+from .recipe import Evaluation, Recipe, differences, dump
 from .trainer import RecipeTrainer, arguments, check_processes, interruptible
 
 RECIPE_FILE, METRICS_FILE, LOCK_FILE = "recipe.yaml", "metrics.json", "training.lock"
+#: Where the recipe does not say: tokens of the long text at the end, and the share of the training's time for measuring.
+FAR, SHARE = 16384, 1 / 3
 
 
 @dataclasses.dataclass
@@ -57,6 +59,7 @@ class Prepared:
         back: from how far back copies are probed at the end.
         unprobed: why none are, where the recipe asks for it; else empty.
         text: the length of the long text that is read at the end, or None.
+        shortened: whether less is measured than could be, so that it takes no longer than a share of the training.
     """
 
     recipe: Recipe
@@ -73,6 +76,7 @@ class Prepared:
     back: tuple[int, ...]
     unprobed: str
     text: int | None
+    shortened: bool
     resume: bool
 
     @property
@@ -111,7 +115,7 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
     args = arguments(recipe)
     check_dtype(recipe.dtype, "auto")
     if recipe.dtype == "auto":
-        recipe = dataclasses.replace(recipe, dtype=fast_dtype(args.device))
+        recipe = dataclasses.replace(recipe, dtype=auto_dtype(args.device))
     if _first() and (output / LOCK_FILE).exists():  # held, or left behind by one that was killed
         with alone(output / LOCK_FILE, "training"):
             pass
@@ -123,11 +127,14 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
     config, original = load_config(recipe)
     skip = _with_target_length(recipe, original)
     reads = (skip.skip.target_length if recipe.positions == "skip" else None) or recipe.length
-    reaches, methods = _reach(recipe, config, attention, reads)
-    far = min(reaches, recipe.evaluation.far)
-    data = Data(skip, tokenizer, max(far, PROBED) if far else 0)
+    reaches, methods, parameters = _reach(recipe, config, attention, reads)
+    started = _started(recipe, output, resume)
+    held_out = min(reaches, _far(started))
+    data = Data(dataclasses.replace(skip, evaluation=started), tokenizer, max(held_out, PROBED) if held_out else 0)
+    _check_held_out(recipe, data)
+    far = min(reaches, _far(recipe.evaluation))
     back = distances(reaches, len(data.held_out)) if far else ()
-    why_not = unprobed(reaches, len(data.held_out)) if recipe.evaluation.far and not back else ""
+    why_not = unprobed(reaches, len(data.held_out)) if _far(recipe.evaluation) and not back else ""
     if recipe.distill is not None and recipe.length > (trained := _trained_length(original)):
         raise ValueError(
             f"the teacher was trained at {trained} tokens; windows of {recipe.length} are beyond it: lower length"
@@ -135,7 +142,8 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
     check_processes(recipe, args, config.get_text_config())
     text = _long_text(recipe, data, far)
     where = (recipe, output, checkpoint, tokenizer, data)
-    return Prepared(*where, attention, config, original, args, reads, methods, back, why_not, text, resume)
+    run = Prepared(*where, attention, config, original, args, reads, methods, back, why_not, text, False, resume)
+    return run if recipe.evaluation.far is not None else _within_budget(run, parameters)
 
 
 def plan(run: Prepared) -> str:
@@ -243,7 +251,7 @@ def _run(prepared: Prepared, optimizer: Callable[[Any], torch.optim.Optimizer] |
     own = None if optimizer is None else optimizer(model)
     trainer = RecipeTrainer(recipe, prepared.data, wrapped, model, args, prepared.tokenizer, own)
     first = trainer.is_world_process_zero()
-    if first:
+    if first and not prepared.resume:  # held-out text was chosen by the evaluation that a run began with
         write_whole(output / RECIPE_FILE, dump(recipe))
     base = functools.partial(unadapted, wrapped, prepared.original)
     jumps = recipe.positions == "skip"
@@ -392,13 +400,37 @@ def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
         raise ValueError(f"{output} holds no run to resume")
     if (output / METRICS_FILE).exists():
         raise ValueError(f"the run in {output} is finished: there is nothing to resume")
-    if (before := (output / RECIPE_FILE).read_text(encoding="utf-8")) != dump(recipe):
+    if changed := [key for key in _changed(recipe, output) if not key.startswith("evaluation.")]:
         raise ValueError(
-            f"{output / RECIPE_FILE} differs from this recipe in {', '.join(differences(before, recipe))}: resume with the "
-            "settings that it was started with"
+            f"{output / RECIPE_FILE} differs from this recipe in {', '.join(changed)}: resume with the settings that it was "
+            "started with (those of evaluation may change)"
         )
     checkpoint = last_checkpoint(output)  # none: from the start
     return None if checkpoint is None else str(checkpoint)
+
+
+def _changed(recipe: Recipe, output: Path) -> list[str]:
+    """What a recipe has other than the one that a run was started by."""
+    before = (output / RECIPE_FILE).read_text(encoding="utf-8")
+    return [] if before == dump(recipe) else differences(before, recipe)
+
+
+def _started(recipe: Recipe, output: Path, resume: bool) -> Evaluation:
+    """How a run was to be measured when it began: by that its held-out text was chosen, and stays."""
+    if not resume:
+        return recipe.evaluation
+    from omegaconf import OmegaConf
+
+    return Evaluation(**OmegaConf.to_container(OmegaConf.load(output / RECIPE_FILE))["evaluation"])  # type: ignore[arg-type, index, call-overload]
+
+
+def _check_held_out(recipe: Recipe, data: Data) -> None:
+    """Raise ValueError if a resumed run is to be measured at a length that its held-out text does not have."""
+    if data.test_task is None and (longest := max(*recipe.lengths, *recipe.final_lengths)) > len(data.held_out):
+        raise ValueError(
+            f"the run began with {len(data.held_out)} tokens held out, and evaluation at length {longest} needs as many: "
+            "shorten evaluation.lengths and evaluation.final_lengths"
+        )
 
 
 def _precision(recipe: Recipe, args: TrainingArguments) -> str:
@@ -413,19 +445,50 @@ def _reading(run: Prepared) -> str:
     if not run.back:
         return f"; {run.unprobed}" if run.unprobed else ""
     models = "the trained model and its base" if run.recipe.evaluation.compare else "the trained model"
-    return f"; copies from up to {run.back[-1]:,} tokens back, of {models} (evaluation.far=0: none of this)"
+    less = f", no more than takes a third of the training (evaluation.far={FAR}: all)" if run.shortened else ""
+    return f"; copies from up to {run.back[-1]:,} tokens back, of {models}{less} (evaluation.far=0: none of this)"
 
 
 def _time(run: Prepared, parameters: int, rows: int, text: Any) -> str:
     recipe, args = run.recipe, run.args
-    texts = [n for n in run.final_lengths for _ in range(tokens_read(recipe, run.data, [n]) // n)]
-    texts += [TOKENS] * (len(run.back) * PASSAGES)
     windows = rows * args.max_steps // args.world_size
-    training, measuring = estimate.duration(recipe, args, parameters, text, windows, texts * (1 + recipe.evaluation.compare))
+    training, measuring = estimate.duration(recipe, args, parameters, text, windows, _read_at_the_end(run))
     return (
         f"about {estimate.shown(training)} of training and {estimate.shown(measuring)} of measuring at the end (an estimate "
         f"from how fast this {args.device.type.upper()} multiplies)"
     )
+
+
+def _read_at_the_end(run: Prepared) -> list[int]:
+    """The length of every text that is read once a run is trained."""
+    recipe = run.recipe
+    texts = [n for n in run.final_lengths for _ in range(tokens_read(recipe, run.data, [n]) // n)]
+    texts += [TOKENS] * (len(run.back) * PASSAGES)
+    return texts * (1 + recipe.evaluation.compare)
+
+
+def _within_budget(run: Prepared, parameters: int) -> Prepared:
+    """A run that measures no more at its end than takes a `SHARE` of the training: first the long text becomes shorter, as
+    long as it is longer than the model was trained at, then it goes, and then distances of the probe."""
+    args, known = run.args, _trained_length(run.original)
+    texts = [run.text]
+    while (last := texts[-1]) is not None:
+        texts.append(last // 2 if last // 2 > max(known, *run.recipe.final_lengths) else None)
+    fewer = [run.back] + [run.back[:: len(run.back) - 1]] * (len(run.back) > 2)  # the nearest and the farthest
+    ways = [(run.back, text) for text in texts] + [(back, None) for back in fewer[1:]]
+    for back, text in ways:
+        less = dataclasses.replace(run, back=back, text=text, shortened=(back, text) != (run.back, run.text))
+        windows = _windows(run.recipe, args) * args.max_steps // args.world_size
+        what = (parameters, run.config.get_text_config(), windows, _read_at_the_end(less))
+        training, measuring = estimate.operations(run.recipe, args, *what)
+        if measuring <= SHARE * training:
+            break
+    return less
+
+
+def _far(evaluation: Evaluation) -> int:
+    """The tokens of the long text that is asked for."""
+    return FAR if evaluation.far is None else evaluation.far
 
 
 def _without_effect(run: Prepared, method: Method) -> str:
@@ -487,9 +550,11 @@ def _another(prepared: Prepared, trainer: RecipeTrainer, config: Any) -> Iterato
         trainer.causal = trained
 
 
-def _reach(recipe: Recipe, config: Any, attention: LongAttnConfig | None, reads: int) -> tuple[int, tuple[Method, ...]]:
-    """How long a text the model reads after training (0: not asked), and its methods with what the model fills in."""
+def _reach(recipe: Recipe, config: Any, attention: LongAttnConfig | None, reads: int) -> tuple[int, tuple[Method, ...], int]:
+    """How long a text the model reads after training (0: not asked), its methods with what the model fills in, and how many
+    parameters there are."""
     model = load_model(recipe, config, weights=False)
+    parameters = sum(p.numel() for p in model.parameters())
     table = table_entries(model)
     _check_table(recipe, attention, reads, table)
     try:
@@ -497,12 +562,12 @@ def _reach(recipe: Recipe, config: Any, attention: LongAttnConfig | None, reads:
     except ValueError:
         if attention is not None:
             raise
-        return 0, ()  # no method goes into it, and no probe, which jumps over positions
+        return 0, (), parameters  # no method goes into it, and no probe, which jumps over positions
     reaches = max(int(min(reads, bound.reach)) if attention else reads, facts.train_length or 0)
     text = config.get_text_config()
     if not getattr(text, "rope_parameters", None) and not getattr(text, "alibi", False):  # what it has ends with its training
         reaches = min(reaches, text.max_position_embeddings)
-    return reaches, bound.methods if attention else ()
+    return reaches, bound.methods if attention else (), parameters
 
 
 def _check_table(recipe: Recipe, attention: LongAttnConfig | None, reads: int, table: int | None) -> None:

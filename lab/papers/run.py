@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from hf_longattn.core.kernels.precision import fast_dtype
+from hf_longattn.core.kernels.precision import auto_dtype
 from hf_longattn.evaluation.rows import Row, RowFile, versions
 from lab.papers import tables
 from lab.papers.algorithms import ALGORITHMS, ALGORITHMS_PRETRAINED
@@ -87,7 +87,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--results", type=Path, help="where rows are kept (default lab/results/reproductions)")
     parser.add_argument("--models", type=Path, help="where trained models are kept (default runs/reproduce)")
     fast = "what language models multiply in while they train (default: what this CPU multiplies fast, %(default)s)"
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default=fast_dtype(), help=fast)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default=auto_dtype(), help=fast)
     quick = "every run in seconds, into build/: shows that it works, not what it gives"
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--show", metavar="TABLE", choices=sorted(tables.SECTIONS), help="run nothing; print one table")

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from hf_longattn.evaluation.report import markdown
-from hf_longattn.evaluation.report.figures import curves
+from hf_longattn.evaluation.report.figures import curves, png
 from hf_longattn.evaluation.rows import Row, RowFile
 from hf_longattn.evaluation.statistics import mean_interval
 from lab.markdown import Contents
@@ -72,7 +72,7 @@ def contents() -> Contents:
 def pictures() -> dict[str, bytes]:
     data = load()
     found = [section(data).pictures for section in SECTIONS.values()]
-    return {f"lab/{name}": curves(**drawn) for drawn_by_name in found for name, drawn in drawn_by_name.items()}
+    return {f"lab/{name}": png(curves(**drawn)) for drawn_by_name in found for name, drawn in drawn_by_name.items()}
 
 
 #: What stands below `<!-- reproduction: NAME -->`.

@@ -11,7 +11,7 @@ from os.path import relpath
 from pathlib import Path
 
 from hf_longattn.cli import app
-from hf_longattn.core.kernels.precision import fast_dtype
+from hf_longattn.core.kernels.precision import auto_dtype
 from recipes.models import GEMMA, SMOLLM2, obtain
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def main() -> None:
         )
         text = args.text if name == "smollm2" else args.text.split(",")[0]
         command = ["eval", model, "--settings", settings, "--text", text, "--out", out, *protocol]
-        dtype = args.dtype or precision_of_rows(args.out / name) or fast_dtype()
+        dtype = args.dtype or precision_of_rows(args.out / name) or auto_dtype()
         print(f"{name}: in {dtype}")
         command += ["--dtype", dtype, "--title", title, *["--page-only"] * args.page_only]
         if name == "smollm2":

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from hf_longattn import calibrate
-from hf_longattn.core.kernels.precision import fast_dtype
+from hf_longattn.core.kernels.precision import auto_dtype
 from hf_longattn.evaluation import PASSAGE, experiment
 from hf_longattn.evaluation.loading import load_setting
 from hf_longattn.evaluation.report import markdown
@@ -153,7 +153,7 @@ class Program:
 
     def main(self, doc: str, arguments: Sequence[str] | None = None) -> None:
         parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-        default, dtype = ROOT / "models" / "SmolLM2-135M-Instruct", self.dtype or fast_dtype()
+        default, dtype = ROOT / "models" / "SmolLM2-135M-Instruct", self.dtype or auto_dtype()
         parser.add_argument("--model", type=Path, default=default, help="as the demo obtains it")
         parser.add_argument("--text", type=Path, nargs="+", required=True, help="plain texts; a file's name names it in rows")
         parser.add_argument("--length", type=int, nargs="+", default=list(self.lengths))

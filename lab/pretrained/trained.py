@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from hf_longattn.core.kernels.precision import fast_dtype
+from hf_longattn.core.kernels.precision import auto_dtype
 from hf_longattn.evaluation.report import markdown
 from lab.markdown import Contents
 from lab.pretrained.runner import RESULTS, SETTINGS
@@ -40,7 +40,7 @@ def main() -> None:
         if file_of(name).exists():
             continue
         with tempfile.TemporaryDirectory() as folder:
-            train(name, (args.keep or Path(folder)) / name, args.model, args.text, args.held_out, fast_dtype())
+            train(name, (args.keep or Path(folder)) / name, args.model, args.text, args.held_out, auto_dtype())
 
 
 def train(name: str, output: Path, model: str, text: str, held_out: str, dtype: str, *more: str) -> None:

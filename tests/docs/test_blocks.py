@@ -10,7 +10,9 @@ import functools
 import itertools
 import re
 import shlex
+import shutil
 import tomllib
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import release
 import tiny
 import torch
 from commands import check_ours, check_script, ours
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -32,7 +35,7 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 FIRST_WORDS = ("hf-longattn", "make", "python", "pip", "accelerate", "torchrun", "git", ".ci/run")
 #: Examples that other tests run: with data, with several processes, with a server.
-ELSEWHERE = {"add-a-method.md", "share.md", "engines.md", "serve.md"}
+ELSEWHERE = {"add-a-method.md", "own-methods.md", "share.md", "engines.md", "serve.md"}
 
 
 def python_blocks(elsewhere: bool = False) -> dict[str, str]:
@@ -62,6 +65,14 @@ def command_lines(spans: bool) -> dict[str, list[str]]:
     return found
 
 
+def without_own_methods(words: list[str]) -> list[str]:
+    """A command with a method of the package in place of the one that --import brings (test_own_methods.py has that one)."""
+    if "--import" not in words:
+        return words
+    at = words.index("--import")
+    return [w.replace("root_logn", "logn") for w in words[:at] + words[at + 2 :]]
+
+
 PYTHON, COMMANDS, SPANS = python_blocks(), command_lines(spans=False), command_lines(spans=True)
 
 
@@ -74,6 +85,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(path / "deep")
     tiny.tokenizer().save_pretrained(path / "deep")
+    for name in ("model", "deep"):
+        base = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(path / name), "rerope", window=64)
+        get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(path / f"{name}-adapter")
     tiny.text(path / "book.txt", 6000)
     (path / "settings.yaml").write_text("named: {method: 'rerope:window=128'}\n")
     return path
@@ -87,6 +101,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_python(block: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     name = str(home / "deep")
+    shutil.copytree(home / "deep-adapter", tmp_path / "runs" / "book")
     code = release.HUB.sub(repr(name), release.LONG.sub("300", PYTHON[block]))
     ids = torch.randint(2, 90, (1, 1100), generator=torch.Generator().manual_seed(0))
     config, model = AutoConfig.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name).eval()
@@ -148,7 +163,7 @@ def test_command_exists_and_reads_its_options(line: str, tmp_path: Path, monkeyp
         for folder in ("long-model", "runs/book"):  # what `push` wants to see
             (tmp_path / folder).mkdir(parents=True)
         if not words[0].startswith("--"):
-            (check_ours if line in COMMANDS else check_mention)(words)
+            (check_ours if line in COMMANDS else check_mention)(without_own_methods(words))
     elif first == "make":
         check_make(words)
     elif first == "python" and words[0].endswith(".py"):
@@ -156,8 +171,9 @@ def test_command_exists_and_reads_its_options(line: str, tmp_path: Path, monkeyp
     elif first == "python" and words[0] == "-m" and words[1].startswith("lab."):
         assert (ROOT / words[1].replace(".", "/")).with_suffix(".py").is_file()
     elif first == "pip":
-        for extras in re.findall(r"\[([\w,-]+)\]", line.rpartition(": ")[2]):
-            assert set(extras.split(",")) <= set(EXTRAS)
+        for package, extras in re.findall(r"([\w.-]+)\[([\w,-]+)\]", line.rpartition(": ")[2]):
+            has = EXTRAS if package in (".", "hf_longattn") else metadata(package).get_all("Provides-Extra")
+            assert set(extras.split(",")) <= set(has)
     elif first == ".ci/run":
         assert (ROOT / first).is_file()
 
@@ -172,9 +188,13 @@ SMALL = {
     "trainer.save_steps=10 trainer.logging_steps=5 trainer.eval_strategy=no trainer.disable_tqdm=true",
     r"heldout=\S+|dtype=bfloat16|trainer.max_steps=(100|500)": "",
     r"output=\S+": "output=OUT",
+    r"(?<=--adapter )\S+": "mine=HOME/model-adapter",
+    r"(?<=--windows )\d+": "1",
+    r"(?<=--passages )\d+": "2",
     r"(?<=skip.target_length=)\d+": "512",
     r"(?<=window=)\d+": "128",
     r"(?<=--lengths )\S+": "128,512,1k --targets 64",
+    r"(?<=--tasks )loss,copies(?= )": "loss",  # copies need longer texts
     r"(?<=--tasks )(loss,)?long_ppl(?= )": r"\g<0> --near 256",
     r"--tasks ruler (--kinds \S+ )?--lengths \S+": "--tasks ruler --kinds fwe --lengths 1k",
     r"(?<=--samples )\d+": "1",
@@ -202,7 +222,7 @@ def test_command_runs(line: str, home: Path, tmp_path: Path) -> None:
         text = re.sub(pattern, small, text)
     if text.startswith("train") and "output=" not in text:
         text += " output=OUT"
-    words = shlex.split(text.replace("HOME", str(home)).replace("OUT", str(tmp_path / "out")))
+    words = without_own_methods(shlex.split(text.replace("HOME", str(home)).replace("OUT", str(tmp_path / "out"))))
     result = CliRunner().invoke(app, words)
     assert result.exit_code in ((0, 1) if words[0] == "extend" else (0,)), (words, result.output, result.exception)
     assert result.exception is None or isinstance(result.exception, SystemExit)

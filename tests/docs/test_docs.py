@@ -117,7 +117,7 @@ def test_an_adapters_weights_are_read_under_the_way_that_is_asked_for(tmp_path: 
     ids = torch.randint(97, (1, 200), generator=torch.Generator().manual_seed(0))
     way = runner.Choice(Setting("rerope", "rerope", {"window": 16}))
     read = reading_far.load(way, tmp_path / "base", "float32", ids, tmp_path / "adapter")
-    assert hf_longattn.config_of(read).methods == way.setting.config.methods
+    assert hf_longattn.get_config(read).methods == way.setting.config.methods
     adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
     by_hand = hf_longattn.remove(adapted.merge_and_unload().eval())
     plain = reading_far.load(runner.Choice(Setting("unmodified")), tmp_path / "base", "float32", ids, tmp_path / "adapter")
@@ -148,7 +148,7 @@ def test_links_lead_to_files(page: Path) -> None:
 def test_every_public_name_is_on_the_page_of_the_api() -> None:
     page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
     listed = {name.split(".")[-1] for name in re.findall(r"^::: hf_longattn\.([\w.]+)$", page, re.MULTILINE)}
-    beside = {"EvalOptions", "Results", "Task"}  # what `evaluate` takes and gives, of hf_longattn.evaluation
+    beside = {"EvalOptions", "Results", "Setting", "Task"}  # what `evaluate` takes and gives, of hf_longattn.evaluation
     assert listed == {*hf_longattn.__all__, *beside}
 
 

@@ -200,7 +200,7 @@ def test_a_calibrated_model_survives_saving(name: str, tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
         assert torch.equal(loaded(text).logits, want)
-    assert hf_longattn.config_of(loaded) == hf_longattn.config_of(model)
+    assert hf_longattn.get_config(loaded) == hf_longattn.get_config(model)
 
 
 def test_measured_logits_are_the_models_own_under_a_method_too() -> None:

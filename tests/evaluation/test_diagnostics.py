@@ -185,7 +185,7 @@ def test_temperatures_are_those_of_the_papers(case: str) -> None:
     config, ids = CASES[case], tokens(length=40)
     with torch.no_grad(), hf_longattn.capture(under := model("llama", config), [0], "temperature") as seen:
         under(ids)
-    parameters = hf_longattn.config_of(under).temperature.to_dict()
+    parameters = hf_longattn.get_config(under).temperature.to_dict()
     if case in ("infoscale", "logn"):
         factor = getattr(closed_form, case)(parameters, np.arange(1, 41), 8)[None, None].repeat(2, 0).repeat(4, 1)
     else:

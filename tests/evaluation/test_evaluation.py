@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 from helpers import crossed
+from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
@@ -376,13 +377,13 @@ def test_a_checkpoints_own_method_stays_beside_what_is_asked_for(folder: Path, t
     own = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(folder / "model"), "rerope", window=100)
     own.save_pretrained(tmp_path / "own")
     tiny.tokenizer().save_pretrained(tmp_path / "own")
-    found = hf_longattn.config_of(load_setting(Setting.parse("infoscale"), str(tmp_path / "own")))
+    found = hf_longattn.get_config(load_setting(Setting.parse("infoscale"), str(tmp_path / "own")))
     assert found.name == "rerope+infoscale"
     assert found.positions.window == 100
-    assert hf_longattn.config_of(load_setting(Setting.parse("self_extend"), str(tmp_path / "own"))).name == "self_extend"
+    assert hf_longattn.get_config(load_setting(Setting.parse("self_extend"), str(tmp_path / "own"))).name == "self_extend"
     parts = LongAttnConfig.parse([LongAttnConfig.preset("alibi", layers=[0]), "logn"])
     asked = Setting("by layer", parts.to_dict())  # leaves no slot free
-    assert hf_longattn.config_of(load_setting(asked, str(tmp_path / "own"))).name == "alibi|logn"
+    assert hf_longattn.get_config(load_setting(asked, str(tmp_path / "own"))).name == "alibi|logn"
     arguments = ["eval", str(tmp_path / "own"), "--text", str(folder / "a.txt"), "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, [*arguments, "--lengths", "128", "--targets", "64"])
     assert result.exit_code == 0, result.output
@@ -458,7 +459,7 @@ def test_adapter_settings_bring_their_attention(folder: Path, tmp_path: Path, ki
     (setting,) = [s for s in parse_settings([], adapters=[f"mine={tmp_path / 'adapter'}"]) if s.name == "mine"]
     check_setting(setting, str(folder / "model"))
     loaded = load_setting(setting, str(folder / "model"))
-    assert hf_longattn.config_of(loaded).logit_map is not None
+    assert hf_longattn.get_config(loaded).logit_map is not None
     ids = torch.randint(2, 90, (1, 30))
     torch.testing.assert_close(loaded(ids).logits, adapted.eval()(ids).logits, atol=1e-5, rtol=0.0)
 
@@ -669,7 +670,7 @@ def test_a_loaded_model_is_measured_like_its_checkpoint_and_is_afterwards_as_it_
     before = model(ids := torch.randint(2, 90, (1, 900))).logits
     found = hf_longattn.evaluate(model, texts, ["rerope:window=100"], tokenizer=tiny.tokenizer(), **how)
     torch.testing.assert_close(model(ids).logits, before, atol=0, rtol=0)
-    assert hf_longattn.config_of(model).name == "infoscale"
+    assert hf_longattn.get_config(model).name == "infoscale"
     model.save_pretrained(tmp_path / "own")
     tiny.tokenizer().save_pretrained(tmp_path / "own")
     named = hf_longattn.evaluate(str(tmp_path / "own"), texts, ["rerope:window=100"], tmp_path / "out", **how)
@@ -682,7 +683,11 @@ def test_a_loaded_model_is_measured_like_its_checkpoint_and_is_afterwards_as_it_
     assert "The checkpoint itself runs infoscale" in (tmp_path / "out" / "index.html").read_text()
     assert "Mean loss of the same tokens" in found._repr_html_()
     assert "| unmodified | " in str(found)
-    assert found.plot()._repr_png_().startswith(b"\x89PNG")
+    drawn = found.plot()
+    assert isinstance(drawn, Figure)
+    drawn.savefig(tmp_path / "losses.png")
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert drawn._repr_png_().startswith(b"\x89PNG")  # a notebook shows it
     pandas = pytest.importorskip("pandas")
     assert isinstance(found.to_pandas(), pandas.DataFrame)
     assert len(found.to_pandas()) == 8

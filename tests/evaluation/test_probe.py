@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hf_longattn.cli import app
 from hf_longattn.evaluation import token_losses
 from hf_longattn.evaluation.measures.copies import PASSAGE, SKIP
 from hf_longattn.evaluation.measures.probe import AFTER, BEFORE, distances_to, passages, probe
+from hf_longattn.evaluation.statistics import mean_interval
 
 LEAST = BEFORE + AFTER
 
@@ -87,6 +89,13 @@ def run(folder: Path, *more: str) -> Any:
     return CliRunner().invoke(app, line)
 
 
+def inputs(folder: Path) -> torch.Tensor:
+    """The passages that the command takes."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    texts = ((folder / f"{n}.txt").read_text() for n in ("a", "b"))
+    return torch.cat([passages(tokenizer(text, return_tensors="pt").input_ids, 2, seed=0) for text in texts])
+
+
 def rows_of(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
 
@@ -99,10 +108,7 @@ def test_the_command_probes_every_setting_and_keeps_its_rows(folder: Path, tmp_p
     rows = {(r["setting"], r["length"]): r for r in rows_of(out)}
     assert set(rows) == {(s, d) for s in ("unmodified", "rerope:window=600", "@yarn:2") for d in (1280, 3000, 4096)}
     assert json.loads((out / "protocol.json").read_text())["trained"] == 2048
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    ids = torch.cat(
-        [passages(tokenizer((folder / f"{n}.txt").read_text(), return_tensors="pt").input_ids, 2, seed=0) for n in ("a", "b")]
-    )
+    ids = inputs(folder)
     model = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(folder / "model"), "rerope", window=600)
     want = probe(model, ids, [3000])
     assert rows["rerope:window=600", 3000]["copy"] == pytest.approx(want.copies[:, 0].tolist(), abs=1e-4)
@@ -115,9 +121,23 @@ def test_the_command_probes_every_setting_and_keeps_its_rows(folder: Path, tmp_p
         assert {"seconds", "cpu_seconds"} <= row.keys()
         assert row["dtype"] == "float32"
     assert all((out / "figures" / name).stat().st_size > 5_000 for name in ("probe-copy.png", "probe-text.png"))
-    assert [t["rows"][0][0] for s in json.loads((out / "report.json").read_text())["sections"] for t in s["tables"]] == [
-        "unmodified"
-    ] * 2
+    tables = [t for s in json.loads((out / "report.json").read_text())["sections"] for t in s["tables"]]
+    assert [t["rows"][0][0] for t in tables] == ["unmodified", "rerope:window=600"] * 2
+
+
+def test_a_probe_compares_settings_by_passage(folder: Path) -> None:
+    result = run(folder, "--method", "rerope:window=600", "--distances", "1280,3000")
+    said = " ".join(result.output.split()).replace("−", "-")
+    base = probe(AutoModelForCausalLM.from_pretrained(folder / "model"), inputs(folder), [3000])
+    remapped = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(folder / "model"), "rerope", window=600)
+    found = probe(remapped, inputs(folder), [3000])
+    mean, half = mean_interval((found.copies - base.copies)[:, 0].tolist())
+    assert "difference from the unmodified model, paired by passage" in said
+    number = r"([-+][.\d]+) ± ([.\d]+)"
+    told = re.search(rf"From 3,000 tokens back, .*, against the unmodified model: rerope:window=600 {number}, other", said)
+    assert told
+    assert [float(x) for x in told.groups()] == pytest.approx([mean, half], abs=2e-3)
+    assert said.count(f"{told[1]} ± {told[2]}") == 2  # in the table, too
 
 
 def test_two_texts_of_one_name_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -13,14 +13,14 @@ import pytest
 
 from hf_longattn.evaluation.report import Figure, Section, Table, table_html, write_report
 from hf_longattn.evaluation.report.figures import COLOURS, curves, heat_map, styles
-from hf_longattn.evaluation.report.page import colour, shown
+from hf_longattn.evaluation.report.page import colour, png, shown
 
 BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), None)
 
 
 def picture() -> Figure:
-    png = curves({"a": [(1024, 3.0), (2048, 2.9)], "b <i>": [(1024, 3.1), (2048, 4.0)]}, "x", "y", mark={"trained": 1500})
-    return Figure("loss", png, "Loss <by> length", "A caption.")
+    drawn = curves({"a": [(1024, 3.0), (2048, 2.9)], "b <i>": [(1024, 3.1), (2048, 4.0)]}, "x", "y", mark={"trained": 1500})
+    return Figure("loss", drawn, "Loss <by> length", "A caption.")
 
 
 def example(folder: Path) -> Path:
@@ -93,7 +93,7 @@ def test_what_makes_no_report_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a row of 1 cells under 2 columns"):
         Table("t", ["a", "b"], [["x"]])
     with pytest.raises(ValueError, match="a figure's name"):
-        Figure("../evil", b"", "alt")
+        Figure("../evil", None, "alt")
     example(tmp_path)
     with pytest.raises(ValueError, match=r"two figures share a name.*loss"):
         write_report(tmp_path, "T", "S.", [Section("One", figures=[picture()]), Section("Another", figures=[picture()])], {})
@@ -148,8 +148,8 @@ def test_a_command_is_told_once_and_wide_tables_say_so(tmp_path: Path) -> None:
 
 def test_lines_differ_in_more_than_colour() -> None:
     assert len(set(COLOURS)) == len(COLOURS) == 8
-    png = curves({str(i): [(1, i), (2, i)] for i in range(10)}, "x", "y", log_x=True)
-    assert png.startswith(b"\x89PNG")
+    drawn = curves({str(i): [(1, i), (2, i)] for i in range(10)}, "x", "y", log_x=True)
+    assert png(drawn).startswith(b"\x89PNG")
 
 
 @pytest.mark.skipif(BROWSER is None, reason="NO BROWSER: the page is not looked at; apt-get install chromium")

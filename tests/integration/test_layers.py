@@ -109,7 +109,7 @@ CUTS: dict[str, Callable[[Any], Any]] = {
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "as it is": lambda m: m,
     "called": lambda m: [logits(m), m][1],
-    "updated": lambda m: hf_longattn.update(m, window=5) if hf_longattn.config_of(m).positions else m,
+    "updated": lambda m: hf_longattn.update(m, window=5) if hf_longattn.get_config(m).positions else m,
     "another": lambda m: hf_longattn.apply(m, "scale_invariant", tau=2.0),
     "removed": hf_longattn.remove,
     "copied": copy.deepcopy,
@@ -179,7 +179,7 @@ def test_layers_of_another_model_that_lives_are_not_changed_with_it() -> None:
     for way in (lambda: hf_longattn.apply(draft, MAP), lambda: hf_longattn.remove(draft), lambda: draft.save_pretrained("")):
         with pytest.raises(ValueError, match=r"layers .* are also those of .*LlamaForCausalLM.*deepcopy"):
             way()
-    assert hf_longattn.config_of(draft) == hf_longattn.config_of(main)
+    assert hf_longattn.get_config(draft) == hf_longattn.get_config(main)
     assert torch.equal(logits(main), want)
 
 

@@ -62,8 +62,8 @@ def test_ministral_brings_a_temperature_and_its_yarn_none() -> None:
     assert hf_longattn.describe(ministral(beta=0.0)).own_temperature is None
     with pytest.raises(ValueError, match=r"has a temperature of its own \(1 \+ 0.3 ln\(1 \+ floor\(p / 4\)\)\)"):
         hf_longattn.apply(model, "rerope+infoscale")
-    assert hf_longattn.config_of(hf_longattn.extend(model, to=768)).name == "rerope"
-    assert hf_longattn.config_of(hf_longattn.extend(ministral(beta=0.0), to=768)).name == "rerope+infoscale"
+    assert hf_longattn.get_config(hf_longattn.extend(model, to=768)).name == "rerope"
+    assert hf_longattn.get_config(hf_longattn.extend(ministral(beta=0.0), to=768)).name == "rerope+infoscale"
 
 
 @pytest.mark.parametrize("kind", SHIPPED)
@@ -76,7 +76,7 @@ def test_shipped_temperatures_are_shown_and_not_doubled(kind: str) -> None:
         hf_longattn.apply(model, "infoscale")
     length = 16 * trained(model.config).length
     with pytest.warns(UserWarning, match="never shown to read well"):
-        assert hf_longattn.config_of(hf_longattn.extend(model, to=length)).name == "rerope"
+        assert hf_longattn.get_config(hf_longattn.extend(model, to=length)).name == "rerope"
 
 
 @torch.no_grad()

@@ -66,7 +66,7 @@ def test_each_layer_computes_its_own_method(family: str, tmp_path: Path) -> None
     assert saved["attn_implementation"] == "hf_longattn.longattn"
     assert [part["layers"] for part in saved["longattn"]["parts"]] == ["full_attention", [1], [0, 2]]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert hf_longattn.config_of(loaded) == hf_longattn.config_of(m)
+    assert hf_longattn.get_config(loaded) == hf_longattn.get_config(m)
     assert torch.equal(loaded(ids).logits, m(ids).logits)
 
 
@@ -75,7 +75,7 @@ def test_each_layer_computes_its_own_method(family: str, tmp_path: Path) -> None
 def test_they_are_changed_and_removed(tmp_path: Path) -> None:
     ids, m = tokens(), hf_longattn.apply(stock("llama"), [NEAR, MAP], backend="reference")
     hf_longattn.update(m, strength=1.0)
-    parts = hf_longattn.config_of(m).parts
+    parts = hf_longattn.get_config(m).parts
     assert [x.backend for x in parts] == ["reference"] * 2
     close(m(ids).logits, hf_longattn.apply(stock("llama"), [NEAR, MAP.replace(strength=1.0)])(ids).logits)
     with pytest.raises(TypeError, match=r"config\.longattn was read when the method was put into the model"):
@@ -113,9 +113,9 @@ def test_a_second_method_for_some_layers_does_not_take_out_the_first() -> None:
         hf_longattn.apply(m, MAP)
     assert torch.equal(m(ids).logits, before)
     hf_longattn.apply(m, "scale_invariant", layers=[0, 1, 2])  # in the place of all of it
-    assert hf_longattn.config_of(m).name == "scale_invariant"
+    assert hf_longattn.get_config(m).name == "scale_invariant"
     hf_longattn.update(m, layers=[1])  # said of the method that runs
-    assert hf_longattn.config_of(m).layers == (1,)
+    assert hf_longattn.get_config(m).layers == (1,)
 
 
 MISTAKES: dict[str, tuple[Any, str]] = {

@@ -79,9 +79,9 @@ def test_save_and_load_twice(family: str, case: str, tmp_path: Path) -> None:
         m.save_pretrained(tmp_path / step)
         section = saved(tmp_path / step)
         assert section["attn_implementation"].startswith("hf_longattn.")
-        assert LongAttnConfig.parse(section["longattn"]) == hf_longattn.config_of(m)
+        assert LongAttnConfig.parse(section["longattn"]) == hf_longattn.get_config(m)
         m = AutoModelForCausalLM.from_pretrained(tmp_path / step)
-        assert hf_longattn.config_of(m) == hf_longattn.config_of(model(family, config))
+        assert hf_longattn.get_config(m) == hf_longattn.get_config(model(family, config))
         assert torch.equal(logits(m), want)
         close(want, expected(family, config, tokens()))
 
@@ -130,14 +130,14 @@ def test_a_name_may_have_its_parameters_behind_it(way: str, base: Path, tmp_path
     assert m.config._attn_implementation == "scale_invariant"
     close(logits(m), expected("llama", CONFIG, tokens()))
     m.save_pretrained(tmp_path)
-    assert hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(tmp_path)) == hf_longattn.config_of(m)
+    assert hf_longattn.get_config(AutoModelForCausalLM.from_pretrained(tmp_path)) == hf_longattn.get_config(m)
     m.set_attn_implementation("scale_invariant:tau=3")
     close(logits(m), expected("llama", LongAttnConfig.preset("scale_invariant", tau=3), tokens()))
     m.set_attn_implementation("cosscale + infoscale")
-    assert hf_longattn.config_of(m).name == "cosscale+infoscale"
+    assert hf_longattn.get_config(m).name == "cosscale+infoscale"
     m.set_attn_implementation("sdpa")
     m.set_attn_implementation("cosscale + infoscale")  # the one that was there
-    assert hf_longattn.config_of(m).name == "cosscale+infoscale"
+    assert hf_longattn.get_config(m).name == "cosscale+infoscale"
     for text in ("scale_invariant:tau=5", "scale_invariant:tau=7", "alibi"):
         m.set_attn_implementation("eager")
         m.set_attn_implementation(text)
@@ -164,7 +164,7 @@ def test_load_in_bfloat16(base: Path, tmp_path: Path) -> None:
     model("llama", CONFIG).save_pretrained(tmp_path)
     m = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert m.dtype == torch.bfloat16
-    assert hf_longattn.config_of(m) == hf_longattn.config_of(model("llama", CONFIG))
+    assert hf_longattn.get_config(m) == hf_longattn.get_config(model("llama", CONFIG))
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     assert torch.equal(logits(m), logits(hf_longattn.apply(plain, CONFIG)))
 
@@ -302,7 +302,7 @@ def test_trainer_checkpoint(tmp_path: Path) -> None:
     Trainer(model=m, args=arguments, train_dataset=data).train()  # type: ignore[arg-type]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
     assert torch.equal(logits(loaded), logits(m))
-    assert hf_longattn.config_of(loaded) == hf_longattn.config_of(m)
+    assert hf_longattn.get_config(loaded) == hf_longattn.get_config(m)
     resumed = Trainer(model=fresh("llama", CONFIG), args=arguments, train_dataset=data)  # type: ignore[arg-type]
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     close(logits(resumed.model), logits(m), 1e-6)
@@ -720,7 +720,7 @@ def test_update_during_training() -> None:
     m = fresh("llama", CASES[DEFAULT])
     for strength in (0.0, 0.5, 1.0):
         hf_longattn.update(m, strength=strength)
-        assert hf_longattn.config_of(m) == CASES[DEFAULT].replace(strength=strength)
+        assert hf_longattn.get_config(m) == CASES[DEFAULT].replace(strength=strength)
         close(logits(m), expected("llama", CASES[DEFAULT].replace(strength=strength), tokens()))
     close(logits(hf_longattn.update(m, strength=0.0)), logits(stock("llama")))
     with pytest.raises(ValueError, match="not an hf_longattn method"):

@@ -122,7 +122,7 @@ def test_methods_on_cope_keep_its_trained_length_and_decode_as_they_read() -> No
     model, ids = build(rope.cope(short(), 2)), tokens(length=2 * LENGTH)
     plain = model(ids).logits
     hf_longattn.apply(model, "rerope")
-    assert hf_longattn.config_of(model).positions.window == LENGTH // 2
+    assert hf_longattn.get_config(model).positions.window == LENGTH // 2
     whole = model(ids).logits
     close(whole[:, : LENGTH // 2], plain[:, : LENGTH // 2], 1e-5)
     assert (whole - plain).abs().max() > 1e-4
@@ -172,4 +172,4 @@ def test_a_model_that_sharpens_already_is_not_sharpened_twice(method: str) -> No
 def test_the_trained_length_is_the_one_before_scaling() -> None:
     model = build(rope.yarn(short(), 4.0))
     hf_longattn.apply(model, "infoscale", stack=True)
-    assert hf_longattn.config_of(model).temperature.train_length == LENGTH
+    assert hf_longattn.get_config(model).temperature.train_length == LENGTH

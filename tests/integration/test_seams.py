@@ -278,7 +278,7 @@ def test_a_part_is_known_whatever_its_owner_calls_itself() -> None:
 
     config = model_config("llama")
     config._attn_implementation = "alibi"
-    assert hf_longattn.config_of(Owner(config)).name == "alibi"
+    assert hf_longattn.get_config(Owner(config)).name == "alibi"
     with pytest.raises(ValueError, match="0 layers"):
         SiglipVisionModel(SiglipVisionConfig(**TOWER, attn_implementation="alibi"))
     assert list(inspect.signature(LlamaForCausalLM).parameters) == ["config"]

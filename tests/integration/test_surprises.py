@@ -77,7 +77,11 @@ def test_parameters_without_a_name_say_what_to_write(saved: Path) -> None:
         (lambda m: hf_longattn.describe(None), TypeError, "takes a loaded model first, got an object of type NoneType"),
         (lambda m: hf_longattn.remove("model"), TypeError, "takes a loaded model first, got 'model'"),
         (lambda m: hf_longattn.apply(m, "logn", layers=[-1]), ValueError, "layer indices >= 0"),
-        (lambda m: hf_longattn.apply(m, "logn", train_length="128"), ValueError, "train_length must be an integer or None"),
+        (
+            lambda m: hf_longattn.apply(m, "logn", train_length="128 tokens"),
+            ValueError,
+            "train_length must be an integer or None",
+        ),
         (lambda m: hf_longattn.apply(m, "logn", clamp="no"), ValueError, "clamp must be true or false, got 'no'"),
         (lambda m: hf_longattn.apply(m, "scale_invariant", alpha=1.0), ValueError, "both alpha and beta"),
         (lambda m: hf_longattn.apply(m, "scale_invariant", tua=1.0), ValueError, "did you mean 'tau'?"),

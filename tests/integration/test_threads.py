@@ -112,7 +112,7 @@ def test_a_forward_pass_that_fails_lets_the_next_change_through() -> None:
     with pytest.raises(IndexError):
         logits(m, torch.tensor([[1_000_000]]))
     together(2, lambda number: number and hf_longattn.apply(m, CASES["alibi"]))
-    assert hf_longattn.config_of(m).name == "alibi"
+    assert hf_longattn.get_config(m).name == "alibi"
 
 
 def interrupt(m: Any) -> None:
@@ -133,7 +133,7 @@ def test_an_interrupted_forward_pass_lets_the_next_change_through() -> None:
     interrupt(m)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(hf_longattn.apply, m, CASES["alibi"]).result(timeout=60)
-    assert hf_longattn.config_of(m).name == "alibi"
+    assert hf_longattn.get_config(m).name == "alibi"
 
 
 LEARNED = LongAttnConfig.preset("logn+output_layer_norm", train_length=8, learned=True)

@@ -72,7 +72,7 @@ def test_extend_takes_half_the_trained_length(name: str) -> None:
         assert CHECKPOINTS[name]["may_refuse"]
         assert model.config._attn_implementation == before
     else:
-        config = hf_longattn.config_of(model)
+        config = hf_longattn.get_config(model)
         assert config.positions.window == length // 2
         assert (config.train_length, config.trained) == (length, trained(_config(CHECKPOINTS[name])).reason)
 
@@ -154,7 +154,7 @@ def test_train_length_settles_what_the_settings_leave_open(rope: dict[str, Any],
     else:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            config = hf_longattn.config_of(hf_longattn.extend(model, to=4 * told, train_length=told))
+            config = hf_longattn.get_config(hf_longattn.extend(model, to=4 * told, train_length=told))
         assert (config.positions.window, config.train_length, config.trained) == (told // 2, told, "given as train_length")
     if trained(settings(128, **rope)).assumed:
         with pytest.warns(UserWarning, match=r"taken for trained in.*rerope takes 128.*train_length="):
@@ -167,20 +167,20 @@ def test_train_length_is_for_every_method_and_every_way(tmp_path: Path) -> None:
     for name, read in (("rerope", lambda c: c.positions.window * 2), ("string", lambda c: c.positions.shift * 3)):
         by_name = load(tmp_path / "plain", attn_implementation=name, longattn={"train_length": 96})
         by_apply = hf_longattn.apply(load(tmp_path / "plain"), name, train_length=96)
-        assert [read(hf_longattn.config_of(m)) for m in (by_name, by_apply)] == [96, 96]
+        assert [read(hf_longattn.get_config(m)) for m in (by_name, by_apply)] == [96, 96]
     setting = Setting.parse("rerope:train_length=96")
     assert check_setting(setting, str(tmp_path / "plain")).train_length == 96
-    assert hf_longattn.config_of(load_setting(setting, str(tmp_path / "plain"))).positions.window == 48
+    assert hf_longattn.get_config(load_setting(setting, str(tmp_path / "plain"))).positions.window == 48
     model = hf_longattn.apply(load(tmp_path / "plain"), "rerope+infoscale", train_length=96)
-    config = hf_longattn.config_of(model)
+    config = hf_longattn.get_config(model)
     assert (config.positions.window, config.temperature.train_length, config.train_length) == (48, 96, 96)
-    assert hf_longattn.config_of(hf_longattn.update(model, train_length=128)).temperature.train_length == 128
+    assert hf_longattn.get_config(hf_longattn.update(model, train_length=128)).temperature.train_length == 128
     hf_longattn.extend(model, to=1024, method="rerope+infoscale", train_length="64")
     model.save_pretrained(tmp_path / "longer")
     again = load(tmp_path / "longer")
-    assert hf_longattn.config_of(again) == hf_longattn.config_of(model)
+    assert hf_longattn.get_config(again) == hf_longattn.get_config(model)
     assert "rerope+infoscale, trained at 64: given as train_length" in str(hf_longattn.describe(again))
-    assert hf_longattn.config_of(hf_longattn.extend(again, to=2048, method="rerope")).positions.window == 32
+    assert hf_longattn.get_config(hf_longattn.extend(again, to=2048, method="rerope")).positions.window == 32
     for wrong in (0, True, "many", 2.5):
         with pytest.raises(ValueError, match="train_length"):
             hf_longattn.apply(load(tmp_path / "plain"), "rerope", train_length=wrong)
@@ -196,7 +196,7 @@ def test_a_section_saved_before_this_keeps_its_numbers(tmp_path: Path) -> None:
     del saved["longattn"]["train_length"], saved["longattn"]["trained"]
     (tmp_path / "config.json").write_text(json.dumps(saved), encoding="utf-8")
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    config = hf_longattn.config_of(again)
+    config = hf_longattn.get_config(again)
     assert (config.positions.window, config.temperature.train_length, config.train_length) == (16, 32, 128)
     ids = tokens(1, 60)
     close(again(ids).logits, model(ids).logits, 1e-6)
@@ -256,7 +256,7 @@ def test_a_remap_acts_on_a_rotation_that_is_trained_in(kind: str, way: str) -> N
         before = plain(ids).logits
         want = closed_form.attach(plain, REROPE)(ids, use_cache=False).logits
     m = hf_longattn.apply(trained_in(kind), REROPE)
-    assert (hf_longattn.config_of(m).train_length, hf_longattn.config_of(m).name) == (192, "rerope")
+    assert (hf_longattn.get_config(m).train_length, hf_longattn.get_config(m).name) == (192, "rerope")
     close(SCENARIOS[way](m, ids), want)
     assert (want - before).abs().max() > 1e-2
 
@@ -267,7 +267,7 @@ def test_below_the_window_the_model_is_what_it_was(kind: str) -> None:
     """Its own temperature included: YaRN's and longrope's attention factor, and queries scaled by position."""
     ids, plain = tokens(1, 90), trained_in(kind)
     m = hf_longattn.extend(trained_in(kind), to=384)
-    assert hf_longattn.config_of(m).positions.window == 96
+    assert hf_longattn.get_config(m).positions.window == 96
     close(m(ids).logits, plain(ids).logits, 2e-6)
 
 
@@ -275,14 +275,14 @@ def test_below_the_window_the_model_is_what_it_was(kind: str) -> None:
 def test_a_temperature_of_the_models_own_is_not_applied_twice(kind: str) -> None:
     with pytest.raises(ValueError, match=r"has a temperature of its own.*stack=True"):
         hf_longattn.apply(trained_in(kind), "rerope+infoscale")
-    assert hf_longattn.config_of(hf_longattn.extend(trained_in(kind), to=4096)).name == "rerope"
+    assert hf_longattn.get_config(hf_longattn.extend(trained_in(kind), to=4096)).name == "rerope"
 
 
 def test_longrope_that_stretches_nothing_brings_no_temperature() -> None:
     """MiniCPM3: its original length is the whole one."""
     plain = AutoModelForCausalLM.from_config(settings(32, **LONGROPE | {"original_max_position_embeddings": 32}))
     assert plain.model.rotary_emb.attention_scaling == 1.0
-    assert hf_longattn.config_of(hf_longattn.extend(plain, to=256)).name == "rerope+infoscale"
+    assert hf_longattn.get_config(hf_longattn.extend(plain, to=256)).name == "rerope+infoscale"
 
 
 @torch.no_grad()
@@ -405,8 +405,8 @@ def test_settings_take_the_trained_length_that_a_command_is_told(tmp_path: Path)
     plain, *others = parse_settings(["rerope,string:train_length=48,infoscale:stack=true@yarn:2"], train_length=96)
     assert check_setting(plain, str(tmp_path)).train_length == 96
     rerope, string, tempered = [load_setting(s, str(tmp_path), dtype="float32") for s in others[:2]] + [others[2]]
-    assert hf_longattn.config_of(rerope).positions.window == 48
-    assert hf_longattn.config_of(string).positions.shift == 16
+    assert hf_longattn.get_config(rerope).positions.window == 48
+    assert hf_longattn.get_config(string).positions.shift == 16
     assert edit_rope(settings(512), tempered.rope, tempered.train_length).rope_parameters[ORIGINAL] == 96
     assert plain.to_dict() == {}
     assert rerope.config.longattn["train_length"] == 96

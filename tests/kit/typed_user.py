@@ -30,10 +30,10 @@ def put_in(model: nn.Module) -> None:
         hf_longattn.apply(model, what)
     hf_longattn.apply(model, [preset, by_class])
     hf_longattn.update(model, strength=0.5)
-    runs: LongAttnConfig = hf_longattn.config_of(model)
+    runs: LongAttnConfig = hf_longattn.get_config(model)
     said: Description = hf_longattn.describe(model)
-    print(runs.name, said, said.rows, hf_longattn.fast_dtype(), hf_longattn.list_methods(), UntrainedWarning.__name__)
-    with hf_longattn.applied(model, "logn"):
+    print(runs.name, said, said.rows, hf_longattn.auto_dtype(), hf_longattn.list_methods(), UntrainedWarning.__name__)
+    with hf_longattn.using(model, "logn"):
         pass
     hf_longattn.extend(model, to="32k", purpose="retrieval")
     hf_longattn.remove(model)

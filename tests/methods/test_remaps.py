@@ -521,7 +521,7 @@ def test_a_rotation_that_is_not_understood_is_refused(how: str) -> None:
     before = logits(m)
     with pytest.raises(ValueError, match="does not give what"):
         hf_longattn.apply(m, "streaming", window=7)
-    assert hf_longattn.config_of(m).name == "scale_invariant"
+    assert hf_longattn.get_config(m).name == "scale_invariant"
     assert torch.equal(logits(m), before)
     logits(hf_longattn.apply(m, "windowed", window=7))  # needs no rotation
 
@@ -547,7 +547,7 @@ def test_a_layer_that_joins_later_is_proven_too() -> None:
     hf_longattn.apply(m, "rerope", window=7, layers=[1, 2, 3])
     with pytest.raises(ValueError, match=r"does not give what model\.layers\.[01]\.self_attn"):
         hf_longattn.update(m, layers="all")
-    assert hf_longattn.config_of(m).layers == (1, 2, 3)
+    assert hf_longattn.get_config(m).layers == (1, 2, 3)
 
 
 class Refuses(Exception):

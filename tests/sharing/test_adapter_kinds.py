@@ -155,7 +155,7 @@ def test_saved_and_loaded_switched_off_and_merged(kind: str, method: str, bases:
     close(logits(m), want, 1e-5)
     m.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(loaded(base), tmp_path)
-    assert hf_longattn.config_of(again) == hf_longattn.config_of(m)
+    assert hf_longattn.get_config(again) == hf_longattn.get_config(m)
     close(logits(again), want, 1e-5)
     close(logits(peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path)), want, 1e-5)
     disable(again)
@@ -371,7 +371,7 @@ def test_corda(bases: dict[str, Path], tmp_path: Path) -> None:
     m.peft_config["default"].init_lora_weights = "corda"
     disturbed(m).save_pretrained(tmp_path / "it", path_initial_model_for_weight_conversion=str(tmp_path / "start"))
     again = peft.PeftModel.from_pretrained(loaded(bases["llama"]), tmp_path / "it")
-    assert hf_longattn.config_of(again) == hf_longattn.config_of(m)
+    assert hf_longattn.get_config(again) == hf_longattn.get_config(m)
     close(logits(again), logits(m))
 
 
@@ -395,7 +395,7 @@ def test_arrow(bases: dict[str, Path], tmp_path: Path) -> None:
     plain = logits(other := arrow("plain0", "plain1"))
     assert (plain - got).abs().max() > 1e-2
     close(logits(hf_longattn.apply(other, REROPE)), got)
-    assert hf_longattn.config_of(m) == hf_longattn.config_of(other)
+    assert hf_longattn.get_config(m) == hf_longattn.get_config(other)
     with m.disable_adapter():
         assert torch.equal(logits(m), logits(loaded(bases["llama"])))
     with pytest.raises(ValueError, match="the model's other adapters under no method"):
@@ -608,7 +608,7 @@ def test_merged_while_switched_off_it_runs_the_method(bases: dict[str, Path]) ->
     want = logits(m)
     m.disable_adapter_layers()
     merged = m.merge_and_unload()
-    assert hf_longattn.config_of(merged).name == "rerope"
+    assert hf_longattn.get_config(merged).name == "rerope"
     close(logits(merged), want, 1e-5)
     hf_longattn.remove(merged)
 

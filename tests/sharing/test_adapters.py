@@ -117,7 +117,7 @@ def test_every_loader_gives_the_same_model(
     if loaded is None:
         return
     close(logits(loaded), want, 1e-6)
-    assert hf_longattn.config_of(loaded) == hf_longattn.config_of(m)
+    assert hf_longattn.get_config(loaded) == hf_longattn.get_config(m)
     plain = logits(AutoModelForCausalLM.from_pretrained(bases[family]))
     assert (want - plain).abs().max() > 1e-2
     if loader != "AutoModel":  # and once more
@@ -491,7 +491,7 @@ def test_a_base_with_another_method_is_refused(bases: dict[str, Path], tmp_path:
     same = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(bases["llama"]), PLAIN.replace(backend="reference"))
     loaded = peft.PeftModel.from_pretrained(same, tmp_path)
     close(logits(loaded), logits(m))
-    assert hf_longattn.config_of(loaded).backend == "reference"  # another backend computes the same method
+    assert hf_longattn.get_config(loaded).backend == "reference"  # another backend computes the same method
     m.load_adapter(tmp_path, "same")
     recorded = json.loads((tmp_path / "adapter_config.json").read_text())
     recorded["longattn"]["logit_map"]["tau"] = 50.0

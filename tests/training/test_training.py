@@ -152,7 +152,7 @@ def test_continue_lora(tiny: Path, tmp_path: Path) -> None:
 
     ids = torch.arange(10, 40)[None]
     again = AutoModelForCausalLM.from_pretrained(out).eval()
-    assert hf_longattn.config_of(again).logit_map.tau == 5.0
+    assert hf_longattn.get_config(again).logit_map.tau == 5.0
     with torch.no_grad():
         got = again(ids).logits
         base = LlamaForCausalLM.from_pretrained(tiny / "model").eval()
@@ -259,6 +259,27 @@ def test_how_far_goes_no_farther_than_the_method_or_the_text(tiny: Path, tmp_pat
     assert split.text == len(split.data.held_out) == pytest.approx((len(split.data.train) * 32 + split.text) / 10, abs=32)
     off = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out")))
     assert (off.text, off.back, off.unprobed) == (None, (), "")
+
+
+def test_measuring_at_the_end_takes_no_more_than_a_third_of_the_training(tiny: Path, tmp_path: Path) -> None:
+    """Unless the recipe says how far to read."""
+
+    def prepared(steps: int, **changes: Any) -> Any:
+        changes = {"evaluation__far": None, "skip__target_length": 9000, "trainer__max_steps": steps} | changes
+        return prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", **changes)))
+
+    long = prepared(100_000)
+    assert (long.text, len(long.back), long.shortened) == (len(long.data.held_out), 5, False)
+    middle = prepared(5000)
+    assert (middle.text, middle.back, middle.shortened) == (long.text // 2, long.back, True)
+    short = prepared(6)
+    assert (short.text, short.back, short.shortened) == (None, (long.back[0], long.back[-1]), True)
+    told = plan(short)
+    assert f"copies from up to {long.back[-1]:,} tokens back" in told
+    assert "no more than takes a third of the training (evaluation.far=16384: all)" in told
+    asked = prepared(6, evaluation__far=16384)
+    assert (asked.text, asked.back, asked.shortened) == (long.text, long.back, False)
+    assert torch.equal(short.data.held_out, long.data.held_out)
 
 
 def test_a_plan_says_what_is_too_much_for_the_machine(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,6 +426,32 @@ def test_a_run_killed_after_its_last_step_trains_no_more(
     assert losses(metrics) == losses(whole)
 
 
+def test_a_resumed_run_may_be_measured_otherwise(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trains on the same text, though the new evaluation would hold out more; its recipe is the one it began with."""
+    quick = {"trainer__max_steps": 2, "trainer__eval_strategy": "no", "evaluation__compare": False, "heldout": None}
+    quick |= {"evaluation__far": 700, "skip__target_length": 9000}
+    whole = trained("continue_lora", settings(tiny, tmp_path / "whole", **quick))
+    out = tmp_path / "cut"
+    with monkeypatch.context() as patch:
+        patch.setattr(RecipeTrainer, "held_out_metrics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            trained("continue_lora", settings(tiny, out, **quick))
+    began = (out / "recipe.yaml").read_text()
+    other = quick | {"evaluation__far": 0, "evaluation__tokens": 2000, "evaluation__final_lengths": "[64]"}
+    metrics = trained("continue_lora", settings(tiny, out, **other), resume=True)
+    assert losses(metrics) == losses(whole)
+    assert list(metrics["measured"]["trained"]) == [32, 64]
+    assert metrics["reach"] == {"text": "", "probe": {}}
+    assert metrics["settings"]["evaluation"]["tokens"] == 2000
+    assert (out / "recipe.yaml").read_text() == began
+    (out / "metrics.json").unlink()
+    far = settings(tiny, out, **quick | {"evaluation__final_lengths": "[5000]"})
+    with pytest.raises(
+        ValueError, match=r"the run began with \d+ tokens held out, and evaluation at length 5000 needs as many"
+    ):
+        prepare(load_recipe("continue_lora", far), resume=True)
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_interrupted_while_it_measures_a_run_says_that_its_weights_are_there(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
@@ -469,7 +516,7 @@ def test_method_lora_trains_under_what_acts_at_every_length(tiny: Path, tmp_path
         assert method_of(tmp_path / "out") is None
         return
     m = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert hf_longattn.config_of(m).name == method.partition(":")[0]
+    assert hf_longattn.get_config(m).name == method.partition(":")[0]
     factors = [p for name, p in m.named_parameters() if ".longattn." in name and "original_module" not in name]
     assert len(factors) == 2 * method.startswith("logn")
     assert all((p != 1).any() for p in factors)
@@ -611,6 +658,15 @@ def test_refused_before_the_model_loads(tiny: Path, tmp_path: Path, monkeypatch:
     assert result.exit_code == 2, result.output
     assert re.search(message, result.output), result.output
     assert not (tmp_path / "out").exists()
+
+
+def test_lengths_of_a_recipe_may_be_written_as_people_say_them() -> None:
+    given = ["length=1k", "skip.target_length=32k", "evaluation.far=16k", "evaluation.final_lengths=[1k,4096]", "calibrate=2k"]
+    recipe = load_recipe("method_lora", ["model=x", "data=y", *given])
+    assert (recipe.length, recipe.skip.target_length, recipe.evaluation.far, recipe.calibrate) == (1024, 32768, 16384, 2048)
+    assert recipe.final_lengths == [1024, 4096]
+    with pytest.raises(ValueError, match="length: Value 'long'"):
+        load_recipe("method_lora", ["model=x", "data=y", "length=long"])
 
 
 def test_nothing_is_overwritten(tiny: Path, tmp_path: Path) -> None:
@@ -1054,7 +1110,7 @@ def test_calibration_and_strength(tiny: Path, tmp_path: Path) -> None:
         "evaluation__compare": False,
     }
     trained("continue_lora", settings(tiny, tmp_path / "out", **changes))
-    found = hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).logit_map
+    found = hf_longattn.get_config(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).logit_map
     assert found.strength == 0.75
     assert np.shape(found.logit_mean) == (2, 4)
 
@@ -1063,7 +1119,7 @@ def test_calibration_and_strength(tiny: Path, tmp_path: Path) -> None:
 def test_a_strength_schedule_beside_a_remap(tiny: Path, tmp_path: Path) -> None:
     changes = {"method": "rerope+scale_invariant:window=16", "strength__start": 0.1}
     trained("continue_lora", settings(tiny, tmp_path / "out", evaluation__compare=False, **changes))
-    found = hf_longattn.config_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    found = hf_longattn.get_config(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
     assert (found.logit_map.strength, found.positions.window) == (1.0, 16)
 
 

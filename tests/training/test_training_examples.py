@@ -57,7 +57,7 @@ def check(base: Path, trained: Any, start: Tensor, folder: str, tau: float) -> N
     assert (want - start).abs().max() > 1e-6
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(folder)
     close(logits(loaded), want, 1e-6)
-    assert hf_longattn.config_of(loaded).logit_map.tau == tau
+    assert hf_longattn.get_config(loaded).logit_map.tau == tau
     with loaded.disable_adapter():
         assert torch.equal(logits(loaded), logits(AutoModelForCausalLM.from_pretrained(base)))
 
@@ -78,7 +78,7 @@ def test_script(name: str, names: dict[str, Any], base: Path, tmp_path: Path, mo
     if name.startswith("trl"):
         pytest.importorskip("trl")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.setattr(hf_longattn, "fast_dtype", lambda *_: "float32")
+    monkeypatch.setattr(hf_longattn, "auto_dtype", lambda *_: "float32")
     monkeypatch.syspath_prepend(ROOT / "examples")
     (tmp_path / "book.txt").write_text("\n\n".join(names["texts"]), encoding="utf-8")
     words = f"{name} --model {base} --data book.txt --output adapter --length 32 --steps 3"

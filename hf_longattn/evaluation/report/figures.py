@@ -1,14 +1,15 @@
-"""Curves and heat maps as PNG, small enough to be read on a phone, in colours that colour-blind readers can tell apart."""
+"""Curves and heat maps, small enough to be read on a phone, in colours that colour-blind readers can tell apart."""
 
 from __future__ import annotations
 
-import io
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .page import Figure
+from .page import png as png
 
 #: The axis of most pictures.
 NATS = "loss (nats per token)"
@@ -32,15 +33,21 @@ def pyplot() -> Any:
     return pyplot
 
 
-def png(figure: Any) -> bytes:
-    """A figure of `pyplot`, which is then closed, as a PNG with a palette: a third of the bytes, and looks the same."""
-    from PIL import Image
+def canvas(width: float, height: float) -> tuple[Any, Any]:
+    """An empty matplotlib figure of that many inches and its axes; a notebook shows the figure, and no window opens."""
+    figure = _notebook_figure()(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
 
-    drawn, out = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=120)
-    pyplot().close(figure)
-    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(out, "png", optimize=True)
-    return out.getvalue()
+
+@functools.cache
+def _notebook_figure() -> type:
+    """matplotlib's Figure, as a notebook shows it whether or not pyplot was imported there."""
+    try:
+        from matplotlib.figure import Figure as Drawn
+    except ImportError:
+        raise ImportError('figures need matplotlib: pip install "hf_longattn[cli]"') from None
+
+    return type("Figure", (Drawn,), {"_repr_png_": png, "__doc__": Drawn.__doc__})
 
 
 def styles(names: Sequence[str]) -> list[dict[str, Any]]:
@@ -66,17 +73,17 @@ def curves(
     log_x: bool = False,
     limits: tuple[float, float] | None = None,
     errors: Mapping[str, Sequence[float]] | None = None,
-) -> bytes:
-    """A PNG of named lines through (x, y) points.
+) -> Any:
+    """A matplotlib figure of named lines through (x, y) points.
 
     Args:
         mark: vertical dotted lines at these x, by their label (the trained length, say).
         limits: of the y axis; from the data if None.
         errors: half-widths of intervals around each line's points; NaN for none.
     """
+    figure, axes = canvas(4.8, 4.2)
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    figure, axes = pyplot().subplots(figsize=(4.8, 4.2), layout="constrained")
     for i, ((name, points), own) in enumerate(zip(lines.items(), styles(list(lines)), strict=True)):
         if not points:
             continue  # a setting that is not measured yet keeps its colour
@@ -106,7 +113,7 @@ def curves(
     axes.grid(alpha=0.3)
     if len(lines) > 1:
         figure.legend(loc="outside lower center", ncols=2, fontsize=8)
-    return png(figure)
+    return figure
 
 
 def _mark(axes: Any, mark: Mapping[str, float]) -> None:
@@ -144,10 +151,14 @@ def heat_map(
     title: str,
     limits: tuple[float, float],
     unit: str,
-) -> bytes:
-    """A PNG of a grid whose cells carry their numbers; `limits` are the ends of the colour scale, `unit` its label."""
+) -> Any:
+    """A matplotlib figure of a grid whose cells carry their numbers.
+
+    Args:
+        limits: the ends of the colour scale; unit: its label.
+    """
     grid = [[float("nan") if v is None else v for v in row] for row in values]
-    figure, axes = pyplot().subplots(figsize=(4.8, 1.6 + 0.36 * len(rows)), layout="constrained")
+    figure, axes = canvas(4.8, 1.6 + 0.36 * len(rows))
     image = axes.imshow(grid, cmap="cividis", vmin=limits[0], vmax=limits[1], aspect="auto")
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
@@ -161,7 +172,7 @@ def heat_map(
                     ink = "black" if value > middle else "white"
                     axes.text(x, y, f"{value:.2f}", ha="center", va="center", color=ink, fontsize=8)
     figure.colorbar(image, label=unit, fraction=0.05)
-    return png(figure)
+    return figure
 
 
 def tokens_shown(n: float) -> str:
@@ -169,7 +180,7 @@ def tokens_shown(n: float) -> str:
     return f"{int(n) // 1024}k" if n >= 1024 and n % 1024 == 0 else f"{int(n)}"
 
 
-def pair(draw: Callable[[tuple[float, float] | None], bytes], values: Sequence[float], name: str, alt: str) -> list[Figure]:
+def pair(draw: Callable[[tuple[float, float] | None], Any], values: Sequence[float], name: str, alt: str) -> list[Figure]:
     """A figure with all values, and one without those far above the rest where they would flatten it."""
     if not values:
         return []

@@ -181,38 +181,40 @@ def _figures(results: BySetting, file: str) -> list[Figure]:
     figures = []
     if "entropy" in first.values:
         lines = {name: _by_length(result, result["entropy"]) for name, result in results.items()}
-        png = curves(lines, "length of the text so far (tokens)", "entropy (nats)", log_x=True)
+        drawn = curves(lines, "length of the text so far (tokens)", "entropy (nats)", log_x=True)
         caption = "Entropy of attention. A rising line is attention that spreads as the text grows."
-        figures.append(Figure(f"attention-entropy{file}", png, "Entropy against length under each setting", caption))
+        figures.append(Figure(f"attention-entropy{file}", drawn, "Entropy against length under each setting", caption))
     if "range_mass" in first.values:
         lines = {name: [(r[0], x) for r, x in _shares(result) if r[0]] for name, result in results.items()}
-        png = curves(lines, "distance, to the next mark (tokens)", "share of attention", log_x=True)
+        drawn = curves(lines, "distance, to the next mark (tokens)", "share of attention", log_x=True)
         where = f"for queries at {_group(first, _typical(first))} tokens"
         caption = (
             f"Attention by distance, {where}. Level is scale-invariant. The first token and distance 0 are in the table alone."
         )
-        figures.append(Figure(f"attention-by-distance{file}", png, "Share of attention in each range of distances", caption))
+        figures.append(Figure(f"attention-by-distance{file}", drawn, "Share of attention in each range of distances", caption))
     if any(
         float(heads["temperature_share"].nan_to_num().max()) > 0 for heads in results.values() if "temperature" in heads.values
     ):
         lines = {name: _by_length(result, result["temperature_share"]) for name, result in results.items()}
-        png = curves(lines, "length of the text so far (tokens)", "share of rows", log_x=True, limits=(-0.02, 1.02))
+        drawn = curves(lines, "length of the text so far (tokens)", "share of rows", log_x=True, limits=(-0.02, 1.02))
         caption = "Share of query rows in which a temperature changes the logits."
-        figures.append(Figure(f"attention-temperature{file}", png, "Share of rows with a temperature against length", caption))
+        figures.append(
+            Figure(f"attention-temperature{file}", drawn, "Share of rows with a temperature against length", caption)
+        )
     if "output_deviation" in first.values:
         lines = {name: _by_length(result, result["output_deviation"].log2()) for name, result in results.items()}
-        png = curves(lines, "length of the text so far (tokens)", "log2 of the standard deviation", log_x=True)
+        drawn = curves(lines, "length of the text so far (tokens)", "log2 of the standard deviation", log_x=True)
         caption = (
             "Deviation of attention outputs, mean of its logarithm. Independent tokens would fall by one half per doubling."
         )
-        figures.append(Figure(f"attention-outputs{file}", png, "Deviation of outputs against length", caption))
+        figures.append(Figure(f"attention-outputs{file}", drawn, "Deviation of outputs against length", caption))
     if "qq" in first.values:
         lines = {"Gaussian": [(z, z) for z in first.z]} | {
             f"layer {first.layers[n]}": list(zip(first.z, first["qq"][n].mean(0).tolist(), strict=True)) for n in _some(first)
         }
-        png = curves(lines, "quantile of a Gaussian", "quantile of the logits", title=next(iter(results)))
+        drawn = curves(lines, "quantile of a Gaussian", "quantile of the logits", title=next(iter(results)))
         caption = "Standardised logits without the sink, mean over heads. Scale-invariant attention assumes the diagonal."
-        figures.append(Figure(f"attention-qq{file}", png, "Quantiles of logits against those of a Gaussian", caption))
+        figures.append(Figure(f"attention-qq{file}", drawn, "Quantiles of logits against those of a Gaussian", caption))
     return figures
 
 
@@ -225,8 +227,8 @@ def _heads(result: Diagnostics, file: str) -> list[Figure]:
             grid = result.overall(quantity).T.tolist()
             ends = limits or (0.0, max(map(max, grid)))
             unit = "share" if limits else "nats"
-            png = heat_map(grid, [str(h) for h in range(len(grid))], columns, "layer", "head", title, ends, unit)
-            figures.append(Figure(f"heads-{quantity.replace('_', '-')}{file}", png, f"{title}, by layer and head", ""))
+            drawn = heat_map(grid, [str(h) for h in range(len(grid))], columns, "layer", "head", title, ends, unit)
+            figures.append(Figure(f"heads-{quantity.replace('_', '-')}{file}", drawn, f"{title}, by layer and head", ""))
     return figures
 
 

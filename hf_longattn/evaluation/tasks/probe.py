@@ -17,8 +17,9 @@ from ..readings import Readings
 from ..report import Figure, Section, Table
 from ..report.figures import curves, tokens_shown
 from ..rows import Row
-from ..settings import Setting
+from ..settings import UNMODIFIED, Setting
 from ..statistics import mean_interval
+from ..verdict import signed
 from .base import Task
 
 if TYPE_CHECKING:
@@ -74,11 +75,18 @@ class ProbeTask(Task):
             measured = {at: mean_interval(row[part]) for at, row in found.items()}
             head, note = f"{title}, nats a token", SAYS_NOT if part == "copy" else ""
             rows = [[s, *(shown(*measured[s, d]) if (s, d) in measured else None for d in distances)] for s in settings]
-            tables.append(Table(head, ["tokens back", *(f"{d:,}" for d in distances)], rows, note=note, brief=True))
+            columns = ["tokens back", *(f"{d:,}" for d in distances)]
+            tables.append(Table(head, columns, rows, note=note, brief=True))
+            others = [s for s in settings if s != UNMODIFIED]
+            apart = {(s, d): results.probe_difference(s, part, d) for s in others for d in distances}
+            if others:
+                against = f"{title}: difference from the unmodified model, paired by passage"
+                cells = [[s, *((x := apart[s, d]) and signed(x) for d in distances)] for s in others]
+                tables.append(Table(against, columns, cells, brief=True))
             lines = {s: [(d, measured[s, d][0]) for d in distances if (s, d) in measured] for s in settings}
             errors = {s: [measured[s, d][1] for d in distances if (s, d) in measured] for s in settings}
-            png = curves(lines, "tokens back", "loss (nats per token)", title, mark, errors=errors)
-            figures.append(Figure(f"probe-{part}", png, f"{title}, by how far back, one line a setting"))
+            drawn = curves(lines, "tokens back", "loss (nats per token)", title, mark, errors=errors)
+            figures.append(Figure(f"probe-{part}", drawn, f"{title}, by how far back, one line a setting"))
         text = (
             "The model reads a passage, then, after a jump in positions, other text and the passage again. The loss on the "
             "other text shows whether the model works at that position, the loss on the copy whether it retrieves from that "

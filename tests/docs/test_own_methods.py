@@ -1,0 +1,253 @@
+"""docs/how-to/own-methods.md, done as it says, and what is refused of methods of one's own."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import tiny
+import torch
+from helpers import close, stock, tokens
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, LlamaForCausalLM
+from typer.testing import CliRunner
+
+import hf_longattn
+from hf_longattn.cli import app
+from hf_longattn.slots import registry
+from hf_longattn.slots.base import LengthTemperature
+from hf_longattn.slots.method import SLOTS
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-methods.md"
+
+
+def my_methods(first: int | None = None) -> str:
+    """The file that the page writes, or its first blocks."""
+    blocks = re.findall(r"^```python\n(# my_methods\.py.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return "\n\n".join(blocks[:first])
+
+
+#: By the names of the page's methods, parameters under which they change a text of a few tokens.
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "root_logn": {"train_length": 5, "scale": 1.3},
+    "half_speed": {"window": 6},
+    "first_and_last": {"window": 6},
+    "unit_keys": {"scale": 2.0},
+    "sharpen": {"start": 0.5},
+    "log_decay": {"slope": ((0.1, 0.2, 0.3, 0.4), (0.5, 0.6, 0.7, 0.8)) * 2},
+    "nothing": {"logit": 0.0},
+    "unit_outputs": {},
+    "learned_root": {"train_length": 5},
+}
+
+
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
+    known = [dict(x._global_mapping) for x in (AttentionInterface, AttentionMaskInterface)]
+    yield
+    for interface, before in zip((AttentionInterface, AttentionMaskInterface), known, strict=True):
+        for name in interface._global_mapping.keys() - before.keys():
+            del interface._global_mapping[name]
+
+
+@pytest.fixture
+def mine(forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The page's module, imported from a folder."""
+    (tmp_path / "my_methods.py").write_text(my_methods())
+    monkeypatch.syspath_prepend(tmp_path)
+    yield __import__("my_methods")
+    sys.modules.pop("my_methods")
+
+
+def test_the_page_has_an_example_for_each_slot(mine: Any) -> None:
+    there = [kind for kind in registry._loaded.values() if kind.__module__ == "my_methods"]
+    assert {kind.name for kind in there} == EXAMPLES.keys()
+    assert {kind.slot for kind in there} == set(SLOTS)
+
+
+@pytest.mark.filterwarnings("ignore::hf_longattn.UntrainedWarning")
+@pytest.mark.parametrize("name", EXAMPLES)
+@torch.no_grad()
+def test_every_example_is_exact_and_saved(name: str, mine: Any, tmp_path: Path) -> None:
+    ids, m = tokens(), stock("llama")
+    hf_longattn.apply(m, name, **EXAMPLES[name])
+    logits = m(ids).logits
+    assert (logits - stock("llama")(ids).logits).abs().max() > 1e-3
+    m.save_pretrained(tmp_path / "saved")
+    close(logits, hf_longattn.update(m, backend="reference")(ids).logits)
+    close(LlamaForCausalLM.from_pretrained(tmp_path / "saved")(ids).logits, logits)
+
+
+@torch.no_grad()
+def test_learned_parameters_start_as_their_constructor_says_and_are_saved(mine: Any, tmp_path: Path) -> None:
+    stock("llama").save_pretrained(tmp_path / "plain")
+    m = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", attn_implementation="learned_root:train_length=5")
+    scales = [x for name, x in m.named_parameters() if name.endswith("longattn.temperature.scale")]
+    assert len(scales) == m.config.num_hidden_layers
+    assert all(torch.equal(x, torch.full_like(x, 1.05)) for x in scales)
+    for x in scales:
+        x.mul_(1.5)
+    logits = m(tokens()).logits
+    m.save_pretrained(tmp_path / "saved")
+    close(LlamaForCausalLM.from_pretrained(tmp_path / "saved")(tokens()).logits, logits)
+
+
+@pytest.mark.slow
+def test_training_under_a_method_of_ones_own_says_what_to_import(
+    forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_methods.py").write_text(my_methods())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    tiny.save(tmp_path / "model", trained=256)
+    tiny.text(tmp_path / "book.txt", 4000)
+    quick = "length=64 evaluation.tokens=64 evaluation.far=0 evaluation.compare=false trainer.max_steps=1"
+    quick += " trainer.use_cpu=true trainer.eval_strategy=no trainer.disable_tqdm=true method=root_logn:clamp=false"
+    words = f"train method_lora model=model data=book.txt output=out {quick} --import my_methods".split()
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "load it with: import hf_longattn, my_methods; AutoModelForCausalLM.from_pretrained('out')" in done.output
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "import my_methods  # registers a method that is no part of hf_longattn\n" in card
+    assert "my_methods is a module of the maker of this model: it must be importable" in card
+    sys.modules.pop("my_methods")
+
+
+@torch.no_grad()
+def test_a_method_that_lives_outside(forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own: dict[str, Any] = {}
+    (tmp_path / "my_methods.py").write_text(my_methods())
+    monkeypatch.syspath_prepend(tmp_path)
+    own = vars(__import__("my_methods"))
+    ids, m = tokens(), stock("llama")
+    assert hf_longattn.register(own["RootLogN"]) is own["RootLogN"]  # twice is once
+    hf_longattn.apply(m, "root_logn", train_length=5, scale=1.3)
+    n = torch.arange(1, ids.shape[1] + 1, dtype=torch.float64)
+    factor = (1.3 * (n.log() / torch.tensor(5.0).log()).sqrt()).clamp(min=1)
+    assert torch.allclose(hf_longattn.get_config(m).temperature.factor(n, 8), factor)  # type: ignore[union-attr]
+    logits = m(ids).logits
+    assert (logits - stock("llama")(ids).logits).abs().max() > 0.1
+    close(logits, hf_longattn.update(m, backend="reference")(ids).logits)
+    m.save_pretrained(tmp_path / "saved")
+    close(LlamaForCausalLM.from_pretrained(tmp_path / "saved")(ids).logits, logits)
+    both = stock("llama")
+    both.set_attn_implementation("root_logn")
+    assert hf_longattn.get_config(both).name == "root_logn"
+    assert hf_longattn.get_config(hf_longattn.apply(both, "rerope+root_logn", window=7)).name == "rerope+root_logn"
+    with pytest.raises(ValueError, match="scale must be a number, got 'high'"):
+        own["RootLogN"](scale="high")
+    sys.modules.pop("my_methods")
+
+
+def test_a_checkpoint_of_a_method_that_is_not_registered_says_so(forgotten: None, tmp_path: Path) -> None:
+    @hf_longattn.register
+    @dataclass(frozen=True, kw_only=True)
+    class Elsewhere(LengthTemperature):
+        name: ClassVar[str] = "elsewhere"
+        paper: ClassVar[str] = "none"
+
+        def formula(self, n: torch.Tensor, head_dim: int, train_length: int) -> torch.Tensor:
+            return n.log()
+
+    hf_longattn.apply(stock("llama"), "elsewhere").save_pretrained(tmp_path)
+    del registry._loaded["elsewhere"]
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        for name in ("elsewhere", "hf_longattn.elsewhere"):
+            interface._global_mapping.pop(name)
+    with pytest.raises(ValueError, match=r"'elsewhere' is no method here\. If it is one of your own, import the module"):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+
+
+def test_what_cannot_be_registered_is_refused(forgotten: None) -> None:
+    class Unfinished(LengthTemperature):
+        name: ClassVar[str] = "unfinished"
+
+    with pytest.raises(ValueError, match="Unfinished lacks formula"):
+        hf_longattn.register(Unfinished)
+    with pytest.raises(ValueError, match="is no method"):
+        hf_longattn.register(dict)  # type: ignore[type-var]
+    joined = type("Joined", (hf_longattn.methods.Alibi,), {"name": "a+b"})
+    with pytest.raises(ValueError, match=re.escape("Joined.name is 'a+b'")):
+        hf_longattn.register(joined)
+
+
+def wrong(**changes: Any) -> type:
+    """A method with that much wrong."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Wrong(LengthTemperature):
+        name: ClassVar[str] = "wrong"
+        paper: ClassVar[str] = "none"
+
+        def formula(self, n: torch.Tensor, head_dim: int, train_length: int) -> torch.Tensor:
+            return n.log()
+
+    for name, value in changes.items():
+        setattr(Wrong, name, value)
+    return Wrong
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "a shape": ({"formula": lambda self, n, *_: n[None]}, r"it gives shape \(1, 6\), torch.float64, and not shape \(6,\)"),
+    "a dtype": ({"formula": lambda self, n, *_: n.float()}, r"torch.float32, and not shape \(6,\), torch.float64 \(formula\)"),
+    "no tensor": ({"formula": lambda *_: 1.0}, "fails on tiny tensors: .float. object has no attribute"),
+    "a fault": ({"formula": lambda self, n, *_: n @ n[:2]}, "fails on tiny tensors: inconsistent tensor size"),
+    "no name": ({"name": None}, "Wrong has no name"),
+    "no slot": ({"slot": "colour"}, "Wrong.slot is 'colour'; the slots are positions,"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_method_is_found_as_it_is_registered(forgotten: None, mistake: str) -> None:
+    changes, message = MISTAKES[mistake]
+    with pytest.raises(ValueError, match=message) as refused:
+        hf_longattn.register(wrong(**changes))
+    assert "test_own_methods.wrong.<locals>.Wrong" in str(refused.value)
+    assert "wrong" not in registry.list_methods()
+
+
+def test_parameters_that_would_be_lost_or_cannot_be_saved_are_refused(forgotten: None) -> None:
+    class Plain(wrong()):  # type: ignore[misc]
+        name: ClassVar[str] = "plain"
+        scale: float = 2.0
+
+    with pytest.raises(ValueError, match=r"Plain is no dataclass, so scale would be no parameter: decorate it"):
+        hf_longattn.register(Plain)
+    bare = dataclass(frozen=True, kw_only=True)(
+        type("Bare", (wrong(),), {"__annotations__": {"scale": float}, "__module__": __name__, "name": "bare"})
+    )
+    with pytest.raises(ValueError, match=r"Bare\(\) cannot be made: .*'scale'"):
+        hf_longattn.register(bare)
+
+
+@pytest.fixture
+def installed(forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package that brings methods by entry points: one that is well, one that is not there, one whose name is taken."""
+    (tmp_path / "brings_methods.py").write_text(my_methods(1))
+    about = tmp_path / "brings_methods-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: brings_methods\nVersion: 1.0\n")
+    lines = ["root_logn = brings_methods:RootLogN", "gone = brings_methods:Gone", "rerope = brings_methods:RootLogN"]
+    (about / "entry_points.txt").write_text("\n".join([f"[{registry.GROUP}]", *lines]))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_elsewhere", None)
+    yield tmp_path
+    sys.modules.pop("brings_methods", None)
+
+
+def test_an_installed_package_brings_methods(installed: Path) -> None:
+    with pytest.warns(UserWarning, match="RootLogN is left out: there is a method called 'rerope' already"):
+        assert {"root_logn", "gone"} <= set(registry.list_methods())
+    assert "brings_methods" not in sys.modules  # until it is asked for
+    config = hf_longattn.get_config(hf_longattn.apply(stock("llama"), "rerope+root_logn", train_length=5))
+    assert config.name == "rerope+root_logn"
+    with pytest.raises(
+        ValueError, match=r"'gone', brings_methods:Gone of an installed package, cannot be used: .*no attribute"
+    ):
+        hf_longattn.apply(stock("llama"), "gone")
