@@ -23,7 +23,7 @@ from .memory import memory
 from .methods import methods
 from .push import push
 from .run import run
-from .train import train
+from .train import TrainCommand, train
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False)
 
@@ -61,8 +61,9 @@ def importing(command: Callable[..., None]) -> Callable[..., None]:
     return with_options(with_modules, command, [parameter("modules", None, Annotated[list[str] | None, option])])
 
 
-for command in (fetch, extend, train, probe, inspect, memory, methods, push, doctor):
+for command in (fetch, extend, probe, inspect, memory, methods, push, doctor):
     app.command(help=help_of(command))(importing(command))
+app.command("train", cls=TrainCommand, help=help_of(train))(importing(train))
 app.command("eval", help=help_of(evaluate))(importing(evaluate))
 passed_on = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command("run", help=help_of(run), options_metavar="-- COMMAND...", context_settings=passed_on)(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,6 +53,8 @@ def push(
     for name, content in result.items():
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
         say(f"{size:>14,}  {name}")
+    if missing := hub.unfinished(directory):
+        say(f"Note: {missing}.")
     if dry_run:
         card_text = content.decode() if isinstance(content := result["README.md"], bytes) else content.read_text("utf-8")
         say(f"\n{card_text}\nNothing was uploaded.")
@@ -61,7 +64,9 @@ def push(
         exists = HfApi().repo_exists(repo_id)
         if exists and not yes:
             typer.confirm(f"{repo_id} exists already. Add a commit to it?", abort=True)
-        url = hub.push(directory, repo_id, base_model=base_model, private=private or None, exist_ok=exists, **card)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the training run in")  # it is said above
+            url = hub.push(directory, repo_id, base_model=base_model, private=private or None, exist_ok=exists, **card)
     except (OSError, failed) as error:
         say(f"Nothing was uploaded. The Hub cannot be reached, or refused: {error}")
         raise typer.Exit(1) from None

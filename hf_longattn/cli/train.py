@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from .common import say
 
@@ -27,6 +30,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the last checkpoint in the output directory.")
     ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Start without asking what takes days, or more memory than there is.")
+    ] = False,
 ) -> None:
     """Train by RECIPE, a YAML file of settings, with your overrides.
 
@@ -36,7 +42,8 @@ def train(
     metrics.json (losses of the trained model and of its base). At the end both are asked how far back they retrieve, which
     is told, drawn (reach.png) and put on the card; evaluation.far=0 leaves that out. Any of transformers'
     TrainingArguments can be set: trainer.learning_rate=3e-4, trainer.bf16=true, trainer.report_to=wandb. Several GPUs:
-    accelerate launch -m hf_longattn.cli train ... Exit status 2 if something is refused before the start.
+    accelerate launch -m hf_longattn.cli train ... Exit status 2 if something is refused before the start, 1 if the plan takes
+    more than two days, or more memory than there is, and neither --yes nor an answer says to start.
     """
     from ..training import load_recipe
 
@@ -47,14 +54,20 @@ def train(
     from ..evaluation.loading import class_of
     from ..integration.classes import loaders
     from ..slots.registry import modules_of
-    from ..training import last_checkpoint, plan, prepare, run
+    from ..training import excess, last_checkpoint, plan, prepare, run
 
     with _refusing():
         prepared = prepare(chosen, resume=resume)
         lines = plan(prepared)
+        too_much = "" if yes else excess(prepared)
     first = int(os.environ.get("RANK", "0")) == 0
     if first:
         say(lines)
+    if first and too_much:
+        if dry_run or not sys.stdin.isatty():
+            say(f"This run takes {too_much}. If that is meant: --yes")
+            raise typer.Exit(1)
+        typer.confirm(f"This run takes {too_much}. Start it?", abort=True)
     if dry_run:
         return
     try:
@@ -80,6 +93,24 @@ def train(
         loader = loaders(class_of(prepared.config).__name__)[0]
         way = f"import {', '.join(['hf_longattn', *own])}; {loader}.from_pretrained({str(prepared.output)!r})"
         say(f"Written: {prepared.output}; load it with: {way}")
+
+
+class TrainCommand(TyperCommand):
+    """`train`, which says how a key of a recipe is written where it is given as an option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from ..training.recipe import CALLED, Recipe
+
+        keys = {f.name: f.name for f in fields(Recipe)} | {called: f"trainer.{key}" for called, key in CALLED.items()}
+        keys |= {"out": "output", "text": "data"}  # as other commands call them
+        own = {option for parameter in self.params for option in parameter.opts}
+        for word, after in itertools.zip_longest(args, args[1:]):
+            option, equals, value = word.partition("=")
+            key = keys.get(option.removeprefix("--").replace("-", "_"))
+            if option.startswith("--") and option not in own and key is not None:
+                value = value if equals else after if after and not after.startswith("-") else "..."
+                raise typer.BadParameter(f"{option} is a key of the recipe: write {key}={value}", ctx=ctx)
+        return list(super().parse_args(ctx, args))
 
 
 @contextmanager

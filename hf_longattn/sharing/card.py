@@ -52,6 +52,7 @@ class Facts:
 
     Args:
         training_lengths: the lengths of the texts it was trained on, in tokens.
+        training: further facts of its training by name, in words ({"data": "six novels", "steps": "150"}).
         metrics: {metric: {length in tokens: number}}, or a JSON file of that form.
         base_metrics: the same of the model before training, or of its base.
         evaluated_on: the text that the metrics were measured on; required with them.
@@ -63,6 +64,7 @@ class Facts:
     """
 
     training_lengths: Sequence[int] = ()
+    training: Mapping[str, str] | None = None
     metrics: Mapping[str, Mapping[int, float]] | str | Path | None = None
     base_metrics: Mapping[str, Mapping[int, float]] | str | Path | None = None
     evaluated_on: str | None = None
@@ -171,7 +173,7 @@ def model_card(
             *map(_method, config.methods),
             *_rope(saved),
             f"layers: {config.layers}",
-            *_length(directory, config, adapter is None, trained),
+            *_length(directory, config, adapter is None, trained, facts),
         ],
         columns=columns,
         lengths=sorted({length for by_length in columns.values() for length in by_length}),
@@ -197,13 +199,16 @@ def _loaders(saved: Mapping[str, Any], adapter: bool) -> tuple[str, str | None]:
     return loaders(base or "AutoModelForCausalLM")[0], "AutoPeftModel" if base else None
 
 
-def _length(directory: Path, config: LongAttnConfig, whole: bool, trained: int | None) -> list[str]:
-    """The length that it reads, and the one that it was trained at, where they are known."""
+def _length(directory: Path, config: LongAttnConfig, whole: bool, trained: int | None, facts: Facts) -> list[str]:
+    """The length that it is set to read, whether a number stands behind that, and the one that it was trained at."""
     if trained is None and whole:
         text = AutoConfig.from_pretrained(directory).get_text_config()
         trained = recorded(text, text.longattn).length
     if config.extended_to:
-        return [f"length: {config.extended_to:,} tokens; the base was trained at {trained or config.train_length:,}"]
+        known = trained or config.train_length or 0
+        measured = max((n for by_length in facts.numbers.values() for n in by_length), default=0)
+        said = f"measured up to {measured:,}" if measured > known else "see Evaluation" if facts.reach else "not measured"
+        return [f"length: set to {config.extended_to:,} tokens ({said}); the base was trained at {known:,}"]
     return [f"length: as trained, {trained:,} tokens"] if trained else []
 
 

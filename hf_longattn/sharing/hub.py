@@ -32,6 +32,8 @@ STUB = "modeling_longattn.py"
 SUFFIXES = {".safetensors", ".json", ".md", ".txt", ".model", ".jinja", ".py", ".png"}
 #: What stays behind though it is text: what training writes down of itself, paths of this machine among it.
 LOGS = {"trainer_state.json", "metrics.json"}
+#: What a training run begins with and ends with.
+RECIPE, METRICS = "recipe.yaml", "metrics.json"
 #: What a README of PEFT's says, and the tag of one of ours.
 TEMPLATE, TAG = "[More Information Needed]", "hf_longattn"
 #: Where a card of ours says what to load.
@@ -218,6 +220,8 @@ def push(
             return push(folder, repo_id, commit_message=commit_message, **where)
     if tokenizer is not None or remote_code:
         raise ValueError("tokenizer and remote_code belong to a model; a folder has what hf_longattn.save put there")
+    if missing := unfinished(Path(model)):
+        warn(missing)
     operations = [
         CommitOperationAdd(path, content) for path, content in files(Path(model), repo_id, _facts(card), base_model).items()
     ]
@@ -261,6 +265,7 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
             raise ValueError(f"{readme} is kept as it is; write {', '.join(given)} into it, or remove it")
         if _ours(text):  # it was written for a folder, from which nobody else can load
             card = ModelCard(LOADING.sub(rf'\g<1>"{repo_id}")', text, count=1))
+            _call(card, repo_id.rpartition("/")[2])
             card.data["license"] = facts.license or card.data.get("license")
             card.data["base_model"] = card.data.get("base_model") or base_model
             result["README.md"] = str(card).encode()
@@ -269,6 +274,22 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
     return result | {
         "README.md": str(model_card(directory, repo_id, facts, base_model=base_model, remote_code=remote_code)).encode()
     }
+
+
+def _call(card: ModelCard, title: str) -> None:
+    """Let a card of ours be titled as its repository, unless its maker wrote another title."""
+    was = card.data.get("model_name")
+    if was and f"\n# {was}\n" in card.text:
+        card.text = card.text.replace(f"\n# {was}\n", f"\n# {title}\n", 1)
+        card.data["model_name"] = title
+
+
+def unfinished(directory: Path) -> str:
+    """What is missing in the folder of a training run that was not finished; empty for any other."""
+    if not (directory / RECIPE).is_file() or (directory / METRICS).is_file():
+        return ""
+    way = ": the command that began it measures it with --resume" * any(directory.glob("checkpoint-*"))
+    return f"the training run in {directory} was not measured to its end, so that its card has no numbers{way}"
 
 
 def _facts(card: dict[str, Any]) -> Facts:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .recipe import dump as dump
     from .recipe import load_recipe as load_recipe
     from .running import Prepared as Prepared
+    from .running import excess as excess
     from .running import last_checkpoint as last_checkpoint
     from .running import plan as plan
     from .running import prepare as prepare
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "recipe": ("RECIPES", "Recipe", "dump", "load_recipe"),
-    "running": ("Prepared", "last_checkpoint", "plan", "prepare", "run"),
+    "running": ("Prepared", "excess", "last_checkpoint", "plan", "prepare", "run"),
 }
 
 __all__ = sorted(name for names in _HOME.values() for name in names)

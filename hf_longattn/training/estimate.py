@@ -116,4 +116,6 @@ def _speed(device: torch.device, dtype: torch.dtype, text: Any) -> float:
 def shown(seconds: float) -> str:
     """A duration for people."""
     minutes = seconds / 60
-    return f"{minutes / 60:.1f} h" if minutes >= 90 else f"{minutes:.0f} min" if minutes >= 1.5 else f"{max(seconds, 1):.0f} s"
+    return (
+        f"{minutes / 60:,.1f} h" if minutes >= 90 else f"{minutes:.0f} min" if minutes >= 1.5 else f"{max(seconds, 1):.0f} s"
+    )

@@ -45,6 +45,8 @@ from .recipe import Evaluation, Recipe, differences, dump
 from .trainer import RecipeTrainer, arguments, check_processes, interruptible
 
 RECIPE_FILE, METRICS_FILE, LOCK_FILE = "recipe.yaml", "metrics.json", "training.lock"
+#: A run that takes longer is asked about first.
+DAYS = 2
 #: Where the recipe does not say: tokens of the long text at the end, and the share of the training's time for measuring.
 FAR, SHARE = 16384, 1 / 3
 
@@ -78,6 +80,31 @@ class Prepared:
     text: int | None
     shortened: bool
     resume: bool
+
+    @functools.cached_property
+    def built(self) -> tuple[Any, int, int]:
+        """The model without weights, under its method and in its adapter; its parameters, and those that are trained."""
+        model = load_model(self.recipe, self.config, weights=False)
+        put_method(model, self.recipe, self.attention, self.reads)
+        parameters = sum(p.numel() for p in model.parameters())
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        if self.recipe.lora is not None:
+            trained = put_adapter(model, self.recipe.lora, self.recipe.seed).get_nb_trainable_parameters()[0]
+        return model, parameters, trained
+
+    @functools.cached_property
+    def seconds(self) -> tuple[float, float]:
+        """Of training and of measuring at the end, estimated."""
+        windows = _windows(self.recipe, self.args) * self.args.max_steps // self.args.world_size
+        what = (self.built[1], self.config.get_text_config(), windows, _read_at_the_end(self))
+        return estimate.duration(self.recipe, self.args, *what)
+
+    @property
+    def bytes(self) -> tuple[float, float]:
+        """That a process needs, estimated, and that it may take here."""
+        _, parameters, trained = self.built
+        needed = estimate.memory(self.recipe, self.args, parameters, trained, self.config.get_text_config())
+        return needed, estimate.machine(self.args.device)
 
     @property
     def seen(self) -> int:
@@ -149,12 +176,7 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
 def plan(run: Prepared) -> str:
     """What a run will do, in lines: model, layers changed, tokens, memory, steps. Builds the model without weights."""
     recipe, args = run.recipe, run.args
-    model = load_model(recipe, run.config, weights=False)
-    put_method(model, recipe, run.attention, run.reads)
-    parameters = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if recipe.lora is not None:
-        trained = put_adapter(model, recipe.lora, recipe.seed).get_nb_trainable_parameters()[0]
+    model, parameters, trained = run.built
     described = describe(model)
     changed = [row for row in described.rows if row[1] != "unchanged"]
     layers = f"{len(changed)} of {len(described.rows)} attention layers"
@@ -164,7 +186,7 @@ def plan(run: Prepared) -> str:
     text = run.config.get_text_config()
     sizes = (recipe, args, parameters, trained, text)
     positions = f"skip, up to {run.reads:,}" if recipe.positions == "skip" else recipe.positions
-    needed, there = estimate.memory(*sizes), estimate.machine(args.device)
+    needed, there = run.bytes
     memory = f"about {needed / 2**30:.1f} GiB per process (weights, gradients, optimiser, activations: an estimate)"
     if needed > there:
         memory += f", more than the {there / 2**30:.1f} GiB here: {estimate.way_out(*sizes, there)}"
@@ -178,7 +200,7 @@ def plan(run: Prepared) -> str:
         ("precision", _precision(recipe, args)),
         ("evaluation", f"at {recipe.lengths}, at the end at {run.final_lengths}{_reading(run)}"),
         ("memory", memory),
-        ("time", _time(run, parameters, rows, text)),
+        ("time", _time(run)),
     ]
     lines += [("note", _without_effect(run, method)) for method in run.idle]
     if recipe.positions == "skip" and recipe.length > (known := _trained_length(run.original)):
@@ -341,7 +363,8 @@ def _save(prepared: Prepared, trainer: RecipeTrainer, wrapped: Any) -> None:
         if first and recipe.setting.rope is not None:
             trainer.causal.config.save_pretrained(output)  # a plain adapter does not record the rotary encoding
     elif first:
-        save(wrapped, output, tokenizer=prepared.tokenizer, overwrite=True, state_dict=weights)
+        made: dict[str, Any] = {"training_lengths": [recipe.length], "training": _training(prepared)}
+        save(wrapped, output, tokenizer=prepared.tokenizer, overwrite=True, state_dict=weights, **made)
     if first and recipe.lora is None:
         carry(str(recipe.model), output, type(trainer.causal))
 
@@ -370,12 +393,39 @@ def _tell(
     }
     facts = Facts(
         training_lengths=[recipe.length],
+        training=_training(prepared) | _losses(by_model, recipe.length),
         metrics=by_model[AFTER],
         base_metrics=by_model.get(BEFORE),
         evaluated_on=_names(recipe.heldout or recipe.data),
         reach=told + (f"\n\n![Losses by distance]({PICTURE_FILE})" if drawn else ""),
     )
     write_card(wrapped, output, output.name, facts)
+
+
+def _training(prepared: Prepared) -> dict[str, str]:
+    """What a card says of a training before it is measured."""
+    recipe, args, lora = prepared.recipe, prepared.args, prepared.recipe.lora
+    windows = _windows(recipe, args)
+    what = "all weights" if not recipe.freeze else "the method's learned parameters alone"
+    if lora is not None:
+        targets = ["the projections of attention" if target == "attention" else target for target in lora.targets]
+        what = f"LoRA of rank {lora.r}, alpha {lora.alpha}, on {', '.join(targets)}"
+    reads = f", positions skipped up to {prepared.reads:,}" if recipe.positions == "skip" else ""
+    shown = f"{windows} window{'s' * (windows > 1)} of {recipe.length:,} tokens"
+    return {
+        "recipe": recipe.name,
+        "data": _names(recipe.data),
+        "steps": f"{args.max_steps:,} of {shown}, {args.max_steps * windows * recipe.length:,} in all{reads}",
+        "trained": what,
+        "learning rate": f"{args.learning_rate:g}, {args.lr_scheduler_type.value}",
+    }
+
+
+def _losses(by_model: dict[str, dict[str, dict[int, float]]], length: int) -> dict[str, str]:
+    """The held-out loss in windows as they were trained on, before and after."""
+    before, after = (by_model.get(name, {}).get("loss", {}).get(length) for name in (BEFORE, AFTER))
+    was = "" if before is None else f"{before:.3f} before, "
+    return {} if after is None else {f"held-out loss at {length:,} tokens": f"{was}{after:.3f} after, in nats per token"}
 
 
 def _first() -> bool:
@@ -449,14 +499,20 @@ def _reading(run: Prepared) -> str:
     return f"; copies from up to {run.back[-1]:,} tokens back, of {models}{less} (evaluation.far=0: none of this)"
 
 
-def _time(run: Prepared, parameters: int, rows: int, text: Any) -> str:
-    recipe, args = run.recipe, run.args
-    windows = rows * args.max_steps // args.world_size
-    training, measuring = estimate.duration(recipe, args, parameters, text, windows, _read_at_the_end(run))
+def _time(run: Prepared) -> str:
+    training, measuring = run.seconds
     return (
         f"about {estimate.shown(training)} of training and {estimate.shown(measuring)} of measuring at the end (an estimate "
-        f"from how fast this {args.device.type.upper()} multiplies)"
+        f"from how fast this {run.args.device.type.upper()} multiplies)"
     )
+
+
+def excess(run: Prepared) -> str:
+    """What a run would take that is hardly meant: more than `DAYS`, or more memory than there is; empty if neither."""
+    (needed, there), seconds = run.bytes, sum(run.seconds)
+    said = [f"about {needed / 2**30:.1f} GiB of memory, and {there / 2**30:.1f} GiB are here"] * (needed > there)
+    said += [f"about {estimate.shown(seconds)}"] * (seconds > DAYS * 24 * 3600)
+    return ", and ".join(said)
 
 
 def _read_at_the_end(run: Prepared) -> list[int]:

@@ -121,13 +121,21 @@ def test_a_card_has_the_base_beside_the_model_and_how_far_it_reads(tmp_path: Pat
         "| 512 | 2.75 | 2.875 | 0.9 |",
         "| 4,096 | 2.5 |  |  |",
         "| 8,192 |  | 3.5 |  |",
-        "- length: 2,048 tokens; the base was trained at 512",
+        "- length: set to 2,048 tokens (measured up to 4,096); the base was trained at 512",
         facts["reach"],
     ):
         assert line in card, line
     assert "\n\n\n" not in card
     with pytest.raises(ValueError, match="evaluated_on"):
         hf_longattn.save(changed(), tmp_path / "none", base_metrics=base)
+    for told, said in (({}, "not measured"), ({"reach": facts["reach"]}, "see Evaluation")):
+        hf_longattn.save(hf_longattn.extend(stock("llama"), 2048), tmp_path / said, **told)  # type: ignore[arg-type]
+        text = ModelCard.load(tmp_path / said / "README.md").text
+        assert f"- length: set to 2,048 tokens ({said}); the base was trained at 512" in text
+    training = {"data": "six novels", "steps": "150"}
+    hf_longattn.save(changed(), tmp_path / "trained", training=training, training_lengths=[512])
+    text = ModelCard.load(tmp_path / "trained" / "README.md").text
+    assert "## Training\n\nTrained on texts of 512 tokens.\n\n- data: six novels\n- steps: 150\n\n## Loading" in text
     hf_longattn.save(changed(), tmp_path / "bare")
     bare = ModelCard.load(tmp_path / "bare" / "README.md").text
     assert "## Evaluation" not in bare
@@ -399,7 +407,10 @@ def test_a_card_of_ours_is_filled_in(server: FakeHub, base: Path, tmp_path: Path
     card = ModelCard(sent)
     assert (card.data.license, card.data.base_model) == ("mit", "someone/llama")
     assert card.data.eval_results == ModelCard(before).data.eval_results
-    assert sent.partition("\n# ")[2] == before.partition("\n# ")[2].replace('"m"', f'"{REPO}"')
+    title = REPO.rpartition("/")[2]
+    assert card.data.model_name == title  # as its repository
+    shown = before.partition("\n# ")[2].replace('"m"', f'"{REPO}"')
+    assert sent.partition("\n# ")[2] == shown.replace("m\n", f"{title}\n", 1)
     assert (tmp_path / "m/README.md").read_text() == before
     wrong = CliRunner().invoke(app, [*words, "--training-length", "4k", "--yes"])
     assert wrong.exit_code == 2
@@ -471,7 +482,7 @@ def test_the_card_of_an_adapter_that_makes_no_text(task: Any, by_peft: str, tag:
     card = ModelCard.load(tmp_path / "README.md")
     assert (card.data.pipeline_tag, card.data.library_name) == (tag, "peft")
     assert f'from peft import {by_peft}\n\nmodel = {by_peft}.from_pretrained("some/adapter")' in card.text
-    assert "- length: 2,048 tokens; the base was trained at 512" in card.text
+    assert "- length: set to 2,048 tokens (not measured); the base was trained at 512" in card.text
 
 
 def test_remote_code_and_strict_checkpoints_of_another_class(tmp_path: Path) -> None:

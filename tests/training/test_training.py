@@ -192,7 +192,8 @@ def test_a_trained_model_says_how_long_a_text_it_was_trained_to_read(what: str, 
         m = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
     assert m.config.max_position_embeddings == reads
     if what != "a method that extends nothing" and changes.get("method", "rerope") is not None and reads > 256:
-        assert f"- length: {reads:,} tokens; the base was trained at 256" in (tmp_path / "out" / "README.md").read_text()
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert re.search(rf"- length: set to {reads:,} tokens \([^)]+\); the base was trained at 256", card)
         assert hf_longattn.describe(m).trained.length == 256
         assert hf_longattn.remove(m).config.max_position_embeddings == 256
 
@@ -219,6 +220,15 @@ def test_a_run_ends_with_how_far_the_model_reads(tiny: Path, tmp_path: Path, cap
     assert told in " ".join(result.output.split())
     card = (out / "README.md").read_text()
     assert told in card
+    for line in (
+        "- recipe: continue_lora",
+        "- data: train.txt",
+        "- steps: 2 of 2 windows of 32 tokens, 128 in all, positions skipped up to 2,000",
+        "- trained: LoRA of rank 16, alpha 32, on the projections of attention",
+        f"- held-out loss at 32 tokens: {metrics['measured']['base']['32']['loss']:.3f} before, "
+        f"{metrics['measured']['trained']['32']['loss']:.3f} after, in nats per token",
+    ):
+        assert line in card, line
     assert "![Losses by distance](reach.png)" in card
     assert (out / "reach.png").read_bytes().startswith(b"\x89PNG")
     assert "| tokens | loss | loss before training |" in card
@@ -319,6 +329,40 @@ def test_methods_that_change_no_row_of_training_are_known(tiny: Path, tmp_path: 
     ):
         prepared = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", **changes)))
         assert sorted(m.name for m in prepared.idle) == idle, changes
+
+
+def test_what_takes_days_or_more_memory_than_there_is_is_asked_about(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it starts, and by a dry run's exit status."""
+    words = settings(tiny, tmp_path / "out", trainer__max_steps=1, trainer__eval_strategy="no", evaluation__compare=False)
+    assert command("continue_lora", *words, "--dry-run").exit_code == 0
+    monkeypatch.setattr(estimate, "duration", lambda *sizes: (1301 * 3600.0, 60.0))
+    for more in (["--dry-run"], []):
+        asked = command("continue_lora", *words, *more)
+        assert asked.exit_code == 1, asked.output
+        assert "This run takes about 1,301.0 h. If that is meant: --yes" in asked.output
+    assert not (tmp_path / "out").exists()
+    assert command("continue_lora", *words, "--dry-run", "--yes").exit_code == 0
+    monkeypatch.setattr(estimate, "machine", lambda device: 2.0**10)
+    asked = command("continue_lora", *words, "--dry-run")
+    assert re.search(r"This run takes about \d\.\d GiB of memory, and 0\.0 GiB are here, and about 1,301", asked.output)
+    assert command("continue_lora", *words, "--yes").exit_code == 0
+    assert (tmp_path / "out" / "metrics.json").exists()
+
+
+def test_a_key_that_is_given_as_an_option_is_answered_by_how_it_is_written() -> None:
+    for words, key in (
+        (["--model", "folder"], "model=folder"),
+        (["--data=x.txt"], "data=x.txt"),
+        (["--lr", "3"], "trainer.learning_rate=3"),
+        (["model=x", "--out", "runs/x"], "output=runs/x"),
+        (["--method"], "method=..."),
+    ):
+        done = command("continue_lora", *words)
+        assert done.exit_code == 2
+        assert f"is a key of the recipe: write {key}" in " ".join(done.output.replace("│", "").split())
+    assert "No such option: --max-step" in command("continue_lora", "--max-step", "3").output
 
 
 def test_a_plan_says_where_a_method_changes_nothing(tiny: Path, tmp_path: Path) -> None:
@@ -464,7 +508,13 @@ def test_interrupted_while_it_measures_a_run_says_that_its_weights_are_there(
     assert f"Interrupted after training. The weights are in {tmp_path / 'out'}; what is missing" in said
     assert ("To continue: " in said) is kept
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert "Trained on" not in (tmp_path / "out/README.md").read_text()
+    card = (tmp_path / "out/README.md").read_text()
+    assert "Trained on texts of 32 tokens." in card
+    assert "## Evaluation" not in card
+    push = ["push", str(tmp_path / "out"), "someone/model", "--base-model", "someone/base", "--dry-run"]
+    said = " ".join(CliRunner().invoke(app, push).output.split())
+    assert f"Note: the training run in {tmp_path / 'out'} was not measured to its end, so that its card has no numbers" in said
+    assert ("began it measures it with --resume" in said) is kept
 
 
 @pytest.mark.slow
