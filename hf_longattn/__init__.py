@@ -61,7 +61,7 @@ _NAMES = {
     "methods.adaptive_temperature": ("fit_adaptive_temperature",),
     "slots.registry": ("list_methods", "register"),
     "core.rotary": ("Rotation",),
-    "temporary": ("using",),
+    "scoped_method": ("using",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -17,7 +17,7 @@ from .integration.planning import bound_in
 from .methods.yarn_beyond import YarnBeyond
 from .slots.method import ModelFacts
 from .slots.registry import did_you_mean
-from .telling import warn
+from .user_warnings import warn
 
 Model = TypeVar("Model", bound=nn.Module)
 #: What a longer model can be for; the first is the default.

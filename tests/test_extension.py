@@ -36,7 +36,7 @@ from hf_longattn.evaluation.search import Scores, best, candidates, plan_copies,
 from hf_longattn.evaluation.settings import UNMODIFIED, Setting
 from hf_longattn.evaluation.statistics import mean_interval
 from hf_longattn.extension import PURPOSES
-from hf_longattn.integration import state, trained
+from hf_longattn.integration import state, trained_length
 from hf_longattn.integration.layers import language_config
 from hf_longattn.integration.model import running
 from hf_longattn.integration.planning import bound_config
@@ -619,7 +619,7 @@ SAYS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 
 def says(m: Any) -> dict[str, int]:
     """What a model's configs say of the longest text."""
-    return trained.said(language_config(m.config)) | {"generation": m.generation_config.max_length or 0}
+    return trained_length.said(language_config(m.config)) | {"generation": m.generation_config.max_length or 0}
 
 
 def longer(name: str, folder: Path, **how: Any) -> Any:

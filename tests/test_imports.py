@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import private_names
 import pytest
 import signatures
 
@@ -51,7 +52,7 @@ def test_names_are_registered_whichever_comes_first_and_only_the_core_is_importe
         "\nassert hf_longattn.attention.__name__ == 'attention'"
     )
     found = modules_after(code)
-    assert {"hf_longattn.integration.seams", "hf_longattn.core.kernels.tiled"} <= found
+    assert {"hf_longattn.integration.patches", "hf_longattn.core.kernels.tiled"} <= found
     assert not {f"hf_longattn.{name}" for name in LABORATORY} & found
     assert not {"peft", "matplotlib", "typer"} & found
 
@@ -191,3 +192,8 @@ def test_inspect_names_everything_that_it_measures():
 
     what = next(p for p in get_command(app).commands["inspect"].params if p.name == "what")
     assert f": {', '.join(WHAT)};" in what.help
+
+
+def test_private_names_of_other_packages_stand_behind_the_doors() -> None:
+    assert private_names.outside() == []
+    assert private_names.foreign()  # the script finds those that are there

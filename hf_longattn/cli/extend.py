@@ -278,7 +278,7 @@ def _save(search: Search, choice: str, model: str, dtype: str, tokenizer: Any, o
     from ..evaluation.loading import load_setting
     from ..integration import update
     from ..integration.layers import View
-    from ..integration.lengths import announce
+    from ..integration.max_length import announce
 
     rows = search.rows
     before = rows.head.get("choice") if (out / "config.json").is_file() else None

@@ -69,3 +69,12 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
 def version(x: Tensor) -> Hashable:
     """What differs once x was written to in place: a count; of tensors made under inference_mode, without one, the values."""
     return tuple(x.tolist()) if x.is_inference() else x._version
+
+
+def assert_later(condition: Tensor, message: str) -> None:
+    """Check a condition where a graph may be traced: the graph checks it as it runs, and a device when it gets there.
+
+    Args:
+        condition: bool, ().
+    """
+    torch._assert_async(condition, message)

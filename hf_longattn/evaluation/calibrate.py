@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..config import LongAttnConfig
 from ..core.call import Call
 from ..integration.layers import Layer
-from ..integration.observe import observe
+from ..integration.observer import observe
 from ..integration.planning import bound_config
 from ..methods import LeakyReRope, OutputStandardise, ScaleInvariant
 from .measures.heads import copying_heads

@@ -21,11 +21,12 @@ from ..checks import Refused
 from ..config import LongAttnConfig
 from ..core.kernels.precision import auto_dtype
 from ..extension import beyond_shown
-from ..integration import trained
+from ..integration import trained_length as known_length
+from ..integration.internals import get_implementation
 from ..integration.layers import language_config, pretrained
 from ..integration.model import knowing
 from ..integration.names import is_ours
-from ..integration.record import ADAPTER, method_in
+from ..integration.saved_method import ADAPTER, method_in
 from .loading import config_from, load_weights, precision_of
 from .outlook import outlook, taken, trained_line
 
@@ -76,7 +77,7 @@ def examine(model: str | None, dtype: str = "auto", device: str = "cpu", weights
     except ValueError as error:
         yield Finding("method", f"the config is refused: {error}", PROBLEM)
         return
-    yield from trained_length(method, config)
+    yield from length_trained_at(method, config)
     if not weights:
         if method is None or method == own:
             yield from what_runs(method, config)
@@ -156,7 +157,7 @@ def _plugged() -> bool:
 def what_runs(method: LongAttnConfig | None, config: Any) -> Iterator[Finding]:
     """Whether what a checkpoint records is what runs."""
     text = language_config(config)
-    runs = text._attn_implementation
+    runs = get_implementation(text)
     if method is None:
         yield Finding("method", "the checkpoint records none" + (f" and runs {runs}" if runs else ""))
         return
@@ -168,23 +169,26 @@ def what_runs(method: LongAttnConfig | None, config: Any) -> Iterator[Finding]:
         yield Finding("method", f'{lost}. Load it with attn_implementation="longattn", and save it again', PROBLEM)
     else:
         yield Finding("method", f"{name}, as recorded")
-    known, announced = trained.recorded(text, method.to_dict()).length, max(trained.said(text).values(), default=0)
-    unscaled = trained.rope_settings(text).get("rope_type", "default") in trained.UNSCALED
+    known, announced = (
+        known_length.recorded(text, method.to_dict()).length,
+        max(known_length.said(text).values(), default=0),
+    )
+    unscaled = known_length.rope_settings(text).get("rope_type", "default") in known_length.UNSCALED
     if unscaled and known is not None and announced > max(known, method.reach):
         says = f"config.json announces {announced} tokens and keeps {known} as the trained length"
         way_out = f"extend it anew, or set max_position_embeddings to {known}"
         yield Finding("method", f"{says}, and {name} reads no further than that: {way_out}", PROBLEM)
 
 
-def trained_length(method: LongAttnConfig | None, config: Any) -> Iterator[Finding]:
+def length_trained_at(method: LongAttnConfig | None, config: Any) -> Iterator[Finding]:
     """The length that the model was trained at, where that is from, and how far `extend` goes from there."""
     text = language_config(config)
-    known = trained.recorded(text, None if method is None else method.to_dict())
+    known = known_length.recorded(text, None if method is None else method.to_dict())
     yield Finding("trained", trained_line(known), NOTE if known.assumed or known.length is None else "ok")
     reads = None if method is None else method.extended_to
     if known.length and reads and (doubt := beyond_shown(known.length, reads)):
         yield Finding("beyond", f"the checkpoint is extended so far: {doubt}", NOTE)
-    told = None if known.length == trained.trained(text).length else known.length
+    told = None if known.length == known_length.trained(text).length else known.length
     try:
         reaches = outlook(text, told)
     except Exception as error:  # of a model's own code, with sizes that it does not expect
@@ -200,10 +204,10 @@ def trained_length(method: LongAttnConfig | None, config: Any) -> Iterator[Findi
         yield Finding(found.topic, without_reason(found.text, known), found.level)
 
 
-def without_reason(text: str, known: trained.Trained) -> str:
+def without_reason(text: str, known: known_length.Trained) -> str:
     """A text without the reason of the trained length, which stands in a line of its own."""
     said = known.reason if known.assumed is None else f"{known.reason} ({known.assumed})"
-    return text.replace(f" ({said})", "").replace(f" ({trained.GIVEN})", "")
+    return text.replace(f" ({said})", "").replace(f" ({known_length.GIVEN})", "")
 
 
 def what_is_taken(config: Any, told: int | None) -> Finding:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import logging
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,21 +17,22 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, modeling_utils
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from ..checks import Refused, check_dtype, check_finite, check_model, read_text
 from ..config import LongAttnConfig, PerLayerConfig
 from ..core.kernels.precision import multiplies_fast
 from ..integration import apply, get_config, rope
-from ..integration.classes import kinds_of, own_class
-from ..integration.lengths import announce_beside
+from ..integration.classes import own_class
+from ..integration.internals import adapter_classes, classes_for, get_implementation, is_passed_over, load_reports
+from ..integration.max_length import announce_beside
 from ..integration.model import knowing, running
 from ..integration.names import describes, is_ours, short
 from ..integration.planning import bound_config
-from ..integration.record import ADAPTER, method_in, saved_in
+from ..integration.saved_method import ADAPTER, method_in, saved_in
+from ..scoped_method import AsItWas
 from ..slots.method import SLOTS, ModelFacts
-from ..telling import warn
-from ..temporary import AsItWas
+from ..user_warnings import warn
 from .settings import UNMODIFIED, Setting, parse_rope
 
 #: What a checkpoint may hold beside config, weights and tokenizer: of processors, and of sentence-transformers.
@@ -99,7 +98,7 @@ def load_weights(source: str, config: Any = None, adapter: str | None = None, **
     config = config_from(source) if config is None else config
     other = None if adapter is None else class_for(adapter, config)
     kind = other or class_of(config)
-    with _report() as report:
+    with load_reports() as report:
         try:
             loaded, info = kind.from_pretrained(
                 source, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
@@ -144,8 +143,7 @@ def class_for(adapter: str, config: Any) -> Any:
     own, peft_class = class_of(config), auto.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(task)
     if peft_class is None or (own.can_generate() and task == "CAUSAL_LM"):
         return None
-    targets = [x._target_class for x in vars(auto).values() if getattr(x, "_target_peft_class", None) is peft_class]
-    kinds = [kind for target in targets for kind in kinds_of(target, config)]
+    kinds = [kind for _, target in adapter_classes(peft_class) for kind in classes_for(target, config)]
     return None if own in kinds else next(iter(kinds), None)
 
 
@@ -178,24 +176,6 @@ def check_reads(config: Any, source: str, head: bool = True) -> None:
             "Measure the language model that it was made from, and put the method into this one by hf-longattn extend or "
             "hf_longattn.apply; hf-longattn inspect looks into its attention"
         )
-
-
-@contextmanager
-def _report() -> Iterator[list[str]]:
-    """Gets the table of what did not load that transformers would log."""
-    found: list[str] = []
-
-    def keep(record: logging.LogRecord) -> bool:
-        if ours := "LOAD REPORT" in record.getMessage():
-            found.append(record.getMessage())
-        return not ours
-
-    logger = logging.getLogger(modeling_utils.__name__)
-    logger.addFilter(keep)
-    try:
-        yield found
-    finally:
-        logger.removeFilter(keep)
 
 
 def _few(keys: Iterable[str]) -> str:
@@ -245,8 +225,7 @@ def carry(source: str, folder: Path, kind: Any) -> None:
 
 def _carry_weights(there: Path, folder: Path, kind: Any) -> None:
     """Of a checkpoint's weights those that its class passes over, in a file of their own beside the others."""
-    patterns = [re.compile(pattern) for pattern in kind._keys_to_ignore_on_load_unexpected or ()]
-    left = {key: file for key, file in _tensors(there).items() if any(p.search(key) for p in patterns)}
+    left = {key: file for key, file in _tensors(there).items() if is_passed_over(kind, key)}
     if not left:
         return
     name, index = "model-passed-over.safetensors", folder / "model.safetensors.index.json"
@@ -418,7 +397,7 @@ def filled(asked: LongAttnConfig, own: LongAttnConfig) -> LongAttnConfig:
 def own_method(model: Any) -> str | None:
     """The method that a checkpoint records in its config, or that a loaded model runs, by name."""
     text = config_from(model).get_text_config()
-    return short(text._attn_implementation) if is_ours(text._attn_implementation) else None
+    return short(name) if is_ours(name := get_implementation(text)) else None
 
 
 def _with_adapter(model: Any, adapter: str) -> Any:
@@ -474,7 +453,7 @@ def _adapters_method(setting: Setting, config: Any) -> LongAttnConfig | None:
         return None
     if (method := method_in(saved_in(Path(setting.adapter) / ADAPTER))) is not None:
         return method
-    if not is_ours(config.get_text_config()._attn_implementation):
+    if not is_ours(get_implementation(config.get_text_config())):
         warn(
             f"setting {setting.name!r}: the adapter in {setting.adapter} records no attention, so it is measured without "
             "a method. If it was trained under one, name that in its entry of a settings file (method: ...)",

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from ..integration.internals import set_implementation
 from ..integration.layers import language_config
 
 HEADS = 2
@@ -39,7 +40,8 @@ def miniature(config: PreTrainedConfig) -> Any:
         whatever building it raises, where a config does not fit together with other sizes.
     """
     small = copy.deepcopy(language_config(config))
-    small.longattn, small._attn_implementation_internal = None, None
+    small.longattn = None
+    set_implementation(small, None)
     head_dim, hidden, heads = (_global(small, name) for name in ("head_dim", "hidden_size", "num_attention_heads"))
     width = HEADS * int(head_dim or hidden // heads)
     for part in _parts(small):

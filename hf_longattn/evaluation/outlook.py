@@ -16,7 +16,7 @@ from ..extension import extend, own_window
 from ..integration import apply, remove
 from ..integration.layers import View, candidates_of, language_config
 from ..integration.state import plan_of
-from ..integration.trained import Trained, trained
+from ..integration.trained_length import Trained, trained
 from ..slots.method import Method
 from .miniature import miniature
 

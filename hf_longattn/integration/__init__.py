@@ -1,4 +1,4 @@
-"""The only package that imports transformers: names, masks, dispatch, models, and the few seams."""
+"""The only package that imports transformers: names, masks, dispatch, models, and the few patches."""
 
 from . import rope
 from .dispatch import attention_forward
@@ -6,11 +6,11 @@ from .engines import paged
 from .masks import carrier_mask
 from .model import Description, UntrainedWarning, apply, describe, get_config, remove, update
 from .names import register_names
-from .seam import install
-from .seams import SEAMS
+from .patch import install
+from .patches import PATCHES
 
 register_names(attention_forward, carrier_mask)
-install(*SEAMS, *paged.SEAMS)
+install(*PATCHES, *paged.PATCHES)
 
 __all__ = ["Description", "UntrainedWarning", "apply", "describe", "get_config", "remove", "rope", "update"]
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..core.tracing import readable
+from ..core.tracing import assert_later, readable
 from .caches import cache_in, is_paged, values_of
 from .layers import View
 from .state import AttentionState, plan_of
-from .trained import ORIGINAL, rope_settings
+from .trained_length import ORIGINAL, rope_settings
 
 _MIXED = (
     "this call and the KV cache lie on different sides of {border} tokens: longrope turns calls that reach beyond by other "
@@ -136,7 +136,7 @@ def _check(state: AttentionState, border: int, module: nn.Module, args: tuple[An
         return
     mixed = (before > 0) & ((before > border) != (after > border))
     if torch.compiler.is_compiling():
-        torch._assert_async(~torch.as_tensor(mixed), _MIXED.format(border=border))
+        assert_later(~torch.as_tensor(mixed), _MIXED.format(border=border))
     elif mixed or (before > 0 and getattr(cache, _LONG, after > border) != (after > border)):
         raise ValueError(_MIXED.format(border=border))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +11,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import LongAttnConfig
+from .internals import get_implementation, has_local, passes_on, uses_interface
 from .names import described, describes, is_ours
-from .trained import hides
+from .trained_length import hides
 
 #: What the types in a config's layer_types say: all keys before the query are seen, or a window of them.
 _KINDS = {
@@ -65,7 +65,7 @@ class Layer:
     @property
     def why_never(self) -> str | None:
         """Why no method can apply here, or None."""
-        if getattr(self.module, "is_cross_attention", False) or "cross_attention_states" in _code(self.module).co_varnames:
+        if getattr(self.module, "is_cross_attention", False) or has_local(self.module, "cross_attention_states"):
             return "cross-attention"
         if not hasattr(self.module, "layer_idx"):
             return "not causal"  # no KV cache: towers whose is_causal says nothing
@@ -79,7 +79,7 @@ class Layer:
     @property
     def refusal(self) -> str | None:
         """What its softmax does that no method computes, or None."""
-        if _passes(self.module, "position_bias"):
+        if passes_on(self.module, "position_bias"):
             return "a learned bias (position_bias) joins their logits"
         if self.kind not in ("full", "window"):
             return f"the config calls their attention {self.kind!r}, which is not known to see all keys or a window of them"
@@ -176,15 +176,15 @@ class View:
         if self.target is None:
             return None
         own = distinct([x.module.config for x in self.candidates])
-        says = self.target if len(own) > 1 or is_ours(self.target._attn_implementation_internal) else own[0]
+        says = self.target if len(own) > 1 or is_ours(get_implementation(self.target)) else own[0]
         held = described(says)
-        if not held or not is_ours(says._attn_implementation_internal):
+        if not held or not is_ours(get_implementation(says)):
             return None
         return held if isinstance(held, LongAttnConfig) else describes(says)
 
     @property
     def adapters(self) -> list[Any]:
-        """The configs of its adapters, which record its attention (see `record`)."""
+        """The configs of its adapters, which record its attention (see `saved_method`)."""
         of = vars(self.model)
         return [*(of.get("peft_config") or {}).values(), *of.get("longattn_adapters", ())]
 
@@ -199,7 +199,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
     """All attention modules of a model."""
     named = dict(model.named_modules())
     models = {f"{name}.".lstrip("."): m for name, m in reversed(named.items()) if isinstance(m, PreTrainedModel)}
-    found = [(name, module) for name, module in named.items() if _is_attention(module)]
+    found = [(name, module) for name, module in named.items() if uses_interface(module)]
     return [Layer(n, x, _config_of(x, [m for around, m in models.items() if n.startswith(around)])) for n, x in found]
 
 
@@ -230,23 +230,9 @@ def candidates_of(model: nn.Module) -> list[Layer]:
 
 def bodies_of(model: nn.Module) -> list[PreTrainedModel]:
     """The models inside a model that hold all of its attention: what its head reads the output of, and what that one calls."""
-    attention = {module for module in model.modules() if _is_attention(module)}
+    attention = {module for module in model.modules() if uses_interface(module)}
     inside = (m for m in model.modules() if m is not model and isinstance(m, PreTrainedModel))
     return [m for m in inside if attention <= set(m.modules())]
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return hasattr(module, "config") and "ALL_ATTENTION_FUNCTIONS" in getattr(_code(module), "co_names", ())
-
-
-def _code(module: nn.Module) -> Any:
-    """The code of a module's forward function."""
-    return getattr(inspect.unwrap(type(module).forward), "__code__", None)
-
-
-def _passes(module: nn.Module, argument: str) -> bool:
-    """Whether a module's forward function hands on something under this name."""
-    return any(argument == c or (isinstance(c, tuple) and argument in c) for c in _code(module).co_consts)
 
 
 def language_config(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -19,12 +19,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, causal_mask_function
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
@@ -32,6 +31,7 @@ from ..config import LongAttnConfig
 from ..core.geometry import FAR, AttentionLayout
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.tracing import readable, sent
+from .internals import Interval, interval_of
 from .names import described
 
 INDEX_WIDTH = 6
@@ -125,20 +125,12 @@ def attention_function(name: str, module: Any) -> Any:
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A mask function that shows every row one interval of keys: causal, with a window and packing if given."""
-
-    window: int | None = None
-    sequence_ids: Tensor | None = None
-
-
 class Before(NamedTuple):
     """What a config ran before it got one of our names; kept on the config, where the mask function can see it too."""
 
     implementation: str  # what `remove` brings back
     base: str  # what runs the layers that we leave alone: sdpa or eager, the two that a mask of ours can be turned into
-    windows: bool = True  # whether layers with a window are such: see `trained.hides`
+    windows: bool = True  # whether layers with a window are such: see `trained_length.hides`
 
 
 def before(config: Any) -> Before | None:
@@ -434,30 +426,10 @@ def _ranks(visible: Tensor) -> Tensor:
 
 
 def recognise(mask_function: Callable[..., Any]) -> Interval | None:
-    """The interval that one of transformers' mask functions stands for, or None if it is not known to be one.
-
-    Their parameters live in closures, so this reads private names: an unknown one costs memory, never exactness.
-    """
-    if mask_function is causal_mask_function:
-        return Interval()
-    if is_tracing() or not hasattr(mask_function, "__code__"):
-        return None  # Dynamo does not show closures; a partial or a callable object has none
-    name = mask_function.__qualname__.removesuffix(".<locals>.inner_mask")
-    cells = dict(zip(mask_function.__code__.co_freevars, mask_function.__closure__ or (), strict=True))
-    if mask_function.__qualname__ == f"{and_masks.__qualname__}.<locals>.and_mask":
-        parts = [recognise(f) for f in cells["mask_functions"].cell_contents]
-        windows = {p.window for p in parts if p is not None and p.window is not None}
-        ids = [p.sequence_ids for p in parts if p is not None and p.sequence_ids is not None]
-        if None in parts or len(windows) > 1 or len(ids) > 1:
-            return None
-        return Interval(window=next(iter(windows), None), sequence_ids=ids[0] if ids else None)
-    if name == "sliding_window_overlay":
-        return Interval(window=int(cells["sliding_window"].cell_contents))
-    if name == "packed_sequence_mask_function":
-        return Interval(sequence_ids=cells["packed_sequence_mask"].cell_contents)
-    if name == "remap_positions_for_packed_sequence":  # inside one document positions differ as cache indices do
-        return recognise(cells["mask_function"].cell_contents)
-    return None
+    """Return the interval that a mask function shows; None: the function is not known, or a graph is traced through it."""
+    if mask_function is not causal_mask_function and is_tracing():
+        return None  # Dynamo does not show closures
+    return interval_of(mask_function)
 
 
 def _before_windows(seen: Tensor, q_offset: int | Tensor) -> Tensor:

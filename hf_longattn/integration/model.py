@@ -15,19 +15,20 @@ import transformers
 from torch import nn
 
 from ..config import LongAttnConfig
-from ..slots.learned import LearnedParts
-from ..telling import warn
-from .facts import own_temperature
+from ..slots.learned import LearnedParts, container_of
+from ..user_warnings import warn
+from .internals import get_implementation, set_implementation
 from .layers import Layer, View, language_config
-from .lengths import announce
 from .masks import base_implementation, before
+from .max_length import announce
+from .model_facts import own_temperature
 from .names import described, is_ours, name_for
 from .offload import is_empty
 from .parameters import attach
 from .planning import put, settle
-from .record import follow, method_in
+from .saved_method import follow, method_in
 from .state import LayerPlan, is_settled, plan_of, release, set_plan, transaction, without_method
-from .trained import Trained, published, recorded
+from .trained_length import Trained, published, recorded
 
 Model = TypeVar("Model", bound=nn.Module)
 #: What `LongAttnConfig.parse` takes.
@@ -111,7 +112,7 @@ def change(model: nn.Module) -> Iterator[View]:
         config = view.running
         announce(view, None if config is None else config.extended_to)
         follow(view, config)
-        if view.adapters and any(isinstance(x.module._modules.get("longattn"), LearnedParts) for x in view.layers):
+        if view.adapters and any(isinstance(container_of(x.module), LearnedParts) for x in view.layers):
             warn(
                 "the method's learned parameters came after the adapter, which will not save them: apply the method first, "
                 "then make the adapter",
@@ -149,7 +150,7 @@ def remove(model: Model) -> Model:
     """
     with change(model) as view:
         if not take_out(view):
-            runs = view.model.config._attn_implementation_internal
+            runs = get_implementation(view.model.config)
             raise ValueError(f"{view.name} runs {runs!r}; there is nothing to remove")
     return model
 
@@ -188,7 +189,7 @@ def take_out(view: View) -> bool:
     """Let a model run what it ran before any method; whether there was one."""
     configs = without_method(view)
     for c, implementation in configs:
-        c._attn_implementation_internal = implementation  # not by the property, which would set the towers' too
+        set_implementation(c, implementation)  # not by the property, which would set the towers' too
         c.longattn = None
     if configs:
         view.model.config.longattn = None
@@ -201,7 +202,7 @@ def warn_of_lost_softcap(layers: Iterable[Layer]) -> None:
     """Older releases of transformers run Gemma 2 under sdpa, which drops its softcap without a word."""
     for layer in layers:
         cap, config = getattr(layer.module, "attn_logit_softcapping", None), layer.module.config
-        if cap and config._attn_implementation_internal == "sdpa":
+        if cap and get_implementation(config) == "sdpa":
             warn(
                 f"{config.model_type} caps its attention scores at {cap:g}, and transformers {transformers.__version__} runs "
                 'it under sdpa, which drops the cap: load it with attn_implementation="eager". hf_longattn keeps it',
@@ -245,7 +246,7 @@ def get_config(model: nn.Module) -> LongAttnConfig:
 
 def _running(view: View) -> LongAttnConfig:
     if (config := view.running) is None:
-        runs = view.model.config._attn_implementation_internal
+        runs = get_implementation(view.model.config)
         raise ValueError(f"{view.name} runs {runs!r}, not an hf_longattn method")
     return config
 
@@ -284,7 +285,7 @@ def describe(model: nn.Module) -> Description:
     view, rows = View(model), []
     for layer in view.layers:
         plan = plan_of(layer.module)
-        implementation = layer.module.config._attn_implementation_internal
+        implementation = get_implementation(layer.module.config)
         if plan is None or not is_ours(implementation):
             rows.append((layer.name, "unchanged", f"runs {implementation}"))
         elif plan.config is None:

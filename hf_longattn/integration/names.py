@@ -8,12 +8,13 @@ parameters may stand behind it ("rerope:window=4096"); they go into the section.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..config import CUSTOM, LongAttnConfig
 from ..slots.registry import LISTENERS, STOCK, did_you_mean, from_elsewhere, list_methods, meant
+from .internals import get_implementation
 
 PREFIX = "hf_longattn."
 #: Before the class names in a strict checkpoint's config, which every other engine dispatches on and then refuses.
@@ -71,7 +72,7 @@ def hint(name: Any) -> str:
     return f"{likely}methods of hf_longattn: {', '.join(sorted((CUSTOM, *list_methods())))}" if likely else ""
 
 
-def is_ours(implementation: str | None) -> bool:
+def is_ours(implementation: str | None) -> TypeGuard[str]:
     """Whether a name is one of ours: that of a method, of several joined by "+", or of a longattn section."""
     if implementation is None:
         return False
@@ -114,5 +115,5 @@ def described(config: Any) -> Any:
 
 def describes(config: Any) -> LongAttnConfig | None:
     """The method that a config names and describes; None: it names none. ValueError: the two disagree."""
-    name = config._attn_implementation_internal
+    name = get_implementation(config)
     return LongAttnConfig.parse(short(name), described(config)) if is_ours(name) else None

@@ -9,20 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..slots.learned import container_of
+from .internals import placing_hooks
 from .layers import View
-
-
-def _hooks(module: nn.Module) -> Iterator[Any]:
-    """accelerate's hooks of one module that place parameters."""
-    hook = module.__dict__.get("_hf_hook")
-    yield from (x for x in getattr(hook, "hooks", (hook,)) if hasattr(x, "execution_device"))
 
 
 def _over(model: nn.Module, name: str) -> Iterator[tuple[Any, str]]:
     """The hooks that place a parameter of a model, of its module and of those around it; and what each calls it."""
     path, module = name.split("."), model
     for depth in range(len(path)):
-        for hook in _hooks(module):
+        for hook in placing_hooks(module):
             if hook.place_submodules or depth == len(path) - 1:
                 yield hook, ".".join(path[depth:])
         if depth < len(path) - 1:
@@ -31,7 +27,7 @@ def _over(model: nn.Module, name: str) -> Iterator[tuple[Any, str]]:
 
 def is_empty(model: nn.Module) -> bool:
     """Whether a model has no weights: it is being built, or described, on the meta device."""
-    return any(p.is_meta for p in model.parameters()) and not any(True for m in model.modules() for _ in _hooks(m))
+    return any(p.is_meta for p in model.parameters()) and not any(map(placing_hooks, model.modules()))
 
 
 def refuse_to_save(model: nn.Module) -> None:
@@ -57,7 +53,7 @@ def dtype_of(module: nn.Module) -> torch.dtype | None:
 def device_of(module: nn.Module, model: nn.Module) -> torch.device:
     """Where the weights of a module are when it is called; of one without any those of its model."""
     own = next(itertools.chain(_tensors(module), _tensors(model))).device
-    hooks = (hook for m in module.modules() for hook in _hooks(m)) if own.type == "meta" else ()
+    hooks = (hook for m in module.modules() for hook in placing_hooks(m)) if own.type == "meta" else ()
     return next((torch.device(x.execution_device) for x in hooks if x.execution_device is not None), own)
 
 
@@ -73,7 +69,7 @@ def held(model: nn.Module, name: str) -> Tensor | None:
 def keep_learned(view: View) -> None:
     """Let accelerate know learned parts, which came after it offloaded the model or which no checkpoint holds."""
     for layer in view.layers:
-        if (parts := layer.module._modules.get("longattn")) is not None:
+        if (parts := container_of(layer.module)) is not None:
             for name, _ in parts.named_parameters():
                 _keep(view.model, f"{layer.name}.longattn.{name}", parts, name)
 

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..slots.learned import LearnedParts, learned_parts, make_parts, tensors_of
 from ..slots.method import Method, ModelFacts
-from ..telling import warn
+from ..user_warnings import warn
+from .internals import is_initialised
 from .layers import Layer, View
 from .offload import device_of, dtype_of, held, keep_learned
 from .state import plan_of
@@ -75,11 +76,11 @@ def _kind(part: nn.Module) -> tuple[str, list[tuple[str, torch.Size]]]:
 
 def initialise(original: Callable[..., None], self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Wraps what transformers calls for each module of a model that is built, or whose checkpoint lacks some of its values."""
-    was = getattr(module, "_is_hf_initialized", False)
+    was = is_initialised(module)
     original(self, module, *args, **kwargs)
     if was or not isinstance(module, LearnedParts):
         return
-    missing = {name: x for name, x in tensors_of(module) if not (x.is_meta or getattr(x, "_is_hf_initialized", False))}
+    missing = {name: x for name, x in tensors_of(module) if not (x.is_meta or is_initialised(x))}
     start = module.start() if missing else {}
     with torch.no_grad():
         for name, x in missing.items():  # modules in it came before it, and were given what the model gives to their class

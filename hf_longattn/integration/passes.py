@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -15,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ..core.tracing import readable
+from ..core.tracing import assert_later, readable
 from .caches import cache_in, values_of
+from .internals import frame_above, get_implementation, is_compiled
 from .layers import View
 from .names import described
 from .state import AttentionState, LayerPlan, Plans, model_of, plan_of, refuse_abroad, turn
@@ -147,7 +147,7 @@ def current_pass() -> ForwardContext | None:
 
 def implementation_in_pass(config: Any) -> str | None:
     """The name of the attention that a config runs, in a forward pass the one with which that began."""
-    name: str | None = config._attn_implementation_internal
+    name: str | None = get_implementation(config)
     if torch.compiler.is_compiling() or (now := _PASS.get()) is None or now.plans is None:
         return name
     if now.plans.names.get(id(config), name) == name or (now := current_pass()) is None or now.plans is None:
@@ -203,7 +203,7 @@ def find(module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool) 
             plan = began if now.frame is None or now.runs else plan
     if plan is None:
         raise ValueError(
-            f"attention {module.config._attn_implementation!r} applies to 0 layers here: {type(module).__name__} was never "
+            f"attention {get_implementation(module.config)!r} applies to 0 layers here: {type(module).__name__} was never "
             "prepared for it. Put it into the model with hf_longattn.apply(model, ...), or with attn_implementation= on a "
             "causal language model"
         )
@@ -251,7 +251,7 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
     weights = bool(kwargs.get("output_attentions"))
     if torch.compiler.is_compiling():
         if remapped and positions is not None and positions.ndim > 2:
-            torch._assert_async((positions == positions[:1]).all(), COMPILED)
+            assert_later((positions == positions[:1]).all(), COMPILED)
         state.traced = ForwardContext(None, None, positions, weights)
         return
     outer = current_pass()
@@ -275,7 +275,7 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
         if held:
             raise ValueError(_BROKEN_OFF)
         del cache.__dict__[UNEVEN]
-    now = ForwardContext(outer, plans, positions, weights, cache, held, sys._getframe(2))
+    now = ForwardContext(outer, plans, positions, weights, cache, held, frame_above(2))
     _several(now, remapped)
     if now.axes is not None:
         _check_several(now, state, model)
@@ -289,7 +289,7 @@ def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
         state.traced = None
         return
     now = current_pass()
-    if now is None or now.frame not in (sys._getframe(1), sys._getframe(2)):
+    if now is None or now.frame not in (frame_above(1), frame_above(2)):
         return  # it raised before it began, or the hook came in its midst
     _PASS.set(now.outer)
     if output is None and now.cache is not None and bool(now.cache.get_seq_length() != now.held):
@@ -310,7 +310,7 @@ class Probing:
         self.plans = plans
 
     def __enter__(self) -> None:
-        self._now = ForwardContext(current_pass(), self.plans, frame=sys._getframe(1))
+        self._now = ForwardContext(current_pass(), self.plans, frame=frame_above(1))
         _PASS.set(self._now)
 
     def __exit__(self, *_: Any) -> None:
@@ -367,7 +367,7 @@ def _check_several(now: ForwardContext, state: AttentionState, model: Any) -> No
         if remap is not None and remap.why_one_axis is not None:
             near, position = plan.limits[0], now.longest[0]
             raise ValueError(_UNDEFINED.format(name=remap.name, why=remap.why_one_axis, near=near, position=position))
-    if changed and any(m._compiled_call_impl is not None for m in model.modules()):
+    if changed and any(map(is_compiled, model.modules())):
         raise NotImplementedError(COMPILED)
     sources = [plan.rotary for plan in changed if plan.rotary is not None]
     if state.by_axis is not None and any(source.axis is None and not source.still for source in sources):

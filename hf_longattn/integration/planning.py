@@ -8,15 +8,16 @@ from torch import nn
 
 from ..config import CUSTOM, LongAttnConfig
 from ..slots.method import ModelFacts
-from ..telling import warn
-from .facts import facts_of
+from ..user_warnings import warn
 from .guards import guard
+from .internals import get_implementation, set_implementation
 from .layers import Layer, View
 from .masks import refuse_both_ways
+from .model_facts import facts_of
 from .names import described, describes, is_ours, name_for, short
 from .parameters import bring
 from .passes import watch
-from .record import by_number, refuse_copies
+from .saved_method import by_number, refuse_copies
 from .state import (
     AttentionState,
     LayerPlan,
@@ -38,11 +39,12 @@ def prepare(view: View, verify: bool = False) -> None:
     Rotations are verified now, or where the model is being built and has no weights, at its first call. ValueError: nothing
     in the model can run the method, or the config does not fit.
     """
-    if (named := next((c for c in view.configs if is_ours(c._attn_implementation_internal)), None)) is None:
+    named = [(c, name) for c in view.configs if is_ours(name := get_implementation(c))]
+    if not named:
         return
     if view.target is None or (config := describes(view.target)) is None:
-        refuse_name(view, named._attn_implementation_internal, described(named))
-    put(view, config, view.target._attn_implementation_internal, verify=verify)
+        refuse_name(view, named[0][1], described(named[0][0]))
+    put(view, config, str(get_implementation(view.target)), verify=verify)
 
 
 def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None, verify: bool = True) -> LongAttnConfig:
@@ -63,11 +65,11 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
     left_alone = {  # vision towers, and other parts under the same name
         x.module: LayerPlan(state, described(c), None, x.why_never or "not the language model")
         for x in view.layers
-        if (c := x.config) is not target and is_ours(c._attn_implementation_internal)
+        if (c := x.config) is not target and is_ours(get_implementation(c))
     }
     for c in view.speaking:
-        if not is_ours(c._attn_implementation_internal):
-            remember(view, c, c._attn_implementation_internal)
+        if not is_ours(get_implementation(c)):
+            remember(view, c, get_implementation(c))
     for adapter in view.adapters:
         refuse_copies(adapter, config)
     bound, plans, facts = _plan(view, config, state, longer)
@@ -75,7 +77,7 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
     if verify:
         plans |= verify_rotations(view, plans, {id(c): name for c in view.speaking})
     for c in view.speaking:
-        c._attn_implementation_internal = name  # not by the property, which would switch towers too
+        set_implementation(c, name)  # not by the property, which would switch towers too
     state.set_running(view, bound)
     for layer in view.layers:
         set_plan(layer.module, plans.get(layer.module))
@@ -135,12 +137,12 @@ def _refuse_strangers(view: View) -> None:
     """ValueError: a model without a method has layers that run one, or a config that names one."""
     if view.state is not None and view.state.disabled is not None:
         return
-    names = (c._attn_implementation_internal for c in view.speaking)
+    names = (get_implementation(c) for c in view.speaking)
     if (name := next(filter(is_ours, names), None)) is not None:
-        strange = [x.index for x in view.candidates if is_ours(x.module.config._attn_implementation_internal)]
+        strange = [x.index for x in view.candidates if is_ours(get_implementation(x.module.config))]
         which = f"its layers {strange} came from a model" if strange else "its config is that of a model"
         raise ValueError(
-            f"{view.name} runs {view.target._attn_implementation_internal!r}, and {which} under {short(name)}: put a method "
+            f"{view.name} runs {get_implementation(view.target)!r}, and {which} under {short(name)}: put a method "
             "into all of it, hf_longattn.apply(model, ...), or take that one out, hf_longattn.remove(model)"
         )
 
@@ -250,6 +252,6 @@ def no_layer(view: View, config: LongAttnConfig) -> str:
         why = (
             f"its causal attention is in several parts ({', '.join(parts)}), of which none is the language model by its config"
         )
-    if view.target is not None and (runs := view.target._attn_implementation_internal):
+    if view.target is not None and (runs := get_implementation(view.target)):
         why = f"transformers left its language model under {runs!r}. Use hf_longattn.apply(model, ...)"
     return f"{config.name if config.methods else 'a method'} applies to 0 layers of {view.name}: {why}"

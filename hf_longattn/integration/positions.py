@@ -18,7 +18,7 @@ from torch import Tensor
 from ..config import LongAttnConfig
 from ..core.geometry import FAR, AttentionLayout, Columns
 from ..core.kernels.kernel import FEW_QUERIES
-from ..core.tracing import readable, sent
+from ..core.tracing import assert_later, readable, sent
 from .masks import BOTH_WAYS, MaskContext, ParsedMask, is_carrier, read_mask, seen_through, shows_the_future, sight_of
 from .passes import COMPILED, NOTE, ONES, ForwardContext, LayerCall, Numbering
 
@@ -282,7 +282,7 @@ def _one_axis(seen: ParsedMask, position_ids: Tensor, kv_len: int, remapped: boo
         return first
     agree = (position_ids == first).all()
     if remapped and not readable(position_ids):
-        torch._assert_async(agree, COMPILED)
+        assert_later(agree, COMPILED)
     elif remapped and alone and not bool(agree):
         raise ValueError(_UNSEEN)
     if not remapped:
@@ -467,7 +467,7 @@ def _traced(seen: ParsedMask, position_ids: Tensor, kv_len: int) -> AttentionLay
     """The same where no tensor may be read: explicit positions wherever the mask has holes, and a check while it runs."""
     rows, call = seen.rows, _Numbered(seen, position_ids, kv_len)
     fits = call.regular if rows.allowed is None else call.known
-    torch._assert_async(fits.all() & ~call.falls.any() if rows.hides_tokens else fits.all(), _TRACED)
+    assert_later(fits.all() & ~call.falls.any() if rows.hides_tokens else fits.all(), _TRACED)
     return rows if rows.allowed is None else call.explicit()
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..config import LongAttnConfig
 from . import rope
 from .model import running
-from .record import ADAPTER, computed, method_in, saved_in
+from .saved_method import ADAPTER, computed, method_in, saved_in
 
 
 def load_checkpoint(original: Callable[..., Any], self: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:

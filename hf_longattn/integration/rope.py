@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from ..core.tracing import readable
 from ..slots.method import require_in, require_positive
-from .trained import ORIGINAL, rope_settings, trained
+from .internals import buffers_of
+from .trained_length import ORIGINAL, rope_settings, trained
 
 Config = TypeVar("Config")
 #: Stands for a frequency of 0: transformers divides by a factor, and 1 / NO_ROTATION is one that leaves no rotation.
@@ -193,7 +194,7 @@ def check_built(model: Any) -> None:
 
 def _turns(rotary: nn.Module) -> dict[str, Any]:
     """What a rotary module was made with: frequencies, of which those in use may change with the text, and scales."""
-    held = {**rotary._buffers, **vars(rotary)}  # named_buffers() names one tensor once, and two may share it
+    held = {**buffers_of(rotary), **vars(rotary)}  # named_buffers() names one tensor once, and two may share it
     now, first = ({k: x for k, x in held.items() if k.endswith(name)} for name in ("inv_freq", "original_inv_freq"))
     return (first or now) | {k: x for k, x in held.items() if k.endswith("attention_scaling")}
 

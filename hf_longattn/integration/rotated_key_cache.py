@@ -22,6 +22,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ..core.rotated_keys import RotatedKeys
+from .internals import storage_of
 
 #: What it may take for a model, in all caches together.
 TURNED_BYTES = 2 << 30
@@ -46,7 +47,7 @@ class _Layer:
         same = (
             type(key) is Tensor
             and not key.is_inference()  # as after a copy, or another who writes the cache
-            and key.untyped_storage()._cdata == self.storage.cdata
+            and storage_of(key) == self.storage.cdata
             and (key._version, key.shape[:2], key.stride(), key.storage_offset()) == (self.version, self.shape, self.stride, 0)
             and key.shape[2] <= self.length
         )
@@ -99,7 +100,7 @@ def beside(now: Any, number: int | None, q_len: int, by: Hashable, key: Tensor) 
     if own is None or own.by != by:
         kept.layers[number] = _Layer(by, key)
         return None
-    if own.follows or key.untyped_storage()._cdata != own.storage.cdata:
+    if own.follows or storage_of(key) != own.storage.cdata:
         own.serves = own.follows and key.shape[2] == own.length + q_len
         if own.serves and not own.turned.nbytes:
             own.serves = sum(other.nbytes for other in list(caches.data.values())) + key.nbytes <= TURNED_BYTES

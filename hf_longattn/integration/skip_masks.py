@@ -13,7 +13,7 @@ from transformers.masking_utils import create_masks_for_generate, create_sliding
 
 from .caches import CACHE
 from .masks import before
-from .trained import hides
+from .trained_length import hides
 
 SLIDING = "sliding_attention"
 

@@ -7,7 +7,7 @@
     config._longattn          what `config.longattn` shows: the `LongAttnConfig` that a model runs, or what a user wrote
     config._longattn_before   what ran before (`masks.Before`), where mask functions can see it
     config._longattn_saved    that it came with a checkpoint of ours, for as long as it is loaded
-    config.longattn_lengths   what it said of the longest text, while a method reads further: see `lengths`
+    config.longattn_lengths   what it said of the longest text, while a method reads further: see `max_length`
     module.longattn_vllm      in vLLM, in the place of a plan: the `Part` of each attention module
 
 Copies and pickles of a model take it along; models that share their attention modules share it. What belongs to less than a
@@ -44,15 +44,16 @@ from transformers import Cache, PreTrainedModel
 from ..config import LongAttnConfig
 from ..core.call import Call
 from ..core.tables import TableCache
-from .claims import Claims
+from .device_checks import Claims
+from .internals import HOOKS, IMPLEMENTATION, buffers_of, children_of, get_implementation, is_replica, set_implementation
 from .layers import View, pretrained
-from .lengths import announce
 from .masks import Before, before
+from .max_length import announce
 from .names import described, is_ours
 from .rope import Tables, build, exchange
 from .rotated_key_cache import RotatedKeyCache
 from .rotation import RotarySource
-from .trained import hides
+from .trained_length import hides
 
 #: What a model's tables may take: those of 32 layers with 32 heads each, for 128k tokens.
 TABLE_BYTES = 2 << 30
@@ -118,10 +119,10 @@ class AttentionState:
 
     def publish(self, view: View) -> Plans:
         """Let forward passes that begin from now on run what a model's modules say now."""
-        names = {id(c): c._attn_implementation_internal for c in view.configs}
+        names = {id(c): get_implementation(c) for c in view.configs}
         of = {x.module: plan for x in view.layers if (plan := plan_of(x.module)) is not None and plan.state is self}
         plans = Plans(self, of, tuple(view.configs), names, _lay(view) if is_settled(view) else None)
-        if not hasattr(view.model, "_is_replica"):  # nn.DataParallel's, which are made anew for each step
+        if not is_replica(view.model):
             self.plans = plans
         return plans
 
@@ -149,7 +150,7 @@ class LayerPlan:
     windowed: bool = False
     heads: int = 0
     rotary: RotarySource | None = None  # how the layer rotates, where its config remaps that
-    observer: Callable[[Call], None] | None = None  # sees every call of this layer: see `observe`
+    observer: Callable[[Call], None] | None = None  # sees every call of this layer: see `observer`
     index: int = -1  # the layer that it was made for; of those that no method goes into none
 
     @functools.cached_property
@@ -214,7 +215,7 @@ class Plans:
     @property
     def hold(self) -> bool:
         """Whether all configs still describe what was planned; those that run no method need not."""
-        return all(described(c) is whole or not is_ours(c._attn_implementation_internal) for c, whole in self._described)
+        return all(described(c) is whole or not is_ours(get_implementation(c)) for c, whole in self._described)
 
     @property
     def stand(self) -> bool:
@@ -260,7 +261,7 @@ def _lay(view: View) -> Laid:
     attention = [x.module for x in view.candidates]
     inside = {x for module in attention for x in module.modules()}
     around = [m for m in view.inner.modules() if m not in inside and not inside.isdisjoint(m.modules())]
-    children, own = [m._modules for m in around], [vars(x) for x in attention]
+    children, own = [children_of(m) for m in around], [vars(x) for x in attention]
     return Laid(children, [tuple(x.values()) for x in children], own, [x.get("layer_idx") for x in own])
 
 
@@ -271,9 +272,9 @@ class Undo:
         owners = (*view.configs, *view.adapters, view.state, view.inner, getattr(view.model, "generation_config", None))
         entries = [vars(x) for x in owners if x is not None]
         entries.append(vars(view.model).get("peft_config") or {})
-        entries += [vars(x.module) for x in view.layers] + [m._modules for m in view.modules]
-        turning = [m for m in view.modules if m._buffers]
-        entries += [entry for m in turning for entry in (vars(m), m._buffers)]  # some frequencies change with a forward pass
+        entries += [vars(x.module) for x in view.layers] + [children_of(m) for m in view.modules]
+        turning = [m for m in view.modules if buffers_of(m)]
+        entries += [entry for m in turning for entry in (vars(m), buffers_of(m))]  # frequencies may change with a pass
         hooked = [view.inner, *turning, *(m for m in view.modules if isinstance(m, nn.Embedding))]
         entries += [vars(m)[name] for m in hooked for name in HOOKS]
         self.entries = [(live, dict(live)) for live in entries]
@@ -286,11 +287,8 @@ class Undo:
             live.update(kept if names is None else {name: kept[name] for name in names if name in kept})
 
 
-#: Where a module keeps its hooks; ours are on rotary modules, position tables and the innermost model.
-HOOKS: tuple[str, ...] = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
-HOOKS += ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 #: The entries that decide how calls are computed.
-CALLS = ("_attn_implementation_internal", "_longattn", "_longattn_before", "longattn_plan", "longattn_state")
+CALLS = (IMPLEMENTATION, "_longattn", "_longattn_before", "longattn_plan", "longattn_state")
 
 
 #: By model or state: the lock that changes from several threads take in turn. Forward passes take none beside them.
@@ -415,7 +413,7 @@ def release(view: View) -> None:
     """Drop the plans of modules that no longer run a method, and with the last plan all guards."""
     state = view.state
     for layer in view.layers:
-        if not is_ours(layer.module.config._attn_implementation_internal):
+        if not is_ours(get_implementation(layer.module.config)):
             set_plan(layer.module, None)
     if state is not None and not view.plans:
         vars(view.inner).pop("longattn_state", None)
@@ -442,7 +440,7 @@ def remember(view: View, config: Any, implementation: str | None = None) -> Befo
 
 def without_method(view: View) -> list[tuple[Any, str]]:
     """The config objects that run a method, each with the implementation that it ran before."""
-    running = [c for c in view.configs if is_ours(c._attn_implementation_internal)]
+    running = [c for c in view.configs if is_ours(get_implementation(c))]
     return [(c, (before(c) or remember(view, c)).implementation) for c in running]
 
 
@@ -463,10 +461,10 @@ def disable(model: nn.Module, rope_parameters: dict[str, Any] | None = None) -> 
             return
         tables = None if rope_parameters is None else exchange(base, build(base, rope_parameters))
         longer = next((x.extended_to for c, _ in running if isinstance(x := described(c), LongAttnConfig)), None)
-        state.disabled = [(c, c._attn_implementation_internal) for c, _ in running], tables, longer
+        state.disabled = [(c, get_implementation(c)) for c, _ in running], tables, longer
         announce(view, None)
         for config, implementation in running:  # not by the property, which would switch a vision tower too
-            config._attn_implementation_internal = implementation
+            set_implementation(config, implementation)
 
 
 def enable(model: nn.Module) -> None:
@@ -478,7 +476,7 @@ def enable(model: nn.Module) -> None:
         implementations, tables, longer = state.disabled
         state.disabled = None
         for config, implementation in implementations:
-            config._attn_implementation_internal = implementation
+            set_implementation(config, implementation)
         if tables is not None:
             exchange(view.model, tables)
         announce(view, longer)

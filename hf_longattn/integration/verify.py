@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from ..config import LongAttnConfig
 from ..core.call import Call
 from ..core.tracing import readable
-from ..telling import warn
+from ..user_warnings import warn
+from .internals import get_implementation, has_hook, has_own_implementation, set_implementation
 from .layers import Layer, View
 from .names import is_ours
 from .passes import Probing, is_under
@@ -98,11 +98,11 @@ def _probed(
     hook = functools.partial(_with_equal_tokens, probing)
     equal = [x.module.register_forward_pre_hook(hook, with_kwargs=True) for x in view.layers if not x.why_never]
     # configs with a property of their own (HRM) do not ask what a pass runs
-    deaf = [c for c in view.configs if type(c)._attn_implementation is not PreTrainedConfig._attn_implementation]
-    before = [(c, c._attn_implementation_internal) for c in deaf if id(c) in names]
+    deaf = [c for c in view.configs if has_own_implementation(c)]
+    before = [(c, get_implementation(c)) for c in deaf if id(c) in names]
     try:
         for c, _ in before:
-            c._attn_implementation_internal = names[id(c)]
+            set_implementation(c, names[id(c)])
         device = view.model.get_input_embeddings().weight.device
         ids = torch.ones(1, PROBE, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
         with evaluating(view.model), Probing(probing):
@@ -111,7 +111,7 @@ def _probed(
         for handle in equal:
             handle.remove()
         for c, name in before:
-            c._attn_implementation_internal = name
+            set_implementation(c, name)
     return computed
 
 
@@ -168,7 +168,7 @@ def verify_at_first_call(state: AttentionState, model: Any) -> None:
     with turn(state):
         view = View(model)
         # without one of our names it is disabled; without `unverified`, another thread has done it
-        ours = any(is_ours(c._attn_implementation_internal) for c in view.configs)
+        ours = any(is_ours(get_implementation(c)) for c in view.configs)
         if state.unverified is not None and ours and _computes(view):
             plans = {x.module: plan for x in view.layers if (plan := plan_of(x.module)) is not None}
             for module, plan in verify_rotations(view, plans, {}).items():
@@ -234,5 +234,5 @@ def _with_equal_tokens(
 
 def _computes(view: View) -> bool:
     """Whether a forward pass gives values. Weights on the meta device do not hinder it where accelerate's hooks fetch them."""
-    offloaded = any("_hf_hook" in m.__dict__ for m in view.modules)
+    offloaded = any(map(has_hook, view.modules))
     return readable(torch.empty(0)) and (offloaded or all(readable(p) for p in view.model.parameters()))

@@ -1,7 +1,7 @@
 """Adapters that know their attention.
 
 PEFT saves no attention with an adapter: reloaded, it would run on the base model's own, in silence. Here the config of every
-adapter, of any kind, records what the adapter's model runs (`integration.record`), and loading puts that in.
+adapter, of any kind, records what the adapter's model runs (`integration.saved_method`), and loading puts that in.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from typing import Any
 import transformers
 
 try:
+    import peft
+    from packaging.version import Version
     from peft import PeftConfig, PeftModel, PeftType
     from peft.config import PeftConfigMixin
     from peft.tuners.lora import LoraModel, conversion
 
-    _ = LoraModel._get_adapter_state_dict  # PEFT 0.20 decides by its own types what to save
-except (ImportError, AttributeError) as error:
+    if Version(peft.__version__) < Version("0.21.0"):  # PEFT 0.20 decides by its own types what to save
+        raise ImportError(f"peft is {peft.__version__}")
+except ImportError as error:
     raise ImportError('adapters need PEFT 0.21 or newer: pip install "hf_longattn[train]"') from error
 from peft.tuners.adaption_prompt import AdaptionPromptModel
 from peft.tuners.tuners_utils import BaseTuner
@@ -32,13 +35,15 @@ from transformers import PreTrainedModel
 from transformers.integrations.peft import PeftAdapterMixin
 
 from ..config import LongAttnConfig
-from ..integration import apply, record, rope
-from ..integration.lengths import announce_beside
+from ..integration import apply, rope, saved_method
+from ..integration.internals import get_implementation
+from ..integration.max_length import announce_beside
 from ..integration.model import knowing, running
-from ..integration.record import ADAPTER, LEARNED, RECORD, computed, method_in
-from ..integration.seam import Seam, install
+from ..integration.patch import Patch, install
+from ..integration.saved_method import ADAPTER, LEARNED, RECORD, computed, method_in
 from ..integration.state import disable, enable, is_disabled, transaction
-from ..telling import warn
+from ..slots.learned import container_of
+from ..user_warnings import warn
 
 # configs on disk ---------------------------------------------------------------------------------------------------------
 
@@ -47,15 +52,15 @@ def _save_config(original: Any, self: PeftConfigMixin, save_directory: str, **kw
     original(self, save_directory, **kwargs)
     if vars(self).get("longattn"):
         path = Path(save_directory) / ADAPTER
-        saved = record.saved_in(path) | {key: getattr(self, key) for key in RECORD}
-        saved["peft_type"] = record.refused_type(saved["peft_type"])
+        saved = saved_method.saved_in(path) | {key: getattr(self, key) for key in RECORD}
+        saved["peft_type"] = saved_method.refused_type(saved["peft_type"])
         path.write_text(json.dumps(saved, indent=2, sort_keys=True), encoding="utf-8")
     announce_beside(Path(save_directory))
 
 
 def _from_json_file(original: Any, cls: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     saved: dict[str, Any] = original(cls, *args, **kwargs)
-    return saved | {"peft_type": record.type_of(saved)} if "peft_type" in saved else saved
+    return saved | {"peft_type": saved_method.type_of(saved)} if "peft_type" in saved else saved
 
 
 def _from_peft_type(original: Any, cls: Any, **kwargs: Any) -> Any:
@@ -90,14 +95,14 @@ def _joining(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
             _restore(config, target, base, others)
         runs = running(base)
         assert runs is not None
-        record.refuse_copies(config, runs)
+        saved_method.refuse_copies(config, runs)
         if target is None and config.inference_mode and any(method_in(vars(c)) for c in others):
             warn(f"the adapter records no attention, and runs under {runs.name}, as the model's other adapters do")
         config = copy.copy(config)  # one LoraConfig may serve several models
-        record.record(config, base, runs)
+        saved_method.record(config, base, runs)
         if hasattr(config, "modules_to_save"):
-            config.modules_to_save = record.with_learned(base, config.modules_to_save) or config.modules_to_save
-        elif record.has_learned(base) and not config.base_has_method:
+            config.modules_to_save = saved_method.with_learned(base, config.modules_to_save) or config.modules_to_save
+        elif saved_method.has_learned(base) and not config.base_has_method:
             raise ValueError(
                 f"{type(config).__name__} has no modules_to_save, so the learned parameters of {runs.name} would not be saved "
                 "with it: take a kind that has, or save the model first and make the adapter on what you load"
@@ -240,8 +245,8 @@ def _convert_to_lora(original: Any, model: nn.Module, rank: float, adapter_name:
 def _rows_of_several(original: Any, self: PeftModel, *args: Any, **kwargs: Any) -> Any:
     names, base = kwargs.get("adapter_names"), _base_of(self)
     modules = () if names is None or base is None or {*names} == {*self.active_adapters} else base.modules()
-    if any(isinstance(m._modules.get(LEARNED), ModulesToSaveWrapper) for m in modules):
-        runs, active = self.base_model.config._attn_implementation, ", ".join(self.active_adapters)
+    if any(isinstance(container_of(m), ModulesToSaveWrapper) for m in modules):
+        runs, active = get_implementation(self.base_model.config), ", ".join(self.active_adapters)
         raise NotImplementedError(
             f"adapter_names={names}: the learned parameters of {runs} would be those of {active} in all rows. Give each "
             "adapter its rows in a call of its own, after model.set_adapter(...)"
@@ -292,7 +297,7 @@ def _unload(original: Any, self: BaseTuner, *args: Any, **kwargs: Any) -> Any:
     _on(self.model)
     model = original(self, *args, **kwargs)
     for module in model.modules():
-        if isinstance(part := module._modules.get(LEARNED), ModulesToSaveWrapper):  # LNTuning leaves it
+        if isinstance(part := container_of(module), ModulesToSaveWrapper):  # LNTuning leaves it
             setattr(module, LEARNED, part.unload_and_optionally_merge_module(True, False, None))
     return model
 
@@ -310,41 +315,41 @@ def _enable_adapters(original: Any, self: PreTrainedModel) -> None:
             module.enable_adapters(enabled=True)
 
 
-SEAMS = (
-    Seam(PeftConfigMixin, "save_pretrained", _save_config, "PEFT saves no attention; and alone it must refuse what has one"),
-    Seam(PeftConfigMixin, "from_json_file", _from_json_file, "the type that PEFT alone refuses would be refused here too"),
-    Seam(PeftConfigMixin, "from_peft_type", _from_peft_type, "the attention in a file would be dropped with a warning"),
-    Seam(BaseTuner, "inject_adapter", _inject_adapter, "a new adapter would record no attention, a loaded one get none"),
-    Seam(PeftModel, "add_adapter", _add_adapter, "nor would prompts, which are not injected"),
-    Seam(AdaptionPromptModel, "add_adapter", _add_adaption_prompt, "nor would adaption prompts"),
-    Seam(PeftModel, "load_adapter", _load_adapter, "into an adapter that is there it loads weights of any attention"),
-    Seam(
+PATCHES = (
+    Patch(PeftConfigMixin, "save_pretrained", _save_config, "PEFT saves no attention; and alone it must refuse what has one"),
+    Patch(PeftConfigMixin, "from_json_file", _from_json_file, "the type that PEFT alone refuses would be refused here too"),
+    Patch(PeftConfigMixin, "from_peft_type", _from_peft_type, "the attention in a file would be dropped with a warning"),
+    Patch(BaseTuner, "inject_adapter", _inject_adapter, "a new adapter would record no attention, a loaded one get none"),
+    Patch(PeftModel, "add_adapter", _add_adapter, "nor would prompts, which are not injected"),
+    Patch(AdaptionPromptModel, "add_adapter", _add_adaption_prompt, "nor would adaption prompts"),
+    Patch(PeftModel, "load_adapter", _load_adapter, "into an adapter that is there it loads weights of any attention"),
+    Patch(
         PreTrainedModel,
         "load_adapter",
         _load_into_transformers,
         "the same; and older releases drop an adapter's learned parameters with a log line",
     ),
-    Seam(
+    Patch(
         PeftModel, "_enable_peft_forward_hooks", _rows_of_several, "rows of other adapters would get one's learned parameters"
     ),
-    Seam(hotswap, "check_hotswap_configs_compatible", _check_hotswap, "weights of any attention would be exchanged"),
-    Seam(conversion, "convert_to_lora", _convert_to_lora, "the adapter's new config would record no attention"),
-    Seam(
+    Patch(hotswap, "check_hotswap_configs_compatible", _check_hotswap, "weights of any attention would be exchanged"),
+    Patch(conversion, "convert_to_lora", _convert_to_lora, "the adapter's new config would record no attention"),
+    Patch(
         LoraModel,
         "_convert_state_dict_for_initial_model",
         _convert_from_start,
         "PiSSA as plain LoRA would lose a method's learned parameters",
     ),
-    Seam(PeftModel, "disable_adapter", _disable_adapter, "a base without its adapter runs its own attention"),
-    Seam(BaseTuner, "disable_adapter_layers", _disable_adapter_layers, "the same where layers are switched"),
-    Seam(BaseTuner, "enable_adapter_layers", _enable_adapter_layers, "the same, back"),
-    Seam(AdaptionPromptModel, "disable_adapter_layers", _disable_adapter_layers, "the same of a kind that is no BaseTuner"),
-    Seam(AdaptionPromptModel, "enable_adapter_layers", _enable_adapter_layers, "the same, back"),
-    Seam(XLoraModel, "disable_adapter_layers", _disable_adapter_layers, "the same of a kind that does not call BaseTuner's"),
-    Seam(XLoraModel, "enable_adapter_layers", _enable_adapter_layers, "the same, back"),
-    Seam(BaseTuner, "merge_and_unload", _unload, "what is merged while switched off would stay without the method"),
-    Seam(BaseTuner, "unload", _unload, "the same without merging"),
-    Seam(PeftAdapterMixin, "disable_adapters", _disable_adapters, "a base without its adapter runs its own attention"),
-    Seam(PeftAdapterMixin, "enable_adapters", _enable_adapters, "the same, back"),
+    Patch(PeftModel, "disable_adapter", _disable_adapter, "a base without its adapter runs its own attention"),
+    Patch(BaseTuner, "disable_adapter_layers", _disable_adapter_layers, "the same where layers are switched"),
+    Patch(BaseTuner, "enable_adapter_layers", _enable_adapter_layers, "the same, back"),
+    Patch(AdaptionPromptModel, "disable_adapter_layers", _disable_adapter_layers, "the same of a kind that is no BaseTuner"),
+    Patch(AdaptionPromptModel, "enable_adapter_layers", _enable_adapter_layers, "the same, back"),
+    Patch(XLoraModel, "disable_adapter_layers", _disable_adapter_layers, "the same of a kind that does not call BaseTuner's"),
+    Patch(XLoraModel, "enable_adapter_layers", _enable_adapter_layers, "the same, back"),
+    Patch(BaseTuner, "merge_and_unload", _unload, "what is merged while switched off would stay without the method"),
+    Patch(BaseTuner, "unload", _unload, "the same without merging"),
+    Patch(PeftAdapterMixin, "disable_adapters", _disable_adapters, "a base without its adapter runs its own attention"),
+    Patch(PeftAdapterMixin, "enable_adapters", _enable_adapters, "the same, back"),
 )
-install(*SEAMS)
+install(*PATCHES)

@@ -13,14 +13,15 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils._validators import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers import AutoConfig
 
 from ..config import LongAttnConfig
 from ..integration.classes import loaders, task
+from ..integration.internals import adapter_classes
 from ..integration.names import PREFIX, TRIPWIRE
-from ..integration.record import ADAPTER, method_in, saved_in, type_of
-from ..integration.trained import recorded
+from ..integration.saved_method import ADAPTER, method_in, saved_in, type_of
+from ..integration.trained_length import recorded
 from ..slots.method import Method
 from ..slots.registry import modules_of
 
@@ -193,9 +194,8 @@ def _loaders(saved: Mapping[str, Any], adapter: bool) -> tuple[str, str | None]:
 
     task, base = saved.get("task_type"), (saved.get("auto_mapping") or {}).get("base_model_class")
     made = auto.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(task)
-    kinds = [x for x in vars(auto).values() if made is not None and getattr(x, "_target_peft_class", None) is made]
-    if kinds:
-        return kinds[0]._target_class.__name__, kinds[0].__name__
+    for name, target in adapter_classes(made):
+        return target.__name__, name
     return loaders(base or "AutoModelForCausalLM")[0], "AutoPeftModel" if base else None
 
 

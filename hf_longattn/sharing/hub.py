@@ -22,9 +22,9 @@ from ..integration import describe, get_config
 from ..integration.classes import loaders
 from ..integration.names import TRIPWIRE
 from ..integration.offload import refuse_to_save
-from ..integration.record import ADAPTER, saved_in
+from ..integration.saved_method import ADAPTER, saved_in
 from ..slots.registry import did_you_mean
-from ..telling import warn
+from ..user_warnings import warn
 from .card import Facts, contents, hub_id, model_card, source
 
 STUB = "modeling_longattn.py"

@@ -71,9 +71,15 @@ def check_part(part: Any, what: str) -> None:
             )
 
 
+def container_of(attention: Any) -> nn.Module | None:
+    """Return the module that holds an attention module's learned parts, or PEFT's wrapper of that module; None: no parts."""
+    held: nn.Module | None = attention._modules.get("longattn")  # by attribute an absent one would cost as much as a product
+    return held
+
+
 def learned_parts(attention: Any) -> dict[str, nn.Module]:
     """The learned parts of an attention module by slot; of the active adapter where PEFT has wrapped them."""
-    container = attention._modules.get("longattn")  # by attribute an absent one would cost as much as a product
+    container: Any = container_of(attention)
     if container is None:
         return {}
     plain = type(container) is LearnedParts

@@ -17,7 +17,7 @@ from ..config import LongAttnConfig
 from ..evaluation.loading import build, check_reads, config_from, edit_rope, load_weights
 from ..evaluation.loading import load_tokenizer as tokenizer_of
 from ..integration import apply, get_config, rope, update
-from ..integration.classes import kinds_of
+from ..integration.internals import classes_for
 from ..integration.layers import candidates_of
 from ..integration.model import knowing
 from ..slots.registry import did_you_mean
@@ -81,7 +81,7 @@ def put_adapter(model: Any, lora: Lora, seed: int) -> Any:
     targets = [name for target in lora.targets for name in (_projections(model) if target == ATTENTION else [target])]
     config = LoraConfig(
         # by a task PEFT loads the class that it goes with, which a model with pictures is not; without one the model's own
-        task_type="CAUSAL_LM" if type(model) in kinds_of(AutoModelForCausalLM, model.config) else None,
+        task_type="CAUSAL_LM" if type(model) in classes_for(AutoModelForCausalLM, model.config) else None,
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,

@@ -29,9 +29,9 @@ from ..evaluation.measures.probe import TOKENS
 from ..evaluation.rows import Row, alone, versions, write_whole
 from ..integration import describe, rope
 from ..integration.guards import table_entries
-from ..integration.lengths import trained_at
+from ..integration.max_length import trained_at
 from ..integration.planning import bound_config
-from ..integration.trained import recorded
+from ..integration.trained_length import recorded
 from ..sharing.card import Facts
 from ..sharing.hub import save, write_card
 from ..slots.method import Method

@@ -26,7 +26,7 @@ from hf_longattn.evaluation.measures import blocks
 from hf_longattn.evaluation.measures.diagnostics import QUANTITIES, WHAT, Diagnostics
 from hf_longattn.evaluation.measures.sums import Options, Sums, collect
 from hf_longattn.integration.caches import CACHE
-from hf_longattn.integration.observe import observe
+from hf_longattn.integration.observer import observe
 
 
 def same(actual: Tensor, expected: Any, tolerance: float = 2e-5) -> None:

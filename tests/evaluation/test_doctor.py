@@ -21,7 +21,7 @@ import hf_longattn
 from hf_longattn.cli import app
 from hf_longattn.evaluation import doctor
 from hf_longattn.evaluation.outlook import trained_line
-from hf_longattn.integration.trained import trained
+from hf_longattn.integration.trained_length import trained
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from hf_longattn.core.kernels.sdpa import few_queries
 from hf_longattn.core.plan import AttentionPlan
 from hf_longattn.integration import dispatch
 from hf_longattn.integration.caches import CACHE
-from hf_longattn.integration.observe import observe
+from hf_longattn.integration.observer import observe
 from hf_longattn.integration.passes import LayerCall
 
 preset = LongAttnConfig.preset

@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
-from hf_longattn.integration.trained import trained
+from hf_longattn.integration.trained_length import trained
 from hf_longattn.slots.method import ModelFacts
 
 REROPE = LongAttnConfig.preset("rerope", window=7)

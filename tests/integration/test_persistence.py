@@ -540,13 +540,13 @@ def test_imports_in_any_order_and_twice(base: Path) -> None:
         from transformers import AutoModelForCausalLM, PreTrainedModel
         m = AutoModelForCausalLM.from_pretrained(sys.argv[1])
         before = PreTrainedModel.post_init
-        import hf_longattn, hf_longattn.integration.seams as seams
+        import hf_longattn, hf_longattn.integration.patches as seams
         wrapped = PreTrainedModel.post_init
         assert wrapped.__wrapped__ is before
         import importlib
         importlib.reload(hf_longattn)
         importlib.reload(seams)
-        hf_longattn.integration.seam.install(*seams.SEAMS)
+        hf_longattn.integration.patch.install(*seams.PATCHES)
         assert PreTrainedModel.post_init is wrapped
         hf_longattn.apply(m, "scale_invariant", tau=3.0, sink_tokens=2)
         n = AutoModelForCausalLM.from_pretrained(

@@ -16,7 +16,7 @@ from typing import Any
 import transformers
 
 from hf_longattn.evaluation.outlook import outlook, trained_line
-from hf_longattn.integration.trained import trained
+from hf_longattn.integration.trained_length import trained
 
 CHECKPOINTS = {c["name"]: c for c in json.loads((Path(__file__).parent / "checkpoints.json").read_text(encoding="utf-8"))}
 #: What makes any of them tiny; a config takes what it knows of this.

@@ -9,7 +9,7 @@ from torch import nn
 
 from ...core.call import Call
 from ...integration.layers import Layer
-from ...integration.observe import observe
+from ...integration.observer import observe
 from .diagnostics import Diagnostics
 from .sums import Options, Sums, collect
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...config import LongAttnConfig
 from ...core.call import Call
 from ...integration.layers import Layer
-from ...integration.observe import observe
+from ...integration.observer import observe
 from .blocks import blocks
 from .copies import PASSAGE, SKIP, Copy, with_copies
 

@@ -12,6 +12,7 @@ from torch.distributed.nn.functional import all_reduce  # the one with a gradien
 
 from ...config import LongAttnConfig
 from ...slots.method import Heads
+from ..internals import deepspeed_group
 from . import ulysses
 
 
@@ -40,7 +41,7 @@ def _mean_over(group: Any) -> Callable[[Tensor], Tensor]:
 def _split_by(module: nn.Module, count: int, of: int) -> tuple[int, Any, bool]:
     """This process's rank among those that share a layer, their group, and whether nobody else sums their gradients."""
     if (here := ulysses.place(module)) is not None and here[1] * count == of:
-        return here[0], ulysses.group_of(module) or ulysses.deepspeed_group(), False  # as tokens are split too
+        return here[0], ulysses.group_of(module) or deepspeed_group(), False  # as tokens are split too
     if torch.distributed.is_available():
         from torch.distributed.tensor import DTensor
 

@@ -19,9 +19,10 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 
 from ...core.geometry import AttentionLayout, Columns
 from ..caches import PAGES
+from ..internals import get_implementation
 from ..names import is_ours
 from ..passes import LayerCall
-from ..seam import Seam
+from ..patch import Patch
 
 #: What arrives in place of a mask, and in no other call.
 ARGUMENTS = frozenset({"read_index", "write_index", "block_table", "logits_indices", "logits_processor_args"})
@@ -125,7 +126,7 @@ def _batching_manager(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    if is_ours(model.config._attn_implementation_internal):
+    if is_ours(get_implementation(model.config)):
         if not PAGES:
             raise NotImplementedError(
                 f"continuous batching of transformers {transformers.__version__} would replace the method by flash attention: "
@@ -141,18 +142,18 @@ def _batching_manager(
 
 
 def _switch_to_cb_friendly_attn(original: Callable[..., None], self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    if not is_ours(model.config._attn_implementation_internal):
+    if not is_ours(get_implementation(model.config)):
         original(self, model, *args, **kwargs)
 
 
-SEAMS = (
-    Seam(
+PATCHES = (
+    Patch(
         ContinuousBatchingManager,
         "__init__",
         _batching_manager,
         "older releases would replace the method by flash attention with a log line; CUDA graphs would be captured",
     ),
-    Seam(
+    Patch(
         ContinuousBatchingManager,
         "switch_to_cb_friendly_attn",
         _switch_to_cb_friendly_attn,

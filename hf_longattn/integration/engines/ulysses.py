@@ -7,7 +7,6 @@ sequence: a document starts where they do not grow. Padding must be on the right
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_to_all_single  # the one with a gradient
 
 from ...core.geometry import AttentionLayout, Columns
+from ..internals import deepspeed_group
 from ..passes import LayerCall
 from ..state import plan_of, state_of
 
@@ -76,12 +76,6 @@ def place(module: nn.Module) -> tuple[int, int] | None:
     if (group := deepspeed_group()) is None:
         return None
     return torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-
-
-def deepspeed_group() -> Any:
-    """The processes among which DeepSpeed splits sequences, or None."""
-    deepspeed = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
-    return None if deepspeed is None else deepspeed._SEQUENCE_PARALLEL_GROUP
 
 
 def is_exchanged(asked: LayerCall, query: Tensor, key: Tensor) -> bool:

@@ -20,7 +20,7 @@ from ...model import apply
 from ...names import is_ours, short
 from ...rotation import RotarySource
 from ...state import LayerPlan, plan_of, set_plan
-from ...trained import ORIGINAL, rope_settings
+from ...trained_length import ORIGINAL, rope_settings
 from ...verify import NOT_ROTATED, unrotated
 
 #: Under this name an attention module of vLLM's model holds its `Part`.

@@ -15,9 +15,9 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdate
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from ...names import TRIPWIRE
-from ...record import ADAPTER, computed, method_in, saved_in
-from ...seam import Seam
-from ...seam import install as install_seams
+from ...patch import Patch
+from ...patch import install as install_seams
+from ...saved_method import ADAPTER, computed, method_in, saved_in
 from . import fold, plans
 
 #: vLLM's name for its attention function.
@@ -35,7 +35,7 @@ def install() -> None:
         if name.startswith("Transformers") and name.endswith("ForCausalLM"):
             ModelRegistry.register_model(TRIPWIRE + name, f"{package}.model:{TRIPWIRE}{name}")
             MODELS_CONFIG_MAP[TRIPWIRE + name] = Checks
-    install_seams(*SEAMS)
+    install_seams(*PATCHES)
 
 
 def _resolve(original: Callable[..., Any], self: Any, architectures: Any, model_config: Any) -> Any:
@@ -121,11 +121,11 @@ def _load_adapter(original: Callable[..., Any], self: Any, lora_request: Any) ->
     return original(self, lora_request)
 
 
-SEAMS = (
-    Seam(ModelConfig, "get_and_verify_max_len", _longest, "a scaling that a config's length includes would count twice"),
-    Seam(type(ModelRegistry), "inspect_model_cls", _resolve, "a checkpoint of ours would be served without its method"),
-    Seam(type(ModelRegistry), "resolve_model_cls", _resolve, "the same, where the class is loaded"),
-    Seam(
+PATCHES = (
+    Patch(ModelConfig, "get_and_verify_max_len", _longest, "a scaling that a config's length includes would count twice"),
+    Patch(type(ModelRegistry), "inspect_model_cls", _resolve, "a checkpoint of ours would be served without its method"),
+    Patch(type(ModelRegistry), "resolve_model_cls", _resolve, "the same, where the class is loaded"),
+    Patch(
         WorkerLoRAManager,
         "_load_adapter",
         _load_adapter,

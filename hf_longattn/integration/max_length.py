@@ -13,7 +13,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .layers import View, distinct, language_config
-from .trained import KEPT, ORIGINAL, UNSCALED, rope_settings, said
+from .trained_length import KEPT, ORIGINAL, UNSCALED, rope_settings, said
 
 #: What a config keeps, beside its own lengths, of the length at which generation ended.
 GENERATION = "generation_config.max_length"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import warnings
 
 #: Packages that call us on a user's behalf.
@@ -14,7 +14,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
     Python 3.12 has an argument for that, `skip_file_prefixes`; 3.11 counts frames.
     """
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)

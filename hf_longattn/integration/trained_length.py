@@ -11,7 +11,7 @@ ORIGINAL = "original_max_position_embeddings"
 #: What configs call the longest text that a model reads; engines and harnesses take the least, or the first, of those there.
 LENGTHS: tuple[str, ...] = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_length", "max_seq_len")
 LENGTHS += ("seq_length", "seq_len", "model_max_length", "n_ctx")
-#: Where a config keeps what they said before a method let its model read further (`lengths.announce`).
+#: Where a config keeps what they said before a method let its model read further (`max_length.announce`).
 KEPT = "longattn_lengths"
 #: Rope types that leave max_position_embeddings to be what a model was trained at.
 UNSCALED = ("default", "proportional", "axial")

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..config import CUSTOM, LongAttnConfig
 from ..core.call import Call
+from .internals import get_implementation, set_implementation
 from .layers import Layer, View
 from .names import described, is_ours
 from .planning import settle
@@ -53,10 +54,10 @@ def _placed(view: View, observer: Observer, named: set[int] | None) -> list[Laye
     settle(view)
     config, state, observed = view.target, view.state or AttentionState(), []
     left_alone: dict[int, str] = {}
-    if config is not None and not is_ours(config._attn_implementation_internal):
+    if config is not None and not is_ours(get_implementation(config)):
         for c in view.speaking:
-            remember(view, c, c._attn_implementation_internal)
-            c._attn_implementation_internal = CUSTOM
+            remember(view, c, get_implementation(c))
+            set_implementation(c, CUSTOM)
         state.set_running(view, LongAttnConfig())
     whole = None if config is None else described(config)
     for layer in view.of_target:

@@ -29,7 +29,7 @@ from hf_longattn.evaluation.loading import check_setting, edit_rope, load_settin
 from hf_longattn.evaluation.miniature import miniature
 from hf_longattn.evaluation.settings import Setting, parse_settings
 from hf_longattn.integration.caches import CACHE, PAGES
-from hf_longattn.integration.trained import ORIGINAL, trained
+from hf_longattn.integration.trained_length import ORIGINAL, trained
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}

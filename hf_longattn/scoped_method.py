@@ -9,11 +9,13 @@ from typing import Any
 
 from torch import nn
 
+from .integration.internals import get_implementation
 from .integration.layers import View
 from .integration.model import Method, Model, apply, change, knowing, take_out
 from .integration.names import name_for
 from .integration.parameters import attach
 from .integration.planning import put
+from .slots.learned import container_of
 
 
 @contextmanager
@@ -47,8 +49,8 @@ class AsItWas:
     def __init__(self, model: nn.Module) -> None:
         view = View(model)
         self.model, self.config = model, view.running
-        self.name = view.model.config._attn_implementation_internal
-        self.parts = {x.module: x.module._modules.get("longattn") for x in view.layers}
+        self.name = get_implementation(view.model.config)
+        self.parts = {x.module: container_of(x.module) for x in view.layers}
 
     def put(self, method: Method | list[Method] | tuple[Method, ...], **parameters: Any) -> None:
         """`apply`, without its warning of learned parts that go: they come back."""
@@ -61,7 +63,7 @@ class AsItWas:
         with knowing(), change(self.model) as view:
             for layer in view.layers:
                 kept = self.parts.get(layer.module)
-                if layer.module._modules.get("longattn") is not kept:
+                if container_of(layer.module) is not kept:
                     attach(view.model, layer, ())
                     if kept is not None:
                         layer.module.longattn = kept
@@ -69,5 +71,5 @@ class AsItWas:
                 take_out(view)
             elif view.running is not self.config:  # equal ones may reach differently far
                 put(view, self.config, name_for(self.config.name))
-        if self.config is None and view.model.config._attn_implementation_internal != self.name:
+        if self.config is None and get_implementation(view.model.config) != self.name:
             view.model.set_attn_implementation(self.name)

@@ -34,13 +34,13 @@ from transformers.loss import loss_utils
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 import hf_longattn
-from hf_longattn.integration import dispatch, masks, seam, seams, state
+from hf_longattn.integration import dispatch, masks, patch, patches, state
 from hf_longattn.integration.engines import paged
 from hf_longattn.sharing import adapters
 
 TOWER: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 ROOT = Path(__file__).parents[2]
-DECLARED = (*seams.SEAMS, *paged.SEAMS, *adapters.SEAMS)
+DECLARED = (*patches.PATCHES, *paged.PATCHES, *adapters.PATCHES)
 #: What the wrapped functions must be given, by our wrappers' knowledge.
 REQUIRED = {
     "PreTrainedConfig.to_dict": ["self"],
@@ -58,7 +58,7 @@ REQUIRED = {
 WRAPPED = {str(x): x for x in DECLARED if not x.whole}
 
 
-def owner_of(declared: seam.Seam) -> Any:
+def owner_of(declared: patch.Patch) -> Any:
     if not isinstance(declared.owner, str):
         return declared.owner
     module, _, name = declared.owner.partition(":")
@@ -96,7 +96,7 @@ def test_arguments_of_the_loss_are_known() -> None:
 
 def test_installing_again_wraps_nothing_twice() -> None:
     before = [inspect.getattr_static(owner_of(x), x.name) for x in DECLARED]
-    seam.install(*DECLARED)
+    patch.install(*DECLARED)
     assert [inspect.getattr_static(owner_of(x), x.name) for x in DECLARED] == before
 
 
@@ -216,13 +216,13 @@ def test_importing_it_changes_nothing_for_models_without_a_method() -> None:
         theirs = ((o, n) for o, n in now.keys() - classes.keys() if o.__module__.startswith(("peft", "transformers")))
         assert {(o.__name__, n) for o, n in theirs} == {("PreTrainedConfig", "longattn"), ("PreTrainedModel", "load_adapter")}
         assert all(c.__init__ is init for c, init in inits.items())
-        for seam in (*hf_longattn.integration.seams.SEAMS, *hf_longattn.sharing.adapters.SEAMS):
-            owner = seam.owner
+        for patch in (*hf_longattn.integration.patches.PATCHES, *hf_longattn.sharing.adapters.PATCHES):
+            owner = patch.owner
             if isinstance(owner, str):
                 owner = getattr(sys.modules[owner.partition(":")[0]], owner.partition(":")[2])
-            if not seam.whole:
-                function = getattr(owner, seam.name)
-                assert pickle.loads(pickle.dumps(function)) == function, seam
+            if not patch.whole:
+                function = getattr(owner, patch.name)
+                assert pickle.loads(pickle.dumps(function)) == function, patch
         print("the same")
         """
     )
@@ -237,7 +237,7 @@ def foreign_names(tree: ast.AST) -> set[str]:
 
 
 def test_nothing_else_is_patched() -> None:
-    """Only `seam` assigns to classes and modules of other packages, and only what is declared."""
+    """Only `patch` assigns to classes and modules of other packages, and only what is declared."""
     declared = 0
     for path in (ROOT / "hf_longattn").rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -250,9 +250,9 @@ def test_nothing_else_is_patched() -> None:
                 assert not (isinstance(target.value, ast.Name) and target.value.id in foreign), f"{path}:{node.lineno}"
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 first = node.args[0] if node.args else None
-                own = path.name == "seam.py" or not (isinstance(first, ast.Name) and first.id in foreign)
+                own = path.name == "patch.py" or not (isinstance(first, ast.Name) and first.id in foreign)
                 assert node.func.id != "setattr" or own, f"{path}:{node.lineno}"
-                declared += node.func.id == "Seam" and path.parent.name != "vllm"
+                declared += node.func.id == "Patch" and path.parent.name != "vllm"
     assert declared == len(DECLARED)
 
 
@@ -260,9 +260,9 @@ def test_the_page_lists_every_seam() -> None:
     page = (ROOT / "docs" / "explain" / "design.md").read_text(encoding="utf-8")
     rows = [f"| `{x}` | {x.why} |" for x in DECLARED]
     served = (ROOT / "hf_longattn/integration/engines/vllm/resolution.py").read_text(encoding="utf-8")
-    found = re.findall(r'Seam\(\s*(?:type\()?(\w+)\)?,\s*"(\w+)",\s*\w+,\s*"(.+?)",?\s*\)', served)
+    found = re.findall(r'Patch\(\s*(?:type\()?(\w+)\)?,\s*"(\w+)",\s*\w+,\s*"(.+?)",?\s*\)', served)
     rows += [f"| vLLM's `{owner}.{name}` | {why} |" for owner, name, why in found]
-    assert len(found) == served.count("Seam(")
+    assert len(found) == served.count("Patch(")
     assert "\n".join(rows) in page
 
 

@@ -10,7 +10,7 @@ from ..slots.method import ModelFacts
 from .layers import Layer, View
 from .rope import check_built
 from .rotation import find_rotary
-from .trained import ORIGINAL, rope_settings, trained
+from .trained_length import ORIGINAL, rope_settings, trained
 
 #: What models call the norm of their queries, inside an attention module.
 QUERY_NORMS = ("q_norm", "q_layernorm", "q_layer_norm", "query_layernorm", "qk_norm")

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ..config import LongAttnConfig
 from ..slots.learned import LearnedParts, learned_parts
 from . import rope
+from .internals import commit_of, get_implementation
 from .layers import View
 from .names import PREFIX, is_ours, ours_in, short
 
@@ -74,7 +75,7 @@ def record(adapter: Any, model: PreTrainedModel, runs: LongAttnConfig | None) ->
         checkpoint = _checkpoint(model)
         own, base = rope.settings_of(model), None if checkpoint is None else rope.settings_of(checkpoint)
         adapter.rope_parameters, adapter.base_rope_parameters = (own, base) if own != base else (None, None)
-        ours = checkpoint is not None and (checkpoint.longattn or is_ours(checkpoint._attn_implementation))
+        ours = checkpoint is not None and (checkpoint.longattn or is_ours(get_implementation(checkpoint)))
         adapter.base_has_method = bool(ours)
     adapter.longattn = None if runs is None else runs.to_dict()
     if (kept := getattr(adapter, "modules_to_save", None)) and not has_learned(model):
@@ -145,8 +146,7 @@ def _checkpoint(model: PreTrainedModel) -> Any:
     name = model.__dict__.get("name_or_path")
     if not name:
         return None
-    revision = getattr(model.config, "_commit_hash", None) or "main"
     try:
-        return type(model.config).from_pretrained(name, revision=revision, local_files_only=True)
+        return type(model.config).from_pretrained(name, revision=commit_of(model.config), local_files_only=True)
     except OSError:
         return None

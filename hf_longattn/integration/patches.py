@@ -1,4 +1,4 @@
-"""What of transformers is wrapped, and why: `SEAMS`, below the wrappers. Each calls the original first or last."""
+"""What of transformers is wrapped, and why: `PATCHES`, below the wrappers. Each calls the original first or last."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -17,19 +16,20 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTok
 from ..config import CUSTOM, LongAttnConfig, read_name, refuse_twice
 from ..slots.method import SLOTS
 from ..slots.registry import STOCK, method_class, parameters_of
-from ..telling import warn
+from ..user_warnings import warn
+from .internals import get_implementation, is_part, set_implementation
 from .layers import View, language_config
-from .lengths import announce, announce_beside
 from .masks import own_implementation
+from .max_length import announce, announce_beside
 from .model import apply, change, say_what_runs, warn_of_lost_softcap, warn_untrained
 from .names import PREFIX, TRIPWIRE, described, hint, is_ours, methods_in, ours_in, register_combination, short
 from .offload import keep_learned, refuse_to_save
 from .parameters import initialise
 from .passes import carried, implementation_in_pass
+from .patch import Patch
 from .planning import prepare, refuse_name
-from .record import by_number
 from .resume import load_checkpoint
-from .seam import Seam
+from .saved_method import by_number
 from .state import Section, own_configs, remember
 
 #: What a composite config calls its language model's, and callers therefore also that of a model of text alone.
@@ -60,8 +60,8 @@ def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) ->
     if text is self:
         observed = section == LongAttnConfig()  # a model without a method, while something looks on
         section = section.to_dict() if isinstance(section, LongAttnConfig) else section
-        if is_ours(self._attn_implementation) and not observed:
-            out |= {"attn_implementation": PREFIX + short(self._attn_implementation)}
+        if is_ours(name := get_implementation(self)) and not observed:
+            out |= {"attn_implementation": PREFIX + short(name)}
             out |= {"longattn": section} if section else {}
         return out
     for key in self.sub_configs:
@@ -112,24 +112,24 @@ def _by_part(config: PreTrainedConfig, implementation: Any) -> Any:
 def _keeping_our_name(original: Any) -> property:
     """The config's property, under which None, "the default", does not take a method away, and no name of ours is lost."""
 
-    def set_implementation(self: PreTrainedConfig, value: str | dict[str, Any] | None) -> None:
-        ours = self.__dict__.get("_attn_implementation_internal")
+    def setter(self: PreTrainedConfig, value: str | dict[str, Any] | None) -> None:
+        ours = get_implementation(self)
         original.fset(self, _by_part(self, value))
         if value is None and is_ours(ours):
-            self._attn_implementation_internal = ours
+            set_implementation(self, ours)
 
     @functools.wraps(original.fget)
     def implementation(self: PreTrainedConfig) -> str | None:
         return implementation_in_pass(self)
 
-    return property(implementation, set_implementation, original.fdel, original.__doc__)
+    return property(implementation, setter, original.fdel, original.__doc__)
 
 
 def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config: Any = None, **kwargs: Any) -> Any:
     if isinstance(config, PreTrainedConfig):
         config = _with_section(config, kwargs)
     _refuse_parameters(config, kwargs)
-    asked = kwargs.get("attn_implementation", getattr(config, "_attn_implementation_internal", None))
+    asked = kwargs.get("attn_implementation", get_implementation(config))
     token = _LOADED.set(True)
     try:
         with _no_unknown_name(cls):
@@ -186,7 +186,7 @@ def _put_parameters(config: PreTrainedConfig, implementation: str) -> str:
 
 def _refuse_parameters(config: PreTrainedConfig | None, kwargs: dict[str, Any]) -> None:
     """Parameters of a method beside its name would reach the model's constructor, which knows nothing of them."""
-    named = getattr(config, "_attn_implementation", None)  # auto classes read the name into the config
+    named = get_implementation(config)  # auto classes read the name into the config
     if name := ours_in(kwargs.get("attn_implementation", named)):
         methods = [] if methods_in(name) == CUSTOM else methods_in(name).split("+")
         known = {"layers", "backend", "train_length"}.union(*map(parameters_of, methods))
@@ -224,19 +224,6 @@ def _with_section(config: PreTrainedConfig, kwargs: dict[str, Any]) -> PreTraine
     return config
 
 
-def _is_part(model: PreTrainedModel) -> bool:
-    """Whether another model is being built around this one: whether the `__init__` of one is running that calls this one's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "__init__" and code.co_argcount:
-            builds = frame.f_locals.get(code.co_varnames[0])
-            if builds is not model and isinstance(builds, PreTrainedModel):
-                return True
-        frame = frame.f_back
-    return False
-
-
 def _leave_drafts_alone(model: PreTrainedModel) -> None:
     """Heads that predict several tokens ahead (`generate(use_mtp=True)`) are built on a copy of their model's config, and
     share its rotation. Where a method goes by the model's layers or turns its rotation back, they run the model's own
@@ -246,17 +233,17 @@ def _leave_drafts_alone(model: PreTrainedModel) -> None:
     if "num_mtp_layers" not in vars(model) or not isinstance(method, LongAttnConfig):
         return
     if by_number(method) or method.remap is not None:
-        vars(model.config)["_attn_implementation_internal"] = own_implementation(model.config)
+        set_implementation(model.config, own_implementation(model.config))
         model.config.longattn = None
 
 
 def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
-    if _is_part(self):
+    if is_part(self):
         return original(self)  # the whole model knows better what its towers and wrappers do
     _leave_drafts_alone(self)
     view = View(self)
     for c in view.configs:
-        if is_ours(c._attn_implementation_internal):
+        if is_ours(get_implementation(c)):
             remember(view, c)
     if own_configs(view):
         view = View(self)
@@ -265,14 +252,14 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     warn_of_lost_softcap(view.layers)
     if not _LOADED.get():
         _announce(view)
-    ours = any(is_ours(c._attn_implementation_internal) for c in (self.config, language_config(self.config)))
+    ours = any(is_ours(get_implementation(c)) for c in (self.config, language_config(self.config)))
     if (section := self.config.longattn) and not ours:
         if not {"version", *SLOTS} & section.keys():  # parameters as they are typed, not what a checkpoint saved
             raise ValueError(
                 f"longattn={section} needs the name of its method beside it: attn_implementation="
                 f"{section.get('name', 'scale_invariant')!r}" + ("" if "name" in section else ", or whichever it is")
             )
-        runs = language_config(self.config)._attn_implementation
+        runs = get_implementation(language_config(self.config))
         if runs is not None and runs.removeprefix("paged|") not in STOCK:
             raise ValueError(
                 f"the checkpoint (or the config) was made under {LongAttnConfig.parse(section).name}, and attn_implementation="
@@ -309,17 +296,17 @@ def _set_attn_implementation(
         apply(self, short(attn_implementation))
         return
     with change(self) as view:
-        before = [(c, c._attn_implementation_internal) for c in view.configs]
+        before = [(c, get_implementation(c)) for c in view.configs]
         attn_implementation = _by_part(self.config, attn_implementation)
         original(self, attn_implementation, *args, **kwargs)
-        says, names = language_config(self.config), [c._attn_implementation_internal for c in view.configs]
+        says, names = language_config(self.config), [get_implementation(c) for c in view.configs]
         if any(map(is_ours, (*names, *(name for _, name in before)))) and any(c is says for c in view.speaking):
             for c in view.speaking:  # transformers passes over those of layers that were copied, and of a body from elsewhere
-                c._attn_implementation_internal = says._attn_implementation_internal
+                set_implementation(c, get_implementation(says))
         for c, implementation in before:
-            if is_ours(c._attn_implementation_internal) and not is_ours(implementation):
+            if is_ours(get_implementation(c)) and not is_ours(implementation):
                 remember(view, c, implementation)
-        if (name := ours_in(attn_implementation)) and not any(is_ours(c._attn_implementation_internal) for c, _ in before):
+        if (name := ours_in(attn_implementation)) and not any(is_ours(get_implementation(c)) for c, _ in before):
             refuse_name(view, name, described(self.config))  # transformers logs that it stays with what it runs
         warn_of_lost_softcap(view.layers)
         prepare(view, verify=True)
@@ -333,23 +320,23 @@ def _save_pretrained(original: Callable[..., Any], self: Any, save_directory: An
     return out
 
 
-SEAMS = (
-    Seam(
+PATCHES = (
+    Patch(
         PreTrainedConfig,
         "longattn",
         lambda _: property(_get_section, _set_section),
         "from_pretrained(longattn=...) accepts only known attributes",
         whole=True,
     ),
-    Seam(PreTrainedConfig, "to_dict", _to_dict, "transformers never writes the attention implementation; we must"),
-    Seam(
+    Patch(PreTrainedConfig, "to_dict", _to_dict, "transformers never writes the attention implementation; we must"),
+    Patch(
         PreTrainedConfig,
         "from_dict",
         _from_dict,
         "attn_implementation=None, or a dict that names other parts, would load a checkpoint of ours under sdpa; strict ones "
         "name other classes, for vLLM",
     ),
-    Seam(
+    Patch(
         PreTrainedConfig,
         "_attn_implementation",
         _keeping_our_name,
@@ -357,44 +344,44 @@ SEAMS = (
         "would reach passes that run",
         whole=True,
     ),
-    Seam(PreTrainedModel, "from_pretrained", _from_pretrained, "with config=, longattn= would reach the model's constructor"),
-    Seam(PreTrainedModel, "_from_config", _from_config, "longattn= would reach the model's constructor"),
-    Seam(
+    Patch(PreTrainedModel, "from_pretrained", _from_pretrained, "with config=, longattn= would reach the model's constructor"),
+    Patch(PreTrainedModel, "_from_config", _from_config, "longattn= would reach the model's constructor"),
+    Patch(
         PreTrainedModel,
         "get_correct_attn_implementation",
         _get_correct_attn_implementation,
         "combinations of methods are registered where they are asked for; a typing mistake lists transformers' names only",
     ),
-    Seam(
+    Patch(
         PreTrainedModel,
         "_initialize_weights",
         initialise,
         "learned parameters that a checkpoint lacks would stay uninitialised, or start as other modules of their class do",
     ),
-    Seam(PreTrainedModel, "post_init", _post_init, "check and plan while a model is built, not at its first step"),
-    Seam(
+    Patch(PreTrainedModel, "post_init", _post_init, "check and plan while a model is built, not at its first step"),
+    Patch(
         PreTrainedModel,
         "set_attn_implementation",
         _set_attn_implementation,
         "check and plan when the attention is switched",
     ),
-    Seam(
+    Patch(
         PreTrainedModel,
         "save_pretrained",
         _save_pretrained,
         "a tokenizer beside a longer model would go on cutting texts; of offloaded weights the error names no way out",
     ),
-    Seam(PreTrainedTokenizerBase, "save_pretrained", _save_pretrained, "the same, where it is saved after its model"),
-    Seam(Cache, "reorder_cache", carried, "where pictures stand (M-RoPE) is kept beside a cache, and goes with its rows"),
-    Seam(Cache, "batch_repeat_interleave", carried, "the same"),
-    Seam(Cache, "batch_select_indices", carried, "the same"),
-    Seam(
+    Patch(PreTrainedTokenizerBase, "save_pretrained", _save_pretrained, "the same, where it is saved after its model"),
+    Patch(Cache, "reorder_cache", carried, "where pictures stand (M-RoPE) is kept beside a cache, and goes with its rows"),
+    Patch(Cache, "batch_repeat_interleave", carried, "the same"),
+    Patch(Cache, "batch_select_indices", carried, "the same"),
+    Patch(
         "transformers.trainer:Trainer",
         "_load_from_checkpoint",
         load_checkpoint,
         "Trainer would continue from weights of another attention",
     ),
-    Seam(
+    Patch(
         "transformers.trainer:Trainer",
         "_load_optimizer_and_scheduler",
         load_checkpoint,

@@ -1,0 +1,239 @@
+"""The door to Transformers: each fact that it does not promise is one function, tested by tests/integration/test_internals.py.
+
+`patches.py` beside it names the functions of Transformers that are wrapped. All other modules use public names. A test that
+fails here on a new release says which function to write anew. Facts of torch's modules, accelerate and DeepSpeed stand below.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
+from transformers.masking_utils import and_masks, causal_mask_function
+from transformers.models.auto import auto_factory, modeling_auto
+
+# configs ------------------------------------------------------------------------------------------------------------------
+
+#: The entry of a config that holds the name of its attention; the property beside it switches nested configs too.
+IMPLEMENTATION = "_attn_implementation_internal"
+
+
+def get_implementation(config: Any) -> str | None:
+    """Return the name of the attention that a config runs; None: none was chosen yet."""
+    name: str | None = getattr(config, IMPLEMENTATION, None)
+    return name
+
+
+def set_implementation(config: Any, name: str | None) -> None:
+    """Let one config run an attention; configs nested in it keep theirs."""
+    setattr(config, IMPLEMENTATION, name)
+
+
+def has_own_implementation(config: Any) -> bool:
+    """Tell whether a config's class replaces the property by which Transformers reads the implementation (HRM)."""
+    return type(config)._attn_implementation is not PreTrainedConfig._attn_implementation
+
+
+def commit_of(config: Any) -> str:
+    """Return the revision on the Hub that a config was read from."""
+    return getattr(config, "_commit_hash", None) or "main"
+
+
+# auto classes -------------------------------------------------------------------------------------------------------------
+
+
+def auto_classes() -> list[Any]:
+    """Return the auto classes that have models, but for `AutoModelForPreTraining`, which has all kinds."""
+    base: Any = auto_factory._BaseAutoModelClass
+    kinds: list[Any] = [x for x in vars(modeling_auto).values() if isinstance(x, type) and issubclass(x, base)]
+    return [x for x in kinds if x._model_mapping is not None and x is not modeling_auto.AutoModelForPreTraining]
+
+
+def names_by_type(auto: Any) -> Mapping[str, Any]:
+    """Return an auto class's table from model types to names of classes: one, or several."""
+    table: Mapping[str, Any] = auto._model_mapping._model_mapping
+    return table
+
+
+def classes_for(auto: Any, config: Any) -> tuple[type[PreTrainedModel], ...]:
+    """Return the classes that an auto class has for a config."""
+    if type(config) not in auto._model_mapping:
+        return ()
+    found = auto._model_mapping[type(config)]
+    return found if isinstance(found, tuple) else (found,)
+
+
+def adapter_classes(peft_class: Any) -> list[tuple[str, Any]]:
+    """Return PEFT's auto classes for one of its classes: names, each with the auto class of Transformers that it calls."""
+    from peft import auto
+
+    kinds = [x for x in vars(auto).values() if getattr(x, "_target_peft_class", None) is peft_class]
+    return [(x.__name__, x._target_class) for x in kinds if peft_class is not None]
+
+
+# attention modules and masks ----------------------------------------------------------------------------------------------
+
+
+def _code(module: nn.Module) -> Any:
+    return getattr(inspect.unwrap(type(module).forward), "__code__", None)
+
+
+def uses_interface(module: nn.Module) -> bool:
+    """Tell whether a module calls the attention interface: its forward function names `ALL_ATTENTION_FUNCTIONS`."""
+    return hasattr(module, "config") and "ALL_ATTENTION_FUNCTIONS" in getattr(_code(module), "co_names", ())
+
+
+def passes_on(module: nn.Module, argument: str) -> bool:
+    """Tell whether a module's forward function calls something with an argument of this name."""
+    return any(argument == c or (isinstance(c, tuple) and argument in c) for c in _code(module).co_consts)
+
+
+def has_local(module: nn.Module, name: str) -> bool:
+    """Tell whether a module's forward function has an argument or a variable of this name."""
+    return name in _code(module).co_varnames
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mask function that shows every row one interval of keys: causal, with a window and packing if given."""
+
+    window: int | None = None
+    sequence_ids: Tensor | None = None
+
+
+def interval_of(mask_function: Callable[..., Any]) -> Interval | None:
+    """Return the interval that one of Transformers' mask functions shows; None: the function is not known.
+
+    Mask functions have no attributes: names and closures say what they show. An unknown one costs memory, never exactness.
+    """
+    if mask_function is causal_mask_function:
+        return Interval()
+    if not hasattr(mask_function, "__code__"):
+        return None  # a partial, or a callable object
+    name = mask_function.__qualname__.removesuffix(".<locals>.inner_mask")
+    cells = dict(zip(mask_function.__code__.co_freevars, mask_function.__closure__ or (), strict=True))
+    if mask_function.__qualname__ == f"{and_masks.__qualname__}.<locals>.and_mask":
+        parts = [interval_of(f) for f in cells["mask_functions"].cell_contents]
+        windows = {p.window for p in parts if p is not None and p.window is not None}
+        ids = [p.sequence_ids for p in parts if p is not None and p.sequence_ids is not None]
+        if None in parts or len(windows) > 1 or len(ids) > 1:
+            return None
+        return Interval(window=next(iter(windows), None), sequence_ids=ids[0] if ids else None)
+    if name == "sliding_window_overlay":
+        return Interval(window=int(cells["sliding_window"].cell_contents))
+    if name == "packed_sequence_mask_function":
+        return Interval(sequence_ids=cells["packed_sequence_mask"].cell_contents)
+    if name == "remap_positions_for_packed_sequence":  # inside one document positions differ as cache indices do
+        return interval_of(cells["mask_function"].cell_contents)
+    return None
+
+
+# building and loading -----------------------------------------------------------------------------------------------------
+
+
+def is_initialised(x: Any) -> bool:
+    """Tell whether Transformers has given a module or a parameter its values, from a checkpoint or by its own rule."""
+    return bool(getattr(x, "_is_hf_initialized", False))
+
+
+def frame_above(levels: int) -> FrameType | None:
+    """Return the frame that many calls above the caller's."""
+    frame = inspect.currentframe()
+    for _ in range(levels + 1):
+        frame = None if frame is None else frame.f_back
+    return frame
+
+
+def is_part(model: PreTrainedModel) -> bool:
+    """Tell whether another model is being built around this one: its `__init__` is running and called this one's."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__init__" and code.co_argcount:
+            builds = frame.f_locals.get(code.co_varnames[0])
+            if builds is not model and isinstance(builds, PreTrainedModel):
+                return True
+        frame = frame.f_back
+    return False
+
+
+def is_passed_over(kind: Any, key: str) -> bool:
+    """Tell whether a class drops a weight of this name from a checkpoint, and says nothing."""
+    return any(re.search(pattern, key) for pattern in kind._keys_to_ignore_on_load_unexpected or ())
+
+
+@contextmanager
+def load_reports() -> Iterator[list[str]]:
+    """Collect the tables of weights that did not load, which Transformers would log."""
+    found: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        if ours := "LOAD REPORT" in record.getMessage():
+            found.append(record.getMessage())
+        return not ours
+
+    logger = logging.getLogger(modeling_utils.__name__)
+    logger.addFilter(keep)
+    try:
+        yield found
+    finally:
+        logger.removeFilter(keep)
+
+
+# torch, accelerate, DeepSpeed ---------------------------------------------------------------------------------------------
+
+#: The entries of a torch module that hold its hooks.
+HOOKS: tuple[str, ...] = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+HOOKS += ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the table of a module's children, which changes with the module."""
+    return module._modules
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the table of a module's buffers, which changes with the module."""
+    return module._buffers
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Tell whether a module was compiled in place, by `module.compile()`."""
+    return module._compiled_call_impl is not None
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Tell whether `nn.DataParallel` made a module, for one step."""
+    return hasattr(module, "_is_replica")
+
+
+def storage_of(x: Tensor) -> int:
+    """Return the identity of a tensor's memory, by which two views of one can be told."""
+    identity: int = x.untyped_storage()._cdata
+    return identity
+
+
+def placing_hooks(module: nn.Module) -> list[Any]:
+    """Return accelerate's hooks of one module that place its parameters."""
+    hook = vars(module).get("_hf_hook")
+    return [x for x in getattr(hook, "hooks", (hook,)) if hasattr(x, "execution_device")]
+
+
+def has_hook(module: nn.Module) -> bool:
+    """Tell whether accelerate has put a hook around a module."""
+    return "_hf_hook" in vars(module)
+
+
+def deepspeed_group() -> Any:
+    """Return the processes among which DeepSpeed splits sequences, or None."""
+    state = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+    return None if state is None else state._SEQUENCE_PARALLEL_GROUP
