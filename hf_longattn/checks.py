@@ -1,4 +1,4 @@
-"""What can be wrong outside a model: texts, devices, precisions, weights, folders. Cheap, and ValueError says which.
+"""Checks of what surrounds a model: texts, devices, precisions, weights, folders. Each is cheap; a ValueError names it.
 
 torch, which takes a second or two to import, is imported by what needs it: commands refuse most mistakes without.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Refused(ValueError):
-    """What was given cannot be used. The commands say so in one message, whenever it is found out, with exit status 2."""
+    """An input that cannot be used. Commands say so in one message, whenever it is found, with exit status 2."""
 
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -142,7 +142,7 @@ def check_finite(model: nn.Module, name: str | Path) -> None:
 
 
 def disk_full(error: BaseException) -> bool:
-    """Whether a file could not be written for want of space, by whichever library."""
+    """Tell whether a library failed to write a file for want of space."""
     number = getattr(error, "errno", None)
     said = str(error)
     words = (

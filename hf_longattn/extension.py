@@ -93,7 +93,7 @@ def extend(
 
 
 def default(facts: ModelFacts, to: int, purpose: str = "both", parameters: Mapping[str, Any] | None = None) -> LongAttnConfig:
-    """What serves a purpose at a length."""
+    """Return the method that serves a purpose at a length."""
     given, trained = dict(parameters or {}), facts.train_length
     if purpose != "reading":
         pays = None if "stack" in given else temperature(facts, to, purpose)  # which could mean either
@@ -138,7 +138,7 @@ def _report(view: View, config: LongAttnConfig, replaced: LongAttnConfig | None,
 
 
 def beyond_shown(train_length: int, to: int) -> str | None:
-    """What was measured, in words, where a length is beyond all that a model was shown to read well; else None."""
+    """Say what was measured where a length is beyond all that a model was shown to read well; else None."""
     if to <= SHOWN * train_length:
         return None
     return (

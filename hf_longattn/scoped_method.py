@@ -44,7 +44,7 @@ def using(model: Model, method: Method | list[Method] | tuple[Method, ...], **pa
 
 
 class AsItWas:
-    """What a model runs now, with its learned parts; `give_back` lets it run that again."""
+    """The attention that a model runs now, with its learned parts; `give_back` restores it."""
 
     def __init__(self, model: nn.Module) -> None:
         view = View(model)

@@ -1,4 +1,4 @@
-"""What a method does to a model's loss and answers, short and long. Names are imported when they are first used."""
+"""Measurements of a method: a model's loss and answers, short and long. Names are imported when they are first used."""
 
 from typing import TYPE_CHECKING
 

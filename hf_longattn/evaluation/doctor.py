@@ -1,4 +1,4 @@
-"""What would silently not work with a checkpoint here: versions, kernels, engines, trained length, method, weights."""
+"""Findings about a checkpoint on this machine: versions, kernels, engines, trained length, method, weights."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def examine(model: str | None, dtype: str = "auto", device: str = "cpu", weights
 
 
 def installed_versions() -> Iterator[Finding]:
-    """What is installed, against what this package asks for: what a report of a bug needs."""
+    """List installed versions beside those that this package asks for, as a bug report needs them."""
     stated = [f"hf_longattn {__version__}", f"python {platform.python_version()}", platform.platform()]
     for line in requires("hf_longattn") or ():
         target = Requirement(line)
@@ -148,14 +148,14 @@ def engines(method: LongAttnConfig | None, architectures: Sequence[str] = ()) ->
 
 
 def _plugged() -> bool:
-    """Whether vLLM finds this package's plugin, which runs a method or refuses it by name."""
+    """Tell whether vLLM finds this package's plugin, which runs a method or refuses it by name."""
     chosen = os.environ.get("VLLM_PLUGINS")
     plugins = [e.name for e in entry_points(group="vllm.general_plugins") if e.value.startswith("hf_longattn")]
     return any(chosen is None or name in chosen.split(",") for name in plugins)
 
 
 def what_runs(method: LongAttnConfig | None, config: Any) -> Iterator[Finding]:
-    """Whether what a checkpoint records is what runs."""
+    """Compare the method that a checkpoint records with the one that runs."""
     text = language_config(config)
     runs = get_implementation(text)
     if method is None:
@@ -211,7 +211,7 @@ def without_reason(text: str, known: known_length.Trained) -> str:
 
 
 def what_is_taken(config: Any, told: int | None) -> Finding:
-    """Of a model that `extend` refuses, what can be put in all the same; a problem if that is nothing."""
+    """Name the methods that a model takes though `extend` refuses it; none at all is a problem."""
     kinds = taken(config, told)
     refusals: dict[str, list[str]] = {}
     for kind, why in kinds.items():

@@ -95,7 +95,7 @@ class Experiment:
 
     @property
     def protocol(self) -> dict[str, Any]:
-        """What all rows share."""
+        """The settings that all rows share."""
         return self.file.head["protocol"]
 
     def name_of(self, row: Row) -> str:
@@ -160,7 +160,7 @@ class Experiment:
         return [self.rows[cell.name] for cell in done]
 
     def _has(self, cell: Cell) -> bool:
-        """Whether a cell's row is there; ValueError if it is another's."""
+        """Tell whether a cell's row is there; ValueError: the row belongs to another cell."""
         row = self.rows.get(cell.name)
         if row is not None and "digest" in row and row["digest"] != cell.digest:
             raise ValueError(
@@ -210,14 +210,13 @@ def of_text(content: str, digits: int = 16) -> str:
 
 
 def identity(setting: Any) -> Any:
-    """What tells settings apart whatever their names: equal ones measure the same."""
+    """Return what tells settings apart, whatever their names: equal identities measure the same."""
     folders = (getattr(setting, "adapter", None), getattr(setting, "model", None))
     return setting.to_dict() | {"weights": [fingerprint(path) for path in folders if path is not None]}
 
 
 def fingerprint(model: Any) -> str:
-    """What tells checkpoints apart: a Hub name as it is; of a directory a digest of its config and weights, read whole. Of a
-    loaded model the name that it was loaded by."""
+    """Return what tells checkpoints apart: a Hub name, a digest of a directory, or a loaded model's name."""
     if not isinstance(model, str):
         return f"{model.name_or_path or type(model).__name__}, loaded"
     folder = Path(model)
@@ -234,6 +233,6 @@ def fingerprint(model: Any) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _sha256(file: Path, size: int, changed: int) -> str:
-    """Of a file's content, once per process while size and time of change stay: some three seconds a gigabyte."""
+    """Hash a file's content, once per process while its size and time of change stay: about three seconds a gigabyte."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

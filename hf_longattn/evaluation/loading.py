@@ -61,7 +61,7 @@ def config_from(model: Any) -> Any:
 
 @contextmanager
 def unfit(what: str) -> Iterator[None]:
-    """What other libraries raise, in passing, of values that they do not expect, as a `Refused`."""
+    """Turn errors that other libraries raise about unexpected values into `Refused`."""
     try:
         yield
     except (ValueError, OSError, ImportError):
@@ -81,7 +81,7 @@ def precision_of(model: str, dtype: str = "auto", device: str = "cpu") -> str:
 
 
 def own_precision(model: str) -> str:
-    """What a checkpoint's config says that its weights are in."""
+    """Return the dtype that a checkpoint's config names for its weights."""
     config = config_from(model)
     return str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
 
@@ -157,7 +157,7 @@ def class_of(config: Any) -> Any:
 
 
 def speaks(config: Any) -> bool:
-    """Whether a checkpoint's model predicts the text that it reads: all that is measured in losses or answers needs that."""
+    """Tell whether a checkpoint's model predicts the text that it reads, as losses and answers need."""
     return bool(class_of(config).can_generate()) and not config.is_encoder_decoder
 
 
@@ -224,7 +224,7 @@ def carry(source: str, folder: Path, kind: Any) -> None:
 
 
 def _carry_weights(there: Path, folder: Path, kind: Any) -> None:
-    """Of a checkpoint's weights those that its class passes over, in a file of their own beside the others."""
+    """Copy the weights that a checkpoint's class ignores into a file of their own beside the others."""
     left = {key: file for key, file in _tensors(there).items() if is_passed_over(kind, key)}
     if not left:
         return
@@ -377,7 +377,7 @@ def _check_remapped(setting: Setting, config: Any) -> None:
 
 
 def beside_own(model: Any, asked: LongAttnConfig) -> LongAttnConfig:
-    """What is asked for and, in the slots that this leaves free, what the checkpoint runs itself."""
+    """Join the requested method with the checkpoint's own methods in the slots that the request leaves free."""
     try:
         own = get_config(model)
     except ValueError:
@@ -386,7 +386,7 @@ def beside_own(model: Any, asked: LongAttnConfig) -> LongAttnConfig:
 
 
 def filled(asked: LongAttnConfig, own: LongAttnConfig) -> LongAttnConfig:
-    """What is asked for and, in the slots that this leaves free, another config's methods; `PerLayerConfig` leave none."""
+    """Join a config with another's methods in the slots that it leaves free; a `PerLayerConfig` leaves none free."""
     if isinstance(asked, PerLayerConfig):
         return asked if asked.train_length or not own.train_length else asked.replace(train_length=own.train_length)
     free = ("train_length", *SLOTS) if asked.train_length is None else SLOTS

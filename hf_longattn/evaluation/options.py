@@ -1,4 +1,4 @@
-"""What an evaluation is asked for: the options of the commands, the arguments of `evaluate`, and what rows must share."""
+"""Options of an evaluation: those of the commands, the arguments of `evaluate`, and the settings that rows must share."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ HELP = {
 
 @dataclass
 class EvalOptions:
-    """Which settings of a model are measured on which texts, and how. Lists may be one string with commas; 16k is 16,384.
+    """The settings of a model to measure, the texts, and the tasks. Lists may be one string with commas; 16k is 16,384.
 
     Args:
         model: a directory, a name on the Hub, or a loaded model with its `tokenizer`.
@@ -142,7 +142,7 @@ class EvalOptions:
 
 
 def _is_path(text: Any) -> bool:
-    """Whether what is given for a text's content is the name of a file."""
+    """Tell whether a text that was given is the name of a file."""
     if isinstance(text, Path):
         return True
     return isinstance(text, str) and len(text) < 256 and not text.split()[1:] and Path(text).suffix in SUFFIXES

@@ -1,4 +1,4 @@
-"""What `extend` makes of a model, tried on a tiny one with the same settings: for docs/models.md and `hf-longattn doctor`.
+"""The result of `extend`, tried on a tiny model with the same settings: for docs/models.md and `hf-longattn doctor`.
 
 Where it is refused: which slots of a method the model takes all the same.
 """
@@ -36,7 +36,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Reach:
-    """What `extend` to a length comes to.
+    """The result of `extend` to one length.
 
     Args:
         to: the length, in tokens.
@@ -58,7 +58,7 @@ def trained_line(known: Trained) -> str:
 
 
 def outlook(config: PreTrainedConfig, told: int | None = None) -> list[Reach]:
-    """What `extend` makes of a config's model at `TIMES` its trained length.
+    """Try `extend` on a config's model at `TIMES` its trained length.
 
     Args:
         told: the trained length, where it is not the one that the config tells.
@@ -110,7 +110,7 @@ def _reach(model: Any, to: int, told: int | None) -> Reach:
 
 
 def changes(model: Any) -> str:
-    """Which attention layers a method changes, with what is left alone and why, in words."""
+    """Describe the attention layers that a method changes, and those that it leaves alone with the reason."""
     plans = [plan for x in candidates_of(model) if (plan := plan_of(x.module)) is not None]
     done = Counter(("+".join(map(_name_of, p.config.methods)), p.reason) for p in plans if p.config is not None)
     alone = Counter(p.reason for p in plans if p.config is None)

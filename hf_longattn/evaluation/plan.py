@@ -1,4 +1,4 @@
-"""What an evaluation measures, decided and checked before a model is loaded; and `evaluate`, which measures it."""
+"""The plan of an evaluation, checked before a model is loaded; and `evaluate`, which measures it."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ class Plan:
 
     @property
     def protocol(self) -> dict[str, Any]:
-        """What must be the same for all rows of a folder; settings, tasks, texts and shorter lengths may join later."""
+        """Return what all rows of a folder must share; settings, tasks, texts and shorter lengths may join later."""
         options = self.options
         out = {"model": fingerprint(options.model), "trained": self.train_length}
         out |= {"dtype": options.dtype, "seed": options.seed, "bos": bool(self.start)}
@@ -258,14 +258,14 @@ class Plan:
         return f"{task_of(row['task']).told(row)} ({row['seconds']:.0f} s)" if new else ""
 
     def results(self, experiment: Experiment) -> Results:
-        """What is there by now."""
+        """Return the results measured so far."""
         rows = list(experiment.rows.values())
         names = list(dict.fromkeys([*(s.name for s in self.settings), *(r["setting"] for r in rows)]))
         own, keep = own_method(self.options.model), self.options.keep
         return Results(rows, names, self.train_length, experiment.protocol, keep, self._facts(experiment), own)
 
     def _facts(self, experiment: Experiment) -> dict[str, str]:
-        """What stands at the end of the page."""
+        """Return the facts at the end of the page."""
         options, rows = self.options, list(experiment.rows.values())
         planned = [cell.name in experiment.rows for cell in experiment.cells]
         model = options.model if isinstance(options.model, str) else fingerprint(options.model)

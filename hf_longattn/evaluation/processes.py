@@ -31,7 +31,7 @@ def place() -> tuple[int, int]:
 
 
 def gathered(own: Any) -> list[Any]:
-    """What each process has, in all of them."""
+    """Gather the objects of all processes, in every process."""
     if (world := place()[1]) == 1:
         return [own]
     out = [None] * world

@@ -45,7 +45,7 @@ class Readings:
 
     @functools.cached_property
     def lengths(self) -> list[int]:
-        """Those at which losses were measured."""
+        """The lengths at which losses were measured."""
         return self.lengths_of(LOSS)
 
     def lengths_of(self, task: str) -> list[int]:
@@ -63,7 +63,7 @@ class Readings:
         return (r for r in self.rows if r["setting"] == setting and r["task"] == task and length in (None, r["length"]))
 
     def of_all(self, length: int, by_document: Mapping[str, Any]) -> list[Any]:
-        """Those of the documents that every setting has read at a length: after an interruption some have read fewer."""
+        """Return the rows of documents that every setting has read at a length: after an interruption some have read fewer."""
         common = self.common(LOSS, length)
         return [value for document, value in by_document.items() if document in common]
 
@@ -72,7 +72,7 @@ class Readings:
         return set.intersection(*read) if read else set()
 
     def paired(self, task: str, setting: str, length: int, measured: Measured) -> Interval | None:
-        """Of a setting minus the unmodified model, over the documents or samples that every setting has read."""
+        """Return the paired difference, setting minus unmodified model, over what every setting has read."""
         mine, base = measured(setting), measured(UNMODIFIED)
         differences = [mine[d] - base[d] for d in mine if d in base and d in self.common(task, length)]
         return mean_interval(differences) if differences else None
@@ -105,7 +105,7 @@ class Readings:
         return list(dict.fromkeys(r["which"] for r in self.rows if r["task"] in (LOSS, LONG_PPL)))
 
     def command(self, *tasks: str) -> str:
-        """What made the rows of these tasks; of all, if none is named."""
+        """Return the command that made the rows of these tasks; of all tasks, if none is named."""
         return "\n".join(dict.fromkeys(r.get("command", "") for r in self.rows if not tasks or r["task"] in tasks)).strip()
 
     @property
@@ -114,7 +114,7 @@ class Readings:
 
     @property
     def tasks(self) -> list[str]:
-        """Those with answers."""
+        """The tasks with answers."""
         return list(dict.fromkeys(r["task"] for r in self.rows if "answers" in r))
 
     @property

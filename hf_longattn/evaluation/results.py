@@ -1,4 +1,4 @@
-"""What `evaluate` and the commands give: rows as tables, curves and a page."""
+"""Results of `evaluate` and the commands: rows as tables, curves and a page."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Results(Readings):
         return write_report(folder, title, self.headline(), self.sections(), self.facts)
 
     def headline(self) -> str:
-        """What a reader in a hurry takes away."""
+        """The sentence for a reader in a hurry."""
         if self.own is None:
             return headline(self)
         return (

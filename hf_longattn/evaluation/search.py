@@ -38,7 +38,9 @@ STRETCHES, BLOCK = 16, 16
 
 
 def candidates(train_length: int, to: int, temperature: str | None = None, plain: bool = True) -> list[Setting]:
-    """What `hf-longattn extend` tries: the unmodified model, YaRN where rotation is plain, each kind of remap that reaches
+    """List the settings that `hf-longattn extend` tries.
+
+    The unmodified model, YaRN where rotation is plain, each kind of remap that reaches
     `to`, two ways, and where a temperature pays each ReRoPE and SelfExtend with it too.
 
     `to` the trained length: what improves retrieval within it.
@@ -65,7 +67,7 @@ def candidates(train_length: int, to: int, temperature: str | None = None, plain
 
 
 def kind(name: str) -> str:
-    """What the candidates of one method have in common."""
+    """Return the kind of a candidate, which candidates of one method share."""
     return re.split("[:+ ]", name)[0]
 
 
@@ -76,7 +78,7 @@ def beside(temperature: str, name: str) -> str:
 
 
 def tempered(name: str) -> bool:
-    """Whether a candidate has a temperature, which no probe can see: it reads too few keys."""
+    """Tell whether a candidate has a temperature, which no probe sees: probes read too few keys."""
     return "+" in name
 
 
@@ -106,7 +108,7 @@ class Scores:
         return fmean(self.copies)
 
     def total(self, purpose: str = "both") -> float:
-        """What is minimised: prose beyond the trained length, far copying, or both with equal weight."""
+        """Return the loss to minimise: prose beyond the trained length, far copying, or both with equal weight."""
         return weighed(self.beyond, self.copying, purpose)
 
     def against(self, other: Scores, purpose: str = "both") -> tuple[float, float]:
@@ -120,7 +122,7 @@ class Scores:
         return self.total(purpose) - other.total(purpose), half
 
     def beats(self, other: Scores, purpose: str = "both") -> bool:
-        """Whether this total is lower, by more than chance."""
+        """Tell whether this total is lower by more than chance."""
         mean, half = self.against(other, purpose)
         return mean < -half
 
@@ -234,7 +236,7 @@ class Search:
 
     @property
     def edge(self) -> int:
-        """Where "beyond" begins: at the trained length, or within it at its half."""
+        """Return where "beyond" begins: at the trained length, or at half of it."""
         return self.trained if self.to > self.trained else self.trained // 2
 
     @property
@@ -278,7 +280,7 @@ class Search:
         }
 
     def cells(self) -> Iterator[Cell]:
-        """What is probed and read: what comes next depends on what was found."""
+        """Yield the cells to probe and read; each depends on what earlier ones found."""
         plain = self.settings[UNMODIFIED]
         yield from (*self._probing(plain), self._reading(plain))
         if self.measured is not None and BY_HEAD not in self.settings:

@@ -72,7 +72,7 @@ class Setting:
 
     @functools.cached_property
     def config(self) -> LongAttnConfig | None:
-        """What `apply` gets."""
+        """The config that `apply` gets."""
         if self.method is None:
             return None
         config = LongAttnConfig.parse(self.method, self.parameters)

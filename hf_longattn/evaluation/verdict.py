@@ -1,4 +1,4 @@
-"""What an evaluation says in a sentence: which setting to take, and what it costs."""
+"""The verdict of an evaluation in a sentence: the setting to take, and its cost."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def of_fewer(results: Readings) -> Table:
 
 
 def judged(results: Readings, setting: str) -> list[tuple[str, int, Interval | None]]:
-    """What the verdict is about: its name, the sign of what is good, and the difference from the unmodified model."""
+    """Return what the verdict is about: a name, the sign of an improvement, and the difference from the unmodified model."""
     out: list[tuple[str, int, Interval | None]] = []
     if results.within:
         out.append((f"cost at {results.within[-1]:,}", -1, results.difference(setting, results.within[-1])))
@@ -81,7 +81,7 @@ def ranked(results: Readings) -> list[str]:
 
 
 def summary(results: Readings) -> str:
-    """Whether something helps at the longest length, and what it costs within the trained one."""
+    """Say whether a setting helps at the longest length, and what it costs within the trained one."""
     if not results.lengths and not results.tasks:
         return probed(results)
     if not results.lengths:
@@ -115,7 +115,7 @@ def summary(results: Readings) -> str:
 
 
 def probed(results: Readings) -> str:
-    """What a probe found at its farthest distance, against the unmodified model."""
+    """Say what a probe found at its farthest distance, against the unmodified model."""
     distances = results.lengths_of(PROBE)
     found = {
         s: (copy, text)
@@ -136,7 +136,7 @@ def probed(results: Readings) -> str:
 
 
 def headline(results: Readings) -> str:
-    """Which setting to take, with its price; the summary where none is better than the unmodified model."""
+    """Name the setting to take, with its price; the summary where no setting is better than the unmodified model."""
     if (whole := results.complete()) is not results:
         return headline(whole)
     first, *others = ranked(results) or [UNMODIFIED]
@@ -150,7 +150,7 @@ def headline(results: Readings) -> str:
 
 
 def equal(results: Readings, setting: str) -> bool:
-    """Whether a setting's losses are the unmodified model's, to the digits that are shown: mostly so by design."""
+    """Tell whether a setting's losses equal the unmodified model's to the digits that are shown."""
     base = {n: results.losses(UNMODIFIED, n) for n in results.lengths}
     return all(abs(x - base[n].get(d, x)) < 0.0005 for n in base for d, x in results.losses(setting, n).items())
 
@@ -160,7 +160,7 @@ def negative(difference: Interval | None) -> Interval | None:
 
 
 def certain(difference: Interval) -> bool:
-    """Whether it is more than chance. What that is, is not known of one document: then whether it is more than TOLERANCE."""
+    """Tell whether a difference is more than chance; with one document, whether it is more than TOLERANCE."""
     mean, half = difference
     return abs(mean) > (TOLERANCE if math.isnan(half) else half)
 

@@ -1,1 +1,1 @@
-"""What leaves this machine: adapters, model cards, checkpoints, the Hub."""
+"""Sharing: adapters, model cards, checkpoints, the Hub."""

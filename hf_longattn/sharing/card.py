@@ -49,7 +49,7 @@ def contents(directory: Path) -> tuple[dict[str, Any], LongAttnConfig]:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the maker of a model knows of it, checked on construction.
+    """Facts about a model that its maker knows, checked on construction.
 
     Args:
         training_lengths: the lengths of the texts it was trained on, in tokens.
@@ -83,7 +83,7 @@ class Facts:
 
     @cached_property
     def base_numbers(self) -> dict[str, dict[int, float]]:
-        """Those of the base."""
+        """The numbers of the base."""
         return self._sorted(self.base_metrics)
 
     @staticmethod
@@ -187,7 +187,7 @@ def model_card(
 
 
 def _loaders(saved: Mapping[str, Any], adapter: bool) -> tuple[str, str | None]:
-    """What of transformers loads a saved model, and what of PEFT loads a saved adapter."""
+    """Return the class of Transformers that loads a saved model, and the class of PEFT that loads a saved adapter."""
     if not adapter:
         return loaders((saved.get("architectures") or ["AutoModelForCausalLM"])[0].removeprefix(TRIPWIRE))[0], None
     from peft import auto
@@ -218,7 +218,7 @@ def linked(paper: str) -> str:
 
 
 def source() -> tuple[str, str | None]:
-    """How others get this package as it is here: a line for pip, and the address of its repository if that is known.
+    """Return how others install this version: a line for pip, and the address of its repository if known.
 
     pip notes where it got a package from (PEP 610): a repository and its commit, a folder, or nothing for a package index.
     """

@@ -238,7 +238,7 @@ def push(
 
 
 def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = None) -> dict[str, Path | bytes]:
-    """What `push` uploads of a folder, by its path in the repository: files, or the bytes that replace them."""
+    """Return the files that `push` uploads, by path in the repository: paths, or the bytes that replace them."""
     saved, _ = contents(directory)
     result: dict[str, Path | bytes] = {
         path.relative_to(directory).as_posix(): path
@@ -285,7 +285,7 @@ def _call(card: ModelCard, title: str) -> None:
 
 
 def unfinished(directory: Path) -> str:
-    """What is missing in the folder of a training run that was not finished; empty for any other."""
+    """Say what an unfinished training run lacks; empty for any other folder."""
     if not (directory / RECIPE).is_file() or (directory / METRICS).is_file():
         return ""
     way = ": the command that began it measures it with --resume" * any(directory.glob("checkpoint-*"))
@@ -293,7 +293,7 @@ def unfinished(directory: Path) -> str:
 
 
 def _facts(card: dict[str, Any]) -> Facts:
-    """What a card is told; TypeError for a name that there is not."""
+    """Return the facts for a card; TypeError: there is no such fact."""
     known = [f.name for f in fields(Facts)]
     if unknown := sorted(card.keys() - set(known)):
         hint = did_you_mean(unknown[0], [*known, "tokenizer", "base_model"])
@@ -306,7 +306,7 @@ def _ours(card: str) -> bool:
 
 
 def _aside(path: Path, directory: Path) -> bool:
-    """Whether a file belongs to a checkpoint, a log or something hidden."""
+    """Tell whether a file belongs to a checkpoint or a log, or is hidden."""
     return any(part.startswith((".", "checkpoint-", "runs")) for part in path.relative_to(directory).parts)
 
 

@@ -30,7 +30,7 @@ def tokens(messages: list[Message], tokenizer: Any) -> list[int]:
 
 
 def answers(messages: list[Message], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """The same, and for each token whether the assistant says it, the end of its turn included.
+    """Return the tokens of a conversation, and for each whether the assistant says it, the end of its turn included.
 
     Raises:
         ValueError: also where the template does not tell the answers apart.

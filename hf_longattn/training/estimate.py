@@ -1,4 +1,4 @@
-"""What a run will take, told before weights are read: memory, beside what there is, and time, by how fast the device is."""
+"""Estimates of a run before weights are read: memory beside what there is, and time by the speed of the device."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def machine(device: torch.device) -> float:
 
 
 def way_out(recipe: Recipe, args: TrainingArguments, parameters: int, trained: int, text: Any, least: float) -> str:
-    """What to change so that a run takes less than `least` bytes, as overrides."""
+    """Return overrides with which a run takes less than `least` bytes."""
     args = copy.copy(args)
     batch, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     while batch > 1:

@@ -82,7 +82,7 @@ def windows_of(held_out: Tensor, length: int, budget: int, start: Sequence[int] 
 
 
 def tokens_read(recipe: Recipe, data: Data, lengths: Sequence[int]) -> int:
-    """How many tokens `held_out_sums` reads."""
+    """Count the tokens that `held_out_sums` reads."""
     if data.test_task is not None:
         return recipe.evaluation.samples * sum(lengths)
     return sum(min(max(recipe.evaluation.tokens // n, 1), len(data.held_out) // n) * n for n in lengths)

@@ -109,7 +109,7 @@ def put_adapter(model: Any, lora: Lora, seed: int) -> Any:
 
 
 def _projections(model: Any) -> list[str]:
-    """What the linear layers of attention are called, with the module they are in where others have one of that name.
+    """Return the names of attention's linear layers, with their module where others have a layer of that name.
 
     Raises:
         ValueError: the model shows no attention that a method goes into.

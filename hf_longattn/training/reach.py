@@ -1,4 +1,4 @@
-"""How far a model retrieves and reads, before and after training: what the losses in short windows do not show."""
+"""Reach of a model before and after training: copies from far back, and the loss in one long text."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def probed(model: Any, data: Data, back: Sequence[int], tick: Tick) -> list[Row]
 
 
 def sentence(reach: Reach, measured: Mapping[str, Mapping[int, Mapping[str, Any]]], text: int | None) -> str:
-    """What came of the training, in words: the farthest copy, and the second half of the long text.
+    """Describe the result of the training: the farthest copy, and the second half of the long text.
 
     Args:
         measured: by model and length, see `held_out.metrics`.

@@ -1,4 +1,4 @@
-"""What a training run is, as plain data: a YAML file, its overrides, and every check that needs nothing loaded."""
+"""Recipes of training runs, as plain data: a YAML file, its overrides, and every check that needs nothing loaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECIPES = ("continue_lora", "convert_distill", "method_lora", "needle_lora")
 
 @dataclass
 class Hub:
-    """How data sets are read; plain text files need none of it."""
+    """Options of reading data sets from the Hub; plain text files need none."""
 
     config: str | None = None  # the configuration of a Hub data set ("en" of allenai/c4)
     column: str = "text"  # the column that holds the text; without a text a column of messages is read, as chats

@@ -94,7 +94,7 @@ class Prepared:
 
     @functools.cached_property
     def seconds(self) -> tuple[float, float]:
-        """Of training and of measuring at the end, estimated."""
+        """Estimated seconds of training, and of measuring at the end."""
         windows = _windows(self.recipe, self.args) * self.args.max_steps // self.args.world_size
         what = (self.built[1], self.config.get_text_config(), windows, _read_at_the_end(self))
         return estimate.duration(self.recipe, self.args, *what)
@@ -174,7 +174,7 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
 
 
 def plan(run: Prepared) -> str:
-    """What a run will do, in lines: model, layers changed, tokens, memory, steps. Builds the model without weights."""
+    """Describe a run in lines: model, changed layers, tokens, memory, steps. Builds the model without weights."""
     recipe, args = run.recipe, run.args
     model, parameters, trained = run.built
     described = describe(model)
@@ -240,7 +240,7 @@ def last_checkpoint(output: Path) -> Path | None:
 
 
 def _whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint was not cut short: the Trainer writes its state last."""
+    """Tell whether a checkpoint is complete: the Trainer writes its state last."""
     try:
         return bool(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -248,7 +248,7 @@ def _whole(checkpoint: Path) -> bool:
 
 
 def _discard(prepared: Prepared) -> None:
-    """Of a run that failed before it had anything to lose, leave nothing that stands in the way of the next."""
+    """Remove what a run that failed early left in the way of the next."""
     output = prepared.output
     if prepared.checkpoint is not None or not output.is_dir() or not _first():
         return
@@ -260,7 +260,7 @@ def _discard(prepared: Prepared) -> None:
 
 
 def _holds_nothing(checkpoint: Path) -> bool:
-    """Whether a checkpoint was cut short before its weights: of settings alone, and without the Trainer's state."""
+    """Tell whether a checkpoint was cut short before its weights: it holds settings alone, and no state of the Trainer."""
     files = [path for path in checkpoint.rglob("*") if not path.is_dir()]
     return all(path.suffix in {".json", ".md", ".jinja", ".txt"} and path.name != "trainer_state.json" for path in files)
 
@@ -376,7 +376,7 @@ def _tell(
     reach: dict[str, list[Row]],
     told: str,
 ) -> None:
-    """What was measured, as a picture and, with a method, on the card."""
+    """Draw what was measured and, with a method, write it on the card."""
     recipe, output, drawn = prepared.recipe, prepared.output, None
     if reach:
         trained = _trained_length(prepared.original)
@@ -403,7 +403,7 @@ def _tell(
 
 
 def _training(prepared: Prepared) -> dict[str, str]:
-    """What a card says of a training before it is measured."""
+    """Return the facts of a training that a card gives before it is measured."""
     recipe, args, lora = prepared.recipe, prepared.args, prepared.recipe.lora
     windows = _windows(recipe, args)
     what = "all weights" if not recipe.freeze else "the method's learned parameters alone"
@@ -429,7 +429,7 @@ def _losses(by_model: dict[str, dict[str, dict[int, float]]], length: int) -> di
 
 
 def _first() -> bool:
-    """Whether this is the first of the processes that train together, or the only one."""
+    """Tell whether this is the first of the processes that train together, or the only one."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -460,13 +460,13 @@ def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
 
 
 def _changed(recipe: Recipe, output: Path) -> list[str]:
-    """What a recipe has other than the one that a run was started by."""
+    """Return the keys in which a recipe differs from the one that started a run."""
     before = (output / RECIPE_FILE).read_text(encoding="utf-8")
     return [] if before == dump(recipe) else differences(before, recipe)
 
 
 def _started(recipe: Recipe, output: Path, resume: bool) -> Evaluation:
-    """How a run was to be measured when it began: by that its held-out text was chosen, and stays."""
+    """Return how a run was to be measured when it began, by which its held-out text was chosen."""
     if not resume:
         return recipe.evaluation
     from omegaconf import OmegaConf
@@ -484,7 +484,7 @@ def _check_held_out(recipe: Recipe, data: Data) -> None:
 
 
 def _precision(recipe: Recipe, args: TrainingArguments) -> str:
-    """What weights are held and multiplied in, and whether the device is slow at it."""
+    """Describe the dtypes of weights and products, and say whether the device is slow at them."""
     used = "bfloat16" if args.bf16 else "float16" if args.fp16 else recipe.dtype
     message = f"weights in {recipe.dtype}, multiplied in {used}"
     slow = not multiplies_fast(used, args.device)
@@ -508,7 +508,7 @@ def _time(run: Prepared) -> str:
 
 
 def excess(run: Prepared) -> str:
-    """What a run would take that is hardly meant: more than `DAYS`, or more memory than there is; empty if neither."""
+    """Say what a run takes that is hardly meant: more than `DAYS`, or more memory than there is; empty if neither."""
     (needed, there), seconds = run.bytes, sum(run.seconds)
     said = [f"about {needed / 2**30:.1f} GiB of memory, and {there / 2**30:.1f} GiB are here"] * (needed > there)
     said += [f"about {estimate.shown(seconds)}"] * (seconds > DAYS * 24 * 3600)
@@ -548,7 +548,7 @@ def _far(evaluation: Evaluation) -> int:
 
 
 def _without_effect(run: Prepared, method: Method) -> str:
-    """Of a method that training does not reach."""
+    """Warn of a method that changes no training row."""
     recipe, name, unchanged = run.recipe, method.name, method.identity_below
     if unchanged == math.inf or method.slot == "logit_map":
         return f"{name} changes nothing with these settings (strength, decay): nothing is learned of it"
@@ -569,7 +569,7 @@ def _without_effect(run: Prepared, method: Method) -> str:
 
 
 def _longer_windows(recipe: Recipe, trained: int) -> str:
-    """Of windows beyond the trained length, whose positions skip even farther."""
+    """Warn of windows beyond the trained length whose positions skip even farther."""
     target = "" if recipe.skip.target_length else ", and so is what their positions skip to (four times the window)"
     return (
         f"windows of {recipe.length:,} tokens are longer than the {trained:,} that the model was trained at{target}: "
@@ -607,8 +607,8 @@ def _another(prepared: Prepared, trainer: RecipeTrainer, config: Any) -> Iterato
 
 
 def _reach(recipe: Recipe, config: Any, attention: LongAttnConfig | None, reads: int) -> tuple[int, tuple[Method, ...], int]:
-    """How long a text the model reads after training (0: not asked), its methods with what the model fills in, and how many
-    parameters there are."""
+    """Return the length that the model reads after training (0: not asked), its bound methods, and its number of
+    parameters."""
     model = load_model(recipe, config, weights=False)
     parameters = sum(p.numel() for p in model.parameters())
     table = table_entries(model)
@@ -643,13 +643,13 @@ def _check_table(recipe: Recipe, attention: LongAttnConfig | None, reads: int, t
 
 
 def _long_text(recipe: Recipe, data: Data, most: int) -> int | None:
-    """How much of the held-out text is read in one piece at the end, where the recipe does not say what to read."""
+    """Return how much of the held-out text is read in one piece at the end, where the recipe does not say."""
     length = min(most, len(data.held_out))
     asked = recipe.evaluation.final_lengths or data.test_task is not None
     return length if length > max(recipe.final_lengths) and not asked else None
 
 
 def _names(sources: Any) -> str:
-    """What held-out text is called in a model card: no folders of this machine."""
+    """Name held-out text for a model card, without folders of this machine."""
     names = sources if isinstance(sources, list) else [sources]
     return ", ".join(Path(name).name if Path(name).exists() or "*" in name else name for name in names)

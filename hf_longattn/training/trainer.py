@@ -50,7 +50,7 @@ def _check_reports(names: list[str]) -> None:
 
 
 def part_of(recipe: Recipe, args: TrainingArguments) -> tuple[int, int]:
-    """Which part of its windows this process trains on, and how many parts there are."""
+    """Return the part of its windows that this process trains on, and the number of parts."""
     count = recipe.sequence_parallel
     return args.process_index % count, count
 
@@ -109,7 +109,7 @@ class RecipeTrainer(Trainer):
         return loader
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Of a run that was killed after its last step there is nothing left to train; Trainer itself takes a step first."""
+        """Train nothing where a run was killed after its last step; Trainer itself would take a step first."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
@@ -158,7 +158,7 @@ class RecipeTrainer(Trainer):
         return self._on_whole(probed, self.causal, self.data, back, tick)
 
     def _on_whole(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Where weights are sharded (trainer.fsdp), as one call of the model, which gathers them for it."""
+        """Compute as one call of the model where weights are sharded (trainer.fsdp): the call gathers them."""
         with unsplit(self.causal):
             if not isinstance(self.model, FSDPModule):
                 return function(*arguments)

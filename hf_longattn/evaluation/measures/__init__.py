@@ -1,1 +1,1 @@
-"""What is measured of a model: one short file each."""
+"""Measures of a model: one short file each."""

@@ -1,4 +1,4 @@
-"""How well a model answers, from one forward pass over prompt and answer."""
+"""Accuracy and log-likelihood of answers, from one forward pass over prompt and answer."""
 
 from __future__ import annotations
 

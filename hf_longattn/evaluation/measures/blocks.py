@@ -43,7 +43,7 @@ class Block:
 
 
 def blocks(call: Call, chosen: Tensor | None = None) -> Iterator[Block]:
-    """What `call` computed before it weighed its values.
+    """Recompute the logits and weights of `call`, in blocks of query rows.
 
     Args:
         chosen: the numbers of the query rows to read, int64 (n,), ascending; default all.

@@ -15,7 +15,7 @@ from .sums import Options, Sums, collect
 
 
 class Capture:
-    """What an open or closed capture has seen."""
+    """The calls that an open or closed capture has seen."""
 
     def __init__(self) -> None:
         self.layers = 0  # how many are looked at

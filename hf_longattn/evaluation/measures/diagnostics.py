@@ -1,4 +1,4 @@
-"""What a capture has measured, as tensors by layer, head and length."""
+"""The measurements of a capture, as tensors by layer, head and length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which heads copy: that find the first reading of a passage and attend to what came next in it."""
+"""Copying heads: those that find the first reading of a passage and attend to the token that followed there."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def shortened(prefix: Prefix, length: int) -> Prefix:
 
 
 def hidden_of(model: Any, **inputs: Any) -> Tensor:
-    """What a model's head reads in a forward pass, (batch, length, hidden); its logits where the head is no part by itself."""
+    """Return the input of a model's head, (batch, length, hidden); its logits where the head is no module of its own."""
     bodies = bodies_of(model)
     if not bodies:
         logits: Tensor = type(model).forward(model, **inputs).logits  # not the instance's, which may be a loss
@@ -91,7 +91,7 @@ def last_hidden(model: Any, input_ids: Tensor, prefill: int | None = None, prefi
 
 
 class _Given(tuple[Tensor]):
-    """What a base model returns, with its last hidden states and nothing else."""
+    """A base model's output that holds its last hidden states alone."""
 
     @property
     def last_hidden_state(self) -> Tensor:

@@ -28,7 +28,7 @@ OUTPUT_ROWS = 2048
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure and how finely: as the arguments of `capture`, which says what they mean."""
+    """The measures to take and their resolution: the arguments of `capture`, explained there."""
 
     what: Collection[str] | str | None = None
     rows: int | None = None
@@ -68,7 +68,7 @@ class Options:
 
 
 class Sums:
-    """What one layer has shown so far: float64 sums over rows by head and length."""
+    """Running sums of one layer: float64, over rows, by head and length."""
 
     def __init__(self, options: Options) -> None:
         self.options = options

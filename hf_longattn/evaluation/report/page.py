@@ -1,4 +1,4 @@
-"""What a report is made of, and the page: one HTML file that needs nothing else, the same as JSON, and its figures as PNG."""
+"""Sections of a report, and its page: one HTML file that needs nothing else, a JSON file, and figures as PNG."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be measured of a model, a file a task; and texts with a known answer, made from a tokenizer and a seed alone."""
+"""Tasks, one file each; and texts with a known answer, made from a tokenizer and a seed alone."""
 
 from .base import Task, task_of
 from .needle import Needle, NeedleTask

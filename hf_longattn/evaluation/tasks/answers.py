@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def right(row: Row) -> str:
-    """How many answers are, in a line."""
+    """Count the right answers, in a line."""
     return f"{sum(a['exact'] for a in row['answers'])} of {len(row['answers'])} right"
 
 
@@ -126,7 +126,7 @@ def effective(results: Readings) -> list[Section]:
 
 
 def _maps(results: Readings, name: str, lengths: Sequence[int]) -> list[Figure]:
-    """Of each setting accuracy and log-likelihood by length and depth."""
+    """Tables of accuracy and log-likelihood by length and depth, for each setting."""
     answers = [a for r in results.rows if r["task"] == name for a in r["answers"]]
     bands = [f"{20 * i}–{20 * i + 20} %" for i in range(5)] if name == "needles" else None
     depths = sorted({round(a["depth"], 2) for a in answers})

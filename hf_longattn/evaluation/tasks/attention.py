@@ -95,7 +95,7 @@ class Attention(Task):
 
     @classmethod
     def sections(cls, results: Readings, name: str) -> list[Section]:
-        """Of every text and length what was found under each setting, the first of them being the one to compare with."""
+        """Sections for every text and length; the first setting is the one to compare with."""
         found: dict[tuple[str, int], dict[str, Row]] = {}
         for s in results.settings:
             for row in results.of(s, name):
@@ -131,7 +131,7 @@ def _told(rows: Mapping[str, Row], text: str, length: int, command: str, beside:
 
 
 def _text(result: Diagnostics) -> str:
-    """What the numbers are."""
+    """Explain the numbers."""
     means = f"Means over query rows, heads and {len(result.layers)} layers"
     return f"{'; '.join([means, *(m for q, m in MEANINGS.items() if q in result.values)])}."
 

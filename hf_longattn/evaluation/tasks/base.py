@@ -1,4 +1,4 @@
-"""What a task is, and all that there are: of this package, and of others by the entry point group "hf_longattn.tasks"."""
+"""The base class of tasks, and all tasks: our own, and those of the entry point group "hf_longattn.tasks"."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class Task:
 
     @property
     def protocol(self) -> dict[str, Any]:
-        """What must be the same for all of its rows."""
+        """The settings that all of its rows must share."""
         return {}
 
     def cells(self, setting: Any) -> Iterable[Cell]:
-        """What is measured of a setting."""
+        """Return the cells to measure for a setting."""
         raise NotImplementedError
 
     def cell(self, setting: Any, length: int, which: str, measure: Any, depends: Sequence[Any] = (), **more: Any) -> Cell:
@@ -76,7 +76,7 @@ class Task:
 
     @classmethod
     def sections(cls, results: Readings, name: str) -> Sequence[Section]:
-        """What a page says of its rows; by default the mean of every number in them, by setting and length."""
+        """Return the sections of a page for its rows; by default the mean of every number, by setting and length."""
         lengths = results.lengths_of(name)
         numbers = dict.fromkeys(k for r in results.rows if r["task"] == name for k in _numbers(r))
         tables = [
@@ -92,13 +92,13 @@ class Task:
 
 
 def _numbers(row: Row) -> dict[str, float]:
-    """What a task has put into a row, of numbers."""
+    """Return the numbers that a task has put into a row."""
     known = {*COLUMNS, "seconds", "cpu_seconds"}
     return {k: v for k, v in row.items() if k not in known and isinstance(v, (int, float))}
 
 
 def names() -> list[str]:
-    """Of all tasks."""
+    """Return the names of all tasks."""
     return [*_HOME, *(e.name for e in entry_points(group=GROUP))]
 
 

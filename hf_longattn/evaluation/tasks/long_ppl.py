@@ -158,6 +158,6 @@ class LongPPL(Task):
 
 
 def _key_rows(results: Readings, setting: str, length: int) -> list[Row]:
-    """Of the documents that have key tokens and that every setting has read."""
+    """Return the rows of documents that have key tokens and that every setting has read."""
     common = results.common(LONG_PPL, length)
     return [r for r in results.of(setting, LONG_PPL, length) if r["which"] in common and r["key_tokens"]]

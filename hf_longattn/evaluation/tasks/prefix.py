@@ -41,7 +41,7 @@ class OnDocuments(Task):
             yield self.cell(setting, length, document.name, measure, [document.numbers, *behind, *self.depends])
 
     def measure(self, setting: Setting, document: Document, length: int, model: Any) -> Row:
-        """What goes into the row of a document at a length."""
+        """Measure the row of a document at a length."""
         raise NotImplementedError
 
 
@@ -79,7 +79,7 @@ class Prefixes:
 
 
 def reading(own: LongAttnConfig, prefix: str) -> LongAttnConfig:
-    """What reads the text before the targets: a model's own method but for what does nothing in the prefix's window."""
+    """Return the method that reads the text before the targets, without the slots that do nothing in the prefix's window."""
     method = Setting.parse(prefix).config
     assert method is not None
     own = own.replace(positions=None, visibility=None)

@@ -1,4 +1,4 @@
-"""How far back a setting reads and retrieves, by jumps in positions in place of long texts: seconds a distance."""
+"""Probes of how far back a setting retrieves, by jumps in positions in place of long texts: seconds a distance."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Ruler(Task):
         return found
 
     def tokens(self, question: Question) -> list[int]:
-        """What the model reads; under `chat` the question in a user's turn, and what the answer begins with in its own."""
+        """Return the tokens to read; under `chat` the question stands in a user's turn, the answer's beginning in the model's."""
         if not self.options.chat:
             return [*self.plan.start, *self.encode(question.text + question.begins)]
         turn = [{"role": "user", "content": question.text}]
@@ -159,7 +159,7 @@ TITLES = {"ruler": "RULER", "graphwalks": "GraphWalks", "key_value": "Key-value 
 
 
 def _scores(results: Readings, name: str, setting: str, length: int) -> dict[str, float]:
-    """Of the questions that all settings were asked at a length: after an interruption some were asked fewer."""
+    """Scores over the questions that all settings were asked at a length: after an interruption some were asked fewer."""
     common = results.common(name, length)
     return {r["which"]: r["score"] for r in results.of(setting, name, length) if r["which"] in common}
 

@@ -30,7 +30,7 @@ PASSAGE_WORDS, SHOWN = 100, 8
 
 @dataclass(frozen=True)
 class Question:
-    """What a model reads, what its answer begins with (given, too), and what the answer must hold."""
+    """One question: the text to read, the given beginning of the answer, and the words that the answer must hold."""
 
     text: str
     begins: str
@@ -38,7 +38,7 @@ class Question:
 
 
 class Source:
-    """What questions are made from.
+    """The material of questions.
 
     Args:
         text: the user's.
@@ -85,7 +85,7 @@ class Source:
         return [(a, b) for a, b in (p for p in inside if len(p) == 2) if a[0] != b[0] and self._asks(*a) and self._asks(*b)]
 
     def _asks(self, document: int, place: int) -> bool:
-        """Whether a word and the one after it are good for an answer."""
+        """Tell whether a word and the one after it are fit for an answer."""
         return all(w.isalpha() and len(w) >= 4 for w in self.passages[document][place : place + 2])
 
     @functools.cached_property
@@ -298,7 +298,7 @@ def f1_of_nodes(written: str, answers: Sequence[str]) -> float:
 
 
 def cleaned(written: str) -> str:
-    """What is scored: control characters are ends of lines, and no blanks around."""
+    """Return an answer as it is scored: control characters become ends of lines, blanks around it go."""
     return re.sub(r"[\x00-\x1f]", "\n", written.strip()).strip()
 
 
@@ -321,7 +321,7 @@ class Kind:
     until: str | None = None
 
     def done(self, written: str, answers: Sequence[str]) -> bool:
-        """Whether what comes next cannot change the score."""
+        """Tell whether further tokens cannot change the score."""
         return self.score(written, answers) == 1 if self.until is None else self.until in written
 
 

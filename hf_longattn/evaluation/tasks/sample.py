@@ -1,4 +1,4 @@
-"""What every text task gives: one text with its answers marked."""
+"""Samples of text tasks: one text with its answers marked."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Encoder:
 
 
 def largest(build: Callable[[int], Built], tokens: Callable[[Built], int], least: int, limit: int) -> Built | None:
-    """What is built of as many parts as `limit` tokens hold; None if they do not hold `least` parts."""
+    """Build a sample of as many parts as `limit` tokens hold; None: they do not hold `least` parts."""
     few, best = least, build(least)
     if tokens(best) > limit:
         return None
