@@ -11,7 +11,7 @@ from torch import nn
 
 from .integration.internals import get_implementation
 from .integration.layers import View
-from .integration.model import Method, Model, apply, change, knowing, take_out
+from .integration.model import Method, Model, apply, change, no_untrained_warning, uninstall
 from .integration.names import name_for
 from .integration.parameters import attach
 from .integration.planning import put
@@ -60,7 +60,7 @@ class AsItWas:
 
     def give_back(self) -> None:
         """Let the model run what it ran."""
-        with knowing(), change(self.model) as view:
+        with no_untrained_warning(), change(self.model) as view:
             for layer in view.layers:
                 kept = self.parts.get(layer.module)
                 if container_of(layer.module) is not kept:
@@ -68,7 +68,7 @@ class AsItWas:
                     if kept is not None:
                         layer.module.longattn = kept
             if self.config is None or view.target is None:
-                take_out(view)
+                uninstall(view)
             elif view.running is not self.config:  # equal ones may reach differently far
                 put(view, self.config, name_for(self.config.name))
         if self.config is None and get_implementation(view.model.config) != self.name:

@@ -177,9 +177,9 @@ def _check_takes(config: Any, length: int, purpose: str, given: int | None) -> N
 
 def _tell_of_own(config: Any, model: str) -> None:
     """Say what a checkpoint runs already, and how that changes."""
-    from ..integration.names import describes
+    from ..integration.names import parsed_config
 
-    own = describes(config.get_text_config())
+    own = parsed_config(config.get_text_config())
     if own is None:
         return
     reads = "" if own.extended_to is None else f", extended to {own.extended_to:,} tokens"

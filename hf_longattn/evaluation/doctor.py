@@ -24,8 +24,8 @@ from ..extension import beyond_shown
 from ..integration import trained_length as known_length
 from ..integration.internals import get_implementation
 from ..integration.layers import language_config, pretrained
-from ..integration.model import knowing
-from ..integration.names import is_ours
+from ..integration.model import no_untrained_warning
+from ..integration.names import is_longattn_name
 from ..integration.saved_method import ADAPTER, method_in
 from .loading import config_from, load_weights, precision_of
 from .outlook import outlook, taken, trained_line
@@ -87,7 +87,7 @@ def examine(model: str | None, dtype: str = "auto", device: str = "cpu", weights
             text = f"the adapter was trained under {method.name}, and its base runs {own.name}: loading refuses it"
             yield Finding("method", text, PROBLEM)
         return
-    with warnings.catch_warnings(record=True) as caught, knowing():
+    with warnings.catch_warnings(record=True) as caught, no_untrained_warning():
         warnings.simplefilter("always", UserWarning)
         try:
             loaded = load_weights(base, adapter=model if adapter else None, dtype=precision_of(base, dtype, device))
@@ -164,7 +164,7 @@ def what_runs(method: LongAttnConfig | None, config: Any) -> Iterator[Finding]:
     name = method.name
     section = getattr(text, "longattn", None)
     same = section is not None and LongAttnConfig.parse(dict(section)).name == name
-    if not is_ours(runs) or not same:
+    if not is_longattn_name(runs) or not same:
         lost = f"the checkpoint records {name} and is loaded under {runs}: its attn_implementation was lost or overruled"
         yield Finding("method", f'{lost}. Load it with attn_implementation="longattn", and save it again', PROBLEM)
     else:

@@ -26,8 +26,8 @@ from ..integration import apply, get_config, rope
 from ..integration.classes import own_class
 from ..integration.internals import adapter_classes, classes_for, get_implementation, is_passed_over, load_reports
 from ..integration.max_length import announce_beside
-from ..integration.model import knowing, running
-from ..integration.names import describes, is_ours, short
+from ..integration.model import no_untrained_warning, running
+from ..integration.names import is_longattn_name, parsed_config, short
 from ..integration.planning import bound_config
 from ..integration.saved_method import ADAPTER, method_in, saved_in
 from ..scoped_method import AsItWas
@@ -279,7 +279,7 @@ def load_setting(
     if setting.adapter is not None:
         loaded = _merged(loaded, setting.adapter)
     if setting.config is not None:
-        with knowing():
+        with no_untrained_warning():
             apply(loaded, beside_own(loaded, calibrated(loaded, setting.config) if calibrated else setting.config))
     return loaded.to(device).eval()
 
@@ -305,7 +305,7 @@ class OneModel:
             self._take(load_setting(Setting(UNMODIFIED), self.model, self.dtype, self.device))
         self.put_back()
         if setting.config is not None:
-            with knowing():
+            with no_untrained_warning():
                 self.was.put(filled(setting.config, self.own))
         return self.loaded
 
@@ -366,7 +366,7 @@ def check_setting(setting: Setting, model: Any, head: bool = True) -> ModelFacts
 
 def _check_remapped(setting: Setting, config: Any) -> None:
     """Raise ValueError if a setting changes the rotation of a checkpoint whose own method goes on remapping it."""
-    own, asked = describes(config.get_text_config()), setting.config
+    own, asked = parsed_config(config.get_text_config()), setting.config
     remap = None if own is None or (asked is not None and asked.remap is not None) else own.remap
     if setting.rope is not None and remap is not None and not remap.stack:
         raise ValueError(
@@ -397,7 +397,7 @@ def filled(asked: LongAttnConfig, own: LongAttnConfig) -> LongAttnConfig:
 def own_method(model: Any) -> str | None:
     """The method that a checkpoint records in its config, or that a loaded model runs, by name."""
     text = config_from(model).get_text_config()
-    return short(name) if is_ours(name := get_implementation(text)) else None
+    return short(name) if is_longattn_name(name := get_implementation(text)) else None
 
 
 def _with_adapter(model: Any, adapter: str) -> Any:
@@ -453,7 +453,7 @@ def _adapters_method(setting: Setting, config: Any) -> LongAttnConfig | None:
         return None
     if (method := method_in(saved_in(Path(setting.adapter) / ADAPTER))) is not None:
         return method
-    if not is_ours(get_implementation(config.get_text_config())):
+    if not is_longattn_name(get_implementation(config.get_text_config())):
         warn(
             f"setting {setting.name!r}: the adapter in {setting.adapter} records no attention, so it is measured without "
             "a method. If it was trained under one, name that in its entry of a settings file (method: ...)",

@@ -1,11 +1,13 @@
-"""What transformers calls a KV cache in the arguments and outputs of its models, and when it is one in pages."""
+"""KV caches in the arguments and outputs of Transformers' models, plain or in pages."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+from torch import Tensor
 from transformers import Cache
 from transformers.masking_utils import create_causal_mask
 
@@ -16,8 +18,39 @@ CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters e
 PAGES = CACHE == "cache"
 
 
+#: The ways in which positions may have counted in all calls: by cache index, from the start of the text, by visible tokens.
+Numbering: TypeAlias = tuple[bool, bool, bool]
+
+
+@dataclass
+class CacheRecord:
+    """The facts about a KV cache's keys that a cache does not hold, kept with it and copied with it.
+
+    Args:
+        numbering: how positions counted, in calls so far; None: no call noted it.
+        ones: the cache index from which on texts count from 1: behind empty prompts, all padding, as generate() numbers them.
+        axes: the positions of keys, if some are at several each (M-RoPE): int64 (axes, batch, keys), as the model got them.
+        uneven: some layers hold tokens that others do not, since a call broke off.
+        long: the keys were turned by longrope's frequencies of long calls; None: not known.
+    """
+
+    numbering: Numbering | None = None
+    ones: int | None = None
+    axes: Tensor | None = None
+    uneven: bool = False
+    long: bool | None = None
+
+
+def record_of(cache: Cache) -> CacheRecord:
+    """Return the record of a cache."""
+    record: CacheRecord | None = vars(cache).get("_longattn")
+    if record is None:
+        record = vars(cache)["_longattn"] = CacheRecord()
+    return record
+
+
 def is_paged(arguments: Mapping[str, Any]) -> bool:
-    """Whether these are the arguments of a call under continuous batching."""
+    """Tell whether arguments are those of a call under continuous batching."""
     return PAGES and arguments.get("write_index") is not None
 
 
@@ -27,5 +60,5 @@ def cache_in(values: Iterable[Any]) -> Cache | None:
 
 
 def values_of(output: Any) -> Iterable[Any]:
-    """What a model's output holds."""
+    """Return the values that a model's output holds."""
     return output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()

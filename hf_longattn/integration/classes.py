@@ -30,13 +30,13 @@ def own_class(config: Any) -> type[PreTrainedModel] | None:
 
 
 def loaders(architecture: str) -> list[str]:
-    """What of transformers loads a class: the names of auto classes, the one that says most of it first; else its own."""
+    """Return the names of the auto classes that load a class, the most specific first; its own name, if none does."""
     autos = [auto.__name__ for auto in auto_classes() if architecture in _names(auto)]
     return [*(name for name in FIRST if name in autos), *(name for name in autos if name not in FIRST)] or [architecture]
 
 
 def task(loader: str) -> str | None:
-    """What the Hub calls that which the models of an auto class do; None if transformers has no word for it."""
+    """Return the Hub's name for the task of an auto class's models; None: Transformers has no name for it."""
     mappings = [names_by_type(auto) for auto in auto_classes() if auto.__name__ == loader]
     by_mapping = (name for name, names in TASK_MAPPING.items() if any(names is mapping for mapping in mappings))
     return next(by_mapping, TASKS.get(loader))

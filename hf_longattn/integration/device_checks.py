@@ -13,7 +13,7 @@ OPEN = 256
 
 
 class Claims:
-    """What was taken for granted in a model's passes and not confirmed yet."""
+    """Assumptions of a model's passes that the device has not confirmed yet."""
 
     def __init__(self) -> None:
         self._open: deque[tuple[Any, Tensor, str]] = deque()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..core.tracing import assert_later, readable
-from .caches import cache_in, is_paged, values_of
+from .caches import cache_in, is_paged, record_of, values_of
 from .layers import View
 from .state import AttentionState, plan_of
 from .trained_length import ORIGINAL, rope_settings
@@ -26,8 +26,6 @@ _MIXED = (
     "frequencies, cached keys stay turned by the old ones, and a remap of rotary distances knows one kind. Give the whole "
     "text in one call without that cache (Phi-3's generate() does so by itself)"
 )
-#: On a cache: whether its keys were turned by the frequencies of long calls.
-_LONG = "longattn_long"
 
 
 def guard(view: View, state: AttentionState) -> None:
@@ -39,7 +37,7 @@ def guard(view: View, state: AttentionState) -> None:
 
 
 def table_entries(model: nn.Module) -> int | None:
-    """How many positions a model's learned position table has; None where it has none."""
+    """Return the number of entries in a model's learned position table; None: it has none."""
     return next(map(_entries, position_tables(View(model))), None)
 
 
@@ -73,12 +71,12 @@ def _check_learned_positions(table: nn.Module, args: tuple[Any, ...], kwargs: di
 
 
 def _entries(table: Any) -> int:
-    """How many positions a table has; Bart's and its like keep a few rows before the first (`offset`)."""
+    """Return the number of positions in a table; Bart's and its like keep a few rows before the first (`offset`)."""
     return int(table.num_embeddings) - getattr(table, "offset", 0)
 
 
 def _border_hooks(view: View, state: AttentionState) -> list[RemovableHandle]:
-    """Those that refuse a cache across longrope's border; none where no remapped layer has one."""
+    """Make the hooks that refuse a cache across longrope's border; none where no remapped layer has one."""
     remapped = [(x, plan.rotary) for x in view.layers if (plan := plan_of(x.module)) is not None and plan.rotary is not None]
     settings = [rope_settings(x.config, x.type) for x, _ in remapped]
     borders = {s[ORIGINAL] for s in settings if s.get("rope_type") == "longrope" and s["short_factor"] != s["long_factor"]}
@@ -137,7 +135,7 @@ def _check(state: AttentionState, border: int, module: nn.Module, args: tuple[An
     mixed = (before > 0) & ((before > border) != (after > border))
     if torch.compiler.is_compiling():
         assert_later(~torch.as_tensor(mixed), _MIXED.format(border=border))
-    elif mixed or (before > 0 and getattr(cache, _LONG, after > border) != (after > border)):
+    elif mixed or (before > 0 and record_of(cache).long not in (None, after > border)):
         raise ValueError(_MIXED.format(border=border))
 
 
@@ -145,4 +143,4 @@ def _stamp(border: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     cache, _, after = _before_and_after(module, args, kwargs)
     cache = cache_in(values_of(output)) if cache is None else cache
     if cache is not None and not torch.compiler.is_compiling():
-        setattr(cache, _LONG, bool(after > border))
+        record_of(cache).long = bool(after > border)

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import LongAttnConfig
 from .internals import get_implementation, has_local, passes_on, uses_interface
-from .names import described, describes, is_ours
+from .names import is_longattn_name, parsed_config, raw_section
 from .trained_length import hides
 
 #: What the types in a config's layer_types say: all keys before the query are seen, or a window of them.
@@ -59,7 +59,7 @@ class Layer:
 
     @property
     def places(self) -> list[int]:
-        """Where it stands, by the numbers in its name."""
+        """The numbers in its name."""
         return [int(part) for part in self.name.split(".") if part.isdigit()]
 
     @property
@@ -73,12 +73,12 @@ class Layer:
 
     @property
     def own_mask(self) -> str | None:
-        """What the module makes of transformers' mask before attention gets it, which it could not of one of ours; or None."""
+        """How the module changes Transformers' mask, as it could not change ours, before attention gets it; or None."""
         return next((why for name, why in _READERS.items() if getattr(self.module, name, None) is not None), None)
 
     @property
     def refusal(self) -> str | None:
-        """What its softmax does that no method computes, or None."""
+        """The operation in its softmax that no method computes, or None."""
         if passes_on(self.module, "position_bias"):
             return "a learned bias (position_bias) joins their logits"
         if self.kind not in ("full", "window"):
@@ -100,7 +100,7 @@ class Layer:
 
     @property
     def windowed(self) -> bool:
-        """Whether it has a window at all, which its calls announce."""
+        """True: it has a window, which its calls announce."""
         if self.type is not None:
             return _KINDS.get(self.type) == "window"
         return getattr(self.config, "sliding_window", None) is not None
@@ -150,7 +150,7 @@ class View:
         self.configs: list[Any] = distinct([c for c in found if isinstance(c, PreTrainedConfig)] + self.speaking)
 
     def _around(self) -> list[Any]:
-        """What the configs of the models around the language model's attention say of a language model of its type."""
+        """Return the text configs of the models around the language model's attention that are of its type."""
         attention = {x.module for x in self.candidates}
         models = [m for m in self.modules if isinstance(m, PreTrainedModel) and not attention.isdisjoint(m.modules())]
         return [c for c in (language_config(m.config) for m in models) if type(c) is type(self.target)]
@@ -176,11 +176,11 @@ class View:
         if self.target is None:
             return None
         own = distinct([x.module.config for x in self.candidates])
-        says = self.target if len(own) > 1 or is_ours(get_implementation(self.target)) else own[0]
-        held = described(says)
-        if not held or not is_ours(get_implementation(says)):
+        says = self.target if len(own) > 1 or is_longattn_name(get_implementation(self.target)) else own[0]
+        held = raw_section(says)
+        if not held or not is_longattn_name(get_implementation(says)):
             return None
-        return held if isinstance(held, LongAttnConfig) else describes(says)
+        return held if isinstance(held, LongAttnConfig) else parsed_config(says)
 
     @property
     def adapters(self) -> list[Any]:
@@ -224,7 +224,7 @@ def distinct(configs: Iterable[Any]) -> list[Any]:
 
 
 def candidates_of(model: nn.Module) -> list[Layer]:
-    """Those that a method may go into."""
+    """Return the layers that a method may go into."""
     return View(model).candidates
 
 

@@ -32,7 +32,7 @@ from ..core.geometry import FAR, AttentionLayout
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.tracing import readable, sent
 from .internals import Interval, interval_of
-from .names import described
+from .names import raw_section
 
 INDEX_WIDTH = 6
 
@@ -41,7 +41,7 @@ BOTH_WAYS = "it is to read in both directions ({}), and every method is one of c
 
 
 def both_ways(config: Any) -> str | None:
-    """What in a config says that its model reads in both directions, or None."""
+    """Return the flag in a config by which its model reads in both directions, or None."""
     if getattr(config, "is_causal", True) is False:
         return "is_causal=False"
     asked = getattr(config, "use_bidirectional_attention", None)
@@ -55,7 +55,7 @@ def refuse_both_ways(config: Any, name: str = "") -> None:
 
 
 class BaseAttention:
-    """The call that made a carrier, to be made again where layers run the attention that the model had before.
+    """The call that made a layout mask, to be made again where layers run the attention that the model had before.
 
     Args:
         implementation: the name of that attention.
@@ -68,7 +68,7 @@ class BaseAttention:
 
     @functools.cached_property
     def mask(self) -> Any:
-        """What that attention takes for a mask, the same for every layer."""
+        """The mask for that attention, one for every layer."""
         return ALL_MASK_ATTENTION_FUNCTIONS[self.implementation](**self.arguments)
 
     def function(self, module: Any) -> Any:
@@ -79,19 +79,20 @@ class BaseAttention:
 
 
 class MaskContext:
-    """What the layers under one mask of a forward pass share, kept with the mask: the first of them finds out the rows.
+    """The state that layers under one mask of a forward pass share, kept with the mask: the first of them reads the rows.
 
     Args:
-        stock: of a carrier, the call that made it.
-        host: the carrier as the host made it; None: it was made on the device.
+        base: of a layout mask, the call that made it.
+        host: the layout mask as the host made it; None: it was made on the device.
         now: the forward pass in which its layers were called, to which they belong in a backward pass too.
     """
 
-    def __init__(self, stock: BaseAttention | None = None, now: Any = None, host: Tensor | None = None) -> None:
-        self.stock, self.now, self.host = stock, now, host
-        self.seen: ParsedMask | None = None
+    def __init__(self, base: BaseAttention | None = None, now: Any = None, host: Tensor | None = None) -> None:
+        self.base, self.now, self.host = base, now, host
+        self.both_ways = False  # Transformers made the mask for reading in both directions
+        self.parsed: ParsedMask | None = None
         self.q_len = self.kv_len = -1  # of the last layer that read it
-        self.rows: AttentionLayout | None = None  # those of `seen` with the positions that these position_ids say
+        self.rows: AttentionLayout | None = None  # those of `parsed` with the positions that these position_ids say
         self.positions: Tensor | None = None
         self.prepared: dict[Any, Any] | None = None  # ways to attend that are prepared for them
         self._fits: dict[float, bool] = {}
@@ -104,15 +105,15 @@ class MaskContext:
         return self
 
     def changes_nothing(self, limit: float) -> bool:
-        """Whether the model's own attention computes a layer: whether all texts of the rows have at most `limit` tokens.
+        """Tell whether the model's own attention computes a layer: all texts of the rows have at most `limit` tokens.
 
         False where that takes a read from a device, or where the model's own would hold all pairs of tokens.
         """
-        if limit <= 0 or self.stock is None or (self.stock.implementation == "eager" and self.q_len > 1):
+        if limit <= 0 or self.base is None or (self.base.implementation == "eager" and self.q_len > 1):
             return False
         if (fits := self._fits.get(limit)) is None:
             assert self.rows is not None
-            offset, length = self.stock.arguments["kv_offset"], self.stock.arguments["kv_length"]
+            offset, length = self.base.arguments["kv_offset"], self.base.arguments["kv_length"]
             short = self.rows.key_ids is None and isinstance(offset, int) and offset + length <= limit
             fits = short or (self.rows.index.device.type == "cpu" and self.rows.extent <= limit)
             self._fits[limit] = fits
@@ -126,7 +127,7 @@ def attention_function(name: str, module: Any) -> Any:
 
 
 class Before(NamedTuple):
-    """What a config ran before it got one of our names; kept on the config, where the mask function can see it too."""
+    """The attention that a config ran before its method; kept on the config, where the mask function sees it too."""
 
     implementation: str  # what `remove` brings back
     base: str  # what runs the layers that we leave alone: sdpa or eager, the two that a mask of ours can be turned into
@@ -139,7 +140,7 @@ def before(config: Any) -> Before | None:
 
 
 def own_implementation(config: Any) -> str:
-    """What the model would run without a method."""
+    """Return the attention that the model would run without a method."""
     known = before(config)
     if known is None or known.implementation in ("sdpa", "eager"):
         return base_implementation(config)  # sdpa would drop a softcap
@@ -147,12 +148,12 @@ def own_implementation(config: Any) -> str:
 
 
 def base_implementation(config: Any) -> str:
-    """What runs the layers that we leave alone; mask and forward function both ask here."""
+    """Return the attention of layers without a method; mask and forward function both ask here."""
     known = before(config)
     return "sdpa" if known is None else known.base
 
 
-def carrier_mask(
+def layout_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -177,13 +178,13 @@ def carrier_mask(
         "device": device,
     }
     base = ALL_MASK_ATTENTION_FUNCTIONS[base_implementation(config)]
-    section = None if config is None else described(config)
+    section = None if config is None else raw_section(config)
     if section:
         refuse_both_ways(config)
     if "allow_is_bidirectional_skip" in kwargs:  # only the bidirectional masks are asked for with it
         mask = base(**shared, **kwargs, config=config, local_size=local_size)
         if isinstance(mask, Tensor) and readable(mask):
-            mask.__dict__["longattn_both_ways"] = True
+            context_of(mask).both_ways = True
         return mask
     layers = section.layers if isinstance(section, LongAttnConfig) else (section or {}).get("layers")
     only_full = layers in (None, "full_attention")
@@ -195,23 +196,23 @@ def carrier_mask(
     sliced = bool(getattr(config, "num_kv_shared_layers", 0))
     pairs = functools.partial(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], **kwargs | {"allow_is_causal_skip": False}, config=config)
     at_hand = _on_host(shared)
-    carrier = _intervals(sliced, **(at_hand or shared))
-    if carrier is None:
+    layout = _intervals(sliced, **(at_hand or shared))
+    if layout is None:
         if at_hand is not None and (q_length > FEW_QUERIES or not _knows_no_tensor(mask_function)):  # a graph's lengths vary
             at_hand = None
         given = at_hand or shared
-        carrier = _pairs(functools.partial(pairs, **given), windowed, **given)
-    host = None if at_hand is None else carrier
-    carrier = sent(carrier, torch.device(device))
-    if readable(carrier):
+        layout = _pairs(functools.partial(pairs, **given), windowed, **given)
+    host = None if at_hand is None else layout
+    layout = sent(layout, torch.device(device))
+    if readable(layout):
         static = {k: x.clone() for k, x in shared.items() if k.endswith("offset") and isinstance(x, Tensor)}  # caches count on
         arguments = {**shared, **static, **kwargs, "config": config, "local_size": local_size}
-        carrier.__dict__["longattn_sight"] = MaskContext(BaseAttention(own_implementation(config), arguments), host=host)
-    return carrier
+        layout.__dict__["_longattn"] = MaskContext(BaseAttention(own_implementation(config), arguments), host=host)
+    return layout
 
 
 def _knows_no_tensor(mask_function: Callable[..., Any]) -> bool:
-    """Whether a mask function shows the same on every device."""
+    """Tell whether a mask function shows the same on every device."""
     return (interval := recognise(mask_function)) is not None and interval.sequence_ids is None
 
 
@@ -306,8 +307,8 @@ def _pairs(
     return torch.cat([index.int(), visible.int() * (1 + counted.int())[:, None]], dim=-1)[:, None]
 
 
-def is_carrier(mask: Tensor) -> bool:
-    """Whether a mask is one of ours; bool and float masks are the user's own. TypeError: it is no tensor."""
+def is_layout_mask(mask: Tensor) -> bool:
+    """Tell whether a mask is a layout mask; bool and float masks are the user's own. TypeError: it is no tensor."""
     if not isinstance(mask, Tensor):
         raise TypeError(
             f"the attention mask is a {type(mask).__name__}, which another attention reads: pass a 2-D mask of padding, or a "
@@ -317,12 +318,12 @@ def is_carrier(mask: Tensor) -> bool:
 
 
 def shows_the_future(mask: Tensor) -> bool:
-    """Whether transformers made a mask for reading in both directions; False where a graph is traced."""
-    return not torch.compiler.is_compiling() and "longattn_both_ways" in mask.__dict__
+    """Tell whether Transformers made a mask for reading in both directions; False: no, or a graph is traced."""
+    return not torch.compiler.is_compiling() and (context := existing_context(mask)) is not None and context.both_ways
 
 
 class ParsedMask(NamedTuple):
-    """What a mask says.
+    """A mask, read.
 
     Args:
         rows: what each query sees.
@@ -337,23 +338,28 @@ class ParsedMask(NamedTuple):
 
 
 def read_mask(mask: Tensor, kv_len: int) -> ParsedMask:
-    """What a mask made by `carrier_mask` says; the same object for every layer that gets the mask."""
+    """Read a mask that `layout_mask` made; every layer that gets the mask gets the same object."""
     if mask.shape[-1] not in (INDEX_WIDTH, INDEX_WIDTH + kv_len) and not _padded(mask, kv_len):
         raise ValueError(f"an integer mask of width {mask.shape[-1]} does not fit {kv_len} keys")
     if torch.compiler.is_compiling():
         return _read(mask, kv_len)
-    sight = sight_of(mask)
-    if sight.seen is None:
-        sight.seen = _read(mask if sight.host is None else sight.host, kv_len)
-    return sight.seen
+    context = context_of(mask)
+    if context.parsed is None:
+        context.parsed = _read(mask if context.host is None else context.host, kv_len)
+    return context.parsed
 
 
-def sight_of(mask: Tensor) -> MaskContext:
-    """What is kept with a mask."""
-    sight: MaskContext | None = mask.__dict__.get("longattn_sight")
-    if sight is None:
-        sight = mask.__dict__["longattn_sight"] = MaskContext()
-    return sight
+def context_of(mask: Tensor) -> MaskContext:
+    """Return the state that is kept with a mask."""
+    if (context := existing_context(mask)) is None:
+        context = mask.__dict__["_longattn"] = MaskContext()
+    return context
+
+
+def existing_context(mask: Tensor) -> MaskContext | None:
+    """Return the state that is kept with a mask; None: there is none yet."""
+    context: MaskContext | None = mask.__dict__.get("_longattn")
+    return context
 
 
 def _padded(mask: Tensor, kv_len: int) -> bool:
@@ -371,8 +377,8 @@ def _read(mask: Tensor, kv_len: int) -> ParsedMask:
     return ParsedMask(AttentionLayout(index, counted[:, None] > 0), counted.amax(1).long() - 1, first)
 
 
-def seen_through(mask: Tensor, q_len: int, kv_len: int) -> ParsedMask:
-    """What a user's own 4-D mask says, of a call whose tokens are the last keys; `counted` is None if that is not known.
+def read_own_mask(mask: Tensor, q_len: int, kv_len: int) -> ParsedMask:
+    """Read a user's own 4-D mask of a call whose tokens are the last keys; `counted` is None if it is not known.
 
     Raises:
         ValueError: it is no mask of visible and hidden keys, or its tokens are not the last keys.
@@ -410,7 +416,7 @@ def seen_through(mask: Tensor, q_len: int, kv_len: int) -> ParsedMask:
 
 
 def _ranks(visible: Tensor) -> Tensor:
-    """How many visible keys lie before each, for masks whose rows agree on it; -FAR for a batch entry whose rows do not.
+    """Count the visible keys before each key; -FAR in a batch entry whose rows disagree.
 
     Args:
         visible: bool (batch, q_len, kv_len).
@@ -433,7 +439,7 @@ def recognise(mask_function: Callable[..., Any]) -> Interval | None:
 
 
 def _before_windows(seen: Tensor, q_offset: int | Tensor) -> Tensor:
-    """Where texts start, by the first key that each row sees, (batch, q_len): a sliding window does not start a text.
+    """Return the starts of texts by the first key that each row sees, (batch, q_len): a sliding window starts no text.
 
     What a row's first key sees is before it in the same text; a cached one's text starts with the cache.
     """

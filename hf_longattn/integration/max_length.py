@@ -1,4 +1,4 @@
-"""How long a text a model says that it reads: all that says so moves together, and back."""
+"""The longest text that a model says it reads: all entries that say so move together, and back."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def _scaled_to(config: Any) -> int | None:
 
 
 def _configs(view: View) -> list[Any]:
-    """Those that say how long a text is: of the language model first, and of the whole."""
+    """Return the configs that name the longest text: the language model's first, then the whole model's."""
     whole = view.model.config
     text = language_config(whole) if view.target is None else view.target
     return distinct([text, *view.speaking, whole])
 
 
 def turns_by(config: Any, length: int) -> bool:
-    """Whether a text config's model would rotate otherwise, or have other positions, if it said that it reads `length`."""
+    """Tell whether a text config's model would rotate or place tokens otherwise, if the config named `length`."""
     settings = getattr(config, "rope_parameters", None) or {}
     nested = {kind: x for kind, x in settings.items() if isinstance(x, Mapping)}
     scaled = {kind: x for kind, x in (nested or {None: settings}).items() if x.get("rope_type", "default") not in UNSCALED}

@@ -22,7 +22,7 @@ from .layers import Layer, View, language_config
 from .masks import base_implementation, before
 from .max_length import announce
 from .model_facts import own_temperature
-from .names import described, is_ours, name_for
+from .names import is_longattn_name, name_for, raw_section
 from .offload import is_empty
 from .parameters import attach
 from .planning import put, settle
@@ -130,7 +130,7 @@ def update(model: Model, **parameters: Any) -> Model:
         settle(view)
         config = _running(view).replace(**parameters)
         plans = {x.module: plan for x in view.of_target if (plan := plan_of(x.module)) is not None}
-        held, modules = described(view.target), set(view.modules)
+        held, modules = raw_section(view.target), set(view.modules)
         fits = plans and all(p.whole is held and (p.rotary is None or p.rotary.module in modules) for p in plans.values())
         if not fits or parameters.keys() != {"strength"} or config.logit_map is None or not config.logit_map.blends:
             _put(view, config)
@@ -149,7 +149,7 @@ def remove(model: Model) -> Model:
         ValueError: there is nothing to remove.
     """
     with change(model) as view:
-        if not take_out(view):
+        if not uninstall(view):
             runs = get_implementation(view.model.config)
             raise ValueError(f"{view.name} runs {runs!r}; there is nothing to remove")
     return model
@@ -185,7 +185,7 @@ def say_what_runs(model: nn.Module) -> LongAttnConfig | None:
     return runs
 
 
-def take_out(view: View) -> bool:
+def uninstall(view: View) -> bool:
     """Let a model run what it ran before any method; whether there was one."""
     configs = without_method(view)
     for c, implementation in configs:
@@ -232,7 +232,7 @@ def warn_untrained(view: View, runs: LongAttnConfig | None, known: LongAttnConfi
 
 
 @contextmanager
-def knowing() -> Iterator[None]:
+def no_untrained_warning() -> Iterator[None]:
     """For callers that train or measure a method, or put back one that was trained: no `UntrainedWarning`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UntrainedWarning)
@@ -258,7 +258,7 @@ def running(model: nn.Module) -> LongAttnConfig | None:
 
 @dataclass(frozen=True)
 class Description:
-    """What each attention module of a model does; `print` it (equal modules in one line), or read `rows` and `config`."""
+    """Each attention module of a model, described; `print` it (equal modules in one line), or read `rows` and `config`."""
 
     model: str
     config: LongAttnConfig | None
@@ -286,7 +286,7 @@ def describe(model: nn.Module) -> Description:
     for layer in view.layers:
         plan = plan_of(layer.module)
         implementation = get_implementation(layer.module.config)
-        if plan is None or not is_ours(implementation):
+        if plan is None or not is_longattn_name(implementation):
             rows.append((layer.name, "unchanged", f"runs {implementation}"))
         elif plan.config is None:
             rows.append((layer.name, "unchanged", f"{plan.reason}, {_runs(layer.module.config)}"))
@@ -309,7 +309,7 @@ def _how(plan: LayerPlan) -> str:
 
 
 def _turns_keys(config: LongAttnConfig) -> bool:
-    """Whether decoding makes something of keys that it keeps beside a cache."""
+    """Tell whether decoding keeps keys, rotated or normalised, beside a cache."""
     if config.positions is None:
         return config.score is not None
     bands = config.positions.bands(torch.zeros(1, 1, dtype=torch.int64, device="cpu"))

@@ -1,4 +1,4 @@
-"""What methods may ask about a model: its shape, the length that it was trained at, how it rotates and what it scales by."""
+"""Facts about a model for its methods: shape, trained length, rotation, and its own temperature."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUERY_NORMS = ("q_norm", "q_layernorm", "q_layer_norm", "query_layernorm", "qk_n
 
 
 def facts_of(view: View, layers: list[Layer], told: int | None = None) -> ModelFacts:
-    """What a method may ask about a model, of these layers of it; told: its trained length as the user knows it.
+    """Return the facts about these layers of a model; told: its trained length as the user knows it.
 
     ValueError: its config has rotary settings that it does not rotate by.
     """
@@ -45,7 +45,7 @@ def facts_of(view: View, layers: list[Layer], told: int | None = None) -> ModelF
 
 
 def _normalises(attention: nn.Module) -> bool:
-    """Whether an attention module has a norm over its queries (and keys), by the names that models give it."""
+    """Tell whether an attention module has a norm over its queries (and keys), by the names that models give it."""
     return any(
         isinstance(part, nn.Module) and not isinstance(part, nn.Identity)
         for part in (getattr(attention, name, None) for name in QUERY_NORMS)
@@ -53,7 +53,7 @@ def _normalises(attention: nn.Module) -> bool:
 
 
 def own_temperature(view: View, layers: list[Layer]) -> str | None:
-    """What a model already multiplies the scores of these layers with, in words, or None.
+    """Describe the temperature that a model itself applies to the scores of these layers; None: it applies none.
 
     It is in their queries and keys when attention gets them, so it goes by true positions p under every remap.
     """

@@ -50,12 +50,12 @@ def _register(alias: str) -> None:
 
 def register_combination(implementation: Any) -> None:
     """Make a combination of methods known under its name, once somebody uses it."""
-    if isinstance(implementation, str) and "+" in implementation and is_ours(implementation):
+    if isinstance(implementation, str) and "+" in implementation and is_longattn_name(implementation):
         _register(methods_in(implementation))
 
 
 def hint(name: Any) -> str:
-    """What to write in place of a name that transformers does not know, if it looks like one of ours."""
+    """Suggest a name in place of one that Transformers does not know, if it looks like a method's."""
     parts = methods_in(name).split("+") if isinstance(name, str) else []
     if len(parts) > 1:
         unknown = [x for x in parts if x not in list_methods()]
@@ -72,8 +72,8 @@ def hint(name: Any) -> str:
     return f"{likely}methods of hf_longattn: {', '.join(sorted((CUSTOM, *list_methods())))}" if likely else ""
 
 
-def is_ours(implementation: str | None) -> TypeGuard[str]:
-    """Whether a name is one of ours: that of a method, of several joined by "+", or of a longattn section."""
+def is_longattn_name(implementation: str | None) -> TypeGuard[str]:
+    """Tell whether a name is that of a method, of several joined by "+", or of a longattn section."""
     if implementation is None:
         return False
     name = methods_in(implementation)
@@ -84,7 +84,7 @@ def ours_in(implementation: str | dict[str, Any] | None) -> str | None:
     """The first of our names in what is asked for, which may be a dict by sub-config."""
     if isinstance(implementation, dict):
         return next(filter(None, map(ours_in, implementation.values())), None)
-    return implementation if is_ours(implementation) else None
+    return implementation if is_longattn_name(implementation) else None
 
 
 def short(implementation: str) -> str:
@@ -99,13 +99,13 @@ def methods_in(implementation: str) -> str:
 
 def name_for(config_name: str) -> str:
     """The name to install for a config: that of its methods, or of its section where several parts have their own."""
-    name = config_name if is_ours(config_name) else CUSTOM
+    name = config_name if is_longattn_name(config_name) else CUSTOM
     register_combination(name)
     return name
 
 
-def described(config: Any) -> Any:
-    """What a config holds under `config.longattn`: what a user wrote, or of a model that runs a method its `LongAttnConfig`.
+def raw_section(config: Any) -> Any:
+    """Return the entry behind `config.longattn`: a user's dict, or the `LongAttnConfig` of a model that runs a method.
 
     A config that was read before this package was imported has it under the plain name.
     """
@@ -113,7 +113,7 @@ def described(config: Any) -> Any:
     return of.get("_longattn", of.get("longattn"))
 
 
-def describes(config: Any) -> LongAttnConfig | None:
+def parsed_config(config: Any) -> LongAttnConfig | None:
     """The method that a config names and describes; None: it names none. ValueError: the two disagree."""
     name = get_implementation(config)
-    return LongAttnConfig.parse(short(name), described(config)) if is_ours(name) else None
+    return LongAttnConfig.parse(short(name), raw_section(config)) if is_longattn_name(name) else None

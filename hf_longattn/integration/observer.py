@@ -13,7 +13,7 @@ from ..config import CUSTOM, LongAttnConfig
 from ..core.call import Call
 from .internals import get_implementation, set_implementation
 from .layers import Layer, View
-from .names import described, is_ours
+from .names import is_longattn_name, raw_section
 from .planning import settle
 from .state import CALLS, AttentionState, LayerPlan, Undo, changing, plan_of, remember, set_plan
 
@@ -54,12 +54,12 @@ def _placed(view: View, observer: Observer, named: set[int] | None) -> list[Laye
     settle(view)
     config, state, observed = view.target, view.state or AttentionState(), []
     left_alone: dict[int, str] = {}
-    if config is not None and not is_ours(get_implementation(config)):
+    if config is not None and not is_longattn_name(get_implementation(config)):
         for c in view.speaking:
             remember(view, c, get_implementation(c))
             set_implementation(c, CUSTOM)
         state.set_running(view, LongAttnConfig())
-    whole = None if config is None else described(config)
+    whole = None if config is None else raw_section(config)
     for layer in view.of_target:
         plan, unchanged = plan_of(layer.module), layer.why_not
         if plan is None or plan.whole is not whole:

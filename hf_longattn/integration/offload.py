@@ -26,7 +26,7 @@ def _over(model: nn.Module, name: str) -> Iterator[tuple[Any, str]]:
 
 
 def is_empty(model: nn.Module) -> bool:
-    """Whether a model has no weights: it is being built, or described, on the meta device."""
+    """Tell whether a model has no weights: it is being built, or described, on the meta device."""
     return any(p.is_meta for p in model.parameters()) and not any(map(placing_hooks, model.modules()))
 
 
@@ -46,19 +46,19 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def dtype_of(module: nn.Module) -> torch.dtype | None:
-    """What a module computes in, by what it holds beside quantised weights; None: that does not show it."""
+    """Return the dtype that a module computes in, by its tensors beside quantised weights; None: they do not show it."""
     return next((x.dtype for x in _tensors(module) if x.is_floating_point() and x.dtype.itemsize > 1), None)
 
 
 def device_of(module: nn.Module, model: nn.Module) -> torch.device:
-    """Where the weights of a module are when it is called; of one without any those of its model."""
+    """Return the device of a module's weights when it is called; of a module without weights, its model's."""
     own = next(itertools.chain(_tensors(module), _tensors(model))).device
     hooks = (hook for m in module.modules() for hook in placing_hooks(m)) if own.type == "meta" else ()
     return next((torch.device(x.execution_device) for x in hooks if x.execution_device is not None), own)
 
 
 def held(model: nn.Module, name: str) -> Tensor | None:
-    """What a parameter holds, wherever that is kept; None: nothing."""
+    """Return the values of a parameter, wherever they are kept; None: it has none."""
     parameter = model.get_parameter(name)
     if not parameter.is_meta:
         return parameter

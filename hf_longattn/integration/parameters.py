@@ -70,7 +70,7 @@ def place(part: nn.Module, device: torch.device, dtype: torch.dtype | None) -> N
 
 
 def _kind(part: nn.Module) -> tuple[str, list[tuple[str, torch.Size]]]:
-    """What a learned part is: two of a kind differ in their values alone."""
+    """Return the kind of a learned part: two of a kind differ in their values alone."""
     return f"{type(part).__module__}.{type(part).__qualname__}", [(name, p.shape) for name, p in part.named_parameters()]
 
 

@@ -1,4 +1,4 @@
-"""Forward passes of a model: what one was given and what it runs is known from its beginning to its end."""
+"""Forward passes of a model: the state of each, from its first hook to its last, and finding it from a layer."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
 from ..core.tracing import assert_later, readable
-from .caches import cache_in, values_of
+from .caches import Numbering, cache_in, record_of, values_of
 from .internals import frame_above, get_implementation, is_compiled
 from .layers import View
-from .names import described
-from .state import AttentionState, LayerPlan, Plans, model_of, plan_of, refuse_abroad, turn
+from .names import raw_section
+from .state import AttentionState, LayerPlan, Plans, model_lock, model_of, plan_of, refuse_abroad
 
 _AXES = "this call's tokens are at several positions each, as those of pictures are in a model with M-RoPE, and "
 COMPILED = _AXES + "a remap of rotary distances reads them where nothing is compiled: call without torch.compile"
@@ -47,17 +47,7 @@ _REPLACED = (
     "hf_longattn.update(model, ...)"
 )
 
-#: How positions may count, and did in all calls so far: by cache index, from the start of the text, by visible tokens.
-Numbering: TypeAlias = tuple[bool, bool, bool]
 _ANY: Numbering = (True, True, True)
-#: The entry of a cache's __dict__ that says it of its keys.
-NOTE = "longattn_numbering"
-#: That which holds their positions, if some of them are at several each: int64 (axes, batch, keys), as the model got them.
-AXES = "longattn_axes"
-#: That which says from which cache index on texts count from 1: behind empty prompts, all padding, as generate() numbers them.
-ONES = "longattn_ones"
-#: That which says that some of its layers hold tokens that others do not.
-UNEVEN = "longattn_uneven"
 
 
 @dataclass(eq=False)
@@ -65,17 +55,17 @@ class ForwardContext:
     """One forward pass.
 
     Args:
-        outer: the one that it runs in.
-        plans: what its model ran as it began, and runs to its end; None while a graph is traced, which knows the model's own.
-        positions: the position_ids that its innermost model was given: int64 (batch or 1, q_len), or (axes, batch, q_len).
-        weights: whether that was asked for attention weights.
-        cache: the KV cache that its model was given.
-        held: how many tokens that held as it began.
-        frame: what runs it and ends with it; None after its end.
-        axes: in a model with a remap, where the call's tokens stand if some of them, or keys in its cache, are at several
-            positions each: int64 (axes, batch or 1, q_len); None: each token is at one.
-        whole: the same of the keys in its cache, from the first on, and then of all.
-        longest: the largest of the first axis, and the number of tokens.
+        outer: the pass that this one runs in.
+        plans: the plans of the model's layers when the pass began, kept to its end; None while a graph is traced.
+        positions: the position_ids of the innermost model: int64 (batch or 1, q_len), or (axes, batch, q_len).
+        weights: the innermost model was asked for attention weights.
+        cache: the model's KV cache.
+        held: the number of tokens in the cache when the pass began.
+        frame: the Python frame that runs the pass; None after its end.
+        axes: under a remap, the call's positions if tokens or cached keys have several each (M-RoPE): int64
+            (axes, batch or 1, q_len); None: one each.
+        whole: the positions of the cached keys on each axis; then of all keys.
+        longest: the largest position on the first axis, and the number of tokens.
     """
 
     outer: ForwardContext | None
@@ -88,13 +78,13 @@ class ForwardContext:
     axes: Tensor | None = None
     whole: Tensor | None = None
     longest: tuple[int, int] = (0, 0)
-    ones: int | None = None  # see `ONES`
-    after: Numbering | None = None  # how the keys are numbered in the cache that it leaves
-    kept: dict[Any, Any] = field(default_factory=dict)  # what `engines` found out for its layers
+    ones: int | None = None  # see `CacheRecord`
+    after: Numbering | None = None  # the numbering of the keys in the cache after the pass
+    kept: dict[Any, Any] = field(default_factory=dict)  # facts that `engines` keep for all layers
 
     @property
     def runs(self) -> bool:
-        """Whether it goes on: torch calls no hook behind an interrupt, nor one that a change took away meanwhile."""
+        """True while the pass goes on: torch calls no hook behind an interrupt, nor one that was removed meanwhile."""
         try:
             if self.frame is not None:
                 self.frame.clear()  # Python refuses it for a frame that runs
@@ -104,16 +94,16 @@ class ForwardContext:
 
     @property
     def numbers_text(self) -> bool:
-        """Whether its position_ids have an axis of the text's own, before those that turn."""
+        """True: its position_ids have an axis of the text's own, before those that turn."""
         return self.positions is not None and self.positions.ndim > 2 and len(self.positions) > 3
 
     def unchanged(self, plan: LayerPlan) -> bool:
-        """Of a pass with `axes`, whether a layer computes what it did before its method."""
+        """Tell whether, in a pass with `axes`, a layer computes the same as without its method."""
         (near, few), (position, tokens) = plan.limits, self.longest
         return position < near and tokens <= few
 
     def note(self, behind: Numbering, tokens: Numbering, sees_cache: bool) -> None:
-        """What one of its masks showed.
+        """Take in what one of its masks showed.
 
         Args:
             behind: how the tokens are numbered that come first behind cached keys, if any does.
@@ -122,7 +112,7 @@ class ForwardContext:
         Raises:
             ValueError: the cached keys were numbered otherwise.
         """
-        known = self.cache.__dict__.get(NOTE, _ANY) if sees_cache and self.cache is not None else _ANY
+        known = (record_of(self.cache).numbering if sees_cache and self.cache is not None else None) or _ANY
         if sees_cache and not any(_both(known, behind)):
             raise ValueError(_OTHERWISE)
         self.after = _both(_both(known, tokens), self.after or _ANY)
@@ -156,7 +146,7 @@ def implementation_in_pass(config: Any) -> str | None:
 
 
 class LayerCall(NamedTuple):
-    """What transformers asks of a layer beside its tensors, and what its pass knows of it."""
+    """The arguments of one layer's call beside its tensors, and its forward pass."""
 
     module: Any
     plan: LayerPlan
@@ -171,12 +161,12 @@ class LayerCall(NamedTuple):
 
     @property
     def weights(self) -> bool:
-        """Whether attention weights are asked for: of the layer, or of the model, which may not tell its layers."""
+        """True: attention weights are asked for, of the layer or of the model, which may not tell its layers."""
         return bool(self.more.get("output_attentions")) or (self.now is not None and self.now.weights)
 
     @property
     def kept(self) -> dict[Any, Any]:
-        """What layers of its pass share."""
+        """A dict that layers of its pass share."""
         return {} if self.now is None else self.now.kept
 
 
@@ -197,8 +187,8 @@ def find(module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool) 
         now: ForwardContext | None = None if plan is None else plan.state.traced
     else:
         now = _PASS.get()
-        if now is None and mask is not None and (sight := mask.__dict__.get("longattn_sight")) is not None:
-            now = sight.now
+        if now is None and mask is not None and (context := mask.__dict__.get("_longattn")) is not None:
+            now = context.now
         if now is not None and now.plans is not None and (began := now.plans.of.get(module, plan)) is not plan:
             plan = began if now.frame is None or now.runs else plan
     if plan is None:
@@ -207,7 +197,7 @@ def find(module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool) 
             "prepared for it. Put it into the model with hf_longattn.apply(model, ...), or with attn_implementation= on a "
             "causal language model"
         )
-    if (traced or now is None) and plan.whole is not described(module.config):  # else it was compared as the pass began
+    if (traced or now is None) and plan.whole is not raw_section(module.config):  # else it was compared as the pass began
         raise ValueError(_REPLACED)
     if now is None:  # a layer by itself, or one that is compiled by itself
         if not traced:
@@ -262,7 +252,7 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
             state.unverified(state, model)
         plans = state.plans or state.publish(View(model))
         if not (plans.hold and plans.stand):
-            with turn(state):  # a change in another thread may have come half way
+            with model_lock(state):  # a change in another thread may have come half way
                 plans = state.plans or state.publish(View(model))
                 if not plans.hold:
                     raise ValueError(_REPLACED)
@@ -271,10 +261,10 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
     state.claims.settle()
     cache = cache_in((*args, *kwargs.values()))
     held = 0 if cache is None else cache.get_seq_length() + 0  # a new tensor where it is one, which counts on
-    if cache is not None and UNEVEN in cache.__dict__:
+    if cache is not None and record_of(cache).uneven:
         if held:
             raise ValueError(_BROKEN_OFF)
-        del cache.__dict__[UNEVEN]
+        record_of(cache).uneven = False
     now = ForwardContext(outer, plans, positions, weights, cache, held, frame_above(2))
     _several(now, remapped)
     if now.axes is not None:
@@ -293,13 +283,12 @@ def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
         return  # it raised before it began, or the hook came in its midst
     _PASS.set(now.outer)
     if output is None and now.cache is not None and bool(now.cache.get_seq_length() != now.held):
-        now.cache.__dict__[UNEVEN] = True  # it failed, and layers behind the one that did have written nothing
+        record_of(now.cache).uneven = True  # it failed, and layers behind the one that did have written nothing
     cache = cache_in(values_of(output))  # None where the pass failed
     if cache is not None and now.after is not None:
-        cache.__dict__[NOTE] = now.after
-        cache.__dict__[ONES] = now.ones
+        record_of(cache).numbering, record_of(cache).ones = now.after, now.ones
     if cache is not None and now.axes is not None and now.whole is not None:
-        cache.__dict__[AXES] = now.whole
+        record_of(cache).axes = now.whole
     now.frame = now.cache = now.outer = None  # masks know the pass, and may outlive it
 
 
@@ -319,7 +308,7 @@ class Probing:
 
 
 def is_under(plans: Plans) -> bool:
-    """Whether this thread's pass runs these plans."""
+    """Tell whether this thread's pass runs these plans."""
     return (now := _PASS.get()) is not None and now.plans is plans
 
 
@@ -330,7 +319,7 @@ def _several(now: ForwardContext, remapped: bool) -> None:
         ValueError: keys in the cache are, and the positions of some are not known.
     """
     positions, cache = now.positions, now.cache
-    known: Tensor | None = None if cache is None else cache.__dict__.get(AXES)
+    known: Tensor | None = None if cache is None else record_of(cache).axes
     differ = False
     if remapped and positions is not None and positions.ndim > 2 and readable(positions):
         differ = bool((positions != positions[:1]).any())
@@ -338,7 +327,7 @@ def _several(now: ForwardContext, remapped: bool) -> None:
         return
     held = int(now.held)
     if cache is not None and known is not None and known.shape[-1] > held:  # cropped since
-        known = cache.__dict__[AXES] = known[..., :held]
+        known = record_of(cache).axes = known[..., :held]
     if not remapped:  # the keys that it writes are not known then
         return
     if known is not None and known.shape[-1] != held:
@@ -377,10 +366,10 @@ def _check_several(now: ForwardContext, state: AttentionState, model: Any) -> No
 def carried(original: Callable[..., Any], self: Cache, *args: Any, **kwargs: Any) -> Any:
     """Let the positions of a cache's keys go where these go, when its rows are reordered, repeated or selected."""
     out = original(self, *args, **kwargs)
-    if (axes := self.__dict__.get(AXES)) is not None:
+    if (axes := record_of(self).axes) is not None:
         given = args[0] if args else next(iter(kwargs.values()))
         if isinstance(given, int):
-            self.__dict__[AXES] = axes.repeat_interleave(given, 1)
+            record_of(self).axes = axes.repeat_interleave(given, 1)
         else:
-            self.__dict__[AXES] = axes[:, given.to(axes.device)]
+            record_of(self).axes = axes[:, given.to(axes.device)]
     return out

@@ -1,4 +1,4 @@
-"""What of transformers is wrapped, and why: `PATCHES`, below the wrappers. Each calls the original first or last."""
+"""Functions of Transformers that are wrapped, and why: `PATCHES`, below wrappers that call the original first or last."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .layers import View, language_config
 from .masks import own_implementation
 from .max_length import announce, announce_beside
 from .model import apply, change, say_what_runs, warn_of_lost_softcap, warn_untrained
-from .names import PREFIX, TRIPWIRE, described, hint, is_ours, methods_in, ours_in, register_combination, short
+from .names import PREFIX, TRIPWIRE, hint, is_longattn_name, methods_in, ours_in, raw_section, register_combination, short
 from .offload import keep_learned, refuse_to_save
 from .parameters import initialise
 from .passes import carried, implementation_in_pass
@@ -39,7 +39,7 @@ _LOADED: ContextVar[bool] = ContextVar("longattn_loaded", default=False)
 
 
 def _get_section(self: PreTrainedConfig) -> dict[str, Any] | None:
-    section = described(self)
+    section = raw_section(self)
     return Section(section.to_dict()) if isinstance(section, LongAttnConfig) else section
 
 
@@ -60,7 +60,7 @@ def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) ->
     if text is self:
         observed = section == LongAttnConfig()  # a model without a method, while something looks on
         section = section.to_dict() if isinstance(section, LongAttnConfig) else section
-        if is_ours(name := get_implementation(self)) and not observed:
+        if is_longattn_name(name := get_implementation(self)) and not observed:
             out |= {"attn_implementation": PREFIX + short(name)}
             out |= {"longattn": section} if section else {}
         return out
@@ -93,7 +93,7 @@ def _from_dict(original: Callable[..., Any], cls: type, config_dict: dict[str, A
 
 
 def _by_part(config: PreTrainedConfig, implementation: Any) -> Any:
-    """What a dict by part asks for, of which transformers passes over what a config has no part for.
+    """Read an implementation by part; Transformers ignores parts that a config does not have.
 
     The text part of a model of text is the whole. ValueError: one of our names is asked for in a part that is not there.
     """
@@ -115,7 +115,7 @@ def _keeping_our_name(original: Any) -> property:
     def setter(self: PreTrainedConfig, value: str | dict[str, Any] | None) -> None:
         ours = get_implementation(self)
         original.fset(self, _by_part(self, value))
-        if value is None and is_ours(ours):
+        if value is None and is_longattn_name(ours):
             set_implementation(self, ours)
 
     @functools.wraps(original.fget)
@@ -140,7 +140,7 @@ def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config
     view = View(model)
     keep_learned(view)
     _announce(view)
-    if (adapted := view.running) is not None and view.adapters and isinstance(asked, str) and not is_ours(asked):
+    if (adapted := view.running) is not None and view.adapters and isinstance(asked, str) and not is_longattn_name(asked):
         warn(
             f"the adapter was trained under {adapted.name}, and runs under it: attn_implementation={asked!r} is for the "
             "layers that the method leaves alone. To run without it: hf_longattn.remove(model)"
@@ -151,7 +151,7 @@ def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config
 
 
 def _announce(view: View) -> None:
-    """Let all that says how long a model reads say what its method was made for, or what it said without one."""
+    """Set max_position_embeddings and its like to the length that the method was made for, or restore them."""
     config = view.running
     announce(view, None if config is None else config.extended_to)
 
@@ -160,7 +160,7 @@ def _get_correct_attn_implementation(
     original: Callable[..., str], self: Any, requested: Any, *args: Any, **kwargs: Any
 ) -> str:
     register_combination(requested)
-    if isinstance(requested, str) and is_ours(requested) and methods_in(requested) != short(requested):
+    if isinstance(requested, str) and is_longattn_name(requested) and methods_in(requested) != short(requested):
         requested = _put_parameters(language_config(self.config), short(requested))
     try:
         return original(self, requested, *args, **kwargs)
@@ -207,7 +207,7 @@ def _no_unknown_name(cls: type) -> Iterator[None]:
         yield
     except KeyError as error:
         name = error.args[0]
-        if not isinstance(name, str) or not is_ours(name):
+        if not isinstance(name, str) or not is_longattn_name(name):
             raise
         raise ValueError(
             f"{name} applies to 0 layers of {cls.__name__}: it, or a part of it, looks its attention up by name, not through "
@@ -229,7 +229,7 @@ def _leave_drafts_alone(model: PreTrainedModel) -> None:
     share its rotation. Where a method goes by the model's layers or turns its rotation back, they run the model's own
     attention: what they propose the model checks.
     """
-    method = described(model.config)
+    method = raw_section(model.config)
     if "num_mtp_layers" not in vars(model) or not isinstance(method, LongAttnConfig):
         return
     if by_number(method) or method.remap is not None:
@@ -243,7 +243,7 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     _leave_drafts_alone(self)
     view = View(self)
     for c in view.configs:
-        if is_ours(get_implementation(c)):
+        if is_longattn_name(get_implementation(c)):
             remember(view, c)
     if own_configs(view):
         view = View(self)
@@ -252,7 +252,7 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     warn_of_lost_softcap(view.layers)
     if not _LOADED.get():
         _announce(view)
-    ours = any(is_ours(get_implementation(c)) for c in (self.config, language_config(self.config)))
+    ours = any(is_longattn_name(get_implementation(c)) for c in (self.config, language_config(self.config)))
     if (section := self.config.longattn) and not ours:
         if not {"version", *SLOTS} & section.keys():  # parameters as they are typed, not what a checkpoint saved
             raise ValueError(
@@ -274,13 +274,13 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
 
 
 def _replaces(model: PreTrainedModel, implementation: Any) -> bool:
-    """Whether a name asks a model that runs a method, or ran it until its attention was switched, for another one, or for
-    other parameters."""
-    if not isinstance(implementation, str) or not is_ours(implementation):
+    """Tell whether a name asks for another method, or other parameters, than a model runs, or ran until its attention was
+    switched."""
+    if not isinstance(implementation, str) or not is_longattn_name(implementation):
         return False
     if (target := View(model).target) is None:
         return False
-    config = described(target)
+    config = raw_section(target)
     if not isinstance(config, LongAttnConfig) or not config.methods:  # somebody wrote there what is to run
         return False
     name = methods_in(implementation)
@@ -300,14 +300,14 @@ def _set_attn_implementation(
         attn_implementation = _by_part(self.config, attn_implementation)
         original(self, attn_implementation, *args, **kwargs)
         says, names = language_config(self.config), [get_implementation(c) for c in view.configs]
-        if any(map(is_ours, (*names, *(name for _, name in before)))) and any(c is says for c in view.speaking):
+        if any(map(is_longattn_name, (*names, *(name for _, name in before)))) and any(c is says for c in view.speaking):
             for c in view.speaking:  # transformers passes over those of layers that were copied, and of a body from elsewhere
                 set_implementation(c, get_implementation(says))
         for c, implementation in before:
-            if is_ours(get_implementation(c)) and not is_ours(implementation):
+            if is_longattn_name(get_implementation(c)) and not is_longattn_name(implementation):
                 remember(view, c, implementation)
-        if (name := ours_in(attn_implementation)) and not any(is_ours(get_implementation(c)) for c, _ in before):
-            refuse_name(view, name, described(self.config))  # transformers logs that it stays with what it runs
+        if (name := ours_in(attn_implementation)) and not any(is_longattn_name(get_implementation(c)) for c, _ in before):
+            refuse_name(view, name, raw_section(self.config))  # transformers logs that it stays with what it runs
         warn_of_lost_softcap(view.layers)
         prepare(view, verify=True)
 

@@ -14,20 +14,20 @@ from .internals import get_implementation, set_implementation
 from .layers import Layer, View
 from .masks import refuse_both_ways
 from .model_facts import facts_of
-from .names import described, describes, is_ours, name_for, short
+from .names import is_longattn_name, name_for, parsed_config, raw_section, short
 from .parameters import bring
 from .passes import watch
-from .saved_method import by_number, refuse_copies
+from .saved_method import by_number, refuse_kind
 from .state import (
     AttentionState,
     LayerPlan,
     Plans,
-    enrol,
     is_settled,
     plan_of,
     refuse_shared,
     remember,
     set_plan,
+    track_model,
     whole_of,
 )
 from .verify import rotation_of, verify_at_first_call, verify_axes, verify_rotations
@@ -39,11 +39,11 @@ def prepare(view: View, verify: bool = False) -> None:
     Rotations are verified now, or where the model is being built and has no weights, at its first call. ValueError: nothing
     in the model can run the method, or the config does not fit.
     """
-    named = [(c, name) for c in view.configs if is_ours(name := get_implementation(c))]
+    named = [(c, name) for c in view.configs if is_longattn_name(name := get_implementation(c))]
     if not named:
         return
-    if view.target is None or (config := describes(view.target)) is None:
-        refuse_name(view, named[0][1], described(named[0][0]))
+    if view.target is None or (config := parsed_config(view.target)) is None:
+        refuse_name(view, named[0][1], raw_section(named[0][0]))
     put(view, config, str(get_implementation(view.target)), verify=verify)
 
 
@@ -63,15 +63,15 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
         raise ValueError(no_layer(view, config))
     state = view.state or AttentionState()
     left_alone = {  # vision towers, and other parts under the same name
-        x.module: LayerPlan(state, described(c), None, x.why_never or "not the language model")
+        x.module: LayerPlan(state, raw_section(c), None, x.why_never or "not the language model")
         for x in view.layers
-        if (c := x.config) is not target and is_ours(get_implementation(c))
+        if (c := x.config) is not target and is_longattn_name(get_implementation(c))
     }
     for c in view.speaking:
-        if not is_ours(get_implementation(c)):
+        if not is_longattn_name(get_implementation(c)):
             remember(view, c, get_implementation(c))
     for adapter in view.adapters:
-        refuse_copies(adapter, config)
+        refuse_kind(adapter, config)
     bound, plans, facts = _plan(view, config, state, longer)
     plans |= left_alone
     if verify:
@@ -83,7 +83,7 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
         set_plan(layer.module, plans.get(layer.module))
     unverified = any(plan.rotary is not None and not plan.rotary.verified for plan in plans.values())
     state.unverified, state.by_axis, state.renew = verify_at_first_call if unverified else None, verify_axes, renew
-    enrol(view.model)
+    track_model(view.model)
     bring(view, facts)
     guard(view, state)
     watch(view, state)
@@ -115,7 +115,7 @@ def settle(view: View) -> None:
 
 
 def renew(state: AttentionState, model: nn.Module) -> Plans:
-    """What a model runs from now on, whose layers are not those that were planned. ValueError: see `settle`."""
+    """Plan a model anew whose layers are not those that were planned. ValueError: see `settle`."""
     view = View(whole_of(state, model))
     settle(view)
     return state.publish(view)
@@ -138,8 +138,8 @@ def _refuse_strangers(view: View) -> None:
     if view.state is not None and view.state.disabled is not None:
         return
     names = (get_implementation(c) for c in view.speaking)
-    if (name := next(filter(is_ours, names), None)) is not None:
-        strange = [x.index for x in view.candidates if is_ours(get_implementation(x.module.config))]
+    if (name := next(filter(is_longattn_name, names), None)) is not None:
+        strange = [x.index for x in view.candidates if is_longattn_name(get_implementation(x.module.config))]
         which = f"its layers {strange} came from a model" if strange else "its config is that of a model"
         raise ValueError(
             f"{view.name} runs {get_implementation(view.target)!r}, and {which} under {short(name)}: put a method "
@@ -181,7 +181,7 @@ def _plan(
 
 
 def _takes(part: LongAttnConfig, layer: Layer) -> bool:
-    """Whether the word for its layers leaves a layer to a part of a config."""
+    """Tell whether a part of a config covers a layer."""
     return part.layers != "full_attention" or not layer.why_not
 
 
@@ -232,7 +232,7 @@ def bound_config(model: nn.Module, config: LongAttnConfig) -> tuple[LongAttnConf
 
 
 def bound_in(view: View, config: LongAttnConfig) -> tuple[LongAttnConfig, ModelFacts]:
-    """The same of a model that was looked at."""
+    """Return the config of a viewed model, bound to it, with the facts."""
     if not view.candidates:
         raise ValueError(no_layer(view, config))
     _refuse_model(view, config)
@@ -246,7 +246,7 @@ def refuse_name(view: View, name: str, section: Any = None) -> NoReturn:
 
 
 def no_layer(view: View, config: LongAttnConfig) -> str:
-    """What to say of a model without a layer that a method may go into."""
+    """Return the message about a model without a layer that a method may go into."""
     why = "it has no causal attention that goes through transformers' attention interface"
     if parts := dict.fromkeys(type(x.config).__name__ for x in view.layers if not x.why_never):
         why = (

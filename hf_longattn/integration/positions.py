@@ -19,8 +19,19 @@ from ..config import LongAttnConfig
 from ..core.geometry import FAR, AttentionLayout, Columns
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.tracing import assert_later, readable, sent
-from .masks import BOTH_WAYS, MaskContext, ParsedMask, is_carrier, read_mask, seen_through, shows_the_future, sight_of
-from .passes import COMPILED, NOTE, ONES, ForwardContext, LayerCall, Numbering
+from .caches import Numbering, record_of
+from .masks import (
+    BOTH_WAYS,
+    MaskContext,
+    ParsedMask,
+    context_of,
+    existing_context,
+    is_layout_mask,
+    read_mask,
+    read_own_mask,
+    shows_the_future,
+)
+from .passes import COMPILED, ForwardContext, LayerCall
 
 _NO_MASK = "no attention mask arrived, so what each token sees and where it stands is unknown. "
 _PARALLEL = "Context parallelism takes the mask away and sets is_causal; it is not supported"
@@ -76,35 +87,35 @@ _TRACED = (
 
 
 class _Found(NamedTuple):
-    """How the tokens of a call are numbered: those that come first behind cached keys (if any does), and all of them."""
+    """The numbering of a call's tokens: of those that come first behind cached keys (if any does), and of all."""
 
     behind: Numbering
     all: Numbering
     sees_cache: bool
 
 
-def rows_under(mask: Tensor | None, asked: LayerCall, q_len: int, kv_len: int) -> MaskContext:
-    """What a layer sees, and all that layers which are called alike share with it.
+def rows_under(mask: Tensor | None, layer_call: LayerCall, q_len: int, kv_len: int) -> MaskContext:
+    """Return the rows that a layer sees, in the context that it shares with layers called alike.
 
     Raises:
         NotImplementedError: there is no mask.
         ValueError: the mask or the positions have no meaning, or those of cached keys are unknown.
     """
-    positions, plan, now = asked.positions, asked.plan, asked.now
+    positions, plan, now = layer_call.positions, layer_call.plan, layer_call.now
     if mask is None:
-        raise NotImplementedError(_NO_MASK + (_PARALLEL if asked.more.get("is_causal") else _ALONE))
-    if positions is None and now is None and plan.state.passes and not asked.traced:
+        raise NotImplementedError(_NO_MASK + (_PARALLEL if layer_call.more.get("is_causal") else _ALONE))
+    if positions is None and now is None and plan.state.passes and not layer_call.traced:
         raise ValueError(_UNSEEN)
-    sight: MaskContext | None = None if asked.traced else mask.__dict__.get("longattn_sight")
-    if sight is not None and sight.rows is not None and sight.kv_len == kv_len and sight.positions is positions:
-        return sight
+    context: MaskContext | None = None if layer_call.traced else existing_context(mask)
+    if context is not None and context.rows is not None and context.kv_len == kv_len and context.positions is positions:
+        return context
     remapped = plan.state.remapped
     if shows_the_future(mask):
         raise ValueError(BOTH_WAYS.format("is_decoder=False or a like flag: its mask shows later tokens"))
-    if not is_carrier(mask):  # the user's own, who may write to it, or to position_ids, before the next call
-        if not asked.traced:
-            mask.__dict__["longattn_sight"] = MaskContext(now=now)
-        seen = seen_through(mask, q_len, kv_len)
+    if not is_layout_mask(mask):  # the user's own, who may write to it, or to position_ids, before the next call
+        if not layer_call.traced:
+            mask.__dict__["_longattn"] = MaskContext(now=now)
+        seen = read_own_mask(mask, q_len, kv_len)
         if now is not None and now.axes is not None:
             if seen.counted is not None:
                 raise ValueError(_OWN_MASK)
@@ -113,13 +124,14 @@ def rows_under(mask: Tensor | None, asked: LayerCall, q_len: int, kv_len: int) -
         if seen.counted is not None and plan.config is not None:
             refuse_unknown_start(plan.config, rows, positions)
         return MaskContext().place(rows, positions, kv_len)
-    seen, sight = read_mask(mask, kv_len), MaskContext() if asked.traced or not readable(mask) else sight_of(mask)
-    sight.now, sight.q_len = now, q_len
-    known = sight.rows is not None and sight.positions is positions
-    rows = sight.rows if known and sight.rows is not None else _placed(seen, positions, kv_len, remapped, now)
-    if not asked.traced:
-        _refuse_packed(rows, asked.more)
-    return sight.place(rows, positions, kv_len)
+    seen = read_mask(mask, kv_len)
+    context = MaskContext() if layer_call.traced or not readable(mask) else context_of(mask)
+    context.now, context.q_len = now, q_len
+    known = context.rows is not None and context.positions is positions
+    rows = context.rows if known and context.rows is not None else _placed(seen, positions, kv_len, remapped, now)
+    if not layer_call.traced:
+        _refuse_packed(rows, layer_call.more)
+    return context.place(rows, positions, kv_len)
 
 
 def _refuse_packed(rows: AttentionLayout, more: Mapping[str, Any]) -> None:
@@ -195,11 +207,11 @@ def _continued(seen: ParsedMask, position_ids: Tensor, kv_len: int, now: Forward
     if now is None or now.plans is None or now.cache is None or now.axes is not None or _several_processes():
         return None
     rows, counted = seen.rows, seen.counted
-    numbering, q_len = now.cache.__dict__.get(NOTE), rows.index.shape[1]
+    numbering, q_len = record_of(now.cache).numbering, rows.index.shape[1]
     if not numbering or not any(numbering) or q_len > FEW_QUERIES or position_ids.shape[1:] != (q_len,):
         return None
     query, key_start, start, _, _ = rows.columns
-    begins = now.cache.__dict__.get(ONES) is not None or bool((start >= seen.first).any())
+    begins = record_of(now.cache).ones is not None or bool((start >= seen.first).any())
     if begins or not bool(rows.tokens(kv_len).all()):
         return None
     if counted is None or numbering[0] or numbering[1]:
@@ -223,11 +235,11 @@ def _from_zero(seen: ParsedMask, position_ids: Tensor, now: ForwardContext | Non
 
 
 def _from_one(seen: ParsedMask, now: ForwardContext | None) -> tuple[int, int | None]:
-    """How many tokens the cache of a pass held as it began, and from which of them on texts count from 1, if any do."""
+    """Return the number of tokens that a pass's cache held as it began, and from which on texts count from 1, if any do."""
     if now is None or now.cache is None:
         return 0, None
     held = now.held if isinstance(now.held, int) else int(seen.first.max())  # a static cache counts on the device
-    return held, None if not held else now.cache.__dict__.get(ONES)
+    return held, None if not held else record_of(now.cache).ones
 
 
 def _by_axis(seen: ParsedMask, rows: AttentionLayout, now: ForwardContext, kv_len: int) -> AttentionLayout:
@@ -253,7 +265,7 @@ def _by_axis(seen: ParsedMask, rows: AttentionLayout, now: ForwardContext, kv_le
 
 
 def _of_text(seen: ParsedMask, now: ForwardContext, kv_len: int, held: int) -> Tensor:
-    """Where the cached keys of a text stand before its first picture, (1, batch, keys)."""
+    """Return the positions of a text's cached keys before its first picture, (1, batch, keys)."""
     assert now.axes is not None
     call = _Numbered(seen, now.axes[0], kv_len)
     if bool((seen.first != held).any()):
@@ -302,7 +314,7 @@ def _own(seen: ParsedMask, position_ids: Tensor) -> Tensor:
 
 
 class _Numbered:
-    """What position_ids say about a call, as tensors: p, cache_index and start (batch, q_len), keys (batch, kv_len)."""
+    """The position_ids of a call beside its cache indices: p, cache_index and start (batch, q_len), keys (batch, kv_len)."""
 
     def __init__(self, seen: ParsedMask, position_ids: Tensor, kv_len: int) -> None:
         rows, counted, first = seen
@@ -328,7 +340,7 @@ class _Numbered:
         self.sees_cache, self.origin = self._sees_cache(), self._origin()
 
     def _sees_cache(self) -> Tensor:
-        """Whether a token sees keys of earlier calls, (batch, 1)."""
+        """True where a token sees keys of earlier calls, (batch, 1)."""
         if self.rows.allowed is None or self.rows.hides_tokens:
             low, high = self.rows.columns.low, self.rows.columns.high
             return ((low < self.first) & (low <= high) & self.real).any(-1, keepdim=True)
@@ -337,12 +349,12 @@ class _Numbered:
 
     @property
     def known(self) -> Tensor:
-        """Whether the positions of all visible keys are known, (batch, 1)."""
+        """True where the positions of all visible keys are known, (batch, 1)."""
         return self.by_index | self.by_start | self.by_count | self.none_real | ~self.sees_cache
 
     @property
     def regular(self) -> Tensor:
-        """Whether all positions differ as cache indices do, (batch, 1)."""
+        """True where all positions differ as cache indices do, (batch, 1)."""
         even = ((self.p - self.origin == self.cache_index - self.start) | ~self.real).all(-1, keepdim=True)
         return self.none_real | (even & (self.by_index | self.by_start | ~self.sees_cache))
 
@@ -364,7 +376,7 @@ class _Numbered:
 
     @property
     def next(self) -> Tensor:
-        """Whether a row is that of the token behind the one of the row before, (batch, q_len - 1)."""
+        """True where a row is that of the next token after the row before, (batch, q_len - 1)."""
         return self.cache_index.diff() == 1
 
     def _origin(self) -> Tensor:
@@ -397,7 +409,7 @@ class _Numbered:
 
     @property
     def falls(self) -> Tensor:
-        """Whether a token of a call without a cache is at a position not after all visible ones before it, (batch, q_len)."""
+        """True where a token of a call without a cache stands not after all visible ones before it, (batch, q_len)."""
         p = (self.p - self.origin).where(self.real, -1)
         before = torch.nn.functional.pad(p.cummax(-1).values, (1, 0), value=-1)[:, : p.shape[1]]
         return (p <= before) & self.real
@@ -432,8 +444,8 @@ def _resolve(
 
 
 def _decoding(seen: ParsedMask, p: Tensor, now: ForwardContext | None) -> list[bool]:
-    """Of calls of one token, in few steps: whether it is numbered as may be, by cache index, from the start; whether any sees
-    keys; and whether those that do are numbered by cache index, from the start."""
+    """Read the numbering of calls of one token, in few steps: as may be, by cache index, from the start; any sees keys; and of
+    those that do, by cache index, from the start."""
     index, batch = seen.rows.index, max(len(seen.rows.index), len(p))
     read = torch.cat([index[:, 0].expand(batch, -1), p.expand(batch, -1)], -1).tolist()
     held, ones = _from_one(seen, now)
@@ -450,7 +462,7 @@ def _decoding(seen: ParsedMask, p: Tensor, now: ForwardContext | None) -> list[b
 
 
 def _goes_back(call: _Numbered, out: AttentionLayout, kv_len: int) -> Tensor:
-    """Where a token sees earlier ones at positions that are not before its own; `out`: the call's rows with positions."""
+    """Mark tokens that see earlier ones at positions not before their own; `out`: the call's rows with positions."""
     rows = call.rows
     if rows.allowed is None:
         same = call.start[:, 1:] == call.start[:, :-1]
@@ -464,7 +476,7 @@ def _goes_back(call: _Numbered, out: AttentionLayout, kv_len: int) -> Tensor:
 
 
 def _traced(seen: ParsedMask, position_ids: Tensor, kv_len: int) -> AttentionLayout:
-    """The same where no tensor may be read: explicit positions wherever the mask has holes, and a check while it runs."""
+    """Place rows where no tensor may be read: explicit positions where the mask has holes, and a check while it runs."""
     rows, call = seen.rows, _Numbered(seen, position_ids, kv_len)
     fits = call.regular if rows.allowed is None else call.known
     assert_later(fits.all() & ~call.falls.any() if rows.hides_tokens else fits.all(), _TRACED)

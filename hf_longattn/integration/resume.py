@@ -49,7 +49,7 @@ def refuse_other_attention(model: nn.Module, folder: Path, scheduled: Collection
 
 
 def _saved(folder: Path) -> Iterator[tuple[Path, LongAttnConfig | None, dict[str, Any] | None]]:
-    """What the configs in a checkpoint say of its attention and rotary settings, None where they do not say."""
+    """Return the attention and rotary settings in a checkpoint's configs; None where they do not say."""
     for file in sorted((*folder.glob("config.json"), *folder.glob(ADAPTER), *folder.glob(f"*/{ADAPTER}"))):
         saved = saved_in(file)
         yield file, method_in(saved), saved.get("text_config", saved).get("rope_parameters")

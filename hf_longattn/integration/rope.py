@@ -193,7 +193,7 @@ def check_built(model: Any) -> None:
 
 
 def _turns(rotary: nn.Module) -> dict[str, Any]:
-    """What a rotary module was made with: frequencies, of which those in use may change with the text, and scales."""
+    """Return the tensors that a rotary module was made with: frequencies (in use they may change with the text), scales."""
     held = {**buffers_of(rotary), **vars(rotary)}  # named_buffers() names one tensor once, and two may share it
     now, first = ({k: x for k, x in held.items() if k.endswith(name)} for name in ("inv_freq", "original_inv_freq"))
     return (first or now) | {k: x for k, x in held.items() if k.endswith("attention_scaling")}

@@ -1,4 +1,4 @@
-"""Beside a KV cache: its keys as decoding turns them, so that each is turned once and not at every token.
+"""Rotated keys beside a KV cache, so that decoding rotates each key once and not at every token.
 
 The cache is its user's. It holds what the model wrote, and whoever reads, crops, reorders, copies or saves it finds that and
 nothing else: what is kept here is made of it and can be made again. It serves a pass that begins with the very keys which the
@@ -29,7 +29,7 @@ TURNED_BYTES = 2 << 30
 
 
 class _Layer:
-    """Of one layer of a cache: what was made of its keys, and which keys these were."""
+    """The keys of one cache layer, rotated or normalised, and the keys that they were made of."""
 
     def __init__(self, by: Hashable, key: Tensor) -> None:
         self.by, self.turned = by, RotatedKeys()
@@ -43,7 +43,7 @@ class _Layer:
         self.follows = False
 
     def begin(self, key: Any) -> bool:
-        """Whether a pass begins with the keys that were noted, or the first of them, which it is then made of."""
+        """Tell whether a pass begins with the keys that were noted, or the first of them, to which the notes are then cut."""
         same = (
             type(key) is Tensor
             and not key.is_inference()  # as after a copy, or another who writes the cache
@@ -59,7 +59,7 @@ class _Layer:
 
 
 class RotatedKeyCache:
-    """What is kept beside one cache, by the number of the layer."""
+    """Rotated keys beside one cache, by the number of the layer."""
 
     def __init__(self) -> None:
         self.layers: dict[int, _Layer] = {}
@@ -77,7 +77,7 @@ class RotatedKeyCache:
 
 
 def beside(now: Any, number: int | None, q_len: int, by: Hashable, key: Tensor) -> RotatedKeys | None:
-    """What is kept of a layer's keys, or None: of keys that are not a plain dynamic cache's, or met for the first time.
+    """Return the kept keys of a layer; None: they are not a plain dynamic cache's, or are met for the first time.
 
     Args:
         now: the layer's `ForwardContext`.
@@ -109,6 +109,6 @@ def beside(now: Any, number: int | None, q_len: int, by: Hashable, key: Tensor) 
 
 
 def _counted(key: Tensor) -> Tensor:
-    """The same numbers in the same memory, as a tensor that counts who writes to it."""
+    """Return a view of the same memory, as a tensor that counts writes."""
     with torch.inference_mode(False):
         return torch.utils.dlpack.from_dlpack(key)

@@ -1,4 +1,4 @@
-"""How a model rotates its queries and keys: by which of its buffers, and under which convention."""
+"""Rotation of a model's queries and keys: the buffer that it goes by, and its convention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAR_APART = tuple(tuple(0 if n == 0 else step * 16 ** (n - 1) for n in range(PRO
 
 
 class Convention(NamedTuple):
-    """What a model's code makes of its frequencies: see `Rotation`."""
+    """The convention by which a model's code reads its frequencies: see `Rotation`."""
 
     interleaved: bool = False
     backwards: bool = False  # turned by -p inv_freq (NanoChat)
@@ -80,7 +80,7 @@ class RotarySource:
 
 
 def find_rotary(modules: Iterable[nn.Module], config: Any, layer_type: str | None) -> RotarySource | None:
-    """Of these the rotary module that belongs to `config`, with the buffer for a layer type; None if there is none."""
+    """Find the rotary module of `config` among these, with the buffer for a layer type; None: there is none."""
     for module in modules:
         if getattr(module, "config", None) is not config or not hasattr(module, "named_buffers"):
             continue
@@ -160,7 +160,7 @@ def settle_axes(source: RotarySource, computed: Iterable[tuple[str, Tensor, Tens
 
 
 def _conventions(source: RotarySource, vectors: list[Tensor]) -> list[Convention]:
-    """Those under which all features that change from one position to the next are rotated."""
+    """Return the conventions under which all features that change between positions are rotated."""
     rotated, width = 2 * source.under(Convention()).inv_freq.shape[0], vectors[0].shape[-1]
     changed = [((x - x[:, :, :1]).abs().amax((0, 1, 2)) > _tolerance(x)).nonzero().flatten().tolist() for x in vectors]
     lowest, highest = (pick([pick(c) for c in changed if c], default=None) for pick in (min, max))
@@ -170,7 +170,7 @@ def _conventions(source: RotarySource, vectors: list[Tensor]) -> list[Convention
 
 
 def _gives(rotation: Rotation, vectors: Tensor) -> bool:
-    """Whether turning the first vector by each distance gives the others."""
+    """Tell whether turning the first vector by each distance gives the others."""
     turned = _turned(rotation, vectors, range(vectors.shape[2]))
     return bool((turned - vectors).abs().max() <= _tolerance(vectors))
 

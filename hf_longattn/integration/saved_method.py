@@ -1,4 +1,4 @@
-"""What a saved config says of the attention that its weights were trained under: a model's or an adapter's, read in one way.
+"""The attention in a saved config, under which its weights were trained: a model's or an adapter's, read in one way.
 
 An adapter's config carries a record: attributes of PEFT's config in memory, keys of adapter_config.json on disk. There its
 `peft_type` is one that PEFT alone refuses, so that no adapter loads under another attention in silence.
@@ -19,7 +19,7 @@ from ..slots.learned import LearnedParts, learned_parts
 from . import rope
 from .internals import commit_of, get_implementation
 from .layers import View
-from .names import PREFIX, is_ours, ours_in, short
+from .names import PREFIX, is_longattn_name, ours_in, short
 
 #: The file of an adapter's config.
 ADAPTER = "adapter_config.json"
@@ -31,7 +31,7 @@ LEARNED = "longattn"
 
 
 def refused_type(peft_type: str) -> str:
-    """What stands on disk for PEFT's own type: without this package its loaders fail with a KeyError on this string."""
+    """Return the string on disk for PEFT's own type: without this package its loaders fail on it with a KeyError."""
     return f"{PREFIX}{peft_type}: install the package hf_longattn, and import it before loading this adapter"
 
 
@@ -57,7 +57,7 @@ def method_in(saved: Mapping[str, Any]) -> LongAttnConfig | None:
 
 
 def computed(config: LongAttnConfig | None, scheduled: Collection[str] = ()) -> dict[str, Any] | None:
-    """What a config computes, without the parameters that a schedule sets; None is no method."""
+    """Return a config without the parameters that a schedule sets; None: no method."""
     if config is None:
         return None
     parts = {key: value for key, value in config.to_dict().items() if key not in ("backend", "extended_to")}
@@ -75,7 +75,7 @@ def record(adapter: Any, model: PreTrainedModel, runs: LongAttnConfig | None) ->
         checkpoint = _checkpoint(model)
         own, base = rope.settings_of(model), None if checkpoint is None else rope.settings_of(checkpoint)
         adapter.rope_parameters, adapter.base_rope_parameters = (own, base) if own != base else (None, None)
-        ours = checkpoint is not None and (checkpoint.longattn or is_ours(get_implementation(checkpoint)))
+        ours = checkpoint is not None and (checkpoint.longattn or is_longattn_name(get_implementation(checkpoint)))
         adapter.base_has_method = bool(ours)
     adapter.longattn = None if runs is None else runs.to_dict()
     if (kept := getattr(adapter, "modules_to_save", None)) and not has_learned(model):
@@ -96,21 +96,28 @@ def follow(view: View, runs: LongAttnConfig | None) -> None:
 
 
 def by_number(config: LongAttnConfig) -> bool:
-    """Whether a config is not the same for all layers, but says by their numbers what they do."""
+    """Tell whether a config differs between layers, by their numbers."""
     nests = (getattr(m, name) for m in config.methods for name in (*m.by_head, *m.by_layer))
     return len(config.each) > 1 or not isinstance(config.layers, str) or any(isinstance(x, tuple) for x in nests)
 
 
-def refuse_copies(adapter: Any, method: LongAttnConfig) -> None:
-    """Raise ValueError for an adapter that makes a second network of the model's config, which then goes its own way, or
-    copies layers of which a method says by number what they do."""
-    if adapter.peft_type == "SHADOW":
-        why = f"it makes a second network of its config, which would not follow {method.name} when that changes or is loaded"
+#: Kinds of adapters that no method goes with, by PEFT's type, and the reason.
+_REFUSED_KINDS = {
+    "SHADOW": "it makes a second network of its config, which would not follow {} when that changes or is loaded",
+    "XLORA": "it mixes adapters in every pass, each of which may have been trained under another attention than {}",
+    "ADAPTION_PROMPT": "it computes attention of its own, in which {} changes nothing",
+}
+
+
+def refuse_kind(adapter: Any, method: LongAttnConfig) -> None:
+    """Raise ValueError for an adapter that no method goes with, or that copies layers that a method tells apart by number."""
+    if (why := _REFUSED_KINDS.get(adapter.peft_type)) is not None:
+        why = why.format(method.name)
     elif getattr(adapter, "layer_replication", None) is not None and by_number(method):
         why = f"layer_replication copies and renumbers layers, and {method.name} is not the same in all of them"
     else:
         return
-    way = "Take another adapter, or a model without a method (hf_longattn.remove)"
+    way = "Take LoRA, IA3, prompt or prefix tuning, or a model without a method (hf_longattn.remove)"
     raise ValueError(f"{type(adapter).__name__}: {why}. {way}")
 
 
@@ -137,7 +144,7 @@ def with_learned(model: PreTrainedModel, kept: Collection[str] | None) -> list[s
 
 
 def has_learned(model: PreTrainedModel) -> bool:
-    """Whether a model's method brings learned parameters."""
+    """Tell whether a model's method brings learned parameters."""
     return any(learned_parts(module) for module in model.modules())
 
 

@@ -19,7 +19,7 @@ SLIDING = "sliding_attention"
 
 
 def masks_of_jumps(model: Any, input_ids: Tensor, position_ids: Tensor) -> Any:
-    """What to give a model as attention_mask for rows of one text each, without a cache, whose positions jump forward.
+    """Return the attention_mask for rows of one text each, without a cache, whose positions jump forward.
 
     Args:
         input_ids: (batch, length).

@@ -13,12 +13,8 @@
 Copies and pickles of a model take it along; models that share their attention modules share it. What belongs to less than a
 model goes with that:
 
-    mask.longattn_sight                       of a pass's mask: its `MaskContext`, which leads to the pass
-    mask.longattn_both_ways                   of one that transformers made for reading in both directions
-    cache.longattn_numbering, longattn_long   how the keys in a KV cache were numbered, and turned (longrope)
-    cache.longattn_ones                       from which of them on texts count from 1, behind empty prompts
-    cache.longattn_axes                       where each of them stands, if some are at several positions (M-RoPE)
-    cache.longattn_uneven                     that a call broke off, after which not all layers hold the same tokens
+    mask._longattn      of a pass's mask: its `MaskContext`, which leads to the pass
+    cache._longattn     of a KV cache: its `CacheRecord`
 
 What a model made of the keys in a cache lies beside the cache and goes with it: `AttentionState.beside`.
 """
@@ -49,7 +45,7 @@ from .internals import HOOKS, IMPLEMENTATION, buffers_of, children_of, get_imple
 from .layers import View, pretrained
 from .masks import Before, before
 from .max_length import announce
-from .names import described, is_ours
+from .names import is_longattn_name, raw_section
 from .rope import Tables, build, exchange
 from .rotated_key_cache import RotatedKeyCache
 from .rotation import RotarySource
@@ -60,7 +56,7 @@ TABLE_BYTES = 2 << 30
 
 
 class Section(dict[str, Any]):
-    """What `config.longattn` shows of a model that runs it: what is written there would be saved, not run. Copies may."""
+    """The dict behind `config.longattn` of a model that runs it, read-only: an entry written there would be saved, not run."""
 
     def __init__(self, shown: dict[str, Any]) -> None:
         super().__init__({k: self._part(v) for k, v in shown.items()})
@@ -85,7 +81,7 @@ class Section(dict[str, Any]):
 
 @dataclass(eq=False)
 class AttentionState:
-    """What belongs to a model as a whole; its layers' plans lead here."""
+    """The state of a model as a whole; its layers' plans lead here."""
 
     tables: TableCache = field(default_factory=lambda: TableCache(TABLE_BYTES))
     strength: Tensor | None = None  # of the logit map once it is other than 1: compiled graphs read it when they run
@@ -128,7 +124,7 @@ class AttentionState:
 
     @property
     def orphaned(self) -> bool:
-        """Whether it belongs to layers alone, which were copied out of their model, or outlived it."""
+        """True: it belongs to layers alone, which were copied out of their model, or outlived it."""
         return self.alone or any(handle.hooks_dict_ref() is None for handle in self.passes)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,7 +137,7 @@ class AttentionState:
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
-    """What one attention module does, decided when the method was put into the model."""
+    """The plan of one attention module, made when the method was put into the model."""
 
     state: AttentionState
     whole: Any  # the model's config that it was made from: what its config object holds, by identity
@@ -155,12 +151,12 @@ class LayerPlan:
 
     @functools.cached_property
     def identity_below(self) -> float:
-        """How many tokens a text may have for the layer to compute what it did before the method; 0: never that."""
+        """The number of tokens up to which a layer computes the same as before its method; 0: never."""
         return min(self.limits)
 
     @functools.cached_property
     def limits(self) -> tuple[float, float]:
-        """The same of texts with pictures: below which position, and up to how many tokens.
+        """The position below which, and the number of tokens up to which, a layer computes the same as before its method.
 
         Remaps and windows go by positions, all else by tokens.
         """
@@ -172,12 +168,12 @@ class LayerPlan:
 
     @functools.cached_property
     def kind(self) -> object:
-        """The same for the layers of a model whose config and rotation are, and no others: quicker to compare than these."""
+        """An object that layers of equal config and rotation share, and no others: quicker to compare than these."""
         return self.state.kinds.setdefault((self.config, self.rotary), object())
 
 
 class Laid(NamedTuple):
-    """How a model's layers lie.
+    """The arrangement of a model's layers.
 
     Args:
         children: of the modules from the innermost model to its attention, as they have them; held: what these were.
@@ -192,7 +188,7 @@ class Laid(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plans:
-    """What a model runs, all of it: each forward pass takes it as it begins, and a change puts another in its place.
+    """The plans of all layers: each forward pass takes them as it begins, and a change puts others in their place.
 
     Args:
         of: its attention modules' plans.
@@ -214,12 +210,12 @@ class Plans:
 
     @property
     def hold(self) -> bool:
-        """Whether all configs still describe what was planned; those that run no method need not."""
-        return all(described(c) is whole or not is_ours(get_implementation(c)) for c, whole in self._described)
+        """True: all configs still describe what was planned; those that run no method need not."""
+        return all(raw_section(c) is whole or not is_longattn_name(get_implementation(c)) for c, whole in self._described)
 
     @property
     def stand(self) -> bool:
-        """Whether the model's layers are those that were planned, at their places and with their numbers."""
+        """True: the model's layers are those that were planned, at their places and with their numbers."""
         if self.laid is None:
             return False
         numbers = [x.get("layer_idx") for x in self.laid.attention]
@@ -245,7 +241,7 @@ def state_of(model: nn.Module) -> AttentionState | None:
 
 
 def is_settled(view: View) -> bool:
-    """Whether a model's layers are those that its method was put into, by their numbers, and all that speaks of them says so.
+    """Tell whether a model's layers are those that its method was put into, by their numbers, and all configs say so.
 
     Not so where some were copied, moved or dropped since, came from another model, or were put under another head.
     """
@@ -253,7 +249,7 @@ def is_settled(view: View) -> bool:
     numbers = tuple(None if plan is None or plan.state is not view.state else plan.index for plan in plans)
     if view.state is None or not plans or numbers != view.state.layers or numbers != tuple(x.index for x in view.candidates):
         return False
-    return all(plans[0] is not None and described(c) is plans[0].whole for c in view.speaking)
+    return all(plans[0] is not None and raw_section(c) is plans[0].whole for c in view.speaking)
 
 
 def _lay(view: View) -> Laid:
@@ -291,22 +287,22 @@ class Undo:
 CALLS = (IMPLEMENTATION, "_longattn", "_longattn_before", "longattn_plan", "longattn_state")
 
 
-#: By model or state: the lock that changes from several threads take in turn. Forward passes take none beside them.
-_TURNS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
+#: Locks by model or state, which changes from several threads take in turn. Forward passes take none.
+_LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_TURNS.clear)  # there are no other threads, whatever they were doing
+    os.register_at_fork(after_in_child=_LOCKS.clear)  # there are no other threads, whatever they were doing
 
 
-def turn(of: Any) -> threading.RLock:
-    """While open, no other thread changes a model. Nests."""
-    return _TURNS.setdefault(of, threading.RLock())
+def model_lock(of: Any) -> threading.RLock:
+    """Return the lock of a model or its state, under which no other thread changes the model. Nests."""
+    return _LOCKS.setdefault(of, threading.RLock())
 
 
 @contextmanager
 def changing(model: nn.Module) -> Iterator[View]:
     """A change of a model's attention, beside which no other thread changes it; afterwards passes begin under what it made."""
     base = pretrained(model)
-    with turn(state_of(base) or base):
+    with model_lock(state_of(base) or base):
         view = View(base)
         if own_configs(view):
             view = View(base)
@@ -337,7 +333,7 @@ _MODELS: WeakSet[nn.Module] = WeakSet()
 _MODELS_LOCK = threading.Lock()
 
 
-def enrol(model: nn.Module) -> None:
+def track_model(model: nn.Module) -> None:
     """Note that a model runs a method."""
     with _MODELS_LOCK:
         _MODELS.add(model)
@@ -413,7 +409,7 @@ def release(view: View) -> None:
     """Drop the plans of modules that no longer run a method, and with the last plan all guards."""
     state = view.state
     for layer in view.layers:
-        if not is_ours(get_implementation(layer.module.config)):
+        if not is_longattn_name(get_implementation(layer.module.config)):
             set_plan(layer.module, None)
     if state is not None and not view.plans:
         vars(view.inner).pop("longattn_state", None)
@@ -440,12 +436,12 @@ def remember(view: View, config: Any, implementation: str | None = None) -> Befo
 
 def without_method(view: View) -> list[tuple[Any, str]]:
     """The config objects that run a method, each with the implementation that it ran before."""
-    running = [c for c in view.configs if is_ours(get_implementation(c))]
+    running = [c for c in view.configs if is_longattn_name(get_implementation(c))]
     return [(c, (before(c) or remember(view, c)).implementation) for c in running]
 
 
 def is_disabled(model: nn.Module) -> bool:
-    """Whether a model computes what it did before its method, by `disable`."""
+    """Tell whether `disable` has switched a model's method off."""
     return (state := state_of(model)) is not None and state.disabled is not None
 
 
@@ -460,7 +456,7 @@ def disable(model: nn.Module, rope_parameters: dict[str, Any] | None = None) -> 
         if state is None or state.disabled is not None or not running:
             return
         tables = None if rope_parameters is None else exchange(base, build(base, rope_parameters))
-        longer = next((x.extended_to for c, _ in running if isinstance(x := described(c), LongAttnConfig)), None)
+        longer = next((x.extended_to for c, _ in running if isinstance(x := raw_section(c), LongAttnConfig)), None)
         state.disabled = [(c, get_implementation(c)) for c, _ in running], tables, longer
         announce(view, None)
         for config, implementation in running:  # not by the property, which would switch a vision tower too

@@ -26,7 +26,7 @@ GIVEN = "given as train_length"
 
 @dataclass(frozen=True)
 class Trained:
-    """What a config tells of its model's training.
+    """The trained length in a model's config.
 
     Args:
         length: the longest text that it was trained on, in tokens; None: the config names none.
@@ -79,7 +79,7 @@ def trained(config: Any, layer_type: str | None = None, told: int | None = None)
 
 
 def said(config: Any) -> dict[str, int]:
-    """What a config says now of the longest text that its model reads, by its own names for that."""
+    """Return the longest text that a config names now, by its own names for that."""
     names = dict.fromkeys(getattr(config, "attribute_map", {}).get(name, name) for name in LENGTHS)
     values = {name: vars(config).get(name) for name in names}
     return {name: n for name, n in values.items() if isinstance(n, int) and not isinstance(n, bool) and n > 0}
@@ -97,7 +97,7 @@ def published(config: Any) -> tuple[int, str]:
 
 
 def _all(config: Any) -> dict[str, int]:
-    """What `said` gave when the config was published."""
+    """Return what `said` gave when the config was published."""
     kept = vars(config).get(KEPT, {})
     return {name: kept.get(name, n) for name, n in said(config).items()}
 
@@ -110,7 +110,7 @@ def recorded(config: Any, section: Mapping[str, Any] | None) -> Trained:
 
 
 def hides(config: Any) -> bool:
-    """Whether a config's sliding window hides keys within the trained length; one whose size is not known does."""
+    """Tell whether a config's sliding window hides keys within the trained length; a window of unknown size does."""
     window, known = getattr(config, "sliding_window", None), trained(config).length
     return window is None or known is None or window < known
 

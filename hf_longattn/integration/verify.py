@@ -18,10 +18,10 @@ from ..core.tracing import readable
 from ..user_warnings import warn
 from .internals import get_implementation, has_hook, has_own_implementation, set_implementation
 from .layers import Layer, View
-from .names import is_ours
+from .names import is_longattn_name
 from .passes import Probing, is_under
 from .rotation import FAR_APART, PROBE, Convention, RotarySource, find_rotary, settle, settle_axes
-from .state import AttentionState, LayerPlan, Plans, plan_of, set_plan, turn
+from .state import AttentionState, LayerPlan, Plans, model_lock, plan_of, set_plan
 
 #: Why a layer is not remapped, or left alone where nothing else changes it.
 NOT_ROTATED = "no rotary encoding"
@@ -83,7 +83,7 @@ def verify_rotations(view: View, plans: Mapping[nn.Module, LayerPlan], names: di
 def _probed(
     view: View, plans: Mapping[nn.Module, LayerPlan], layers: list[Layer], names: dict[int, str], called: Any, **given: Any
 ) -> dict[str, Call]:
-    """What layers compute, by name, of one and the same token at PROBE positions.
+    """Return the calls of layers, by name, on one token repeated at PROBE positions.
 
     Args:
         called: the model, or the innermost one, that is called.
@@ -122,7 +122,7 @@ def _unscaled(queries: Tensor) -> Tensor:
 
 
 def _tell_of_nothing(view: View, plans: Mapping[nn.Module, LayerPlan], alone: list[Layer]) -> None:
-    """Where a remap finds no layer that rotates: raise, or warn if others do, within windows of their own."""
+    """Raise where a remap finds no layer that rotates, or warn if others do, within windows of their own."""
     config = plans[alone[0].module].config if alone else None
     others = [plans.get(x.module) for x in view.layers if not x.why_never and x not in alone]
     if config is None or config.positions is None or any(plan is not None and plan.rotary is not None for plan in others):
@@ -164,11 +164,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def verify_at_first_call(state: AttentionState, model: Any) -> None:
-    """Where a model was built without weights: once it computes, its rotations are verified."""
-    with turn(state):
+    """Verify rotations once a model that was built without weights computes."""
+    with model_lock(state):
         view = View(model)
         # without one of our names it is disabled; without `unverified`, another thread has done it
-        ours = any(is_ours(get_implementation(c)) for c in view.configs)
+        ours = any(is_longattn_name(get_implementation(c)) for c in view.configs)
         if state.unverified is not None and ours and _computes(view):
             plans = {x.module: plan for x in view.layers if (plan := plan_of(x.module)) is not None}
             for module, plan in verify_rotations(view, plans, {}).items():
@@ -187,7 +187,7 @@ def verify_axes(state: AttentionState, model: Any, axes: int) -> None:
     Raises:
         ValueError: that is not understood.
     """
-    with turn(state):
+    with model_lock(state):
         view = View(model)
         plans = {x.module: plan for x in view.layers if (plan := plan_of(x.module)) is not None}
         rotary = {x: plan.rotary for x in view.layers if (plan := plans.get(x.module)) is not None and plan.rotary is not None}
@@ -233,6 +233,6 @@ def _with_equal_tokens(
 
 
 def _computes(view: View) -> bool:
-    """Whether a forward pass gives values. Weights on the meta device do not hinder it where accelerate's hooks fetch them."""
+    """Tell whether a forward pass gives values: weights are there, or accelerate's hooks fetch them."""
     offloaded = any(map(has_hook, view.modules))
     return readable(torch.empty(0)) and (offloaded or all(readable(p) for p in view.model.parameters()))

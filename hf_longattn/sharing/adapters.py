@@ -18,7 +18,7 @@ import transformers
 try:
     import peft
     from packaging.version import Version
-    from peft import PeftConfig, PeftModel, PeftType
+    from peft import PeftConfig, PeftModel
     from peft.config import PeftConfigMixin
     from peft.tuners.lora import LoraModel, conversion
 
@@ -28,7 +28,6 @@ except ImportError as error:
     raise ImportError('adapters need PEFT 0.21 or newer: pip install "hf_longattn[train]"') from error
 from peft.tuners.adaption_prompt import AdaptionPromptModel
 from peft.tuners.tuners_utils import BaseTuner
-from peft.tuners.xlora import XLoraModel
 from peft.utils import ModulesToSaveWrapper, hotswap
 from torch import nn
 from transformers import PreTrainedModel
@@ -38,7 +37,7 @@ from ..config import LongAttnConfig
 from ..integration import apply, rope, saved_method
 from ..integration.internals import get_implementation
 from ..integration.max_length import announce_beside
-from ..integration.model import knowing, running
+from ..integration.model import no_untrained_warning, running
 from ..integration.patch import Patch, install
 from ..integration.saved_method import ADAPTER, LEARNED, RECORD, computed, method_in
 from ..integration.state import disable, enable, is_disabled, transaction
@@ -95,7 +94,7 @@ def _joining(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
             _restore(config, target, base, others)
         runs = running(base)
         assert runs is not None
-        saved_method.refuse_copies(config, runs)
+        saved_method.refuse_kind(config, runs)
         if target is None and config.inference_mode and any(method_in(vars(c)) for c in others):
             warn(f"the adapter records no attention, and runs under {runs.name}, as the model's other adapters do")
         config = copy.copy(config)  # one LoraConfig may serve several models
@@ -135,7 +134,7 @@ def _restore(config: Any, target: LongAttnConfig, model: PreTrainedModel, others
     further = now is not None and (target.extended_to or 0) > (now.extended_to or 0)
     if now is None or turned or further:
         try:
-            with knowing():
+            with no_untrained_warning():
                 apply(model, target if now is None else now.replace(extended_to=target.extended_to) if further else now)
         except NotImplementedError as error:  # PEFT makes every parameter without memory then
             raise NotImplementedError(
@@ -167,11 +166,14 @@ def _add_adapter(original: Any, self: PeftModel, adapter_name: str, peft_config:
 
 
 def _add_adaption_prompt(original: Any, self: AdaptionPromptModel, adapter_name: str, config: Any) -> None:
-    original(self, adapter_name, _following(config, self.model, self.peft_config.values()))
+    runs, base = method_in(vars(config)), _base_of(self.model)
+    if (runs := runs or (None if base is None else running(base))) is not None:
+        saved_method.refuse_kind(config, runs)
+    original(self, adapter_name, config)
 
 
 def _following(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
-    """`_joining` for kinds that PEFT leaves no trace of on the model, whose changes they are to follow all the same."""
+    """Join an adapter of a kind that PEFT does not note on the model, and note it there, so that it follows later changes."""
     config = copy.copy(_joining(config, model, others))
     if (base := _base_of(model)) is not None:
         vars(base)["longattn_adapters"] = [*vars(base).get("longattn_adapters", ()), config]
@@ -211,11 +213,13 @@ def _check_weights(model_id: Any, options: dict[str, Any], model: nn.Module) -> 
     _refuse_weights(config, None if base is None else running(base))
 
 
-def _check_hotswap(original: Any, config0: Any, config1: Any) -> None:
+def _refuse_hotswap(original: Any, config0: Any, config1: Any) -> None:
     original(config0, config1)
-    _refuse_weights(config1, method_in(vars(config0)))
-    if any(name.rpartition(".")[2] == LEARNED for name in config1.modules_to_save or ()):
-        raise ValueError("hotswapping exchanges LoRA's weights alone, and this adapter has a method's learned parameters too")
+    if (method := method_in(vars(config0)) or method_in(vars(config1))) is not None:
+        raise NotImplementedError(
+            f"hotswapping exchanges weights alone, and an adapter was trained under {method.name}: load the other one beside "
+            "it (load_adapter under another name, then set_adapter)"
+        )
 
 
 def _refuse_weights(config: Any, runs: LongAttnConfig | None) -> None:
@@ -229,17 +233,14 @@ def _convert_from_start(original: Any, cls: Any, model: Any, config: Any, path: 
     return weights | original(cls, model, config, path, weights, kwargs)
 
 
-def _convert_to_lora(original: Any, model: nn.Module, rank: float, adapter_name: str = "default", **kwargs: Any) -> Any:
-    """PEFT makes the config anew, and mistakes the names of what is nested in modules_to_save."""
-    config, weights = original(model, rank, adapter_name, **kwargs)
-    source = getattr(model, "peft_config", {}).get(adapter_name)
-    vars(config).update({key: getattr(source, key, None) for key in RECORD})
-    for name, module in model.named_modules():
-        if isinstance(module, ModulesToSaveWrapper) and name.endswith(f".{LEARNED}"):
-            weights = {key: value for key, value in weights.items() if not key.startswith(f"{name}.")}
-            own = module.adapter_state_dict(adapter_name, module.state_dict())
-            weights |= {f"{name}.{key}": value for key, value in own.items()}
-    return config, weights
+def _refuse_conversion(original: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    base = _base_of(model)
+    if base is not None and (runs := running(base)) is not None:
+        raise NotImplementedError(
+            f"the LoRA adapter that this conversion makes would not record {runs.name}, which the model runs: train a LoRA "
+            "adapter in its place, or merge this one (merge_and_unload) and save the model"
+        )
+    return original(model, *args, **kwargs)
 
 
 def _rows_of_several(original: Any, self: PeftModel, *args: Any, **kwargs: Any) -> Any:
@@ -284,8 +285,7 @@ def _disable_adapter(original: Any, self: PeftModel) -> Iterator[None]:
 
 def _disable_adapter_layers(original: Any, self: Any) -> None:
     original(self)
-    if isinstance(self, XLoraModel) or not any(c.peft_type == PeftType.XLORA for c in self.peft_config.values()):
-        _off(self.peft_config, self.model)  # the LoRA inside X-LoRA is switched in every pass, for its scalings
+    _off(self.peft_config, self.model)
 
 
 def _enable_adapter_layers(original: Any, self: Any) -> None:
@@ -321,7 +321,7 @@ PATCHES = (
     Patch(PeftConfigMixin, "from_peft_type", _from_peft_type, "the attention in a file would be dropped with a warning"),
     Patch(BaseTuner, "inject_adapter", _inject_adapter, "a new adapter would record no attention, a loaded one get none"),
     Patch(PeftModel, "add_adapter", _add_adapter, "nor would prompts, which are not injected"),
-    Patch(AdaptionPromptModel, "add_adapter", _add_adaption_prompt, "nor would adaption prompts"),
+    Patch(AdaptionPromptModel, "add_adapter", _add_adaption_prompt, "adaption prompts would record no attention"),
     Patch(PeftModel, "load_adapter", _load_adapter, "into an adapter that is there it loads weights of any attention"),
     Patch(
         PreTrainedModel,
@@ -332,8 +332,8 @@ PATCHES = (
     Patch(
         PeftModel, "_enable_peft_forward_hooks", _rows_of_several, "rows of other adapters would get one's learned parameters"
     ),
-    Patch(hotswap, "check_hotswap_configs_compatible", _check_hotswap, "weights of any attention would be exchanged"),
-    Patch(conversion, "convert_to_lora", _convert_to_lora, "the adapter's new config would record no attention"),
+    Patch(hotswap, "check_hotswap_configs_compatible", _refuse_hotswap, "weights of any attention would be exchanged"),
+    Patch(conversion, "convert_to_lora", _refuse_conversion, "the adapter's new config would record no attention"),
     Patch(
         LoraModel,
         "_convert_state_dict_for_initial_model",
@@ -343,10 +343,6 @@ PATCHES = (
     Patch(PeftModel, "disable_adapter", _disable_adapter, "a base without its adapter runs its own attention"),
     Patch(BaseTuner, "disable_adapter_layers", _disable_adapter_layers, "the same where layers are switched"),
     Patch(BaseTuner, "enable_adapter_layers", _enable_adapter_layers, "the same, back"),
-    Patch(AdaptionPromptModel, "disable_adapter_layers", _disable_adapter_layers, "the same of a kind that is no BaseTuner"),
-    Patch(AdaptionPromptModel, "enable_adapter_layers", _enable_adapter_layers, "the same, back"),
-    Patch(XLoraModel, "disable_adapter_layers", _disable_adapter_layers, "the same of a kind that does not call BaseTuner's"),
-    Patch(XLoraModel, "enable_adapter_layers", _enable_adapter_layers, "the same, back"),
     Patch(BaseTuner, "merge_and_unload", _unload, "what is merged while switched off would stay without the method"),
     Patch(BaseTuner, "unload", _unload, "the same without merging"),
     Patch(PeftAdapterMixin, "disable_adapters", _disable_adapters, "a base without its adapter runs its own attention"),

@@ -19,7 +19,7 @@ from ..evaluation.loading import load_tokenizer as tokenizer_of
 from ..integration import apply, get_config, rope, update
 from ..integration.internals import classes_for
 from ..integration.layers import candidates_of
-from ..integration.model import knowing
+from ..integration.model import no_untrained_warning
 from ..slots.registry import did_you_mean
 from .recipe import Lora, Recipe
 
@@ -55,7 +55,7 @@ def put_method(model: Any, recipe: Recipe, attention: LongAttnConfig | None, rea
         return model
     if recipe.strength is not None:
         attention = attention.replace(strength=recipe.strength.start)
-    with knowing():
+    with no_untrained_warning():
         now = get_config(apply(model, attention))
         longest = max(int(min(reads, now.reach)), now.extended_to or 0)
         if now.train_length is not None and longest > now.train_length:

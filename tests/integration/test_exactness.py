@@ -284,7 +284,7 @@ def test_compiled_training_step_with_padding(case: str, holes: bool, monkeypatch
     extra = {"attention_mask": mask} | ({"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if holes else {})
     want = gradients(copy.deepcopy(m), ids, **extra)
     torch._dynamo.reset()
-    seen = carriers(monkeypatch)
+    seen = layout_masks(monkeypatch)
     monkeypatch.setattr(AttentionLayout, "visible", None)
     got = gradients(torch.compile(m, fullgraph=True, backend="aot_eager"), ids, **extra)
     assert set(seen) == {"padded"}
@@ -326,10 +326,10 @@ def test_half_precision(family: str, dtype: torch.dtype) -> None:
     assert error < 2 * (rough - exact).pow(2).mean().sqrt()
 
 
-# the carrier --------------------------------------------------------------------------------------------------------
+# the layout mask --------------------------------------------------------------------------------------------------------
 
 
-def carriers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def layout_masks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kinds of the masks that attention reads from now on."""
     seen: list[str] = []
     read = masks.read_mask
@@ -349,14 +349,14 @@ def test_compact_carrier_is_taken(name: str, family: str, monkeypatch: pytest.Mo
     """The private closures of transformers' mask functions are still recognised: else masks cost q_len x kv_len."""
     for layers in ("full_attention", "all"):
         m = model(family, CASES[DEFAULT].replace(layers=layers))
-        seen = carriers(monkeypatch)
+        seen = layout_masks(monkeypatch)
         SCENARIOS[name](m, tokens())
         assert set(seen) == {"compact"}
 
 
 def test_dense_carrier_is_taken_only_where_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Holes, under a cache that holds keys of earlier calls."""
-    seen = carriers(monkeypatch)
+    seen = layout_masks(monkeypatch)
     SCENARIOS["hole_in_the_padding"](model("llama", CASES[DEFAULT]), tokens())
     assert set(seen) == {"padded"}
     SCENARIOS["second_turn"](model("llama", CASES[DEFAULT]), tokens())
@@ -367,7 +367,7 @@ def test_dense_carrier_is_taken_only_where_needed(monkeypatch: pytest.MonkeyPatc
 def test_dense_carrier_is_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, ids = CASES["sinks"], tokens()
     monkeypatch.setattr(masks, "recognise", lambda mask_function: None)
-    seen = carriers(monkeypatch)
+    seen = layout_masks(monkeypatch)
     for name, run in SCENARIOS.items():
         if holds_for(name, family):
             close(run(model(family, config), ids), expected(family, config, ids))

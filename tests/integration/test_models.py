@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Gemma3ForConditionalGeneration
 import hf_longattn
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.layers import layers_of
-from hf_longattn.integration.names import is_ours
+from hf_longattn.integration.names import is_longattn_name
 
 CONFIG = CASES[DEFAULT]
 _SMALL = FAMILIES["llama"][1] | {"num_hidden_layers": 2}
@@ -130,7 +130,7 @@ def test_a_name_for_the_tower_alone_is_refused() -> None:
     m = multimodal()
     with pytest.raises(ValueError, match=r"left its language model under 'sdpa'"):
         m.set_attn_implementation({"vision_config": DEFAULT})
-    assert not any(is_ours(c._attn_implementation) for c in (m.config, m.config.text_config, m.config.vision_config))
+    assert not any(is_longattn_name(c._attn_implementation) for c in (m.config, m.config.text_config, m.config.vision_config))
     with pytest.raises(ValueError, match=r"left its language model under 'sdpa'"):
         Gemma3ForConditionalGeneration._from_config(m.config, attn_implementation={"vision_config": DEFAULT})
 

@@ -337,7 +337,7 @@ def test_mask_function_is_called_with_arguments_we_know(monkeypatch: pytest.Monk
 
     def spy(**kwargs: Any) -> Any:
         calls.append(kwargs)
-        return masks.carrier_mask(**kwargs)
+        return masks.layout_mask(**kwargs)
 
     monkeypatch.setitem(AttentionMaskInterface._global_mapping, DEFAULT, spy)
     m = hf_longattn.apply(stock("gemma3"), CASES[DEFAULT])

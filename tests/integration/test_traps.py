@@ -40,7 +40,7 @@ from transformers.models.gemma3 import modeling_gemma3 as gemma3
 import hf_longattn
 from hf_longattn.integration.caches import CACHE, PAGES
 from hf_longattn.integration.masks import base_implementation
-from hf_longattn.integration.names import PREFIX, is_ours
+from hf_longattn.integration.names import PREFIX, is_longattn_name
 from hf_longattn.slots.registry import list_methods
 
 CONFIG = CASES[DEFAULT]
@@ -52,7 +52,7 @@ def test_every_name_has_a_mask_function() -> None:
         for name in (alias, PREFIX + alias):
             assert name in AttentionInterface()
             assert name in AttentionMaskInterface()
-            assert is_ours(name)
+            assert is_longattn_name(name)
 
 
 def test_no_name_is_taken_for_another_kind() -> None:

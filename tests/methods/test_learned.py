@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.integration.dispatch import attention_forward
-from hf_longattn.integration.masks import carrier_mask
+from hf_longattn.integration.masks import layout_mask
 from hf_longattn.integration.offload import held
 from hf_longattn.slots import registry
 from hf_longattn.slots.base import LengthTemperature
@@ -282,7 +282,7 @@ def test_heads_cannot_be_split(name: str, parameters: dict[str, Any]) -> None:
     """As tensor parallelism would: the registered function gets half of the heads."""
     m = hf_longattn.apply(stock("llama"), name, **parameters)
     half = [torch.randn(1, h, 6, HEAD_DIM) for h in (HEADS // 2, 1, 1)]
-    mask = carrier_mask(1, 6, 6, config=m.config)
+    mask = layout_mask(1, 6, 6, config=m.config)
     with pytest.raises(NotImplementedError, match="tensor parallelism"):
         attention_forward(m.model.layers[0].self_attn, *half, mask, position_ids=torch.arange(6)[None])
 
@@ -291,7 +291,7 @@ def test_other_methods_can_be_split() -> None:
     m = hf_longattn.apply(stock("llama"), "infoscale+scale_invariant", train_length=4)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, h, 6, HEAD_DIM) for h in (HEADS, 2, 2))
-    mask, module = carrier_mask(1, 6, 6, config=m.config), m.model.layers[0].self_attn
+    mask, module = layout_mask(1, 6, 6, config=m.config), m.model.layers[0].self_attn
     parts = [(query, key, value), *((query[:, 2 * i : 2 * i + 2], key[:, i : i + 1], value[:, i : i + 1]) for i in (0, 1))]
     whole, *halves = (attention_forward(module, *part, mask, position_ids=torch.arange(6)[None])[0] for part in parts)
     close(torch.cat(halves, 2), whole, 1e-6)

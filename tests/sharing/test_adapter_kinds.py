@@ -44,7 +44,6 @@ KINDS: dict[str, Callable[[], Any]] = {
     "PREFIX_TUNING": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, **CAUSAL),
     "CPT": lambda: peft.CPTConfig(cpt_token_ids=[3, 4], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2], **CAUSAL),
     "CARTRIDGE": lambda: peft.CartridgeConfig(num_virtual_tokens=3, **CAUSAL),
-    "ADAPTION_PROMPT": lambda: peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, **CAUSAL),
     "LORA": lambda: peft.LoraConfig(r=4, **INTO),
     "ADALORA": lambda: peft.AdaLoraConfig(total_step=10, **INTO),
     "ADAMSS": lambda: peft.AdamssConfig(**INTO),
@@ -82,18 +81,18 @@ KINDS: dict[str, Callable[[], Any]] = {
     "VERA": lambda: peft.VeraConfig(r=4, **INTO),
     "WAVEFT": lambda: peft.WaveFTConfig(n_frequency=10, **INTO),
 }
-#: Those that are refused under a method, and X-LoRA, which is made of others.
-APART = {"SHADOW", "XLORA"}
+#: Those that are refused under a method.
+APART = {"SHADOW", "XLORA", "ADAPTION_PROMPT"}
 #: Kinds without modules_to_save, which a method's learned parameters go into.
-NOTHING_BESIDE = {"ADAPTION_PROMPT", "TRAINABLE_TOKENS"}
+NOTHING_BESIDE = {"TRAINABLE_TOKENS"}
 #: What PEFT says of two, with a method or without; of the latter where embeddings are tied.
 ONE_AT_A_TIME = {"ADALORA": "only 1 trainable adapter", "TRAINABLE_TOKENS": "wraps an unknown layer type"}
-PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE", "ADAPTION_PROMPT")
+PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE")
 REROPE = LongAttnConfig.preset("rerope", window=6)
 LEARNED = LongAttnConfig.preset("logn+output_layer_norm", train_length=5, learned=True, deviation=0.4)
 METHODS = {"rerope": REROPE, "learned": LEARNED}
 CASES = [(k, m) for k in KINDS for m in METHODS if not (k in NOTHING_BESIDE and m == "learned")]
-BOTH = crossed(CASES, [("LORA", "rerope"), ("LORA", "learned"), ("ADAPTION_PROMPT", "rerope"), ("PREFIX_TUNING", "rerope")])
+BOTH = crossed(CASES, [("LORA", "rerope"), ("LORA", "learned"), ("PREFIX_TUNING", "rerope")])
 
 
 @torch.no_grad()
@@ -205,18 +204,10 @@ def test_two_at_a_time(kind: str, method: str, bases: dict[str, Path], tmp_path:
     assert torch.equal(logits(plain), before)
 
 
-@pytest.mark.parametrize(("kind", "method"), BOTH)
-def test_saved_as_lora(kind: str, method: str, bases: dict[str, Path], tmp_path: Path) -> None:
-    m = adapted(bases["llama"], kind, METHODS[method])
-    try:
-        peft.save_as_lora(tmp_path, m, rank=1.0)
-    except TypeError as error:
-        assert "LoRA conversion" in str(error)  # noqa: PT017
-        return
-    again = peft.PeftModel.from_pretrained(loaded(bases["llama"]), tmp_path)
-    assert again.peft_config["default"].peft_type == "LORA"
-    # PEFT's conversion of RandLoRA is off by 0.01 without a method, too; under another attention it would be by more than 1
-    close(logits(again), logits(m), 0.05 if kind == "RANDLORA" else 2e-3)
+def test_conversion_to_lora_is_refused_under_a_method(bases: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(NotImplementedError, match=r"would not record rerope, which the model runs: train a LoRA adapter"):
+        peft.save_as_lora(tmp_path, adapted(bases["llama"], "LOHA"), rank=1.0)
+    peft.save_as_lora(tmp_path, adapted(bases["llama"], "LOHA", None), rank=1.0)  # without a method as ever
 
 
 @pytest.mark.parametrize("kind", ["IA3", "PREFIX_TUNING"])
@@ -315,39 +306,24 @@ def test_a_network_beside_the_model_is_refused(bases: dict[str, Path]) -> None:
     assert torch.equal(logits(m), want)
 
 
-def test_x_lora(bases: dict[str, Path], tmp_path: Path) -> None:
-    """Its experts are adapters that were saved; its classifier PEFT 0.21 does not save."""
-    adapters = {str(i): str(tmp_path / f"expert{i}") for i in range(2)}
-    for i, path in enumerate(adapters.values()):
-        expert = peft.get_peft_model(hf_longattn.apply(loaded(bases["llama"]), REROPE), KINDS["LORA"]())
-        disturbed(expert, i).save_pretrained(path)
-
-    def base(method: LongAttnConfig | None = None) -> Any:
-        model = loaded(bases["llama"])
+def test_kinds_that_change_attention_or_mix_adapters_are_refused(bases: dict[str, Path], tmp_path: Path) -> None:
+    disturbed(peft.get_peft_model(loaded(bases["llama"]), KINDS["LORA"]())).save_pretrained(tmp_path)
+    size = loaded(bases["llama"]).config.hidden_size
+    for config in (
+        peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, **CAUSAL),
+        peft.XLoraConfig(hidden_size=size, adapters={"0": str(tmp_path)}, xlora_size=16, **CAUSAL),
+    ):
+        model = hf_longattn.apply(loaded(bases["llama"]), REROPE)
         model.config.use_cache = False
-        return model if method is None else hf_longattn.apply(model, method)
-
-    config = peft.XLoraConfig(hidden_size=base().config.hidden_size, adapters=adapters, xlora_size=16, **CAUSAL)
-    with pytest.raises(ValueError, match="the model's other adapters under no method"):
-        peft.get_peft_model(base(), config)
-    m = disturbed(peft.get_peft_model(base(REROPE), config), only="xlora_classifier")
-    want = logits(m)
-    with m.disable_adapter():
-        assert torch.equal(logits(m), logits(base()))
-    assert torch.equal(logits(m), want)
-    m.base_model.disable_adapter_layers()
-    assert torch.equal(logits(m), logits(base()))
-    m.base_model.enable_adapter_layers()
-    assert torch.equal(logits(m), want)
-    m.save_pretrained(tmp_path)
-    again = peft.PeftModel.from_pretrained(base(), tmp_path)
-    again.load_state_dict({k: v for k, v in m.state_dict().items() if "xlora_classifier" in k}, strict=False)
-    close(logits(again), want, 1e-6)
+        with pytest.raises(ValueError, match=rf"{type(config).__name__}: it .* rerope.* Take LoRA"):
+            peft.get_peft_model(model, config)
+        plain = loaded(bases["llama"])
+        plain.config.use_cache = False
+        peft.get_peft_model(plain, config)  # without a method as ever
 
 
-@pytest.mark.parametrize("kind", ["LORA", "ADAPTION_PROMPT"])
-def test_switched_off_by_its_layers(kind: str, bases: dict[str, Path]) -> None:
-    m = adapted(bases["llama"], kind)
+def test_switched_off_by_its_layers(bases: dict[str, Path]) -> None:
+    m = adapted(bases["llama"], "LORA")
     want = logits(m)
     m.base_model.disable_adapter_layers()
     assert torch.equal(logits(m.get_base_model()), logits(loaded(bases["llama"])))
@@ -507,27 +483,19 @@ def test_experts_are_adapted_as_without_a_method(case: str, tmp_path: Path) -> N
         close(logits(again), want, 1e-6)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_hotswapped(method: str, bases: dict[str, Path], tmp_path: Path) -> None:
-    """Weights are exchanged alone, so both were trained under one attention, or it is refused."""
-    base, config = bases["llama"], METHODS[method]
-    for name, other in {"first": config, "second": config, "other": config.replace(layers=[0]), "none": None}.items():
-        model = loaded(base)
-        if other is not None:
-            hf_longattn.apply(model, other)
-        disturbed(peft.get_peft_model(model, KINDS["LORA"]()), seed=len(name), only="lora_").save_pretrained(tmp_path / name)
-    m = peft.PeftModel.from_pretrained(loaded(base), tmp_path / "first")
-    with pytest.raises(ValueError, match=r"trained under .* only its weights would be read"):
-        hotswap_adapter(m, tmp_path / "other", "default")
-    if method == "learned":
-        with pytest.raises(ValueError, match="this adapter has a method's learned parameters too"):
-            hotswap_adapter(m, tmp_path / "second", "default")
-        return
-    hotswap_adapter(m, tmp_path / "second", "default")
-    close(logits(m), logits(peft.PeftModel.from_pretrained(loaded(base), tmp_path / "second")), 1e-6)
-    plain = peft.PeftModel.from_pretrained(loaded(base), tmp_path / "none")
-    with pytest.raises(ValueError, match="the model runs no method"):
-        hotswap_adapter(plain, tmp_path / "second", "default")
+def test_hotswapping_under_a_method_is_refused(bases: dict[str, Path], tmp_path: Path) -> None:
+    """Weights are exchanged alone, and an adapter's attention is none of them."""
+    for name, method in {"first": REROPE, "none": None, "other": None}.items():
+        model = adapted(bases["llama"], "LORA", method)
+        disturbed(model, seed=len(name), only="lora_").save_pretrained(tmp_path / name)
+    m = peft.PeftModel.from_pretrained(loaded(bases["llama"]), tmp_path / "first")
+    with pytest.raises(NotImplementedError, match=r"hotswapping exchanges weights alone, and .* trained under rerope"):
+        hotswap_adapter(m, tmp_path / "none", "default")
+    plain = peft.PeftModel.from_pretrained(loaded(bases["llama"]), tmp_path / "none")
+    with pytest.raises(NotImplementedError, match="hotswapping exchanges weights alone"):
+        hotswap_adapter(plain, tmp_path / "first", "default")
+    hotswap_adapter(plain, tmp_path / "other", "default")
+    close(logits(plain), logits(peft.PeftModel.from_pretrained(loaded(bases["llama"]), tmp_path / "other")), 1e-6)
 
 
 def test_transformers_reads_weights_alone(bases: dict[str, Path], tmp_path: Path) -> None:
@@ -549,7 +517,8 @@ def test_transformers_reads_weights_alone(bases: dict[str, Path], tmp_path: Path
     ours = loaded(bases["llama"])
     ours.load_adapter(tmp_path, peft_config=peft.PeftConfig.from_pretrained(tmp_path))
     close(logits(ours), logits(adapted(bases["llama"], "LORA")), 1e-6)
-    ours.load_adapter(tmp_path, "default", hotswap=True)
+    with pytest.raises(NotImplementedError, match="hotswapping exchanges weights alone"):
+        ours.load_adapter(tmp_path, "default", hotswap=True)
 
 
 def test_transformers_interface(bases: dict[str, Path], tmp_path: Path) -> None:
@@ -622,8 +591,6 @@ def test_weights_of_modules_that_the_user_trains_beside(bases: dict[str, Path], 
         m.save_pretrained(tmp_path)
         again = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path)
         close(logits(again), logits(m), 1e-6)
-        peft.save_as_lora(tmp_path / "lora", m, rank=1.0)
-        close(logits(peft.PeftModel.from_pretrained(loaded(bases["llama"]), tmp_path / "lora")), logits(m), 1e-4)
 
 
 def test_a_classifier(tmp_path: Path) -> None:

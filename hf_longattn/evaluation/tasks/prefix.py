@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...config import LongAttnConfig
 from ...integration import apply
-from ...integration.model import knowing, running
+from ...integration.model import no_untrained_warning, running
 from ...slots.base import LengthTemperature
 from ...slots.method import SLOTS
 from ..experiment import Cell
@@ -66,7 +66,7 @@ class Prefixes:
         reader = (setting.rope, setting.adapter, setting.model, repr(method.to_dict()), last)
         if reader not in self.kept:
             own = plan.load(setting)
-            with knowing():
+            with no_untrained_warning():
                 apply(own, method, stack=setting.rope is not None)
             before = plan.context(document, plan.longest)[:, :last]
             self.kept[reader] = prefix_of(own, before.to(own.device))

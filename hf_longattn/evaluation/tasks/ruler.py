@@ -79,7 +79,7 @@ class Ruler(Task):
         return found
 
     def tokens(self, question: Question) -> list[int]:
-        """Return the tokens to read; under `chat` the question stands in a user's turn, the answer's beginning in the model's."""
+        """Return the tokens to read; under `chat` the question is a user's turn, the answer's beginning the model's."""
         if not self.options.chat:
             return [*self.plan.start, *self.encode(question.text + question.begins)]
         turn = [{"role": "user", "content": question.text}]

@@ -1,1 +1,1 @@
-"""What single engines of the transformers stack hand to an attention function, one file each."""
+"""Engines that call an attention function with arguments of their own, one file each."""

@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from ...core.geometry import AttentionLayout, Columns
 from ..caches import PAGES
 from ..internals import get_implementation
-from ..names import is_ours
+from ..names import is_longattn_name
 from ..passes import LayerCall
 from ..patch import Patch
 
@@ -46,19 +46,21 @@ class Batch:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def paged_attention(asked: LayerCall, query: Tensor, key: Tensor, value: Tensor, compute: Callable[..., Tensor]) -> Tensor:
+def paged_attention(
+    layer_call: LayerCall, query: Tensor, key: Tensor, value: Tensor, compute: Callable[..., Tensor]
+) -> Tensor:
     """Compute every request of a call over its own keys.
 
     Args:
         query: (1, heads, tokens, head_dim), of all requests one after the other; key and value likewise.
-        compute: `asked`, then query, key, value (requests, heads, length, head_dim) and rows to (requests, q_len, heads,
+        compute: `layer_call`, then query, key, value (requests, heads, length, head_dim) and rows to (requests, q_len, heads,
             head_dim).
 
     Returns:
         (1, tokens, heads, head_dim); 0 for tokens of no request.
     """
-    arguments, position_ids, kept = asked.more, asked.positions, asked.kept
-    window = asked.module.config.sliding_window if asked.plan.windowed else None
+    arguments, position_ids, kept = layer_call.more, layer_call.positions, layer_call.kept
+    window = layer_call.module.config.sliding_window if layer_call.plan.windowed else None
     if arguments.get("block_table") is not None:
         raise NotImplementedError("continuous batching hands a block table to FlashAttention only: max_blocks_per_request=0")
     cu_k = arguments["cu_seq_lens_k"]
@@ -71,7 +73,7 @@ def paged_attention(asked: LayerCall, query: Tensor, key: Tensor, value: Tensor,
         batches = kept[cu_k] = _batches(arguments["cu_seq_lens_q"], cu_k, position_ids, window)
     for batch in batches:
         q, k, v = (_take(x, at) for x, at in ((query, batch.queries), (key, batch.keys), (value, batch.keys)))
-        result = compute(asked, q, k, v, batch.rows)
+        result = compute(layer_call, q, k, v, batch.rows)
         if out is None:
             out = result.new_zeros(1, query.shape[2], *result.shape[2:])
         out[0, batch.queries] = result
@@ -126,7 +128,7 @@ def _batching_manager(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    if is_ours(get_implementation(model.config)):
+    if is_longattn_name(get_implementation(model.config)):
         if not PAGES:
             raise NotImplementedError(
                 f"continuous batching of transformers {transformers.__version__} would replace the method by flash attention: "
@@ -142,7 +144,7 @@ def _batching_manager(
 
 
 def _switch_to_cb_friendly_attn(original: Callable[..., None], self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    if not is_ours(get_implementation(model.config)):
+    if not is_longattn_name(get_implementation(model.config)):
         original(self, model, *args, **kwargs)
 
 

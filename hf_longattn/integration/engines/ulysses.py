@@ -78,32 +78,36 @@ def place(module: nn.Module) -> tuple[int, int] | None:
     return torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
 
 
-def is_exchanged(asked: LayerCall, query: Tensor, key: Tensor) -> bool:
-    """Whether DeepSpeed's exchange has happened: few heads of all tokens are here."""
-    here, heads, position_ids = place(asked.module), getattr(asked.module.config, "num_attention_heads", None), asked.positions
+def is_exchanged(layer_call: LayerCall, query: Tensor, key: Tensor) -> bool:
+    """Tell whether DeepSpeed's exchange has happened: this process has few heads of all tokens."""
+    here, heads, position_ids = (
+        place(layer_call.module),
+        getattr(layer_call.module.config, "num_attention_heads", None),
+        layer_call.positions,
+    )
     if here is None or here[1] == 1 or position_ids is None:
         return False
     return here[1] * query.shape[1] == heads and query.shape[2] == key.shape[2] == position_ids.shape[-1]
 
 
-def whole_sequence(asked: LayerCall, query: Tensor, key: Tensor, value: Tensor, compute: Callable[..., Tensor]) -> Tensor:
+def whole_sequence(layer_call: LayerCall, query: Tensor, key: Tensor, value: Tensor, compute: Callable[..., Tensor]) -> Tensor:
     """A layer of a sequence that is split over processes: no mask arrives, for layers that are left alone either.
 
     Args:
         query: (batch, heads, tokens, head_dim), of this process's tokens, or, once exchanged, of all; key and value likewise.
-        compute: `asked`, then query, key, value of some heads and all tokens, and rows to (batch, length, heads, head_dim).
+        compute: `layer_call`, then query, key, value of some heads and all tokens, and rows to (batch, length, heads, width).
 
     Returns:
         (batch, tokens, heads, head_dim).
     """
-    group, position_ids, window = asked.plan.state.group, asked.positions, asked.sliding_window
-    if asked.weights or (asked.plan.windowed and window is None):
+    group, position_ids, window = layer_call.plan.state.group, layer_call.positions, layer_call.sliding_window
+    if layer_call.weights or (layer_call.plan.windowed and window is None):
         raise NotImplementedError("no attention weights, and no windows of unknown size, of a sequence split over processes")
-    here = place(asked.module)
+    here = place(layer_call.module)
     assert here is not None
     if group is None:
         assert position_ids is not None
-        return compute(asked, query, key, value, rows_of(position_ids, window, here[1], asked.kept))
+        return compute(layer_call, query, key, value, rows_of(position_ids, window, here[1], layer_call.kept))
     world = torch.distributed.get_world_size(group)
     if position_ids is None or query.shape[2] != key.shape[2]:
         raise ValueError("a sequence split over processes needs position_ids in every call, and use_cache=False")
@@ -113,7 +117,7 @@ def whole_sequence(asked: LayerCall, query: Tensor, key: Tensor, value: Tensor, 
     parts = [torch.empty_like(position_ids) for _ in range(world)]
     torch.distributed.all_gather(parts, position_ids.contiguous(), group=group)
     query, key, value = (_swap(x, 1, 2, group) for x in (query, key, value))
-    out = compute(asked, query, key, value, rows_of(torch.cat(parts, -1), window, here[1], asked.kept))
+    out = compute(layer_call, query, key, value, rows_of(torch.cat(parts, -1), window, here[1], layer_call.kept))
     return _swap(out, 1, 2, group)
 
 

@@ -19,7 +19,7 @@ from .plans import PART, Part
 
 
 def folds(config: LongAttnConfig) -> bool:
-    """Whether a config changes nothing but query, key and output."""
+    """Tell whether a config changes query, key and output alone."""
     entropy = isinstance(config.temperature, EntropyTemperature)
     return not entropy and all(x is None for x in (config.positions, config.logit_map, config.visibility, config.sink))
 

@@ -1,4 +1,4 @@
-"""What each attention layer of a served model computes: planned on an empty model, as transformers would build it."""
+"""Plans of a served model's attention layers, made on an empty model as Transformers would build it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ....config import LongAttnConfig
 from ....core.tables import TableCache
 from ...layers import Layer, candidates_of, layers_of
 from ...model import apply
-from ...names import is_ours, short
+from ...names import is_longattn_name, short
 from ...rotation import RotarySource
 from ...state import LayerPlan, plan_of, set_plan
 from ...trained_length import ORIGINAL, rope_settings
@@ -33,7 +33,7 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What one attention layer computes, of the heads that this process has.
+    """The plan of one attention layer, for the heads that this process has.
 
     Args:
         learned: the learned parts of its methods, by slot.
@@ -50,17 +50,17 @@ class Part:
 
 
 def is_served(config: Any) -> bool:
-    """Whether a config that vLLM has read is a checkpoint's of ours."""
+    """Tell whether a config that vLLM has read is that of a checkpoint with a method."""
     text = config.get_text_config()
     name = getattr(text, "_attn_implementation", None)
-    return is_ours(name) or (name in RENAMED and bool(getattr(text, "longattn", None)))
+    return is_longattn_name(name) or (name in RENAMED and bool(getattr(text, "longattn", None)))
 
 
 def config_of(config: Any) -> LongAttnConfig:
     """The method of a checkpoint."""
     text = config.get_text_config()
     name = text._attn_implementation
-    return LongAttnConfig.parse(short(name) if is_ours(name) else "longattn", text.longattn)
+    return LongAttnConfig.parse(short(name) if is_longattn_name(name) else "longattn", text.longattn)
 
 
 def planned(vllm_config: Any) -> dict[str, tuple[LayerPlan, nn.Module | None]]:

@@ -1,4 +1,4 @@
-"""What of vLLM is replaced, so that a checkpoint of ours is served under its method or refused before its weights are read."""
+"""Functions of vLLM that are wrapped: a checkpoint is served under its method, or refused before its weights are read."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class _neutral:
 
 
 class Checks(VerifyAndUpdateConfig):
-    """What vLLM asks in the process of the caller, before it starts an engine."""
+    """Checks that vLLM makes in the process of the caller, before it starts an engine."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
