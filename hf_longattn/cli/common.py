@@ -245,7 +245,7 @@ def told(train_length: str | None) -> int | None:
 
 def precision(model: str, dtype: str, device: str) -> str:
     """`loading.precision_of`, told where it is not what was asked for."""
-    from ..evaluation.loading import precision_of
+    from ..evaluation.checkpoints import precision_of
 
     with refusing("--dtype"):
         chosen = precision_of(model, dtype, device)

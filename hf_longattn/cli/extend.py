@@ -80,7 +80,9 @@ def extend(
         read_text(text)
     device = device_here(device)
 
-    from ..evaluation.loading import OneModel, check_setting, config_from, load_tokenizer, own_precision, speaks
+    from ..evaluation.checkpoints import config_from, load_tokenizer, own_precision, speaks
+    from ..evaluation.loading import OneModel
+    from ..evaluation.preflight import check_setting
     from ..evaluation.rows import versions_line
     from ..evaluation.search import SEED, Search, by_head
     from ..evaluation.settings import UNMODIFIED, Setting
@@ -164,7 +166,7 @@ def _trained(facts: ModelFacts, length: int) -> int:
 
 def _check_takes(config: Any, length: int, purpose: str, given: int | None) -> None:
     """Raise ValueError where hf_longattn.extend refuses the model, before any weights are read."""
-    from ..evaluation.loading import build
+    from ..evaluation.checkpoints import build
     from ..extension import extend
 
     with warnings.catch_warnings():
@@ -228,7 +230,7 @@ def _rows(model: str, text: Path, length: int, trained: int, dtype: str, out: Pa
 
 def _leave_out(search: Search, model: str) -> None:
     """Candidates that rotate in another way, where the model cannot."""
-    from ..evaluation.loading import check_setting
+    from ..evaluation.preflight import check_setting
 
     for name, setting in [(n, s) for n, s in search.settings.items() if s.rope is not None]:
         try:
@@ -306,7 +308,7 @@ def _save(search: Search, choice: str, model: str, dtype: str, tokenizer: Any, o
 def _write(winner: Any, model: str, tokenizer: Any, out: Path | None) -> None:
     """A model in the class of its checkpoint, with what else that had, and how to load it."""
     from ..checks import written_aside
-    from ..evaluation.loading import carry
+    from ..evaluation.checkpoints import carry
     from ..integration import describe
     from ..integration.classes import loaders
     from ..integration.model import running

@@ -32,7 +32,8 @@ def memory(
 
     import torch
 
-    from ..evaluation.loading import build, check_reads, config_from, own_precision
+    from ..evaluation.checkpoints import build, config_from, own_precision
+    from ..evaluation.preflight import check_reads
 
     with refusing("MODEL"):
         config = config_from(model)

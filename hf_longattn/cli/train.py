@@ -51,7 +51,7 @@ def train(
         chosen = load_recipe(recipe, overrides or [])
 
     from ..checks import disk_full
-    from ..evaluation.loading import class_of
+    from ..evaluation.checkpoints import class_of
     from ..integration.classes import loaders
     from ..slots.registry import modules_of
     from ..training import excess, last_checkpoint, plan, prepare, run

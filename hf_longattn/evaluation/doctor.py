@@ -27,7 +27,7 @@ from ..integration.layers import language_config, pretrained
 from ..integration.model import no_untrained_warning
 from ..integration.names import is_longattn_name
 from ..integration.saved_method import ADAPTER, method_in
-from .loading import config_from, load_weights, precision_of
+from .checkpoints import config_from, load_weights, precision_of
 from .outlook import outlook, taken, trained_line
 
 #: Engines that build a model by its architecture's name, from code of their own, and read nothing of a method.

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from ..checks import check_folder, check_model, device_of
 from ..slots.registry import did_you_mean
+from .checkpoints import load_tokenizer, own_method, precision_of
 from .experiment import Cell, Experiment, fingerprint, of_text
-from .loading import OneModel, check_lengths, check_setting, load_setting, load_tokenizer, own_method, precision_of
+from .loading import OneModel, load_setting
 from .options import EvalOptions
+from .preflight import check_lengths, check_setting
 from .report.page import DATA, FIGURES, PAGE
 from .results import Results
 from .rows import PROTOCOL, Row, RowFile, versions_line

@@ -16,7 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..checks import written_aside
-from ..evaluation.loading import carry, load_setting, load_tokenizer, own_precision
+from ..evaluation.checkpoints import carry, load_tokenizer, own_precision
+from ..evaluation.loading import load_setting
 from ..evaluation.settings import Setting
 from ..integration import describe, get_config
 from ..integration.classes import loaders

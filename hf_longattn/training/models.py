@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from ..config import LongAttnConfig
-from ..evaluation.loading import build, check_reads, config_from, edit_rope, load_weights
-from ..evaluation.loading import load_tokenizer as tokenizer_of
+from ..evaluation.checkpoints import build, config_from, load_weights
+from ..evaluation.checkpoints import load_tokenizer as tokenizer_of
+from ..evaluation.loading import edit_rope
+from ..evaluation.preflight import check_reads
 from ..integration import apply, get_config, rope, update
 from ..integration.internals import classes_for
 from ..integration.layers import candidates_of

@@ -24,7 +24,7 @@ from ..checks import check_dtype, check_model, check_output
 from ..config import LongAttnConfig
 from ..core.kernels.precision import auto_dtype, multiplies_fast
 from ..evaluation.calibrate import calibrate
-from ..evaluation.loading import carry
+from ..evaluation.checkpoints import carry
 from ..evaluation.measures.probe import TOKENS
 from ..evaluation.rows import Row, alone, versions, write_whole
 from ..integration import describe, rope

@@ -35,7 +35,7 @@ from typer.testing import CliRunner
 import hf_longattn
 from hf_longattn.cli import app
 from hf_longattn.cli.memory import cache_bytes
-from hf_longattn.evaluation.loading import load_weights
+from hf_longattn.evaluation.checkpoints import load_weights
 from hf_longattn.evaluation.measures.copies import with_copies
 from hf_longattn.evaluation.search import plan_copies
 from hf_longattn.evaluation.settings import Setting, read_settings

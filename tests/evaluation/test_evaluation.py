@@ -35,8 +35,10 @@ from hf_longattn.evaluation import (
     token_losses,
     with_copies,
 )
+from hf_longattn.evaluation.checkpoints import precision_of
 from hf_longattn.evaluation.experiment import fingerprint
-from hf_longattn.evaluation.loading import check_setting, edit_rope, load_setting, precision_of
+from hf_longattn.evaluation.loading import edit_rope, load_setting
+from hf_longattn.evaluation.preflight import check_setting
 from hf_longattn.evaluation.readings import over
 from hf_longattn.evaluation.settings import Setting, parse_settings, read_settings
 from hf_longattn.evaluation.statistics import mean_interval, wilson

@@ -28,7 +28,8 @@ from transformers import (
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
-from hf_longattn.evaluation.loading import check_setting, load_setting
+from hf_longattn.evaluation.loading import load_setting
+from hf_longattn.evaluation.preflight import check_setting
 from hf_longattn.evaluation.settings import Setting
 from hf_longattn.integration.state import disable, enable
 

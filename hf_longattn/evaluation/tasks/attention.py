@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..checkpoints import build, config_from
 from ..experiment import Cell, of_text
-from ..loading import build, config_from
 from ..measures.capture import capture
 from ..measures.diagnostics import Diagnostics
 from ..measures.sums import Options

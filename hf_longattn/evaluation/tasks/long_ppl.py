@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..checkpoints import load_tokenizer
 from ..experiment import Cell, identity
-from ..loading import load_tokenizer
 from ..measures.losses import token_losses
 from ..readings import LONG_PPL, Interval, Readings
 from ..report import Section, Table

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..experiment import Cell, of_text
-from ..loading import check_lengths
 from ..measures import probe as probing
 from ..measures.copies import PASSAGE, SKIP
+from ..preflight import check_lengths
 from ..readings import Readings
 from ..report import Figure, Section, Table
 from ..report.figures import curves, tokens_shown
