@@ -1,6 +1,6 @@
 """The tests that hold under every supported Python, torch and transformers, by the Python that runs this.
 
-python tests/kit/lane.py             exactness, persistence, adapters, positions, models, trained lengths, seams
+python tests/kit/lane.py             exactness, persistence, adapters, positions, models, trained lengths, private facts
 python tests/kit/lane.py --newest    these without the slow ones, continuous batching and the README; and what to do if
 a newer release fails
 """
@@ -16,7 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "transformers", "peft", "accelerate")
-FILES = ("exactness", "persistence", "traps", "adapters", "adapter_kinds", "positions", "models", "trained", "seams")
+FILES = ("exactness", "persistence", "traps", "adapters", "adapter_kinds", "positions", "models", "trained_length")
+FILES += ("patches", "internals")
 
 
 def tests(*files: str) -> list[str]:
