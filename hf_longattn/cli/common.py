@@ -149,7 +149,7 @@ def measure(
         plan = Plan(options)
     with refusing("--out"):
         experiment = plan.open(out, {"command": command_line(context)})
-    interrupted = not page_only and run(experiment, out, plan.told)
+    interrupted = not page_only and run(experiment, out, plan.format_row)
     results = plan.results(experiment)
     if out is not None:
         results.write(out, title or plan.title)

@@ -57,49 +57,49 @@ def trained_line(known: Trained) -> str:
     return f"{known}; {known.assumed}: pass train_length= if that is not so" if known.assumed else str(known)
 
 
-def outlook(config: PreTrainedConfig, told: int | None = None) -> list[Reach]:
+def outlook(config: PreTrainedConfig, train_length: int | None = None) -> list[Reach]:
     """Try `extend` on a config's model at `TIMES` its trained length.
 
     Args:
-        told: the trained length, where it is not the one that the config tells.
+        train_length: the trained length, where it is not the one that the config tells.
 
     Raises:
         whatever building a tiny model of this config raises: see `miniature`.
     """
     model = miniature(config)
-    length = trained(language_config(config), told=told).length or 1024  # where there is none extend says so
-    return [_reach(model, n * length, told) for n in TIMES]
+    length = trained(language_config(config), train_length=train_length).length or 1024  # where there is none extend says so
+    return [_reach(model, n * length, train_length) for n in TIMES]
 
 
-def taken(config: PreTrainedConfig, told: int | None = None) -> dict[str, str | None]:
+def taken(config: PreTrainedConfig, train_length: int | None = None) -> dict[str, str | None]:
     """By kind of method, "windows (streaming)": why a config's model refuses it, or None: it takes it.
 
     Args:
-        told: the trained length, where it is not the one that the config tells.
+        train_length: the trained length, where it is not the one that the config tells.
 
     Raises:
         whatever building a tiny model of this config raises: see `miniature`.
     """
     model = miniature(config)
-    return {f"{kind} ({method})": _refusal(model, method, told) for kind, method in KINDS.values()}
+    return {f"{kind} ({method})": _refusal(model, method, train_length) for kind, method in KINDS.values()}
 
 
-def _refusal(model: Any, method: str, told: int | None) -> str | None:
+def _refusal(model: Any, method: str, train_length: int | None) -> str | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whether it helps is another question
         try:
-            apply(model, method, train_length=told)
+            apply(model, method, train_length=train_length)
         except (ValueError, NotImplementedError) as error:
             return " ".join(str(error).split())
     remove(model)
     return None
 
 
-def _reach(model: Any, to: int, told: int | None) -> Reach:
+def _reach(model: Any, to: int, train_length: int | None) -> Reach:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what they say is said here
         try:
-            extend(model, to, train_length=told)
+            extend(model, to, train_length=train_length)
         except (ValueError, NotImplementedError) as error:
             return Reach(to, " ".join(str(error).split()), refused=True)
     text, window = changes(model), own_window(View(model))

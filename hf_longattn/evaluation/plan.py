@@ -255,9 +255,9 @@ class Plan:
         file = RowFile(folder and folder / ROWS, protocol=self.protocol)
         return Experiment(file, self.load, COLUMNS, self.cells(), about)
 
-    def told(self, row: Row, new: bool) -> str:
+    def format_row(self, row: Row, new: bool) -> str:
         """A row that was measured now, in a line."""
-        return f"{task_of(row['task']).told(row)} ({row['seconds']:.0f} s)" if new else ""
+        return f"{task_of(row['task']).format_row(row)} ({row['seconds']:.0f} s)" if new else ""
 
     def results(self, experiment: Experiment) -> Results:
         """Return the results measured so far."""

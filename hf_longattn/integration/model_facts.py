@@ -16,14 +16,14 @@ from .trained_length import ORIGINAL, rope_settings, trained
 QUERY_NORMS = ("q_norm", "q_layernorm", "q_layer_norm", "query_layernorm", "qk_norm")
 
 
-def facts_of(view: View, layers: list[Layer], told: int | None = None) -> ModelFacts:
-    """Return the facts about these layers of a model; told: its trained length as the user knows it.
+def facts_of(view: View, layers: list[Layer], train_length: int | None = None) -> ModelFacts:
+    """Return the facts about these layers of a model; train_length: its trained length as the user knows it.
 
     ValueError: its config has rotary settings that it does not rotate by.
     """
     check_built(view.model)
     config = layers[0].config
-    read = {kind: trained(config, kind, told) for kind in dict.fromkeys(x.type for x in layers)}
+    read = {kind: trained(config, kind, train_length) for kind in dict.fromkeys(x.type for x in layers)}
     # of several types the one under which remaps are refused, or the full one
     kind, known = min(read.items(), key=lambda x: (x[1].rotation_is_own, x[0] != "full_attention"))
     rope = rope_settings(config, kind)

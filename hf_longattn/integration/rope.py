@@ -97,7 +97,7 @@ def cope(config: Config, pairs: int | None = None, train_length: int | None = No
         ValueError: there are not so many pairs.
     """
     text = _text(config)
-    known, share = trained(text, told=train_length).length, rope_settings(text).get("partial_rotary_factor", 1.0)
+    known, share = trained(text, train_length=train_length).length, rope_settings(text).get("partial_rotary_factor", 1.0)
     rotated = int(_head_dim(text) * share) // 2
     pairs = round(20 / 64 * rotated) if pairs is None else pairs
     if pairs != int(pairs) or not 2 <= pairs <= rotated:
@@ -112,7 +112,7 @@ def cope(config: Config, pairs: int | None = None, train_length: int | None = No
 def _scaled(config: Config, rope_type: str, factor: float, train_length: int | None, **parameters: Any) -> Config:
     if not factor >= 1:
         raise ValueError(f"factor must be >= 1, got {factor!r}")
-    known = trained(_text(config), told=train_length).length
+    known = trained(_text(config), train_length=train_length).length
     return _edit(config, {"rope_type": rope_type, "factor": factor, ORIGINAL: known} | parameters)
 
 

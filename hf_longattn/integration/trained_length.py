@@ -54,18 +54,18 @@ def rope_settings(config: Any, layer_type: str | None = None) -> Mapping[str, An
     return nested.get(layer_type or "", nested.get("full_attention", next(iter(nested.values()), settings)))
 
 
-def trained(config: Any, layer_type: str | None = None, told: int | None = None) -> Trained:
+def trained(config: Any, layer_type: str | None = None, train_length: int | None = None) -> Trained:
     """The trained length by a text config, as its layers of a type (default: full attention) tell it; no model is needed.
 
     Args:
-        told: the length as the user knows it. It stands, and tells of a scaling whether the model was trained under it.
+        train_length: the length that the user gives. It stands, and says whether a scaling was trained in.
     """
     rope, (most, name) = rope_settings(config, layer_type), published(config)
     if most < 1:
-        return Trained(told, GIVEN if told else "the config names no max_position_embeddings")
+        return Trained(train_length, GIVEN if train_length else "the config names no max_position_embeddings")
     kind = rope.get("rope_type", "default")
     if kind in ("yarn", "linear"):
-        found = _scaled(config, kind, rope, most, told)
+        found = _scaled(config, kind, rope, most, train_length)
     elif kind in TRAINED_IN:
         found = Trained(most, f"{name}; rope_type {kind!r} is a training-time setting")
     elif kind == "dynamic" and not rope.get("alpha"):  # with it the frequencies are fixed
@@ -75,7 +75,7 @@ def trained(config: Any, layer_type: str | None = None, told: int | None = None)
     else:
         taken = f"rope_type {kind!r} is not known here and is taken for a scaling put in for inference"
         found = Trained(most, name, taken, rotation_is_own=False)
-    return found if told is None else Trained(told, GIVEN, None, found.rotation_is_own)
+    return found if train_length is None else Trained(train_length, GIVEN, None, found.rotation_is_own)
 
 
 def said(config: Any) -> dict[str, int]:
@@ -126,7 +126,7 @@ def _unscaled(config: Any) -> Trained:
     return Trained(most, name)
 
 
-def _scaled(config: Any, kind: str, rope: Mapping[str, Any], most: int, told: int | None) -> Trained:
+def _scaled(config: Any, kind: str, rope: Mapping[str, Any], most: int, train_length: int | None) -> Trained:
     """YaRN or linear scaling, each trained in or put in afterwards."""
     whole = rope is not config.rope_parameters  # settings for each layer type are an architecture's own
     original, factor = rope.get(ORIGINAL) or (most if kind == "yarn" else None), rope.get("factor")
@@ -134,11 +134,13 @@ def _scaled(config: Any, kind: str, rope: Mapping[str, Any], most: int, told: in
         found = _unscaled(config)
         known = whole or (factor and most in {n * factor for n in _all(config).values()})  # Vicuna 16k: 4,096, 4, and 16,384
         taken = None if known else f"rope_type {kind!r} is taken for trained in, its length for max_position_embeddings"
-        return Trained(found.length, f"{found.reason}; rope_type {kind!r} is trained in", taken, not told or told >= most)
+        return Trained(
+            found.length, f"{found.reason}; rope_type {kind!r} is trained in", taken, not train_length or train_length >= most
+        )
     factor = factor or most / original
     reach = factor * original
-    if told is not None or "finetuned" in rope:  # the latter is how YaRN's authors tell theirs apart
-        own = told > original if told is not None else bool(rope["finetuned"])
+    if train_length is not None or "finetuned" in rope:  # the latter is how YaRN's authors tell theirs apart
+        own = train_length > original if train_length is not None else bool(rope["finetuned"])
         why = f"factor x {ORIGINAL}: the model was trained with its {kind} scaling, as `finetuned` says"
         why = why if own else f"{ORIGINAL}; {kind} scaling was added after training, for inference, as `finetuned` says"
         return Trained(int(reach) if own else original, why, None, own)

@@ -118,7 +118,7 @@ def test_how_settings_are_read(name: str) -> None:
     most, rope, want = READINGS[name]
     known = trained(settings(most, **rope))
     assert (known.length, known.rotation_is_own, known.assumed is not None) == want
-    assert trained(settings(most, **rope), told=2048).length == 2048
+    assert trained(settings(most, **rope), train_length=2048).length == 2048
 
 
 def test_phi_3_fills_in_a_length_that_says_nothing() -> None:

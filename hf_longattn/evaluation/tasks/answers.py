@@ -52,7 +52,7 @@ class Answers(Task):
         scores = answer_scores(model, sample.input_ids[None].to(model.device), sample.spans)
         return {"tokens": int(sample.input_ids.shape[0]), "answers": as_rows(sample.depths, scores)}
 
-    told = staticmethod(right)
+    format_row = staticmethod(right)
 
     @classmethod
     def sections(cls, results: Readings, name: str) -> list[Section]:

@@ -90,7 +90,7 @@ class Attention(Task):
         return {"query_rows": how.rows if how.choose(self.length) is not None else None, "attention": seen.result().to_dict()}
 
     @staticmethod
-    def told(row: Row) -> str:
+    def format_row(row: Row) -> str:
         return f"{len(row['attention']['layers'])} layers"
 
     @classmethod

@@ -70,7 +70,7 @@ class Task:
         return Cell(setting, key, measure, depends, work=length, **more)
 
     @staticmethod
-    def told(row: Row) -> str:
+    def format_row(row: Row) -> str:
         """A row in a line."""
         return ", ".join(f"{k} {v:.3f}" for k, v in _numbers(row).items())
 

@@ -43,7 +43,7 @@ class Copies(OnDocuments):
         answers = as_rows([1 - share for share in SHARES], scores)
         return {"tokens": length, "answers": answers, "distances": [c.distance for c in copies]}
 
-    told = staticmethod(right)
+    format_row = staticmethod(right)
 
     @classmethod
     def sections(cls, results: Readings, name: str) -> list[Section]:

@@ -122,7 +122,7 @@ class LongPPL(Task):
         return row if found else row | {"keys": positions}
 
     @staticmethod
-    def told(row: Row) -> str:
+    def format_row(row: Row) -> str:
         loss = "none" if row["key_loss"] is None else f"{row['key_loss']:.3f} nats"
         return f"{row['key_tokens']} key tokens, {loss}"
 

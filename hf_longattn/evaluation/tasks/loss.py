@@ -44,7 +44,7 @@ class Loss(OnDocuments):
         return row
 
     @staticmethod
-    def told(row: Row) -> str:
+    def format_row(row: Row) -> str:
         return f"{row['loss']:.3f} nats"
 
     @classmethod

@@ -61,7 +61,7 @@ class ProbeTask(Task):
         return [self.cell(setting, d, which, probed(self.ids, d), depends) for d in self.distances]
 
     @staticmethod
-    def told(row: Row) -> str:
+    def format_row(row: Row) -> str:
         return f"text {sum(row['text']) / len(row['text']):.2f}, copy {sum(row['copy']) / len(row['copy']):.2f}"
 
     @classmethod

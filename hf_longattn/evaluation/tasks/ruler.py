@@ -115,7 +115,7 @@ class Ruler(Task):
         )
 
     @staticmethod
-    def told(row: Row) -> str:
+    def format_row(row: Row) -> str:
         return f"{100 * row['score']:.0f} %"
 
     @classmethod
