@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 from torch import Tensor
 from transformers import Cache
@@ -22,30 +21,27 @@ PAGES = CACHE == "cache"
 Numbering: TypeAlias = tuple[bool, bool, bool]
 
 
-@dataclass
-class CacheRecord:
-    """The facts about a KV cache's keys that a cache does not hold, kept with it and copied with it.
+class CacheRecord(TypedDict, total=False):
+    """The facts about a KV cache's keys that a cache does not hold: a plain dict kept with it, copied and saved with it.
 
-    Args:
-        numbering: how positions counted, in calls so far; None: no call noted it.
+    Keys:
+        numbering: how positions counted, in calls so far.
         ones: the cache index from which on texts count from 1: behind empty prompts, all padding, as generate() numbers them.
         axes: the positions of keys, if some are at several each (M-RoPE): int64 (axes, batch, keys), as the model got them.
         uneven: some layers hold tokens that others do not, since a call broke off.
-        long: the keys were turned by longrope's frequencies of long calls; None: not known.
+        long: the keys were turned by longrope's frequencies of long calls.
     """
 
-    numbering: Numbering | None = None
-    ones: int | None = None
-    axes: Tensor | None = None
-    uneven: bool = False
-    long: bool | None = None
+    numbering: Numbering
+    ones: int | None
+    axes: Tensor
+    uneven: bool
+    long: bool
 
 
 def record_of(cache: Cache) -> CacheRecord:
-    """Return the record of a cache."""
-    record: CacheRecord | None = vars(cache).get("_longattn")
-    if record is None:
-        record = vars(cache)["_longattn"] = CacheRecord()
+    """Return the record of a cache, which changes with it."""
+    record: CacheRecord = vars(cache).setdefault("_longattn", {})
     return record
 
 

@@ -135,7 +135,7 @@ def _check(state: AttentionState, border: int, module: nn.Module, args: tuple[An
     mixed = (before > 0) & ((before > border) != (after > border))
     if torch.compiler.is_compiling():
         assert_later(~torch.as_tensor(mixed), _MIXED.format(border=border))
-    elif mixed or (before > 0 and record_of(cache).long not in (None, after > border)):
+    elif mixed or (before > 0 and record_of(cache).get("long", after > border) != (after > border)):
         raise ValueError(_MIXED.format(border=border))
 
 
@@ -143,4 +143,4 @@ def _stamp(border: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     cache, _, after = _before_and_after(module, args, kwargs)
     cache = cache_in(values_of(output)) if cache is None else cache
     if cache is not None and not torch.compiler.is_compiling():
-        record_of(cache).long = bool(after > border)
+        record_of(cache)["long"] = bool(after > border)

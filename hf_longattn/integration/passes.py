@@ -112,7 +112,7 @@ class ForwardContext:
         Raises:
             ValueError: the cached keys were numbered otherwise.
         """
-        known = (record_of(self.cache).numbering if sees_cache and self.cache is not None else None) or _ANY
+        known = record_of(self.cache).get("numbering", _ANY) if sees_cache and self.cache is not None else _ANY
         if sees_cache and not any(_both(known, behind)):
             raise ValueError(_OTHERWISE)
         self.after = _both(_both(known, tokens), self.after or _ANY)
@@ -261,10 +261,10 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
     state.claims.settle()
     cache = cache_in((*args, *kwargs.values()))
     held = 0 if cache is None else cache.get_seq_length() + 0  # a new tensor where it is one, which counts on
-    if cache is not None and record_of(cache).uneven:
+    if cache is not None and record_of(cache).get("uneven"):
         if held:
             raise ValueError(_BROKEN_OFF)
-        record_of(cache).uneven = False
+        record_of(cache)["uneven"] = False
     now = ForwardContext(outer, plans, positions, weights, cache, held, frame_above(2))
     _several(now, remapped)
     if now.axes is not None:
@@ -283,12 +283,12 @@ def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
         return  # it raised before it began, or the hook came in its midst
     _PASS.set(now.outer)
     if output is None and now.cache is not None and bool(now.cache.get_seq_length() != now.held):
-        record_of(now.cache).uneven = True  # it failed, and layers behind the one that did have written nothing
+        record_of(now.cache)["uneven"] = True  # it failed, and layers behind the one that did have written nothing
     cache = cache_in(values_of(output))  # None where the pass failed
     if cache is not None and now.after is not None:
-        record_of(cache).numbering, record_of(cache).ones = now.after, now.ones
+        record_of(cache).update({"numbering": now.after, "ones": now.ones})
     if cache is not None and now.axes is not None and now.whole is not None:
-        record_of(cache).axes = now.whole
+        record_of(cache)["axes"] = now.whole
     now.frame = now.cache = now.outer = None  # masks know the pass, and may outlive it
 
 
@@ -319,7 +319,7 @@ def _several(now: ForwardContext, remapped: bool) -> None:
         ValueError: keys in the cache are, and the positions of some are not known.
     """
     positions, cache = now.positions, now.cache
-    known: Tensor | None = None if cache is None else record_of(cache).axes
+    known: Tensor | None = None if cache is None else record_of(cache).get("axes")
     differ = False
     if remapped and positions is not None and positions.ndim > 2 and readable(positions):
         differ = bool((positions != positions[:1]).any())
@@ -327,7 +327,7 @@ def _several(now: ForwardContext, remapped: bool) -> None:
         return
     held = int(now.held)
     if cache is not None and known is not None and known.shape[-1] > held:  # cropped since
-        known = record_of(cache).axes = known[..., :held]
+        known = record_of(cache)["axes"] = known[..., :held]
     if not remapped:  # the keys that it writes are not known then
         return
     if known is not None and known.shape[-1] != held:
@@ -366,10 +366,10 @@ def _check_several(now: ForwardContext, state: AttentionState, model: Any) -> No
 def carried(original: Callable[..., Any], self: Cache, *args: Any, **kwargs: Any) -> Any:
     """Let the positions of a cache's keys go where these go, when its rows are reordered, repeated or selected."""
     out = original(self, *args, **kwargs)
-    if (axes := record_of(self).axes) is not None:
+    if (axes := record_of(self).get("axes")) is not None:
         given = args[0] if args else next(iter(kwargs.values()))
         if isinstance(given, int):
-            record_of(self).axes = axes.repeat_interleave(given, 1)
+            record_of(self)["axes"] = axes.repeat_interleave(given, 1)
         else:
-            record_of(self).axes = axes[:, given.to(axes.device)]
+            record_of(self)["axes"] = axes[:, given.to(axes.device)]
     return out

@@ -207,11 +207,11 @@ def _continued(seen: ParsedMask, position_ids: Tensor, kv_len: int, now: Forward
     if now is None or now.plans is None or now.cache is None or now.axes is not None or _several_processes():
         return None
     rows, counted = seen.rows, seen.counted
-    numbering, q_len = record_of(now.cache).numbering, rows.index.shape[1]
+    numbering, q_len = record_of(now.cache).get("numbering"), rows.index.shape[1]
     if not numbering or not any(numbering) or q_len > FEW_QUERIES or position_ids.shape[1:] != (q_len,):
         return None
     query, key_start, start, _, _ = rows.columns
-    begins = record_of(now.cache).ones is not None or bool((start >= seen.first).any())
+    begins = record_of(now.cache).get("ones") is not None or bool((start >= seen.first).any())
     if begins or not bool(rows.tokens(kv_len).all()):
         return None
     if counted is None or numbering[0] or numbering[1]:
@@ -239,7 +239,7 @@ def _from_one(seen: ParsedMask, now: ForwardContext | None) -> tuple[int, int | 
     if now is None or now.cache is None:
         return 0, None
     held = now.held if isinstance(now.held, int) else int(seen.first.max())  # a static cache counts on the device
-    return held, None if not held else record_of(now.cache).ones
+    return held, None if not held else record_of(now.cache).get("ones")
 
 
 def _by_axis(seen: ParsedMask, rows: AttentionLayout, now: ForwardContext, kv_len: int) -> AttentionLayout:

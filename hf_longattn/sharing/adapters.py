@@ -195,6 +195,8 @@ def _load_into_transformers(
     there = (adapter_name or "default") in (vars(self).get("peft_config") or ())
     if peft_model_id is not None and (there or not (peft_config is None or method_in(vars(peft_config)))):
         _check_weights(peft_model_id, kwargs | (kwargs.get("adapter_kwargs") or {}), self)
+    if kwargs.get("hotswap") is True and (runs := running(self)) is not None:
+        raise _no_hotswap(runs)
     info = original(self, peft_model_id, adapter_name, peft_config, **kwargs)
     if lost := [key for key in getattr(info, "unexpected_keys", ()) if f".{LEARNED}." in key]:
         raise NotImplementedError(
@@ -213,13 +215,17 @@ def _check_weights(model_id: Any, options: dict[str, Any], model: nn.Module) -> 
     _refuse_weights(config, None if base is None else running(base))
 
 
+def _no_hotswap(method: LongAttnConfig) -> NotImplementedError:
+    return NotImplementedError(
+        f"hotswapping exchanges weights alone, and an adapter was trained under {method.name}: load the other one beside it "
+        "(load_adapter under another name, then set_adapter)"
+    )
+
+
 def _refuse_hotswap(original: Any, config0: Any, config1: Any) -> None:
     original(config0, config1)
     if (method := method_in(vars(config0)) or method_in(vars(config1))) is not None:
-        raise NotImplementedError(
-            f"hotswapping exchanges weights alone, and an adapter was trained under {method.name}: load the other one beside "
-            "it (load_adapter under another name, then set_adapter)"
-        )
+        raise _no_hotswap(method)
 
 
 def _refuse_weights(config: Any, runs: LongAttnConfig | None) -> None:
