@@ -19,6 +19,7 @@ from lab.markdown import Contents, fill_pages, filled
 from lab.papers import coverage
 from lab.papers import tables as papers
 from lab.pretrained import (
+    answers,
     choice,
     copies,
     headline,
@@ -95,8 +96,10 @@ def pictures() -> dict[str, bytes]:
     """
     drawn = {name: figures.pyplot().subplots(figsize=(3.4, 3.3), constrained_layout=True) for name in ("prose", "copies")}
     prose, copied = (panel for _, panel in drawn.values())
-    for (setting, name), own in zip(headline.SETTINGS.items(), figures.styles(list(headline.SETTINGS)), strict=True):
-        rows = headline.rows_of(setting)
+    for (setting, name), own in zip(
+        headline.SMOLLM2.settings.items(), figures.styles(list(headline.SMOLLM2.settings)), strict=True
+    ):
+        rows = headline.SMOLLM2.rows_of(setting)
         style = own | {"markersize": 4, "linewidth": 1.6, "label": name.strip("`")}
         means = [math.exp(sum(column) / len(rows)) for column in zip(*(r["prose"] for r in rows), strict=True)]
         prose.plot([STEP * (n + 0.5) for n in range(len(means))], means, **style)
@@ -105,7 +108,7 @@ def pictures() -> dict[str, bytes]:
         ]
         beyond = sorted((d, x) for d, p, x, trained in read_again if p >= trained)
         copied.plot(*zip(*beyond, strict=True), **style | {"linestyle": "none", "markersize": 3, "alpha": 0.7})
-    length = headline.PROTOCOL["length"]
+    length = headline.SMOLLM2.protocol["length"]
     ticks = range(0, length + 1, length // 4)
     for panel in (prose, copied):
         panel.axvline(rows[0]["trained"], color="#999999", linewidth=1, linestyle=":")
@@ -173,7 +176,7 @@ def contents() -> Contents:
         "extend": extended,
         "probe": probed,
     }
-    pretrained = (choice, copies, headline, longer_on_model, methods_on_model, methods_trained)
+    pretrained = (answers, choice, copies, headline, longer_on_model, methods_on_model, methods_trained)
     pretrained += (needles_on_model, quantised_cache, reading_far, regret, trained)
     for measured in (papers, coverage, *pretrained, speed, gpu_tables, vllm_speed):
         own |= measured.contents()

@@ -20,7 +20,7 @@ HELP = {
     "targets": "The last tokens of each document, scored at every length.",
     "bos": "A beginning-of-text token: auto (as the tokenizer does), always, never.",
     "samples": "Texts per task and length; for needle per depth, for ruler per kind.",
-    "kinds": "ruler: niah_single_1, vt, ... with commas; default RULER's thirteen.",
+    "kinds": "ruler (RULER's questions over your text): niah_single_1, vt, ... with commas; default its thirteen.",
     "chat": "ruler, graphwalks, key_value: ask in the model's chat template.",
     "depths": "Places of the needle, from first to last.",
     "near": "long_ppl: tokens of the short context.",

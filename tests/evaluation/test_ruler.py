@@ -283,7 +283,7 @@ def test_questions_and_answers_fill_their_length(model: Path, chat: bool) -> Non
         # the same for every setting
         (other,) = [r for r in results.rows if (r["length"], r["which"]) == (row["length"], row["which"]) and r is not row]
         assert (other["tokens"], other["expected"]) == (row["tokens"], row["expected"])
-    section = next(s for s in results.sections() if s.title == "RULER")
+    section = next(s for s in results.sections() if s.title == "RULER's questions over your text")
     assert [t.title for t in section.tables][:2] == [
         "Answers found, percent",
         "Less the unmodified model, points, paired by question",
@@ -326,7 +326,7 @@ def test_effective_lengths() -> None:
         for i in range(2)
     ]
     assert THRESHOLD == 85.6
-    (section,) = [s for s in Results(rows, ["unmodified", "logn"]).sections() if s.title == "RULER"]
+    (section,) = [s for s in Results(rows, ["unmodified", "logn"]).sections() if s.title == "RULER's questions over your text"]
     assert [row[-2:] for row in section.tables[0].rows] == [[1, 2], [2, 0]]
     assert [row[0] for row in section.tables[1].rows] == ["logn"]
 

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longattn import LongAttnConfig
 from hf_longattn.training import load_recipe
-from lab.pretrained import methods_trained, needles_on_model, reading_far, regret, trained
+from lab.pretrained import answers, methods_trained, needles_on_model, reading_far, regret, trained
+from lab.pretrained.answers import ANSWERS
 from lab.pretrained.copies import COPIES
 from lab.pretrained.longer_on_model import LONGER
 from lab.pretrained.methods_on_model import METHODS
@@ -58,8 +59,9 @@ def run(program: Program, result: Path, model: Path, text: Path, *words: str) ->
         (COPIES, 4096, "^unmod|^rerope.*1024.$", ["rerope(window 1024)", "unmodified"]),
         (READING, 4096, "^rerope.*1024.$|YaRN × 2", ["rerope(window 1024)", "YaRN × 2"]),
         (NEEDLES_ON_MODEL, 4096, "^rerope.*1024.$|YaRN × 2", ["YaRN × 2", "rerope(window 1024)"]),
+        (ANSWERS, 4096, "^unmod|^rerope.*1024.$", ["unmodified", "rerope(window 1024)"]),
     ],
-    ids=("methods", "copies", "reading", "needles"),
+    ids=("methods", "copies", "reading", "needles", "answers"),
 )
 def test_a_program_measures_what_is_missing(
     program: Program,
@@ -79,7 +81,7 @@ def test_a_program_measures_what_is_missing(
     assert all(row["dtype"] == "float32" and row["length"] == length and row["digest"] for row in rows)
     assert all(row["command"].startswith(f"python lab/pretrained/{program.file}.py --model random") for row in rows)
     assert ["calibration" in row for row in rows] == ["calibrated" in name for name in names]
-    measured = [row.get("copying") or row.get("list", {}).get("loss") or list(row["loss"].values()) for row in rows]
+    measured = [row.get("copying") or row.get("list", {}).get("loss") or row["loss"] for row in rows]
     assert measured[0] != measured[1]
     before = result.read_text(encoding="utf-8")
     assert run(program, result, model, text, *words) == rows
@@ -123,6 +125,18 @@ def test_needles_stand_where_the_row_says(text: Path, model: Path) -> None:
             written.index(f" VAR {a} = {b}.") for a, b in zip(chain, [number, *(f"VAR {n}" for n in chain)], strict=False)
         ]
         assert places == sorted(places)
+
+
+def test_facts_stand_where_the_row_says(text: Path, model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokens = tokenizer(text.read_text(), return_tensors="pt")["input_ids"]
+    made = answers.asked(Text(text, tokens, 6000, 2048), tokenizer)
+    assert made.ids.shape == (1, 6000)
+    written = tokenizer.decode(made.ids[0])
+    assert len(set(made.questions)) == len(set(made.values)) == answers.FACTS
+    for question, value, depth in zip(made.questions, made.values, made.depths, strict=True):
+        assert written.count(question) == 1
+        assert written.index(f" {question} {value}.") / 6000 == pytest.approx(depth, abs=0.12)
 
 
 def test_regret_is_what_a_rule_is_behind_the_best(monkeypatch: pytest.MonkeyPatch) -> None:

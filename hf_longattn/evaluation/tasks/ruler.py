@@ -1,4 +1,6 @@
-"""RULER's thirteen kinds of question, GraphWalks and key-value lookup: what a model writes, scored by string match."""
+"""RULER's thirteen kinds of question over the user's own text, GraphWalks and key-value lookup: what a model writes, scored by
+string match.
+"""
 
 from __future__ import annotations
 
@@ -152,10 +154,12 @@ class Ruler(Task):
             "setting; question and answer together fill the length; written greedily."
         )
         text = "The share of the right answers that stand in what the model writes."
+        if name == "ruler":
+            text += " RULER's questions are made from your text: their level is not that of published scores."
         return [Section(TITLES[name], text, tables, (), protocol, results.command(name))]
 
 
-TITLES = {"ruler": "RULER", "graphwalks": "GraphWalks", "key_value": "Key-value lookup"}
+TITLES = {"ruler": "RULER's questions over your text", "graphwalks": "GraphWalks", "key_value": "Key-value lookup"}
 
 
 def _scores(results: Readings, name: str, setting: str, length: int) -> dict[str, float]:
