@@ -6,7 +6,7 @@ cheapest first, until one fails; tests/kit/cost.py wrote which those are. Trees 
 here and commands that tests start see the fault too; the libraries are imported once, and each mutant runs in a fork.
 A mutant that outlasts its time is killed: it loops.
 
-    python -m pytest -p cost --cost COST --cost-sample 2         which tests reach what; minutes to an hour
+    python -m pytest -p cost --cost COST --reach --cost-sample 2    which tests reach what; minutes to an hour
     python tests/kit/mutate.py run --reaches COST --rows ROWS --count 150 [--only hf_longattn/methods]
     python tests/kit/mutate.py run --reaches COST --rows AFTER --again ROWS     those that were killed, by the tests of now
     python tests/kit/mutate.py show ROWS
