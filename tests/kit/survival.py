@@ -4,12 +4,14 @@ looked at.
 python tests/kit/survival.py                         all of it: prints what came of each kind, fails if anything went wrong
 python tests/kit/survival.py files --count 200       one part, shorter
 python tests/kit/survival.py --rows FILE             a row for every case; the same command again goes on with it
+python tests/kit/survival.py --rows FILE --page      what the rows say, into docs/survival.json and docs/explain/survival.md
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import importlib.util
 import io
 import json
@@ -32,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+SUMMARY, PAGE = ROOT / "docs" / "survival.json", ROOT / "docs" / "explain" / "survival.md"
 MEMORY, SECONDS = 6 << 30, 600  # of one attempt; the clock, on a machine that does other things too
 
 # an attempt ---------------------------------------------------------------------------------------------------------------
@@ -833,14 +836,63 @@ PARTS: dict[str, tuple[int, Callable[..., dict[str, Report]]]] = {
 }
 
 
+def summary(rows: Path) -> dict[str, Any]:
+    """How many cases of each kind ended how."""
+    counts: dict[str, dict[str, Counter[str]]] = {}
+    for row in map(json.loads, rows.read_text(encoding="utf-8").splitlines()):
+        if "part" in row:
+            ends = counts.setdefault(row["part"], {}).setdefault(row["kind"], Counter())
+            ends[row["what"]] += 1
+            ends["wrong"] += row["wrong"] is not None
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    names = ("hf_longattn", "torch", "transformers", "peft", "safetensors")
+    return {
+        "command": "make survival ARGS='--rows FILE'",
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit.stdout.strip(),
+        "versions": {"python": platform.python_version()} | {n: importlib.metadata.version(n) for n in names[1:]},
+        "seed": 0,
+        "parts": {part: {kind: dict(ends) for kind, ends in counts[part].items()} for part in PARTS if part in counts},
+    }
+
+
+def table(part: str, found: dict[str, Any]) -> str:
+    """The kinds of a part in rows, how they ended in columns."""
+    kinds = found["parts"].get(part, {})
+    ends = sorted({end for ends in kinds.values() for end in ends} - {"wrong"})
+    lines = [["", "cases", *ends, "wrong"], ["---"] * (len(ends) + 3)]
+    for kind, counts in kinds.items():
+        cases = sum(n for end, n in counts.items() if end != "wrong")
+        lines.append([kind, *(f"{n:,}" for n in (cases, *(counts.get(end, 0) for end in ends), counts["wrong"]))])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write_page(found: dict[str, Any]) -> str:
+    """docs/explain/survival.md with its tables made anew."""
+    from lab.markdown import filled
+
+    versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
+    say = {
+        "survival": lambda part: table(part, found),
+        "survived": lambda _: f"{found['date']}, {found['commit']}: {versions}",
+    }
+    return filled(PAGE.read_text(encoding="utf-8"), say)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="?", choices=PARTS)
     parser.add_argument("--count", type=int, help="cases of each kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=Path, help="a file of rows to go on with")
+    parser.add_argument("--page", action="store_true", help="write what the rows say, and try nothing")
     parser.add_argument("--only", default="", help="of files, the kinds with this in their name")
     arguments = parser.parse_args()
+    if arguments.page:
+        sys.path.insert(0, str(ROOT))
+        SUMMARY.write_text(json.dumps(summary(arguments.rows), indent=1) + "\n", encoding="utf-8")
+        PAGE.write_text(write_page(json.loads(SUMMARY.read_text(encoding="utf-8"))), encoding="utf-8")
+        return
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     prepare()
     failed = 0
