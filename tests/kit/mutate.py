@@ -19,8 +19,10 @@ import ast
 import copy
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
+import platform
 import resource
 import shutil
 import signal
@@ -243,14 +245,26 @@ def attempt(tree: Path, tests: list[str], result: Path, seconds: int) -> None:
     os._exit(0)
 
 
+def header() -> dict[str, Any]:
+    """The first line of a file of rows."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft", "pytest")}
+    made = {"command": " ".join(sys.argv), "commit": commit.stdout.strip(), "date": time.strftime("%Y-%m-%d %H:%M")}
+    return made | {"versions": {"python": platform.python_version()} | versions}
+
+
+def tried(rows: Path) -> list[dict[str, Any]]:
+    """The rows of a file, without its first line."""
+    return [row for row in map(json.loads, rows.read_text(encoding="utf-8").splitlines()) if "key" in row]
+
+
 def run(arguments: argparse.Namespace) -> None:
     before = {}
     if arguments.again:
-        rows = map(json.loads, arguments.again.read_text(encoding="utf-8").splitlines())
-        before = {row["key"]: row["by"] for row in rows if row["by"]}
-    done = set()
-    if arguments.rows.exists():
-        done = {json.loads(line)["key"] for line in arguments.rows.read_text(encoding="utf-8").splitlines()}
+        before = {row["key"]: row["by"] for row in tried(arguments.again) if row["by"]}
+    if not arguments.rows.exists():
+        arguments.rows.write_text(json.dumps(header()) + "\n", encoding="utf-8")
+    done = {row["key"] for row in tried(arguments.rows)}
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         ignored = shutil.ignore_patterns(".git", ".venv*", "build", "__pycache__", ".*_cache", "*.bin", "*.safetensors")
@@ -296,7 +310,7 @@ def run(arguments: argparse.Namespace) -> None:
             if child == 0:
                 os.setpgid(0, 0)
                 attempt(tree, tests, result, int(3 * arguments.budget) + 40)
-            limit = start + 8 * arguments.budget + 240
+            limit = start + 8 * arguments.budget + 900  # it waits for something; one that loops runs out of CPU seconds
             while not os.waitpid(child, os.WNOHANG)[0]:
                 if time.monotonic() > limit:
                     result.write_text("time")
@@ -318,7 +332,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    rows = [json.loads(line) for line in arguments.rows.read_text(encoding="utf-8").splitlines()]
+    rows = tried(arguments.rows)
     for row in rows:
         if not row["by"]:
             print(f"survived  {row['file']}:{row['line']}  {row['what']}  in {row['function'].split(':')[1]}")
