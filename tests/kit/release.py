@@ -14,12 +14,18 @@ import sys
 import tempfile
 import venv
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 #: What a tiny model stands for without a network, and how many characters of text it reads in a moment.
 HUB, LONG = re.compile(r'"HuggingFaceTB/[\w.-]+"'), re.compile(r"\b4[0-9]000\b")
+
+
+def foreign(names: Iterable[str]) -> list[str]:
+    """What is no code, type, template or recipe of the package."""
+    return [n for n in names if Path(n).suffix not in (".py", ".pyi", ".yaml", ".jinja", ".css", ".js", ".typed", "")]
 
 
 def check_contents(wheel: Path) -> None:
@@ -29,9 +35,7 @@ def check_contents(wheel: Path) -> None:
     info = next(name for name in top if name.endswith(".dist-info"))
     if top != {"hf_longattn", info}:
         raise SystemExit(f"{wheel} holds more than the package: {sorted(top)}")
-    ours = [
-        n for n in names if Path(n).suffix not in (".py", ".yaml", ".jinja", ".css", ".js", ".typed", "") and info not in n
-    ]
+    ours = foreign(n for n in names if info not in n)
     needed = {f"{info}/licenses/LICENSE", f"{info}/entry_points.txt", "hf_longattn/py.typed"}
     needed |= {f"hf_longattn/recipes/{file.name}" for file in (ROOT / "recipes").glob("*.yaml")}
     if ours or (missing := needed - set(names)):

@@ -163,8 +163,7 @@ def test_every_learned_parameter_gets_its_gradient(family: str, case: str) -> No
 @pytest.mark.slow
 def test_they_train_when_compiled() -> None:
     name, parameters = LEARNED["both"]
-    m = hf_longattn.apply(stock("llama", num_hidden_layers=2), name, **parameters)
-    m, ids = disturbed(m, only=".longattn."), tokens()
+    m, ids = disturbed(hf_longattn.apply(stock("llama"), name, **parameters), only=".longattn."), tokens()
     m(ids, use_cache=False).logits.sin().mean().backward()
     want = {n: p.grad.clone() for n, p in learned(m).items() if p.grad is not None}
     m.zero_grad()
