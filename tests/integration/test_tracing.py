@@ -12,7 +12,7 @@ import pytest
 import torch
 from calls import inputs
 from cases import CASES, model_config
-from helpers import close, crossed, logits, static, stock, tokens
+from helpers import close, crossed, fresh, logits, static, stock, tokens
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
@@ -292,7 +292,7 @@ def test_generate_compiles_one_step(cases: tuple[str, ...]) -> None:
 @torch.no_grad()
 def test_autotuned_steps_run_one_graph() -> None:
     """From within the window to beyond it."""
-    m, ids = hf_longattn.apply(stock("llama", num_hidden_layers=1), CASES["rerope"]), tokens(2, 10)
+    m, ids = fresh("llama", CASES["rerope"]), tokens(2, 10)
     want = m(ids).logits
     torch._dynamo.reset()
     counters.clear()
