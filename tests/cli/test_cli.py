@@ -246,6 +246,7 @@ def test_a_run_that_fails_before_its_first_checkpoint_is_not_in_the_way(
     assert (tmp_path / "mine" / "notes").read_text() == "kept"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
 def test_stopped_within_its_first_checkpoint_a_run_says_what_goes_on(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str

@@ -295,7 +295,7 @@ def test_methods_compile(case: str) -> None:
 def test_a_strength_compiles_nothing_anew(case: str) -> None:
     window = {"window": 7} if case.startswith("rerope") else {}
     config, ids = LongAttnConfig.preset(case, strength=0.25, **window), tokens(length=17)
-    m = hf_longattn.apply(stock("llama", num_hidden_layers=2), config)
+    m = hf_longattn.apply(stock("llama", num_hidden_layers=1), config)
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:

@@ -117,3 +117,15 @@ def test_a_release_of_another_version_is_refused(tmp_path: Path) -> None:
     release.say(tmp_path, f"v{release.version()}")
     with pytest.raises(SystemExit, match=r"the tag is v9\.9"):
         release.say(tmp_path, "v9.9")
+
+
+def test_a_release_is_tried_with_the_torch_that_the_tests_run() -> None:
+    """The newest may be a CUDA build of gigabytes."""
+    assert release.pinned("torch") in (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
+
+
+def test_a_wheel_holds_nothing_that_a_release_refuses() -> None:
+    there = subprocess.run(["git", "ls-files", "hf_longattn"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "hf_longattn/py.typed" in there.splitlines()
+    assert release.foreign(there.splitlines()) == []
+    assert release.foreign(["hf_longattn/notes.md"]) == ["hf_longattn/notes.md"]

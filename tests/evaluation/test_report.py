@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from hf_longattn.evaluation.readings import LOSS, Readings
 from hf_longattn.evaluation.report import Figure, Section, Table, table_html, write_report
 from hf_longattn.evaluation.report.figures import COLOURS, curves, heat_map, styles
 from hf_longattn.evaluation.report.page import colour, png, shown
+from hf_longattn.evaluation.settings import UNMODIFIED
 
 BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), None)
 
@@ -173,3 +175,22 @@ def test_page_in_a_browser_is_never_wider_than_the_screen(tmp_path: Path, width:
     assert len(found["pictures"]) == 2
     assert all(250 < w <= width for w in found["pictures"])
     assert found["font"] >= 16
+
+
+def test_what_a_setting_costs_by_position() -> None:
+    """Bins of 512 positions, the first token left out; over the documents that both have read."""
+    rows = [
+        {"setting": s, "task": LOSS, "which": which, "length": 1024, "loss": 0.0, "bins": bins}
+        for s, which, bins in (
+            (UNMODIFIED, "one", [1.0, 2.0]),
+            (UNMODIFIED, "two", [3.0, 3.0]),
+            ("longer", "one", [1.5, 2.25]),
+            ("longer", "two", [3.0, 3.5]),
+            ("longer", "three", [9.0, 9.0]),
+        )
+    ]
+    readings = Readings(rows, [UNMODIFIED, "longer"])
+    assert readings.bucket_difference("longer", 0, 512) == pytest.approx(0.25)
+    whole = ((0.5 * 511 + 0.25 * 512) / 1023 + 0.5 * 512 / 1023) / 2
+    assert readings.bucket_difference("longer", 0, 1024) == pytest.approx(whole)
+    assert readings.bucket_difference("other", 0, 512) is None

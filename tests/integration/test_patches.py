@@ -116,6 +116,7 @@ def test_importing_it_anew_is_refused() -> None:
     assert "refused: hf_longattn was imported already" in result.stdout, result.stderr
 
 
+@pytest.mark.slow
 def test_importing_it_changes_nothing_for_models_without_a_method() -> None:
     """Compared in one process before and after, on a model that was there before and on one that was not."""
     result = python(

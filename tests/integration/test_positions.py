@@ -203,7 +203,7 @@ def test_a_pad_token_inside_a_prompt_is_generated_through(case: str) -> None:
 @pytest.mark.parametrize("case", ["scale_invariant", "rerope"])
 @torch.no_grad()
 def test_compiled(case: str) -> None:
-    m, ids = model("llama", CASES[case]), tokens(2, LENGTH)
+    m, ids = hf_longattn.apply(stock("llama", num_hidden_layers=1), CASES[case]), tokens(2, LENGTH)
     m(ids)  # verifies the rotation
     torch.compiler.reset()
     compiled = torch.compile(m, backend="eager")

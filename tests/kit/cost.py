@@ -1,10 +1,11 @@
 """What tests cost and reach: `pytest -p cost --cost FILE` writes a line for each, `python tests/kit/cost.py FILE` sums
 them up.
 
-The cost is CPU seconds of the process and of those it waited for; the clock would say what else the machine did. What
-a test reaches are the functions of the package that run in this process while it does; tests/kit/mutate.py reads
-them. `--cost-sample N` runs at most N cases of each test function, evenly spread, and the sum counts each for those
-left out."""
+The cost is CPU seconds of the process and of those it waited for; the clock would say what else the machine did.
+`--reach` notes the functions of the package that run in this process while a test does, which tests/kit/mutate.py
+reads; it makes calls slower, and graphs that torch traces others. `--cost-sample N` runs at most N cases of each test
+function, evenly spread. The sum counts the first of them once, since it prepares what the others share, and the rest
+for those left out."""
 
 from __future__ import annotations
 
@@ -77,13 +78,14 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-if "--cost" in sys.argv:  # before conftest.py, which imports the package
+if "--reach" in sys.argv:  # before conftest.py, which imports the package
     assert PACKAGE not in sys.modules
     sys.meta_path.insert(0, Finder())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cost", type=Path, help="a file that takes a line of JSON for each test")
+    parser.addoption("--reach", action="store_true", help="with what each test reaches")
     parser.addoption("--cost-sample", type=int, default=0, help="at most so many cases of each test function")
 
 
@@ -96,7 +98,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         n = min(most or len(cases), len(cases))
         for i in range(n):
             chosen = cases[i * (len(cases) - 1) // max(n - 1, 1)]
-            chosen.stash[WEIGHT] = len(cases) / n
+            chosen.stash[WEIGHT] = (len(cases) - 1) / (n - 1) if i else 1.0 if n > 1 else float(len(cases))
             kept.add(chosen)
     config.hook.pytest_deselected(items=[x for x in items if x not in kept])
     items[:] = [x for x in items if x in kept]

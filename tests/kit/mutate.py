@@ -6,7 +6,7 @@ cheapest first, until one fails; tests/kit/cost.py wrote which those are. Trees 
 here and commands that tests start see the fault too; the libraries are imported once, and each mutant runs in a fork.
 A mutant that outlasts its time is killed: it loops.
 
-    python -m pytest -p cost --cost COST --cost-sample 2         which tests reach what; minutes to an hour
+    python -m pytest -p cost --cost COST --reach --cost-sample 2    which tests reach what; minutes to an hour
     python tests/kit/mutate.py run --reaches COST --rows ROWS --count 150 [--only hf_longattn/methods]
     python tests/kit/mutate.py run --reaches COST --rows AFTER --again ROWS     those that were killed, by the tests of now
     python tests/kit/mutate.py show ROWS
@@ -17,9 +17,12 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import functools
 import hashlib
+import importlib.metadata
 import json
 import os
+import platform
 import resource
 import shutil
 import signal
@@ -28,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +71,7 @@ class Mutant:
     line: int
     what: str
     key: str  # the same as long as the function's text is
-    source: str  # of the whole module
+    make: Callable[[], str]  # the whole module with it; writing out a module takes longer than finding its mutants
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
@@ -139,10 +142,16 @@ def mutants_of(file: Path) -> Iterator[Mutant]:
             for what, new in changes(node):
                 seen += 1
                 key = hashlib.sha256(f"{relative} {name} {seen} {what} {text}".encode()).hexdigest()[:16]
-                put(parents[node], node, new := new or ast.ForwardContext())
-                source = ast.unparse(ast.fix_missing_locations(tree))
-                put(parents[node], new, node)
-                yield Mutant(relative, f"{module}:{name}", node.lineno, what, key, source)
+                make = functools.partial(with_change, tree, parents[node], node, new or ast.Pass())
+                yield Mutant(relative, f"{module}:{name}", node.lineno, what, key, make)
+
+
+def with_change(tree: ast.Module, parent: ast.AST, old: ast.AST, new: ast.AST) -> str:
+    """The source of a module with one node exchanged; the tree is then as it was."""
+    put(parent, old, new)
+    source = ast.unparse(ast.fix_missing_locations(tree))
+    put(parent, new, old)
+    return source
 
 
 def put(parent: ast.AST, old: ast.AST, new: ast.AST) -> None:
@@ -183,10 +192,16 @@ def reaching(path: Path) -> dict[str, list[tuple[float, str]]]:
     return ordered
 
 
-def collected() -> set[str]:
-    """The tests of now: some that were measured may be gone."""
+def collected(tree: Path) -> set[str]:
+    """The tests of now, as some that were measured may be gone; and all of the tree is compiled, once for every mutant.
+
+    Bytecode of the package is told by the hash of its source: a mutant may have the size and the second of another one.
+    """
+    options = ["--invalidation-mode", "checked-hash", "-q", str(tree / cost.PACKAGE)]
+    subprocess.run([sys.executable, "-m", "compileall", *options], check=True)
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    return set(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines())
+    alone = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | {"PYTHONPATH": str(tree)}
+    return set(subprocess.run(command, cwd=tree, env=alone, capture_output=True, text=True, check=False).stdout.splitlines())
 
 
 def tests_for(mutant: Mutant, reaches: dict[str, list[tuple[float, str]]], budget: float, first: str) -> list[str]:
@@ -230,26 +245,39 @@ def attempt(tree: Path, tests: list[str], result: Path, seconds: int) -> None:
     os._exit(0)
 
 
+def header() -> dict[str, Any]:
+    """The first line of a file of rows."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft", "pytest")}
+    made = {"command": " ".join(sys.argv), "commit": commit.stdout.strip(), "date": time.strftime("%Y-%m-%d %H:%M")}
+    return made | {"versions": {"python": platform.python_version()} | versions}
+
+
+def tried(rows: Path) -> list[dict[str, Any]]:
+    """The rows of a file, without its first line."""
+    return [row for row in map(json.loads, rows.read_text(encoding="utf-8").splitlines()) if "key" in row]
+
+
 def run(arguments: argparse.Namespace) -> None:
-    there = collected()
-    reaches = {f: [x for x in tests if x[1] in there] for f, tests in reaching(arguments.reaches).items()}
     before = {}
     if arguments.again:
-        rows = map(json.loads, arguments.again.read_text(encoding="utf-8").splitlines())
-        before = {row["key"]: row["by"] for row in rows if row["by"]}
-        files = sorted((ROOT / cost.PACKAGE).rglob("*.py"))
-        mutants = [m for f in files for m in mutants_of(f) if m.key in before]
-    else:
-        mutants = chosen(arguments.count, arguments.only, set(reaches))
-    done = set()
-    if arguments.rows.exists():
-        done = {json.loads(line)["key"] for line in arguments.rows.read_text(encoding="utf-8").splitlines()}
-    mutants = sorted((m for m in mutants if m.key not in done), key=lambda m: m.key)
-    print(f"{len(mutants)} mutants", flush=True)
+        before = {row["key"]: row["by"] for row in tried(arguments.again) if row["by"]}
+    if not arguments.rows.exists():
+        arguments.rows.write_text(json.dumps(header()) + "\n", encoding="utf-8")
+    done = {row["key"] for row in tried(arguments.rows)}
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         ignored = shutil.ignore_patterns(".git", ".venv*", "build", "__pycache__", ".*_cache", "*.bin", "*.safetensors")
         shutil.copytree(ROOT, tree, ignore=ignored)
+        there = collected(tree)
+        reaches = {f: [x for x in tests if x[1] in there] for f, tests in reaching(arguments.reaches).items()}
+        before = {key: test if test in there else "" for key, test in before.items()}
+        if arguments.again:
+            mutants = [m for f in sorted((ROOT / cost.PACKAGE).rglob("*.py")) for m in mutants_of(f) if m.key in before]
+        else:
+            mutants = chosen(arguments.count, arguments.only, {f for f, tests in reaches.items() if tests})
+        mutants = sorted((m for m in mutants if m.key not in done), key=lambda m: m.key)
+        print(f"{len(mutants)} mutants", flush=True)
         # What forks share: libraries, and nothing that knows the package.
         os.environ |= {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "1"}
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -275,14 +303,14 @@ def run(arguments: argparse.Namespace) -> None:
             target, result = tree / mutant.file, Path(folder) / "result"
             tests = tests_for(mutant, reaches, arguments.budget, before.get(mutant.key, ""))
             original = target.read_text(encoding="utf-8")
-            target.write_text(mutant.source, encoding="utf-8")
+            target.write_text(mutant.make(), encoding="utf-8")
             result.unlink(missing_ok=True)
             start = time.monotonic()
             child = os.fork()
             if child == 0:
                 os.setpgid(0, 0)
                 attempt(tree, tests, result, int(3 * arguments.budget) + 40)
-            limit = start + 8 * arguments.budget + 240
+            limit = start + 8 * arguments.budget + 900  # it waits for something; one that loops runs out of CPU seconds
             while not os.waitpid(child, os.WNOHANG)[0]:
                 if time.monotonic() > limit:
                     result.write_text("time")
@@ -304,7 +332,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    rows = [json.loads(line) for line in arguments.rows.read_text(encoding="utf-8").splitlines()]
+    rows = tried(arguments.rows)
     for row in rows:
         if not row["by"]:
             print(f"survived  {row['file']}:{row['line']}  {row['what']}  in {row['function'].split(':')[1]}")

@@ -14,11 +14,18 @@ import sys
 import tempfile
 import venv
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 #: What a tiny model stands for without a network, and how many characters of text it reads in a moment.
 HUB, LONG = re.compile(r'"HuggingFaceTB/[\w.-]+"'), re.compile(r"\b4[0-9]000\b")
+
+
+def foreign(names: Iterable[str]) -> list[str]:
+    """What is no code, type, template or recipe of the package."""
+    return [n for n in names if Path(n).suffix not in (".py", ".pyi", ".yaml", ".jinja", ".css", ".js", ".typed", "")]
 
 
 def check_contents(wheel: Path) -> None:
@@ -28,25 +35,29 @@ def check_contents(wheel: Path) -> None:
     info = next(name for name in top if name.endswith(".dist-info"))
     if top != {"hf_longattn", info}:
         raise SystemExit(f"{wheel} holds more than the package: {sorted(top)}")
-    ours = [
-        n for n in names if Path(n).suffix not in (".py", ".yaml", ".jinja", ".css", ".js", ".typed", "") and info not in n
-    ]
+    ours = foreign(n for n in names if info not in n)
     needed = {f"{info}/licenses/LICENSE", f"{info}/entry_points.txt", "hf_longattn/py.typed"}
-    needed |= {f"hf_longattn/recipes/{file.name}" for file in (HERE.parents[1] / "recipes").glob("*.yaml")}
+    needed |= {f"hf_longattn/recipes/{file.name}" for file in (ROOT / "recipes").glob("*.yaml")}
     if ours or (missing := needed - set(names)):
         raise SystemExit(f"{wheel} holds {ours}" if ours else f"{wheel} lacks {sorted(missing)}")
 
 
 def version() -> str:
-    text = (HERE.parents[1] / "hf_longattn" / "__init__.py").read_text(encoding="utf-8")
+    text = (ROOT / "hf_longattn" / "__init__.py").read_text(encoding="utf-8")
     return re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)[0]
+
+
+def pinned(name: str) -> str:
+    """A package at the version that the tests run."""
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
+    return next(x for x in pins if x.startswith(f"{name}=="))
 
 
 def say(dist: Path, tag: str | None) -> None:
     """What is left to a person."""
     (wheel,) = dist.glob("*.whl")
     named = wheel.name.split("-")[1]
-    log = (HERE.parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
+    log = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     if tag is not None and tag != f"v{named}":
         raise SystemExit(f"the tag is {tag}, and the version {named}: set __version__, or tag again")
     if f"## [{named}]" not in log:
@@ -112,5 +123,4 @@ if __name__ == "__main__":
     elif sys.argv[1] == "--here":
         here(Path(sys.argv[2]), Path(sys.executable))
     else:
-        pins = (HERE.parent / "constraints.txt").read_text(encoding="utf-8")
-        installed(Path(sys.argv[1]), Path(sys.argv[2]), next(x for x in pins.split() if x.startswith("torch==")))
+        installed(Path(sys.argv[1]), Path(sys.argv[2]), pinned("torch"))

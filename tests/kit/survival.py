@@ -1,14 +1,17 @@
 """What a damaged file, a kill, a full disk, a second process or a stranger's checkpoint does: everything is done and
 looked at.
 
-python tests/kit/survival.py            all of it, at length: prints what came of each kind, fails if anything went wrong
+python tests/kit/survival.py                         all of it: prints what came of each kind, fails if anything went wrong
 python tests/kit/survival.py files --count 200       one part, shorter
+python tests/kit/survival.py --rows FILE             a row for every case; the same command again goes on with it
+python tests/kit/survival.py --rows FILE --page      what the rows say, into docs/survival.json and docs/explain/survival.md
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import importlib.util
 import io
 import json
@@ -31,7 +34,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-MEMORY, SECONDS = 6 << 30, 120  # of one attempt
+SUMMARY, PAGE = ROOT / "docs" / "survival.json", ROOT / "docs" / "explain" / "survival.md"
+MEMORY, SECONDS = 6 << 30, 600  # of one attempt; the clock, on a machine that does other things too
 
 # an attempt ---------------------------------------------------------------------------------------------------------------
 
@@ -313,13 +317,13 @@ def tried(kind: Kind, home: Home) -> str:
     return first if first != "read" else of(kind.read, (Refused,))
 
 
-def fuzz(home: Home, name: str, count: int, seed: int = 0) -> Iterator[tuple[int, str, str]]:
-    """Damage a kind of file that often: the case's number, how, and what came of it."""
+def fuzz(home: Home, name: str, first: int, count: int, seed: int = 0) -> Iterator[tuple[int, str, str]]:
+    """Damage a kind of file, from the first case to before the last: the case's number, how, and what came of it."""
     kind = KINDS[name]
     path = home.path / kind.file
     original = path.read_bytes()
     others = [(home.path / k.file).read_bytes() for k in KINDS.values() if k.file != kind.file]
-    case = 0
+    case = first
     try:
         while case < count:
             reading, writing = os.pipe()
@@ -457,17 +461,41 @@ def jobs(home: Home) -> dict[str, Job]:
 
 @dataclass
 class Report:
-    """What came of one part."""
+    """What came of the cases of one kind in one part.
 
+    Args:
+        rows: a file that has, and takes, a row for each.
+    """
+
+    part: str
+    kind: str
+    rows: Path | None = None
+    done: set[int] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
 
-    def add(self, what: str, wrong: str | None = None) -> None:
-        self.counts[what] += 1
+    def __post_init__(self) -> None:
+        if self.rows is not None and self.rows.exists():
+            for row in map(json.loads, self.rows.read_text(encoding="utf-8").splitlines()):
+                if (row.get("part"), row.get("kind")) == (self.part, self.kind):
+                    self._count(row)
+
+    def _count(self, row: dict[str, Any]) -> None:
+        self.done.add(row["case"])
+        self.counts[row["what"]] += 1
+        self.counts["wrong"] += row["wrong"] is not None
+
+    def open(self, count: int) -> list[int]:
+        """The cases that are still to be tried."""
+        return [n for n in range(count) if n not in self.done]
+
+    def add(self, case: int, what: str, wrong: str | None = None, **more: Any) -> None:
+        row = {"part": self.part, "kind": self.kind, "case": case, "what": what, "wrong": wrong and wrong[-3000:], **more}
+        self._count(row)
+        if self.rows is not None:
+            with self.rows.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
         if wrong is not None:
-            self.counts["wrong"] += 1
-            self.wrong.append(f"{what}: {wrong}")
-            print(f"WRONG  {self.wrong[-1][-3000:]}", flush=True)
+            print(f"WRONG  {self.part} {self.kind} {case}, {what}: {wrong[-3000:]}", flush=True)
 
 
 def improves() -> None:
@@ -477,56 +505,44 @@ def improves() -> None:
     Scores.beats = lambda *_: True  # type: ignore[method-assign]
 
 
-def kills(home: Home, count: int, seed: int = 0) -> dict[str, Report]:
+def kills(home: Home, count: int, seed: int = 0, rows: Path | None = None) -> dict[str, Report]:
     """Kill each command at random instants; what is left must be continued to what an undisturbed one gives."""
-    reports = {}
+    reports = {name: Report("kills", name, rows) for name in jobs(home)}
     for name, job in jobs(home).items():
-        report, rng = reports.setdefault(name, Report()), random.Random(f"{seed} {name}")
-        good = home.path / "good"
+        report, good = reports[name], home.path / "good"
+        if not (cases := report.open(count)):
+            continue
         done = attempt(command(*job.words(good)), enter=improves)
         if done.code != 0:
             raise SystemExit(f"{name} does not run at all: {done.said}")
         want = job.result(good)
         shutil.rmtree(good)
         print(f"{name}: {done.seconds:.1f} s undisturbed", flush=True)
-        for _ in range(count):
+        for n in cases:
             out = home.path / "killed"
-            at = rng.uniform(0, done.seconds)
+            at = random.Random(f"{seed} {name} {n}").uniform(0, done.seconds)
             attempt(command(*job.words(out)), kill_after=at, enter=improves)
-            if job.whole(out):
-                try:
-                    half = job.result(out) != want and "it looks finished, and is not what an undisturbed run gives"
-                except Exception as error:
-                    half = f"it looks finished, and cannot be read: {error!r}"
-                # files that come after the one that says so may be missing; a second run must mend it
-                report.counts["looked finished"] += 1
-                del half
+            looked = job.whole(out)  # files that come after the one that says so may be missing; a second run must mend it
             again = attempt(command(*job.again(out)), enter=improves)
-            finished = again.refused and "is finished" in again.said
-            if again.code != 0 and not finished:
-                report.add("killed", f"after {at:.2f} of {done.seconds:.2f} s the same command says: {again.said[-1500:]}")
-            else:
-                got = job.result(out)
-                report.add(
-                    "killed",
-                    None
-                    if got == want
-                    else f"after {at:.2f} s another result: {str(got)[:600]} in place of {str(want)[:600]}",
-                )
-            if left := [p.name for p in home.path.iterdir() if ".partial" in p.name]:
-                report.counts["left a hidden folder"] += 1
-                for name_left in left:
-                    shutil.rmtree(home.path / name_left)
+            wrong = None
+            if again.code != 0 and not (again.refused and "is finished" in again.said):
+                wrong = f"after {at:.2f} of {done.seconds:.2f} s the same command says: {again.said[-1500:]}"
+            elif (got := job.result(out)) != want:
+                wrong = f"after {at:.2f} s another result: {str(got)[:600]} in place of {str(want)[:600]}"
+            left = [p.name for p in home.path.iterdir() if ".partial" in p.name]
+            for name_left in left:
+                shutil.rmtree(home.path / name_left)
+            share = round(at / done.seconds, 3)
+            report.add(n, "looked finished" if looked else "killed", wrong, at=share, hidden_folder=bool(left))
             shutil.rmtree(out, ignore_errors=True)
     return reports
 
 
-def push_killed(home: Home, count: int, seed: int = 0) -> Report:
+def push_killed(home: Home, count: int, seed: int = 0, rows: Path | None = None) -> dict[str, Report]:
     """Kill uploads: the Hub has the whole commit or nothing of it, the folder is as it was, and the same command works."""
     from fake_hub import FakeHub
 
-    report, rng = Report(), random.Random(f"{seed} push")
-    folder = home.path / "pushed"
+    report, folder = Report("push", "push", rows), home.path / "pushed"
     shutil.copytree(home.adapter, folder)
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     hub = FakeHub()
@@ -551,9 +567,9 @@ def push_killed(home: Home, count: int, seed: int = 0) -> Report:
         if done.code != 0:
             raise SystemExit(f"push does not run at all: {done.said}")
         want = set(hub.repos["user/good"])
-        for n in range(count):
+        for n in report.open(count):
             repository = f"user/r{n}"
-            at = rng.uniform(0, done.seconds)
+            at = random.Random(f"{seed} push {n}").uniform(0, done.seconds)
             attempt(pushing(repository), kill_after=at, enter=enter)
             time.sleep(0.02)
             there = set(hub.repos.get(repository, ()))
@@ -565,11 +581,11 @@ def push_killed(home: Home, count: int, seed: int = 0) -> Report:
                 problem = f"the same command says: {again.said[-1500:]}"
             elif set(hub.repos[repository]) != want or {p.name: p.read_bytes() for p in folder.iterdir()} != before:
                 problem = "another result, or a folder that changed"
-            report.add("killed", problem)
+            report.add(n, "killed before the commit" if not there else "killed after the commit", problem)
     finally:
         hub.close()
         shutil.rmtree(folder)
-    return report
+    return {"push": report}
 
 
 # disks --------------------------------------------------------------------------------------------------------------------
@@ -599,28 +615,30 @@ def remount(at: Path, options: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{options}", at], check=True, capture_output=True)
 
 
-def disks(home: Home, count: int, seed: int = 0) -> dict[str, Report]:
+def disks(home: Home, count: int, seed: int = 0, rows: Path | None = None) -> dict[str, Report]:
     """Commands on disks that are full or read-only: one message; with room the same command comes to the same."""
-    reports = {}
+    reports = {name: Report("disks", name, rows) for name in jobs(home)}
     for name, job in jobs(home).items():
-        report, rng = reports.setdefault(name, Report()), random.Random(f"{seed} {name}")
+        report = reports[name]
+        if not (cases := report.open(count)):
+            continue
         with disk(home.path / "disk", 1 << 20) as there:
             attempt(command(*job.words(there / "out")), enter=improves)
             want = job.result(there / "out")
             used = sum(p.stat().st_size // 1024 + 4 for p in there.rglob("*"))
-        for n in range(count):
-            read_only = n % 4 == 3
-            with disk(home.path / "disk", max(8, int(used * rng.random() ** 2))) as there:
+        for n in cases:
+            read_only, share = n % 4 == 3, random.Random(f"{seed} {name} {n}").random() ** 2
+            with disk(home.path / "disk", max(8, int(used * share))) as there:
                 if read_only:
                     remount(there, "ro")
                 first = attempt(command(*job.words(there / "out")), enter=improves)
                 kind = "read-only" if read_only else "full"
                 if first.code == 0:
-                    report.add("enough room", None)
+                    report.add(n, "enough room")
                     continue
                 told = ("cannot be written" in first.said or "ead-only" in first.said) if read_only else "full" in first.said
                 if not first.refused or not told:
-                    report.add(kind, f"it says: {first.said[-2500:]}")
+                    report.add(n, kind, f"it says: {first.said[-2500:]}")
                     continue
                 remount(there, "rw,size=1g")
                 again = attempt(command(*job.again(there / "out")), enter=improves)
@@ -629,24 +647,25 @@ def disks(home: Home, count: int, seed: int = 0) -> dict[str, Report]:
                     problem = f"with room the same command says: {again.said[-2500:]}"
                 elif job.result(there / "out") != want:
                     problem = "with room another result"
-                report.add(kind, problem)
+                report.add(n, kind, problem)
     return reports
 
 
 # two processes ------------------------------------------------------------------------------------------------------------
 
 
-def together(home: Home, count: int, seed: int = 0) -> dict[str, Report]:
+def together(home: Home, count: int, seed: int = 0, rows: Path | None = None) -> dict[str, Report]:
     """Each command twice at once into one folder: one does it, the other is refused or finds it done."""
-    reports = {}
+    reports = {name: Report("together", name, rows) for name in jobs(home)}
     for name, job in jobs(home).items():
-        report, rng = reports.setdefault(name, Report()), random.Random(f"{seed} {name}")
-        good = home.path / "good"
+        report, good = reports[name], home.path / "good"
+        if not (cases := report.open(count)):
+            continue
         attempt(command(*job.words(good)), enter=improves)
         want = job.result(good)
         shutil.rmtree(good)
-        for _ in range(count):
-            out, apart = home.path / "both", rng.uniform(0, 0.3)
+        for n in cases:
+            out, apart = home.path / "both", random.Random(f"{seed} {name} {n}").uniform(0, 0.3)
             both = f"{home.path}/second"
             if (other := os.fork()) == 0:
                 second = attempt(command(*job.words(out)), enter=improves)
@@ -663,7 +682,7 @@ def together(home: Home, count: int, seed: int = 0) -> dict[str, Report]:
                 problem = f"an error that nobody caught: {next(said for code, said in ends if code != 0)[-2500:]}"
             elif job.result(out) != want:
                 problem = "another result"
-            report.add("at once", problem)
+            report.add(n, "at once", problem)
             shutil.rmtree(out, ignore_errors=True)
     return reports
 
@@ -681,11 +700,12 @@ class Bomb:
         return Path.touch, (Path(self.mark),)
 
 
-def strangers(home: Home) -> Report:
-    """Checkpoints that bring pickles or code of their own: no command runs any of it."""
+def strangers(home: Home, count: int, seed: int = 0, rows: Path | None = None) -> dict[str, Report]:
+    """Checkpoints that bring pickles or code of their own: no command runs any of it. There is one of each kind."""
     import torch
 
-    report, mark = Report(), home.path / "it-ran"
+    reports: dict[str, Report] = {}
+    mark = home.path / "it-ran"
     code = f"import pathlib; pathlib.Path({str(mark)!r}).touch()\n"
 
     def copy(name: str) -> Path:
@@ -772,7 +792,10 @@ def strangers(home: Home) -> Report:
         os.write(writing, b"y\n" * 20)
         os.dup2(reading, 0)
 
-    for what, words in tries:
+    for n, (what, words) in enumerate(tries):
+        report = reports.setdefault(what, Report("strangers", what, rows))
+        if n in report.done:
+            continue
         done = attempt(command(*words), enter=yes)
         problem = None
         if mark.exists():
@@ -780,9 +803,9 @@ def strangers(home: Home) -> Report:
             problem = f"{words[0]} ran it"
         elif done.code != 0 and not done.refused:
             problem = f"{words[0]} says: {done.said[-2500:]}"
-        report.add(what, problem)
+        report.add(n, "refused" if done.refused else "done", problem)
         shutil.rmtree(home.path / "r", ignore_errors=True)
-    return report
+    return reports
 
 
 # all of it ----------------------------------------------------------------------------------------------------------------
@@ -794,26 +817,67 @@ def home() -> Iterator[Home]:
         yield Home(Path(folder))
 
 
-def files(there: Home, count: int, seed: int = 0, only: str = "") -> dict[str, Report]:
-    reports = {}
-    for name in (n for n in KINDS if only in n):
-        report = reports.setdefault(name, Report())
-        for n, how, result in fuzz(there, name, count, seed):
+def files(there: Home, count: int, seed: int = 0, rows: Path | None = None, only: str = "") -> dict[str, Report]:
+    """Damaged files, of each kind: read, or refused in one message."""
+    reports = {name: Report("files", name, rows) for name in KINDS if only in name}
+    for name, report in reports.items():
+        for n, how, result in fuzz(there, name, len(report.done), count, seed):
             kind, _, why = result.partition(": ")
-            report.counts[how] += 1
-            report.add(kind, f"case {n}, {how}: {why}" if kind == "failed" else None)
-        print(name, dict(report.counts), flush=True)
+            report.add(n, kind, f"{how}: {why}" if kind == "failed" else None, how=how)
     return reports
 
 
-PARTS: dict[str, tuple[int, Callable[[Home, int, int], Any]]] = {
+PARTS: dict[str, tuple[int, Callable[..., dict[str, Report]]]] = {
     "files": (2000, files),
     "kills": (67, kills),
     "push": (200, push_killed),
     "disks": (40, disks),
     "together": (20, together),
-    "strangers": (1, lambda home, count, seed: strangers(home)),
+    "strangers": (1, strangers),
 }
+
+
+def summary(rows: Path) -> dict[str, Any]:
+    """How many cases of each kind ended how."""
+    counts: dict[str, dict[str, Counter[str]]] = {}
+    for row in map(json.loads, rows.read_text(encoding="utf-8").splitlines()):
+        if "part" in row:
+            ends = counts.setdefault(row["part"], {}).setdefault(row["kind"], Counter())
+            ends[row["what"]] += 1
+            ends["wrong"] += row["wrong"] is not None
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    names = ("hf_longattn", "torch", "transformers", "peft", "safetensors")
+    return {
+        "command": "make survival ARGS='--rows FILE'",
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit.stdout.strip(),
+        "versions": {"python": platform.python_version()} | {n: importlib.metadata.version(n) for n in names[1:]},
+        "seed": 0,
+        "parts": {part: {kind: dict(ends) for kind, ends in counts[part].items()} for part in PARTS if part in counts},
+    }
+
+
+def table(part: str, found: dict[str, Any]) -> str:
+    """The kinds of a part in rows, how they ended in columns."""
+    kinds = found["parts"].get(part, {})
+    ends = sorted({end for ends in kinds.values() for end in ends} - {"wrong"})
+    lines = [["", "cases", *ends, "wrong"], ["---"] * (len(ends) + 3)]
+    for kind, counts in kinds.items():
+        cases = sum(n for end, n in counts.items() if end != "wrong")
+        lines.append([kind, *(f"{n:,}" for n in (cases, *(counts.get(end, 0) for end in ends), counts["wrong"]))])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write_page(found: dict[str, Any]) -> str:
+    """docs/explain/survival.md with its tables made anew."""
+    from lab.markdown import filled
+
+    versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
+    say = {
+        "survival": lambda part: table(part, found),
+        "survived": lambda _: f"{found['date']}, {found['commit']}: {versions}",
+    }
+    return filled(PAGE.read_text(encoding="utf-8"), say)
 
 
 def main() -> None:
@@ -821,26 +885,30 @@ def main() -> None:
     parser.add_argument("part", nargs="?", choices=PARTS)
     parser.add_argument("--count", type=int, help="cases of each kind")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", type=Path, help="a file of rows to go on with")
+    parser.add_argument("--page", action="store_true", help="write what the rows say, and try nothing")
     parser.add_argument("--only", default="", help="of files, the kinds with this in their name")
     arguments = parser.parse_args()
+    if arguments.page:
+        sys.path.insert(0, str(ROOT))
+        SUMMARY.write_text(json.dumps(summary(arguments.rows), indent=1) + "\n", encoding="utf-8")
+        PAGE.write_text(write_page(json.loads(SUMMARY.read_text(encoding="utf-8"))), encoding="utf-8")
+        return
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     prepare()
     failed = 0
-    found: dict[str, Any] = {}
     for name, (count, part) in PARTS.items():
         if arguments.part not in (None, name):
             continue
         if name == "disks" and not mounts():
             print("disks: left out, nothing can be mounted here")
             continue
+        more = {"only": arguments.only} if name == "files" else {}
         with home() as there:
-            print(f"\n{name}", flush=True)
-            more = {"only": arguments.only} if name == "files" else {}
-            result = part(there, arguments.count or count, arguments.seed, **more)
-        for key, report in (result if isinstance(result, dict) else {"": result}).items():
-            found.setdefault(name, {})[key] = dict(report.counts)
+            reports = part(there, arguments.count or count, arguments.seed, arguments.rows, **more)
+        for key, report in reports.items():
             failed += report.counts["wrong"]
-            print(f"{name} {key}: {dict(report.counts)}", flush=True)
+            print(f"{name}, {key}: {dict(report.counts)}", flush=True)
     sys.exit(failed > 0)
 
 

@@ -651,7 +651,7 @@ def test_compiling_before_any_call_says_what_to_do(base: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dual_chunk", "streaming"])
 def test_compiled_steps_with_a_static_cache(name: str) -> None:
-    m, ids = hf_longattn.apply(stock("llama", num_hidden_layers=2), name, **METHODS[name]), tokens(2, 12)
+    m, ids = hf_longattn.apply(stock("llama", num_hidden_layers=1), name, **METHODS[name]), tokens(2, 12)
     cache = static(m, ids)
     torch._dynamo.reset()
     step = torch.compile(m, fullgraph=True, backend="eager")
