@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .slots.base import KeyBands, LogitMap, OutputNorm, Positions, Score, Sink, Temperature, Visibility
 
 #: All but the first and the last are files in core/kernels, in the order in which "auto" asks them.
-BACKENDS = ("auto", "sdpa", "flash", "bands", "triton", "tiled", "reference")
+BACKENDS = ("auto", "fused", "triton", "tiled", "reference")
 FORMAT_VERSION = 1
 
 #: The name that stands for "whatever the config says", for combinations that have no name of their own.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,23 +17,8 @@ from ..tracing import readable
 from .kernel import MASK_VALUE, KernelCall, Result
 from .rotate import rotate
 
-
-class Side(NamedTuple):
-    """What is turned of a segment's queries or keys: by which angles (see `RotationDelta`), and which they are; None: all."""
-
-    cos: Tensor
-    sin: Tensor
-    at: slice | None
-
-
-class ReadySegment(NamedTuple):
-    """A segment of which some row may see a key: its rows, and what is turned in it."""
-
-    rows: AttentionLayout
-    query: Side | None
-    key: Side | None
-
-
+#: What turns a segment's queries or keys: the angles (see `RotationDelta`), and which of the vectors they are for; None: all.
+Side: TypeAlias = tuple[Tensor, Tensor, slice | None]
 #: What computes one segment.
 Run: TypeAlias = Callable[[KernelCall], Result]
 #: All rows, and all keys.
@@ -67,7 +52,8 @@ class BySegment:
         folds = plan.fold is not None or plan.by_length is not None or plan.temper is not None
         self.fold, self.temper = plan.fold, plan.temper
         self.wide, self.runs_wide, self.widens = plan.wide, wide, wide and folds and device.type == "cpu"
-        self.segments: list[ReadySegment] = []
+        #: those of which some row may see a key: rows, and what is turned of queries and of keys
+        self.segments: list[tuple[AttentionLayout, Side | None, Side | None]] = []
         for segment in plan.segments:
             own, query, key = segment.rows, segment.query, segment.key
             seen = own.once(("seen", self.kv_len), functools.partial(own.seen, self.kv_len)) if readable(own.index) else ALL
@@ -77,16 +63,16 @@ class BySegment:
             by_key: Side | None = None
             rows_at, keys_at = ALL if seen is None else seen
             if query is not None:
-                by_query = Side(*query.kept_angles(_at(rows.query_places(), rows_at), plan.tables, device), rows_at)
+                by_query = (*query.kept_angles(_at(rows.query_places(), rows_at), plan.tables, device), rows_at)
             if key is not None:
                 j = _at(rows.key_places(self.kv_len), keys_at)
-                by_key = Side(*key.kept_angles(j, plan.tables, device), keys_at)
-            self.segments.append(ReadySegment(own.on(device), by_query, by_key))
+                by_key = (*key.kept_angles(j, plan.tables, device), keys_at)
+            self.segments.append((own.on(device), by_query, by_key))
         if self.temper is not None:
             alone = len(self.segments) == 1
             #: tempered, logits are scaling q . k over plain rows
             self.plain = alone and plan.asked == "auto" and self.spec.gain is None and not self.spec.softcap
-            self.plain = self.plain and self.segments[0].rows.plain is not None
+            self.plain = self.plain and self.segments[0][0].plain is not None
             # a CPU's fused kernel runs twice, for the entropies and for the output, in less time than a row is gone over again
             twice = self.plain and device.type == "cpu"
             self.at_once = alone and tempered is not None and not (twice or plan.trains) and plan.keepable
@@ -118,17 +104,19 @@ class BySegment:
         """What the kernel is to compute, but for a temperature by entropy: positions, score, temperature by length."""
         if self.widens:
             query, key = query.to(self.wide), key.to(self.wide)
-        calls = [self._turned(segment, query, key, value) for segment in self.segments]
+        calls = [self._turned(*segment, query, key, value) for segment in self.segments]
         if self.fold is not None:
             calls = [_folded(call, self.fold) for call in calls]
         return calls if factor is None else [_scored(call, factor) for call in calls]
 
-    def _turned(self, segment: ReadySegment, query: Tensor, key: Tensor, value: Tensor) -> KernelCall:
-        if self.rotation is not None and segment.query is not None:
-            query = rotate(self.rotation, query, *segment.query)
-        if self.rotation is not None and segment.key is not None:
-            key = rotate(self.rotation, key, *segment.key)
-        return KernelCall(query, key, value, segment.rows, self.spec, self.dropout)
+    def _turned(
+        self, rows: AttentionLayout, by_query: Side | None, by_key: Side | None, query: Tensor, key: Tensor, value: Tensor
+    ) -> KernelCall:
+        if self.rotation is not None and by_query is not None:
+            query = rotate(self.rotation, query, *by_query)
+        if self.rotation is not None and by_key is not None:
+            key = rotate(self.rotation, key, *by_key)
+        return KernelCall(query, key, value, rows, self.spec, self.dropout)
 
     def _entropies(self, calls: list[KernelCall]) -> Tensor:
         """The entropy of every row over its keys; a sink is none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, get_type_hints
 
 import torch
@@ -49,13 +49,41 @@ def rebuild(kind: type[T], flat: Iterator[Any]) -> T:
     return kind(**{name: next(flat) if t in _TYPES else rebuild(t, flat) for name, t in _FIELDS[kind].items()})
 
 
-def refusal(message: str) -> Any:
-    """A static method of a Function for a transform that its kernel does not go through."""
+class Function(torch.autograd.Function):
+    """Any computation outside of graphs, with its gradients, as autograd and torch.func know it.
 
-    def refuse(*arguments: Any) -> Any:
-        raise NotImplementedError(message)
+    Args of `apply`:
+        name: of the kernel, for messages.
+        compute: from the arguments to a tuple of tensors, the results.
+        gradients: from the gradients of the results, the results and the arguments to the gradient of each argument, or None.
+        arguments: tensors or not.
+    """
 
-    return staticmethod(refuse)
+    @staticmethod
+    def forward(name, compute, gradients, *arguments):  # type: ignore[no-untyped-def]
+        return compute(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        ctx.name, _, ctx.gradients, *arguments = inputs
+        save(ctx, arguments, output)
+
+    @staticmethod
+    def backward(ctx, *d):  # type: ignore[no-untyped-def]
+        second = functools.partial(_no_second, ctx.name)
+        return None, None, None, *Function.apply(ctx.name, ctx.gradients, second, *d, *kept(ctx))  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def vmap(info, in_dims, name, *arguments):  # type: ignore[no-untyped-def]
+        raise NotImplementedError(NO_VMAP.format(name))
+
+    @staticmethod
+    def jvp(ctx, *tangents):  # type: ignore[no-untyped-def]
+        raise NotImplementedError(NO_FORWARD.format(ctx.name))
+
+
+def _no_second(name: str, *arguments: Any) -> Any:
+    raise NotImplementedError(NO_SECOND.format(name))
 
 
 def attention_operator(
@@ -107,7 +135,11 @@ def attention_operator(
         scales = (call.spec.row_scale, call.spec.bias_scale)
         return d_query, d_key, d_value, *(lse.new_empty(0 if x is None else lse.shape) for x in scales)
 
-    operator.register_autograd(lambda ctx, *d: differentiate(ctx, kind, backward, *d), setup_context=save)
+    def differentiate(ctx: Any, *d: Any) -> tuple[Tensor | None, ...]:
+        out, lse, entropy, *flat = kept(ctx)
+        return by_argument(kind, flat, backward(*_asked(kind, flat, *d, out, lse, entropy), *flat))
+
+    operator.register_autograd(differentiate, setup_context=save)
     return operator
 
 
@@ -116,35 +148,17 @@ def attention_function(
     kind: type,
     forward: Callable[[Any], tuple[Tensor, Tensor, Tensor]],
     gradients: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]],
-) -> Any:
-    """The same outside of graphs, where the transforms of torch.func take gradients of a Function, but not of an operator."""
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """`attention_operator` outside of graphs, where torch.func takes gradients of a Function, but not of an operator."""
 
-    no_vmap, no_forward, no_second = (refusal(said.format(name)) for said in (NO_VMAP, NO_FORWARD, NO_SECOND))
+    def compute(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return forward(rebuild(kind, iter(flat)))
 
-    class Backward(torch.autograd.Function):
-        @staticmethod
-        def forward(*arguments):  # type: ignore[no-untyped-def]
-            outputs, flat = arguments[:6], arguments[6:]
-            return gradients(rebuild(kind, iter(flat)), *outputs)
+    def backward(*arguments: Any) -> tuple[Tensor | None, ...]:
+        given, flat = arguments[:6], arguments[6:]
+        return by_argument(kind, flat, gradients(rebuild(kind, iter(flat)), *_asked(kind, flat, *given)))
 
-        @staticmethod
-        def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-            pass
-
-        vmap, backward = no_vmap, no_second
-
-    class Attention(torch.autograd.Function):
-        @staticmethod
-        def forward(*flat):  # type: ignore[no-untyped-def]
-            return forward(rebuild(kind, iter(flat)))
-
-        @staticmethod
-        def backward(ctx, *d):  # type: ignore[no-untyped-def]
-            return differentiate(ctx, kind, Backward.apply, *d)
-
-        vmap, jvp, setup_context = no_vmap, no_forward, staticmethod(save)
-
-    return Attention
+    return functools.partial(Function.apply, name, compute, backward)
 
 
 def taped(call: Any) -> bool:
@@ -154,20 +168,29 @@ def taped(call: Any) -> bool:
     return needs_grad or not keepable(call.query)
 
 
-def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Keep a call's arguments and results for `differentiate`."""
+def save(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
+    """Keep the results and the arguments of a computation."""
     ctx.numbers = [None if isinstance(x, Tensor) else x for x in inputs]
     ctx.save_for_backward(*output, *(x if isinstance(x, Tensor) else None for x in inputs))
 
 
-def differentiate(
-    ctx: Any, kind: type, backward: Callable[..., Any], d_out: Tensor, d_lse: Tensor | None, d_entropy: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """The gradient of every argument, None where there is none."""
-    out, lse, entropy, *tensors = ctx.saved_tensors  # once: gradient checkpointing gives them out once
-    flat = [number if x is None else x for x, number in zip(tensors, ctx.numbers, strict=True)]
+def kept(ctx: Any) -> list[Any]:
+    """The results and the arguments, in this order."""
+    tensors = ctx.saved_tensors  # once: gradient checkpointing gives them out once
+    first = len(tensors) - len(ctx.numbers)
+    arguments = (number if x is None else x for x, number in zip(tensors[first:], ctx.numbers, strict=True))
+    return [*tensors[:first], *arguments]
+
+
+def _asked(kind: type, flat: Sequence[Any], *given: Any) -> tuple[Any, ...]:
+    """The gradients of output, logsumexp and entropy, and these; without that of an entropy which the call did not ask for."""
+    asked = flat[names(kind).index("with_entropy")]
+    return (*given[:2], given[2] if asked else None, *given[3:])
+
+
+def by_argument(kind: type, flat: Sequence[Any], results: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """The gradient of every argument from those of DIFFERENTIABLE, None where there is none."""
     call = dict(zip(names(kind), flat, strict=True))
-    results = backward(d_out, d_lse, d_entropy if call["with_entropy"] else None, out, lse, entropy, *flat)
     gradients = {
         name: d.to(call[name].dtype) for name, d in zip(DIFFERENTIABLE, results, strict=True) if call[name] is not None
     }

@@ -23,7 +23,7 @@ def run(call: KernelCall) -> Result:
     if not readable(call.query):
         out, lse, entropy = _operator(*operators.flatten(call))
     elif operators.taped(call):
-        out, lse, entropy = _function.apply(*operators.flatten(call))
+        out, lse, entropy = _function(*operators.flatten(call))
     else:  # gradients take probabilities that nothing has rounded
         out, lse, entropy = _attend(call, halves_are_fast(call.value))
     return out, lse if call.with_lse else lse.new_zeros(0), entropy

@@ -27,7 +27,7 @@ from ..plan import Operand
 from ..tracing import readable
 from . import operators, parts, sdpa, tiles
 from .by_segment import BySegment
-from .kernel import MARGIN, Kernel, KernelCall, Result
+from .kernel import MARGIN, Kernel, KernelCall, KernelFailure, Result
 
 try:
     import triton
@@ -225,10 +225,6 @@ def _shared_memory(device: torch.device) -> int:
 # Launching -----------------------------------------------------------------------------------------------------------
 
 
-class _Failed(Exception):
-    """No candidate of a kernel compiles, or fits the device."""
-
-
 #: Launches that failed in this process: what never worked once is not tried again.
 _FAILED: dict[Any, str] = {}
 
@@ -253,7 +249,7 @@ def _launch(name: str, call: KernelCall, constants: dict[str, Any], launch: Call
             if parts.INTERPRETED or not parts.before_launch(error):
                 raise
             why = _FAILED[key] = f"{type(error).__name__}: {error}"
-    raise _Failed(f"the {name} kernel for head_dim {query.shape[-1]} in {query.dtype}: {why}")
+    raise KernelFailure(f"the {name} kernel for head_dim {query.shape[-1]} in {query.dtype}: {why}")
 
 
 @functools.cache
@@ -306,20 +302,13 @@ def _strides(x: Tensor | None) -> list[int]:
     return [0] * 4 if x is None else [s if n > 1 else 0 for s, n in zip(x.stride(), x.shape, strict=True)]
 
 
-class _Numbers(NamedTuple):
+def _numbers(call: KernelCall) -> tuple[float, float, float]:
     """By what logits in units of ln 2 are computed from products, and gradients brought back; see `triton_kernels._logits`."""
-
-    factor: float
-    bend: float
-    back: float
-
-    @classmethod
-    def of(cls, call: KernelCall) -> _Numbers:
-        scaling, cap = call.spec.scaling, call.spec.softcap
-        factor = (math.copysign(cap, scaling) if cap else scaling) * math.log2(math.e)
-        bend = 2 * abs(scaling) / cap * math.log2(math.e) if cap else 0.0
-        back = scaling if call.spec.gain is None else scaling / factor if cap else math.log(2)
-        return cls(factor, bend, back)
+    scaling, cap = call.spec.scaling, call.spec.softcap
+    factor = (math.copysign(cap, scaling) if cap else scaling) * math.log2(math.e)
+    bend = 2 * abs(scaling) / cap * math.log2(math.e) if cap else 0.0
+    back = scaling if call.spec.gain is None else scaling / factor if cap else math.log(2)
+    return factor, bend, back
 
 
 def _dense(call: KernelCall) -> KernelCall:
@@ -348,17 +337,17 @@ def _forward(call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
     out = query.new_empty((0,) if value is None else (batch, heads, q_len, value.shape[-1]))
     lse = query.new_empty((batch, heads, q_len), dtype=torch.float32)
     entropy = query.new_empty((batch, heads, q_len) if call.with_entropy else (0,), dtype=torch.float32)
-    (tensors, strides), numbers = _inputs(call, lse), _Numbers.of(call)
+    (tensors, strides), numbers = _inputs(call, lse), _numbers(call)
 
     def launch(blocks: Blocks, constants: dict[str, Any]) -> None:
         kernels.forward_kernel[triton.cdiv(q_len, blocks.rows), batch * heads](
             query, key, key if value is None else value, out, lse, entropy, *tensors, *strides, q_len, key.shape[2],
-            numbers.factor, numbers.bend, call.dropout, _share(call.dropout), call.spec.sinks, **constants,
+            *numbers[:2], call.dropout, _share(call.dropout), call.spec.sinks, **constants,
         )  # fmt: skip
 
     try:
         _launch("forward", call, _constants(call, call.with_entropy), launch)
-    except _Failed as failed:
+    except KernelFailure as failed:
         _warn(str(failed))
         return tiles.Blocks(call._replace(with_lse=True)).attend()
     return out, lse, entropy
@@ -380,7 +369,7 @@ def gradients(
     do = query if value is None else d_out.to(query.dtype)
     do = do if do.stride(-1) == 1 else do.contiguous()
     by_row = [lse if x is None else x.float().contiguous() for x in (d_lse, d_entropy)]
-    (tensors, strides), numbers = _inputs(call, lse), _Numbers.of(call)
+    (tensors, strides), numbers = _inputs(call, lse), _numbers(call)
     vectors = (query, key, key if value is None else value, do)
     scalars = (*numbers, call.dropout, _share(call.dropout), spec.sinks)
     constants = _constants(call, d_entropy is not None)
@@ -406,7 +395,7 @@ def gradients(
     try:
         _launch("query", call, constants, by_rows)
         _launch("key", call, constants, by_columns)
-    except _Failed as failed:
+    except KernelFailure as failed:
         if call.dropout:  # it drops other pairs
             raise RuntimeError(f"Triton cannot compile {failed}, and plain PyTorch cannot repeat its dropout") from failed
         _warn(str(failed))
