@@ -1,4 +1,4 @@
-"""From a config and tensors to one kernel: the public attention function."""
+"""The public attention function: finds or makes the plan of a call, and its kernel."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def dense_attention(call: Call) -> tuple[Tensor, Tensor]:
     return output.to(dtype), weights
 
 
-#: What `remapped_scores` takes behind the rotation.
+#: The last arguments of `remapped_scores`.
 Remapped: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Spectrum]
 
 

@@ -74,7 +74,7 @@ class Rotation:
 
 
 class RotationDelta(NamedTuple):
-    """How vectors that are rotated for where they stand are turned to where a remap shows them.
+    """A turn of vectors, which are rotated for where they stand, to where a remap shows them.
 
     Args:
         rotation: the model's; needed as soon as anything is turned.

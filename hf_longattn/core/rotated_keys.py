@@ -1,4 +1,4 @@
-"""What is made of the keys in a KV cache, once for each: keys that are turned already, and their norms."""
+"""Keys of a KV cache that are turned once for all later tokens, and their norms."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ WORTH = 1024
 
 
 class RotatedKeys:
-    """What was made of the keys in one layer's cache, by column; whoever keeps it knows that these are still the same keys."""
+    """Turned keys and norms of one layer's cache, by column; whoever keeps them knows that the keys are the same still."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, tuple[Tensor, int, int]] = {}  # a buffer, the column that it begins with, and the next one
 
     def get(self, name: Hashable, columns: slice, until: int, make: Callable[[slice], Tensor]) -> Tensor:
-        """What belongs to some columns, (batch, kv_heads, columns, width).
+        """Get the vectors of some columns, (batch, kv_heads, columns, width); missing ones are made.
 
         Args:
             name: of what is made.

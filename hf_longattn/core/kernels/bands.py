@@ -1,4 +1,4 @@
-"""How the rows of a segment are cut into parts that PyTorch's fused kernels compute: triangles and rectangles.
+"""Cuts the rows of a segment into parts that PyTorch's fused kernels compute: triangles and rectangles.
 
 Rows are worked off in blocks. All rows of a block see the keys in the middle of their intervals; at either end lies, in most
 texts, a triangle, which is causal attention, read backwards where intervals begin; else the ends come under a mask.
@@ -54,11 +54,11 @@ class Part(NamedTuple):
 
     @property
     def masked(self) -> bool:
-        """Whether a mask says which pairs are visible."""
+        """True if a mask says which pairs are visible."""
         return not isinstance(self.shape, str)
 
     def visible(self, device: torch.device) -> tuple[bool, Tensor | None]:
-        """Whether attention is causal, and what a mask hides, as `sdpa` asks for it; made when it is needed."""
+        """Tell whether attention is causal, and make the mask of hidden pairs or None, as `sdpa` asks for them."""
         if isinstance(self.shape, str):
             return self.shape != ALL, None
         low, high = (ends.to(device) for ends in self.shape)
@@ -118,7 +118,7 @@ def _blocks(low: Tensor, high: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _together(runs: list[tuple[int, int, int]], low: Tensor, high: Tensor) -> Iterator[tuple[int, int, int]]:
-    """One block or more of neighbours of several kinds."""
+    """Cut neighbours of several kinds as one run."""
     if runs:
         yield from _cut(runs[0][0], runs[-1][1], MIXED if len(runs) > 1 else runs[0][2], low, high)
 

@@ -17,9 +17,9 @@ from ..tracing import readable
 from .kernel import MASK_VALUE, KernelCall, Result
 from .rotate import rotate
 
-#: What turns a segment's queries or keys: the angles (see `RotationDelta`), and which of the vectors they are for; None: all.
+#: Cosines and sines that turn a segment's queries or keys (see `RotationDelta`), and the vectors that they are for; None: all.
 Side: TypeAlias = tuple[Tensor, Tensor, slice | None]
-#: What computes one segment.
+#: The computation of one segment.
 Run: TypeAlias = Callable[[KernelCall], Result]
 #: All rows, and all keys.
 ALL: tuple[slice | None, slice | None] = (None, None)
@@ -101,7 +101,7 @@ class BySegment:
         return merge_outputs([run(call if wide else _rounded(call, value.dtype)) for call in each], sinks)
 
     def calls(self, query: Tensor, key: Tensor, value: Tensor, factor: float | Tensor | None) -> list[KernelCall]:
-        """What the kernel is to compute, but for a temperature by entropy: positions, score, temperature by length."""
+        """Make a kernel call of each segment, with positions, score and temperature by length, but none by entropy."""
         if self.widens:
             query, key = query.to(self.wide), key.to(self.wide)
         calls = [self._turned(*segment, query, key, value) for segment in self.segments]
@@ -134,13 +134,13 @@ def _rounded(call: KernelCall, dtype: torch.dtype) -> KernelCall:
 
 
 def _folded(call: KernelCall, fold: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, float]]) -> KernelCall:
-    """The same with a score of its own in place of scaling q . k."""
+    """Put a score of a method's own in place of scaling q . k."""
     query, key, scaling = fold(call.query, call.key)
     return call._replace(query=query, key=key, spec=dataclasses.replace(call.spec, scaling=float(scaling)))
 
 
 def _scored(call: KernelCall, factor: float | Tensor) -> KernelCall:
-    """The same with its scores times a factor for each row: on the query, or after the softcap where the model has one."""
+    """Multiply scores by a factor for each row: on the query, or after the softcap where the model has one."""
     if isinstance(factor, float):
         if not call.spec.softcap:
             return call._replace(spec=call.spec.sharpened(factor))
@@ -151,7 +151,7 @@ def _scored(call: KernelCall, factor: float | Tensor) -> KernelCall:
 
 
 def _tempered(call: KernelCall, factor: Tensor) -> KernelCall:
-    """The same with its finished logits times a factor for each row, (batch, heads, q_len)."""
+    """Multiply finished logits by a factor for each row, (batch, heads, q_len)."""
     call = _scored(call, factor)
     return call if call.spec.gain is None else call._replace(spec=dataclasses.replace(call.spec, bias_scale=factor))
 

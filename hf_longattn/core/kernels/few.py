@@ -23,7 +23,7 @@ def _why_not(plan: AttentionPlan) -> str | None:
 
 
 def _preferred(plan: AttentionPlan) -> bool:
-    """On CUDA unless sdpa does it with what it is given: a score of its own would be made of all keys before."""
+    """Prefer it on a CPU; on CUDA unless sdpa takes the plan: a score of a method's own would be made of all keys before."""
     return plan.query.device.type == "cpu" or not (plan.is_product and plan.rows.plain is not None and plan.fold is None)
 
 

@@ -153,7 +153,7 @@ class FewOnCPU:
         return out if self.blind is None else out.masked_fill(self.blind, 0.0)
 
     def _turned_by(self, plan: AttentionPlan) -> Hashable:
-        """What identifies all that can be made of keys once for every later token; None: nothing, or it is not worth it."""
+        """Name all that can be made of keys once for every later token; None: nothing, or it is not worth it."""
         worth = max((s.size for s in self.segments if s.angles is not None or plan.fold is not None), default=0)
         rows, rounds = plan.rows, plan.key.dtype.itemsize == 2
         if worth < WORTH or plan.kind is None or rows.key_ids is not None or rows.index.shape[1] == plan.kv_len:
@@ -170,7 +170,7 @@ class FewOnCPU:
         return x if x.shape[2] == 1 else x.repeat(1, 1, self.group, 1)
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, factor: float | Tensor | None) -> Tensor:
-        """By sdpa: nothing but a factor on queries acts between them and the softmax."""
+        """Run sdpa: nothing but a factor on queries acts between them and the softmax."""
         scaling = self.scaling
         if isinstance(factor, Tensor):
             query = (query * factor).to(query.dtype)
@@ -208,7 +208,7 @@ class FewOnCPU:
         self.map = None if spec.gain is None else self._map(plan, whole, columns)
 
     def _added(self, own: Tensor) -> Tensor:
-        """What the fused kernel adds to logits, MASK_VALUE for keys that are not the row's."""
+        """Make the bias that the fused kernel adds to logits: MASK_VALUE for keys that are not the row's."""
         return self._grouped(torch.zeros(own.shape, dtype=self.wide, device=own.device).masked_fill_(~own, MASK_VALUE))
 
     def _prepare_turns(self, width: int) -> None:
@@ -272,7 +272,7 @@ class FewOnCPU:
         sinks: Tensor | None,
         made: RotatedKeys | None,
     ) -> Tensor:
-        """By the fused kernel, a segment after another, joined by their logsumexps."""
+        """Run the fused kernel, a segment after another, and join them by their logsumexps."""
         rows, scaling = query.to(self.wide), self.scaling
         if self.over_norms is not None:
             rows, scaling = self.over_norms(rows)
@@ -359,7 +359,7 @@ class FewOnCPU:
         return [own if width else rows for own, width in zip(parts, self.widths, strict=True)]
 
     def _cut(self, x: Tensor) -> Sequence[Tensor]:
-        """Of keys or values (batch, kv_heads, keys, width) those of each segment."""
+        """Cut keys or values (batch, kv_heads, keys, width) into those of each segment."""
         if len(self.segments) == 1:
             return [x]
         if not self.apart:
@@ -389,7 +389,7 @@ class FewOnCPU:
         return slice(columns.start + first, columns.stop + first), key.shape[2] + first
 
     def _at(self, key: Tensor, columns: slice) -> Tensor:
-        """Some columns of all keys in the cache, from those that are seen."""
+        """Take some columns of all keys in the cache from the visible ones."""
         return key[:, :, columns.start - self.first : columns.stop - self.first]
 
     def _by_entropy(self, logits: Tensor, shape: torch.Size, sinks: bool) -> Tensor:

@@ -26,7 +26,7 @@ from .tiles import Blocks
 
 #: As many parts a segment may have on a GPU, each of which is a launch or two.
 FEW_PARTS = 16
-#: What a segment is computed by: its parts, or its rows as a whole by Triton, which takes any intervals.
+#: The parts of a segment; or its rows, which Triton computes as a whole, since it takes any intervals.
 Pieces: TypeAlias = "list[bands.Part] | AttentionLayout"
 
 
@@ -53,7 +53,7 @@ def _not_in_parts(plan: AttentionPlan) -> str | None:
 
 
 def run(call: KernelCall) -> Result:
-    """One segment: its output, or without values its entropy."""
+    """Compute one segment: its output, or without values its entropy."""
     flat = operators.flatten(call)
     if not readable(call.query):
         out, lse, entropy = _operator(*flat)
@@ -160,12 +160,12 @@ def _finer(dtype: torch.dtype) -> torch.dtype:
 
 
 def _in_place(x: Tensor) -> bool:
-    """Whether a program joins outputs where they lie."""
+    """Tell whether a program joins outputs where they lie."""
     return sdpa.device(x) == "cuda" and programs.why_not(x) is None
 
 
 def _join(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
-    """Output and logsumexp over some keys, in place, with those over others."""
+    """Join output and logsumexp over some keys, in place, with those over others."""
     if _in_place(out):
         with contextlib.suppress(KernelFailure):
             programs.join(out, lse, new, new_lse)
@@ -251,13 +251,13 @@ def _room(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _begins(own: list[bands.Part], shape: torch.Size) -> bool:
-    """Whether the first parts of rows are all rows."""
+    """Tell whether the first parts of rows are all rows."""
     first = sum((p.batch.stop - p.batch.start) * (p.rows.stop - p.rows.start) for p in own if p.first)
     return first == shape[0] * shape[2]
 
 
 def _fits(call: KernelCall) -> bool:
-    """Whether a call in a graph turned out to be one for fused kernels: what its rows hide is known only when it runs."""
+    """Tell whether fused kernels compute a call of a graph: its rows are known only when it runs."""
     return _simple(call.rows, call.kv_len).allowed is None and not (call.with_entropy and call.value is not None)
 
 

@@ -1,4 +1,4 @@
-"""What kernels compute: one call over an interval of keys for each row, and its logits; and a kernel, by what computes one."""
+"""A kernel's call, over an interval of keys for each row, with its logits by definition; and a kernel, with what it lacks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Result: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 class KernelCall(NamedTuple):
-    """What a kernel computes at a time; all tensors of one layer.
+    """One computation of a kernel; all tensors are of one layer.
 
     Args:
         query: (batch, heads, q_len, head_dim), any float dtype; logits are float32 (float64 for float64 inputs).
@@ -51,7 +51,7 @@ class KernelCall(NamedTuple):
         return self.key.shape[2]
 
     def logits(self, which: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-        """Of some rows by their definition, (batch, heads, n, keys), and which pairs are visible, bool, broadcastable to that.
+        """The logits of some rows by definition, (batch, heads, n, keys), and the visible pairs, bool, broadcastable to them.
 
         Args:
             which: numbers of rows, int64 (n,).
@@ -77,7 +77,7 @@ class KernelFailure(RuntimeError):
     """A kernel could not be compiled or loaded on this machine; nothing was computed."""
 
 
-#: What a kernel may lack: the reason why a plan needs that, in words, or None where it does not; asked in this order.
+#: Stages that a kernel may lack: the reason in words why a plan needs one, or None where it does not; asked in this order.
 STAGES: dict[str, Callable[[AttentionPlan], str | None]] = {
     "softcap": lambda plan: "the model caps its scores" if plan.logits.softcap else None,
     "map": lambda plan: f"{plan.names['logit_map']} changes logits by distance" if plan.logits.gain is not None else None,

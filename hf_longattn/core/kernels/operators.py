@@ -12,9 +12,9 @@ from torch import Tensor
 from ..tracing import keepable
 
 T = TypeVar("T")
-#: What the gradients of a call are of.
+#: The arguments of a call that have gradients.
 DIFFERENTIABLE = ("query", "key", "value", "row_scale", "bias_scale")
-#: What kernels say of transforms that they do not go through.
+#: Messages of kernels for transforms that they do not go through.
 NO_SECOND = "the {} kernel has no second derivatives: use backend='reference', as in hf_longattn.update(model, backend=...)"
 NO_VMAP = "the {} kernel does not go through vmap: give it the batch dimension itself, or use backend='reference'"
 NO_FORWARD = "the {} kernel has no forward mode (jvp): take gradients backward, or use backend='reference'"
@@ -162,7 +162,7 @@ def attention_function(
 
 
 def taped(call: Any) -> bool:
-    """Whether autograd or a transform of torch.func is to see what is computed from a call."""
+    """Tell whether autograd or a transform of torch.func is to see the computation of a call."""
     tensors = (call.query, call.key, call.value, call.spec.row_scale, call.spec.bias_scale)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     return needs_grad or not keepable(call.query)
@@ -183,7 +183,7 @@ def kept(ctx: Any) -> list[Any]:
 
 
 def _asked(kind: type, flat: Sequence[Any], *given: Any) -> tuple[Any, ...]:
-    """The gradients of output, logsumexp and entropy, and these; without that of an entropy which the call did not ask for."""
+    """Drop the gradient of an entropy that a call did not ask for; given: gradients of the results, and the results."""
     asked = flat[names(kind).index("with_entropy")]
     return (*given[:2], given[2] if asked else None, *given[3:])
 

@@ -42,7 +42,7 @@ def why_not_triton(x: Tensor | Operand) -> str | None:
     return None
 
 
-#: What the compiler said of programs that it failed at, which are not tried again.
+#: The compiler's message for each program that it failed at, which is not tried again.
 _BROKEN: dict[str, str] = {}
 
 
@@ -70,7 +70,7 @@ def _launch(name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any)
 
 
 def before_launch(error: Exception) -> bool:
-    """Whether a program failed before it ran: it does not compile, or does not fit the device."""
+    """Tell whether a program failed before it ran: it does not compile, or does not fit the device."""
     if isinstance(error, (Warning, torch.OutOfMemoryError, torch.AcceleratorError)):
         return False
     return isinstance(error, triton.runtime.errors.OutOfResources) or "[CUDA]" not in str(error)  # as the driver's begin
@@ -285,7 +285,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, at: slice | None
 
 
 def join(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
-    """Output (batch, heads, n, width) and logsumexp (batch, heads, n) over some keys, in place, with those over others."""
+    """Join output (batch, heads, n, width) and logsumexp (batch, heads, n), in place, with those over other keys."""
     new = new if new.stride(-1) == 1 else new.contiguous()
     (batch, heads, length, width), block = out.shape, 32
     strides = [*out.stride()[:3], *lse.stride(), *new.stride()[:3], *new_lse.stride()]

@@ -89,7 +89,7 @@ def why_not(query: Tensor | Operand, value: Tensor | Operand) -> str | None:
 
 
 def computed_in(query: Tensor, value: Tensor | None) -> torch.dtype:
-    """The dtype that the kernels take: that of the values where halves are fast, else float32 at least."""
+    """The dtype that the kernels take: the values' own where halves are fast, else float32 at least."""
     if value is not None and (device(query) == "cuda" or halves_are_fast(value)):
         return value.dtype
     return torch.promote_types(query.dtype, torch.float32)
@@ -145,7 +145,7 @@ def few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling:
 
 
 def pieces(key: Tensor) -> int:
-    """How many pieces of a text's keys the CPU's threads share evenly; 1: cutting them gains nothing."""
+    """The number of pieces of a text's keys that the CPU's threads share evenly; 1: cutting them gains nothing."""
     batch, heads, length, _ = key.shape
     if batch > 1 or key.numel() * key.itemsize < CUT_FROM:
         return 1
@@ -154,7 +154,7 @@ def pieces(key: Tensor) -> int:
 
 
 def _cut(x: Tensor, count: int, step: int, size: int) -> Tensor:
-    """Of (1, heads, length, width) a piece after another, (count, heads, size, width), without a copy."""
+    """Cut (1, heads, length, width) into pieces that may overlap, (count, heads, size, width), without a copy."""
     _, by_head, by_key, by_feature = x.stride()
     shape, strides = (count, x.shape[1], size, x.shape[3]), (step * by_key, by_head, by_key, by_feature)
     return x.as_strided(shape, strides, x.storage_offset())
@@ -205,7 +205,7 @@ def _takes_cudnn(query: Tensor) -> bool:
 
 @functools.cache
 def _has_cudnn(device: torch.device) -> bool:
-    """Whether cuDNN's attention is a GPU's fastest, as torch itself thinks from Hopper on."""
+    """Tell whether cuDNN's attention is a GPU's fastest, as torch itself thinks from Hopper on."""
     return torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -219,7 +219,7 @@ def hidden_logit(dtype: torch.dtype) -> float:
 
 
 def _bias(hidden: Tensor | None, query: Tensor) -> Tensor | None:
-    """What is added to logits, in the query's dtype."""
+    """Make the bias that is added to logits, in the query's dtype."""
     if hidden is None:
         return None
     rows, columns = hidden.shape

@@ -1,4 +1,4 @@
-"""What the tiled kernel computes at a time, forward and backward, in plain PyTorch: never a q_len x kv_len tensor.
+"""The tiled kernel's blocks and tiles, forward and backward, in plain PyTorch: never a q_len x kv_len tensor.
 
 Rows are worked off in blocks, and a block in tiles: itself, or in long texts ranges of its keys, joined by their logsumexps.
 The backward pass computes each tile anew. Inside a block the query rows run backwards: then t = const - (row + column), and a
@@ -161,7 +161,7 @@ class Blocks:
         entropy: Tensor,
         joint: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Those of query, key, value, row scale and bias scale, empty where the call has none.
+        """The gradients of query, key, value, row scale and bias scale, empty where the call has none.
 
         Args:
             joint: output and logsumexp are those over these keys and others.
@@ -331,7 +331,7 @@ class Tile:
         return logits if nothing is None else logits.masked_fill_(nothing, 0.0)
 
     def attend(self, with_lse: bool, with_entropy: bool) -> Sums:
-        """What the rows take from this block's columns alone; the entropy comes with the logsumexp."""
+        """The rows' sums over this block's columns alone; the entropy comes with the logsumexp."""
         out = lse = entropy = None
         p = logits = self.logits(self.scores())
         if with_lse:

@@ -2,7 +2,7 @@
 
 The plan is FlashAttention-2's: one program for a block of query rows, keys in tiles, an online softmax; the backward pass
 recomputes tiles from the logsumexp, once by rows (d_query) and once by columns (d_key, d_value), so that nothing is added
-atomically and results repeat exactly. What is ours is the map L = x gain_t C(S) + y bias_t. Near the diagonal its tables are
+atomically and results repeat exactly. Our own is the map L = x gain_t C(S) + y bias_t. Near the diagonal its tables are
 looked up pair by pair. Farther off they are smooth: a polynomial of the distance serves a whole tile. Where which degree
 becomes exact enough for the dtype is measured on the tables themselves, once.
 
@@ -206,7 +206,7 @@ def small_first(kernel: str, candidates: Iterable[Blocks]) -> tuple[Blocks, ...]
 
 @functools.cache
 def _has_warp_groups(device: torch.device) -> bool:
-    """Whether large products stay out of registers, as from Hopper on; elsewhere large tiles spill."""
+    """Tell whether large products stay out of registers, as from Hopper on; elsewhere large tiles spill."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -230,7 +230,7 @@ _FAILED: dict[Any, str] = {}
 
 
 def _launch(name: str, call: KernelCall, constants: dict[str, Any], launch: Callable[[Blocks, dict[str, Any]], None]) -> None:
-    """By the first of a kernel's candidates that works."""
+    """Launch the first of a kernel's candidates that works."""
     query, value = call.query, call.value
     width, limit, why = max(constants["DP"], constants["EP"]), _shared_memory(query.device), "no tiles fit"
     for blocks in _candidates(name, query, value):
@@ -285,7 +285,7 @@ def _constants(call: KernelCall, entropy: bool) -> dict[str, Any]:
 
 
 def _inputs(call: KernelCall, unused: Tensor) -> tuple[list[Any], list[Any]]:
-    """What every kernel reads beside vectors, and all strides, by batch, head and row; `unused` where there is nothing."""
+    """The tensors that every kernel reads beside vectors, `unused` for none, and all strides, by batch, head and row."""
     query, key, value, rows, spec = call.query, call.key, call.value, call.rows, call.spec
     ids = (rows.query_ids, rows.key_ids) if spec.gain is not None else (None, None)
     scales = (None if x is None else x.expand(query.shape[:3]).float().contiguous() for x in (spec.row_scale, spec.bias_scale))
@@ -303,7 +303,7 @@ def _strides(x: Tensor | None) -> list[int]:
 
 
 def _numbers(call: KernelCall) -> tuple[float, float, float]:
-    """By what logits in units of ln 2 are computed from products, and gradients brought back; see `triton_kernels._logits`."""
+    """Factors from products to logits in units of ln 2, and back for gradients; see `triton_kernels._logits`."""
     scaling, cap = call.spec.scaling, call.spec.softcap
     factor = (math.copysign(cap, scaling) if cap else scaling) * math.log2(math.e)
     bend = 2 * abs(scaling) / cap * math.log2(math.e) if cap else 0.0
@@ -312,7 +312,7 @@ def _numbers(call: KernelCall) -> tuple[float, float, float]:
 
 
 def _dense(call: KernelCall) -> KernelCall:
-    """The same call with vectors that lie in one piece, and so the index."""
+    """Make the call's vectors, and its index, lie in one piece."""
     vectors = {n: x if x is None or x.stride(-1) == 1 else x.contiguous() for n, x in call._asdict().items() if n in _VECTORS}
     index = call.rows.index
     if index.stride()[1:] != (index.shape[-1], 1):
@@ -326,7 +326,7 @@ _VECTORS = ("query", "key", "value")
 
 
 def _share(dropout: float) -> float:
-    """By what is multiplied what dropout keeps; all is dropped at 1."""
+    """The factor on pairs that dropout keeps; at 1 all are dropped."""
     return 1 / (1 - dropout) if dropout < 1 else 0.0
 
 
