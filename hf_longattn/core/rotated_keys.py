@@ -1,4 +1,9 @@
-"""Keys of a KV cache that are turned once for all later tokens, and their norms."""
+"""Keys of a KV cache that are turned once for all later tokens, and their norms.
+
+They are made of the keys that the cache holds, and serve while these are the same. Whoever keeps them finds that by the keys'
+memory and by PyTorch's count of writes, without reading a key. Writes past that count, through `.data` or NumPy, go unnoticed:
+only reading all keys again would find them, which is as much work as a token's attention.
+"""
 
 from __future__ import annotations
 

@@ -69,11 +69,10 @@ class AdaptiveTemperature(EntropyTemperature):
         """
         held = entropy if highest is None else entropy.clamp(max=highest)
         if low is not None:
-            held = torch.nn.functional.threshold(held, self.threshold, low)
-        value = coefficients[0].expand_as(held)
-        if len(coefficients) > 1:
-            value = torch.add(coefficients[1], held, alpha=self.coefficients[0])
-        for coefficient in coefficients[2:]:
+            held = torch.threshold(held, self.threshold, low)
+        constant, *others = coefficients
+        value = torch.add(others[0], held, alpha=self.coefficients[0]) if others else constant.expand_as(held)
+        for coefficient in others[1:]:
             value = torch.addcmul(coefficient, value, held)
         value = value.clamp(min=1)
         return value if low is not None else value.masked_fill(entropy <= self.threshold, 1.0)
