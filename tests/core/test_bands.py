@@ -228,6 +228,16 @@ def test_refused_with_a_reason(config: LongAttnConfig, options: dict[str, Any], 
         attend(call)
 
 
+def test_dropout_is_never_left_out() -> None:
+    """sdpa drops pairs, under a mask too, where parts would not."""
+    query, key, value = (x.float() for x in inputs(q=40, k=40))
+    for rows in (causal(40), causal(40).narrowed(torch.full((1, 40), 3), None)):
+        call = Call(query, key, value, CASES["infoscale"].for_layer(0), rows, 1.0, backend="fused", dropout=0.99)
+        assert plan_of(call).kernel == "fused"
+        torch.manual_seed(0)
+        assert (attend(call) == 0).all(-1).float().mean() > 0.3
+
+
 def test_an_output_that_no_gradient_comes_to_has_gradients_of_zero() -> None:
     """As behind quantised layers whose backward pass gives none."""
 

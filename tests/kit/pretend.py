@@ -242,7 +242,6 @@ def device() -> Iterator[Device]:
     forward, backward = seen.program("attention", _attention), seen.program("gradients", _gradients, lambda *_: 3)
     attention = operators.attention_function(
         "triton",
-        KernelCall,
         lambda call: forward(*operators.flatten(call)),
         lambda call, *given: backward(given, *operators.flatten(call)),
     )

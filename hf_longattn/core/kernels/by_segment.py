@@ -156,22 +156,18 @@ def _tempered(call: KernelCall, factor: Tensor) -> KernelCall:
     return call if call.spec.gain is None else call._replace(spec=dataclasses.replace(call.spec, bias_scale=factor))
 
 
-def _log_shares(results: list[Result], sinks: Tensor | None) -> Tensor:
-    """The logarithm of each segment's share of a row's probability, last the sink's: (segments, batch, heads, q_len), finite.
+def merge_outputs(results: list[Result], sinks: Tensor | None = None) -> Tensor:
+    """The output over all segments from those over each, by their logsumexps: out = Σ share out_segment; a sink's is 0.
 
     Fully masked rows without a sink share evenly.
     """
-    lse = [lse for _, lse, _ in results]
+    out, lse, _ = results[0]
+    if len(results) == 1:
+        return out if sinks is None else out * torch.sigmoid(lse.clamp(min=MASK_VALUE) - sinks[:, None])[..., None]
+    each = [lse for _, lse, _ in results]
     if sinks is not None:
-        lse.append(sinks.to(lse[0])[:, None].expand_as(lse[0]))
-    return torch.log_softmax(torch.stack(lse).clamp(min=MASK_VALUE), 0)
-
-
-def merge_outputs(results: list[Result], sinks: Tensor | None = None) -> Tensor:
-    """The output over all segments from those over each, by their logsumexps: out = Σ share out_segment; a sink's is 0."""
-    if len(results) == 1 and sinks is None:
-        return results[0][0]
-    shares = _log_shares(results, sinks).exp()
+        each.append(sinks.to(lse)[:, None].expand_as(lse))
+    shares = torch.softmax(torch.stack(each).clamp(min=MASK_VALUE), 0)
     return sum(share[..., None] * out for share, (out, _, _) in zip(shares, results, strict=False))  # type: ignore[return-value]
 
 
@@ -179,7 +175,7 @@ def merge_entropies(results: list[Result]) -> Tensor:
     """The entropy over all segments, H = Σ share (H_segment - ln share)."""
     if len(results) == 1:
         return results[0][2]
-    shares = _log_shares(results, None)
+    shares = torch.log_softmax(torch.stack([lse for _, lse, _ in results]).clamp(min=MASK_VALUE), 0)
     merged = (shares.exp() * (torch.stack([entropy for _, _, entropy in results]) - shares)).sum(0)
     visible = torch.stack([lse for _, lse, _ in results]).amax(0) > MASK_VALUE
     return torch.where(visible, merged, 0.0)

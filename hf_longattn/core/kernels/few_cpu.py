@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..plan import AttentionPlan, Segment
 from ..rotated_keys import AHEAD, WORTH, Keep, RotatedKeys
+from .by_segment import merge_outputs
 from .kernel import MASK_VALUE, entropy
 from .sdpa import few, few_queries
 
@@ -258,10 +259,7 @@ class FewOnCPU:
         if self.temper is not None:
             logits = self._by_entropy(logits, query.shape, sinks is not None)
         out = self._averaged(torch.softmax(logits, -1), value.to(self.wide)).view(*query.shape[:3], -1)
-        if sinks is None:
-            return out
-        lse = logits.logsumexp(-1).view(*query.shape[:3])
-        return out.mul_(torch.sigmoid(lse - sinks[:, None])[..., None])
+        return out if sinks is None else merge_outputs([(out, logits.logsumexp(-1).view(query.shape[:3]), logits)], sinks)
 
     def _streamed(
         self,
@@ -280,22 +278,12 @@ class FewOnCPU:
             rows = rows * factor
         elif factor is not None:
             scaling *= factor
-        each = self._turned(rows.reshape(-1, *self.rows))
-        outs, lses = [], [] if sinks is None else [sinks.view(1, -1, 1, 1)]
+        each, results = self._turned(rows.reshape(-1, *self.rows)), []
         for i, (own, seen, mask) in enumerate(zip(each, self._cut(value), self.masks, strict=True)):
             own = own[..., : self.rows[1]].to(query.dtype).unflatten(0, key.shape[:2])
-            keys = self._keys(i, key, made, self.fold is not None)
-            out, lse = few(own, keys, seen, mask, scaling)
-            outs.append(out.reshape(*query.shape[:3], -1))
-            lses.append(lse.reshape(*query.shape[:3], 1))
-        if len(outs) == 1:
-            joined = outs[0] if sinks is None else outs[0] * torch.sigmoid(lses[1] - lses[0])
-        else:
-            shares = torch.softmax(torch.cat([lse.expand(*query.shape[:3], 1) for lse in lses], -1), -1)[
-                ..., -len(outs) :
-            ].unbind(-1)
-            joined = functools.reduce(torch.add, (share[..., None] * out for share, out in zip(shares, outs, strict=True)))
-        return joined
+            out, lse = few(own, self._keys(i, key, made, self.fold is not None), seen, mask, scaling)
+            results.append((out.reshape(*query.shape[:3], -1), lse.reshape(query.shape[:3]), lse))
+        return merge_outputs(results, sinks)
 
     def _logits(self, query: Tensor, key: Tensor, factor: float | Tensor | None, made: RotatedKeys | None) -> Tensor:
         """(batch * kv_heads, group * q_len, keys) from score to temperature by length; 0 outside of all segments."""

@@ -32,7 +32,7 @@ Pieces: TypeAlias = "list[bands.Part] | AttentionLayout"
 
 def prepare(plan: AttentionPlan) -> BySegment:
     """sdpa of a plan that is one, else the parts of all segments."""
-    if plan.is_product and (plan.rows.plain is not None or _not_in_parts(plan) is not None):
+    if plan.is_product and (plan.rows.plain is not None or plan.dropout or _not_in_parts(plan) is not None):
         return BySegment(plan, sdpa.run)
     return BySegment(plan, run, wide=True, joined=joined, product=sdpa.run)
 
@@ -50,16 +50,6 @@ def _not_in_parts(plan: AttentionPlan) -> str | None:
     if rows.allowed is not None and (known or not rows.hides_tokens):  # else it shows when it runs: see `_fits`
         return "the rows are masked, which only the other backends compute"
     return sdpa.why_not(plan.query, plan.value)
-
-
-def run(call: KernelCall) -> Result:
-    """Compute one segment: its output, or without values its entropy."""
-    flat = operators.flatten(call)
-    if not readable(call.query):
-        out, lse, entropy = _operator(*flat)
-    else:
-        out, lse, entropy = _function(*flat) if operators.taped(call) else _attend(call)
-    return out, lse if call.with_lse else lse.new_zeros(0), entropy
 
 
 def joined(calls: list[KernelCall], sinks: Tensor | None) -> Tensor:
@@ -263,40 +253,38 @@ def _fits(call: KernelCall) -> bool:
 
 def _attend(call: KernelCall) -> Result:
     """The entropy is lse - scaling q . (sum_j p_j k_j): attention whose values are its keys."""
-    with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
-        if not _fits(call):
-            return Blocks(call).attend()
-        out, lse = _output([bands.parts(call)], [call.spec.scaling], None, call.value, call.query, call.key)
-        entropy = lse.new_zeros(0)
-        if call.with_entropy:
-            top = lse.masked_fill(lse == float("-inf"), 0.0)
-            entropy = (top - call.spec.scaling * (call.query.to(out.dtype) * out).sum(-1)).clamp_(min=0.0)
-        return call.query.new_zeros(0) if call.value is None else out.to(call.query.dtype), lse, entropy
+    if not _fits(call):
+        return Blocks(call).attend()
+    out, lse = _output([bands.parts(call)], [call.spec.scaling], None, call.value, call.query, call.key)
+    entropy = lse.new_zeros(0)
+    if call.with_entropy:
+        top = lse.masked_fill(lse == float("-inf"), 0.0)
+        entropy = (top - call.spec.scaling * (call.query.to(out.dtype) * out).sum(-1)).clamp_(min=0.0)
+    return call.query.new_zeros(0) if call.value is None else out.to(call.query.dtype), lse, entropy
 
 
 def _gradients(
     call: KernelCall, d_out: Tensor, d_lse: Tensor | None, d_entropy: Tensor | None, out: Tensor, lse: Tensor, entropy: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
-        if not _fits(call):
-            return Blocks(call).gradients(d_out, d_lse, d_entropy, out, lse, entropy)
-        delta = torch.zeros_like(lse)
-        if call.value is not None:
-            d_out, out = d_out.to(lse.dtype), out.to(lse.dtype)
-            delta += (d_out * out).sum(-1)
-        elif d_entropy is None:
-            d_out = torch.zeros_like(call.query, dtype=lse.dtype)
-        else:  # that of a logit is -p (logit - its mean): values are keys, and what an output's gradient would be is known
-            d_out = -call.spec.scaling * d_entropy[..., None] * call.query.to(lse.dtype)
-            delta -= d_entropy * (lse.masked_fill(lse == float("-inf"), 0.0) - entropy)
-        if call.value is None or d_lse is not None:
-            delta = delta if d_lse is None else delta - d_lse
-            d_out, out = _with_product(d_out, delta)
-        sides = call.query, call.key
-        d_value, d_sides = _input_gradients([bands.parts(call)], [call.spec.scaling], (d_out, out, lse), call.value, sides)
-        d_query, d_key = (d.to(x.dtype).contiguous() for d, x in zip(d_sides, sides, strict=True))
-        d_value = lse.new_zeros(0) if call.value is None else d_value.to(call.value.dtype).contiguous()
-        return d_query, d_key, d_value, lse.new_zeros(0), lse.new_zeros(0)
+    if not _fits(call):
+        return Blocks(call).gradients(d_out, d_lse, d_entropy, out, lse, entropy)
+    delta = torch.zeros_like(lse)
+    if call.value is not None:
+        d_out, out = d_out.to(lse.dtype), out.to(lse.dtype)
+        delta += (d_out * out).sum(-1)
+    elif d_entropy is None:
+        d_out = torch.zeros_like(call.query, dtype=lse.dtype)
+    else:  # that of a logit is -p (logit - its mean): values are keys, and what an output's gradient would be is known
+        d_out = -call.spec.scaling * d_entropy[..., None] * call.query.to(lse.dtype)
+        delta -= d_entropy * (lse.masked_fill(lse == float("-inf"), 0.0) - entropy)
+    if call.value is None or d_lse is not None:
+        delta = delta if d_lse is None else delta - d_lse
+        d_out, out = _with_product(d_out, delta)
+    sides = call.query, call.key
+    d_value, d_sides = _input_gradients([bands.parts(call)], [call.spec.scaling], (d_out, out, lse), call.value, sides)
+    d_query, d_key = (d.to(x.dtype).contiguous() for d, x in zip(d_sides, sides, strict=True))
+    d_value = lse.new_zeros(0) if call.value is None else d_value.to(call.value.dtype).contiguous()
+    return d_query, d_key, d_value, lse.new_zeros(0), lse.new_zeros(0)
 
 
 def _with_product(d_out: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
@@ -312,8 +300,8 @@ def _with_product(d_out: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     return d_out, unit * (delta[..., None] / largest / unit.square().sum(-1, keepdim=True).clamp(min=1.0))
 
 
-_operator = operators.attention_operator("fused", KernelCall, _attend, _gradients)
-_function = operators.attention_function("fused", KernelCall, _attend, _gradients)
+#: One segment: its output, or without values its entropy.
+run = operators.attention("fused", _attend, _gradients)
 
 
 def _preferred(plan: AttentionPlan) -> bool:

@@ -91,8 +91,8 @@ class Kernel:
     """One way to compute a plan, and what it can compute; a file with a `KERNEL`.
 
     Args:
-        prepare: makes of a plan what computes its layers.
-        lacks: those of STAGES that it cannot compute.
+        prepare: from a plan to the computation of its layers.
+        lacks: names of STAGES that it cannot compute.
         queries: how many it takes at most; None: any number.
         why_not: the reason why it cannot compute a plan exactly beyond that, or None.
         preferred: whether "auto" takes it for a plan that it can compute, in `attend.KERNELS`' order; None: by name alone.

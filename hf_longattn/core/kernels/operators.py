@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 
-from ..tracing import keepable
+from ..tracing import keepable, readable
+from .kernel import KernelCall, Result
 
 T = TypeVar("T")
 #: The arguments of a call that have gradients.
@@ -86,31 +87,52 @@ def _no_second(name: str, *arguments: Any) -> Any:
     raise NotImplementedError(NO_SECOND.format(name))
 
 
-def attention_operator(
-    name: str,
-    kind: type,
-    forward: Callable[[Any], tuple[Tensor, Tensor, Tensor]],
-    gradients: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]],
-) -> Any:
-    """A kernel as an operator that graphs and autograd know.
+#: From a call to output, logsumexp and entropy (empty unless asked for).
+Forward: TypeAlias = Callable[[KernelCall], Result]
+#: From a call, the gradients of those three (None for an entropy not asked for) and the three themselves to the gradients of
+#: DIFFERENTIABLE, empty where the call has none.
+Gradients: TypeAlias = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
 
-    Args:
-        kind: of its call, with at least query, key, value, spec and with_entropy.
-        forward: from a call to output, logsumexp and entropy (empty unless asked for).
-        gradients: from a call, the gradients of those three (None for an entropy not asked for) and the three themselves to
-            those of DIFFERENTIABLE, empty where the call has none.
+
+def attention(name: str, forward: Forward, gradients: Gradients) -> Callable[..., Result]:
+    """A kernel in graphs and outside: a function of a call, and of another `Forward` for calls without gradients.
+
+    Computes in the dtypes that it is given, under autocast too.
     """
-    arguments, results = schema(kind), "(Tensor, Tensor, Tensor)"
+
+    def compute(call: KernelCall, plain: Forward = forward) -> Result:
+        with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
+            return plain(call)
+
+    def differentiate(call: KernelCall, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
+            return gradients(call, *given)
+
+    operator, function = attention_operator(name, compute, differentiate), attention_function(name, compute, differentiate)
+
+    def run(call: KernelCall, plain: Forward = forward) -> Result:
+        if not readable(call.query):
+            out, lse, entropy = operator(*flatten(call))
+        else:
+            out, lse, entropy = function(*flatten(call)) if taped(call) else compute(call, plain)
+        return out, lse if call.with_lse else lse.new_zeros(0), entropy
+
+    return run
+
+
+def attention_operator(name: str, forward: Forward, gradients: Gradients) -> Callable[..., Result]:
+    """A kernel as an operator that graphs and autograd know."""
+    arguments, results = schema(KernelCall), "(Tensor, Tensor, Tensor)"
     operator = torch.library.custom_op(
         f"hf_longattn::{name}",
-        lambda *flat: forward(rebuild(kind, iter(flat))),
+        lambda *flat: forward(rebuild(KernelCall, iter(flat))),
         mutates_args=(),
         schema=f"({arguments}) -> {results}",
     )
 
     @operator.register_fake
     def _(*flat):  # type: ignore[no-untyped-def]
-        call: Any = rebuild(kind, iter(flat))
+        call = rebuild(KernelCall, iter(flat))
         query, value, shape = call.query, call.value, call.query.shape[:-1]
         out = query.new_empty((0,) if value is None else (*shape, value.shape[-1]))
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -123,11 +145,11 @@ def attention_operator(
         f"{arguments}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     )
     def backward(d_out, d_lse, d_entropy, out, lse, entropy, *flat):  # type: ignore[no-untyped-def]
-        return gradients(rebuild(kind, iter(flat)), d_out, d_lse, d_entropy, out, lse, entropy)
+        return gradients(rebuild(KernelCall, iter(flat)), d_out, d_lse, d_entropy, out, lse, entropy)
 
     @backward.register_fake
     def _(d_out, d_lse, d_entropy, out, lse, entropy, *flat):  # type: ignore[no-untyped-def]
-        call: Any = rebuild(kind, iter(flat))
+        call = rebuild(KernelCall, iter(flat))
         d_query, d_key, d_value = (
             call.key.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
             for x in (call.query, call.key, call.value)
@@ -137,31 +159,26 @@ def attention_operator(
 
     def differentiate(ctx: Any, *d: Any) -> tuple[Tensor | None, ...]:
         out, lse, entropy, *flat = kept(ctx)
-        return by_argument(kind, flat, backward(*_asked(kind, flat, *d, out, lse, entropy), *flat))
+        return by_argument(flat, backward(*_asked(flat, *d, out, lse, entropy), *flat))
 
     operator.register_autograd(differentiate, setup_context=save)
     return operator
 
 
-def attention_function(
-    name: str,
-    kind: type,
-    forward: Callable[[Any], tuple[Tensor, Tensor, Tensor]],
-    gradients: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]],
-) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+def attention_function(name: str, forward: Forward, gradients: Gradients) -> Callable[..., Result]:
     """`attention_operator` outside of graphs, where torch.func takes gradients of a Function, but not of an operator."""
 
-    def compute(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return forward(rebuild(kind, iter(flat)))
+    def compute(*flat: Any) -> Result:
+        return forward(rebuild(KernelCall, iter(flat)))
 
     def backward(*arguments: Any) -> tuple[Tensor | None, ...]:
         given, flat = arguments[:6], arguments[6:]
-        return by_argument(kind, flat, gradients(rebuild(kind, iter(flat)), *_asked(kind, flat, *given)))
+        return by_argument(flat, gradients(rebuild(KernelCall, iter(flat)), *_asked(flat, *given)))
 
     return functools.partial(Function.apply, name, compute, backward)
 
 
-def taped(call: Any) -> bool:
+def taped(call: KernelCall) -> bool:
     """Tell whether autograd or a transform of torch.func is to see the computation of a call."""
     tensors = (call.query, call.key, call.value, call.spec.row_scale, call.spec.bias_scale)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -182,15 +199,15 @@ def kept(ctx: Any) -> list[Any]:
     return [*tensors[:first], *arguments]
 
 
-def _asked(kind: type, flat: Sequence[Any], *given: Any) -> tuple[Any, ...]:
+def _asked(flat: Sequence[Any], *given: Any) -> tuple[Any, ...]:
     """Drop the gradient of an entropy that a call did not ask for; given: gradients of the results, and the results."""
-    asked = flat[names(kind).index("with_entropy")]
+    asked = flat[names(KernelCall).index("with_entropy")]
     return (*given[:2], given[2] if asked else None, *given[3:])
 
 
-def by_argument(kind: type, flat: Sequence[Any], results: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+def by_argument(flat: Sequence[Any], results: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     """The gradient of every argument from those of DIFFERENTIABLE, None where there is none."""
-    call = dict(zip(names(kind), flat, strict=True))
+    call = dict(zip(names(KernelCall), flat, strict=True))
     gradients = {
         name: d.to(call[name].dtype) for name, d in zip(DIFFERENTIABLE, results, strict=True) if call[name] is not None
     }

@@ -24,7 +24,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..geometry import AttentionLayout
 from ..plan import Operand
-from ..tracing import readable
 from . import operators, parts, sdpa, tiles
 from .by_segment import BySegment
 from .kernel import MARGIN, Kernel, KernelCall, KernelFailure, Result
@@ -56,13 +55,9 @@ def run(call: KernelCall) -> Result:
     if gain is not None and bias is not None and smooth and gain.shape[-1] >= call.kv_len + query.shape[2] + MARGIN:
         fits = _fits if torch.compiler.is_compiling() else _cached_fits
         spec = dataclasses.replace(spec, far=fits(gain, bias, query.dtype != torch.float32))
-    tensors = (query, call.key, call.value, spec.row_scale, spec.bias_scale)
-    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     seed = torch.randint(1 << 62, (), device=query.device) if call.dropout else None
     rows = AttentionLayout(rows.index, rows.allowed, rows.query_ids, rows.key_ids)
-    own = call._replace(rows=rows, spec=spec, seed=seed, with_lse=call.with_lse or grad)
-    out, lse, entropy = _triton(*operators.flatten(own)) if grad or not readable(query) else _forward(own)
-    return out, lse if call.with_lse else lse.new_empty(0), entropy
+    return _run(call._replace(rows=rows, spec=spec, seed=seed))
 
 
 # Tables as polynomials -----------------------------------------------------------------------------------------------
@@ -403,7 +398,7 @@ def gradients(
     return d_query, d_key, d_value, d_row_scale, d_bias_scale
 
 
-_triton = operators.attention_operator("triton", KernelCall, _forward, gradients)
+_run = operators.attention("triton", _forward, gradients)
 
 KERNEL = Kernel(
     "triton",
