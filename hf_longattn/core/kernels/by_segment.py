@@ -98,7 +98,8 @@ class BySegment:
         if joined is not None and readable(query):
             return joined(calls, sinks)
         each = (call._replace(with_lse=joins) for call in calls)
-        return merge_outputs([run(call if wide else _rounded(call, value.dtype)) for call in each], sinks)
+        results = [run(call if wide else _rounded(call, value.dtype)) for call in each]
+        return merge_outputs(results, None if sinks is None else sinks.clamp(min=MASK_VALUE))
 
     def calls(self, query: Tensor, key: Tensor, value: Tensor, factor: float | Tensor | None) -> list[KernelCall]:
         """Make a kernel call of each segment, with positions, score and temperature by length, but none by entropy."""
@@ -160,10 +161,13 @@ def merge_outputs(results: list[Result], sinks: Tensor | None = None) -> Tensor:
     """The output over all segments from those over each, by their logsumexps: out = Σ share out_segment; a sink's is 0.
 
     Fully masked rows without a sink share evenly.
+
+    Args:
+        sinks: (heads,), finite.
     """
     out, lse, _ = results[0]
     if len(results) == 1:
-        return out if sinks is None else out * torch.sigmoid(lse.clamp(min=MASK_VALUE) - sinks[:, None])[..., None]
+        return out if sinks is None else out * torch.sigmoid(lse - sinks[:, None])[..., None]
     each = [lse for _, lse, _ in results]
     if sinks is not None:
         each.append(sinks.to(lse)[:, None].expand_as(lse))

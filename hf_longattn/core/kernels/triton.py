@@ -2,7 +2,7 @@
 
 The plan is FlashAttention-2's: one program for a block of query rows, keys in tiles, an online softmax; the backward pass
 recomputes tiles from the logsumexp, once by rows (d_query) and once by columns (d_key, d_value), so that nothing is added
-atomically and results repeat exactly. Our own is the map L = x gain_t C(S) + y bias_t. Near the diagonal its tables are
+atomically and results repeat exactly. On top comes the map L = x gain_t C(S) + y bias_t. Near the diagonal its tables are
 looked up pair by pair. Farther off they are smooth: a polynomial of the distance serves a whole tile. Where which degree
 becomes exact enough for the dtype is measured on the tables themselves, once.
 
