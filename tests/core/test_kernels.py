@@ -653,7 +653,7 @@ def test_a_temperature_by_entropy_over_many_rows(case: str, backend: str, monkey
     """By two fused passes where logits are products over plain rows, else by whole rows in blocks."""
     monkeypatch.setattr(tiles, "ROW_ELEMENTS", 1 << 12)
     calls: set[str] = set()
-    for place, name in ((fused, "_attend"), (tiles.Tile, "tempered")):
+    for place, name in ((fused, "_output"), (tiles.Tile, "tempered")):
         before = getattr(place, name)
 
         def noting(*arguments: Any, own: Any = before, name: str = name) -> Any:
@@ -664,7 +664,7 @@ def test_a_temperature_by_entropy_over_many_rows(case: str, backend: str, monkey
     q, k, v = torch.randn(1, 4, 300, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16)
     want = reference_attention(q.double(), k.double(), v.double(), CASES[case])
     close(hf_longattn.attention(q, k, v, CASES[case], backend=backend), want.float(), 2e-5)
-    assert calls == {"_attend" if (case, backend) == ("adaptive_temperature", "auto") else "tempered"}
+    assert calls == {"_output" if (case, backend) == ("adaptive_temperature", "auto") else "tempered"}
 
 
 @pytest.mark.parametrize("heads", [(4, 1), (6, 3), (6, 6)])
