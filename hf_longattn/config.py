@@ -1,4 +1,4 @@
-"""What to change inside softmax attention, as plain data: no tensors, no models.
+"""The description of modified softmax attention, as plain data: no tensors, no models.
 
 A `LongAttnConfig` has seven independent slots, applied in this order to every attention call:
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .slots.base import KeyBands, LogitMap, OutputNorm, Positions, Score, Sink, Temperature, Visibility
 
 #: All but the first and the last are files in core/kernels, in the order in which "auto" asks them.
-BACKENDS = ("auto", "sdpa", "flash", "bands", "triton", "tiled", "reference")
+BACKENDS = ("auto", "fused", "triton", "tiled", "reference")
 FORMAT_VERSION = 1
 
 #: The name that stands for "whatever the config says", for combinations that have no name of their own.
@@ -105,7 +105,7 @@ class LongAttnConfig:
         return (self,)
 
     def of_layer(self, layer: int) -> LongAttnConfig | None:
-        """Of `each` the one that takes a layer by its number; which layers a word leaves out (windows), a model knows."""
+        """The one of `each` that takes a layer, by its number; which layers a word leaves out (windows), a model knows."""
         return self if isinstance(self.layers, str) or layer in self.layers else None
 
     @property
@@ -115,7 +115,7 @@ class LongAttnConfig:
 
     @property
     def strength(self) -> float | None:
-        """That of the logit map; None where parts may differ in it."""
+        """The strength of the logit map; None where parts may differ in it."""
         return getattr(self.logit_map, "strength", 1.0)
 
     @property
@@ -130,12 +130,12 @@ class LongAttnConfig:
 
     @property
     def identity_below(self) -> float:
-        """How many tokens a text may have for the config to change nothing in it (see `Method.identity_below`)."""
+        """The number of tokens up to which the config changes nothing in a text (see `Method.identity_below`)."""
         return min((m.identity_below for m in self.methods), default=math.inf)
 
     @property
     def uses_train_length(self) -> bool:
-        """Whether a method depends on the length that the model was trained at."""
+        """True if a method depends on the length that the model was trained at."""
         return bool(self.key_bands) or any(hasattr(m, "train_length") for m in self.methods)
 
     @property
@@ -301,7 +301,7 @@ class LongAttnConfig:
         return dataclasses.replace(self, extended_to=length)
 
     def _farther(self) -> str:
-        """What takes the methods that limit the reach farther, of the parameters that they have."""
+        """Say which parameters take the methods that limit the reach farther."""
         limiting = [m for m in self.key_bands if m.remaps and m.reach(self.train_length or 0) == self.reach]
         names = {f.name for m in limiting for f in dataclasses.fields(m)}
         ways = [f"raise {name}" for name in ("stretch", "group", "factor", "shift") if name in names]
@@ -411,7 +411,7 @@ class PerLayerConfig(LongAttnConfig):
         return PerLayerConfig(parts=tuple(x.bind(facts) for x in self.parts))._extended(self.extended_to)
 
     def for_layer(self, layer: int) -> LongAttnConfig:
-        """Its part, as that uses it."""
+        """The config of the part that takes the layer."""
         return (self.of_layer(layer) or LongAttnConfig()).for_layer(layer)
 
 
@@ -464,7 +464,7 @@ def refuse_twice(text: str, said: Mapping[str, Any], beside: Mapping[str, Any]) 
 
 
 def _method_in(slot: str, value: Any) -> Method | None:
-    """What a slot is given as: a method, its dict form, or None."""
+    """Make the method of a slot from a method, its dict form, or None."""
     if isinstance(value, Mapping):
         if not isinstance(value.get("name"), str):
             raise ValueError(f"{slot} is given as a dict without a 'name', which is a word")

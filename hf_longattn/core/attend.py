@@ -1,4 +1,4 @@
-"""From a config and tensors to one kernel: the public attention function."""
+"""The public attention function: finds or makes the plan of a call, and its kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..config import BACKENDS, LongAttnConfig, check_config
 from .call import Call
 from .geometry import AttentionLayout, check_mask, check_positions, check_shapes
-from .kernels import dense, few
+from .kernels import few
 from .kernels.kernel import Kernel, KernelFailure
 from .lower import lower
 from .plan import PLANS, AttentionPlan, plan_key, plans
@@ -20,8 +20,8 @@ from .rotary import Rotation
 from .stages import finish
 from .tracing import readable, shareable
 
-#: Every kernel by its name, in the order in which "auto" asks them; the first two are for few queries, and no backends.
-KERNELS: dict[str, Kernel] = {"dense": dense.KERNEL, "few": few.KERNEL}
+#: Every kernel by its name, in the order in which "auto" asks them; the first is for few queries, and no backend.
+KERNELS: dict[str, Kernel] = {"few": few.KERNEL}
 KERNELS |= {name: import_module(f".kernels.{name}", __package__).KERNEL for name in BACKENDS[1:-1]}
 
 
@@ -53,8 +53,8 @@ def attention(
         position_ids: int64 (batch or 1, length), growing: distances are then differences of positions (skip-wise training).
         sink_logits: (heads,), the model's learned sinks: exp(sink) is one more term in the denominator of every softmax,
             beside that of a method; no method acts on it.
-        backend: "auto" takes `config.backend`, and then sdpa where it is exact, bands of fused
-            kernels where they are, Triton on CUDA, else the tiled kernel; any other name insists.
+        backend: "auto" takes `config.backend`, and then PyTorch's fused kernels where they are exact, Triton on CUDA,
+            else the tiled kernel; any other name insists.
 
     Returns:
         (batch, heads, q_len, head_dim) in the dtype of query; fully masked rows are 0, before any output norm.
@@ -124,13 +124,13 @@ def plan_of(call: Call) -> AttentionPlan:
 def chosen(plan: AttentionPlan) -> AttentionPlan:
     """The plan with the kernel that "auto" means for it, or the one asked for; ValueError where that one cannot be exact.
 
-    Few queries are "dense" where "bands" or "tiled" is asked for, too.
+    On a CPU few queries are "few" where "fused" or "tiled" is asked for, too.
     """
     asked = plan.asked
     if asked == "auto":
         name = _preferred(plan)
-    elif asked in ("bands", "tiled") and KERNELS["dense"].refuses(plan) is None:
-        name = "dense"
+    elif asked in ("fused", "tiled") and plan.query.device.type == "cpu" and KERNELS["few"].refuses(plan) is None:
+        name = "few"
     elif (reason := KERNELS[asked].refuses(plan)) is not None:
         raise ValueError(f"backend {asked!r} cannot compute this call: {reason}; use backend='auto'")
     else:

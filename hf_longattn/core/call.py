@@ -1,4 +1,4 @@
-"""One attention call: what goes from a layer to a kernel, in one object."""
+"""One attention call of one layer, as one object."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Call:
 
     @property
     def kv_len(self) -> int:
-        """How many keys a row may see at most."""
+        """The number of keys of the call."""
         return self.key.shape[2]
 
     @property
@@ -68,12 +68,12 @@ class Call:
 
     @property
     def cache(self) -> TableCache:
-        """Where its tables are kept."""
+        """The cache in which its tables are kept."""
         return SHARED if self.tables is None else self.tables
 
     @property
     def trains(self) -> bool:
-        """Whether gradients may be asked for, of tensors or of learned parts."""
+        """True if gradients may be asked for, of tensors or of learned parts."""
         if not torch.is_grad_enabled():
             return False
         parts = [getattr(part, "func", part) for part in (self.learned or {}).values()]  # of some heads: partials

@@ -67,7 +67,7 @@ class AttentionLayout:
     _host: weakref.ref[AttentionLayout] | None = field(default=None, repr=False, compare=False)  # which keeps these
 
     def on(self, device: torch.device) -> AttentionLayout:
-        """The same rows on a device; one copy for all layers."""
+        """Move the rows to a device; one copy for all layers."""
         rows: AttentionLayout = self if self.index.device == device else self.once(device, lambda: self._moved(device))
         return rows
 
@@ -83,7 +83,7 @@ class AttentionLayout:
 
     @property
     def host(self) -> AttentionLayout:
-        """These rows where the host made them; themselves if it did not."""
+        """The rows as the host made them, of which these are a copy; else themselves."""
         return (None if self._host is None else self._host()) or self
 
     @property
@@ -94,11 +94,11 @@ class AttentionLayout:
 
     @property
     def hides_tokens(self) -> bool:
-        """Whether queries and keys are the same tokens and `allowed` hides some from all of them."""
+        """True if queries and keys are the same tokens and `allowed` hides some from all of them."""
         return self.allowed is not None and self.allowed.shape[-2] == 1 and self.allowed.shape[-1] == self.index.shape[1]
 
     def simplified(self, kv_len: int) -> AttentionLayout:
-        """The same rows without a mask that hides no more than the intervals, and positions that count as indices do.
+        """Drop a mask that hides no more than the intervals, and positions that count as indices do.
 
         For rows that were made where nothing could be read; reads the device.
         """
@@ -139,14 +139,14 @@ class AttentionLayout:
         return rows.at(rows.query_positions(), rows.key_positions(kv_len))
 
     def at(self, query_ids: Tensor, key_ids: Tensor) -> AttentionLayout:
-        """The same rows with explicit positions, int64 (batch or 1, q_len) and (batch or 1, kv_len)."""
+        """Give the rows explicit positions, int64 (batch or 1, q_len) and (batch or 1, kv_len)."""
         batch = max(self.index.shape[0], query_ids.shape[0], key_ids.shape[0])
         return AttentionLayout(
             self.index.expand(batch, -1, -1), self.allowed, query_ids, key_ids, self.query_axes, self.key_axes
         )
 
     def by_axis(self, query_axes: Tensor, key_axes: Tensor) -> AttentionLayout:
-        """The same rows of tokens that have several positions each; reads the device."""
+        """Give the rows' tokens several positions each; reads the device."""
         batch, kv_len = max(self.index.shape[0], query_axes.shape[1], key_axes.shape[1]), key_axes.shape[2]
         rows = AttentionLayout(
             self.index.expand(batch, -1, -1), self.allowed, self.query_ids, self.key_ids, query_axes, key_axes
@@ -157,7 +157,7 @@ class AttentionLayout:
         return rows.masked(rows.visible(kv_len)) if bool(falls.any()) else rows  # bands are no intervals of keys then
 
     def masked(self, allowed: Tensor) -> AttentionLayout:
-        """The same rows under one more mask, bool, broadcastable to (batch, heads, q_len, kv_len)."""
+        """Put the rows under one more mask, bool, broadcastable to (batch, heads, q_len, kv_len)."""
         allowed = allowed if self.allowed is None else self.allowed & allowed
         return dataclasses.replace(self, allowed=allowed, _known={}, _host=None)
 
@@ -171,7 +171,7 @@ class AttentionLayout:
 
     @functools.cached_property
     def extent(self) -> int:
-        """How many tokens the longest text has at least: more than each position, and than each row sees; reads the device."""
+        """A number of tokens that the longest text has: more than each position, and than each row sees; reads the device."""
         if self.query_ids is not None and self.key_ids is not None:
             return 1 + int(torch.maximum(self.query_ids.amax(), self.key_ids.amax()))
         query, _, start, _, high = self.columns
@@ -197,11 +197,11 @@ class AttentionLayout:
         return slice(first - begin, last + 1 - begin) if q_len in (1, last - first + 1) and first <= last else None
 
     def query_places(self) -> Tensor:
-        """Where queries are rotated: `query_axes`, or `query_positions` where each has one."""
+        """The places that queries are rotated for: `query_axes`, or `query_positions` where each has one."""
         return self.query_positions() if self.query_axes is None else self.query_axes
 
     def key_places(self, kv_len: int) -> Tensor:
-        """Where keys are rotated: `key_axes`, or `key_positions` where each has one."""
+        """The places that keys are rotated for: `key_axes`, or `key_positions` where each has one."""
         return self.key_positions(kv_len) if self.key_axes is None else self.key_axes
 
     def query_positions(self) -> Tensor:
@@ -275,7 +275,7 @@ class AttentionLayout:
         return inside[:, None] if self.allowed is None else inside[:, None] & self.allowed[..., :kv_len]
 
     def seen(self, kv_len: int) -> tuple[slice, slice] | None:
-        """From the first to the last row that sees a key by its interval, and the columns between all ends; reads the device.
+        """The rows from the first to the last that sees a key in its interval, and the columns of these; reads the device.
 
         None: no row sees any.
         """
@@ -304,7 +304,7 @@ class AttentionLayout:
         return real
 
     def take(self, rows: Tensor) -> AttentionLayout:
-        """Some of the rows by their numbers, int64 (n,)."""
+        """Take some of the rows by their numbers, int64 (n,)."""
         allowed = self.allowed if self.allowed is None or self.allowed.shape[-2] == 1 else self.allowed[:, :, rows]
         ids, axes = (None if x is None else x[..., rows] for x in (self.query_ids, self.query_axes))
         return AttentionLayout(self.index[:, rows], allowed, ids, self.key_ids, axes, self.key_axes)

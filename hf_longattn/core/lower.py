@@ -1,4 +1,4 @@
-"""From a call, which knows methods, to a plan, which kernels know."""
+"""Lowers a call, which knows methods, to a plan, which kernels know."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def lower(call: Call) -> AttentionPlan:
         if score.over_norms(query.new_zeros(1, query.shape[3])) is not None:
             plan.over_norms = score.over_norms  # type: ignore[assignment]
     if isinstance(config.temperature, EntropyTemperature):
-        plan.temper = config.temperature.factor
+        plan.temper = config.temperature.prepared(query.new_empty(0, dtype=plan.wide))
     elif isinstance(config.temperature, LengthTemperature):
         by_length = config.temperature.factor(plan.count.double(), query.shape[3])
         alone = by_length.numel() == 1 and "temperature" not in learned
@@ -66,7 +66,7 @@ def lower(call: Call) -> AttentionPlan:
 
 
 def segments(call: Call) -> list[Segment]:
-    """All that a call's config makes of its rows, those that see nothing too."""
+    """The segments that a call's config makes of its rows, empty ones too."""
     i = call.rows.query_positions() if call.config.key_bands else None
     named = [[((m, n), band) for n, band in enumerate(m.bands(i))] for m in call.config.key_bands]  # type: ignore[arg-type]
     # the first of a method's bands that is turned as another one is; Dynamo cannot compare functions, and keeps nothing

@@ -58,7 +58,7 @@ def plan_key(
 
 
 class Operand(NamedTuple):
-    """What is known of a layer's tensor before there is one."""
+    """Shape, dtype and device of a layer's tensor, before there is one."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -98,7 +98,7 @@ class LogitSpec:
             raise ValueError("gain and bias come together")
 
     def sharpened(self, factor: float) -> LogitSpec:
-        """The same with another scaling, made once: every layer of a decoded token asks for it."""
+        """Multiply scaling by a factor; made once, since every layer of a decoded token asks for it."""
         if (known := self._sharpened.get(factor)) is None:
             known = self._sharpened[factor] = dataclasses.replace(self, scaling=self.scaling * factor, _sharpened={})
         return known
@@ -153,7 +153,7 @@ class Segment(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class AttentionPlan:
-    """What every layer computes whose calls share rows, config, rotation and shapes.
+    """The computation of all layers whose calls share rows, config, rotation and shapes.
 
     Args:
         query, key, value: (batch, heads, q_len, head_dim), and (batch, kv_heads, kv_len, ...) twice.
@@ -210,7 +210,7 @@ class AttentionPlan:
 
     @property
     def kv_len(self) -> int:
-        """How many keys a row may see at most."""
+        """The number of keys of each call."""
         return self.key.shape[2]
 
     @property
@@ -220,18 +220,18 @@ class AttentionPlan:
 
     @property
     def has_sinks(self) -> bool:
-        """Whether anything joins the denominators."""
+        """True if anything joins the denominators."""
         return self.model_sinks or "sink" in self.names
 
     @property
     def is_product(self) -> bool:
-        """Whether a softmax of scaling q . k is all there is, under factors of rows and a score that is a product."""
+        """True if a softmax of scaling q . k is all there is, under factors of rows and a score that is a product."""
         maps = bool(self.logits.softcap) or self.logits.gain is not None or self.temper is not None
         return not (maps or self.has_sinks or self.in_segments)
 
     @property
     def in_segments(self) -> bool:
-        """Whether a method shows keys in segments."""
+        """True if a method shows keys in segments."""
         return "positions" in self.names or "visibility" in self.names
 
     @property

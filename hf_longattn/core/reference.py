@@ -5,7 +5,7 @@ Every fast path is tested against this file, which shares no stage with them: it
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ def dense_attention(call: Call) -> tuple[Tensor, Tensor]:
     else:
         if call.rotation is None:
             raise ValueError("a remap of rotary distances needs rotation=, the model's frequencies")
-        logits = scaling * remapped_scores(query, key, call.rotation, shown)
+        logits = scaling * remapped_scores(query, key, call.rotation, *shown)
     if call.softcap:
         logits = call.softcap * torch.tanh(logits / call.softcap)
     learned = dict(call.learned or {})
@@ -77,23 +77,11 @@ def dense_attention(call: Call) -> tuple[Tensor, Tensor]:
     return output.to(dtype), weights
 
 
-class RemappedDistances(NamedTuple):
-    """How far apart a remap shows queries and keys, on each axis of their positions (text has one).
-
-    Args:
-        distance: float64 (axes, batch or 1, kv_heads or 1, q_len, kv_len).
-        true: how far apart they are, int64 (axes, batch or 1, q_len, kv_len).
-        rescaled: bool (batch or 1, q_len, kv_len), the pairs that are turned by the remap's spectrum; None: there are none.
-        spectrum: from the model's frequencies to that, and a factor on what is turned by it.
-    """
-
-    distance: Tensor
-    true: Tensor
-    rescaled: Tensor | None
-    spectrum: Spectrum
+#: The last arguments of `remapped_scores`.
+Remapped: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Spectrum]
 
 
-def _banded(config: LongAttnConfig, rows: AttentionLayout, kv_len: int) -> tuple[AttentionLayout, RemappedDistances | None]:
+def _banded(config: LongAttnConfig, rows: AttentionLayout, kv_len: int) -> tuple[AttentionLayout, Remapped | None]:
     """Rows that see what the config shows, and how far away; None: as far as they are."""
     i, j = rows.query_positions()[:, :, None], rows.key_positions(kv_len)[:, None]
     if config.visibility is not None:
@@ -106,7 +94,7 @@ def _banded(config: LongAttnConfig, rows: AttentionLayout, kv_len: int) -> tuple
         distance, true = (distance[..., None] if distance.ndim == 3 else distance)[None], true[None]
     else:
         distance, true = _by_axis(remap, rows.query_axes, rows.key_axes)
-    return rows, RemappedDistances(distance.movedim(-1, 2), true, remap.rescaled(i, j), remap.spectrum)
+    return rows, (distance.movedim(-1, 2), true, remap.rescaled(i, j), remap.spectrum)
 
 
 def _by_axis(remap: KeyBands, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,27 +116,40 @@ def _by_axis(remap: KeyBands, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
     return distance, true
 
 
-def remapped_scores(query: Tensor, key: Tensor, rotation: Rotation, shown: RemappedDistances) -> Tensor:
+def remapped_scores(
+    query: Tensor,
+    key: Tensor,
+    rotation: Rotation,
+    distance: Tensor,
+    true: Tensor,
+    rescaled: Tensor | None,
+    spectrum: Spectrum,
+) -> Tensor:
     """q . k for vectors whose distances are to appear as those shown: q^T R k, pair of features by pair.
 
-    Where a remap rescales them, pairs are turned by its spectrum, and scaled.
+    Args:
+        distance: how far apart a remap shows queries and keys, on each axis of their positions (text has one): float64 (axes,
+            batch or 1, kv_heads or 1, q_len, kv_len).
+        true: how far apart they are, int64 (axes, batch or 1, q_len, kv_len).
+        rescaled: the pairs that are turned by the remap's spectrum, and scaled, bool (batch or 1, q_len, kv_len); None: none.
+        spectrum: from the model's frequencies to those, and a factor on what is turned by them.
     """
-    distance = shown.distance.repeat_interleave(query.shape[1] // shown.distance.shape[2], 2)
+    distance = distance.repeat_interleave(query.shape[1] // distance.shape[2], 2)
     q1, q2, q_rest = rotation.split(query)
     k1, k2, k_rest = rotation.split(key)
     scores = q_rest @ k_rest.transpose(-1, -2)
     frequencies = rotation.inv_freq.double()
-    rescaled, factor = frequencies, 1.0
-    if shown.rescaled is not None:
-        rescaled, factor = shown.spectrum(frequencies)
+    shown, factor = frequencies, 1.0
+    if rescaled is not None:
+        shown, factor = spectrum(frequencies)
     for f, frequency in enumerate(frequencies):
         a = 0 if len(distance) == 1 else rotation.axes[f]
-        angle = (distance[a] - shown.true[a, :, None]) * frequency
-        if shown.rescaled is not None:
-            angle = angle + shown.rescaled[:, None] * distance[a] * (rescaled[f] - frequency)
+        angle = (distance[a] - true[a, :, None]) * frequency
+        if rescaled is not None:
+            angle = angle + rescaled[:, None] * distance[a] * (shown[f] - frequency)
         cos, sin = angle.cos().to(query.dtype), angle.sin().to(query.dtype)
-        if shown.rescaled is not None:
-            cos, sin = (torch.where(shown.rescaled[:, None], factor**2 * x, x) for x in (cos, sin))
+        if rescaled is not None:
+            cos, sin = (torch.where(rescaled[:, None], factor**2 * x, x) for x in (cos, sin))
         (u, v), (x, y) = ((z[..., f, None] for z in pair) for pair in ((q1, q2), (k1, k2)))
         x, y = x.transpose(-1, -2), y.transpose(-1, -2)
         scores = scores + cos * (u * x + v * y) + sin * (u * y - v * x)

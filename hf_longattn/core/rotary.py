@@ -33,6 +33,11 @@ class Rotation:
     first: int = 0
     axis: tuple[int, ...] | None = None
 
+    @property
+    def layout(self) -> tuple[int, int, bool]:
+        """The first feature that is rotated, the number of pairs, and `interleaved`."""
+        return self.first, self.inv_freq.shape[0], self.interleaved
+
     def rotate_half(self, x: Tensor) -> Tensor:
         """Every pair (a, b) as (-b, a); what is not rotated as 0."""
         first, second, rest = self.split(x)
@@ -69,7 +74,7 @@ class Rotation:
 
 
 class RotationDelta(NamedTuple):
-    """How vectors that are rotated for where they stand are turned to where a remap shows them.
+    """A turn of vectors, which are rotated for where they stand, to where a remap shows them.
 
     Args:
         rotation: the model's; needed as soon as anything is turned.

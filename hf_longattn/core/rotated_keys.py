@@ -1,4 +1,9 @@
-"""What is made of the keys in a KV cache, once for each: keys that are turned already, and their norms."""
+"""Keys of a KV cache that are turned once for all later tokens, and their norms.
+
+They are made of the keys that the cache holds, and serve while these are the same. Whoever keeps them finds that by the keys'
+memory and by PyTorch's count of writes, without reading a key. Writes past that count, through `.data` or NumPy, go unnoticed:
+only reading all keys again would find them, which is as much work as a token's attention.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +24,13 @@ WORTH = 1024
 
 
 class RotatedKeys:
-    """What was made of the keys in one layer's cache, by column; whoever keeps it knows that these are still the same keys."""
+    """Turned keys and norms of one layer's cache, by column; whoever keeps them knows that the keys are the same still."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, tuple[Tensor, int, int]] = {}  # a buffer, the column that it begins with, and the next one
 
     def get(self, name: Hashable, columns: slice, until: int, make: Callable[[slice], Tensor]) -> Tensor:
-        """What belongs to some columns, (batch, kv_heads, columns, width).
+        """Get the vectors of some columns, (batch, kv_heads, columns, width); missing ones are made.
 
         Args:
             name: of what is made.

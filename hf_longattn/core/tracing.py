@@ -1,4 +1,4 @@
-"""Whether a tensor's values may be read, and whether what is computed from them may be kept."""
+"""Tells whether a tensor's values may be read, and whether a result computed from them may be kept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _in_its_caller(function: F) -> F:
 
 @_in_its_caller
 def readable(x: Tensor) -> bool:
-    """Whether x has values that the host may wait for: not while a graph is traced or captured, nor of fake tensors."""
+    """Tell whether the host may wait for x's values: not while a graph is traced or captured, nor of fake tensors."""
     return _is_eager(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
@@ -34,27 +34,27 @@ def _is_eager(x: Tensor) -> bool:
 
 
 def _is_fake(x: Tensor) -> bool:
-    """The same as is_fake, which takes ten times as long for the plain tensors that nearly all are."""
+    """Tell as is_fake does, which takes ten times as long, whether x is fake: nearly all tensors are plain."""
     plain = type(x) in (Tensor, torch.nn.Parameter) and torch._C._functorch.peek_interpreter_stack() is None
     return not (plain and not torch._is_functional_tensor(x)) and is_fake(x)
 
 
 @_in_its_caller
 def only_a_shape(x: Tensor) -> bool:
-    """Whether x has no values and never will, as when shapes alone pass through a model."""
+    """Tell whether x has no values and never will, as when shapes alone pass through a model."""
     tracing = torch.compiler.is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     return not tracing and (x.is_meta or is_fake(x))
 
 
 @_in_its_caller
 def keepable(x: Tensor) -> bool:
-    """Whether what is computed beside x may serve later calls: x is readable, and no transform of torch.func is at work."""
+    """Tell whether results beside x may serve later calls: x is readable, and no transform of torch.func is at work."""
     return readable(x) and torch._C._functorch.peek_interpreter_stack() is None
 
 
 @_in_its_caller
 def shareable(x: Tensor) -> bool:
-    """Whether layers of one pass may share what is computed beside x: as `keepable`, and while a CUDA graph is captured."""
+    """Tell whether layers of one pass may share results beside x: as `keepable`, and while a CUDA graph is captured."""
     return _is_eager(x) and torch._C._functorch.peek_interpreter_stack() is None
 
 
@@ -67,7 +67,7 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
 
 
 def version(x: Tensor) -> Hashable:
-    """What differs once x was written to in place: a count; of tensors made under inference_mode, without one, the values."""
+    """A mark that differs once x was written to in place: a count; of inference tensors, which have none, the values."""
     return tuple(x.tolist()) if x.is_inference() else x._version
 
 

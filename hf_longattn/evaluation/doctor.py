@@ -120,10 +120,7 @@ def installed_versions() -> Iterator[Finding]:
 
 def kernels(method: LongAttnConfig | None) -> Iterator[Finding]:
     """Backends that are not here; one that the checkpoint insists on, and cannot have, is a problem."""
-    missing = {
-        "triton": None if find_spec("triton") else "triton is not installed",
-        "flash": None if find_spec("flash_attn") or find_spec("flash_attn_interface") else "flash-attn is not installed",
-    }
+    missing = {"triton": None if find_spec("triton") else "triton is not installed"}
     insists = "auto" if method is None else method.backend
     if missing.get(insists):
         yield Finding("kernels", f"the checkpoint insists on backend {insists!r}: {missing[insists]}", PROBLEM)

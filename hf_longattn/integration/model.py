@@ -303,7 +303,7 @@ def _how(plan: LayerPlan) -> str:
         parts.append(f"not remapped: {plan.reason}")
     elif plan.rotary is not None and not plan.rotary.verified:
         parts.append("rotation verified at the first call")
-    elif plan.config is not None and plan.config.backend in ("auto", "bands", "tiled") and _turns_keys(plan.config):
+    elif plan.config is not None and plan.config.backend in ("auto", "fused", "tiled") and _turns_keys(plan.config):
         parts.append("keys in a DynamicCache turned once on a CPU")
     return ", ".join(parts)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -53,10 +53,29 @@ class AdaptiveTemperature(EntropyTemperature):
         return self.coefficients == PUBLISHED  # another model's
 
     def factor(self, entropy: Tensor) -> Tensor:
-        held = entropy
-        if self.beyond == "saturate":
-            held = entropy.clamp(max=peak(self.coefficients, self.threshold))
-        return _polynomial(self.coefficients, held).clamp(min=1).masked_fill(entropy <= self.threshold, 1.0)
+        return self.prepared(entropy)(entropy)
+
+    def prepared(self, like: Tensor) -> Callable[[Tensor], Tensor]:
+        highest = peak(self.coefficients, self.threshold) if self.beyond == "saturate" else None
+        low = unchanged(self.coefficients) if highest is None or highest > self.threshold else None
+        return functools.partial(self._factor, [like.new_full((), c) for c in self.coefficients], highest, low)
+
+    def _factor(self, coefficients: list[Tensor], highest: float | None, low: float | None, entropy: Tensor) -> Tensor:
+        """Compute the factor by Horner's rule, a step an operation: in decoding each is a kernel on a GPU.
+
+        Args:
+            highest: the entropy that higher ones are held at, or None.
+            low: what stands for entropies up to the threshold, so that the polynomial is below 1 there, or None.
+        """
+        held = entropy if highest is None else entropy.clamp(max=highest)
+        if low is not None:
+            held = torch.threshold(held, self.threshold, low)
+        constant, *others = coefficients
+        value = torch.add(others[0], held, alpha=self.coefficients[0]) if others else constant.expand_as(held)
+        for coefficient in others[1:]:
+            value = torch.addcmul(coefficient, value, held)
+        value = value.clamp(min=1)
+        return value if low is not None else value.masked_fill(entropy <= self.threshold, 1.0)
 
 
 def fit_adaptive_temperature(
@@ -107,8 +126,8 @@ def _peak(coefficients: tuple[float, ...], threshold: float) -> float:
     return float(grid[numpy.polyval(coefficients, grid).argmax()])
 
 
-def _polynomial(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
-    value: Any = coefficients[0]
-    for coefficient in coefficients[1:]:
-        value = value * x + coefficient
-    return value if len(coefficients) > 1 else torch.full_like(x, value)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def unchanged(coefficients: tuple[float, ...]) -> float | None:
+    """A number for which the polynomial is at most 0, or None."""
+    tried = (sign * 2.0**n for n in range(-1, 9) for sign in (0, -1, 1))
+    return next((x for x in tried if numpy.polyval(coefficients, x) <= 0), None)

@@ -57,5 +57,5 @@ class CosScale(Score):
 
 def _unit(x: Tensor) -> Tensor:
     """x / |x|; a zero vector stays zero. Norms in float32 at least."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return torch.nn.functional.normalize(wide, dim=-1, eps=1e-30).to(x.dtype)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    return (x / norm.clamp(min=1e-30)).to(x.dtype)

@@ -78,7 +78,7 @@ class OutputStandardise(OutputNorm):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputLayerNorm(OutputStandardise):
-    """The same with a learned weight (from 1) and bias (from 0) per feature: y = deviation (γ x̂ + β) + mean.
+    """`OutputStandardise` with a learned weight (from 1) and bias (from 0) per feature: y = deviation (γ x̂ + β) + mean.
 
     Li et al., "On Vanishing Variance in Transformer Length Generalization", Section 3.2: "+ LN".
     """

@@ -1,4 +1,4 @@
-"""Windows and sinks: attention that sees only the last keys, or those and the first few."""
+"""Windows and sinks: attention that sees only the last keys, or the last and the first few."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What methods are made of: the slots of a config, what each asks of its methods, and methods by name."""
+"""The slots of a config, the base classes of their methods, and methods by name."""

@@ -1,4 +1,4 @@
-"""What each slot asks of its methods."""
+"""The base class of each slot's methods."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class KeyBands(Method, ABC):
 
     #: Why distances are not defined for tokens at several positions each (M-RoPE), in words; None: they are, by the bands.
     why_one_axis: ClassVar[str | None] = None
-    #: Whether distances may be changed in a model that scales them already.
+    #: True if distances may be changed in a model that scales them already.
     stack: bool = False
 
     def bind(self, facts: ModelFacts) -> Self:
@@ -110,7 +110,7 @@ class KeyBands(Method, ABC):
 
     @property
     def remaps(self) -> bool:
-        """Whether distances change."""
+        """True if distances change."""
         return type(self).distance is not KeyBands.distance
 
     def reach(self, train_length: int) -> int | None:
@@ -132,12 +132,12 @@ class KeyBands(Method, ABC):
 
 
 class Window(KeyBands):
-    """What changes only keys that are `window` tokens away and farther, `window` being a field of the method."""
+    """A method that changes only keys that are `window` tokens away and farther, `window` being a field of it."""
 
     window: int | None
     #: By default the window is the trained length divided by this.
     share: ClassVar[int] = 2
-    #: Whether it may be all of the trained length.
+    #: True if it may be all of the trained length.
     whole: ClassVar[bool] = False
 
     def validate(self) -> None:
@@ -230,7 +230,7 @@ class LengthTemperature(Temperature):
 
     @property
     def rises_to_one(self) -> bool:
-        """Whether the published factor grows with n and is 1 at n_tr, so that clamped it is 1 up to there."""
+        """True if the published factor grows with n and is 1 at n_tr: clamped, it is 1 up to there."""
         return False
 
     @property
@@ -278,6 +278,10 @@ class EntropyTemperature(Temperature, ABC):
     @abstractmethod
     def factor(self, entropy: Tensor) -> Tensor:
         """The multiplier, differentiable, shape of entropy."""
+
+    def prepared(self, like: Tensor) -> Callable[[Tensor], Tensor]:
+        """`factor` for entropies of a dtype and a device, with constants that all layers of a pass share."""
+        return self.factor
 
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
         entropy = torch.ones(1, facts.num_heads, 6)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .method import SLOTS, Method, ModelFacts
 
-#: What transformers and PEFT read as something else in the name of a parameter, and would not load again.
+#: Parts of a parameter's name that transformers and PEFT read as something else, and would not load again.
 _TAKEN = ("lora_", "base_layer", "modules_to_save", "original_module", "weight_g", "weight_v", "LayerNorm.")
 
 
@@ -34,7 +34,7 @@ class LearnedParts(nn.Module):
             self.add_module(slot, part)
 
     def start(self) -> dict[str, Tensor]:
-        """What their parameters and buffers start with, by name, on the CPU."""
+        """The values that their parameters and buffers start with, by name, on the CPU."""
         with torch.device("cpu"):
             fresh = make_parts(*self.made_of)
         return {f"{slot}.{name}": x.detach() for slot, part in fresh.items() for name, x in tensors_of(part)}

@@ -1,4 +1,4 @@
-"""What every method is: a frozen dataclass of checked parameters, as plain data. No tensors, no models."""
+"""The base class of methods: a frozen dataclass of checked parameters, as plain data. No tensors, no models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOTS = ("positions", "score", "temperature", "logit_map", "visibility", "sink",
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What a method may need to know about the model it is put into.
+    """Facts that a method may need to know about the model it is put into.
 
     Args:
         train_length: the longest text of its training; trained: the source of that number, in words; assumed: what was taken
@@ -98,7 +98,7 @@ class Method:
         """Raise ValueError for invalid parameters; it names the parameter and what to do."""
 
     def bind(self, facts: ModelFacts) -> Self:
-        """The same method with every default that depends on the model filled in, checked against it."""
+        """Fill in every default that depends on the model, and check the method against it."""
         for name in self.by_head:
             _check_by_head(name, getattr(self, name), facts)
         for name in self.by_layer:
@@ -106,20 +106,20 @@ class Method:
         return self
 
     def for_layer(self, layer: int) -> Self:
-        """The same method with parameters given per layer reduced to those of `layer`."""
+        """Reduce parameters given per layer to those of `layer`."""
         given = {name: getattr(self, name) for name in (*self.by_head, *self.by_layer)}
         nests = {k: v for k, v in given.items() if isinstance(v, tuple) and (k in self.by_layer or isinstance(v[0], tuple))}
         return dataclasses.replace(self, **{name: value[layer] for name, value in nests.items()}) if nests else self
 
     def for_heads(self, heads: Heads) -> Self:
-        """The same method with parameters given per head, or per key head, reduced to those of `heads`."""
+        """Reduce parameters given per head, or per key head, to those of `heads`."""
         given = {name: getattr(self, name) for name in (*self.by_head, *self.by_layer)}
         rows = {name: heads.own(value) for name, value in given.items() if isinstance(value, tuple)}
         return dataclasses.replace(self, **rows) if rows else self
 
     @property
     def needs_training(self) -> bool:
-        """Whether these parameters harm a pretrained model until it is trained with them or they are calibrated."""
+        """True if these parameters harm a pretrained model until it is trained with them or they are calibrated."""
         return False
 
     @property
@@ -132,7 +132,7 @@ class Method:
 
     @property
     def head_dependent(self) -> bool:
-        """Whether heads differ or are combined, so that a head computed on its own must know its index."""
+        """True if heads differ or are combined, so that a head computed on its own must know its index."""
         return any(isinstance(getattr(self, name), tuple) for name in (*self.by_head, *self.by_layer))
 
     def module(self, facts: ModelFacts) -> nn.Module | None:
@@ -142,8 +142,10 @@ class Method:
         return None
 
     def trial(self, facts: ModelFacts) -> Iterable[tuple[str, Any, Any]]:
-        """What its slot asks for, called on tiny tensors: the name of each function, what it gives, and a tensor of the shape
-        and the dtype that this should have.
+        """Call the functions that its slot asks for on tiny tensors.
+
+        Yields:
+            the name of a function, its result, and a tensor of the shape and the dtype that this should have.
         """
         return ()
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: The group of entry points by which other packages bring methods: each a method's name and its class.
 GROUP = "hf_longattn.methods"
-#: What transformers computes attention with by itself.
+#: Names of transformers' own attention functions.
 STOCK = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 #: Names that mean something where a method's name may stand.
 RESERVED = (*STOCK, "longattn", "unmodified")
@@ -178,7 +178,7 @@ def _check_module(made: Method, what: str) -> None:
 
 
 def elsewhere() -> dict[str, EntryPoint]:
-    """What other packages bring, by name; those whose name is taken are left out, with a warning."""
+    """Methods of other packages, by name; one whose name is taken is left out, with a warning."""
     global _elsewhere
     if _elsewhere is None:  # once: Dynamo would not trace it
         from importlib.metadata import entry_points
@@ -199,7 +199,7 @@ def modules_of(methods: Iterable[Method]) -> tuple[str, ...]:
 
 
 def list_methods(slot: str | None = None) -> list[str]:
-    """The names of all methods, those of your own among them, in alphabetical order.
+    """The names of all methods, your own among them, in alphabetical order.
 
         >>> hf_longattn.list_methods("score")
         ['cosscale']
@@ -237,7 +237,7 @@ def method_class(name: str) -> type[Method]:
 
 
 def summary_of(name: str) -> str:
-    """What the method of a name does, in a few words; of one without any, nothing."""
+    """Say in a few words what the method of a name does; of one without any, nothing."""
     return (PRESETS[name].summary if name in PRESETS else "") or method_class(name).summary
 
 
@@ -261,7 +261,7 @@ def method(name: str, **parameters: Any) -> Method:
 
 
 def meant(name: str) -> str:
-    """What was meant by the name of no method, as far as one can know."""
+    """Guess what was meant by the name of no method."""
     if name in STOCK:
         return (
             f"it is transformers' own attention: hf_longattn.remove(model) takes a method out, and "
@@ -277,7 +277,7 @@ def meant(name: str) -> str:
 
 
 def from_elsewhere(name: str) -> str:
-    """What to say of the name of no method in what was saved: it was a method where that was made."""
+    """Explain the name of no method in a saved file: it was a method where the file was made."""
     return (
         f"{name!r} is no method here. If it is one of your own, import the module that registers it first (in a command: "
         f"--import MODULE); {did_you_mean(name, list_methods())}known methods: {', '.join(list_methods())}"

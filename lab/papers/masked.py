@@ -47,7 +47,7 @@ def put(model: Any, score: str | None, temperature: str, scale: int | None = Non
     parameters: dict[str, Any] = {"scale": float(scale)} if scale else {}
     parameters |= {"clamp": False} if temperature else {}
     # the mask leaves sdpa exact, and it is the fastest on short texts
-    return hf_longattn.apply(model, LongAttnConfig.preset(names, backend="sdpa", **parameters))
+    return hf_longattn.apply(model, LongAttnConfig.preset(names, backend="fused", **parameters))
 
 
 def states(model: Any, ids: Tensor, positions: Tensor | None = None) -> Tensor:

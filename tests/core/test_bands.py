@@ -19,13 +19,13 @@ from hf_longattn import LongAttnConfig, reference_attention
 from hf_longattn.core.attend import attend, plan_of
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import AttentionLayout
-from hf_longattn.core.kernels import bands, fused, operators, precision
+from hf_longattn.core.kernels import bands, fused, operators, precision, sdpa
 from hf_longattn.core.kernels.kernel import KernelCall
 from hf_longattn.core.plan import LogitSpec
 
 preset = LongAttnConfig.preset
-bands_attention = by_options(bands.run)
-BANDS = {"backend": "bands"}
+bands_attention = by_options(fused.run)
+BANDS = {"backend": "fused"}
 INTERVALS = [name for name, (_, _, rows) in GEOMETRIES.items() if rows.allowed is None]
 METHODS = {
     "infoscale": preset("infoscale", train_length=16),
@@ -93,7 +93,7 @@ def test_one_segment(geometry: str, sizes: tuple[int, int], monkeypatch: pytest.
 def test_methods(name: str, sinks: bool, rows: str) -> None:
     """Output and all gradients, those of a model's sinks too."""
     results = []
-    for backend in ("bands", "reference"):
+    for backend in ("fused", "reference"):
         leaves = [x.requires_grad_() for x in (*inputs(q=200, k=200, d=8), SINKS.clone())]
         own = {"sink_logits": leaves[3]} if sinks else {}
         call = Call(*leaves[:3], METHODS[name], long_rows(rows), 0.5, rotation=ROTATION, backend=backend, **own)
@@ -106,7 +106,7 @@ def test_methods(name: str, sinks: bool, rows: str) -> None:
 def test_a_sink_of_no_weight_and_a_row_that_sees_nothing() -> None:
     query, key, value = (x.requires_grad_() for x in inputs(q=200, k=200))
     sinks = torch.full((4,), -torch.inf, dtype=torch.float64, requires_grad=True)
-    call = Call(query, key, value, LongAttnConfig(), long_rows("a blind row"), 0.5, backend="bands", sink_logits=sinks)
+    call = Call(query, key, value, LongAttnConfig(), long_rows("a blind row"), 0.5, backend="fused", sink_logits=sinks)
     out = attend(call)
     assert not out[:, :, 100].any()
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.square().sum(), (query, key, value, sinks)))
@@ -117,10 +117,10 @@ def test_plain_rows_take_few_parts(parts: int) -> None:
     """One triangle for causal attention; a window's rows beyond it one more, read backwards."""
     rows = causal(256) if parts == 1 else causal(256).narrowed((torch.arange(256) - 200).clamp(min=0)[None], None)
     query, key, value = inputs(q=256, k=256)
-    own = bands._parts(KernelCall(query, key, value, rows, LogitSpec(1.0)))
-    assert own is bands._parts(KernelCall(query, key, value, rows, LogitSpec(1.0)))
-    kinds = {1: ["CAUSAL"], 3: ["CAUSAL", "FALLING", "ALL", "CAUSAL"]}[parts]
-    assert sorted(p.shape.name for p in own) == sorted(kinds)
+    own = bands.parts(KernelCall(query, key, value, rows, LogitSpec(1.0)))
+    assert own is bands.parts(KernelCall(query, key, value, rows, LogitSpec(1.0)))
+    kinds = {1: ["causal"], 3: ["causal", "falling", "all", "causal"]}[parts]
+    assert sorted(p.shape for p in own) == sorted(kinds)
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "packed"])
@@ -139,7 +139,7 @@ def test_an_output_of_any_product() -> None:
     """Where the output's gradient is 0 or next to it, too."""
     d_out = torch.randn(6, 1, 1, 8) * torch.tensor([1.0, 1e-3, 1e-25, 1e-38, 0.0, 0.0])[:, None, None, None]
     delta = torch.tensor([2.0, -1e4, 3.0, 5.0, -0.7, 0.0])[:, None, None]
-    shifted, out = bands._with_product(d_out, delta)
+    shifted, out = fused._with_product(d_out, delta)
     assert out.isfinite().all()
     assert shifted.isfinite().all()
     torch.testing.assert_close((shifted * out).sum(-1), delta, rtol=1e-6, atol=0.0)
@@ -187,7 +187,7 @@ def test_half_precision_error_budget(name: str, dtype: torch.dtype, fast: bool, 
         return scaled_dot_product_attention(q, k, v, is_causal=True)
 
     budget = errors(stock, stock)
-    found = errors(ours(hf_longattn.attention, backend="bands"), ours(reference_attention))
+    found = errors(ours(hf_longattn.attention, backend="fused"), ours(reference_attention))
     assert all(error <= 2 * most for error, most in zip(found, budget, strict=True)), (found, budget)
 
 
@@ -198,14 +198,14 @@ def test_half_precision_error_budget(name: str, dtype: torch.dtype, fast: bool, 
 @pytest.mark.parametrize("name", ["rerope", "windowed", "attention_sink", "rerope+adaptive_temperature"])
 def test_auto_takes_it_on_a_cpu(name: str, grad: bool) -> None:
     query, key, value = (x.requires_grad_(grad) for x in inputs(q=200, k=200))
-    assert plan_of(Call(query, key, value, METHODS[name], causal(200), 1.0, rotation=ROTATION)).kernel == "bands"
+    assert plan_of(Call(query, key, value, METHODS[name], causal(200), 1.0, rotation=ROTATION)).kernel == "fused"
 
 
 def test_auto_keeps_float32_for_a_score_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its factor multiplies what rounding queries and keys costs."""
     monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: True)
     tensors = inputs(q=200, k=200, dtype=torch.bfloat16)
-    for name, taken in (("cosscale", "tiled"), ("rerope", "bands")):
+    for name, taken in (("cosscale", "tiled"), ("rerope", "fused")):
         rows = long_rows("left padding")
         assert plan_of(Call(*tensors, METHODS[name], rows, 1.0, rotation=ROTATION)).kernel == taken
 
@@ -223,9 +223,19 @@ def test_auto_keeps_float32_for_a_score_of_its_own(monkeypatch: pytest.MonkeyPat
 def test_refused_with_a_reason(config: LongAttnConfig, options: dict[str, Any], message: str) -> None:
     query, key, value = inputs(q=200, k=200)
     arguments = {"query": query, "key": key, "value": value, "rows": causal(200), "scaling": 1.0, "rotation": ROTATION}
-    call = Call(config=config, backend="bands", **arguments | options)
-    with pytest.raises(ValueError, match=f"backend 'bands' cannot compute this call: .*{message}.*use backend='auto'"):
+    call = Call(config=config, backend="fused", **arguments | options)
+    with pytest.raises(ValueError, match=f"backend 'fused' cannot compute this call: .*{message}.*use backend='auto'"):
         attend(call)
+
+
+def test_dropout_is_never_left_out() -> None:
+    """sdpa drops pairs, under a mask too, where parts would not."""
+    query, key, value = (x.float() for x in inputs(q=40, k=40))
+    for rows in (causal(40), causal(40).narrowed(torch.full((1, 40), 3), None)):
+        call = Call(query, key, value, CASES["infoscale"].for_layer(0), rows, 1.0, backend="fused", dropout=0.99)
+        assert plan_of(call).kernel == "fused"
+        torch.manual_seed(0)
+        assert (attend(call) == 0).all(-1).float().mean() > 0.3
 
 
 def test_an_output_that_no_gradient_comes_to_has_gradients_of_zero() -> None:
@@ -280,8 +290,8 @@ def test_the_operator(geometry: str) -> None:
     query, key, value = (x.requires_grad_() for x in inputs(q=q_len, k=kv_len))
     for own, outputs in ((value, (True, False)), (None, (True, True))):
         call = KernelCall(query, key, own, rows, LogitSpec(0.7), 0.0, None, *outputs)
-        torch.library.opcheck(torch.ops.hf_longattn.bands.default, tuple(operators.flatten(call)))
-    out, lse, _ = torch.ops.hf_longattn.bands(*operators.flatten(call._replace(value=value, with_entropy=False)))
+        torch.library.opcheck(torch.ops.hf_longattn.fused.default, tuple(operators.flatten(call)))
+    out, lse, _ = torch.ops.hf_longattn.fused(*operators.flatten(call._replace(value=value, with_entropy=False)))
     want = dense(query, key, value, rows, **arguments({}, query))
     close(out, want[0], 1e-11)
     close(lse, want[1], 1e-11)
@@ -298,7 +308,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     forward, backward = (getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{x}") for x in ("", "_backward"))
 
     def flash(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, *, scale: float) -> Any:
-        assert q.dtype in fused.HALF
+        assert q.dtype in sdpa.HALF
         assert not causal or q.shape[2] == k.shape[2]  # it aligns at the last key
         asked.append("flash")
         state = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
@@ -355,8 +365,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         library.impl(f"_scaled_dot_product_{name}_attention", function, "CPU")
     for name, function in (("flash", flash_backward), ("cudnn", cudnn_backward), ("efficient", efficient_backward)):
         library.impl(f"_scaled_dot_product_{name}_attention_backward", function, "CPU")
-    monkeypatch.setattr(fused, "device", lambda x: "cuda")
-    monkeypatch.setattr(fused, "_has_cudnn", lambda device: True)
+    monkeypatch.setattr(sdpa, "device", lambda x: "cuda")
+    monkeypatch.setattr(sdpa, "_has_cudnn", lambda device: True)
     yield asked
     library._destroy()
 
@@ -368,8 +378,8 @@ def test_cuda_is_asked_as_its_operators_want(name: str, kind: str, cuda: list[st
     half = kind in ("cudnn", "flash")
     dtype = torch.bfloat16 if half else torch.float32
     if kind != "triton":
-        monkeypatch.setattr(bands.triton, "why_not_triton", lambda query: "not here")
-    monkeypatch.setattr(fused, "_has_cudnn", lambda device: kind == "cudnn")
+        monkeypatch.setattr(fused.triton, "why_not_triton", lambda query: "not here")
+    monkeypatch.setattr(sdpa, "_has_cudnn", lambda device: kind == "cudnn")
     leaves = [x.to(dtype) for x in inputs(q=200, k=200, d=16)]
     got = with_gradients(hf_longattn.attention, leaves, METHODS[name], rotation=ROTATION, **BANDS)
     want = with_gradients(reference_attention, [x.double() for x in leaves], METHODS[name], rotation=ROTATION)

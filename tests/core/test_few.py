@@ -15,7 +15,7 @@ from hf_longattn import Rotation
 from hf_longattn.core import attend as attend_module
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import AttentionLayout
-from hf_longattn.core.kernels import few, parts
+from hf_longattn.core.kernels import few, few_cuda, parts
 from hf_longattn.core.kernels.rotate import rotate
 from hf_longattn.core.lower import lower
 from hf_longattn.core.reference import dense_attention
@@ -61,7 +61,9 @@ def test_few_queries(case: str, kind: str) -> None:
         plan = lower(call)
         assert few.KERNEL.refuses(plan) is None
         exact = Call(*(x.double() for x in (query, key, value)), config, rows_of(kind, q_len, kv_len), 0.6, **options)
-        close(plan.computed_by("few", few.Few(plan)).run(query, key, value).double(), dense_attention(exact)[0], 1e-5)
+        close(
+            plan.computed_by("few", few_cuda.FewOnCUDA(plan)).run(query, key, value).double(), dense_attention(exact)[0], 1e-5
+        )
 
 
 def test_many_queries_of_one_key_head() -> None:
@@ -72,7 +74,7 @@ def test_many_queries_of_one_key_head() -> None:
     config = CASES["calibrated"].for_layer(1).replace(logit_map=CASES["sinks"].logit_map)
     want, _ = dense_attention(Call(query.double(), key.double(), value.double(), config, rows, 0.6))
     plan = lower(Call(query, key, value, config, rows, 0.6))
-    close(plan.computed_by("few", few.Few(plan)).run(query, key, value).double(), want, 1e-5)
+    close(plan.computed_by("few", few_cuda.FewOnCUDA(plan)).run(query, key, value).double(), want, 1e-5)
 
 
 @pytest.mark.parametrize("interleaved", ROTATIONS)
@@ -81,9 +83,8 @@ def test_turned(interleaved: bool, at: slice | None) -> None:
     rotation, g = ROTATIONS[interleaved], torch.Generator().manual_seed(0)
     x, n = torch.randn(2, 4, 37, 8, generator=g), 37 if at is None else at.stop - at.start
     cos, sin = (torch.randn(1, n, 2, 3, generator=g) for _ in range(2))
-    layout = parts.Layout(rotation.first, 3, interleaved)
     close(
-        parts.turned(x.transpose(1, 2).contiguous().transpose(1, 2), cos, sin, layout, at),
+        parts.turned(x.transpose(1, 2).contiguous().transpose(1, 2), cos, sin, rotation.layout, at),
         rotate(rotation, x, cos, sin, at),
         1e-6,
     )
@@ -116,11 +117,13 @@ def test_a_failure_of_the_compiler_is_told_once_and_others_compute(monkeypatch: 
 
     monkeypatch.setattr(parts, "_BROKEN", {})
     monkeypatch.setattr(parts.kernels, "scores_kernel", Broken())
-    always = dataclasses.replace(few.KERNEL, preferred=lambda _: True)
+    always = dataclasses.replace(
+        few.KERNEL, prepare=few_cuda.FewOnCUDA, why_not=lambda plan: parts.why_not(plan.query), preferred=lambda _: True
+    )
     monkeypatch.setattr(
         attend_module,
         "KERNELS",
-        {"few": always, **{n: k for n, k in attend_module.KERNELS.items() if n not in ("few", "dense")}},
+        {"few": always, **{n: k for n, k in attend_module.KERNELS.items() if n != "few"}},
     )
     query, key, value = (torch.randn(1, 2, n, 8) for n in (1, 20, 20))
     config = CASES["scale_invariant"]

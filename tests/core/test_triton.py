@@ -268,7 +268,7 @@ def test_gradients_of_a_part_that_does_not_compile(monkeypatch: pytest.MonkeyPat
     want = triton.gradients(call, *given)
 
     def fail(*_: Any) -> None:
-        raise triton._Failed("nothing")
+        raise triton.KernelFailure("nothing")
 
     monkeypatch.setattr(triton, "_launch", fail)
     monkeypatch.setattr(triton, "_warn", lambda _: None)

@@ -13,7 +13,7 @@ from hf_longattn import LongAttnConfig, Rotation
 from hf_longattn.core import rotated_keys
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import AttentionLayout
-from hf_longattn.core.kernels import dense
+from hf_longattn.core.kernels import few_cpu
 from hf_longattn.core.lower import lower
 from hf_longattn.core.reference import dense_attention
 from hf_longattn.core.rotated_keys import RotatedKeys
@@ -54,7 +54,7 @@ def test_half_precision_reads_turned_keys_by_the_fused_kernel(
     name: str, rows: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As near to the definition in float64 as the rounding of one more number for each query and key allows."""
-    monkeypatch.setattr(dense, "WORTH", 2)
+    monkeypatch.setattr(few_cpu, "WORTH", 2)
     own = {"string": {"shift": 9, "window": 4}, "rerope+infoscale": {"window": 9, "train_length": 20}}
     parameters = own.get(name, {"window": 9} if "rerope" in name else {}) | ({"scale": 4.0} if "cosscale" in name else {})
     config, generator = preset(name, **parameters), torch.Generator().manual_seed(0)
@@ -68,13 +68,13 @@ def test_half_precision_reads_turned_keys_by_the_fused_kernel(
         seen = AttentionLayout(index)
     model: dict[str, Any] = {"rotation": Rotation(100.0 ** (-torch.arange(0, 16, 2).float() / 16)), "kind": name}
     plan = lower(Call(query, key, value, config, seen, 0.25, **model))
-    compute = dense.Dense(plan)
+    compute = few_cpu.FewOnCPU(plan)
     assert compute.streams
     kept = RotatedKeys()
-    got = plan.computed_by("dense", compute).run(query, key, value, keep=lambda by, k: kept)
+    got = plan.computed_by("few", compute).run(query, key, value, keep=lambda by, k: kept)
     assert bool(kept.nbytes) == (name != "string")
     wide = (x.double() for x in (query, key, value))
     want, _ = dense_attention(Call(*wide, config, seen, 0.25, **model))
     close(got.double(), want, 0.02)
     if name != "string":
-        assert dense.Dense(lower(Call(query, key, value, config, seen, 0.25, backend="tiled", **model))).by is None
+        assert few_cpu.FewOnCPU(lower(Call(query, key, value, config, seen, 0.25, backend="tiled", **model))).by is None

@@ -178,7 +178,7 @@ def test_an_adapter(sound: Path, tmp_path: Path) -> None:
 
 
 def test_versions_kernels_and_engines(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = hf_longattn.LongAttnConfig.preset("logn", backend="flash")
+    config = hf_longattn.LongAttnConfig.preset("logn", backend="triton")
     hf_longattn.apply(AutoModelForCausalLM.from_pretrained(sound), config).save_pretrained(tmp_path)
     installed = {"transformers": "4.57.6"}
     monkeypatch.setattr(doctor, "version", lambda name: installed.get(name, "99.0"))
@@ -187,7 +187,7 @@ def test_versions_kernels_and_engines(sound: Path, tmp_path: Path, monkeypatch: 
     code, text = told(tmp_path, "--no-weights")
     assert code == 1, text
     assert "transformers 4.57.6 is installed, and transformers<6,>=5.17 is what is tested" in text
-    assert "insists on backend 'flash': flash-attn is not installed" in text
+    assert "insists on backend 'triton': triton is not installed" in text
     assert "vLLM and SGLang would silently run this checkpoint without its method" in text
     assert "3 problems found." in text
     (strict,) = doctor.engines(hf_longattn.LongAttnConfig(), ["LongAttnLlamaForCausalLM"])

@@ -197,7 +197,7 @@ def test_a_static_cache(case: str) -> None:
 
 
 #: Formulas by row that PyTorch computes in small steps: a norm, a polynomial of the entropy.
-OVER = {"cosscale": 8, "adaptive_temperature": 15, "scale_invariant+adaptive": 15}
+OVER = {"cosscale": 7, "adaptive_temperature": 10, "scale_invariant+adaptive": 10}
 
 
 @pytest.mark.parametrize("case", crossed(KERNELS, FEW))
@@ -253,7 +253,7 @@ def test_kernels_are_a_gpus(case: str, head_dim: int, dtype: torch.dtype) -> Non
         for scenario in (prefill, padded, packed, chunks, decoding, training):
             got = scenario(m, tokens(2, 110).to("cuda"))
             assert all(x.isfinite().all() for x in got)
-    assert not [at for at in device.kernels if at.startswith(("core/kernels/til", "core/kernels/dense"))]
+    assert not [at for at in device.kernels if at.startswith(("core/kernels/til", "core/kernels/few_cpu"))]
 
 
 @torch.no_grad()

@@ -136,8 +136,8 @@ def test_second_derivatives_are_refused_by_the_kernel_and_given_by_the_reference
     for transform in (False, True):
         with pytest.raises(NotImplementedError, match="no second derivatives: use backend='reference'"):
             second("tiled", transform)
-        with pytest.raises(NotImplementedError, match="the bands kernel has no second derivatives"):
-            second("bands", transform, "infoscale")
+        with pytest.raises(NotImplementedError, match="the fused kernel has no second derivatives"):
+            second("fused", transform, "windowed")
     close(second("reference", True), second("reference", False), 1e-12)
 
 
@@ -149,8 +149,8 @@ def test_vmap_is_refused_by_the_kernel_and_goes_through_the_reference() -> None:
 
     with pytest.raises(NotImplementedError, match=r"does not go through vmap: .* use backend='reference'"):
         each("tiled")
-    with pytest.raises(NotImplementedError, match="the bands kernel does not go through vmap"):
-        each("bands", "infoscale")
+    with pytest.raises(NotImplementedError, match="the fused kernel does not go through vmap"):
+        each("fused", "windowed")
     close(each("reference"), attention(query, key, value, CASES["sinks"]), 1e-12)
 
 
@@ -161,7 +161,7 @@ def test_forward_mode_is_refused_by_the_kernel_and_goes_through_the_reference() 
     def run(backend: str, case: str, x: Tensor) -> Tensor:
         return attention(x, key, value, CASES[case], backend=backend)
 
-    for backend, case in (("tiled", "sinks"), ("bands", "infoscale")):
+    for backend, case in (("tiled", "sinks"), ("fused", "windowed")):
         with pytest.raises(NotImplementedError, match=f"the {backend} kernel .* forward mode.* use backend='reference'"):
             torch.func.jvp(functools.partial(run, backend, case), (query,), (tangent,))
         with pytest.raises(

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.core import rotated_keys
-from hf_longattn.core.kernels import dense
+from hf_longattn.core.kernels import few_cpu
 from hf_longattn.integration import rotated_key_cache as keeping
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.layers import View
@@ -53,8 +53,8 @@ Step = Callable[[Tensor], Tensor]
 def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is worth it for a thousand keys is done for two, and buffers grow, and are filled, by a few."""
     for module, name, value in (
-        (dense, "WORTH", 2),
-        (dense, "AHEAD", 2),
+        (few_cpu, "WORTH", 2),
+        (few_cpu, "AHEAD", 2),
         (rotated_keys, "AHEAD", 2),
         (rotated_keys, "ROOM", 3),
     ):

@@ -103,7 +103,7 @@ def decoding(dtype: torch.dtype, head_dim: int, options: dict[str, Any]) -> None
     mask = torch.ones(1, 1, 1, n, dtype=torch.bool) if options.get("masked") else None
     interval = parts.Interval(torch.zeros(1, rows, 5, dtype=torch.int32), mask, None, None, *turns)
     table = torch.ones(1, 8192) if options.get("map") else None
-    spec, layout = LogitSpec(0.1, options.get("softcap"), table, table), parts.Layout(0, head_dim // 2)
+    spec, layout = LogitSpec(0.1, options.get("softcap"), table, table), (0, head_dim // 2, False)
     parts.scores(query, key, [interval], spec, 0.1, None, options.get("normed", False), layout)
     parts.turned(key, cos[1], cos[1], layout, None)
     parts.join(key, torch.ones(1, 8, n), key, torch.ones(1, 8, n))

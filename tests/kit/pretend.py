@@ -242,13 +242,12 @@ def device() -> Iterator[Device]:
     forward, backward = seen.program("attention", _attention), seen.program("gradients", _gradients, lambda *_: 3)
     attention = operators.attention_function(
         "triton",
-        KernelCall,
         lambda call: forward(*operators.flatten(call)),
         lambda call, *given: backward(given, *operators.flatten(call)),
     )
 
     def run(call: KernelCall) -> Result:
-        out, lse, entropy = attention.apply(*operators.flatten(call._replace(with_lse=True)))
+        out, lse, entropy = attention(*operators.flatten(call._replace(with_lse=True)))
         return out, lse if call.with_lse else lse.new_empty(0), entropy
 
     machine = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
@@ -329,7 +328,7 @@ def _scores(
     layout: parts.Layout | None,
     _: Any,
 ) -> Tensor:
-    query, key, (first, pairs, interleaved) = query.float(), key.float(), layout or parts.Layout()
+    query, key, (first, pairs, interleaved) = query.float(), key.float(), layout or (0, 0, False)
     rotation = Rotation(torch.empty(pairs), interleaved, first)
     key = key / key.norm(dim=-1, keepdim=True) if normed else key
     x = None if row_scale is None else row_scale.expand(query.shape[:3])
@@ -358,7 +357,8 @@ def _weights(logits: Tensor, factor: Tensor | None, sinks: Tensor | None, dtype:
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, layout: parts.Layout, at: slice | None) -> Tensor:
-    return rotate(Rotation(torch.empty(layout.pairs), layout.interleaved, layout.first), x, cos, sin, at).to(x.dtype)
+    first, pairs, interleaved = layout
+    return rotate(Rotation(torch.empty(pairs), interleaved, first), x, cos, sin, at).to(x.dtype)
 
 
 def _join(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:

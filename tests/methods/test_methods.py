@@ -15,7 +15,8 @@ from cases import CASES, HEADS, LAYERS
 from typer.testing import CliRunner
 
 from hf_longattn.cli import app
-from hf_longattn.methods import OutputStandardise, ScaleInvariant
+from hf_longattn.methods import AdaptiveTemperature, OutputStandardise, ScaleInvariant
+from hf_longattn.methods.adaptive_temperature import PUBLISHED
 from hf_longattn.slots.registry import method
 
 CPU = torch.device("cpu")
@@ -156,6 +157,19 @@ def test_the_epsilon_of_output_norms_is_added_to_the_variance(deviation: float, 
     got = OutputStandardise().normalise(x).std((1, 3), correction=0)  # statistics over all heads together
     assert torch.allclose(got, torch.full_like(got, (1 + 1e-5 / deviation**2) ** -0.5), atol=1e-9)
     assert float(1 - got.mean()) == pytest.approx(smaller, rel=0.1)
+
+
+@pytest.mark.parametrize("beyond", ["published", "saturate"])
+@pytest.mark.parametrize("coefficients", [(2.5,), (-1.0,), (0.3, 1.2), (1.0, 0.0, 2.0), (-1.0, 0.0, 2.0), PUBLISHED], ids=str)
+def test_the_factor_is_the_polynomial_beyond_the_threshold(coefficients: tuple[float, ...], beyond: str) -> None:
+    """Also where no number takes it below 1."""
+    entropy = torch.linspace(0, 9, 1001, dtype=torch.float64)
+    factor = AdaptiveTemperature(coefficients=coefficients, threshold=0.7, beyond=beyond).factor(entropy)
+    h = entropy.numpy()
+    grid = np.linspace(0.7, 16, 100_001)
+    held = np.minimum(h, grid[np.polyval(coefficients, grid).argmax()]) if beyond == "saturate" else h
+    want = np.where(h <= 0.7, 1.0, np.maximum(np.polyval(coefficients, held), 1.0))
+    np.testing.assert_allclose(factor.numpy(), want, rtol=0, atol=1e-11)
 
 
 def test_the_command_lists_every_method_as_the_page_of_methods_does() -> None:

@@ -23,7 +23,7 @@ from hf_longattn import LongAttnConfig, Rotation, reference_attention
 from hf_longattn.core.attend import attend
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import AttentionLayout
-from hf_longattn.core.kernels import bands, by_segment, dense, fused, tiled, tiles
+from hf_longattn.core.kernels import bands, by_segment, few_cpu, sdpa, tiled, tiles
 from hf_longattn.core.kernels.by_segment import BySegment
 from hf_longattn.core.kernels.rotate import rotate
 from hf_longattn.core.lower import lower
@@ -148,8 +148,8 @@ def test_attention_is_the_reference(
 def test_decoding_with_a_key_head_for_each_query_head(
     name: str, interleaved: bool, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dense, "KEY_ELEMENTS", 128)  # several tiles
-    monkeypatch.setattr(dense, "KEYS", 8)
+    monkeypatch.setattr(few_cpu, "KEY_ELEMENTS", 128)  # several tiles
+    monkeypatch.setattr(few_cpu, "KEYS", 8)
     query, key, value = raw(q=1, k=43, h=2)
     options: dict[str, Any] = {"rotation": rotation(interleaved, first=first)}
     got = hf_longattn.attention(query, key, value, CONFIGS[name], **options)
@@ -159,8 +159,8 @@ def test_decoding_with_a_key_head_for_each_query_head(
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("name", ["cosscale", "rerope+cosscale", "streaming+infoscale+cosscale"])
 def test_decoding_divides_by_the_norms_of_keys(name: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "KEY_ELEMENTS", 128)  # several tiles
-    monkeypatch.setattr(dense, "KEYS", 8)
+    monkeypatch.setattr(few_cpu, "KEY_ELEMENTS", 128)  # several tiles
+    monkeypatch.setattr(few_cpu, "KEYS", 8)
     window = {} if name == "cosscale" else {"window": 9}
     config = LongAttnConfig.preset(name, scale=5.0, **window, **({"train_length": 12} if "info" in name else {}))
     query, key, value = raw(q=2, k=43, h=2)
@@ -215,7 +215,7 @@ def test_keys_may_arrive_turned(name: str, together: bool) -> None:
             kept[:, :, columns] = rotate(r, key[:, :, columns], *segment.key.angles(position))
             plan.segments[n] = segment._replace(key=None)
     assert (kept != key).any()
-    compute = dense.Dense(plan) if together else BySegment(plan, tiled.run, wide=True)
+    compute = few_cpu.FewOnCPU(plan) if together else BySegment(plan, tiled.run, wide=True)
     close(compute(query, kept, value), attend(call), 1e-12)
 
 
@@ -225,7 +225,7 @@ def test_keys_may_arrive_turned(name: str, together: bool) -> None:
 def pairs_touched(n: int, config: LongAttnConfig, backend: str, backward: bool) -> int:
     """Pairs of query and key whose product is computed, by tiles or by parts of bands."""
     touched = 0
-    scores, forward = tiles.Tile.scores, fused.forward
+    scores, forward = tiles.Tile.scores, sdpa.forward
 
     def counting(self: Any, *args: Any) -> Tensor:
         nonlocal touched
@@ -241,14 +241,14 @@ def pairs_touched(n: int, config: LongAttnConfig, backend: str, backward: bool) 
     leaves = [x.float().requires_grad_(backward) for x in raw(q=n, k=n, h=2, b=1)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles.Tile, "scores", counting)
-        patch.setattr(fused, "forward", counting_parts)
+        patch.setattr(sdpa, "forward", counting_parts)
         out = hf_longattn.attention(*leaves, config, rotation=rotation(), backend=backend)
         if backward:
             out.sum().backward()
     return touched
 
 
-@pytest.mark.parametrize(("backend", "backward"), [("bands", False), ("tiled", False), ("tiled", True)])
+@pytest.mark.parametrize(("backend", "backward"), [("fused", False), ("tiled", False), ("tiled", True)])
 @pytest.mark.parametrize("name", ["windowed", "streaming", "lm_infinite"])
 def test_windows_touch_visible_pairs_only(name: str, backend: str, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the length, twice the work; and less than a third of full attention's."""
@@ -258,7 +258,7 @@ def test_windows_touch_visible_pairs_only(name: str, backend: str, backward: boo
 
     half, whole = (pairs_touched(n, config, backend, backward) for n in (512, 1024))
     assert 1.8 < whole / half < 2.2
-    assert whole < pairs_touched(1024, LongAttnConfig(), backend, backward) / 3
+    assert whole < pairs_touched(1024, LongAttnConfig(), "tiled", backward) / 3
 
 
 # whole models ---------------------------------------------------------------------------------------------------------

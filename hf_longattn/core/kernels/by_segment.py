@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,24 +17,9 @@ from ..tracing import readable
 from .kernel import MASK_VALUE, KernelCall, Result
 from .rotate import rotate
 
-
-class Side(NamedTuple):
-    """What is turned of a segment's queries or keys: by which angles (see `RotationDelta`), and which they are; None: all."""
-
-    cos: Tensor
-    sin: Tensor
-    at: slice | None
-
-
-class ReadySegment(NamedTuple):
-    """A segment of which some row may see a key: its rows, and what is turned in it."""
-
-    rows: AttentionLayout
-    query: Side | None
-    key: Side | None
-
-
-#: What computes one segment.
+#: Cosines and sines that turn a segment's queries or keys (see `RotationDelta`), and the vectors that they are for; None: all.
+Side: TypeAlias = tuple[Tensor, Tensor, slice | None]
+#: The computation of one segment.
 Run: TypeAlias = Callable[[KernelCall], Result]
 #: All rows, and all keys.
 ALL: tuple[slice | None, slice | None] = (None, None)
@@ -67,7 +52,8 @@ class BySegment:
         folds = plan.fold is not None or plan.by_length is not None or plan.temper is not None
         self.fold, self.temper = plan.fold, plan.temper
         self.wide, self.runs_wide, self.widens = plan.wide, wide, wide and folds and device.type == "cpu"
-        self.segments: list[ReadySegment] = []
+        #: those of which some row may see a key: rows, and what is turned of queries and of keys
+        self.segments: list[tuple[AttentionLayout, Side | None, Side | None]] = []
         for segment in plan.segments:
             own, query, key = segment.rows, segment.query, segment.key
             seen = own.once(("seen", self.kv_len), functools.partial(own.seen, self.kv_len)) if readable(own.index) else ALL
@@ -77,16 +63,16 @@ class BySegment:
             by_key: Side | None = None
             rows_at, keys_at = ALL if seen is None else seen
             if query is not None:
-                by_query = Side(*query.kept_angles(_at(rows.query_places(), rows_at), plan.tables, device), rows_at)
+                by_query = (*query.kept_angles(_at(rows.query_places(), rows_at), plan.tables, device), rows_at)
             if key is not None:
                 j = _at(rows.key_places(self.kv_len), keys_at)
-                by_key = Side(*key.kept_angles(j, plan.tables, device), keys_at)
-            self.segments.append(ReadySegment(own.on(device), by_query, by_key))
+                by_key = (*key.kept_angles(j, plan.tables, device), keys_at)
+            self.segments.append((own.on(device), by_query, by_key))
         if self.temper is not None:
             alone = len(self.segments) == 1
             #: tempered, logits are scaling q . k over plain rows
             self.plain = alone and plan.asked == "auto" and self.spec.gain is None and not self.spec.softcap
-            self.plain = self.plain and self.segments[0].rows.plain is not None
+            self.plain = self.plain and self.segments[0][0].plain is not None
             # a CPU's fused kernel runs twice, for the entropies and for the output, in less time than a row is gone over again
             twice = self.plain and device.type == "cpu"
             self.at_once = alone and tempered is not None and not (twice or plan.trains) and plan.keepable
@@ -112,23 +98,26 @@ class BySegment:
         if joined is not None and readable(query):
             return joined(calls, sinks)
         each = (call._replace(with_lse=joins) for call in calls)
-        return merge_outputs([run(call if wide else _rounded(call, value.dtype)) for call in each], sinks)
+        results = [run(call if wide else _rounded(call, value.dtype)) for call in each]
+        return merge_outputs(results, None if sinks is None else sinks.clamp(min=MASK_VALUE))
 
     def calls(self, query: Tensor, key: Tensor, value: Tensor, factor: float | Tensor | None) -> list[KernelCall]:
-        """What the kernel is to compute, but for a temperature by entropy: positions, score, temperature by length."""
+        """Make a kernel call of each segment, with positions, score and temperature by length, but none by entropy."""
         if self.widens:
             query, key = query.to(self.wide), key.to(self.wide)
-        calls = [self._turned(segment, query, key, value) for segment in self.segments]
+        calls = [self._turned(*segment, query, key, value) for segment in self.segments]
         if self.fold is not None:
             calls = [_folded(call, self.fold) for call in calls]
         return calls if factor is None else [_scored(call, factor) for call in calls]
 
-    def _turned(self, segment: ReadySegment, query: Tensor, key: Tensor, value: Tensor) -> KernelCall:
-        if self.rotation is not None and segment.query is not None:
-            query = rotate(self.rotation, query, *segment.query)
-        if self.rotation is not None and segment.key is not None:
-            key = rotate(self.rotation, key, *segment.key)
-        return KernelCall(query, key, value, segment.rows, self.spec, self.dropout)
+    def _turned(
+        self, rows: AttentionLayout, by_query: Side | None, by_key: Side | None, query: Tensor, key: Tensor, value: Tensor
+    ) -> KernelCall:
+        if self.rotation is not None and by_query is not None:
+            query = rotate(self.rotation, query, *by_query)
+        if self.rotation is not None and by_key is not None:
+            key = rotate(self.rotation, key, *by_key)
+        return KernelCall(query, key, value, rows, self.spec, self.dropout)
 
     def _entropies(self, calls: list[KernelCall]) -> Tensor:
         """The entropy of every row over its keys; a sink is none."""
@@ -146,13 +135,13 @@ def _rounded(call: KernelCall, dtype: torch.dtype) -> KernelCall:
 
 
 def _folded(call: KernelCall, fold: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, float]]) -> KernelCall:
-    """The same with a score of its own in place of scaling q . k."""
+    """Put a score of a method's own in place of scaling q . k."""
     query, key, scaling = fold(call.query, call.key)
     return call._replace(query=query, key=key, spec=dataclasses.replace(call.spec, scaling=float(scaling)))
 
 
 def _scored(call: KernelCall, factor: float | Tensor) -> KernelCall:
-    """The same with its scores times a factor for each row: on the query, or after the softcap where the model has one."""
+    """Multiply scores by a factor for each row: on the query, or after the softcap where the model has one."""
     if isinstance(factor, float):
         if not call.spec.softcap:
             return call._replace(spec=call.spec.sharpened(factor))
@@ -163,27 +152,26 @@ def _scored(call: KernelCall, factor: float | Tensor) -> KernelCall:
 
 
 def _tempered(call: KernelCall, factor: Tensor) -> KernelCall:
-    """The same with its finished logits times a factor for each row, (batch, heads, q_len)."""
+    """Multiply finished logits by a factor for each row, (batch, heads, q_len)."""
     call = _scored(call, factor)
     return call if call.spec.gain is None else call._replace(spec=dataclasses.replace(call.spec, bias_scale=factor))
 
 
-def _log_shares(results: list[Result], sinks: Tensor | None) -> Tensor:
-    """The logarithm of each segment's share of a row's probability, last the sink's: (segments, batch, heads, q_len), finite.
+def merge_outputs(results: list[Result], sinks: Tensor | None = None) -> Tensor:
+    """The output over all segments from those over each, by their logsumexps: out = Σ share out_segment; a sink's is 0.
 
     Fully masked rows without a sink share evenly.
+
+    Args:
+        sinks: (heads,), finite.
     """
-    lse = [lse for _, lse, _ in results]
+    out, lse, _ = results[0]
+    if len(results) == 1:
+        return out if sinks is None else out * torch.sigmoid(lse - sinks[:, None])[..., None]
+    each = [lse for _, lse, _ in results]
     if sinks is not None:
-        lse.append(sinks.to(lse[0])[:, None].expand_as(lse[0]))
-    return torch.log_softmax(torch.stack(lse).clamp(min=MASK_VALUE), 0)
-
-
-def merge_outputs(results: list[Result], sinks: Tensor | None = None) -> Tensor:
-    """The output over all segments from those over each, by their logsumexps: out = Σ share out_segment; a sink's is 0."""
-    if len(results) == 1 and sinks is None:
-        return results[0][0]
-    shares = _log_shares(results, sinks).exp()
+        each.append(sinks.to(lse)[:, None].expand_as(lse))
+    shares = torch.softmax(torch.stack(each).clamp(min=MASK_VALUE), 0)
     return sum(share[..., None] * out for share, (out, _, _) in zip(shares, results, strict=False))  # type: ignore[return-value]
 
 
@@ -191,7 +179,7 @@ def merge_entropies(results: list[Result]) -> Tensor:
     """The entropy over all segments, H = Σ share (H_segment - ln share)."""
     if len(results) == 1:
         return results[0][2]
-    shares = _log_shares(results, None)
+    shares = torch.log_softmax(torch.stack([lse for _, lse, _ in results]).clamp(min=MASK_VALUE), 0)
     merged = (shares.exp() * (torch.stack([entropy for _, _, entropy in results]) - shares)).sum(0)
     visible = torch.stack([lse for _, lse, _ in results]).amax(0) > MASK_VALUE
     return torch.where(visible, merged, 0.0)

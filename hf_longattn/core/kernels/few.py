@@ -1,94 +1,37 @@
-"""Few queries against many keys on CUDA, as in decoding: all logits, what a method does to them, a softmax, the sum of values.
-
-One Triton program gives the finished logits of a segment: it turns queries and keys as it reads them, divides by norms, caps,
-and maps by distance. Another makes weights of them, under a temperature by their entropy and beside a sink. Nothing is read by
-the host, so that all goes into a CUDA graph, and nothing is kept between tokens.
-"""
+"""Few queries against many keys, as in decoding: the logits of all segments, and one softmax."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Hashable
-
 import torch
-from torch import Tensor
 
-from ..plan import AttentionPlan
-from ..rotated_keys import Keep
-from ..tracing import readable, sent
+from ..plan import AttentionPlan, Computation
 from . import parts
+from .few_cpu import FewOnCPU
+from .few_cuda import FewOnCUDA
 from .kernel import FEW_QUERIES, Kernel
 
 
-class Few:
-    """A `Computation` of few queries; rows of a key head are the queries that share it, (kv_heads, group * q_len)."""
+def prepare(plan: AttentionPlan) -> Computation:
+    """The way of the plan's device."""
+    return FewOnCPU(plan) if plan.query.device.type == "cpu" else FewOnCUDA(plan)
 
-    def __init__(self, plan: AttentionPlan) -> None:
-        query, rows, self.kv_len = plan.query, plan.rows, plan.kv_len
-        device, turn, known = query.device, plan.rotation, readable(plan.rows.index)
-        self.spec, self.fold, self.over_norms, self.temper = plan.logits, plan.fold, plan.over_norms, plan.temper
-        self.layout = None if turn is None else parts.Layout(turn.first, turn.inv_freq.shape[0], turn.interleaved)
-        self.group = query.shape[1] // plan.key.shape[1]
-        self.intervals: list[parts.Interval] = []
-        for segment in plan.segments:
-            own = segment.rows
-            if known and own.once(("seen", self.kv_len), functools.partial(own.seen, self.kv_len)) is None:
-                continue
-            tensors = own.allowed, own.query_ids, own.key_ids
-            allowed, query_ids, key_ids = (None if x is None else sent(x, device) for x in tensors)
-            turns = ((segment.query, rows.query_places()), (segment.key, rows.key_places(self.kv_len)))
-            angles = (None if turn is None else turn.kept_angles(at, plan.tables, device) for turn, at in turns)
-            self.intervals.append(parts.Interval(own.packed(device), allowed, query_ids, key_ids, *angles))
-        self._known: dict[Hashable, list[parts.Launch]] = {}
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        factor: float | Tensor | None = None,
-        sinks: Tensor | None = None,
-        keep: Keep | None = None,
-    ) -> Tensor:
-        shape, dtype, scaling, normed = query.shape[:3], query.dtype, self.spec.scaling, self.over_norms is not None
-        if not self.intervals:  # nothing is visible
-            return query.new_zeros(*shape, value.shape[3])
-        if self.over_norms is not None:
-            query, scaling = self.over_norms(query)
-        elif self.fold is not None:
-            query, key, scaling = self.fold(query, key)
-        if isinstance(factor, float):
-            if self.spec.softcap:
-                factor = query.new_full((1, 1, 1), factor, dtype=torch.float32)
-            else:
-                scaling, factor = scaling * factor, None
-        if query.dtype != key.dtype:
-            query = query.to(key.dtype)
-        logits = parts.scores(query, key, self.intervals, self.spec, scaling, factor, normed, self.layout, self._known)
-        by_entropy = None if self.temper is None else self.temper(parts.entropies(logits))
-        weights = parts.weights(logits, by_entropy, sinks, value.dtype)
-        out = self._averaged(weights.view(-1, self.group * shape[2], weights.shape[3]), value.flatten(0, 1)).view(*shape, -1)
-        return out if out.dtype == dtype else out.to(dtype)
-
-    def _averaged(self, weights: Tensor, value: Tensor) -> Tensor:
-        """The sum of values, the last few by themselves: a product over no multiple of ALIGNED takes ten times as long."""
-        whole = self.kv_len // parts.ALIGNED * parts.ALIGNED
-        if whole in (0, self.kv_len):
-            return torch.bmm(weights[..., : self.kv_len], value)
-        out = torch.bmm(weights[..., :whole], value[:, :whole])
-        return out.baddbmm_(weights[..., whole : self.kv_len], value[:, whole:])
+def _why_not(plan: AttentionPlan) -> str | None:
+    if plan.query.device.type != "cpu":
+        return "an exported graph serves every length" if torch.compiler.is_exporting() else parts.why_not(plan.query)
+    return None if plan.keepable else "on a CPU it runs in no graph, and under no transform of torch.func"
 
 
 def _preferred(plan: AttentionPlan) -> bool:
-    """Unless sdpa does it with what it is given: a score of its own would be made of all keys before."""
-    return plan.query.device.type == "cuda" and not (plan.is_product and plan.rows.plain is not None and plan.fold is None)
+    """Prefer it on a CPU; on CUDA unless sdpa takes the plan: a score of a method's own would be made of all keys before."""
+    return plan.query.device.type == "cpu" or not (plan.is_product and plan.rows.plain is not None and plan.fold is None)
 
 
 KERNEL = Kernel(
     "few",
-    Few,
-    lacks=frozenset({"exports", "dropout", "gradients"}),
+    prepare,
+    lacks=frozenset({"dropout", "gradients"}),
     queries=FEW_QUERIES,
-    why_not=lambda plan: parts.why_not(plan.query),
+    why_not=_why_not,
     preferred=_preferred,
 )

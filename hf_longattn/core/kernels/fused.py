@@ -1,186 +1,323 @@
-"""PyTorch's fused kernels with the logsumexp, which `scaled_dot_product_attention` keeps to itself, and their gradients.
+"""Attention by PyTorch's fused kernels, forward and backward, where logits are scaling q . k alone.
 
-Two operators for each device and dtype. Given the output and the logsumexp over more keys than theirs, those for gradients
-compute what their keys contribute, as in ring attention.
-
-Those for CUDA have run on an H100; tests on a CPU call stand-ins for them.
+Rows that are a lower triangle take sdpa itself. Else each row sees an interval of a segment's keys, the segment is cut into
+triangles and rectangles (see `bands`), and the parts of all segments are joined by their logsumexps. In the backward pass the
+kernel of each part is given the joint output and the joint logsumexp, and so computes its share of the joint gradient. On CUDA
+the Triton kernel takes a segment that makes many parts.
 """
 
 from __future__ import annotations
 
-import functools
-import math
+import contextlib
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..plan import Operand
-from .kernel import FUSED, MASK_VALUE
+from ..geometry import AttentionLayout
+from ..plan import AttentionPlan, LogitSpec
+from ..tracing import readable
+from . import bands, operators, sdpa, triton
+from . import parts as programs
+from .by_segment import BySegment
+from .kernel import MASK_VALUE, Kernel, KernelCall, KernelFailure, Result
 from .precision import halves_are_fast
+from .tiles import Blocks
 
-HALF = (torch.float16, torch.bfloat16)
-#: The memory-efficient kernel takes a bias whose rows begin at multiples of so many elements, and logsumexps of so many rows.
-BIAS_COLUMNS, LSE_ROWS = 16, 32
-#: Features that cuDNN's kernel takes at most.
-CUDNN_WIDTH = 128
-#: Bytes of keys from which on it pays to cut them for several threads, and how many keys a piece has at least.
-CUT_FROM, PIECE = 2 << 20, 512
+#: As many parts a segment may have on a GPU, each of which is a launch or two.
+FEW_PARTS = 16
+#: The parts of a segment; or its rows, which Triton computes as a whole, since it takes any intervals.
+Pieces: TypeAlias = "list[bands.Part] | AttentionLayout"
 
 
-def why_not(query: Tensor | Operand, value: Tensor | Operand) -> str | None:
-    """The reason why a device has no fused kernel for such tensors, or None."""
-    kind, width = device(query), query.shape[-1]
-    if width != value.shape[-1]:
-        return f"the fused kernels need values of as many features as keys have: {value.shape[-1]} are not {width}"
-    if kind not in ("cpu", "cuda"):
-        return f"PyTorch has no fused kernel that gives the logsumexp on {kind!r}"
-    if kind == "cuda" and query.dtype == torch.float64:
-        return "PyTorch has no fused kernel for float64 on CUDA"
-    if kind == "cuda" and (width % 8 or width > 256):
-        return f"the fused kernels on CUDA need a head_dim of at most 256 that 8 divides, got {width}"
-    return None
+def prepare(plan: AttentionPlan) -> BySegment:
+    """sdpa of a plan that is one, else the parts of all segments."""
+    if plan.is_product and (plan.rows.plain is not None or plan.dropout or _not_in_parts(plan) is not None):
+        return BySegment(plan, sdpa.run)
+    return BySegment(plan, run, wide=True, joined=joined, product=sdpa.run)
 
 
-def computed_in(query: Tensor, value: Tensor | None) -> torch.dtype:
-    """The dtype that the kernels take: that of the values where halves are fast, else float32 at least."""
-    if value is not None and (device(query) == "cuda" or halves_are_fast(value)):
-        return value.dtype
-    return torch.promote_types(query.dtype, torch.float32)
+def why_not(plan: AttentionPlan) -> str | None:
+    """The reason why fused kernels cannot compute a plan, or None; sdpa takes any mask, holding all pairs."""
+    if plan.is_product:
+        return None
+    return "it has no dropout" if plan.dropout else _not_in_parts(plan)
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, hidden: Tensor | None, scaling: float
-) -> tuple[Tensor, Tensor]:
-    """softmax(scaling q . k) v, and the logsumexp, (batch, heads, q_len), in float32 at least.
-
-    Args:
-        query: (batch, heads, q_len, head_dim).
-        key, value: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads; all of one dtype.
-        causal: the first row sees the first key alone, each row one more; there are as many keys as rows.
-        hidden: bool (q_len, kv_len), hidden pairs, of `hidden_logit`; not with causal.
-    """
-    aten, bias = torch.ops.aten, _bias(hidden, query)
-    if device(query) == "cpu":
-        options = {"attn_mask": bias, "scale": scaling}
-        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, **options)
-    if bias is None and _takes_cudnn(query):
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, causal, scale=scaling)
-        return out, lse.view(query.shape[:3])
-    if bias is None and query.dtype in HALF:
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scaling)
-        return out, lse
-    key, value = (by_head(x, query) for x in (key, value))
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, causal, scale=scaling)
-    return out, lse[..., : query.shape[2]]
+def _not_in_parts(plan: AttentionPlan) -> str | None:
+    known = readable(plan.rows.index)
+    rows = _simple(plan.rows, plan.kv_len) if known else plan.rows
+    if rows.allowed is not None and (known or not rows.hides_tokens):  # else it shows when it runs: see `_fits`
+        return "the rows are masked, which only the other backends compute"
+    return sdpa.why_not(plan.query, plan.value)
 
 
-def few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
-    """`forward` of few queries on a CPU, without gradients: keys in as many pieces as its threads can share evenly.
-
-    The kernel gives whole heads to a thread, so that with one key head all other threads would wait.
-
-    Args:
-        bias: what is added to logits, broadcast over them, or None.
-    """
-    operator, count = getattr(torch.ops.aten, FUSED), 1 if bias is not None else pieces(key)
-    if count == 1:
-        return operator(query, key, value, attn_mask=bias, scale=scaling)  # type: ignore[no-any-return]
-    step = key.shape[2] // count
-    rest = key.shape[2] - step * count
-    if rest:  # pieces are equally long: each holds so many keys of the next, which alone counts them
-        bias = query.new_zeros(count, 1, 1, step + rest)
-        bias[:-1, ..., step:] = hidden_logit(query.dtype)
-    each = (_cut(x, count, step, step + rest) for x in (key, value))
-    outs, lses = operator(query.expand(count, -1, -1, -1), *each, attn_mask=bias, scale=scaling)
-    shares = torch.softmax(lses, 0)[..., None]
-    return (shares * outs).sum(0, keepdim=True).to(query.dtype), lses.logsumexp(0, keepdim=True)
+def joined(calls: list[KernelCall], sinks: Tensor | None) -> Tensor:
+    """The output over all segments and sinks (see `BySegment`), with the gradients of all at once."""
+    pieces, scalings = [_pieces(call) for call in calls], [call.spec.scaling for call in calls]
+    value, sides = calls[0].value, [x for call in calls for x in (call.query, call.key)]
+    taped = any(map(operators.taped, calls)) or (sinks is not None and sinks.requires_grad and torch.is_grad_enabled())
+    with torch.autocast(calls[0].query.device.type, enabled=False):
+        if not taped:
+            return _output(pieces, scalings, sinks, value, *sides)[0]
+        return operators.Function.apply("fused", _output, _joined_gradients, pieces, scalings, sinks, value, *sides)[0]  # type: ignore[no-untyped-call]
 
 
-def pieces(key: Tensor) -> int:
-    """How many pieces of a text's keys the CPU's threads share evenly; 1: cutting them gains nothing."""
-    batch, heads, length, _ = key.shape
-    if batch > 1 or key.numel() * key.itemsize < CUT_FROM:
-        return 1
-    threads = torch.get_num_threads()
-    return max(min(threads // math.gcd(heads, threads), length // PIECE), 1)
-
-
-def _cut(x: Tensor, count: int, step: int, size: int) -> Tensor:
-    """Of (1, heads, length, width) a piece after another, (count, heads, size, width), without a copy."""
-    _, by_head, by_key, by_feature = x.stride()
-    shape, strides = (count, x.shape[1], size, x.shape[3]), (step * by_key, by_head, by_key, by_feature)
-    return x.as_strided(shape, strides, x.storage_offset())
-
-
-def backward(
+def _joined_gradients(
     d_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    _: Tensor,
     out: Tensor,
     lse: Tensor,
-    causal: bool,
-    hidden: Tensor | None,
-    scaling: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value through probabilities P = exp(logit - lse) over these keys.
+    pieces: list[Pieces],
+    scalings: list[float],
+    sinks: Tensor | None,
+    value: Tensor,
+    *sides: Tensor,
+) -> tuple[Tensor | None, ...]:
+    with torch.autocast(value.device.type, enabled=False):
+        d_value, d_sides = _input_gradients(pieces, scalings, (d_out, out, lse), value, sides)
+        d_sinks = None
+        if sinks is not None:  # its probability times what all others have in common
+            delta = (d_out.to(out.dtype) * out).sum(-1)
+            d_sinks = -((_finite(sinks, lse.dtype) - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
+    own = (d.to(x.dtype) for d, x in zip(d_sides, sides, strict=True))
+    return None, None, d_sinks, d_value.to(value.dtype), *own
+
+
+def _simple(rows: AttentionLayout, kv_len: int) -> AttentionLayout:
+    simple: AttentionLayout = rows.once(("simple", kv_len), lambda: rows.simplified(kv_len))
+    return simple
+
+
+def _pieces(call: KernelCall) -> Pieces:
+    """Few large triangles and rectangles, for which a GPU's fused kernels have their speed; else all at once."""
+    own = bands.parts(call)
+    if sdpa.device(call.query) == "cpu" or triton.why_not_triton(call.query) is not None:
+        return own
+    easy = len(own) <= FEW_PARTS and all(part.shape in (bands.ALL, bands.CAUSAL) for part in own)
+    return own if easy else call.rows
+
+
+def _whole(rows: AttentionLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> KernelCall:
+    return KernelCall(query, key, value, rows, LogitSpec(scaling), with_lse=True)
+
+
+def _output(
+    pieces: list[Pieces], scalings: list[float], sinks: Tensor | None, value: Tensor | None, *sides: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The weighted sum of values, or of keys without any, and the logsumexp over all segments and sinks.
 
     Args:
-        d_out, out: like query; the gradient of a logit is P (d_out . v - d_out . out).
-        lse: (batch, heads, q_len), finite.
+        sides: query and key of each segment.
     """
-    aten, bias, sides = torch.ops.aten, _bias(hidden, query), (query, key, value)
-    if device(query) == "cpu":
-        options = {"attn_mask": bias, "scale": scaling}
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(d_out, *sides, out, lse, 0.0, causal, **options)
-    if bias is None and _takes_cudnn(query):
-        seed = torch.zeros((), dtype=torch.int64, device=query.device)  # dropout's, which is not read
-        given = d_out.contiguous(), *sides, out, lse[..., None].contiguous(), seed, seed, None, None, None
-        ends = query.shape[2], key.shape[2], 0.0, causal
-        return aten._scaled_dot_product_cudnn_attention_backward(*given, *ends, scale=scaling)
-    state = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)  # dropout's, which is not read
-    if bias is None and query.dtype in HALF:
-        lengths = None, None, query.shape[2], key.shape[2]
-        of_rows = out, lse.contiguous(), *lengths, 0.0, causal, *state
-        return aten._scaled_dot_product_flash_attention_backward(d_out, *sides, *of_rows, scale=scaling)
-    whole = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=float("inf"))
-    sides = query, by_head(key, query), by_head(value, query)
-    d_query, d_key, d_value, _ = aten._scaled_dot_product_efficient_attention_backward(
-        d_out, *sides, bias, out, whole, *state, 0.0, [True, True, True, False], causal, scale=scaling
-    )
-    return d_query, *(x.unflatten(1, (key.shape[1], -1)).sum(2) for x in (d_key, d_value))
+    query, key, value, wide = _computed(value, sides)
+    shape, masked = query[0].shape, False
+    if isinstance(pieces[0], list):
+        out, lse = query[0].new_empty(shape, dtype=wide), query[0].new_full(shape[:3], float("-inf"), dtype=_finer(wide))
+        if not _begins(pieces[0], shape):
+            out.zero_()
+    for n, (own, scaling) in enumerate(zip(pieces, scalings, strict=True)):
+        if not isinstance(own, list):
+            new, new_lse, _ = triton.run(_whole(own, query[n], key[n], value, scaling))
+            if n:
+                _join(out, lse, new, new_lse)
+            else:
+                out, lse = new, new_lse
+            continue
+        for part in own:
+            masked = masked or part.masked
+            (own_query,), (own_key, own_value) = part.of_rows(query[n]), part.of_columns(key[n], value)
+            result = sdpa.forward(own_query, own_key, own_value, *part.visible(own_query.device), scaling)
+            new, new_lse = (part.ordered(x) for x in result)
+            place = part.batch, slice(None), part.rows
+            if part.first and n == 0:
+                out[place], lse[place] = new, new_lse
+            else:
+                _join(out[place], lse[place], new, new_lse)
+    if masked:
+        nothing = _blind(lse, query[0])
+        out.masked_fill_(nothing[..., None], 0.0)
+        lse.masked_fill_(nothing, float("-inf"))
+    if sinks is not None:
+        both = torch.logaddexp(lse, _finite(sinks, lse.dtype))
+        out.mul_((lse - both).exp_()[..., None])
+        lse = both
+    return out, lse
 
 
-def _takes_cudnn(query: Tensor) -> bool:
-    return query.dtype in HALF and query.shape[-1] <= CUDNN_WIDTH and _has_cudnn(query.device)
+def _finer(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
-@functools.cache
-def _has_cudnn(device: torch.device) -> bool:
-    """Whether cuDNN's attention is a GPU's fastest, as torch itself thinks from Hopper on."""
-    return torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(device) >= (9, 0)
+def _in_place(x: Tensor) -> bool:
+    """Tell whether a program joins outputs where they lie."""
+    return sdpa.device(x) == "cuda" and programs.why_not(x) is None
 
 
-def device(x: Tensor | Operand) -> str:
-    return x.device.type
+def _join(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
+    """Join output and logsumexp over some keys, in place, with those over others."""
+    if _in_place(out):
+        with contextlib.suppress(KernelFailure):
+            programs.join(out, lse, new, new_lse)
+            return
+    both = torch.logaddexp(lse, new_lse)
+    out.lerp_(new.to(out.dtype), (new_lse - both).exp_()[..., None].to(out.dtype))
+    lse.copy_(both)
 
 
-def hidden_logit(dtype: torch.dtype) -> float:
-    """The logit of a pair that a mask hides."""
-    return max(MASK_VALUE, torch.finfo(dtype).min)
+def _input_gradients(
+    pieces: list[Pieces],
+    scalings: list[float],
+    given: tuple[Tensor, Tensor, Tensor],
+    value: Tensor | None,
+    sides: tuple[Tensor, ...],
+) -> tuple[Tensor, list[Tensor]]:
+    """The gradients of values (or of keys in their place), and of `sides`.
+
+    Args:
+        given: the gradient of the output, the output and the logsumexp.
+    """
+    query, key, value, _ = _computed(value, sides)
+    d_out, out, lse = given
+    wide = lse.dtype
+    d_out, out = (_ready(x, query[0].dtype) for x in (d_out, out))
+    lse = lse.masked_fill(_blind(lse, query[0]), 0.0)  # the probability of all that is hidden from it is 0
+    d_value, d_sides = _room(value, wide).zero_(), []
+    for n, (own, scaling) in enumerate(zip(pieces, scalings, strict=True)):
+        into, d_key = _room(query[n], wide), _room(key[n], wide).zero_()
+        if not isinstance(own, list):
+            call = _whole(own, query[n], key[n], value, scaling)
+            d_query, own_key, own_value, _, _ = triton.gradients(call, d_out, None, None, out, lse, lse.new_empty(0))
+            d_sides += [into.copy_(d_query), d_key.copy_(own_key)]
+            d_value += own_value
+            continue
+        if not _begins(own, into.shape):
+            into.zero_()
+        for part in own:
+            own_d, own_query, own_out, own_lse = part.of_rows(d_out, query[n], out, lse)
+            own_key, own_value = part.of_columns(key[n], value)
+            sees = own_d, own_query, own_key, own_value, own_out, own_lse
+            visible = part.visible(own_query.device)
+            d_query, *d_columns = (part.ordered(d) for d in sdpa.backward(*sees, *visible, scaling))
+            place, columns = (part.batch, slice(None), part.rows), (part.batch, slice(None), part.columns)
+            if part.first:
+                into[place] = d_query
+            else:
+                into[place] += d_query
+            for total, d in zip((d_key, d_value), d_columns, strict=True):
+                total[columns] += d
+        d_sides += [into, d_key]
+    return d_value, d_sides
 
 
-def _bias(hidden: Tensor | None, query: Tensor) -> Tensor | None:
-    """What is added to logits, in the query's dtype."""
-    if hidden is None:
-        return None
-    rows, columns = hidden.shape
-    pad = 0 if device(query) == "cpu" else -columns % BIAS_COLUMNS
-    bias = query.new_zeros(rows, columns + pad)[:, :columns]
-    bias.masked_fill_(hidden, hidden_logit(query.dtype))
-    return bias if device(query) == "cpu" else bias.expand(*query.shape[:2], -1, -1)
+def _computed(
+    value: Tensor | None, sides: tuple[Tensor, ...]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor, torch.dtype]:
+    """Queries, keys and values as the kernels take them, and the dtype of joined outputs: a GPU's program joins in place."""
+    dtype = sdpa.computed_in(sides[0], value)
+    ready = tuple(_ready(x, dtype) for x in sides)
+    value = ready[1] if value is None else _ready(value, dtype)
+    return ready[::2], ready[1::2], value, dtype if _in_place(ready[0]) else _finer(dtype)
 
 
-def by_head(x: Tensor, query: Tensor) -> Tensor:
-    """A key head's features once for each query head that shares it: without a copy if the batch is one."""
-    return x[:, :, None].expand(-1, -1, query.shape[1] // x.shape[1], -1, -1).reshape(*query.shape[:2], *x.shape[2:])
+def _blind(lse: Tensor, query: Tensor) -> Tensor:
+    """Which rows see nothing."""
+    return lse < sdpa.hidden_logit(query.dtype) / 2
+
+
+def _finite(sinks: Tensor, dtype: torch.dtype) -> Tensor:
+    """(heads, 1)"""
+    return sinks.to(dtype).clamp(min=MASK_VALUE)[:, None]
+
+
+def _ready(x: Tensor, dtype: torch.dtype) -> Tensor:
+    x = x.to(dtype)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _room(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """(batch, heads, length, head_dim), laid out as the fused kernels lay out gradients."""
+    return torch.empty_like(like.transpose(1, 2), dtype=dtype, memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def _begins(own: list[bands.Part], shape: torch.Size) -> bool:
+    """Tell whether the first parts of rows are all rows."""
+    first = sum((p.batch.stop - p.batch.start) * (p.rows.stop - p.rows.start) for p in own if p.first)
+    return first == shape[0] * shape[2]
+
+
+def _fits(call: KernelCall) -> bool:
+    """Tell whether fused kernels compute a call of a graph: its rows are known only when it runs."""
+    return _simple(call.rows, call.kv_len).allowed is None and not (call.with_entropy and call.value is not None)
+
+
+def _attend(call: KernelCall) -> Result:
+    """The entropy is lse - scaling q . (sum_j p_j k_j): attention whose values are its keys."""
+    if not _fits(call):
+        return Blocks(call).attend()
+    out, lse = _output([bands.parts(call)], [call.spec.scaling], None, call.value, call.query, call.key)
+    entropy = lse.new_zeros(0)
+    if call.with_entropy:
+        top = lse.masked_fill(lse == float("-inf"), 0.0)
+        entropy = (top - call.spec.scaling * (call.query.to(out.dtype) * out).sum(-1)).clamp_(min=0.0)
+    return call.query.new_zeros(0) if call.value is None else out.to(call.query.dtype), lse, entropy
+
+
+def _gradients(
+    call: KernelCall, d_out: Tensor, d_lse: Tensor | None, d_entropy: Tensor | None, out: Tensor, lse: Tensor, entropy: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if not _fits(call):
+        return Blocks(call).gradients(d_out, d_lse, d_entropy, out, lse, entropy)
+    delta = torch.zeros_like(lse)
+    if call.value is not None:
+        d_out, out = d_out.to(lse.dtype), out.to(lse.dtype)
+        delta += (d_out * out).sum(-1)
+    elif d_entropy is None:
+        d_out = torch.zeros_like(call.query, dtype=lse.dtype)
+    else:  # that of a logit is -p (logit - its mean): values are keys, and what an output's gradient would be is known
+        d_out = -call.spec.scaling * d_entropy[..., None] * call.query.to(lse.dtype)
+        delta -= d_entropy * (lse.masked_fill(lse == float("-inf"), 0.0) - entropy)
+    if call.value is None or d_lse is not None:
+        delta = delta if d_lse is None else delta - d_lse
+        d_out, out = _with_product(d_out, delta)
+    sides = call.query, call.key
+    d_value, d_sides = _input_gradients([bands.parts(call)], [call.spec.scaling], (d_out, out, lse), call.value, sides)
+    d_query, d_key = (d.to(x.dtype).contiguous() for d, x in zip(d_sides, sides, strict=True))
+    d_value = lse.new_zeros(0) if call.value is None else d_value.to(call.value.dtype).contiguous()
+    return d_query, d_key, d_value, lse.new_zeros(0), lse.new_zeros(0)
+
+
+def _with_product(d_out: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """An output whose product with its gradient is delta, (batch, heads, q_len), which is all that kernels take from it.
+
+    A gradient too small for that is made large enough, which is still nothing beside delta.
+    """
+    least = 2.0**-64 * delta.abs()[..., None]
+    little = d_out.abs().amax(-1, keepdim=True) <= least
+    d_out = torch.where(little & (torch.arange(d_out.shape[-1], device=d_out.device) == 0), least, d_out)
+    largest = d_out.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(d_out.dtype).tiny)
+    unit = d_out / largest
+    return d_out, unit * (delta[..., None] / largest / unit.square().sum(-1, keepdim=True).clamp(min=1.0))
+
+
+#: One segment: its output, or without values its entropy.
+run = operators.attention("fused", _attend, _gradients)
+
+
+def _preferred(plan: AttentionPlan) -> bool:
+    """The lower triangle; parts on a CPU, and on CUDA where rows may be read and no entropy is asked for.
+
+    On a CPU a temperature by entropy of rows that are not plain takes whole rows, and a score of its own float32.
+    """
+    if plan.is_product and plan.rows.plain is not None:
+        return True
+    if plan.dropout or _not_in_parts(plan) is not None:
+        return False
+    if sdpa.device(plan.query) == "cuda":
+        return plan.readable and plan.temper is None
+    if plan.temper is not None and plan.rows.plain is None:
+        return False
+    return sdpa.device(plan.query) == "cpu" and (plan.fold is None or not halves_are_fast(plan.value))
+
+
+KERNEL = Kernel("fused", prepare, lacks=frozenset({"softcap", "map"}), why_not=why_not, preferred=_preferred)

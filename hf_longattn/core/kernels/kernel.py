@@ -1,4 +1,4 @@
-"""What kernels compute: one call over an interval of keys for each row, and its logits; and a kernel, by what computes one."""
+"""A kernel's call, over an interval of keys for each row, with its logits by definition; and a kernel, with what it lacks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from ..plan import AttentionPlan, Computation, LogitSpec
 MASK_VALUE = -1e30
 #: Up to this many queries a call is decoding: what is done to keys is done as they are read, and no second cache is kept.
 FEW_QUERIES = 16
-#: torch's fused kernel for the CPU, which gives the logsumexp too.
-FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 #: By how much tables should be longer than the largest distance: the Triton kernel reads so far beyond it.
 MARGIN = 256
 
@@ -28,7 +26,7 @@ Result: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 class KernelCall(NamedTuple):
-    """What a kernel computes at a time; all tensors of one layer.
+    """One computation of a kernel; all tensors are of one layer.
 
     Args:
         query: (batch, heads, q_len, head_dim), any float dtype; logits are float32 (float64 for float64 inputs).
@@ -53,7 +51,7 @@ class KernelCall(NamedTuple):
         return self.key.shape[2]
 
     def logits(self, which: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-        """Of some rows by their definition, (batch, heads, n, keys), and which pairs are visible, bool, broadcastable to that.
+        """The logits of some rows by definition, (batch, heads, n, keys), and the visible pairs, bool, broadcastable to them.
 
         Args:
             which: numbers of rows, int64 (n,).
@@ -79,26 +77,13 @@ class KernelFailure(RuntimeError):
     """A kernel could not be compiled or loaded on this machine; nothing was computed."""
 
 
-#: What a kernel may lack: the reason why a plan needs that, in words, or None where it does not; asked in this order.
+#: Stages that a kernel may lack: the reason in words why a plan needs one, or None where it does not; asked in this order.
 STAGES: dict[str, Callable[[AttentionPlan], str | None]] = {
-    "graphs": lambda plan: None if plan.keepable else "it runs in no graph, and under no transform of torch.func",
-    "exports": lambda plan: "an exported graph serves every length" if torch.compiler.is_exporting() else None,
     "softcap": lambda plan: "the model caps its scores" if plan.logits.softcap else None,
-    "sinks": lambda plan: _joining(plan) if plan.has_sinks else None,
     "map": lambda plan: f"{plan.names['logit_map']} changes logits by distance" if plan.logits.gain is not None else None,
-    "segments": lambda plan: _changes(plan, "visibility", "positions") if plan.in_segments else None,
-    "entropy": lambda plan: _changes(plan, "temperature") if plan.temper is not None else None,
     "dropout": lambda plan: "it has no dropout" if plan.dropout else None,
     "gradients": lambda plan: "it has no gradients" if plan.trains else None,
 }
-
-
-def _changes(plan: AttentionPlan, *slots: str) -> str:
-    return f"{next(plan.names[slot] for slot in slots if slot in plan.names)} changes more than query and key"
-
-
-def _joining(plan: AttentionPlan) -> str:
-    return _changes(plan, "sink") if "sink" in plan.names else "the model has learned sinks"
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,10 +91,8 @@ class Kernel:
     """One way to compute a plan, and what it can compute; a file with a `KERNEL`.
 
     Args:
-        prepare: makes of a plan what computes its layers.
-        lacks: those of STAGES that it cannot compute.
-        devices: the types of devices that it computes on; None: all.
-        dtypes: of tensors; None: all.
+        prepare: from a plan to the computation of its layers.
+        lacks: names of STAGES that it cannot compute.
         queries: how many it takes at most; None: any number.
         why_not: the reason why it cannot compute a plan exactly beyond that, or None.
         preferred: whether "auto" takes it for a plan that it can compute, in `attend.KERNELS`' order; None: by name alone.
@@ -118,25 +101,20 @@ class Kernel:
     name: str
     prepare: Callable[[AttentionPlan], Computation]
     lacks: frozenset[str] = frozenset()
-    devices: tuple[str, ...] | None = None
-    dtypes: tuple[torch.dtype, ...] | None = None
     queries: int | None = None
     why_not: Callable[[AttentionPlan], str | None] = lambda _: None
     preferred: Callable[[AttentionPlan], bool] | None = None
 
     def refuses(self, plan: AttentionPlan) -> str | None:
         """The reason why it cannot compute a plan exactly, or None."""
-        query = plan.query
-        if self.devices is not None and query.device.type not in self.devices:
-            return f"it computes on {' and '.join(self.devices)} alone, the tensors are on {query.device.type}"
-        if self.dtypes is not None and query.dtype not in self.dtypes:
-            return f"it computes {' and '.join(str(x).removeprefix('torch.') for x in self.dtypes)}, got {query.dtype}"
         for stage, needed in STAGES.items():
             if stage in self.lacks and (reason := needed(plan)) is not None:
                 return reason
-        if self.queries is not None and not 0 < query.shape[2] <= self.queries:  # behind graphs, which compare no lengths
+        if (reason := self.why_not(plan)) is not None:
+            return reason
+        if self.queries is not None and not 0 < plan.query.shape[2] <= self.queries:  # last: some graphs compare no lengths
             return f"it takes up to {self.queries} queries"
-        return self.why_not(plan)
+        return None
 
 
 def entropy(log_p: Tensor) -> Tensor:

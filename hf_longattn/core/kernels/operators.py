@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, get_type_hints
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 
-from ..tracing import keepable
+from ..tracing import keepable, readable
+from .kernel import KernelCall, Result
 
 T = TypeVar("T")
-#: What the gradients of a call are of.
+#: The arguments of a call that have gradients.
 DIFFERENTIABLE = ("query", "key", "value", "row_scale", "bias_scale")
-#: What kernels say of transforms that they do not go through.
+#: Messages of kernels for transforms that they do not go through.
 NO_SECOND = "the {} kernel has no second derivatives: use backend='reference', as in hf_longattn.update(model, backend=...)"
 NO_VMAP = "the {} kernel does not go through vmap: give it the batch dimension itself, or use backend='reference'"
 NO_FORWARD = "the {} kernel has no forward mode (jvp): take gradients backward, or use backend='reference'"
@@ -49,40 +50,89 @@ def rebuild(kind: type[T], flat: Iterator[Any]) -> T:
     return kind(**{name: next(flat) if t in _TYPES else rebuild(t, flat) for name, t in _FIELDS[kind].items()})
 
 
-def refusal(message: str) -> Any:
-    """A static method of a Function for a transform that its kernel does not go through."""
+class Function(torch.autograd.Function):
+    """Any computation outside of graphs, with its gradients, as autograd and torch.func know it.
 
-    def refuse(*arguments: Any) -> Any:
-        raise NotImplementedError(message)
-
-    return staticmethod(refuse)
-
-
-def attention_operator(
-    name: str,
-    kind: type,
-    forward: Callable[[Any], tuple[Tensor, Tensor, Tensor]],
-    gradients: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]],
-) -> Any:
-    """A kernel as an operator that graphs and autograd know.
-
-    Args:
-        kind: of its call, with at least query, key, value, spec and with_entropy.
-        forward: from a call to output, logsumexp and entropy (empty unless asked for).
-        gradients: from a call, the gradients of those three (None for an entropy not asked for) and the three themselves to
-            those of DIFFERENTIABLE, empty where the call has none.
+    Args of `apply`:
+        name: of the kernel, for messages.
+        compute: from the arguments to a tuple of tensors, the results.
+        gradients: from the gradients of the results, the results and the arguments to the gradient of each argument, or None.
+        arguments: tensors or not.
     """
-    arguments, results = schema(kind), "(Tensor, Tensor, Tensor)"
+
+    @staticmethod
+    def forward(name, compute, gradients, *arguments):  # type: ignore[no-untyped-def]
+        return compute(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        ctx.name, _, ctx.gradients, *arguments = inputs
+        save(ctx, arguments, output)
+
+    @staticmethod
+    def backward(ctx, *d):  # type: ignore[no-untyped-def]
+        second = functools.partial(_no_second, ctx.name)
+        return None, None, None, *Function.apply(ctx.name, ctx.gradients, second, *d, *kept(ctx))  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def vmap(info, in_dims, name, *arguments):  # type: ignore[no-untyped-def]
+        raise NotImplementedError(NO_VMAP.format(name))
+
+    @staticmethod
+    def jvp(ctx, *tangents):  # type: ignore[no-untyped-def]
+        raise NotImplementedError(NO_FORWARD.format(ctx.name))
+
+
+def _no_second(name: str, *arguments: Any) -> Any:
+    raise NotImplementedError(NO_SECOND.format(name))
+
+
+#: From a call to output, logsumexp and entropy (empty unless asked for).
+Forward: TypeAlias = Callable[[KernelCall], Result]
+#: From a call, the gradients of those three (None for an entropy not asked for) and the three themselves to the gradients of
+#: DIFFERENTIABLE, empty where the call has none.
+Gradients: TypeAlias = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
+
+
+def attention(name: str, forward: Forward, gradients: Gradients) -> Callable[..., Result]:
+    """A kernel in graphs and outside: a function of a call, and of another `Forward` for calls without gradients.
+
+    Computes in the dtypes that it is given, under autocast too.
+    """
+
+    def compute(call: KernelCall, plain: Forward = forward) -> Result:
+        with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
+            return plain(call)
+
+    def differentiate(call: KernelCall, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
+            return gradients(call, *given)
+
+    operator, function = attention_operator(name, compute, differentiate), attention_function(name, compute, differentiate)
+
+    def run(call: KernelCall, plain: Forward = forward) -> Result:
+        if not readable(call.query):
+            out, lse, entropy = operator(*flatten(call))
+        else:
+            out, lse, entropy = function(*flatten(call)) if taped(call) else compute(call, plain)
+        return out, lse if call.with_lse else lse.new_zeros(0), entropy
+
+    return run
+
+
+def attention_operator(name: str, forward: Forward, gradients: Gradients) -> Callable[..., Result]:
+    """A kernel as an operator that graphs and autograd know."""
+    arguments, results = schema(KernelCall), "(Tensor, Tensor, Tensor)"
     operator = torch.library.custom_op(
         f"hf_longattn::{name}",
-        lambda *flat: forward(rebuild(kind, iter(flat))),
+        lambda *flat: forward(rebuild(KernelCall, iter(flat))),
         mutates_args=(),
         schema=f"({arguments}) -> {results}",
     )
 
     @operator.register_fake
     def _(*flat):  # type: ignore[no-untyped-def]
-        call: Any = rebuild(kind, iter(flat))
+        call = rebuild(KernelCall, iter(flat))
         query, value, shape = call.query, call.value, call.query.shape[:-1]
         out = query.new_empty((0,) if value is None else (*shape, value.shape[-1]))
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -95,11 +145,11 @@ def attention_operator(
         f"{arguments}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     )
     def backward(d_out, d_lse, d_entropy, out, lse, entropy, *flat):  # type: ignore[no-untyped-def]
-        return gradients(rebuild(kind, iter(flat)), d_out, d_lse, d_entropy, out, lse, entropy)
+        return gradients(rebuild(KernelCall, iter(flat)), d_out, d_lse, d_entropy, out, lse, entropy)
 
     @backward.register_fake
     def _(d_out, d_lse, d_entropy, out, lse, entropy, *flat):  # type: ignore[no-untyped-def]
-        call: Any = rebuild(kind, iter(flat))
+        call = rebuild(KernelCall, iter(flat))
         d_query, d_key, d_value = (
             call.key.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
             for x in (call.query, call.key, call.value)
@@ -107,67 +157,57 @@ def attention_operator(
         scales = (call.spec.row_scale, call.spec.bias_scale)
         return d_query, d_key, d_value, *(lse.new_empty(0 if x is None else lse.shape) for x in scales)
 
-    operator.register_autograd(lambda ctx, *d: differentiate(ctx, kind, backward, *d), setup_context=save)
+    def differentiate(ctx: Any, *d: Any) -> tuple[Tensor | None, ...]:
+        out, lse, entropy, *flat = kept(ctx)
+        return by_argument(flat, backward(*_asked(flat, *d, out, lse, entropy), *flat))
+
+    operator.register_autograd(differentiate, setup_context=save)
     return operator
 
 
-def attention_function(
-    name: str,
-    kind: type,
-    forward: Callable[[Any], tuple[Tensor, Tensor, Tensor]],
-    gradients: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]],
-) -> Any:
-    """The same outside of graphs, where the transforms of torch.func take gradients of a Function, but not of an operator."""
+def attention_function(name: str, forward: Forward, gradients: Gradients) -> Callable[..., Result]:
+    """`attention_operator` outside of graphs, where torch.func takes gradients of a Function, but not of an operator."""
 
-    no_vmap, no_forward, no_second = (refusal(said.format(name)) for said in (NO_VMAP, NO_FORWARD, NO_SECOND))
+    def compute(*flat: Any) -> Result:
+        return forward(rebuild(KernelCall, iter(flat)))
 
-    class Backward(torch.autograd.Function):
-        @staticmethod
-        def forward(*arguments):  # type: ignore[no-untyped-def]
-            outputs, flat = arguments[:6], arguments[6:]
-            return gradients(rebuild(kind, iter(flat)), *outputs)
+    def backward(*arguments: Any) -> tuple[Tensor | None, ...]:
+        given, flat = arguments[:6], arguments[6:]
+        return by_argument(flat, gradients(rebuild(KernelCall, iter(flat)), *_asked(flat, *given)))
 
-        @staticmethod
-        def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-            pass
-
-        vmap, backward = no_vmap, no_second
-
-    class Attention(torch.autograd.Function):
-        @staticmethod
-        def forward(*flat):  # type: ignore[no-untyped-def]
-            return forward(rebuild(kind, iter(flat)))
-
-        @staticmethod
-        def backward(ctx, *d):  # type: ignore[no-untyped-def]
-            return differentiate(ctx, kind, Backward.apply, *d)
-
-        vmap, jvp, setup_context = no_vmap, no_forward, staticmethod(save)
-
-    return Attention
+    return functools.partial(Function.apply, name, compute, backward)
 
 
-def taped(call: Any) -> bool:
-    """Whether autograd or a transform of torch.func is to see what is computed from a call."""
+def taped(call: KernelCall) -> bool:
+    """Tell whether autograd or a transform of torch.func is to see the computation of a call."""
     tensors = (call.query, call.key, call.value, call.spec.row_scale, call.spec.bias_scale)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     return needs_grad or not keepable(call.query)
 
 
-def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Keep a call's arguments and results for `differentiate`."""
+def save(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
+    """Keep the results and the arguments of a computation."""
     ctx.numbers = [None if isinstance(x, Tensor) else x for x in inputs]
     ctx.save_for_backward(*output, *(x if isinstance(x, Tensor) else None for x in inputs))
 
 
-def differentiate(
-    ctx: Any, kind: type, backward: Callable[..., Any], d_out: Tensor, d_lse: Tensor | None, d_entropy: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """The gradient of every argument, None where there is none."""
-    out, lse, entropy, *tensors = ctx.saved_tensors  # once: gradient checkpointing gives them out once
-    flat = [number if x is None else x for x, number in zip(tensors, ctx.numbers, strict=True)]
-    call = dict(zip(names(kind), flat, strict=True))
-    results = backward(d_out, d_lse, d_entropy if call["with_entropy"] else None, out, lse, entropy, *flat)
+def kept(ctx: Any) -> list[Any]:
+    """The results and the arguments, in this order."""
+    tensors = ctx.saved_tensors  # once: gradient checkpointing gives them out once
+    first = len(tensors) - len(ctx.numbers)
+    arguments = (number if x is None else x for x, number in zip(tensors[first:], ctx.numbers, strict=True))
+    return [*tensors[:first], *arguments]
+
+
+def _asked(flat: Sequence[Any], *given: Any) -> tuple[Any, ...]:
+    """Drop the gradient of an entropy that a call did not ask for; given: gradients of the results, and the results."""
+    asked = flat[names(KernelCall).index("with_entropy")]
+    return (*given[:2], given[2] if asked else None, *given[3:])
+
+
+def by_argument(flat: Sequence[Any], results: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """The gradient of every argument from those of DIFFERENTIABLE, None where there is none."""
+    call = dict(zip(names(KernelCall), flat, strict=True))
     gradients = {
         name: d.to(call[name].dtype) for name, d in zip(DIFFERENTIABLE, results, strict=True) if call[name] is not None
     }

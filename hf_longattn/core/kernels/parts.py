@@ -42,7 +42,7 @@ def why_not_triton(x: Tensor | Operand) -> str | None:
     return None
 
 
-#: What the compiler said of programs that it failed at, which are not tried again.
+#: The compiler's message for each program that it failed at, which is not tried again.
 _BROKEN: dict[str, str] = {}
 
 
@@ -70,7 +70,7 @@ def _launch(name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any)
 
 
 def before_launch(error: Exception) -> bool:
-    """Whether a program failed before it ran: it does not compile, or does not fit the device."""
+    """Tell whether a program failed before it ran: it does not compile, or does not fit the device."""
     if isinstance(error, (Warning, torch.OutOfMemoryError, torch.AcceleratorError)):
         return False
     return isinstance(error, triton.runtime.errors.OutOfResources) or "[CUDA]" not in str(error)  # as the driver's begin
@@ -83,12 +83,8 @@ def _tile(width: int, dtype: torch.dtype) -> tuple[int, int]:
     return (64 if width <= 64 else 32), 64 if width <= 128 else 32
 
 
-class Layout(NamedTuple):
-    """Which features are rotated together: see `Rotation`."""
-
-    first: int = 0
-    pairs: int = 0
-    interleaved: bool = False
+#: Which features are rotated together: `Rotation.layout`.
+Layout: TypeAlias = tuple[int, int, bool]
 
 
 class Interval(NamedTuple):
@@ -134,7 +130,7 @@ def scores(
         return _scored(query, key, row_scale, launches)
     angles = [x for i in intervals for pair in (i.query_angles, i.key_angles) for x in (pair or (None, None))]
     each = [[getattr(i, field) for i in intervals] for field in ("bounds", "allowed", "query_ids", "key_ids")]
-    numbers = scaling, spec.softcap, spec.sinks, normed, *(layout or Layout())
+    numbers = scaling, spec.softcap, spec.sinks, normed, *(layout or (0, 0, False))
     arguments: tuple[Any, ...] = query, key, row_scale, *each, angles, spec.gain, spec.bias, *numbers
     if not readable(query):
         return torch.ops.hf_longattn.scores(*arguments)
@@ -274,7 +270,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, at: slice | None
     """`rotate.rotate` in the dtype of x, without gradients."""
     own = x if at is None else x[:, :, at]
     own = own if own.stride(-1) == 1 else own.contiguous()
-    batch, heads, length, width = own.shape
+    (first, pairs, interleaved), (batch, heads, length, width) = layout, own.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     into, block = (out if at is None else out[:, :, at]), 32
     if at is not None:
@@ -283,13 +279,13 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, at: slice | None
     _launch(
         "turn_kernel", (-(-length // block), batch * heads), own, into, cos, sin, *strides, length,
         HEADS=heads, GROUP=heads // cos.shape[2], D=width, DP=max(16, 1 << (width - 1).bit_length()), BLOCK=block,
-        FIRST=layout.first, PAIRS=layout.pairs, INTERLEAVED=layout.interleaved, num_warps=4,
+        FIRST=first, PAIRS=pairs, INTERLEAVED=interleaved, num_warps=4,
     )  # fmt: skip
     return out
 
 
 def join(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
-    """Output (batch, heads, n, width) and logsumexp (batch, heads, n) over some keys, in place, with those over others."""
+    """Join output (batch, heads, n, width) and logsumexp (batch, heads, n), in place, with those over other keys."""
     new = new if new.stride(-1) == 1 else new.contiguous()
     (batch, heads, length, width), block = out.shape, 32
     strides = [*out.stride()[:3], *lse.stride(), *new.stride()[:3], *new_lse.stride()]

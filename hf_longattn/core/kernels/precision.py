@@ -13,7 +13,7 @@ from ..plan import Operand
 
 @functools.cache
 def cpu_multiplies_bfloat16() -> bool:
-    """Whether this CPU has units for bfloat16 products.
+    """Tell whether this CPU has units for bfloat16 products.
 
     Asked and not timed: a busy machine would answer at random. A product of 2,048 x 128 x 512 takes a third of its time in
     float32 with them; without them 30 times as long (AVX2), or one and a half to twice (AVX512, where oneDNN still says yes).
@@ -23,14 +23,14 @@ def cpu_multiplies_bfloat16() -> bool:
 
 
 def halves_are_fast(value: Tensor | Operand | None) -> bool:
-    """Whether products of half-precision factors, summed in float32, beat those in float32."""
+    """Tell whether products of half-precision factors, summed in float32, beat those in float32."""
     if value is None or value.dtype not in (torch.bfloat16, torch.float16):
         return False
     return value.device.type != "cpu" or (value.dtype == torch.bfloat16 and cpu_multiplies_bfloat16())
 
 
 def multiplies_fast(dtype: str, device: str | torch.device = "cpu") -> bool:
-    """Whether a device multiplies a precision at least as fast as float32."""
+    """Tell whether a device multiplies a precision at least as fast as float32."""
     if dtype in ("float32", "float64"):
         return dtype == "float32"
     kind = torch.device(device).type

@@ -38,9 +38,8 @@ class _Rotated(torch.autograd.Function):
     def forward(ctx, x, cos, sin, rotation, at):  # type: ignore[no-untyped-def]
         ctx.arguments, ctx.dtype = (cos, sin, rotation, at), x.dtype
         if x.is_cuda and parts.why_not(x) is None:
-            layout = parts.Layout(rotation.first, rotation.inv_freq.shape[0], rotation.interleaved)
             with contextlib.suppress(KernelFailure):
-                return parts.turned(x, cos, sin, layout, at)
+                return parts.turned(x, cos, sin, rotation.layout, at)
         at = slice(0, x.shape[2]) if at is None else at
         out = x.new_empty(x.shape, dtype=cos.dtype)
         out[:, :, : at.start], out[:, :, at.stop :] = 0.0, 0.0

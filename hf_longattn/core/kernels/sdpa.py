@@ -1,15 +1,30 @@
-"""PyTorch's fused attention, for methods that only touch query and key."""
+"""PyTorch's scaled dot product attention, and its fused operators with the logsumexp, and for gradients.
+
+Two operators for each device and dtype. Given the output and the logsumexp over more keys than theirs, those for gradients
+compute what their keys contribute, as in ring attention.
+
+Those for CUDA have run on an H100; tests on a CPU call stand-ins for them.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
 
-from .by_segment import BySegment
-from .fused import HALF, by_head, few, pieces
-from .kernel import Kernel, KernelCall, Result
+from ..plan import Operand
+from .kernel import MASK_VALUE, KernelCall, Result
+from .precision import halves_are_fast
+
+HALF = (torch.float16, torch.bfloat16)
+#: The memory-efficient kernel takes a bias whose rows begin at multiples of so many elements, and logsumexps of so many rows.
+BIAS_COLUMNS, LSE_ROWS = 16, 32
+#: Features that cuDNN's kernel takes at most.
+CUDNN_WIDTH = 128
+#: Bytes of keys from which on it pays to cut them for several threads, and how many keys a piece has at least.
+CUT_FROM, PIECE = 2 << 20, 512
 
 
 def run(call: KernelCall) -> Result:
@@ -59,12 +74,161 @@ def visible(x: Tensor, columns: slice) -> Tensor:
     return x if columns == slice(0, x.shape[2]) else x[:, :, columns]
 
 
-#: All that is more than a softmax of scaling q . k.
-BEYOND_PRODUCTS = frozenset({"softcap", "sinks", "map", "segments", "entropy"})
+def why_not(query: Tensor | Operand, value: Tensor | Operand) -> str | None:
+    """The reason why a device has no fused kernel for such tensors, or None."""
+    kind, width = device(query), query.shape[-1]
+    if width != value.shape[-1]:
+        return f"the fused kernels need values of as many features as keys have: {value.shape[-1]} are not {width}"
+    if kind not in ("cpu", "cuda"):
+        return f"PyTorch has no fused kernel that gives the logsumexp on {kind!r}"
+    if kind == "cuda" and query.dtype == torch.float64:
+        return "PyTorch has no fused kernel for float64 on CUDA"
+    if kind == "cuda" and (width % 8 or width > 256):
+        return f"the fused kernels on CUDA need a head_dim of at most 256 that 8 divides, got {width}"
+    return None
 
-KERNEL = Kernel(
-    "sdpa",
-    functools.partial(BySegment, run=run),
-    lacks=BEYOND_PRODUCTS,
-    preferred=lambda plan: plan.rows.plain is not None,
-)
+
+def computed_in(query: Tensor, value: Tensor | None) -> torch.dtype:
+    """The dtype that the kernels take: the values' own where halves are fast, else float32 at least."""
+    if value is not None and (device(query) == "cuda" or halves_are_fast(value)):
+        return value.dtype
+    return torch.promote_types(query.dtype, torch.float32)
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, hidden: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """softmax(scaling q . k) v, and the logsumexp, (batch, heads, q_len), in float32 at least.
+
+    Args:
+        query: (batch, heads, q_len, head_dim).
+        key, value: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads; all of one dtype.
+        causal: the first row sees the first key alone, each row one more; there are as many keys as rows.
+        hidden: bool (q_len, kv_len), hidden pairs, of `hidden_logit`; not with causal.
+    """
+    aten, bias = torch.ops.aten, _bias(hidden, query)
+    if device(query) == "cpu":
+        options = {"attn_mask": bias, "scale": scaling}
+        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, **options)
+    if bias is None and _takes_cudnn(query):
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, causal, scale=scaling)
+        return out, lse.view(query.shape[:3])
+    if bias is None and query.dtype in HALF:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scaling)
+        return out, lse
+    key, value = (by_head(x, query) for x in (key, value))
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, causal, scale=scaling)
+    return out, lse[..., : query.shape[2]]
+
+
+def few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
+    """`forward` of few queries on a CPU, without gradients: keys in as many pieces as its threads can share evenly.
+
+    The kernel gives whole heads to a thread, so that with one key head all other threads would wait.
+
+    Args:
+        bias: what is added to logits, broadcast over them, or None.
+    """
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    count = 1 if bias is not None else pieces(key)
+    if count == 1:
+        return operator(query, key, value, attn_mask=bias, scale=scaling)  # type: ignore[no-any-return]
+    step = key.shape[2] // count
+    rest = key.shape[2] - step * count
+    if rest:  # pieces are equally long: each holds so many keys of the next, which alone counts them
+        bias = query.new_zeros(count, 1, 1, step + rest)
+        bias[:-1, ..., step:] = hidden_logit(query.dtype)
+    each = (_cut(x, count, step, step + rest) for x in (key, value))
+    outs, lses = operator(query.expand(count, -1, -1, -1), *each, attn_mask=bias, scale=scaling)
+    shares = torch.softmax(lses, 0)[..., None]
+    return (shares * outs).sum(0, keepdim=True).to(query.dtype), lses.logsumexp(0, keepdim=True)
+
+
+def pieces(key: Tensor) -> int:
+    """The number of pieces of a text's keys that the CPU's threads share evenly; 1: cutting them gains nothing."""
+    batch, heads, length, _ = key.shape
+    if batch > 1 or key.numel() * key.itemsize < CUT_FROM:
+        return 1
+    threads = torch.get_num_threads()
+    return max(min(threads // math.gcd(heads, threads), length // PIECE), 1)
+
+
+def _cut(x: Tensor, count: int, step: int, size: int) -> Tensor:
+    """Cut (1, heads, length, width) into pieces that may overlap, (count, heads, size, width), without a copy."""
+    _, by_head, by_key, by_feature = x.stride()
+    shape, strides = (count, x.shape[1], size, x.shape[3]), (step * by_key, by_head, by_key, by_feature)
+    return x.as_strided(shape, strides, x.storage_offset())
+
+
+def backward(
+    d_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    hidden: Tensor | None,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value through probabilities P = exp(logit - lse) over these keys.
+
+    Args:
+        d_out, out: like query; the gradient of a logit is P (d_out . v - d_out . out).
+        lse: (batch, heads, q_len), finite.
+    """
+    aten, bias, sides = torch.ops.aten, _bias(hidden, query), (query, key, value)
+    if device(query) == "cpu":
+        options = {"attn_mask": bias, "scale": scaling}
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(d_out, *sides, out, lse, 0.0, causal, **options)
+    if bias is None and _takes_cudnn(query):
+        seed = torch.zeros((), dtype=torch.int64, device=query.device)  # dropout's, which is not read
+        given = d_out.contiguous(), *sides, out, lse[..., None].contiguous(), seed, seed, None, None, None
+        ends = query.shape[2], key.shape[2], 0.0, causal
+        return aten._scaled_dot_product_cudnn_attention_backward(*given, *ends, scale=scaling)
+    state = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)  # dropout's, which is not read
+    if bias is None and query.dtype in HALF:
+        lengths = None, None, query.shape[2], key.shape[2]
+        of_rows = out, lse.contiguous(), *lengths, 0.0, causal, *state
+        return aten._scaled_dot_product_flash_attention_backward(d_out, *sides, *of_rows, scale=scaling)
+    whole = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=float("inf"))
+    sides = query, by_head(key, query), by_head(value, query)
+    d_query, d_key, d_value, _ = aten._scaled_dot_product_efficient_attention_backward(
+        d_out, *sides, bias, out, whole, *state, 0.0, [True, True, True, False], causal, scale=scaling
+    )
+    return d_query, *(x.unflatten(1, (key.shape[1], -1)).sum(2) for x in (d_key, d_value))
+
+
+def _takes_cudnn(query: Tensor) -> bool:
+    return query.dtype in HALF and query.shape[-1] <= CUDNN_WIDTH and _has_cudnn(query.device)
+
+
+@functools.cache
+def _has_cudnn(device: torch.device) -> bool:
+    """Tell whether cuDNN's attention is a GPU's fastest, as torch itself thinks from Hopper on."""
+    return torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def device(x: Tensor | Operand) -> str:
+    return x.device.type
+
+
+def hidden_logit(dtype: torch.dtype) -> float:
+    """The logit of a pair that a mask hides."""
+    return max(MASK_VALUE, torch.finfo(dtype).min)
+
+
+def _bias(hidden: Tensor | None, query: Tensor) -> Tensor | None:
+    """Make the bias that is added to logits, in the query's dtype."""
+    if hidden is None:
+        return None
+    rows, columns = hidden.shape
+    pad = 0 if device(query) == "cpu" else -columns % BIAS_COLUMNS
+    bias = query.new_zeros(rows, columns + pad)[:, :columns]
+    bias.masked_fill_(hidden, hidden_logit(query.dtype))
+    return bias if device(query) == "cpu" else bias.expand(*query.shape[:2], -1, -1)
+
+
+def by_head(x: Tensor, query: Tensor) -> Tensor:
+    """A key head's features once for each query head that shares it: without a copy if the batch is one."""
+    return x[:, :, None].expand(-1, -1, query.shape[1] // x.shape[1], -1, -1).reshape(*query.shape[:2], *x.shape[2:])

@@ -1,4 +1,4 @@
-"""What the tiled kernel computes at a time, forward and backward, in plain PyTorch: never a q_len x kv_len tensor.
+"""The tiled kernel's blocks and tiles, forward and backward, in plain PyTorch: never a q_len x kv_len tensor.
 
 Rows are worked off in blocks, and a block in tiles: itself, or in long texts ranges of its keys, joined by their logsumexps.
 The backward pass computes each tile anew. Inside a block the query rows run backwards: then t = const - (row + column), and a
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Self
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +27,12 @@ ROW_ELEMENTS = 1 << 19
 TEMPERED_ROWS = 64
 #: Columns whose products in half precision are summed at a time.
 HALF_COLUMNS = 1 << 11
+
+
+#: Output, logsumexp and entropy of rows, (heads, group, rows, value_dim or 1); None: not asked for.
+Sums: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
+#: Gradients that tiles add to: of the call's keys and values, of a block's rows (heads, group, rows, head_dim or 1).
+Gradients: TypeAlias = dict[str, Tensor]
 
 
 class Blocks:
@@ -107,13 +113,14 @@ class Blocks:
     def __iter__(self) -> Iterator[Tile]:
         number = 0
         for b in range(self.batch):
-            bounds = [_Bounds.of(rows, self.kv_len) for rows in self.bounds[b].split(self.rows_at_once)]
+            bounds = [_bounds(rows, self.kv_len) for rows in self.bounds[b].split(self.rows_at_once)]
             for h0 in range(0, self.kv_heads, self.heads_at_once):
                 h = slice(h0, min(h0 + self.heads_at_once, self.kv_heads))
                 for r0, own in zip(range(0, self.q_len, self.rows_at_once), bounds, strict=True):
                     r1 = min(r0 + self.rows_at_once, self.q_len)
-                    c0 = max(own.least.low - self.key_start, 0)
-                    c1 = min(own.most.high - self.key_start + 1, self.kv_len)
+                    least, most, *_ = own
+                    c0 = max(least.low - self.key_start, 0)
+                    c1 = min(most.high - self.key_start + 1, self.kv_len)
                     number += 1 + self.kv_len // self.columns_at_once  # one for each of its tiles
                     if c0 < c1:
                         yield Tile(self, number, b, h, r0, r1, c0, c1, own)
@@ -132,18 +139,16 @@ class Blocks:
         for block in self:
             tiles = block.tiles()
             need_lse = with_lse or with_entropy or len(tiles) > 1
-            sums = functools.reduce(_Sums.join, (tile.attend(need_lse, with_entropy) for tile in tiles))
-            if block.fully_masked and sums.lse is not None:
-                nothing = sums.lse <= MASK_VALUE / 2
-                sums.lse.masked_fill_(nothing, float("-inf"))
-                if sums.entropy is not None:
-                    sums.entropy.masked_fill_(nothing, 0.0)
-            if sums.out is not None:
-                block.put(self.grouped(out), sums.out)
-            if sums.lse is not None:
-                block.put(self.grouped(lse[..., None]), sums.lse)
-            if sums.entropy is not None:
-                block.put(self.grouped(entropy[..., None]), sums.entropy)
+            sums = functools.reduce(_join, (tile.attend(need_lse, with_entropy) for tile in tiles))
+            _, own_lse, own_entropy = sums
+            if block.fully_masked and own_lse is not None:
+                nothing = own_lse <= MASK_VALUE / 2
+                own_lse.masked_fill_(nothing, float("-inf"))
+                if own_entropy is not None:
+                    own_entropy.masked_fill_(nothing, 0.0)
+            for into, own in zip((out, lse[..., None], entropy[..., None]), sums, strict=True):
+                if own is not None:
+                    block.put(self.grouped(into), own)
         return out, lse, entropy
 
     def gradients(
@@ -156,7 +161,7 @@ class Blocks:
         entropy: Tensor,
         joint: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Those of query, key, value, row scale and bias scale, empty where the call has none.
+        """The gradients of query, key, value, row scale and bias scale, empty where the call has none.
 
         Args:
             joint: output and logsumexp are those over these keys and others.
@@ -168,9 +173,11 @@ class Blocks:
         if d_lse is not None:
             delta -= d_lse.to(self.dtype)
         lse = lse.masked_fill(lse == float("-inf"), 0.0)  # of a fully masked row: exp(MASK_VALUE) is 0
-        by_row = [delta[..., None], lse[..., None], None if value is None else d_out]
-        by_row += [None, None] if d_entropy is None else [entropy[..., None], d_entropy[..., None]]
-        given = [None if x is None else self.grouped(x.to(self.dtype)) for x in by_row]
+        by_row: dict[str, Tensor | None] = {"delta": delta[..., None], "lse": lse[..., None]}
+        by_row["d_out"] = None if value is None else d_out
+        if d_entropy is not None:
+            by_row |= {"entropy": entropy[..., None], "d_entropy": d_entropy[..., None]}
+        given = {name: self.grouped(x.to(self.dtype)) for name, x in by_row.items() if x is not None}
         d_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
         d_key = torch.zeros_like(self.key)
         d_value = self.key.new_zeros(0) if self.value is None else torch.zeros_like(self.value)
@@ -178,34 +185,31 @@ class Blocks:
             self.query.new_zeros(0 if x is None else shape) for x in (self.row_scale, self.bias_scale)
         )
         for block in self:
-            own = _Given(*(None if x is None else block.rows(x) for x in given))  # type: ignore[arg-type]
+            own = {name: block.rows(x) for name, x in given.items()}
             tiles = block.tiles()
-            row_sums = (self.query.new_zeros(*block.shape[:3], d) for d in (self.head_dim, 1, 1))
-            into = _Gradients(d_key, d_value, *row_sums)
+            into: Gradients = {"key": d_key, "value": d_value}
+            for name, d in (("query", self.head_dim), ("row_scale", 1), ("bias_scale", 1)):
+                into[name] = self.query.new_zeros(*block.shape[:3], d)
             for tile in tiles:
-                tile.gradient(own, len(tiles) == 1 and not joint, into)
-            block.put(self.grouped(d_query), into.query.mul_(self.spec.scaling))
+                tile.gradient(into, whole=len(tiles) == 1 and not joint, **own)
+            block.put(self.grouped(d_query), into["query"].mul_(self.spec.scaling))
             if self.row_scale is not None:
-                block.put(self.grouped(d_row_scale[..., None]), into.row_scale)
+                block.put(self.grouped(d_row_scale[..., None]), into["row_scale"])
             if self.bias_scale is not None:
-                block.put(self.grouped(d_bias_scale[..., None]), into.bias_scale)
+                block.put(self.grouped(d_bias_scale[..., None]), into["bias_scale"])
         return d_query, d_key.to(key.dtype), d_value if value is None else d_value.to(value.dtype), d_row_scale, d_bias_scale
 
 
-class _Bounds(NamedTuple):
-    """Of the rows of a block: least and most of each column of `AttentionLayout.index`, the last row's cache index."""
+#: Of the rows of a block: least and most of each column of `AttentionLayout.index`; the last row's cache index; whether one of
+#: them at least is fully masked.
+_Bounds: TypeAlias = tuple[Columns, Columns, int, bool]
 
-    least: Columns
-    most: Columns
-    last: int
-    fully_masked: bool  # one of them at least
 
-    @classmethod
-    def of(cls, rows: Tensor, kv_len: int) -> Self:
-        own = Columns(*rows.unbind(-1))
-        least, most = (Columns(*x.tolist()) for x in rows.aminmax(dim=0))
-        fully_masked = own.low.clamp(min=least.key_start) > own.high.clamp(max=least.key_start + kv_len - 1)
-        return cls(least, most, int(own.query[-1]), bool(fully_masked.any()))
+def _bounds(rows: Tensor, kv_len: int) -> _Bounds:
+    own = Columns(*rows.unbind(-1))
+    least, most = (Columns(*x.tolist()) for x in rows.aminmax(dim=0))
+    fully_masked = own.low.clamp(min=least.key_start) > own.high.clamp(max=least.key_start + kv_len - 1)
+    return least, most, int(own.query[-1]), bool(fully_masked.any())
 
 
 class Tile:
@@ -221,7 +225,8 @@ class Tile:
         self.key = blocks.key[b, h, c0:c1]
         self.value = None if blocks.value is None else blocks.value[b, h, c0:c1]
         self.query = self.rows(blocks.query).mul_(blocks.spec.scaling).view(*self.flat, -1)
-        self.bounds = bounds
+        self.bounds, (self.least, self.most, self.last, masked) = bounds, bounds
+        self.fully_masked = masked or blocks.allowed is not None  # a row of it may see no key at all
 
     def rows(self, x: Tensor) -> Tensor:
         """This block's rows of a grouped tensor: (heads, group, rows, d), a reversed copy."""
@@ -238,7 +243,7 @@ class Tile:
             t = (own[self.b, self.r].flip(0)[:, None] - keys[self.b, self.c]).abs()
             own = table if table.shape[0] == 1 else table.unflatten(0, (-1, self.shape[1]))[self.h].flatten(0, 1)
             return own[:, t].unflatten(0, (-1, 1 if table.shape[0] == 1 else self.shape[1]))
-        first = self.bounds.last - self.blocks.key_start - self.c.start
+        first = self.last - self.blocks.key_start - self.c.start
         offset = table.storage_offset() + self.blocks.farthest - first
         shape, strides = self.shape[2:], (1, 1)
         if table.shape[0] == 1:
@@ -257,19 +262,14 @@ class Tile:
             return (slice(None), sink.expand(self.shape[2], -1)) if bool(sink.any()) else None
         first = self.blocks.key_start + self.c.start
         c0, c1 = (
-            max(self.bounds.least.start - first, 0),
-            min(self.bounds.most.start - first + sinks, self.shape[3]),
+            max(self.least.start - first, 0),
+            min(self.most.start - first + sinks, self.shape[3]),
         )
         if c0 >= c1:
             return None
         start = self.blocks.columns.start[self.b, self.r].flip(0)
         offset = torch.arange(first + c0, first + c1, device=self.query.device) - start[:, None]
         return slice(c0, c1), (offset >= 0) & (offset < sinks)
-
-    @property
-    def fully_masked(self) -> bool:
-        """Whether a row of it may see no key at all."""
-        return self.blocks.allowed is not None or self.bounds.fully_masked
 
     def tiles(self) -> list[Tile]:
         """The ranges of columns that are held at a time: the block itself, or parts of it."""
@@ -307,12 +307,12 @@ class Tile:
 
     def hide(self, s: Tensor) -> None:
         """Fill the pairs that are outside the rows' intervals, or not allowed."""
-        blocks, bounds = self.blocks, self.bounds
+        blocks = self.blocks
         first = blocks.key_start + self.c.start
-        if (width := bounds.most.low - first) > 0:
+        if (width := self.most.low - first) > 0:
             indices = torch.arange(first, first + min(width, self.shape[3]), device=s.device)
             s[..., :width].masked_fill_(indices < blocks.columns.low[self.b, self.r, None].flip(0), MASK_VALUE)
-        if not blocks.hides_future and (begin := max(bounds.least.high + 1 - first, 0)) < self.shape[3]:
+        if not blocks.hides_future and (begin := max(self.least.high + 1 - first, 0)) < self.shape[3]:
             indices = torch.arange(first + begin, first + self.shape[3], device=s.device)
             s[..., begin:].masked_fill_(indices > blocks.columns.high[self.b, self.r, None].flip(0), MASK_VALUE)
         if (allowed := self.allowed()) is not None:
@@ -330,8 +330,8 @@ class Tile:
         torch.softmax(logits, -1, out=logits)
         return logits if nothing is None else logits.masked_fill_(nothing, 0.0)
 
-    def attend(self, with_lse: bool, with_entropy: bool) -> _Sums:
-        """What the rows take from this block's columns alone; the entropy comes with the logsumexp."""
+    def attend(self, with_lse: bool, with_entropy: bool) -> Sums:
+        """The rows' sums over this block's columns alone; the entropy comes with the logsumexp."""
         out = lse = entropy = None
         p = logits = self.logits(self.scores())
         if with_lse:
@@ -353,7 +353,7 @@ class Tile:
             p.mul_(self.keep())
         if self.value is not None:
             out = self.average(p).view(*self.shape[:3], -1)
-        return _Sums(out, lse, entropy)
+        return out, lse, entropy
 
     def tempered(self, logits: Tensor, temper: Callable[[Tensor], Tensor]) -> Tensor:
         """Logits times a factor of their entropy, up to a constant for each row, in place; rows are whole."""
@@ -385,46 +385,62 @@ class Tile:
         kept = torch.rand(self.shape, generator=generator, device=self.query.device) >= self.blocks.call.dropout
         return kept.to(self.blocks.dtype) / ((1 - self.blocks.call.dropout) or 1.0)  # all are dropped at 1
 
-    def gradient(self, given: _Given, whole: bool, into: _Gradients) -> None:
+    def gradient(self, into: Gradients, whole: bool, **given: Tensor) -> None:
         """Add what these columns contribute to the gradients of the block's rows, and of keys and values.
 
         Args:
             whole: the tile holds all visible keys of its rows.
+            given: what gradients start from, by row, as `_logit_gradient` takes it.
         """
         spec, s = self.blocks.spec, self.scores()
         capped = None
         if spec.softcap or spec.row_scale is not None:
             capped = self.blocks.buffer("scores", *self.shape).copy_(s)
-        d = self._logit_gradient(self.logits(s), given, whole, into)
+        d = self._logit_gradient(self.logits(s), into, whole, **given)
         d = self._score_gradient(d, capped, into).view(*self.flat, -1)
-        into.query.view(*self.flat, -1).baddbmm_(d, self.key)
-        into.key[self.b, self.h, self.c].baddbmm_(d.transpose(1, 2), self.query)
+        into["query"].view(*self.flat, -1).baddbmm_(d, self.key)
+        into["key"][self.b, self.h, self.c].baddbmm_(d.transpose(1, 2), self.query)
 
-    def _logit_gradient(self, logits: Tensor, given: _Given, whole: bool, into: _Gradients) -> Tensor:
-        """dL, in a buffer; the values' gradient on the way."""
-        if whole and given.d_entropy is None:
+    def _logit_gradient(
+        self,
+        logits: Tensor,
+        into: Gradients,
+        whole: bool,
+        delta: Tensor,
+        lse: Tensor,
+        d_out: Tensor | None = None,
+        entropy: Tensor | None = None,
+        d_entropy: Tensor | None = None,
+    ) -> Tensor:
+        """dL, in a buffer; the values' gradient on the way.
+
+        Args:
+            delta: sum_j P dP, the same for dropped-out P, less what the logsumexp passes on, (heads, group, rows, 1).
+            lse, entropy, d_entropy: likewise; d_out (heads, group, rows, value_dim). None: not asked for.
+        """
+        if whole and d_entropy is None:
             p = self.softmax(logits)
         else:
-            log_p = logits.sub_(given.lse)
-            p = torch.exp(log_p, out=log_p if given.d_entropy is None else self.blocks.buffer("p", *self.shape))
+            log_p = logits.sub_(lse)
+            p = torch.exp(log_p, out=log_p if d_entropy is None else self.blocks.buffer("p", *self.shape))
         d = self.blocks.buffer("d", *self.flat, self.shape[3])
-        if self.value is None or given.d_out is None:
+        if self.value is None or d_out is None:
             d = d.zero_().view(self.shape)
         else:
-            d_out = given.d_out.view(*self.flat, -1)
+            d_out = d_out.view(*self.flat, -1)
             torch.bmm(d_out, self.value.transpose(1, 2), out=d)
             d, dropped = d.view(self.shape), p
             if self.blocks.call.dropout:
                 kept = self.keep()
                 d.mul_(kept)
                 dropped = p * kept
-            into.value[self.b, self.h, self.c].baddbmm_(dropped.view(*self.flat, -1).transpose(1, 2), d_out)
-        d.sub_(given.delta)
-        if given.entropy is not None and given.d_entropy is not None:
-            d.sub_(log_p.add_(given.entropy).mul_(given.d_entropy))  # dH/dL_j = -P_j (ln P_j + H)
+            into["value"][self.b, self.h, self.c].baddbmm_(dropped.view(*self.flat, -1).transpose(1, 2), d_out)
+        d.sub_(delta)
+        if entropy is not None and d_entropy is not None:
+            d.sub_(log_p.add_(entropy).mul_(d_entropy))  # dH/dL_j = -P_j (ln P_j + H)
         return d.mul_(p)
 
-    def _score_gradient(self, d: Tensor, capped: Tensor | None, into: _Gradients) -> Tensor:
+    def _score_gradient(self, d: Tensor, capped: Tensor | None, into: Gradients) -> Tensor:
         """d(scaling q . k) from dL, in place; the row factors' gradients on the way. `capped` is C(S)."""
         blocks, sink = self.blocks, self.sink_columns()
         if blocks.gain is not None and blocks.bias is not None:
@@ -433,57 +449,31 @@ class Tile:
                 product = d * self.table(blocks.bias)
                 if sink:
                     product[..., sink[0]].masked_fill_(sink[1], 0.0)
-                into.bias_scale.add_(product.sum(-1, keepdim=True))
+                into["bias_scale"].add_(product.sum(-1, keepdim=True))
             d.mul_(self.table(blocks.gain))
             if sink and kept is not None:
                 torch.where(sink[1], kept, d[..., sink[0]], out=d[..., sink[0]])
         if blocks.row_scale is not None and capped is not None:
-            into.row_scale.add_((d * capped).sum(-1, keepdim=True))
+            into["row_scale"].add_((d * capped).sum(-1, keepdim=True))
             d.mul_(self.rows(blocks.row_scale))
         if blocks.spec.softcap and capped is not None:
             d.mul_(capped.div_(blocks.spec.softcap).square_().neg_().add_(1.0))
         return d
 
 
-class _Given(NamedTuple):
-    """What gradients start from, by row, (heads, group, rows, value_dim or 1); None: not asked for."""
-
-    delta: Tensor  # sum_j P dP, the same for dropped-out P, less what the logsumexp passes on
-    lse: Tensor
-    d_out: Tensor | None
-    entropy: Tensor | None
-    d_entropy: Tensor | None
-
-
-class _Gradients(NamedTuple):
-    """Sums over tiles: of the call's keys and values, of a block's rows (heads, group, rows, head_dim or 1)."""
-
-    key: Tensor
-    value: Tensor
-    query: Tensor
-    row_scale: Tensor
-    bias_scale: Tensor
-
-
-class _Sums(NamedTuple):
-    """Output, logsumexp and entropy of rows, (heads, group, rows, value_dim or 1); None: not asked for."""
-
-    out: Tensor | None
-    lse: Tensor | None
-    entropy: Tensor | None
-
-    def join(self, other: _Sums) -> _Sums:
-        """Of both ranges of keys together: exp(lse) adds up, and H = sum_i w_i (H_i - ln w_i) with w_i = exp(lse_i - lse)."""
-        assert self.lse is not None
-        assert other.lse is not None
-        lse = torch.logaddexp(self.lse, other.lse)
-        far, near = lse - self.lse, lse - other.lse
-        out = entropy = None
-        if self.entropy is not None and other.entropy is not None:
-            entropy = (self.entropy + far) * (-far).exp_() + (other.entropy + near) * (-near).exp_()
-        if self.out is not None and other.out is not None:
-            out = other.out.mul_(near.neg_().exp_()).addcmul_(self.out, far.neg_().exp_())
-        return _Sums(out, lse, entropy)
+def _join(one: Sums, other: Sums) -> Sums:
+    """The sums over two ranges of keys: exp(lse) adds up, and H = sum_i w_i (H_i - ln w_i) with w_i = exp(lse_i - lse)."""
+    (one_out, one_lse, one_entropy), (other_out, other_lse, other_entropy) = one, other
+    assert one_lse is not None
+    assert other_lse is not None
+    lse = torch.logaddexp(one_lse, other_lse)
+    far, near = lse - one_lse, lse - other_lse
+    out = entropy = None
+    if one_entropy is not None and other_entropy is not None:
+        entropy = (one_entropy + far) * (-far).exp_() + (other_entropy + near) * (-near).exp_()
+    if one_out is not None and other_out is not None:
+        out = other_out.mul_(near.neg_().exp_()).addcmul_(one_out, far.neg_().exp_())
+    return out, lse, entropy
 
 
 def dropout_seed(dropout: float) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 The plan is FlashAttention-2's: one program for a block of query rows, keys in tiles, an online softmax; the backward pass
 recomputes tiles from the logsumexp, once by rows (d_query) and once by columns (d_key, d_value), so that nothing is added
-atomically and results repeat exactly. What is ours is the map L = x gain_t C(S) + y bias_t. Near the diagonal its tables are
+atomically and results repeat exactly. On top comes the map L = x gain_t C(S) + y bias_t. Near the diagonal its tables are
 looked up pair by pair. Farther off they are smooth: a polynomial of the distance serves a whole tile. Where which degree
 becomes exact enough for the dtype is measured on the tables themselves, once.
 
@@ -24,10 +24,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..geometry import AttentionLayout
 from ..plan import Operand
-from ..tracing import readable
 from . import operators, parts, sdpa, tiles
 from .by_segment import BySegment
-from .kernel import MARGIN, Kernel, KernelCall, Result
+from .kernel import MARGIN, Kernel, KernelCall, KernelFailure, Result
 
 try:
     import triton
@@ -56,13 +55,9 @@ def run(call: KernelCall) -> Result:
     if gain is not None and bias is not None and smooth and gain.shape[-1] >= call.kv_len + query.shape[2] + MARGIN:
         fits = _fits if torch.compiler.is_compiling() else _cached_fits
         spec = dataclasses.replace(spec, far=fits(gain, bias, query.dtype != torch.float32))
-    tensors = (query, call.key, call.value, spec.row_scale, spec.bias_scale)
-    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     seed = torch.randint(1 << 62, (), device=query.device) if call.dropout else None
     rows = AttentionLayout(rows.index, rows.allowed, rows.query_ids, rows.key_ids)
-    own = call._replace(rows=rows, spec=spec, seed=seed, with_lse=call.with_lse or grad)
-    out, lse, entropy = _triton(*operators.flatten(own)) if grad or not readable(query) else _forward(own)
-    return out, lse if call.with_lse else lse.new_empty(0), entropy
+    return _run(call._replace(rows=rows, spec=spec, seed=seed))
 
 
 # Tables as polynomials -----------------------------------------------------------------------------------------------
@@ -206,7 +201,7 @@ def small_first(kernel: str, candidates: Iterable[Blocks]) -> tuple[Blocks, ...]
 
 @functools.cache
 def _has_warp_groups(device: torch.device) -> bool:
-    """Whether large products stay out of registers, as from Hopper on; elsewhere large tiles spill."""
+    """Tell whether large products stay out of registers, as from Hopper on; elsewhere large tiles spill."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -225,16 +220,12 @@ def _shared_memory(device: torch.device) -> int:
 # Launching -----------------------------------------------------------------------------------------------------------
 
 
-class _Failed(Exception):
-    """No candidate of a kernel compiles, or fits the device."""
-
-
 #: Launches that failed in this process: what never worked once is not tried again.
 _FAILED: dict[Any, str] = {}
 
 
 def _launch(name: str, call: KernelCall, constants: dict[str, Any], launch: Callable[[Blocks, dict[str, Any]], None]) -> None:
-    """By the first of a kernel's candidates that works."""
+    """Launch the first of a kernel's candidates that works."""
     query, value = call.query, call.value
     width, limit, why = max(constants["DP"], constants["EP"]), _shared_memory(query.device), "no tiles fit"
     for blocks in _candidates(name, query, value):
@@ -253,7 +244,7 @@ def _launch(name: str, call: KernelCall, constants: dict[str, Any], launch: Call
             if parts.INTERPRETED or not parts.before_launch(error):
                 raise
             why = _FAILED[key] = f"{type(error).__name__}: {error}"
-    raise _Failed(f"the {name} kernel for head_dim {query.shape[-1]} in {query.dtype}: {why}")
+    raise KernelFailure(f"the {name} kernel for head_dim {query.shape[-1]} in {query.dtype}: {why}")
 
 
 @functools.cache
@@ -289,7 +280,7 @@ def _constants(call: KernelCall, entropy: bool) -> dict[str, Any]:
 
 
 def _inputs(call: KernelCall, unused: Tensor) -> tuple[list[Any], list[Any]]:
-    """What every kernel reads beside vectors, and all strides, by batch, head and row; `unused` where there is nothing."""
+    """The tensors that every kernel reads beside vectors, `unused` for none, and all strides, by batch, head and row."""
     query, key, value, rows, spec = call.query, call.key, call.value, call.rows, call.spec
     ids = (rows.query_ids, rows.key_ids) if spec.gain is not None else (None, None)
     scales = (None if x is None else x.expand(query.shape[:3]).float().contiguous() for x in (spec.row_scale, spec.bias_scale))
@@ -306,24 +297,17 @@ def _strides(x: Tensor | None) -> list[int]:
     return [0] * 4 if x is None else [s if n > 1 else 0 for s, n in zip(x.stride(), x.shape, strict=True)]
 
 
-class _Numbers(NamedTuple):
-    """By what logits in units of ln 2 are computed from products, and gradients brought back; see `triton_kernels._logits`."""
-
-    factor: float
-    bend: float
-    back: float
-
-    @classmethod
-    def of(cls, call: KernelCall) -> _Numbers:
-        scaling, cap = call.spec.scaling, call.spec.softcap
-        factor = (math.copysign(cap, scaling) if cap else scaling) * math.log2(math.e)
-        bend = 2 * abs(scaling) / cap * math.log2(math.e) if cap else 0.0
-        back = scaling if call.spec.gain is None else scaling / factor if cap else math.log(2)
-        return cls(factor, bend, back)
+def _numbers(call: KernelCall) -> tuple[float, float, float]:
+    """Factors from products to logits in units of ln 2, and back for gradients; see `triton_kernels._logits`."""
+    scaling, cap = call.spec.scaling, call.spec.softcap
+    factor = (math.copysign(cap, scaling) if cap else scaling) * math.log2(math.e)
+    bend = 2 * abs(scaling) / cap * math.log2(math.e) if cap else 0.0
+    back = scaling if call.spec.gain is None else scaling / factor if cap else math.log(2)
+    return factor, bend, back
 
 
 def _dense(call: KernelCall) -> KernelCall:
-    """The same call with vectors that lie in one piece, and so the index."""
+    """Make the call's vectors, and its index, lie in one piece."""
     vectors = {n: x if x is None or x.stride(-1) == 1 else x.contiguous() for n, x in call._asdict().items() if n in _VECTORS}
     index = call.rows.index
     if index.stride()[1:] != (index.shape[-1], 1):
@@ -337,7 +321,7 @@ _VECTORS = ("query", "key", "value")
 
 
 def _share(dropout: float) -> float:
-    """By what is multiplied what dropout keeps; all is dropped at 1."""
+    """The factor on pairs that dropout keeps; at 1 all are dropped."""
     return 1 / (1 - dropout) if dropout < 1 else 0.0
 
 
@@ -348,17 +332,17 @@ def _forward(call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
     out = query.new_empty((0,) if value is None else (batch, heads, q_len, value.shape[-1]))
     lse = query.new_empty((batch, heads, q_len), dtype=torch.float32)
     entropy = query.new_empty((batch, heads, q_len) if call.with_entropy else (0,), dtype=torch.float32)
-    (tensors, strides), numbers = _inputs(call, lse), _Numbers.of(call)
+    (tensors, strides), numbers = _inputs(call, lse), _numbers(call)
 
     def launch(blocks: Blocks, constants: dict[str, Any]) -> None:
         kernels.forward_kernel[triton.cdiv(q_len, blocks.rows), batch * heads](
             query, key, key if value is None else value, out, lse, entropy, *tensors, *strides, q_len, key.shape[2],
-            numbers.factor, numbers.bend, call.dropout, _share(call.dropout), call.spec.sinks, **constants,
+            *numbers[:2], call.dropout, _share(call.dropout), call.spec.sinks, **constants,
         )  # fmt: skip
 
     try:
         _launch("forward", call, _constants(call, call.with_entropy), launch)
-    except _Failed as failed:
+    except KernelFailure as failed:
         _warn(str(failed))
         return tiles.Blocks(call._replace(with_lse=True)).attend()
     return out, lse, entropy
@@ -380,7 +364,7 @@ def gradients(
     do = query if value is None else d_out.to(query.dtype)
     do = do if do.stride(-1) == 1 else do.contiguous()
     by_row = [lse if x is None else x.float().contiguous() for x in (d_lse, d_entropy)]
-    (tensors, strides), numbers = _inputs(call, lse), _Numbers.of(call)
+    (tensors, strides), numbers = _inputs(call, lse), _numbers(call)
     vectors = (query, key, key if value is None else value, do)
     scalars = (*numbers, call.dropout, _share(call.dropout), spec.sinks)
     constants = _constants(call, d_entropy is not None)
@@ -406,7 +390,7 @@ def gradients(
     try:
         _launch("query", call, constants, by_rows)
         _launch("key", call, constants, by_columns)
-    except _Failed as failed:
+    except KernelFailure as failed:
         if call.dropout:  # it drops other pairs
             raise RuntimeError(f"Triton cannot compile {failed}, and plain PyTorch cannot repeat its dropout") from failed
         _warn(str(failed))
@@ -414,7 +398,7 @@ def gradients(
     return d_query, d_key, d_value, d_row_scale, d_bias_scale
 
 
-_triton = operators.attention_operator("triton", KernelCall, _forward, gradients)
+_run = operators.attention("triton", _forward, gradients)
 
 KERNEL = Kernel(
     "triton",

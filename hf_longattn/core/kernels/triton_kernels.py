@@ -54,7 +54,7 @@ def _from(Far, DEGREE: tl.constexpr):
 
 @triton.jit
 def _load(X, first, n, stride, least, last, CHECKED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """The vectors first + n; 0 in place of those outside of [least, last), where that is checked."""
+    """Load the vectors first + n; 0 in place of vectors outside of [least, last), where that is checked."""
     d = tl.arange(0, DP)
     at = X + first * tl.cast(stride, tl.int64) + n[:, None] * stride + d[None, :]
     there = (first + n >= least) & (first + n < last)
@@ -93,7 +93,7 @@ def _logits(
     MAP: tl.constexpr, SOFTCAP: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, IDS: tl.constexpr, LINEAR: tl.constexpr,
     DEGREE: tl.constexpr,
 ):
-    """From the products s of a tile: its logits, their derivative by s over a constant, and by the row factors over LN2.
+    """Make logits of a tile's products s, with their derivative by s over a constant, and by the row factors over LN2.
 
     LINEAR: the logits are factor s, and s comes back. What goes by row has one shape, what goes by column another, which
     broadcast to that of s. DEGREE: 0 where tables are looked up; else i and j are distances from the tile's centre.
@@ -389,7 +389,7 @@ def ranges_kernel(
     Index, Ranges, stride_ib, M, N, sinks,
     MAP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """For a block of columns: the first and past the last row that sees one, and between a and b those that see them all.
+    """Find the rows that see one of a block of columns, from the first to past the last; between a and b they see all.
 
     Where there is a map, only where the rows lie as far apart as they are numbered.
     """

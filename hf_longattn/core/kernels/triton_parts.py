@@ -183,7 +183,7 @@ def join_kernel(
     stride_nb, stride_nh, stride_nn, stride_mb, stride_mh, stride_mn, N,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Output and logsumexp over some keys, in place, joined with those over others."""
+    """Join output and logsumexp over some keys, in place, with those over others."""
     b, h = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
     n, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
     there = n < N

@@ -11,17 +11,16 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..plan import AttentionPlan, Segment
 from ..rotated_keys import AHEAD, WORTH, Keep, RotatedKeys
-from .fused import few
-from .kernel import FEW_QUERIES, FUSED, MASK_VALUE, Kernel, entropy
-from .sdpa import few_queries
+from .by_segment import merge_outputs
+from .kernel import MASK_VALUE, entropy
+from .sdpa import few, few_queries
 
 #: Elements of keys that are worked on at a time where more than a product is to be done with them: what a core's cache holds.
 KEY_ELEMENTS = 1 << 19
@@ -54,35 +53,23 @@ class SeenSegment(NamedTuple):
         return self.columns.stop - self.columns.start
 
 
-@dataclass(frozen=True, eq=False)
-class VisibleKeys:
-    """What all layers share whose keys are seen, and turned, alike.
+#: All that layers share whose keys are seen, and turned, alike: the columns that some row sees; segments in the order of their
+#: columns; which of these a row does not see, bool (batch or 1, heads or 1, q_len, keys); rows that see none, (..., q_len, 1).
+Visible: TypeAlias = tuple[slice, tuple[SeenSegment, ...], Tensor | None, Tensor | None]
 
-    Args:
-        columns: the keys that some row sees.
-        segments: in the order of their columns.
-        hidden: bool (batch or 1, heads or 1, q_len, keys), those of `columns` that a row does not see; None: there are none.
-        blind: bool (..., q_len, 1), rows that see none; None: there are none.
-    """
 
-    columns: slice
-    segments: tuple[SeenSegment, ...]
-    hidden: Tensor | None
-    blind: Tensor | None
-
-    @classmethod
-    def of(cls, plan: AttentionPlan) -> VisibleKeys:
-        q_len = plan.query.shape[2]
-        among = [(segment, *segment.seen(plan.kv_len)) for segment in plan.segments]
-        found = sorted(((s, c, own) for s, c, own in among if c is not None), key=lambda x: x[1].start)
-        whole = slice(min((c.start for _, c, _ in found), default=0), max((c.stop for _, c, _ in found), default=0))
-        seen = tuple(_seen(plan, segment, columns, own, whole.start) for segment, columns, own in found)
-        total, width = sum(one.size for one in seen), whole.stop - whole.start
-        if seen and all(one.own is None for one in seen):  # a key is in one segment of each row: no columns are shared
-            return cls(whole, seen, None if total == width else _hidden(seen, q_len, width), None)
-        hidden = _hidden(seen, q_len, width)
-        blind = hidden.all(-1, keepdim=True)
-        return cls(whole, seen, hidden if hidden.any() else None, blind if blind.any() else None)
+def _visible(plan: AttentionPlan) -> Visible:
+    q_len = plan.query.shape[2]
+    among = [(segment, *segment.seen(plan.kv_len)) for segment in plan.segments]
+    found = sorted(((s, c, own) for s, c, own in among if c is not None), key=lambda x: x[1].start)
+    whole = slice(min((c.start for _, c, _ in found), default=0), max((c.stop for _, c, _ in found), default=0))
+    seen = tuple(_seen(plan, segment, columns, own, whole.start) for segment, columns, own in found)
+    total, width = sum(one.size for one in seen), whole.stop - whole.start
+    if seen and all(one.own is None for one in seen):  # a key is in one segment of each row: no columns are shared
+        return whole, seen, None if total == width else _hidden(seen, q_len, width), None
+    hidden = _hidden(seen, q_len, width)
+    blind = hidden.all(-1, keepdim=True)
+    return whole, seen, hidden if hidden.any() else None, blind if blind.any() else None
 
 
 def _hidden(seen: tuple[SeenSegment, ...], q_len: int, width: int) -> Tensor:
@@ -117,7 +104,7 @@ def _seen(plan: AttentionPlan, segment: Segment, columns: slice, own: Tensor | N
     return SeenSegment(slice(columns.start - first, columns.stop - first), own, turn, angles, beyond, band)
 
 
-class Dense:
+class FewOnCPU:
     """A `Computation` of few queries.
 
     Inside, the queries that share a key head are rows of it: (batch * kv_heads, group * q_len, head_dim).
@@ -126,22 +113,22 @@ class Dense:
     def __init__(self, plan: AttentionPlan) -> None:
         query, kv_len = plan.query, plan.kv_len
         alike = tuple((s.name, s.query is None, s.key is None) for s in plan.segments), kv_len, query.shape[3], query.dtype
-        shown: VisibleKeys = plan.rows.once((*alike, plan.rotation), functools.partial(VisibleKeys.of, plan))
-        self.segments, self.blind = shown.segments, shown.blind
-        self.columns = None if shown.columns == slice(0, kv_len) else shown.columns
-        self.first, self.rotation = shown.columns.start, plan.rotation
+        shown: Visible = plan.rows.once((*alike, plan.rotation), functools.partial(_visible, plan))
+        columns, self.segments, hidden, self.blind = shown
+        self.columns = None if columns == slice(0, kv_len) else columns
+        self.first, self.rotation = columns.start, plan.rotation
         self.by = self._turned_by(plan)
         self.scaling, self.softcap = plan.logits.scaling, plan.logits.softcap
         self.fold, self.over_norms, self.temper = plan.fold, plan.over_norms, plan.temper
         self.q_len, self.kv_heads, self.group = query.shape[2], plan.key.shape[1], query.shape[1] // plan.key.shape[1]
         self.rows, self.wide = (self.group * self.q_len, query.shape[3]), plan.wide
-        turned = any(segment.turn is not None for segment in shown.segments)
+        turned = any(segment.turn is not None for segment in self.segments)
         acts = turned or plan.fold is not None or plan.has_sinks or plan.temper is not None
         self.fuses = not (acts or self.softcap or plan.logits.gain is not None) and plan.asked == "auto"
         if not self.fuses:
-            self._prepare(plan, shown)
+            self._prepare(plan, columns, hidden)
             return
-        self.allowed = None if shown.hidden is None else ~self._grouped(shown.hidden)
+        self.allowed = None if hidden is None else ~self._grouped(hidden)
 
     def __call__(
         self,
@@ -167,7 +154,7 @@ class Dense:
         return out if self.blind is None else out.masked_fill(self.blind, 0.0)
 
     def _turned_by(self, plan: AttentionPlan) -> Hashable:
-        """What identifies all that can be made of keys once for every later token; None: nothing, or it is not worth it."""
+        """Name all that can be made of keys once for every later token; None: nothing, or it is not worth it."""
         worth = max((s.size for s in self.segments if s.angles is not None or plan.fold is not None), default=0)
         rows, rounds = plan.rows, plan.key.dtype.itemsize == 2
         if worth < WORTH or plan.kind is None or rows.key_ids is not None or rows.index.shape[1] == plan.kv_len:
@@ -184,7 +171,7 @@ class Dense:
         return x if x.shape[2] == 1 else x.repeat(1, 1, self.group, 1)
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, factor: float | Tensor | None) -> Tensor:
-        """By sdpa: nothing but a factor on queries acts between them and the softmax."""
+        """Run sdpa: nothing but a factor on queries acts between them and the softmax."""
         scaling = self.scaling
         if isinstance(factor, Tensor):
             query = (query * factor).to(query.dtype)
@@ -192,7 +179,7 @@ class Dense:
             scaling *= factor
         return few_queries(query, key, value, self.allowed, scaling).transpose(1, 2)
 
-    def _prepare(self, plan: AttentionPlan, shown: VisibleKeys) -> None:
+    def _prepare(self, plan: AttentionPlan, whole: slice, hidden: Tensor | None) -> None:
         spec = plan.logits
         ends = [(one.columns.stop, other.columns.start) for one, other in itertools.pairwise(self.segments)]
         #: no key lies among the columns of two segments; some keys lie among those of none, and are not computed
@@ -204,13 +191,13 @@ class Dense:
         columns: Tensor | slice = slice(None)
         if self.gaps:
             columns = torch.cat([torch.arange(segment.columns.start, segment.columns.stop) for segment in self.segments])
-        hidden = None if shown.hidden is None else shown.hidden[..., columns]
+        hidden = None if hidden is None else hidden[..., columns]
         self.hidden = None if hidden is None or not hidden.any() else self._grouped(hidden)
         self.own = [None if self.apart or segment.own is None else self._grouped(segment.own) for segment in self.segments]
         self.makes = self.fold is not None or any(segment.angles is not None for segment in self.segments)
         #: in half precision, which the fused kernel reads as it is; of several queries; or where it takes fewer steps
         self.streams = plan.query.dtype.itemsize == 2 or self.q_len > 1 or (len(self.segments) == 1 and not self.makes)
-        self.streams &= plan.asked == "auto" and hasattr(torch.ops.aten, FUSED)
+        self.streams &= plan.asked == "auto"
         self.streams &= not (spec.gain is not None or spec.softcap or self.temper is not None)
         self.streams &= self.fold is None or self.over_norms is not None
         self.streams &= plan.query.shape[3] == plan.value.shape[3]
@@ -219,10 +206,10 @@ class Dense:
         self.scaled = not self.streams and self.fold is None and not self.softcap
         self._prepare_turns(plan.query.shape[3])
         self.scaled &= spec.gain is not None or self.turns is not None
-        self.map = None if spec.gain is None else self._map(plan, shown.columns, columns)
+        self.map = None if spec.gain is None else self._map(plan, whole, columns)
 
     def _added(self, own: Tensor) -> Tensor:
-        """What the fused kernel adds to logits, MASK_VALUE for keys that are not the row's."""
+        """Make the bias that the fused kernel adds to logits: MASK_VALUE for keys that are not the row's."""
         return self._grouped(torch.zeros(own.shape, dtype=self.wide, device=own.device).masked_fill_(~own, MASK_VALUE))
 
     def _prepare_turns(self, width: int) -> None:
@@ -272,10 +259,7 @@ class Dense:
         if self.temper is not None:
             logits = self._by_entropy(logits, query.shape, sinks is not None)
         out = self._averaged(torch.softmax(logits, -1), value.to(self.wide)).view(*query.shape[:3], -1)
-        if sinks is None:
-            return out
-        lse = logits.logsumexp(-1).view(*query.shape[:3])
-        return out.mul_(torch.sigmoid(lse - sinks[:, None])[..., None])
+        return out if sinks is None else merge_outputs([(out, logits.logsumexp(-1).view(query.shape[:3]), logits)], sinks)
 
     def _streamed(
         self,
@@ -286,7 +270,7 @@ class Dense:
         sinks: Tensor | None,
         made: RotatedKeys | None,
     ) -> Tensor:
-        """By the fused kernel, a segment after another, joined by their logsumexps."""
+        """Run the fused kernel, a segment after another, and join them by their logsumexps."""
         rows, scaling = query.to(self.wide), self.scaling
         if self.over_norms is not None:
             rows, scaling = self.over_norms(rows)
@@ -294,25 +278,15 @@ class Dense:
             rows = rows * factor
         elif factor is not None:
             scaling *= factor
-        each = self._turned(rows.reshape(-1, *self.rows))
-        outs, lses = [], [] if sinks is None else [sinks.view(1, -1, 1, 1)]
+        each, results = self._turned(rows.reshape(-1, *self.rows)), []
         for i, (own, seen, mask) in enumerate(zip(each, self._cut(value), self.masks, strict=True)):
             own = own[..., : self.rows[1]].to(query.dtype).unflatten(0, key.shape[:2])
-            keys = self._keys(i, key, made, self.fold is not None)
-            out, lse = few(own, keys, seen, mask, scaling)
-            outs.append(out.reshape(*query.shape[:3], -1))
-            lses.append(lse.reshape(*query.shape[:3], 1))
-        if len(outs) == 1:
-            joined = outs[0] if sinks is None else outs[0] * torch.sigmoid(lses[1] - lses[0])
-        else:
-            shares = torch.softmax(torch.cat([lse.expand(*query.shape[:3], 1) for lse in lses], -1), -1)[
-                ..., -len(outs) :
-            ].unbind(-1)
-            joined = functools.reduce(torch.add, (share[..., None] * out for share, out in zip(shares, outs, strict=True)))
-        return joined
+            out, lse = few(own, self._keys(i, key, made, self.fold is not None), seen, mask, scaling)
+            results.append((out.reshape(*query.shape[:3], -1), lse.reshape(query.shape[:3]), lse))
+        return merge_outputs(results, sinks)
 
     def _logits(self, query: Tensor, key: Tensor, factor: float | Tensor | None, made: RotatedKeys | None) -> Tensor:
-        """(batch * kv_heads, group * q_len, keys) from score to temperature by length."""
+        """(batch * kv_heads, group * q_len, keys) from score to temperature by length; 0 outside of all segments."""
         rows, normed = query.to(self.wide), self.over_norms is not None
         scaling: Any = None if self.scaled else self.scaling
         if self.over_norms is not None:
@@ -324,24 +298,25 @@ class Dense:
         elif factor is not None:
             scaling = factor if scaling is None else scaling * factor
         rows = rows if scaling is None else rows * scaling
-        logits = self._products(rows.reshape(-1, *self.rows), key, normed, made)
-        if self.softcap:
-            logits.tanh_().mul_(self.softcap)
-            if factor is not None:
-                logits.view(*query.shape[:3], -1).mul_(factor)
-        return logits
-
-    def _products(self, rows: Tensor, key: Tensor, normed: bool, made: RotatedKeys | None) -> Tensor:
-        """q . k of all segments, (batch * kv_heads, group * q_len, keys), divided by |k| if `normed`; 0 outside of them."""
-        each = self._turned(rows)
+        each = self._turned(rows.reshape(-1, *self.rows))
         if made is not None:
             scores = [self._once(n, own, key, normed, made) for n, own in enumerate(each)]
         else:
             several = zip(each, self._cut(key), self.segments, strict=True)
             scores = [_scores(own, keys, segment.angles, normed) for own, keys, segment in several]
         if self.apart:
-            return scores[0] if len(scores) == 1 else torch.cat(scores, -1)
-        logits = rows.new_zeros(*key.shape[:2], rows.shape[1], key.shape[2])
+            logits = scores[0] if len(scores) == 1 else torch.cat(scores, -1)
+        else:
+            logits = self._overlaid(scores, key.shape[2])
+        if self.softcap:
+            logits.tanh_().mul_(self.softcap)
+            if factor is not None:
+                logits.view(*query.shape[:3], -1).mul_(factor)
+        return logits
+
+    def _overlaid(self, scores: list[Tensor], keys: int) -> Tensor:
+        """The scores of segments that have columns in common, each for the rows that see it there."""
+        logits = scores[0].new_zeros(*scores[0].shape[:2], keys).unflatten(0, (-1, self.kv_heads))
         for segment, visible, own in zip(self.segments, self.own, scores, strict=True):
             into = logits[..., segment.columns]
             own = own.view_as(into)
@@ -372,7 +347,7 @@ class Dense:
         return [own if width else rows for own, width in zip(parts, self.widths, strict=True)]
 
     def _cut(self, x: Tensor) -> Sequence[Tensor]:
-        """Of keys or values (batch, kv_heads, keys, width) those of each segment."""
+        """Cut keys or values (batch, kv_heads, keys, width) into those of each segment."""
         if len(self.segments) == 1:
             return [x]
         if not self.apart:
@@ -402,7 +377,7 @@ class Dense:
         return slice(columns.start + first, columns.stop + first), key.shape[2] + first
 
     def _at(self, key: Tensor, columns: slice) -> Tensor:
-        """Some columns of all keys in the cache, from those that are seen."""
+        """Take some columns of all keys in the cache from the visible ones."""
         return key[:, :, columns.start - self.first : columns.stop - self.first]
 
     def _by_entropy(self, logits: Tensor, shape: torch.Size, sinks: bool) -> Tensor:
@@ -471,13 +446,3 @@ def _pieces(length: int, step: int) -> list[slice]:
 def _of(x: Tensor, b: slice, h: slice) -> Tensor:
     """A part of what may be the same for all batch entries, and for all key heads."""
     return x[b if x.shape[0] > 1 else slice(None), h if x.shape[1] > 1 else slice(None)]
-
-
-KERNEL = Kernel(
-    "dense",
-    Dense,
-    lacks=frozenset({"graphs", "dropout", "gradients"}),
-    devices=("cpu",),
-    queries=FEW_QUERIES,
-    preferred=lambda _: True,
-)
