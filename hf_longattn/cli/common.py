@@ -252,9 +252,9 @@ def show(results: Results) -> None:
     for t in results.tables():
         console.print(table(t.title, t.columns, t.shown()))
         if t.note:
-            console.print(t.note, highlight=False, markup=False)
+            say(t.note)
     if text := summary(results):
-        console.print(text, highlight=False, markup=False)
+        say(text)
 
 
 def tokens(text: str) -> int:
