@@ -500,3 +500,14 @@ def test_a_purpose_that_is_none_is_answered_by_the_three_and_no_guess(tmp_path: 
     model: Any = AutoModelForCausalLM.from_pretrained(tiny.save(tmp_path))
     with pytest.raises(ValueError, match=r"^unknown purpose 'rag'; known: both, reading, retrieval$"):
         hf_longattn.extend(model, to=2048, purpose="rag")
+
+
+def test_no_command_passes_on_a_warning_about_a_name_that_peft_reads(files: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(files / "model")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert not model.is_gradient_checkpointing
+        renamed = len([w for w in told if w.category is FutureWarning])  # by Transformers 5.24
+        assert CliRunner().invoke(app, ["methods", "rerope"]).exit_code == 0
+        assert not model.is_gradient_checkpointing
+    assert len([w for w in told if w.category is FutureWarning]) == renamed
