@@ -18,6 +18,7 @@ import io
 import json
 import os
 import platform
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -27,6 +28,9 @@ from typing import Any
 FOLDER = Path(__file__).parents[1] / "examples"
 #: What a notebook shows a value as, best first, and the method that gives it.
 FORMS = {"text/html": "_repr_html_", "image/png": "_repr_png_"}
+
+#: Lines of libraries' loggers, which some write to stdout.
+LOGGED = re.compile(r"^\[\d{4}-\d\d-\d\d .*?\] \[[A-Z]+\] .*\n", re.MULTILINE)
 
 
 def code_cells(notebook: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -46,12 +50,12 @@ def outputs(code: str, names: dict[str, Any]) -> list[dict[str, Any]]:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(tree, "cell", "exec", dont_inherit=True), names)
         value = None if last is None else eval(compile(ast.Expression(last.value), "cell", "eval", dont_inherit=True), names)
-    if text := printed.getvalue():
-        found.append({"output_type": "stream", "name": "stdout", "text": text.splitlines(keepends=True)})
+    if text := LOGGED.sub("", printed.getvalue()).strip("\n"):
+        found.append({"output_type": "stream", "name": "stdout", "text": f"{text}\n".splitlines(keepends=True)})
     if value is not None:
         shown = {form: data for form, name in FORMS.items() if (data := getattr(value, name, lambda: None)()) is not None}
         shown = {form: base64.b64encode(x).decode() if isinstance(x, bytes) else x for form, x in shown.items()}
-        shown |= {"text/plain": repr(value)} if "image/png" not in shown else {"text/plain": "<Figure>"}
+        shown["text/plain"] = f"<{type(value).__name__}>" if shown else repr(value)
         data = {form: x if form == "image/png" else x.splitlines(keepends=True) for form, x in shown.items()}
         found.append({"output_type": "execute_result", "execution_count": None, "data": data, "metadata": {}})
     return found
