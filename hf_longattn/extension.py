@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -16,7 +17,6 @@ from .integration.layers import View
 from .integration.planning import bound_in
 from .methods.yarn_beyond import YarnBeyond
 from .slots.method import ModelFacts
-from .slots.registry import did_you_mean
 from .user_warnings import warn
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -157,7 +157,9 @@ def own_window(view: View) -> int | None:
 def check_purpose(purpose: str) -> None:
     """Raise ValueError if there is none of that name."""
     if purpose not in PURPOSES:
-        raise ValueError(f"unknown purpose {purpose!r}; {did_you_mean(purpose, PURPOSES)}known: {', '.join(PURPOSES)}")
+        near = difflib.get_close_matches(purpose, PURPOSES, 1, 0.7)  # "rag" is not nearly "reading"
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"unknown purpose {purpose!r}; {hint}known: {', '.join(PURPOSES)}")
 
 
 def needed(window: int, train_length: int, to: int) -> int:

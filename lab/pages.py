@@ -147,7 +147,8 @@ def badges() -> dict[str, str]:
         "torch": needs["torch"] + "+",
         "licence": project["license"],
     }
-    return {f"{name}.svg": _badge(name, value) for name, value in said.items()}
+    notebooks = {f"notebook-{path.stem}": ("notebook", path.stem) for path in (ROOT / "examples").glob("*.ipynb")}
+    return {f"{name}.svg": _badge(*words) for name, words in ({x: (x, v) for x, v in said.items()} | notebooks).items()}
 
 
 def _badge(name: str, value: str) -> str:

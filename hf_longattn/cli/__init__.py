@@ -6,6 +6,7 @@ behind the checks that need none of them.
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -41,6 +42,7 @@ def main(
     ] = False,
 ) -> None:
     """Long-context attention for Transformers models."""
+    warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)  # PEFT reads it
 
 
 def importing(command: Callable[..., None]) -> Callable[..., None]:

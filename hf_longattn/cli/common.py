@@ -175,22 +175,48 @@ def refusing(option: str | None = None) -> Iterator[None]:
 
 
 class Commands(TyperGroup):
-    """What a command finds out late ends in one message as well: weights that are unfit, a disk that is full."""
+    """All commands. An error is one line in one form, which the terminal alone breaks, so that it copies."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with _errors_in_one_line():
+            return list(super().parse_args(ctx, args))
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _errors_in_one_line():
             return super().invoke(ctx)
-        except typer.Exit:
-            raise
-        except Exception as error:
-            from ..checks import Refused, disk_full
 
-            if isinstance(error, Refused):
-                raise typer.BadParameter(str(error)) from None
-            if not disk_full(error):
-                raise
-            say(f"The disk is full: {error}. What was finished before is kept: make room, and the same command continues.")
-            raise typer.Exit(1) from None
+
+@contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    """Print a mistake in what was typed, a model that is unfit or a full disk as `Error: ...`, and exit."""
+    try:
+        yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        from ..checks import disk_full
+
+        if said := _message_of(error):
+            typer.echo(f"Error: {said}", err=True)
+            raise typer.Exit(2) from None
+        if not disk_full(error):
+            raise
+        say(f"The disk is full: {error}. What was finished before is kept: make room, and the same command continues.")
+        raise typer.Exit(1) from None
+
+
+def _message_of(error: Exception) -> str | None:
+    """Return what an error in what was typed says, and the way to the help where the words themselves are wrong."""
+    from ..checks import Refused
+
+    if isinstance(error, Refused):
+        return str(error)
+    if type(error) is typer.BadParameter:
+        return error.format_message() if error.param_hint or error.param else error.message
+    context = getattr(error, "ctx", None)  # of a click.UsageError, which typer has under a private name
+    if context is None or type(error).__name__ == "NoArgsIsHelpError":
+        return None
+    return f"{error.format_message()}\nFor help: {context.command_path} --help"  # type: ignore[attr-defined]
 
 
 def run(experiment: Experiment, out: Path | None, tell: Callable[[Row, bool], str], **how: Any) -> bool:
@@ -226,9 +252,9 @@ def show(results: Results) -> None:
     for t in results.tables():
         console.print(table(t.title, t.columns, t.shown()))
         if t.note:
-            console.print(t.note, highlight=False, markup=False)
+            say(t.note)
     if text := summary(results):
-        console.print(text, highlight=False, markup=False)
+        say(text)
 
 
 def tokens(text: str) -> int:

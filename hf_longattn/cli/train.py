@@ -6,8 +6,6 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from .common import say
+from .common import refusing, say
 
 
 def train(
@@ -47,7 +45,7 @@ def train(
     """
     from ..training import load_recipe
 
-    with _refusing():
+    with refusing():
         chosen = load_recipe(recipe, overrides or [])
 
     from ..checks import disk_full
@@ -56,7 +54,7 @@ def train(
     from ..slots.registry import modules_of
     from ..training import excess, last_checkpoint, plan, prepare, run
 
-    with _refusing():
+    with refusing():
         prepared = prepare(chosen, resume=resume)
         lines = plan(prepared)
         too_much = "" if yes else excess(prepared)
@@ -111,16 +109,6 @@ class TrainCommand(TyperCommand):
                 value = value if equals else after if after and not after.startswith("-") else "..."
                 raise typer.BadParameter(f"{option} is a key of the recipe: write {key}={value}", ctx=ctx)
         return list(super().parse_args(ctx, args))
-
-
-@contextmanager
-def _refusing() -> Iterator[None]:
-    """What is refused before the start, in one line: most of it names files and keys, not options."""
-    try:
-        yield
-    except (ValueError, OSError, ImportError) as error:
-        say(f"Error: {error}")
-        raise typer.Exit(2) from None
 
 
 def _standing(why: str, output: Path, checkpoint: Path | None) -> str:

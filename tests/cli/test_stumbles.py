@@ -472,3 +472,42 @@ def test_help_is_broken_where_the_terminal_ends_alone(command: str, monkeypatch:
     about = [line.strip() for line in lines[: next(n for n, line in enumerate(lines) if line.startswith("╭"))]]
     for line, following in itertools.pairwise(about[3:]):
         assert not line or not following or len(line) + 1 + len(following.split()[0]) > 78, (line, following)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["evla"], "Error: No such command 'evla'. Did you mean 'eval'?\nFor help: "),
+        (["--frob"], "Error: No such option: --frob\nFor help: "),
+        (["probe", "--zzzz"], "Error: No such option: --zzzz\nFor help: "),
+        (
+            ["methods", "rerop"],
+            "Error: Invalid value for NAME: unknown method 'rerop'; did you mean 'rerope'? known methods: ",
+        ),
+        (["train", "a_recipe_that_has_a_long_name"], "Error: there is no recipe 'a_recipe_that_has_a_long_name'; give a YAML"),
+        (["train", "method_lora", "--model", "x"], "Error: --model is a key of the recipe: write model=x\n"),
+    ],
+)
+def test_an_error_is_a_line_that_copies(line: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    result = CliRunner().invoke(app, line)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(said)
+    assert not set(result.stderr) & set("│╭╰")
+
+
+def test_a_purpose_that_is_none_is_answered_by_the_three_and_no_guess(tmp_path: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny.save(tmp_path))
+    with pytest.raises(ValueError, match=r"^unknown purpose 'rag'; known: both, reading, retrieval$"):
+        hf_longattn.extend(model, to=2048, purpose="rag")
+
+
+def test_no_command_passes_on_a_warning_about_a_name_that_peft_reads(files: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(files / "model")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert not model.is_gradient_checkpointing
+        renamed = len([w for w in told if w.category is FutureWarning])  # by Transformers 5.24
+        assert CliRunner().invoke(app, ["methods", "rerope"]).exit_code == 0
+        assert not model.is_gradient_checkpointing
+    assert len([w for w in told if w.category is FutureWarning]) == renamed

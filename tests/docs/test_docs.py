@@ -160,6 +160,28 @@ def test_the_page_on_sharing_names_what_waits_for_a_newer_peft() -> None:
         assert f"`{name}`" in page
 
 
+def installs_of_what_no_index_has(text: str) -> list[str]:
+    """Lines for pip that name the package, which is installed from a checkout until it is released."""
+    return re.findall(r"pip install [^`\n#]*\bhf[-_]longattn\b[^`\n]*", text)
+
+
+@pytest.mark.parametrize(
+    "line", ["pip install hf_longattn", "pip install 'hf-longattn[cli]'", 'pip install -U "hf_longattn[train]"']
+)
+def test_a_wrong_line_for_pip_is_found(line: str) -> None:
+    assert installs_of_what_no_index_has(f"First:\n\n    {line}\n")
+    assert not installs_of_what_no_index_has('pip install ".[cli,train]"    # hf_longattn, in a checkout\n')
+
+
+def test_every_page_installs_from_a_checkout_and_every_extra_of_a_user_is_on_one() -> None:
+    pages = [*PAGES, ROOT / "README.md", *(ROOT / "examples").glob("*.md"), *(ROOT / "examples").glob("*.ipynb")]
+    texts = {page: page.read_text(encoding="utf-8").replace('\\"', '"') for page in pages}
+    assert {page: found for page, text in texts.items() if (found := installs_of_what_no_index_has(text))} == {}
+    lines = " ".join(x for text in texts.values() for x in re.findall(r'pip install "\.\[[\w,-]+\]"', text))
+    for extra in ("cli", "train", "lm-eval", "flash", "quant"):
+        assert re.search(rf"[\[,]{extra}[\],]", lines), extra
+
+
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     for page in PAGES:

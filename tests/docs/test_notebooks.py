@@ -1,9 +1,9 @@
-"""The notebooks of examples/: every cell runs, in order, with a tiny model in place of the one that they name."""
+"""The notebooks of examples/: every cell runs, with a tiny model in place of theirs; what they store is of their code."""
 
 from __future__ import annotations
 
-import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,43 +11,53 @@ import pytest
 import tiny
 
 from hf_longattn.slots import registry
+from lab import notebooks
 
-NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples").glob("*.ipynb"))
+NOTEBOOKS = sorted(notebooks.FOLDER.glob("*.ipynb"))
+READ = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in NOTEBOOKS}
 
 
-def run(code: str, names: dict[str, Any]) -> None:
-    """A cell, whose last expression is shown as a notebook shows it."""
-    tree = ast.parse(code)
-    shown = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, "cell", "exec", dont_inherit=True), names)
-    if shown is not None:
-        value = eval(compile(ast.Expression(shown.value), "cell", "eval", dont_inherit=True), names)
-        shows = [getattr(value, show)() for show in ("_repr_html_", "_repr_png_", "__repr__") if hasattr(value, show)]
-        assert any(shows)  # a Figure has an HTML form and gives none
+def forms(outputs: list[dict[str, Any]]) -> list[list[str]]:
+    """What a cell gives, by kind."""
+    return [sorted(out.get("data", {out.get("name"): None})) for out in outputs]
+
+
+def first_cells(outputs: list[dict[str, Any]]) -> list[str]:
+    """The first cell of each row of HTML tables, in alphabetical order: the best stand first."""
+    page = "".join("".join(out.get("data", {}).get("text/html", "")) for out in outputs)
+    return sorted(re.sub(r"<.*?>", "", cell) for cell in re.findall(r"<tr[^>]*>\s*(<t[hd].*?</t[hd]>)", page, re.DOTALL))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", READ)
+def test_every_cell_runs_and_gives_what_is_stored(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another model numbers differ; what is shown, and of which settings, does not."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
-    texts = {"a text": tiny.text(tmp_path / "text.txt", 4000).read_text(encoding="utf-8")}
-    small: dict[str, Any] = {
-        "MODEL": str(tiny.save(tmp_path / "model", trained=1024)),
-        "TEXTS": texts,
-        "LENGTHS": [1024, 2048],
-    }
-    small |= {"DISTANCES": [2048], "LENGTH": 64, "STEPS": 2}
-    names: dict[str, Any] = {"__name__": "__main__"}
-    cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    texts = {"python help": tiny.text(tmp_path / "text.txt", 4000).read_text(encoding="utf-8")}
+    small: dict[str, Any] = {"MODEL": str(tiny.save(tmp_path / "model", trained=1024)), "TEXTS": texts}
+    small |= {"LENGTHS": [1024, 2048], "DISTANCES": [1280, 2048, 4096], "TO": 2048, "LENGTH": 64, "STEPS": 2}
+    cells = notebooks.code_cells(READ[name])
     assert "parameters" in cells[0]["metadata"]["tags"]
-    for cell in cells:
-        assert not cell["outputs"]
-        run("".join(cell["source"]), names)
-        if cell is cells[0]:
-            names |= {name: small[name] for name in small.keys() & names.keys()}
+    for cell, now in zip(cells, notebooks.run(READ[name], small), strict=True):
+        assert forms(cell["outputs"]) == forms(now), "".join(cell["source"])
+        assert first_cells(cell["outputs"]) == first_cells(now), "".join(cell["source"])
 
 
-def test_there_is_one_for_each_use() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["compare", "extend", "own_method", "train"]
+@pytest.mark.parametrize("name", READ)
+def test_what_is_stored_is_of_this_code(name: str) -> None:
+    noted = READ[name]["metadata"]["hf_longattn"]
+    assert noted["code"] == notebooks.code_hash(READ[name]), f"run: python -m lab.notebooks {name}"
+    assert set(noted) == {"code", "model", "versions", "date"}
+    assert [cell["execution_count"] for cell in notebooks.code_cells(READ[name])] == list(
+        range(1, len(notebooks.code_cells(READ[name])) + 1)
+    )
+
+
+def test_there_is_one_for_each_use_and_each_has_a_badge() -> None:
+    assert list(READ) == ["compare", "extend", "own_method", "train"]
+    for page in ("README.md", "examples/README.md"):
+        text = (notebooks.FOLDER.parent / page).read_text(encoding="utf-8")
+        for name in READ:
+            assert re.search(rf"badges/notebook-{name}\.svg\)\]\((examples/)?{name}\.ipynb\)", text), (page, name)
