@@ -1,4 +1,4 @@
-"""What the commands share: the console, lengths, loading a model."""
+"""Parts that the commands share: the console, lengths, loading a model."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def measure(
     title: str | None = None,
     page_only: bool = False,
 ) -> None:
-    """What every measuring command does: check, measure what is missing, write the page, and show the tables that say most.
+    """Run a measuring command: check, measure what is missing, write the page, and show the tables that say most.
 
     Args:
         given: of SETTINGS and EvalOptions.
@@ -167,7 +167,7 @@ def help_of(command: Callable[..., None]) -> str:
 
 @contextmanager
 def refusing(option: str | None = None) -> Iterator[None]:
-    """What a check raises is an error in what was typed: one message with the option that it came by, exit status 2."""
+    """Turn errors of a check into one message that names the option, with exit status 2."""
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
@@ -264,7 +264,7 @@ def tokens(text: str) -> int:
 
 
 def told(train_length: str | None) -> int | None:
-    """What --train-length says."""
+    """Read --train-length."""
     with refusing("--train-length"):
         return None if train_length is None else length_of(train_length)
 

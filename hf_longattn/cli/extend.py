@@ -127,7 +127,7 @@ def extend(
 
 
 def _check(out: Path | None, tolerance: float) -> None:
-    """What can be wrong with these options alone."""
+    """Check these options by themselves."""
     from ..checks import check_folder, check_output
 
     if not tolerance >= 0:
@@ -194,7 +194,7 @@ def _tell_of_own(config: Any, model: str) -> None:
 def _unmeasured(
     model: str, length: int, purpose: str, given: int | None, dtype: str, tokenizer: Any, out: Path | None
 ) -> None:
-    """Of a model without a language-model head no loss can be measured: what serves the purpose by rule, as in Python."""
+    """Choose by rule, as in Python, for a model without a language-model head, whose loss cannot be measured."""
     from ..evaluation.loading import load_setting
     from ..evaluation.settings import UNMODIFIED, Setting
     from ..extension import extend
@@ -350,7 +350,7 @@ def _show(search: Search) -> None:
 
 
 def plot(search: Search, path: Path) -> None:
-    """What was probed and what was read, as one PNG."""
+    """Draw the probes and the readings, as one PNG."""
     from ..evaluation.report import figures
 
     scores, probed = search.scores(), search.probed()

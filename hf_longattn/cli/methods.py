@@ -42,7 +42,7 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> None:
 
 
 def _one(name: str) -> None:
-    """What a method is, its parameters with their defaults, and its paper."""
+    """Describe a method: its parameters with their defaults, and its paper."""
     from ..slots.method import thaw
     from ..slots.registry import fixed_by, method, method_class, parameters_of, summary_of
 

@@ -36,5 +36,5 @@ def run(context: typer.Context) -> None:
 
 
 def found(command: str) -> str | None:
-    """Where a command is: beside this one, since only that environment is known to have the package, else in PATH."""
+    """Find a command: beside this one, since only that environment is known to have the package, else in PATH."""
     return shutil.which(command, path=sysconfig.get_path("scripts")) or shutil.which(command)

@@ -112,7 +112,7 @@ class TrainCommand(TyperCommand):
 
 
 def _standing(why: str, output: Path, checkpoint: Path | None) -> str:
-    """Where a run that stopped stands, and what continues it."""
+    """Say where a stopped run stands, and what continues it."""
     again = shlex.join(["hf-longattn", *sys.argv[1:], *["--resume"] * ("--resume" not in sys.argv)])
     if any(output.glob("*.safetensors")):
         why += f" after training. The weights are in {output}; what is missing is how they compare with the base"

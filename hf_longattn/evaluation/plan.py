@@ -227,7 +227,7 @@ class Plan:
         return out
 
     def cells(self) -> list[Cell]:
-        """Those that others need first. Then setting by setting, so that each is loaded once, the short lengths first; by
+        """Return the cells in order: those that others need first; then setting by setting, so that each is loaded once, the short lengths first; by
         length where `shortest_first` asks for that, by document where these share a prefix.
         """
         cells = [cell for setting in self.settings for task in self.tasks for cell in task.cells(setting)]

@@ -1,4 +1,4 @@
-"""What Python runs first in every process that `hf-longattn run` starts: methods are registered once transformers is imported.
+"""Runs first in every process that `hf-longattn run` starts, and registers methods once transformers is imported.
 
 In a Python that has no hf_longattn, importing transformers fails, since the method would be lost without a word.
 """
