@@ -227,8 +227,9 @@ class Plan:
         return out
 
     def cells(self) -> list[Cell]:
-        """Return the cells in order: those that others need first; then setting by setting, so that each is loaded once, the short lengths first; by
-        length where `shortest_first` asks for that, by document where these share a prefix.
+        """Return the cells in order: those that others need first; then setting by setting, so that each is loaded once.
+
+        Short lengths come first; by length where `shortest_first` asks for that, by document where these share a prefix.
         """
         cells = [cell for setting in self.settings for task in self.tasks for cell in task.cells(setting)]
         needed = {cell.by.name for cell in cells if cell.by is not None}

@@ -16,7 +16,7 @@ from hf_longattn.evaluation.rows import Row, RowFile
 from lab.markdown import Contents
 from lab.pretrained import paired
 from lab.pretrained.longer_on_model import measured
-from lab.pretrained.runner import RESULTS, Choice, Program, Text, choices, drawn, lines, raw_section
+from lab.pretrained.runner import RESULTS, Choice, Program, Text, choices, described, drawn, lines
 
 RESULT = RESULTS / "copies.json"
 #: Texts on which settings were chosen; tables show them apart.
@@ -51,7 +51,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def measure(model: Any, text: Text, choice: Choice, args: argparse.Namespace) -> Row:
     copies = places(text.name, text.length, text.trained, args.copies)
-    return measured(model, text.ids, copies, 2048) | raw_section(choice, text.trained)
+    return measured(model, text.ids, copies, 2048) | described(choice, text.trained)
 
 
 COPIES = Program("copies", RESULT, PROTOCOL, settings, measure, options=options, spare=0)

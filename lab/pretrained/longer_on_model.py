@@ -18,7 +18,7 @@ from hf_longattn.evaluation.report import figures
 from hf_longattn.evaluation.rows import Row
 from lab.markdown import Contents
 from lab.pretrained import paired, runner
-from lab.pretrained.runner import RESULTS, STEP, Choice, Program, Text, choices, lines, parts, raw_section, with_adapter
+from lab.pretrained.runner import RESULTS, STEP, Choice, Program, Text, choices, described, lines, parts, with_adapter
 
 PROTOCOL = (
     "One forward pass over the first `length` tokens of a text in which the passages of `copies` ([distance, position], 128 "
@@ -52,7 +52,7 @@ def key(text: Text, args: argparse.Namespace) -> dict[str, Any]:
 
 def measure(model: Any, text: Text, choice: Choice, args: argparse.Namespace) -> Row:
     copies = [Copy(d, p) for d, p in COPIES if p + PASSAGE <= text.length]
-    return measured(model, text.ids, copies, args.prefill) | raw_section(choice, text.trained)
+    return measured(model, text.ids, copies, args.prefill) | described(choice, text.trained)
 
 
 def measured(model: Any, ids: torch.Tensor, copies: list[Copy], prefill: int | None) -> Row:

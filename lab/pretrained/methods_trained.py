@@ -23,7 +23,7 @@ from hf_longattn.evaluation.settings import UNMODIFIED, Setting
 from lab.markdown import Contents
 from lab.pretrained import paired, runner
 from lab.pretrained.longer_on_model import measured
-from lab.pretrained.runner import RESULTS, Choice, Program, Text, drawn, raw_section
+from lab.pretrained.runner import RESULTS, Choice, Program, Text, described, drawn
 from lab.pretrained.trained import RUNS, train
 
 LENGTH, COPIES, PROBES, TRAINED = 8192, 24, 2, ", trained"
@@ -71,7 +71,7 @@ def measure(model: Any, text: Text, choice: Choice, args: argparse.Namespace) ->
     places = [Copy(p - rng.randrange(half - PASSAGE), p) for p in positions]  # from where nothing is overwritten
     copies = measured(model, text.ids, places, None)
     found = probe(model, passages(text.ids, PROBES, seed=0), [max(LEAST, text.trained // 2), 2 * text.trained])
-    return copies | {"probe": found.rows()} | raw_section(choice, text.trained)
+    return copies | {"probe": found.rows()} | described(choice, text.trained)
 
 
 def options(parser: argparse.ArgumentParser) -> None:

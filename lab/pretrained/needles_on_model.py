@@ -30,7 +30,7 @@ from hf_longattn.integration.caches import CACHE
 from lab.markdown import Contents
 from lab.pretrained import longer_on_model, runner
 from lab.pretrained.reading_far import load, read_by_itself, reader
-from lab.pretrained.runner import RESULTS, Choice, Program, Text, choices, lines, parts, raw_section
+from lab.pretrained.runner import RESULTS, Choice, Program, Text, choices, described, lines, parts
 
 PROTOCOL = (
     "The first `length` tokens of a text with needles (' The special magic CITY number is NUMBER.') at `depths`, read once "
@@ -114,7 +114,7 @@ def measure(model: Any, text: Text, choice: Choice, args: argparse.Namespace) ->
     }
     if tokenizer.chat_template:
         found["chat"] = chatted(model, hay, before, tokenizer)
-    return found | {"depths": [round(d, 4) for d in hay.depths]} | raw_section(choice, text.trained)
+    return found | {"depths": [round(d, 4) for d in hay.depths]} | described(choice, text.trained)
 
 
 def answered(

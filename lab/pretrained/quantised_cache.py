@@ -17,7 +17,7 @@ from hf_longattn.evaluation.settings import Setting
 from hf_longattn.integration.caches import CACHE
 from lab.markdown import Contents
 from lab.pretrained.paired import interval
-from lab.pretrained.runner import RESULTS, Choice, Program, Text, raw_section
+from lab.pretrained.runner import RESULTS, Choice, Program, Text, described
 
 RESULT = RESULTS / "quantised-cache.json"
 #: Tokens of a call, and tokens whose losses are averaged, for intervals.
@@ -48,7 +48,7 @@ def settings(text: Text) -> list[Choice]:
 def measure(model: Any, text: Text, choice: Choice, args: argparse.Namespace) -> Row:
     plain = losses(model, text.ids, DynamicCache(config=model.config))
     quantised = losses(model, text.ids, QuantizedCache("fp8", model.config))
-    return {"plain": plain, "quantised": quantised} | raw_section(choice, text.trained)
+    return {"plain": plain, "quantised": quantised} | described(choice, text.trained)
 
 
 QUANTISED = Program("quantised_cache", RESULT, PROTOCOL, settings, measure, lengths=(10240,), spare=0)

@@ -35,7 +35,7 @@ from hf_longattn.evaluation.statistics import mean_interval
 from lab.markdown import Contents
 from lab.pretrained import longer_on_model, paired, runner
 from lab.pretrained.copies import CHOOSING
-from lab.pretrained.runner import RESULTS, Choice, Program, Text, choices, lines, parts, raw_section
+from lab.pretrained.runner import RESULTS, Choice, Program, Text, choices, described, lines, parts
 
 PROTOCOL = (
     "The text before the last `segment` tokens of the first `length` is read once under streaming (window 4096, 4 sinks) by "
@@ -140,7 +140,7 @@ def measure(model: Any, text: Text, choice: Choice, args: argparse.Namespace) ->
     ids, _ = with_copies(text.ids, copies)
     before = BEFORE(model, text, choice, args, ids)
     found = measured(token_losses(model, ids, last=args.segment - 1, prefix=before), copies)
-    return found | {"copies": [[c.distance, c.position] for c in copies]} | raw_section(choice, text.trained)
+    return found | {"copies": [[c.distance, c.position] for c in copies]} | described(choice, text.trained)
 
 
 def measured(losses: Tensor, copies: Sequence[Copy]) -> dict[str, list[float]]:

@@ -223,7 +223,7 @@ def told(row: Row, new: bool) -> str:
     return ", ".join(f"{k} {row[k]}" for k in ("prose", "copying", "loss", "cpu_seconds") if k in row) if new else ""
 
 
-def raw_section(choice: Choice, trained: int) -> Row:
+def described(choice: Choice, trained: int) -> Row:
     """What rows say of their setting: its config (numbers that calibration measured left out) and rope, as ["yarn", 2.0]."""
     config, rope = choice.setting.config, parse_rope(choice.setting.rope) if choice.setting.rope else ()
     return {
