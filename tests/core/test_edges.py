@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import inputs, mask_of, with_gradients
+from calls import inputs, mask_of, rows_of, with_gradients
 from cases import CASES, HEADS
 from helpers import close, crossed, stock, tokens
 from hypothesis import given, settings
@@ -340,3 +340,20 @@ def test_bfloat16_error(case: str, backend: str) -> None:
     assert got.dtype == torch.bfloat16
     allowed = 2.0 if backend == "tiled" else SHARP.get(case, 2.0)
     assert error(got, reference_attention(*exact, ROUGH[case], rotation=turn)) <= allowed * budget
+
+
+# rows -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_positions_that_differ_in_the_padding_alone_are_those_of_indices(inside: bool) -> None:
+    """A mask that hides the padding which the intervals hide, of one text in two."""
+    n, pad = 5, 2
+    a, start = torch.arange(n)[None], torch.tensor([[pad], [0]])
+    allowed = (a >= start)[:, None, None]
+    rows = rows_of(a, 0, start, start, a, allowed)
+    query_ids, key_ids = rows.query_positions(), rows.key_positions(n).clone()
+    key_ids[0, pad if inside else 0] = 77
+    simple = rows.at(query_ids, key_ids).simplified(n)
+    assert simple.allowed is None
+    assert (simple.key_ids is None) is not inside

@@ -95,9 +95,10 @@ def inside(readme: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
     if not blocks:
         raise SystemExit(f"{readme} holds no Python")
+    names: dict[str, object] = {"__name__": "readme"}  # a reader types one block behind the other
     for code in blocks:
         print(f"\n{code}", flush=True)
-        exec(HUB.sub('"model"', LONG.sub("3000", code)), {"__name__": "readme"})
+        exec(HUB.sub('"model"', LONG.sub("3000", code)), names)
     commands = (
         "--version",
         "doctor",
