@@ -35,7 +35,7 @@ def test_every_cell_runs_and_gives_what_is_stored(name: str, tmp_path: Path, mon
     """With another model numbers differ; what is shown, and of which settings, does not."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
-    texts = {"python help": tiny.text(tmp_path / "text.txt", 4000).read_text(encoding="utf-8")}
+    texts = {"python help": tiny.text(tmp_path / "text.txt", 6000).read_text(encoding="utf-8")}
     small: dict[str, Any] = {"MODEL": str(tiny.save(tmp_path / "model", trained=1024)), "TEXTS": texts}
     small |= {"LENGTHS": [1024, 2048], "DISTANCES": [1280, 2048, 4096], "TO": 2048, "LENGTH": 64, "STEPS": 2}
     cells = notebooks.code_cells(READ[name])
