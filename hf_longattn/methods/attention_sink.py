@@ -13,8 +13,8 @@ from ..slots.base import Sink
 from ..slots.learned import HeadShift
 from ..slots.method import ModelFacts, numbers, require_in
 
-#: Sinks up to this hardly change a pretrained model (docs/reference/methods/attention_sink.md) and still have gradients.
-NEARLY_NOTHING = -6.0
+#: Untrained, sinks up to this change a pretrained model by hundredths of a nat (docs/reference/methods/attention_sink.md).
+HARDLY_HARMS = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class AttentionSink(Sink):
 
     @property
     def needs_training(self) -> bool:
-        return any(value > NEARLY_NOTHING for value in numbers(self.logit))
+        return any(value > HARDLY_HARMS for value in numbers(self.logit))
 
     def module(self, facts: ModelFacts) -> nn.Module | None:
         return HeadShift(facts.num_heads) if self.learned else None
