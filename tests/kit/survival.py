@@ -859,7 +859,8 @@ def summary(rows: Path) -> dict[str, Any]:
 
 def table(part: str, found: dict[str, Any]) -> str:
     """The kinds of a part in rows, how they ended in columns."""
-    kinds = found["parts"].get(part, {})
+    if not (kinds := found["parts"].get(part)):
+        return "Not tried."
     ends = sorted({end for ends in kinds.values() for end in ends} - {"wrong"})
     lines = [["", "cases", *ends, "wrong"], ["---"] * (len(ends) + 3)]
     for kind, counts in kinds.items():
@@ -870,14 +871,14 @@ def table(part: str, found: dict[str, Any]) -> str:
 
 def write_page(found: dict[str, Any]) -> str:
     """docs/explain/survival.md with its tables made anew."""
-    from lab.markdown import filled
-
-    versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
-    say = {
-        "survival": lambda part: table(part, found),
-        "survived": lambda _: f"{found['date']}, {found['commit']}: {versions}",
-    }
-    return filled(PAGE.read_text(encoding="utf-8"), say)
+    page = PAGE.read_text(encoding="utf-8")
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    new = {part: f"\n{table(part, found)}\n" for part in PARTS} | {"run": f"{found['date']}, {found['commit']}: {versions}"}
+    for mark, text in new.items():
+        begin, end = f"<!-- {mark} -->", f"<!-- end of {mark} -->"
+        head, rest = page.split(begin)
+        page = head + begin + text + end + rest.split(end)[1]
+    return page
 
 
 def main() -> None:
