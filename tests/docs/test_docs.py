@@ -178,7 +178,7 @@ def test_every_page_installs_from_a_checkout_and_every_extra_of_a_user_is_on_one
     texts = {page: page.read_text(encoding="utf-8").replace('\\"', '"') for page in pages}
     assert {page: found for page, text in texts.items() if (found := installs_of_what_no_index_has(text))} == {}
     lines = " ".join(x for text in texts.values() for x in re.findall(r'pip install "\.\[[\w,-]+\]"', text))
-    for extra in ("cli", "train", "lm-eval", "flash", "quant"):
+    for extra in ("cli", "train", "lm-eval", "quant"):
         assert re.search(rf"[\[,]{extra}[\],]", lines), extra
 
 
