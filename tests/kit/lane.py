@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "transformers", "peft", "accelerate")
-FILES = ("exactness", "persistence", "traps", "adapters", "adapter_kinds", "positions", "models", "trained_length")
+FILES = ("exactness", "persistence", "silent_errors", "adapters", "adapter_kinds", "positions", "models", "trained_length")
 FILES += ("patches", "internals")
 
 

@@ -20,8 +20,14 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).parents[2]
-FILES = ("core", "methods", "integration/test_exactness.py", "integration/test_traps.py", "integration/test_positions.py")
-FILES += ("integration/test_pictures.py", "integration/test_turned_keys.py", "integration/test_uses.py")
+FILES = (
+    "core",
+    "methods",
+    "integration/test_exactness.py",
+    "integration/test_silent_errors.py",
+    "integration/test_positions.py",
+)
+FILES += ("integration/test_pictures.py", "integration/test_turned_keys.py", "integration/test_options.py")
 NEAR = 1 / 3
 #: What PyTorch's own kernels, MKL and oneDNN use at most; a CPU that has less uses less.
 INSTRUCTIONS = {
