@@ -1,4 +1,4 @@
-"""Options of generation, caches and training that no other file has, with a method of each slot: exact by logits, or refused."""
+"""Options of generation, caches and training that no other file has, one method of each slot: exact by logits, or refused."""
 
 from __future__ import annotations
 
